@@ -1,0 +1,75 @@
+# `make` lists the targets. The variables that a user may set:
+#   TORCH    the torch to install in .venv, as pip takes it: make test TORCH=torch==2.13.0
+#   PYTHON   the Python that makes .venv, and that the GPU targets use as it is
+#   ARGS     more arguments for demo, pytest, test-gpu and bench: make test ARGS='-k softmax'
+# FASTLAYERS_CUDA_ARCHS, CUDA_HOME, CXX and MAX_JOBS reach the build: fastlayers/build.py explains them.
+
+PYTHON ?= python3
+TORCH ?= torch>=2.11
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# One name for each content of pyproject.toml and each TORCH: the environment is made anew when either changes.
+ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum | cut -d' ' -f1)
+# Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
+export TORCH
+
+.PHONY: help demo test env build lint types pytest format test-gpu bench wheel test-wheel clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: build  ## environment, build, and the main example: a real network trained, patched, verified, timed
+	$(PY) examples/digits_resnet.py $(ARGS)
+
+test: build  ## environment, build, lint, types and tests
+	@$(MAKE) --no-print-directory --keep-going lint types pytest
+
+env: $(ENV)  ## the environment in .venv
+
+$(ENV):
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("$(PYTHON) is Python " + sys.version.split()[0] + "; fastlayers needs 3.10 or later: make ... PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install $$TORCH
+	@# A CPU build of torch brings no Triton; the oldest one that fastlayers supports then runs the interpreter's tests.
+	$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install triton==3.6.0
+	FASTLAYERS_BUILD_EXT=0 $(PY) -m pip install --editable '.[test]'
+	@rm -f $(VENV)/made-for-*
+	@touch $@
+
+build: $(ENV)  ## compile csrc into fastlayers/_C.so
+	$(PY) fastlayers/build.py
+
+lint: $(ENV)  ## ruff: rules and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(ENV)  ## mypy
+	$(PY) -m mypy
+
+pytest: $(ENV)  ## the tests alone, on the build that is there
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+format: $(ENV)  ## let ruff format and fix what it can
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+# On a machine with a GPU: its own python3 and torch, nothing installed. A fastlayers/_C.so that is there is used.
+fastlayers/_C.so:
+	$(PYTHON) fastlayers/build.py
+
+test-gpu: fastlayers/_C.so  ## the tests on a GPU, with the python3 that is there
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
+
+bench: fastlayers/_C.so  ## the benchmarks on a GPU, with the python3 that is there
+	PYTHONPATH=. $(PYTHON) -m benchmarks $(ARGS)
+
+wheel: $(ENV)  ## dist/fastlayers-*-py3-none-linux_x86_64.whl, for every GPU from sm_80 on
+	rm -rf build/lib*
+	FASTLAYERS_BUILD_EXT=1 FASTLAYERS_CUDA_ARCHS='80;86;89;90;100;120' \
+	    $(PY) -m pip wheel --no-deps --wheel-dir dist .
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist fastlayers/_C.so fastlayers/_C.json *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find fastlayers tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

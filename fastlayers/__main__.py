@@ -1,0 +1,3 @@
+from fastlayers.cli import main
+
+main(prog_name="python -m fastlayers")

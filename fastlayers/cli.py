@@ -1,0 +1,151 @@
+"""The command line, ``python -m fastlayers``. A command is one function here, and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fastlayers import build as builder
+
+if TYPE_CHECKING:
+    import torch
+
+console = Console()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Drop-in fused layers for PyTorch."""
+
+
+# info ----------------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+def info() -> None:
+    """Show versions, what was built, and which backends this machine has."""
+    table = Table(title="fastlayers", title_justify="left", show_header=False)
+    for name, value in _versions():
+        table.add_row(name, escape(value))
+    table.add_section()
+    for name, value in _built():
+        table.add_row(name, escape(value))
+    console.print(table)
+    console.print(_backends())
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    import torch
+
+    import fastlayers
+
+    yield "fastlayers", fastlayers.__version__
+    yield "python", platform.python_version()
+    yield "torch", str(torch.__version__)
+    yield "triton", _version_of("triton")
+    yield "CUDA of torch", torch.version.cuda or "none: a CPU build of torch"
+    if not torch.cuda.is_available():
+        yield "GPU", "none that torch sees"
+    for index in range(torch.cuda.device_count()):
+        yield f"GPU {index}", _describe_gpu(torch.cuda.get_device_properties(index))
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _describe_gpu(gpu: torch.cuda._CudaDeviceProperties) -> str:
+    return f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+
+
+def _built() -> Iterator[tuple[str, str]]:
+    made = builder.BuildInfo.read()
+    if not builder.LIBRARY.exists():
+        yield "kernels of csrc", "not built" + (f": {made.problem}" if made and made.problem else "")
+        return
+    yield "kernels of csrc", str(builder.LIBRARY)
+    if made is None:
+        yield "built from", f"unknown: {builder.LIBRARY.with_suffix('.json').name} is missing"
+        return
+    yield "holds", made.contents()
+    yield "built with", f"{made.compiler}; nvcc {made.nvcc or 'none'}; headers of torch {made.torch}"
+
+
+def _backends() -> Table:
+    from fastlayers import backends
+
+    table = Table("backend", "here", "why not", "how to get it", title="backends", title_justify="left")
+    for name, reason in backends.available().items():
+        if reason is None:
+            table.add_row(name, "[green]yes[/]", "", "")
+        else:
+            table.add_row(name, "[red]no[/]", escape(reason), escape(_how_to_get(name)))
+    return table
+
+
+def _how_to_get(backend: str) -> str:
+    """What the user of this machine has to do for a backend that is missing: the first obstacle, not all of them."""
+    import torch
+
+    if backend in ("triton", "cuda") and torch.version.cuda is None:
+        return "a machine with an NVIDIA GPU, and a CUDA build of torch instead of this CPU build"
+    if backend in ("triton", "cuda") and not torch.cuda.is_available():
+        return "an NVIDIA GPU with a driver that torch.cuda.is_available() accepts"
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "pip install triton"
+        return "a GPU of compute capability 8.0 or later"
+    return _how_to_build(backend)
+
+
+def _how_to_build(backend: str) -> str:
+    try:
+        builder.find_torch()
+        builder.find_compiler()
+        if backend == "cuda":
+            builder.find_nvcc()
+    except builder.CudaBuildError:
+        return "install the CUDA toolkit (for its nvcc), then run `python -m fastlayers build`"
+    except builder.BuildError as error:
+        return f"{error}; once that is mended, run `python -m fastlayers build`"
+    return "run `python -m fastlayers build`"
+
+
+# build ---------------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+def build() -> None:
+    """Compile the C++ and CUDA kernels for this installation.
+
+    \b
+    FASTLAYERS_CUDA_ARCHS  compute capabilities, as "90" or "80;90"; default: this machine's GPUs
+    CUDA_HOME, CXX         the CUDA toolkit and the C++ compiler
+    MAX_JOBS               how many compilers run at once
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("compiling", total=None)
+
+        def report(done: int, total: int, what: str) -> None:
+            progress.update(task, completed=done, total=total)
+            progress.console.print(escape(what))
+
+        try:
+            made = builder.build_in_place(report)
+        except builder.BuildError as error:
+            progress.stop()
+            raise click.ClickException(str(error)) from None
+    console.print(f"[green]{escape(str(builder.LIBRARY))}[/]: {escape(made.contents())}")
