@@ -1,0 +1,162 @@
+"""``python3 -m benchmarks``: run the benchmark, print its tables, draw its plots."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import report
+from benchmarks.case import Case
+from benchmarks.cases import all_cases
+from benchmarks.implementations import TITLES
+from benchmarks.run import DeviceLost, Settings
+from benchmarks.run import run as run_cases
+
+RESULTS = Path(__file__).with_name("results")
+SUITES = ("bars", "sweep", "cpu")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Measure the fused ops against eager PyTorch, torch.compile and, where installed, Liger."""
+
+
+def selection(function: Any) -> Any:
+    """The options that choose cases, for `run` and `list` alike."""
+    options = (
+        click.option("--only", default="*", help="Cases whose id has this in it, or matches it as a shell pattern."),
+        click.option("--suite", "suites", multiple=True, type=click.Choice(SUITES), help="Default: all that can run."),
+        click.option("--all", "everything", is_flag=True, help="Every N of the sweep; torch.compile in every dtype."),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def chosen(only: str, suites: tuple[str, ...], everything: bool) -> list[Case]:
+    wanted = suites or (SUITES if torch.cuda.is_available() else ("cpu",))
+    found = [
+        case
+        for case in all_cases()
+        if case.suite in wanted and (everything or not case.extra) and (only in case.id or fnmatch(case.id, only))
+    ]
+    if not found:
+        raise click.UsageError(
+            f"no case matches --only {only!r} in {', '.join(wanted)}; see `python3 -m benchmarks list`"
+        )
+    return found
+
+
+@main.command()
+@selection
+@click.option(
+    "--impl", "implementations", multiple=True, type=click.Choice(list(TITLES)), help="Only these; repeatable."
+)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
+@click.option("--name", default="results", show_default=True, help="The result file is NAME.json.")
+@click.option("--samples", default=20, show_default=True, type=click.IntRange(min=2), help="Timed calls per number.")
+@click.option("--time-limit", type=float, help="Seconds after which no further case starts.")
+def run(
+    only: str,
+    suites: tuple[str, ...],
+    everything: bool,
+    implementations: tuple[str, ...],
+    out: Path,
+    name: str,
+    samples: int,
+    time_limit: float | None,
+) -> None:
+    """Measure, write OUT/NAME.json after every case, print the tables and draw the plots.
+
+    Without a GPU only the cpu suite runs.
+    """
+    cases = chosen(only, suites, everything)
+    if not torch.cuda.is_available() and any(case.device_type == "cuda" for case in cases):
+        raise click.UsageError("the suites bars and sweep need a GPU, and torch sees none; --suite cpu runs here")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    console = Console(stderr=True, highlight=False)
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+    settings = Settings(samples, everything, implementations, time_limit)
+    with progress if sys.stderr.isatty() else nullcontext():
+        task = progress.add_task("benchmarks", total=len(cases))
+
+        def done(line: str) -> None:
+            progress.advance(task)
+            console.print(f"[{int(progress.tasks[0].completed)}/{len(cases)}] {line}", markup=False, soft_wrap=True)
+
+        try:
+            run_cases(cases, path, settings, report=done)
+        except DeviceLost as error:
+            raise click.ClickException(
+                f"a kernel broke the CUDA context; what was measured is in {path}\n{error}"
+            ) from None
+    results = load(path)
+    report.print_tables(results, wide_console())
+    draw(results, out, name)
+
+
+@main.command("list")
+@selection
+def list_cases(only: str, suites: tuple[str, ...], everything: bool) -> None:
+    """The ids of the cases."""
+    for case in chosen(only, suites or SUITES, everything):
+        click.echo(case.id)
+
+
+result_file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+
+
+@main.command()
+@result_file
+@click.option("--markdown", is_flag=True, help="As Markdown.")
+def table(file: Path, markdown: bool) -> None:
+    """Print the tables of a result file."""
+    results = load(file)
+    if markdown:
+        click.echo(report.markdown(results), nl=False)
+    else:
+        report.print_tables(results, wide_console())
+
+
+@main.command()
+@result_file
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Default: beside the file.")
+def plot(file: Path, out: Path | None) -> None:
+    """Draw the plots of a result file."""
+    draw(load(file), out or file.parent, file.stem)
+
+
+def draw(results: dict[str, Any], out: Path, name: str) -> None:
+    from benchmarks import plots  # matplotlib takes a second to import
+
+    for path in plots.draw_all(results, out, name):
+        click.echo(f"drew {path}", err=True)
+
+
+def load(path: Path) -> dict[str, Any]:
+    results = json.loads(path.read_text())
+    missing = {"environment", "copy_gbps", "rows"} - results.keys()
+    if missing:
+        raise click.ClickException(f"{path} is no result of this benchmark: it has no {', '.join(sorted(missing))}")
+    return results
+
+
+def wide_console() -> Console:
+    """Rows are read whole: where there is no terminal to fit, nothing is wrapped."""
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+if __name__ == "__main__":
+    main(prog_name="python3 -m benchmarks")

@@ -1,0 +1,121 @@
+"""What a benchmark case is: an op, its inputs, the bytes it cannot avoid moving, and the bars it has to reach."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation in every spelling that is timed. All of them take the same arguments.
+
+    Args:
+        fused: the function of :mod:`fastlayers.functional`.
+        eager: the same as a torch user writes it; also what torch.compile gets, and in float64 the reference.
+        naive: step by step without torch's own fused function, where there is one.
+        liger: Liger's function, or None where it has none or is not installed.
+    """
+
+    name: str
+    fused: Callable[..., Any]
+    eager: Callable[..., Any]
+    naive: Callable[..., Any] | None = None
+    liger: Callable[..., Any] | None = None
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input tensor. ``make(shape, dtype, device)`` fills it; never with zeros, which can run faster than data."""
+
+    shape: tuple[int, ...]
+    make: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor] = normal
+    grad: bool = True
+    channels_last: bool = False
+
+    def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        tensor = self.make(self.shape, dtype, device)
+        if self.channels_last:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor.requires_grad_(self.grad)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the benchmark.
+
+    Args:
+        op: what is computed, as ``function(*inputs, **options)``.
+        inputs: the tensors; the output has the shape that they broadcast to.
+        forward_bytes, backward_bytes: what a call cannot avoid reading and writing, e.g. ``"2b+1bit"``: ``b`` is
+            the bytes of the output, ``bit`` one bit per element of it.
+        bars: what has to be reached, by metric. ``forward`` and ``backward``: least fraction of the copy bandwidth.
+            ``host_forward``, ``host_training``, ``forward_ratio``: greatest ratio to eager's time.
+        suite: ``bars`` (the rows that an issue names), ``sweep`` (a line of a plot) or ``cpu``.
+        contestants: implementations that make sense for this case; those absent from a machine say so in the result.
+        host: measure the host time of a call. For inputs so small that the GPU never is the one waited for.
+        extra: only with ``--all``.
+    """
+
+    op: Op
+    inputs: tuple[Input, ...]
+    dtype: torch.dtype
+    forward_bytes: str
+    backward_bytes: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+    bars: Mapping[str, float] = field(default_factory=dict)
+    suite: str = "bars"
+    contestants: tuple[str, ...] = ("eager", "compile", "fastlayers", "triton", "cuda", "liger")
+    host: bool = False
+    extra: bool = False
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(torch.broadcast_shapes(*(spec.shape for spec in self.inputs)))
+
+    @property
+    def title(self) -> str:
+        return "x".join(map(str, self.shape)) + (f" {self.label}" if self.label else "")
+
+    @property
+    def id(self) -> str:
+        """What ``--only`` matches."""
+        return f"{self.suite}/{self.op.name}/{self.title}/{DTYPE_NAMES[self.dtype]}".replace(" ", "-")
+
+    @property
+    def device_type(self) -> str:
+        return "cpu" if self.suite == "cpu" else "cuda"
+
+    def bytes_moved(self, direction: str) -> float:
+        spelled = self.forward_bytes if direction == "forward" else self.backward_bytes
+        return count_bytes(spelled, math.prod(self.shape), self.dtype.itemsize)
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        return tuple(spec.tensor(self.dtype, device) for spec in self.inputs)
+
+
+def count_bytes(spelled: str, elements: int, itemsize: int) -> float:
+    """Bytes of e.g. ``"2b+1bit"``: 2 bytes-of-the-tensor and one bit per element."""
+    total = 0.0
+    for term in spelled.split("+"):
+        match = re.fullmatch(r"([\d.]*)(b|bit)", term.strip())
+        if match is None:
+            raise ValueError(f"bytes spelled {spelled!r}; expected terms like 2b and 1bit joined by +")
+        count = float(match[1] or 1)
+        total += count * elements * (itemsize if match[2] == "b" else 1 / 8)
+    return total

@@ -1,0 +1,60 @@
+"""The contestants: who is timed, and how each is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.case import Case
+from fastlayers.backends import available
+
+#: In the order of the tables. Names as the tables and plots spell them.
+TITLES = {
+    "naive": "naive",
+    "eager": "torch",
+    "compile": "torch.compile",
+    "liger": "Liger",
+    "fastlayers": "fastlayers",
+    "triton": "Triton",
+    "cuda": "CUDA",
+    "cpu": "C++",
+}
+#: Those that are fastlayers with one backend forced.
+FORCED = ("triton", "cuda", "cpu")
+#: Those that fastlayers must never be slower than.
+RIVALS = ("eager", "compile")
+
+
+def contestants(case: Case, everything: bool = False) -> tuple[str, ...]:
+    """Who is timed on this case. Compiling is most of a run's time, so by default only bfloat16 is compiled."""
+    compiled = everything or case.dtype == torch.bfloat16
+    return tuple(name for name in case.contestants if name != "compile" or compiled)
+
+
+def missing(name: str, case: Case) -> str | None:
+    """Why this contestant cannot run the case here; None where it can."""
+    if name in FORCED:
+        return available()[name]
+    if name == "naive" and case.op.naive is None:
+        return "no naive version"
+    if name == "liger" and case.op.liger is None:
+        return "Liger has no such function" if "liger_kernel" in sys.modules else "liger_kernel is not installed"
+    return None
+
+
+def function(name: str, case: Case) -> Callable[..., Any]:
+    """What is called as ``function(*inputs, **case.options)``, inside ``backend(forced(name))``."""
+    if name == "compile":
+        torch._dynamo.reset()
+        return torch.compile(case.op.eager, dynamic=False, fullgraph=True)
+    chosen = {"naive": case.op.naive, "eager": case.op.eager, "liger": case.op.liger}.get(name, case.op.fused)
+    assert chosen is not None, f"{name} was not asked for by missing()"
+    return chosen
+
+
+def forced(name: str) -> str | None:
+    """The backend of fastlayers to force while this contestant runs."""
+    return name if name in FORCED else None

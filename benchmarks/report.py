@@ -1,0 +1,208 @@
+"""Tables from a result file: every row, those that lose included, for the terminal and for Markdown.
+
+A line of a table is one case and one metric, with a cell for each contestant and a verdict on ``fastlayers``, the
+default choice: whether it reached its bar, and whether eager or torch.compile was faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.implementations import RIVALS, TITLES
+
+#: A rival within this factor is as fast: run to run, the same kernel differs by about that much.
+NOISE = 1.03
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a row. ``bar`` names the entry of the case's bars that limits it, ``limits`` how."""
+
+    title: str
+    value: Callable[[Row], float | None]
+    unit: str
+    bar: str
+    limits: str = "ratio"  # "fraction" of the copy bandwidth, at least; or "ratio" to eager, at most
+    fraction: Callable[[Row], float | None] = lambda row: None
+
+
+def direction(name: str) -> Metric:
+    def value(row: Row) -> float | None:
+        return row[name]["us"] if name in row else None
+
+    def fraction(row: Row) -> float | None:
+        return row[name]["fraction"] if name in row else None
+
+    return Metric(name, value, "us", name, "fraction", fraction)
+
+
+def plain(title: str, key: str, unit: str, bar: str = "") -> Metric:
+    return Metric(title, lambda row: row.get(key), unit, bar)
+
+
+DEVICE_METRICS = (direction("forward"), direction("backward"))
+HOST_METRICS = (
+    plain("host, forward", "host_forward_us", "us", "host_forward"),
+    plain("host, forward + backward", "host_training_us", "us", "host_training"),
+    plain("wall, forward", "wall_forward_us", "us"),
+    plain("wall, forward + backward", "wall_training_us", "us"),
+    Metric("peak memory", lambda row: row["peak_bytes"] / 2**20 if row.get("peak_bytes") else None, "MiB", ""),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    labels: tuple[str, ...]
+    cells: dict[str, str]
+    verdicts: tuple[tuple[str, str], ...]  # (text, "good" | "bad" | "note")
+
+    @property
+    def loses(self) -> bool:
+        return any(kind == "bad" for _, kind in self.verdicts)
+
+
+def lines(rows: Iterable[Row], metrics: Iterable[Metric]) -> list[Line]:
+    by_case: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["implementation"]] = row
+    metrics = tuple(metrics)
+    return [
+        line(contestants, metric)
+        for contestants in by_case.values()
+        for metric in metrics
+        if any(metric.value(row) is not None for row in contestants.values())
+    ]
+
+
+def line(contestants: dict[str, Row], metric: Metric) -> Line:
+    first = next(iter(contestants.values()))
+    counted = f" ({first['bytes'][metric.title]})" if metric.title in first["bytes"] else f", {metric.unit}"
+    labels = (f"{first['op']} {first['title']}", first["dtype"], metric.title + counted)
+    cells = {name: cell(row, metric) for name, row in contestants.items()}
+    return Line(labels, cells, tuple(verdicts(contestants, metric)))
+
+
+def cell(row: Row, metric: Metric) -> str:
+    value = metric.value(row)
+    if value is None:
+        return "FAILED" if row["status"] == "failed" else "-"
+    fraction = metric.fraction(row)
+    return number(value) if fraction is None else f"{number(value)} ({fraction:.2f})"
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def verdicts(contestants: dict[str, Row], metric: Metric) -> Iterable[tuple[str, str]]:
+    for name, row in contestants.items():
+        if row["status"] == "failed":
+            yield f"{TITLES[name]} failed", "bad"
+    ours = contestants.get("fastlayers")
+    mine = metric.value(ours) if ours else None
+    if ours is None or mine is None:
+        return
+    times = {name: metric.value(contestants[name]) for name in RIVALS if name in contestants}
+    rivals = {name: value for name, value in times.items() if value is not None}
+    yield from bar_verdicts(ours, metric, mine, rivals.get("eager"))
+    if rivals:
+        best = min(rivals, key=lambda name: rivals[name])
+        if mine > rivals[best] * NOISE:
+            yield f"loses to {TITLES[best]} by {mine / rivals[best]:.2f}x", "bad"
+    if metric in DEVICE_METRICS and "eager" in contestants and uses_torch(ours, contestants["eager"], metric.title):
+        yield "runs torch's kernel", "note"
+
+
+def bar_verdicts(ours: Row, metric: Metric, mine: float, eager: float | None) -> Iterable[tuple[str, str]]:
+    bars = ours["bars"]
+    fraction = metric.fraction(ours)
+    if metric.bar in bars and metric.limits == "fraction" and fraction is not None:
+        yield judged(f"{bars[metric.bar]:.2f}", round(fraction, 2) >= bars[metric.bar])
+    ratio_bar = bars.get(f"{metric.title}_ratio" if metric.limits == "fraction" else metric.bar)
+    if ratio_bar is not None and eager:
+        yield judged(f"{ratio_bar:.1f}x torch, is {mine / eager:.2f}x", mine / eager <= ratio_bar)
+
+
+def judged(bar: str, met: bool) -> tuple[str, str]:
+    return (f"bar {bar} met", "good") if met else (f"bar {bar} MISSED", "bad")
+
+
+def uses_torch(ours: Row, eager: Row, direction_name: str) -> bool:
+    """Whether the default choice launched exactly eager's kernels."""
+    kernels = ours[direction_name]["kernels"]
+    return bool(kernels) and direction_name in eager and kernels == eager[direction_name]["kernels"]
+
+
+def sections(results: dict[str, Any]) -> list[tuple[str, list[Line]]]:
+    """Titled groups of lines, as both renderings show them."""
+    found = []
+    for device, copy in results["copy_gbps"].items():
+        rows = [row for row in results["rows"] if row["device"] == device]
+        unit = f"{results['clock'][device]}; us, and fraction of the copy bandwidth of {copy:.0f} GB/s"
+        for suite in dict.fromkeys(row["suite"] for row in rows):
+            found.append((f"{suite}: {unit}", lines((r for r in rows if r["suite"] == suite), DEVICE_METRICS)))
+        found.append(("What an eager user waits for, and holds in memory", lines(rows, HOST_METRICS)))
+    return [(title, content) for title, content in found if content]
+
+
+def columns(content: list[Line]) -> list[str]:
+    return [name for name in TITLES if any(name in line.cells for line in content)]
+
+
+def summary(results: dict[str, Any]) -> str:
+    every = [line for _, content in sections(results) for line in content]
+    marks = [text for line in every for text, _ in line.verdicts]
+    met = sum(text.endswith(" met") for text in marks)
+    missed = sum(text.endswith("MISSED") for text in marks)
+    losing = sum("loses to" in text for text in marks)
+    failed = sum(row["status"] == "failed" for row in results["rows"])
+    skipped = f", {len(results['skipped'])} cases not run" if results["skipped"] else ""
+    return f"{met} bars met, {missed} missed; {losing} lines lose to torch or torch.compile; {failed} failures{skipped}"
+
+
+def caption(results: dict[str, Any]) -> str:
+    env = results["environment"]
+    parts = [env["device"], f"driver {env['driver']}" if env["driver"] else "", f"torch {env['torch']}"]
+    parts += [f"Triton {env['triton']}" if env["triton"] else "", f"commit {env['commit']}", env["date"][:10]]
+    return ", ".join(part for part in parts if part)
+
+
+def print_tables(results: dict[str, Any], console: Console) -> None:
+    styles = {"good": "green", "bad": "bold red", "note": "dim"}
+    for title, content in sections(results):
+        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
+        for heading in ("case", "dtype", "what"):
+            table.add_column(heading, no_wrap=True)
+        shown = columns(content)
+        for name in shown:
+            table.add_column(TITLES[name], justify="right", no_wrap=True)
+        table.add_column("fastlayers against its bar and torch")
+        for line in content:
+            verdict = Text("; ").join(Text(text, styles[kind]) for text, kind in line.verdicts)
+            cells = (line.cells.get(name, "") for name in shown)
+            table.add_row(*line.labels, *cells, verdict, style="on grey11" if line.loses else "")
+        console.print(table, "")
+    console.print(caption(results), style="dim")
+    console.print(summary(results), style="bold")
+
+
+def markdown(results: dict[str, Any]) -> str:
+    blocks = []
+    for title, content in sections(results):
+        shown = columns(content)
+        heads = ["case", "dtype", "what", *(TITLES[name] for name in shown), "verdict"]
+        block = [f"### {title}", "", "| " + " | ".join(heads) + " |", "|" + "---|" * 3 + "---:|" * len(shown) + "---|"]
+        for line in content:
+            verdict = "; ".join(f"**{text}**" if kind == "bad" else text for text, kind in line.verdicts)
+            cells = (line.cells.get(name, "") for name in shown)
+            block.append("| " + " | ".join([*line.labels, *cells, verdict]) + " |")
+        blocks.append("\n".join(block))
+    return "\n\n".join([*blocks, f"{caption(results)}. {summary(results)}."]) + "\n"

@@ -1,0 +1,291 @@
+"""One case after the other: check every contestant against float64, time it, write the result down."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import DTYPE_NAMES, Case
+from benchmarks.environment import environment
+from benchmarks.implementations import contestants, forced, function, missing
+from benchmarks.timing import Clock, Task, clock_for, copy_bandwidth, host_us, loop_us, relative_error
+from fastlayers.backends import BackendError, backend
+
+DIRECTIONS = ("forward", "backward")
+
+#: Greatest relative error against float64. Loose: it finds a wrong kernel, and lets naive bfloat16 code pass.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+class WrongAnswer(Exception):
+    """A contestant does not compute what it stands for, so its time means nothing."""
+
+
+class DeviceLost(Exception):
+    """The GPU reports an error that no later call in this process survives."""
+
+
+@dataclass
+class Settings:
+    samples: int = 20
+    everything: bool = False
+    only_implementations: tuple[str, ...] = ()
+    time_limit: float | None = None
+
+    def names(self, case: Case) -> tuple[str, ...]:
+        names = contestants(case, self.everything)
+        return tuple(name for name in names if not self.only_implementations or name in self.only_implementations)
+
+
+@dataclass
+class Entrant:
+    """A contestant that can run this case, with its inputs bound."""
+
+    name: str
+    function: Callable[[], Any]
+    wanted: tuple[Tensor, ...]
+    upstream: tuple[Tensor, ...]
+    first_call_s: float = 0.0
+    error: float = 0.0
+
+    def gradients(self, outputs: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(as_tuple(outputs), self.wanted, self.upstream)
+
+    def train(self) -> None:
+        self.gradients(self.function())
+
+    def training(self) -> AbstractContextManager:
+        return backend(forced(self.name))
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with backend(forced(self.name)), torch.no_grad():
+            yield
+
+    def tasks(self) -> list[Task]:
+        """One for each of DIRECTIONS."""
+        forward = Task(lambda _: self.function(), context=self.inference)
+        backward = Task(self.gradients, prepare=self.function, context=self.training)
+        return [forward, backward]
+
+
+@dataclass
+class Results:
+    """What a run found, written to ``path`` after every case so that a run cut short keeps what it has."""
+
+    path: Path
+    environment: dict[str, object]
+    copy_gbps: dict[str, float] = field(default_factory=dict)
+    clock: dict[str, str] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def save(self) -> None:
+        content = {name: value for name, value in asdict(self).items() if name != "path"}
+        unfinished = self.path.with_suffix(".part")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        unfinished.replace(self.path)
+
+
+def run(
+    cases: Iterable[Case],
+    path: Path,
+    settings: Settings,
+    device_for: Callable[[str], torch.device] = torch.device,
+    report: Callable[[str], None] = lambda line: None,
+) -> Results:
+    """Run the cases in order into the JSON file ``path``; ``report`` is told of each one when it is done.
+
+    Raises:
+        DeviceLost: a kernel broke the CUDA context. The file holds everything up to there.
+    """
+    cases = list(cases)
+    started = time.monotonic()
+    main_device = device_for("cuda" if any(case.device_type == "cuda" for case in cases) else "cpu")
+    results = Results(path, environment(main_device))
+    clocks: dict[str, Clock] = {}
+    for case in cases:
+        if settings.time_limit is not None and time.monotonic() - started > settings.time_limit:
+            results.skipped.append(case.id)
+            continue
+        device = device_for(case.device_type)
+        if device.type not in clocks:
+            clocks[device.type] = clock_for(device)
+            results.clock[device.type] = clocks[device.type].name
+            results.copy_gbps[device.type] = copy_bandwidth(clocks[device.type], device)
+        case_started = time.monotonic()
+        try:
+            rows = run_case(case, device, clocks[device.type], settings, results.copy_gbps[device.type])
+        except DeviceLost:
+            results.skipped.append(case.id)
+            results.save()
+            raise
+        results.rows += rows
+        results.save()
+        report(f"{case.id}: {time.monotonic() - case_started:.1f} s{complaints(rows)}")
+    results.save()
+    return results
+
+
+def complaints(rows: list[dict[str, Any]]) -> str:
+    failed = [f"{row['implementation']} FAILED: {row['reason']}" for row in rows if row["status"] == "failed"]
+    return "".join(f"\n    {line}" for line in failed)
+
+
+def run_case(
+    case: Case, device: torch.device, clock: Clock, settings: Settings, copy_gbps: float
+) -> list[dict[str, Any]]:
+    """One row per contestant."""
+    rows = {name: new_row(case, name, device) for name in settings.names(case)}
+    inputs = case.tensors(device)
+    expected, upstream, expected_gradients = reference(case, inputs)
+    entrants = []
+    for name, row in rows.items():
+        try:
+            entrants.append(enter(name, case, inputs, upstream, (*expected, *expected, *expected_gradients)))
+        except BackendError as error:
+            row.update(status="unavailable", reason=str(error))
+        except Exception as error:  # any contestant may fail in any way; the others are still wanted
+            raise_if_lost(error)
+            row.update(status="failed", reason=f"{type(error).__name__}: {error}"[:500])
+    del expected, expected_gradients
+    try:
+        measure(case, entrants, rows, clock, settings.samples, copy_gbps)
+    except RuntimeError as error:
+        raise_if_lost(error)
+        measure_apart(case, entrants, rows, clock, settings.samples, copy_gbps)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return list(rows.values())
+
+
+def new_row(case: Case, name: str, device: torch.device) -> dict[str, Any]:
+    return {
+        "case": case.id,
+        "suite": case.suite,
+        "op": case.op.name,
+        "title": case.title,
+        "shape": case.shape,
+        "dtype": DTYPE_NAMES[case.dtype],
+        "device": device.type,
+        "bytes": {"forward": case.forward_bytes, "backward": case.backward_bytes},
+        "bars": dict(case.bars),
+        "implementation": name,
+        "status": "ok",
+        "reason": None,
+    }
+
+
+def raise_if_lost(error: Exception) -> None:
+    if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
+        raise DeviceLost(str(error)) from error
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def reference(
+    case: Case, inputs: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Outputs in float64, dense random gradients for them in the case's dtype, and the gradients of the inputs."""
+    wide = tuple(x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
+    outputs = as_tuple(case.op.eager(*wide, **case.options))
+    upstream = tuple(torch.randn_like(out, dtype=case.dtype) for out in outputs)
+    wanted = [x for x in wide if x.requires_grad]
+    gradients = torch.autograd.grad(outputs, wanted, [dy.double() for dy in upstream])
+    return tuple(out.detach() for out in outputs), upstream, gradients
+
+
+def enter(
+    name: str, case: Case, inputs: tuple[Tensor, ...], upstream: tuple[Tensor, ...], expected: tuple[Tensor, ...]
+) -> Entrant:
+    """Bind the contestant to the case, run it once, and hold its answers against the expected ones: the outputs
+    without a gradient wanted, the outputs with one, the gradients.
+
+    Raises:
+        BackendError: it cannot run here.
+        WrongAnswer: its result is not that of the reference.
+    """
+    reason = missing(name, case)
+    if reason is not None:
+        raise BackendError(reason)
+    bound = partial(function(name, case), *inputs, **case.options)
+    entrant = Entrant(name, bound, tuple(x for x in inputs if x.requires_grad), upstream)
+    started = time.perf_counter()
+    with entrant.inference():
+        inferred = as_tuple(entrant.function())
+    with entrant.training():
+        outputs = as_tuple(entrant.function())
+        gradients = entrant.gradients(outputs)
+    if inputs[0].is_cuda:
+        torch.cuda.synchronize(inputs[0].device)
+    entrant.first_call_s = time.perf_counter() - started
+    answers = (*inferred, *outputs, *gradients)
+    entrant.error = worst(relative_error(answer, right) for answer, right in zip(answers, expected, strict=True))
+    if not entrant.error <= TOLERANCE[case.dtype]:  # also where it is NaN
+        raise WrongAnswer(f"relative error {entrant.error:.1e} against float64; expected {TOLERANCE[case.dtype]:.0e}")
+    for out, dy in zip(outputs, upstream, strict=True):
+        if out.stride() != dy.stride() or out.dtype != dy.dtype:
+            raise WrongAnswer(f"{out.dtype} with strides {out.stride()}; expected {dy.dtype} with {dy.stride()}")
+    return entrant
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The greatest, and NaN where one is NaN (``max`` may pass over it)."""
+    return float(torch.tensor(list(errors), dtype=torch.float64).max())
+
+
+def measure(
+    case: Case, entrants: list[Entrant], rows: dict[str, dict[str, Any]], clock: Clock, samples: int, copy_gbps: float
+) -> None:
+    timings = iter(clock.time([task for entrant in entrants for task in entrant.tasks()], samples))
+    for entrant in entrants:
+        row = rows[entrant.name]
+        row.update(first_call_s=round(entrant.first_call_s, 3), error=float(f"{entrant.error:.2e}"))
+        for direction in DIRECTIONS:
+            timing = next(timings)
+            gbps = case.bytes_moved(direction) / timing.us / 1e3
+            row[direction] = {
+                "us": round(timing.us, 3),
+                "spread_us": round(timing.spread_us, 3),
+                "gbps": round(gbps, 1),
+                "fraction": round(gbps / copy_gbps, 4),
+                "kernels": timing.kernels,
+            }
+        if case.suite == "bars":  # a sweep is there for its plot of GPU time, and on a CPU all time is wall time
+            measure_host_side(case, entrant, row, clock)
+
+
+def measure_apart(
+    case: Case, entrants: list[Entrant], rows: dict[str, dict[str, Any]], clock: Clock, samples: int, copy_gbps: float
+) -> None:
+    """Time each contestant in a session of its own, after one of them spoiled the session of all."""
+    for entrant in entrants:
+        try:
+            measure(case, [entrant], rows, clock, samples, copy_gbps)
+        except RuntimeError as error:
+            raise_if_lost(error)
+            rows[entrant.name].update(status="failed", reason=f"timing: {error}"[:500])
+
+
+def measure_host_side(case: Case, entrant: Entrant, row: dict[str, Any], clock: Clock) -> None:
+    """What an eager user waits for, what a call costs in Python, and what it holds in memory."""
+    with entrant.inference():
+        row["wall_forward_us"] = round(loop_us(entrant.function, clock, seconds=0.01), 2)
+        if case.host:
+            row["host_forward_us"] = round(host_us(entrant.function, clock, calls=500), 2)
+    with entrant.training():
+        row["wall_training_us"] = round(loop_us(entrant.train, clock, seconds=0.01), 2)
+        row["peak_bytes"] = clock.peak_bytes(entrant.train)
+        if case.host:
+            row["host_training_us"] = round(host_us(entrant.train, clock, calls=200), 2)

@@ -1,0 +1,221 @@
+"""How time and memory are measured.
+
+GPU time of a call is the sum of its kernels (and of its memsets and copies) from :mod:`torch.profiler`, with a cold
+L2 cache, as the median of many calls. Everything runs on one stream, so the order of that stream says what belongs to
+a call: before and after each one runs ``torch.cuda._sleep(1)``, whose kernel no op uses, and what lies between is
+summed. That needs no matching of launches to kernels, and the forward that a timed backward needs, and the write that
+flushes the cache, fall outside by themselves.
+
+On a CPU the same interface measures wall time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+MARKER = "spin_kernel"  # what torch.cuda._sleep launches
+FLUSH_BYTES = 256 * 2**20  # five times the L2 of an H100
+COPY_BYTES = 2**30
+DROPPED = 2  # first samples of a task, not counted
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to time: ``call(prepare())``, of which only ``call`` counts, inside ``context()``."""
+
+    call: Callable[[Any], object]
+    prepare: Callable[[], Any] = lambda: None
+    context: Callable[[], AbstractContextManager] = nullcontext
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median time of a call in us, the distance between its quartiles, and the names of the kernels that ran."""
+
+    us: float
+    spread_us: float
+    kernels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeviceEvent:
+    """One kernel, memset or copy on the device's own time line."""
+
+    name: str
+    start_us: float
+    duration_us: float
+
+
+class Clock(Protocol):
+    """What a device is timed with."""
+
+    name: str
+
+    def time(self, tasks: Sequence[Task], samples: int) -> list[Timing]: ...
+
+    def synchronize(self) -> None: ...
+
+    def peak_bytes(self, function: Callable[[], object]) -> int | None: ...
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+def summarize(durations: Sequence[float], kernels: Iterable[str] = ()) -> Timing:
+    low, middle, high = statistics.quantiles(durations, n=4)
+    return Timing(middle, high - low, tuple(dict.fromkeys(kernels)))
+
+
+def between_markers(events: Iterable[DeviceEvent], calls: int) -> list[list[DeviceEvent]]:
+    """The events of each call: those between the marker that opens it and the marker that closes it.
+
+    Raises:
+        RuntimeError: there are not two markers per call, so the profiler lost events or the stream was not ours.
+    """
+    per_call: list[list[DeviceEvent]] = []
+    markers = 0
+    for event in sorted(events, key=lambda event: event.start_us):
+        if MARKER in event.name:
+            markers += 1
+            if markers % 2:
+                per_call.append([])
+        elif markers % 2:
+            per_call[-1].append(event)
+    if markers != 2 * calls:
+        raise RuntimeError(f"the profiler shows {markers} marker kernels; expected {2 * calls}, two per timed call")
+    return per_call
+
+
+def device_events(prof: profile) -> list[DeviceEvent]:
+    """What ran on the GPU, without the ranges that annotations project onto its time line."""
+    return [
+        DeviceEvent(event.name, event.time_range.start, event.time_range.elapsed_us())
+        for event in prof.events() or ()
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+class CudaClock:
+    """GPU time by summed kernels, L2 flushed before every call."""
+
+    name = "GPU time: summed kernels, cold L2"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def time(self, tasks: Sequence[Task], samples: int) -> list[Timing]:
+        """One profiler session for all the tasks: starting and reading one costs more than the calls."""
+        each = samples + DROPPED
+        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+            for task in tasks:
+                with task.context():
+                    for _ in range(each):
+                        self._sample(task)
+            torch.cuda.synchronize(self.device)
+        calls = between_markers(device_events(prof), each * len(tasks))
+        timings = []
+        for first in range(0, len(calls), each):
+            counted = calls[first + DROPPED : first + each]
+            durations = [sum(event.duration_us for event in call) for call in counted]
+            timings.append(summarize(durations, (event.name for call in counted for event in call)))
+        return timings
+
+    def _sample(self, task: Task) -> None:
+        state = task.prepare()
+        self.flush.fill_(1)
+        torch.cuda._sleep(1)
+        # The result outlives the marker, so that nothing of the call is freed, and reused, before its end.
+        result = task.call(state)
+        torch.cuda._sleep(1)
+        del result
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def peak_bytes(self, function: Callable[[], object]) -> int | None:
+        """Most memory held at once during the call, beyond what was held before it."""
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        function()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+class CpuClock:
+    """Wall time of each call."""
+
+    name = "CPU wall time"
+
+    def time(self, tasks: Sequence[Task], samples: int) -> list[Timing]:
+        return [self._time(task, samples) for task in tasks]
+
+    def _time(self, task: Task, samples: int) -> Timing:
+        durations = []
+        with task.context():
+            for _ in range(samples + DROPPED):
+                state = task.prepare()
+                start = time.perf_counter()
+                result = task.call(state)
+                durations.append((time.perf_counter() - start) * 1e6)
+                del result
+        return summarize(durations[DROPPED:])
+
+    def synchronize(self) -> None:
+        pass
+
+    def peak_bytes(self, function: Callable[[], object]) -> int | None:
+        return None
+
+
+def copy_bandwidth(clock: Clock, device: torch.device, size: int = COPY_BYTES, samples: int = 20) -> float:
+    """GB/s of a copy on the device, bytes read plus bytes written: the ceiling of every memory-bound op."""
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
+    [timing] = clock.time([Task(lambda _: target.copy_(source))], samples)
+    return 2 * size / timing.us / 1e3
+
+
+def loop_us(function: Callable[[], object], clock: Clock, seconds: float, rounds: int = 3) -> float:
+    """Time of a call in a loop of about ``seconds`` that ends with a synchronisation, median of a few rounds."""
+    clock.synchronize()
+    start = time.perf_counter()
+    function()
+    clock.synchronize()
+    calls = max(1, min(500, int(seconds / (time.perf_counter() - start))))
+    return statistics.median(_round_us(function, calls, clock.synchronize) for _ in range(rounds))
+
+
+def host_us(function: Callable[[], object], clock: Clock, calls: int, rounds: int = 5) -> float:
+    """Time until a call returns, without waiting for the device. Few enough calls that its queue never fills."""
+    rounds_us = []
+    for _ in range(rounds):
+        clock.synchronize()
+        rounds_us.append(_round_us(function, calls, lambda: None))
+    return statistics.median(rounds_us)
+
+
+def _round_us(function: Callable[[], object], calls: int, finish: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    finish()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """‖result − expected‖ / ‖expected‖, in the precision of the expected one; NaN where either has one."""
+    difference = result.detach().to(expected.dtype) - expected
+    return float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(expected))
