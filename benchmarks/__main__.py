@@ -18,7 +18,7 @@ from benchmarks import report
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 from benchmarks.implementations import TITLES
-from benchmarks.run import DeviceLost, Settings
+from benchmarks.run import DeviceLostError, Settings
 from benchmarks.run import run as run_cases
 
 RESULTS = Path(__file__).with_name("results")
@@ -98,7 +98,7 @@ def run(
 
         try:
             run_cases(cases, path, settings, report=done)
-        except DeviceLost as error:
+        except DeviceLostError as error:
             raise click.ClickException(
                 f"a kernel broke the CUDA context; what was measured is in {path}\n{error}"
             ) from None

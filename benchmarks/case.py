@@ -20,6 +20,7 @@ class Op:
     """One operation in every spelling that is timed. All of them take the same arguments.
 
     Args:
+        family: the file of the ops that it belongs to; a family shares a plot.
         fused: the function of :mod:`fastlayers.functional`.
         eager: the same as a torch user writes it; also what torch.compile gets, and in float64 the reference.
         naive: step by step without torch's own fused function, where there is one.
@@ -27,6 +28,7 @@ class Op:
     """
 
     name: str
+    family: str
     fused: Callable[..., Any]
     eager: Callable[..., Any]
     naive: Callable[..., Any] | None = None
@@ -89,7 +91,10 @@ class Case:
 
     @property
     def title(self) -> str:
-        return "x".join(map(str, self.shape)) + (f" {self.label}" if self.label else "")
+        elements = self.shape[0]
+        one_power = len(self.shape) == 1 and elements.bit_count() == 1
+        size = f"2^{elements.bit_length() - 1}" if one_power else "x".join(map(str, self.shape))
+        return f"{size} {self.label}".rstrip()
 
     @property
     def id(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -53,6 +54,15 @@ def function(name: str, case: Case) -> Callable[..., Any]:
     chosen = {"naive": case.op.naive, "eager": case.op.eager, "liger": case.op.liger}.get(name, case.op.fused)
     assert chosen is not None, f"{name} was not asked for by missing()"
     return chosen
+
+
+def liger(name: str) -> Callable[..., Any] | None:
+    """Liger's function of that name, without the options of torch's; None where Liger is not installed."""
+    try:
+        functions = import_module("liger_kernel.transformers.functional")
+    except ImportError:
+        return None
+    return lambda *inputs, **options: getattr(functions, name)(*inputs)
 
 
 def forced(name: str) -> str | None:

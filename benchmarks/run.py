@@ -26,11 +26,11 @@ DIRECTIONS = ("forward", "backward")
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-class WrongAnswer(Exception):
+class WrongAnswerError(Exception):
     """A contestant does not compute what it stands for, so its time means nothing."""
 
 
-class DeviceLost(Exception):
+class DeviceLostError(Exception):
     """The GPU reports an error that no later call in this process survives."""
 
 
@@ -106,7 +106,7 @@ def run(
     """Run the cases in order into the JSON file ``path``; ``report`` is told of each one when it is done.
 
     Raises:
-        DeviceLost: a kernel broke the CUDA context. The file holds everything up to there.
+        DeviceLostError: a kernel broke the CUDA context. The file holds everything up to there.
     """
     cases = list(cases)
     started = time.monotonic()
@@ -125,7 +125,7 @@ def run(
         case_started = time.monotonic()
         try:
             rows = run_case(case, device, clocks[device.type], settings, results.copy_gbps[device.type])
-        except DeviceLost:
+        except DeviceLostError:
             results.skipped.append(case.id)
             results.save()
             raise
@@ -173,6 +173,7 @@ def new_row(case: Case, name: str, device: torch.device) -> dict[str, Any]:
         "case": case.id,
         "suite": case.suite,
         "op": case.op.name,
+        "family": case.op.family,
         "title": case.title,
         "shape": case.shape,
         "dtype": DTYPE_NAMES[case.dtype],
@@ -187,7 +188,7 @@ def new_row(case: Case, name: str, device: torch.device) -> dict[str, Any]:
 
 def raise_if_lost(error: Exception) -> None:
     if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
-        raise DeviceLost(str(error)) from error
+        raise DeviceLostError(str(error)) from error
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:
@@ -214,7 +215,7 @@ def enter(
 
     Raises:
         BackendError: it cannot run here.
-        WrongAnswer: its result is not that of the reference.
+        WrongAnswerError: its result is not that of the reference.
     """
     reason = missing(name, case)
     if reason is not None:
@@ -233,10 +234,12 @@ def enter(
     answers = (*inferred, *outputs, *gradients)
     entrant.error = worst(relative_error(answer, right) for answer, right in zip(answers, expected, strict=True))
     if not entrant.error <= TOLERANCE[case.dtype]:  # also where it is NaN
-        raise WrongAnswer(f"relative error {entrant.error:.1e} against float64; expected {TOLERANCE[case.dtype]:.0e}")
+        raise WrongAnswerError(
+            f"relative error {entrant.error:.1e} against float64; expected {TOLERANCE[case.dtype]:.0e}"
+        )
     for out, dy in zip(outputs, upstream, strict=True):
         if out.stride() != dy.stride() or out.dtype != dy.dtype:
-            raise WrongAnswer(f"{out.dtype} with strides {out.stride()}; expected {dy.dtype} with {dy.stride()}")
+            raise WrongAnswerError(f"{out.dtype} with strides {out.stride()}; expected {dy.dtype} with {dy.stride()}")
     return entrant
 
 

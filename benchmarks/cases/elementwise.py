@@ -21,10 +21,10 @@ def eager_add_relu(x: Tensor, y: Tensor) -> Tensor:
     return torch.relu(x + y)
 
 
-RELU_ADD = Op("relu_add", functional.relu_add, eager_relu_add)
-RELU_ADD_BIAS = Op("relu_add_bias", functional.relu_add, eager_relu_add_bias)
-ADD_RELU = Op("add_relu", functional.add_relu, eager_add_relu)
-MUL = Op("mul", functional.mul, torch.mul)
+RELU_ADD = Op("relu_add", "elementwise", functional.relu_add, eager_relu_add)
+RELU_ADD_BIAS = Op("relu_add_bias", "elementwise", functional.relu_add, eager_relu_add_bias)
+ADD_RELU = Op("add_relu", "elementwise", functional.add_relu, eager_add_relu)
+MUL = Op("mul", "elementwise", functional.mul, torch.mul)
 
 #: Op, bytes of its backward, bars at 2^26 elements. One ReLU keeps a bit per element for backward; the gradient of
 #: the other branch of an addition is the incoming one and costs nothing.

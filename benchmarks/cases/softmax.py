@@ -7,12 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.case import Case, Input, Op
+from benchmarks.implementations import liger
 from fastlayers import functional
-
-try:
-    from liger_kernel.transformers.functional import liger_softmax
-except ImportError:
-    liger_softmax = None
 
 
 def naive_softmax(x: Tensor, dim: int) -> Tensor:
@@ -20,10 +16,6 @@ def naive_softmax(x: Tensor, dim: int) -> Tensor:
     shifted = x - x.amax(dim, keepdim=True)
     numerator = shifted.exp()
     return numerator / numerator.sum(dim, keepdim=True)
-
-
-def liger_last_dim(x: Tensor, dim: int) -> Tensor:
-    return liger_softmax(x)
 
 
 def fused_masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -47,9 +39,9 @@ def padding_mask(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     return torch.arange(length, device=device) < lengths
 
 
-SOFTMAX = Op("softmax", functional.softmax, F.softmax, naive_softmax, liger_last_dim if liger_softmax else None)
-LOG_SOFTMAX = Op("log_softmax", functional.log_softmax, F.log_softmax)
-MASKED_SOFTMAX = Op("masked_softmax", fused_masked, eager_masked)
+SOFTMAX = Op("softmax", "softmax", functional.softmax, F.softmax, naive_softmax, liger("liger_softmax"))
+LOG_SOFTMAX = Op("log_softmax", "softmax", functional.log_softmax, F.log_softmax)
+MASKED_SOFTMAX = Op("masked_softmax", "softmax", fused_masked, eager_masked)
 
 #: (rows, columns): least fraction of the copy bandwidth, forward and backward. Backward has no bar at 256 columns.
 BARS = {
@@ -96,7 +88,16 @@ CASES = [
     ),
     row(SOFTMAX, 8, 64, host=True, bars={"host_forward": 1.5, "host_training": 1.3}),
     row(SOFTMAX, 16, 65536),
-    row(SOFTMAX, 16, 21, 512, 512, dim=1, label="dim=1"),
+    row(
+        SOFTMAX,
+        16,
+        21,
+        512,
+        512,
+        dim=1,
+        label="dim=1",
+        contestants=("eager", "compile", "fastlayers", "triton", "cuda"),
+    ),
     masked("causal mask", Input((1024, 1024), causal_mask, grad=False)),
     masked("boolean mask", Input((8, 1, 1, 1024), padding_mask, grad=False)),
     row(LOG_SOFTMAX, 16384, 4096),

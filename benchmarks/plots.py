@@ -1,0 +1,190 @@
+"""Pictures of a result file: bandwidth over the row length, and bars against the copy bandwidth."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+
+from benchmarks.implementations import TITLES
+from benchmarks.report import caption
+
+#: Okabe and Ito's palette, distinguishable without colour vision. fastlayers' own backends are the saturated ones.
+COLOURS = {
+    "naive": "#999999",
+    "eager": "#56B4E9",
+    "compile": "#E69F00",
+    "liger": "#CC79A7",
+    "fastlayers": "#D55E00",
+    "triton": "#009E73",
+    "cuda": "#D55E00",
+    "cpu": "#D55E00",
+}
+MARKERS = {"naive": "v", "eager": "o", "compile": "s", "triton": "^", "cuda": "D"}
+DIRECTIONS = ("forward", "backward")
+STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "savefig.dpi": 160,
+    "savefig.facecolor": "white",
+}
+
+Row = dict[str, Any]
+
+
+def draw_all(results: dict[str, Any], out: Path, name: str) -> list[Path]:
+    """Every picture that the results have rows for, as ``out/NAME-*.png``."""
+    rows = [row for row in results["rows"] if row["status"] == "ok" and "forward" in row]
+    drawn = []
+    with plt.rc_context(STYLE):
+        for op in dict.fromkeys(row["op"] for row in rows if row["suite"] == "sweep"):
+            chosen = [row for row in rows if row["suite"] == "sweep" and row["op"] == op]
+            drawn.append(save(sweep(chosen, results, op), out / f"{name}-{op}-sweep.png"))
+        large = [row for row in rows if row["suite"] == "bars" and row["dtype"] == "bf16" and worth_a_bar(row)]
+        for family in dict.fromkeys(row["family"] for row in large):
+            chosen = [row for row in large if row["family"] == family]
+            drawn.append(save(bars(chosen, results, family), out / f"{name}-{family}-bars.png"))
+    return drawn
+
+
+def worth_a_bar(row: Row) -> bool:
+    """Whether memory bandwidth is what the case is about, and the contestant is not shown under another name."""
+    return math.prod(row["shape"]) >= 2**22 and row["implementation"] not in ("naive", "cuda", "cpu")
+
+
+def save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def in_order(rows: list[Row]) -> list[str]:
+    present = {row["implementation"] for row in rows}
+    return [name for name in TITLES if name in present]
+
+
+def footnote(figure: Figure, *lines: str) -> None:
+    figure.text(
+        0.01, 0.05 / figure.get_figheight(), "\n".join(lines), fontsize=8.5, color="#666666", va="bottom", ha="left"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the sweep
+
+
+def sweep(rows: list[Row], results: dict[str, Any], op: str) -> Figure:
+    """GB/s against the row length, one line per contestant, forward beside backward."""
+    figure, panels = plt.subplots(
+        1, 2, figsize=(11, 5), sharey=True, layout=ConstrainedLayoutEngine(rect=(0, 0.08, 1, 0.84))
+    )
+    copy = results["copy_gbps"][rows[0]["device"]]
+    for axes, direction in zip(panels, DIRECTIONS, strict=True):
+        for name in in_order(rows):
+            points = sorted((row["shape"][-1], row[direction]["gbps"]) for row in rows if row["implementation"] == name)
+            axes.plot(*zip(*points, strict=True), color=COLOURS[name], marker=MARKERS[name], label=TITLES[name], **LINE)
+        axes.axhline(copy, color="#333333", linewidth=1.2, linestyle=(0, (5, 3)), label=f"copy ({copy:,.0f} GB/s)")
+        axes.set_title(f"{direction} ({rows[0]['bytes'][direction]})", pad=8, fontsize=11.5)
+        row_length_axis(axes, [row["shape"][-1] for row in rows])
+    panels[0].set_ylabel("GB/s (bytes that must move / GPU time)")
+    panels[0].set_ylim(0, max(copy * 1.08, 1))
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="upper center", ncols=len(labels), bbox_to_anchor=(0.5, 0.935), columnspacing=1.5
+    )
+    most = max(rows, key=lambda row: row["shape"][0])["shape"][0]
+    figure.suptitle(f"{op} over rows of N, {rows[0]['dtype']}", x=0.01, ha="left", fontweight="bold", fontsize=13)
+    few = " (fewer where input and output would exceed 1 GiB)" if any(row["shape"][0] < most for row in rows) else ""
+    footnote(
+        figure, f"{most} rows{few}; b: bytes of the input; {results['clock'][rows[0]['device']]}", caption(results)
+    )
+    return figure
+
+
+LINE: dict[str, Any] = {"linewidth": 1.8, "markersize": 4.5, "markeredgewidth": 0}
+
+
+def row_length_axis(axes: Axes, lengths: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    powers = range(min(lengths).bit_length() - 1, max(lengths).bit_length() + 1)
+    ticks = [2**k for k in powers if min(lengths) <= 2**k <= max(lengths)]
+    axes.xaxis.set_major_locator(FixedLocator(ticks[:: max(1, round(len(ticks) / 7))]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(int(value))))
+    axes.set_xlabel("columns N (log scale)")
+
+
+def short(count: int) -> str:
+    """1024 → 1K, 2^20 → 1M."""
+    for size, letter in ((2**20, "M"), (2**10, "K")):
+        if count >= size and count % size == 0:
+            return f"{count // size}{letter}"
+    return str(count)
+
+
+# ------------------------------------------------------------------------------------------- bars per case
+
+
+def bars(rows: list[Row], results: dict[str, Any], family: str) -> Figure:
+    """Fraction of the copy bandwidth, one group per case, forward beside backward."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    names = in_order(rows)
+    height = 0.8 / len(names)
+    inches = 1.7 + len(cases) * (0.16 * len(names) + 0.12)
+    figure, panels = plt.subplots(
+        1,
+        2,
+        figsize=(11, inches),
+        sharey=True,
+        layout=ConstrainedLayoutEngine(rect=(0, 0.4 / inches, 1, 1 - 1.05 / inches)),
+    )
+    for axes, direction in zip(panels, DIRECTIONS, strict=True):
+        for place, name in enumerate(names):
+            mine = [row for row in rows if row["implementation"] == name]
+            at = [cases.index(row["case"]) + (place - (len(names) - 1) / 2) * height for row in mine]
+            length = [row[direction]["fraction"] for row in mine]
+            axes.barh(at, length, height * 0.92, color=COLOURS[name], label=TITLES[name])
+        bar_ticks(axes, rows, cases, direction)
+        axes.axvline(1, color="#333333", linewidth=1.2, linestyle=(0, (5, 3)), label="copy bandwidth")
+        axes.set_title(direction, pad=8, fontsize=11.5)
+        axes.set_xlim(0, 1.1)
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", length=0)
+    titles = {row["case"]: f"{row['op']}\n{row['title']}" for row in rows}
+    panels[0].set_yticks(range(len(cases)), [titles[case] for case in cases], fontsize=9)
+    panels[0].set_ylim(len(cases) - 0.45, -0.55)
+    handles, labels = panels[0].get_legend_handles_labels()
+    below_title = (0.5, 1 - 0.33 / inches)
+    figure.legend(handles, labels, loc="upper center", ncols=len(labels), bbox_to_anchor=below_title, columnspacing=1.5)
+    title = f"{family}: share of the copy bandwidth reached, {rows[0]['dtype']}"
+    figure.suptitle(title, x=0.01, y=1 - 0.06 / inches, va="top", ha="left", fontweight="bold", fontsize=13)
+    device = rows[0]["device"]
+    note = f"black tick: what the case has to reach; copy {results['copy_gbps'][device]:,.0f} GB/s"
+    footnote(figure, f"{note}; {results['clock'][device]}", caption(results))
+    return figure
+
+
+def bar_ticks(axes: Axes, rows: list[Row], cases: list[str], direction: str) -> None:
+    """What each case has to reach."""
+    limits = {row["case"]: row["bars"][direction] for row in rows if direction in row["bars"]}
+    for case, limit in limits.items():
+        middle = cases.index(case)
+        axes.plot([limit, limit], [middle - 0.42, middle + 0.42], color="black", linewidth=1.6, solid_capstyle="butt")
