@@ -46,7 +46,7 @@ class BuildExt(build_ext):
             info = self.compile(library)
         except builder.BuildError as error:
             if MODE == "1":
-                raise
+                sys.exit(f"fastlayers: FASTLAYERS_BUILD_EXT=1, and the build failed: {error}")
             info = builder.BuildInfo(problem=str(error))
             print(f"fastlayers: no C++ or CUDA kernels in this build: {error}", file=sys.stderr)
         folder.mkdir(parents=True, exist_ok=True)

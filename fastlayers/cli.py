@@ -1,4 +1,4 @@
-"""The command line, ``python -m fastlayers``. A command is one function here, and imports what it needs when it runs."""
+"""The command line, ``python -m fastlayers``. A command is one function, and imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def main() -> None:
 @main.command()
 def info() -> None:
     """Show versions, what was built, and which backends this machine has."""
-    table = Table(title="fastlayers", title_justify="left", show_header=False)
+    table = Table("", "", title="fastlayers", title_justify="left", show_header=False)
+    table.columns[1].overflow = "fold"
     for name, value in _versions():
         table.add_row(name, escape(value))
     table.add_section()
