@@ -63,7 +63,7 @@ test-gpu: fastlayers/_C.so  ## the tests on a GPU, with the python3 that is ther
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
 
 bench: fastlayers/_C.so  ## the benchmarks on a GPU, with the python3 that is there
-	PYTHONPATH=. $(PYTHON) -m benchmarks $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m benchmarks run $(ARGS)
 
 wheel: $(ENV)  ## dist/fastlayers-*-py3-none-linux_x86_64.whl, for every GPU from sm_80 on
 	rm -rf build/lib*

@@ -171,7 +171,8 @@ def bars(rows: list[Row], results: dict[str, Any], family: str) -> Figure:
     titles = {row["case"]: f"{row['op']}\n{row['title']}" for row in rows}
     panels[0].set_yticks(range(len(cases)), [titles[case] for case in cases], fontsize=9)
     panels[0].set_ylim(len(cases) - 0.45, -0.55)
-    handles, labels = panels[0].get_legend_handles_labels()
+    line, *others = zip(*panels[0].get_legend_handles_labels(), strict=True)
+    handles, labels = zip(*others, line, strict=True)
     below_title = (0.5, 1 - 0.33 / inches)
     figure.legend(handles, labels, loc="upper center", ncols=len(labels), bbox_to_anchor=below_title, columnspacing=1.5)
     title = f"{family}: share of the copy bandwidth reached, {rows[0]['dtype']}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.case import DTYPE_NAMES, Case
 from benchmarks.environment import environment
 from benchmarks.implementations import contestants, forced, function, missing
+from benchmarks.precompile import precompile, share_compiled_code
 from benchmarks.timing import Clock, Task, clock_for, copy_bandwidth, host_us, loop_us, relative_error
 from fastlayers.backends import BackendError, backend
 
@@ -87,6 +88,7 @@ class Results:
     copy_gbps: dict[str, float] = field(default_factory=dict)
     clock: dict[str, str] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    compile_s: dict[str, float] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
     def save(self) -> None:
@@ -112,6 +114,10 @@ def run(
     started = time.monotonic()
     main_device = device_for("cuda" if any(case.device_type == "cuda" for case in cases) else "cpu")
     results = Results(path, environment(main_device))
+    share_compiled_code()
+    to_compile = [case for case in cases if case.device_type == "cuda" and "compile" in settings.names(case)]
+    if main_device.type == "cuda" and len(to_compile) > 1:
+        results.compile_s = precompile(to_compile, report)
     clocks: dict[str, Clock] = {}
     for case in cases:
         if settings.time_limit is not None and time.monotonic() - started > settings.time_limit:

@@ -1,0 +1,67 @@
+"""Compile what torch.compile will be asked for, in parallel, before anything is timed.
+
+Compiling one case after the other takes longer than all the measuring. Processes of their own do it here, and
+Inductor's cache on disk hands the code to the process that measures. Which of its launch configurations is best is
+not handed over: Inductor finds that by timing them, and here the GPU is busy.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+import torch
+
+from benchmarks.case import Case
+from benchmarks.cases import all_cases
+from benchmarks.implementations import function
+
+MAX_PROCESSES = 12  # each holds the tensors of one case: up to 4 GiB
+
+
+def share_compiled_code(single_threaded: bool = False) -> None:
+    """Set Inductor's caches alike in every process: the settings are part of what the cache is looked up by."""
+    from torch._inductor import config
+
+    config.fx_graph_cache = True
+    config.autotune_local_cache = False
+    if single_threaded:
+        config.compile_threads = 1
+
+
+def compile_case(case_id: str, device_type: str) -> float:
+    """Compile the inference and the training graph of a case; seconds that their first calls took."""
+    share_compiled_code(single_threaded=True)
+    case = next(case for case in all_cases() if case.id == case_id)
+    inputs = case.tensors(torch.device(device_type))
+    compiled = function("compile", case)
+    started = time.perf_counter()
+    with torch.no_grad():
+        compiled(*inputs, **case.options)
+    out = compiled(*inputs, **case.options)
+    torch.autograd.grad(out, [x for x in inputs if x.requires_grad], torch.randn_like(out))
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    return time.perf_counter() - started
+
+
+def precompile(cases: Iterable[Case], report: Callable[[str], None]) -> dict[str, float]:
+    """Fill Inductor's cache for the cases. Returns the seconds each took; one that fails is left to the run."""
+    ids = [(case.id, case.device_type) for case in cases]
+    processes = min(MAX_PROCESSES, os.cpu_count() or 1, len(ids))
+    seconds: dict[str, float] = {}
+    started = time.monotonic()
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(compile_case, *key): key[0] for key in ids}
+        for future in as_completed(futures):
+            error = future.exception()
+            if error is None:
+                seconds[futures[future]] = round(future.result(), 3)
+            else:
+                report(f"precompiling {futures[future]} failed: {error}")
+    report(f"compiled {len(seconds)} cases in {time.monotonic() - started:.0f} s, {processes} at a time")
+    return seconds
