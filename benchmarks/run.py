@@ -254,21 +254,26 @@ def worst(errors: Iterable[float]) -> float:
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 
+def rounded(value: float) -> float:
+    """To what a measurement is good for, so that the file stays readable."""
+    return float(f"{value:.5g}")
+
+
 def measure(
     case: Case, entrants: list[Entrant], rows: dict[str, dict[str, Any]], clock: Clock, samples: int, copy_gbps: float
 ) -> None:
     timings = iter(clock.time([task for entrant in entrants for task in entrant.tasks()], samples))
     for entrant in entrants:
         row = rows[entrant.name]
-        row.update(first_call_s=round(entrant.first_call_s, 3), error=float(f"{entrant.error:.2e}"))
+        row.update(first_call_s=rounded(entrant.first_call_s), error=rounded(entrant.error))
         for direction in DIRECTIONS:
             timing = next(timings)
             gbps = case.bytes_moved(direction) / timing.us / 1e3
             row[direction] = {
-                "us": round(timing.us, 3),
-                "spread_us": round(timing.spread_us, 3),
-                "gbps": round(gbps, 1),
-                "fraction": round(gbps / copy_gbps, 4),
+                "us": rounded(timing.us),
+                "spread_us": rounded(timing.spread_us),
+                "gbps": rounded(gbps),
+                "fraction": rounded(gbps / copy_gbps),
                 "kernels": timing.kernels,
             }
         if case.suite == "bars":  # a sweep is there for its plot of GPU time, and on a CPU all time is wall time
@@ -290,11 +295,11 @@ def measure_apart(
 def measure_host_side(case: Case, entrant: Entrant, row: dict[str, Any], clock: Clock) -> None:
     """What an eager user waits for, what a call costs in Python, and what it holds in memory."""
     with entrant.inference():
-        row["wall_forward_us"] = round(loop_us(entrant.function, clock, seconds=0.01), 2)
+        row["wall_forward_us"] = rounded(loop_us(entrant.function, clock, seconds=0.01))
         if case.host:
-            row["host_forward_us"] = round(host_us(entrant.function, clock, calls=500), 2)
+            row["host_forward_us"] = rounded(host_us(entrant.function, clock, calls=500))
     with entrant.training():
-        row["wall_training_us"] = round(loop_us(entrant.train, clock, seconds=0.01), 2)
+        row["wall_training_us"] = rounded(loop_us(entrant.train, clock, seconds=0.01))
         row["peak_bytes"] = clock.peak_bytes(entrant.train)
         if case.host:
-            row["host_training_us"] = round(host_us(entrant.train, clock, calls=200), 2)
+            row["host_training_us"] = rounded(host_us(entrant.train, clock, calls=200))

@@ -1,0 +1,336 @@
+"""The benchmark harness: what it counts, what it reports, and a run of tiny cases on the CPU. No timing is judged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks import plots, report
+from benchmarks.__main__ import main
+from benchmarks.case import Case, Input, Op, count_bytes
+from benchmarks.cases import all_cases
+from benchmarks.cases.elementwise import ADD_RELU, MUL, broadcast_mul, pair
+from benchmarks.cases.softmax import MASKED_SOFTMAX, SOFTMAX, causal_mask, padding_mask, row
+from benchmarks.implementations import contestants
+from benchmarks.precompile import compile_case
+from benchmarks.run import Settings, run
+from benchmarks.timing import CpuClock, DeviceEvent, Task, between_markers, copy_bandwidth, summarize
+
+SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+CPU = torch.device("cpu")
+
+
+def on_cpu(_: str) -> torch.device:
+    return CPU
+
+
+# ------------------------------------------------------------------------------------------------ what is counted
+
+
+@pytest.mark.parametrize(
+    ("spelled", "expected"), [("2b", 2 * 64 * 2), ("b", 64 * 2), ("2b+1bit", 2 * 64 * 2 + 8), ("2.5b", 320)]
+)
+def test_bytes_as_spelled(spelled, expected):
+    assert count_bytes(spelled, elements=64, itemsize=2) == expected
+
+
+def test_bytes_spelled_wrongly():
+    with pytest.raises(ValueError, match=r"'3x'; expected terms like 2b"):
+        count_bytes("3x", 1, 2)
+
+
+def test_cases_have_ids_of_their_own():
+    ids = [case.id for case in all_cases()]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_sweep_is_the_one_of_the_seeds():
+    sweep = [case for case in all_cases() if case.suite == "sweep"]
+    assert {case.shape[-1] for case in sweep} == {128 * i for i in range(1, 101)} | {2**k for k in range(14, 21)}
+    assert all(case.shape[0] == 4096 for case in sweep if case.shape[-1] <= 12800)
+    assert all(case.bytes_moved("forward") <= 2**30 for case in sweep)
+
+
+def test_inputs_are_laid_out_as_the_case_says():
+    x, factor = broadcast_mul(2, 8, 4, 4, by=(2, 8, 1, 1), nhwc=True).tensors(CPU)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    assert x.requires_grad
+    assert factor.shape == (2, 8, 1, 1)
+    assert x.dtype == factor.dtype == torch.bfloat16
+
+
+def test_masks_leave_something_in_every_row():
+    assert padding_mask((8, 1, 1, 16), torch.bfloat16, CPU).any(-1).all()
+    assert causal_mask((16, 16), torch.float32, CPU).isfinite().any(-1).all()
+
+
+def test_only_bfloat16_is_compiled_unless_all_is_asked_for():
+    case = row(SOFTMAX, 4, 8, dtype=torch.float32)
+    assert "compile" not in contestants(case)
+    assert "compile" in contestants(case, everything=True)
+    assert "compile" in contestants(replace(case, dtype=torch.bfloat16))
+
+
+# ---------------------------------------------------------------------------------------- summing profiler events
+
+
+def recorded(*calls: list[tuple[str, float]]) -> list[DeviceEvent]:
+    """A stream as the profiler shows it: between calls a forward that is not timed, and the write that flushes L2."""
+    events, now = [], 0.0
+    for call in calls:
+        for name, duration in [("forward", 7.0), ("fill", 90.0), (SPIN, 1.0), *call, (SPIN, 1.0)]:
+            events.append(DeviceEvent(name, now, duration))
+            now += duration + 2.0
+    return events
+
+
+def test_events_between_the_markers_are_a_call():
+    calls = [[("softmax", 5.0)], [("Memset (Device)", 1.0), ("reduce", 2.0), ("Memcpy DtoD", 3.0)], []]
+    found = between_markers(reversed(recorded(*calls)), calls=3)
+    assert [[(event.name, event.duration_us) for event in call] for call in found] == calls
+
+
+def test_lost_markers_are_an_error():
+    events = recorded([("softmax", 5.0)], [("softmax", 5.0)])
+    with pytest.raises(RuntimeError, match="3 marker kernels; expected 4"):
+        between_markers(events[:-1], calls=2)
+
+
+def test_summary_is_the_median_and_lists_kernels_once():
+    timing = summarize([3.0, 1.0, 100.0, 2.0, 4.0], ["a", "b", "a"])
+    assert timing.us == 3.0
+    assert timing.kernels == ("a", "b")
+
+
+def test_cpu_clock_times_the_call_but_not_its_preparation():
+    log = []
+    task = Task(call=lambda state: log.append(("call", state)), prepare=lambda: log.append("prepare") or 7)
+    [timing] = CpuClock().time([task], samples=3)
+    assert log == ["prepare", ("call", 7)] * 5  # two more calls than samples: the first ones are not counted
+    assert timing.us > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_time_of_a_copy():
+    from benchmarks.timing import CudaClock
+
+    device = torch.device("cuda")
+    clock = CudaClock(device)
+    x = torch.randn(2**20, device=device)
+    forward = Task(lambda _: torch.relu(x) + 1)
+    nothing = Task(lambda _: None, prepare=lambda: x * 2)
+    two, none = clock.time([forward, nothing], samples=5)
+    assert len(two.kernels) == 2
+    assert none.us == 0
+    assert none.kernels == ()
+    assert copy_bandwidth(clock, device, samples=5) > 0
+
+
+# -------------------------------------------------------------------------------------------------- a run on the CPU
+
+
+def wrong_mul(x, y):
+    return x * y * 1.5
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Four tiny cases; among the contestants one that cannot run here and one that answers wrongly."""
+    no_compile = ("naive", "eager", "fastlayers", "triton", "cuda")
+    masked_inputs = (Input((2, 3, 8, 8)), Input((8, 8), causal_mask, grad=False))
+    cases = [
+        row(SOFTMAX, 4, 128, host=True, contestants=no_compile, bars={"forward": 0.0, "host_forward": 1e9}),
+        Case(MASKED_SOFTMAX, masked_inputs, torch.float32, "2b", "3b", {"scale": 0.5}, contestants=no_compile),
+        pair(Op("mul", "elementwise", wrong_mul, torch.mul), "5b", 8, 4, contestants=no_compile, bars={"forward": 2.0}),
+        *(row(SOFTMAX, 4, 128 * i, suite="sweep", contestants=no_compile[:2]) for i in (1, 2, 3)),
+        row(SOFTMAX, 4, 8, contestants=("eager",)),
+    ]
+    out = tmp_path_factory.mktemp("results")
+    reports = []
+    run(cases, out / "tiny.json", Settings(samples=3), on_cpu, reports.append)
+    assert len(reports) == len(cases)
+    return json.loads((out / "tiny.json").read_text()), out / "tiny.json"
+
+
+def rows_of(results, case_part):
+    return {row["implementation"]: row for row in results[0]["rows"] if case_part in row["case"]}
+
+
+def test_a_row_has_every_number(results):
+    found = rows_of(results, "softmax/4x128/bf16")["eager"]
+    assert found["status"] == "ok"
+    assert found["error"] < 1e-2
+    for direction in ("forward", "backward"):
+        assert found[direction]["us"] > 0
+        assert found[direction]["fraction"] > 0
+    for key in ("wall_forward_us", "wall_training_us", "host_forward_us", "host_training_us", "first_call_s"):
+        assert found[key] > 0
+
+
+def test_environment_is_recorded(results):
+    environment = results[0]["environment"]
+    assert environment["torch"] == torch.__version__
+    assert set(environment["backends"]) == {"eager", "compile", "triton", "cuda", "cpu"}
+    assert results[0]["copy_gbps"]["cpu"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the cuda backend serves here")
+def test_a_contestant_that_cannot_run_says_why(results):
+    found = rows_of(results, "softmax/4x128/bf16")["cuda"]
+    assert found["status"] == "unavailable"
+    assert found["reason"]
+
+
+def test_a_wrong_answer_fails_loudly_and_is_not_timed(results):
+    found = rows_of(results, "mul")["fastlayers"]
+    assert found["status"] == "failed"
+    assert "relative error 5.0e-01 against float64" in found["reason"]
+    assert "forward" not in found
+    assert rows_of(results, "mul")["eager"]["status"] == "ok"
+
+
+def test_a_wrong_memory_format_fails(tmp_path):
+    def contiguous(x, y):
+        return torch.relu(x + y).contiguous()
+
+    case = pair(replace(ADD_RELU, fused=contiguous), "2b+1bit", 2, 8, 4, 4, nhwc=True, contestants=("fastlayers",))
+    found = run([case], tmp_path / "r.json", Settings(samples=2), on_cpu)
+    assert "with strides (128, 16, 4, 1); expected" in found.rows[0]["reason"]
+
+
+def test_nan_is_a_wrong_answer(tmp_path):
+    case = pair(replace(MUL, fused=lambda x, y: x * y * float("nan")), "5b", 8, contestants=("fastlayers",))
+    found = run([case], tmp_path / "r.json", Settings(samples=2), on_cpu)
+    assert found.rows[0]["status"] == "failed"
+
+
+def test_time_limit_keeps_what_was_measured(tmp_path):
+    cases = [row(SOFTMAX, 4, 8, contestants=("eager",))]
+    found = run(cases, tmp_path / "r.json", Settings(time_limit=0.0), on_cpu)
+    assert found.skipped == [cases[0].id]
+    assert json.loads((tmp_path / "r.json").read_text())["rows"] == []
+
+
+def test_gradients_of_every_op_are_checked(tmp_path):
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            out = torch.softmax(x, -1)
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx, dy):
+            (out,) = ctx.saved_tensors
+            return 0.5 * out * (dy - (out * dy).sum(-1, keepdim=True))
+
+    case = row(replace(SOFTMAX, fused=lambda x, dim: Halved.apply(x)), 4, 8, contestants=("fastlayers",))
+    found = run([case], tmp_path / "r.json", Settings(samples=2), on_cpu)
+    assert "relative error 5.0e-01" in found.rows[0]["reason"]
+
+
+@pytest.mark.slow
+def test_compiled_contestant(tmp_path):
+    assert compile_case("bars/mul/2^12/bf16", "cpu") > 0
+    case = row(SOFTMAX, 4, 8, contestants=("eager", "compile"))
+    found = run([case], tmp_path / "r.json", Settings(samples=2), on_cpu)
+    assert [row["status"] for row in found.rows] == ["ok", "ok"]
+
+
+# --------------------------------------------------------------------------------------------------------- reports
+
+
+def entry(name: str, us: float, fraction: float = 0.5, **fields):
+    timing = {"us": us, "fraction": fraction, "gbps": 1.0, "spread_us": 0.0, "kernels": [f"{name}_kernel"]}
+    base = {"case": "c", "suite": "bars", "op": "op", "title": "8x8", "dtype": "bf16", "device": "cuda", "status": "ok"}
+    base |= {"bytes": {"forward": "2b", "backward": "3b"}, "bars": {}, "implementation": name, "reason": None}
+    return base | {"forward": timing} | fields
+
+
+def verdicts(*rows):
+    [line] = report.lines(rows, report.DEVICE_METRICS)
+    return [text for text, _ in line.verdicts]
+
+
+def test_losing_to_a_rival_is_said():
+    assert verdicts(entry("eager", 10.0), entry("fastlayers", 12.0)) == ["loses to torch by 1.20x"]
+    fast_compile = entry("compile", 8.0)
+    assert verdicts(entry("eager", 10.0), fast_compile, entry("fastlayers", 9.0)) == ["loses to torch.compile by 1.12x"]
+    assert verdicts(entry("eager", 10.0), entry("fastlayers", 9.0)) == []
+
+
+def test_bars_are_judged():
+    bars = {"forward": 0.97, "forward_ratio": 0.7}
+    met = verdicts(entry("eager", 10.0), entry("fastlayers", 6.0, 0.97, bars=bars))
+    assert met == ["bar 0.97 met", "bar 0.7x torch, is 0.60x met"]
+    missed = verdicts(entry("eager", 10.0), entry("fastlayers", 8.0, 0.9, bars=bars))
+    assert missed == ["bar 0.97 MISSED", "bar 0.7x torch, is 0.80x MISSED"]
+
+
+def test_host_bars_are_ratios_to_eager():
+    rows = (
+        entry("eager", 1.0, host_forward_us=8.0),
+        entry("fastlayers", 1.0, host_forward_us=16.0, bars={"host_forward": 1.5}),
+    )
+    [line] = report.lines(rows, report.HOST_METRICS)
+    assert line.verdicts[0] == ("bar 1.5x torch, is 2.00x MISSED", "bad")
+
+
+def test_dispatching_to_torch_is_said():
+    same = entry("fastlayers", 10.0)
+    same["forward"]["kernels"] = ["eager_kernel"]
+    assert verdicts(entry("eager", 10.0), same) == ["runs torch's kernel"]
+
+
+def test_tables_of_a_run(results):
+    text = report.markdown(results[0])
+    assert "**fastlayers failed**" in text
+    assert "| softmax 4x128 | bf16 | forward (2b) |" in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in table)
+    assert report.summary(results[0]).startswith("2 bars met, 0 missed;")
+
+
+def test_command_line_prints_and_draws(results, tmp_path):
+    _, path = results
+    printed = CliRunner().invoke(main, ["table", str(path)])
+    assert printed.exit_code == 0, printed.output
+    assert "softmax 4x128" in printed.output
+    drawn = CliRunner().invoke(main, ["plot", str(path), "--out", str(tmp_path)])
+    assert drawn.exit_code == 0, drawn.output
+    assert (tmp_path / "tiny-softmax-sweep.png").stat().st_size > 10_000
+
+
+def test_bar_plot_has_the_large_cases(results, tmp_path):
+    large = [entry("eager", 10.0), entry("fastlayers", 5.0, bars={"forward": 0.9})]
+    large = [row | {"shape": [2**22], "family": "softmax", "backward": row["forward"]} for row in large]
+    content = results[0] | {"rows": large, "copy_gbps": {"cuda": 3000.0}, "clock": {"cuda": "GPU time"}}
+    assert plots.draw_all(content, tmp_path, "r") == [tmp_path / "r-softmax-bars.png"]
+
+
+def test_command_line_refuses_what_it_cannot_do(tmp_path):
+    nothing = CliRunner().invoke(main, ["run", "--only", "nonsense"])
+    assert nothing.exit_code == 2
+    assert "no case matches --only 'nonsense'" in nothing.output
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    refused = CliRunner().invoke(main, ["table", str(other)])
+    assert refused.exit_code == 1
+    assert "no result of this benchmark: it has no copy_gbps, environment, rows" in refused.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here they run")
+def test_gpu_suites_need_a_gpu():
+    refused = CliRunner().invoke(main, ["run", "--suite", "bars"])
+    assert refused.exit_code == 2
+    assert "need a GPU" in refused.output
+
+
+def test_listing_takes_patterns():
+    listed = CliRunner().invoke(main, ["list", "--only", "relu_add/2^*fp32"])
+    assert listed.output.split() == ["cpu/relu_add/2^24/fp32", "bars/relu_add/2^26/fp32"]
