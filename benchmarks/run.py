@@ -166,7 +166,7 @@ def run_case(
     del expected, expected_gradients
     try:
         measure(case, entrants, rows, clock, settings.samples, copy_gbps)
-    except RuntimeError as error:
+    except Exception as error:
         raise_if_lost(error)
         measure_apart(case, entrants, rows, clock, settings.samples, copy_gbps)
     if device.type == "cuda":
@@ -268,6 +268,8 @@ def measure(
         row.update(first_call_s=rounded(entrant.first_call_s), error=rounded(entrant.error))
         for direction in DIRECTIONS:
             timing = next(timings)
+            if timing.us == 0:
+                raise RuntimeError(f"the profiler saw no kernel in {direction} of {entrant.name}")
             gbps = case.bytes_moved(direction) / timing.us / 1e3
             row[direction] = {
                 "us": rounded(timing.us),
@@ -287,7 +289,7 @@ def measure_apart(
     for entrant in entrants:
         try:
             measure(case, [entrant], rows, clock, samples, copy_gbps)
-        except RuntimeError as error:
+        except Exception as error:
             raise_if_lost(error)
             rows[entrant.name].update(status="failed", reason=f"timing: {error}"[:500])
 
