@@ -1,0 +1,1 @@
+"""Triton kernels, one file per family, with their launch rules. Imported only when a call is for Triton."""

@@ -1,0 +1,383 @@
+"""Softmax and log-softmax over any dimension, with a scale and a mask, forward and backward.
+
+Stock PyTorch runs softmax(x * scale + mask) as three kernels with two intermediate tensors of the size of x. Here the
+scores exist only in registers: the forward reads x (and the mask, which is usually small) and writes y; the backward
+reads dy and y and writes dx. Nothing but y is kept.
+
+A *line* is what is normalised: n elements along ``dim``. The tensor is (outer, n, inner) in row-major order, which gives
+outer * inner lines. Where inner is 1 lines are memory rows and a tile is LINES x BLOCK with the reduction along axis
+1; otherwise lines lie across the memory and a tile is BLOCK x LINES, reduced along axis 0, so that neighbouring lanes
+read neighbouring addresses either way. A line that fits the registers is read once (:func:`_whole_forward`,
+:func:`_whole_backward`); a longer one is read twice, the second time backwards so as to meet the cache where the first
+left it (:func:`_long_forward`, :func:`_long_backward`), and is split among several programs where there are too few lines
+to fill the machine. One-dimensional grid: program = group of LINES lines, or (group, split).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastlayers.kernels.indexing import collapse, extent, index_type, pattern, pattern_offset
+from fastlayers.kernels.launch import Kernel
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program holds: ``lines`` lines, ``block`` elements of each at a time."""
+
+    lines: int
+    block: int
+    warps: int
+    whole: bool
+
+
+# Elements of a tile and its warps, by the power of two that holds n. 128-bit accesses want 8 16-bit elements a thread;
+# 32 a thread keep four of them in flight and leave room for three or more blocks on an SM. Short lines share a tile.
+# The backward holds y and dy, so half as many. Past 32768 (16384) elements the registers of 1024 threads do not hold a
+# line. float64 takes two registers an element, so its tiles have half as many elements.
+ROWS_FORWARD = {4096: 4, 8192: 8, 16384: 16, 32768: 16}
+ROWS_BACKWARD = {2048: 4, 4096: 8, 8192: 16, 16384: 16}
+
+# Across the memory a tile takes at least 32 lines, since a run of 32 16-bit elements fills two 32-byte sectors.
+COLUMNS_FORWARD = {4096: 4, 8192: 8, 16384: 16}
+COLUMNS_BACKWARD = {2048: 4, 4096: 8, 8192: 16}
+COLUMN_LINES = 32
+
+# Long rows: 1024 threads, so that an SM works on one row at a time and the 132 rows of 131072 16-bit elements in flight (34 MB)
+# stay in the L2 cache for their second reading. Long columns: 128 contiguous bytes of 16-bit elements, and small blocks.
+LONG_ROWS = Tile(lines=1, block=16384, warps=32, whole=False)
+LONG_COLUMNS = Tile(lines=64, block=64, warps=8, whole=False)
+
+# A split line leaves one (maximum, sum) a split and line, which every program then reads whole: keep that to one tile.
+MAX_SPLIT_STATISTICS = 4096
+
+
+def tile_for(n: int, axis: int, backward: bool, wide: bool) -> Tile:
+    """The tile for lines of n elements; ``wide`` where the computation is in float64."""
+    block = triton.next_power_of_2(n)
+    if axis == 1:
+        table, least_lines, long = ROWS_BACKWARD if backward else ROWS_FORWARD, 1, LONG_ROWS
+    else:
+        table, least_lines, long = COLUMNS_BACKWARD if backward else COLUMNS_FORWARD, COLUMN_LINES, LONG_COLUMNS
+    for elements, warps in table.items():
+        elements >>= wide
+        if block * least_lines <= elements:
+            return Tile(lines=elements // block, block=block, warps=warps, whole=True)
+    return Tile(long.lines, long.block >> wide, long.warps, whole=False)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _splits(n: int, groups: int, tile: Tile, device: torch.device) -> tuple[int, int]:
+    """(programs a line, elements each takes of it): more than one where the groups of lines leave the machine idle."""
+    idle = 2 * _multiprocessors(device) // groups
+    splits = min(idle, triton.cdiv(n, 2 * tile.block), MAX_SPLIT_STATISTICS // tile.lines) if idle > 2 else 1
+    chunk = triton.cdiv(triton.cdiv(n, splits), tile.block) * tile.block
+    return triton.cdiv(n, chunk), chunk
+
+
+# ---------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _lanes(line, position, AXIS: tl.constexpr):
+    """Lines and positions as the two axes of a tile."""
+    return tl.expand_dims(line, AXIS), tl.expand_dims(position, 1 - AXIS)
+
+
+@triton.jit
+def _scores(
+    x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale,
+    size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """A tile of x * scale + mask; minus infinity outside the tensor."""
+    l, k = _lanes(line, position, AXIS)
+    inside = (l < lines) & (k < n)
+    x = tl.load(x_ptr + (l // inner * x_outer + l % inner * x_inner) + k * x_n, mask=inside, other=0.0).to(ACC)
+    scores = x * tl.full((), scale, ACC)
+    if mask_ptr is not None:
+        offset = pattern_offset(l // inner, size1, size2, mask0, mask1, mask2) + l % inner * mask_inner
+        mask = tl.load(mask_ptr + offset + k * mask_n, mask=inside, other=0)
+        if mask_ptr.dtype.element_ty == tl.int1:
+            inside = inside & (mask != 0)
+        else:
+            scores += mask.to(ACC)
+    return tl.where(inside, scores, float("-inf"))
+
+
+@triton.jit
+def _probabilities(scores, largest, total, AXIS: tl.constexpr, LOG: tl.constexpr, DTYPE: tl.constexpr):
+    """y from the scores, their maximum a line and the sum of exp(scores - maximum)."""
+    largest = tl.expand_dims(largest, AXIS)
+    total = tl.expand_dims(total, AXIS)
+    if LOG:
+        return (scores - largest - tl.log(total)).to(DTYPE)
+    exponentials = tl.exp(scores - largest)
+    if DTYPE == tl.float32:  # rounded once, as torch does; 16-bit results hide the second rounding
+        return tl.div_rn(exponentials, tl.broadcast_to(total, exponentials.shape))
+    if DTYPE == tl.float64:
+        return exponentials / total
+    return (exponentials * (1.0 / total)).to(DTYPE)
+
+
+@triton.jit
+def _gradient(dy, y, dot, scale, AXIS: tl.constexpr, LOG: tl.constexpr):
+    dot = tl.expand_dims(dot, AXIS)
+    if LOG:
+        return scale * (dy - tl.exp(y) * dot)
+    return scale * (y * (dy - dot))
+
+
+@triton.jit
+def _whole_forward(
+    y_ptr, x_ptr, mask_ptr, lines, n, inner, x_outer, x_n, x_inner, scale: tl.float64,
+    size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
+    LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
+    AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y for LINES whole lines a program, read once: x and mask in, y out."""
+    line = tl.program_id(0).to(INDEX) * LINES + tl.arange(0, LINES)
+    position = tl.arange(0, BLOCK).to(INDEX)
+    scores = _scores(
+        x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale,
+        size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC, AXIS,
+    )  # fmt: skip
+    largest = tl.max(scores, AXIS)
+    total = tl.sum(tl.exp(scores - tl.expand_dims(largest, AXIS)), AXIS)
+    y = _probabilities(scores, largest, total, AXIS, LOG, y_ptr.dtype.element_ty)
+    l, k = _lanes(line, position, AXIS)
+    tl.store(y_ptr + (l // inner * (n * inner) + l % inner) + k * inner, y, mask=(l < lines) & (k < n))
+
+
+@triton.jit
+def _whole_backward(
+    dx_ptr, dy_ptr, y_ptr, lines, n, inner, dy_outer, dy_n, dy_inner, scale: tl.float64,
+    LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
+    AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx for LINES whole lines a program: dy and y in, each read once, dx out."""
+    line = tl.program_id(0).to(INDEX) * LINES + tl.arange(0, LINES)
+    l, k = _lanes(line, tl.arange(0, BLOCK).to(INDEX), AXIS)
+    inside = (l < lines) & (k < n)
+    offset = (l // inner * (n * inner) + l % inner) + k * inner
+    y = tl.load(y_ptr + offset, mask=inside, other=0.0).to(ACC)
+    dy = tl.load(dy_ptr + (l // inner * dy_outer + l % inner * dy_inner) + k * dy_n, mask=inside, other=0.0).to(ACC)
+    dot = tl.sum(dy if LOG else dy * y, AXIS)
+    dx = _gradient(dy, y, dot, tl.full((), scale, ACC), AXIS, LOG)
+    tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+# A long line in one program (BOTH), or split: one launch for the STATISTICS of every split, one that WRITEs.
+BOTH, STATISTICS, WRITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _combine(largest, total, AXIS: tl.constexpr):
+    """Partial maxima and sums reduced along AXIS. A line with plus infinity is NaN, as its plain computation is."""
+    maximum = tl.max(largest, AXIS)
+    total = tl.sum(total * tl.exp(largest - tl.expand_dims(maximum, AXIS)), AXIS)
+    return maximum, tl.where(maximum == float("inf"), float("nan"), total)
+
+
+@triton.jit
+def _split_tile(part_ptr, line, lines, splits, SPLITS: tl.constexpr, AXIS: tl.constexpr, empty):
+    """What the splits left for these lines: element (line, split) of a (splits, lines) buffer."""
+    l, s = _lanes(line, tl.arange(0, SPLITS), AXIS)
+    return tl.load(part_ptr + s * lines + l, mask=(l < lines) & (s < splits), other=empty)
+
+
+@triton.jit
+def _long_forward(
+    y_ptr, x_ptr, mask_ptr, largest_ptr, total_ptr, splits, chunk, lines, n, inner, x_outer, x_n, x_inner,
+    scale: tl.float64, size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
+    LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
+    AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """y for lines too long for the registers: a running maximum and sum a lane, one exponential an element, then y."""
+    LOWEST: tl.constexpr = -1.7976931348623157e308 if ACC == tl.float64 else -3.4028234663852886e38
+    split = tl.program_id(0) % splits
+    line = (tl.program_id(0) // splits).to(INDEX) * LINES + tl.arange(0, LINES)
+    start = split.to(INDEX) * chunk
+    stop = tl.minimum(start + chunk, n)
+    if STAGE == WRITE:
+        largest = _split_tile(largest_ptr, line, lines, splits, SPLITS, AXIS, LOWEST)
+        total = _split_tile(total_ptr, line, lines, splits, SPLITS, AXIS, 0.0)
+    else:
+        # From the lowest finite number, not minus infinity: the difference of two minus infinities would be NaN.
+        shape: tl.constexpr = (LINES, BLOCK) if AXIS == 1 else (BLOCK, LINES)
+        largest = tl.full(shape, LOWEST, ACC)
+        total = tl.full(shape, 0.0, ACC)
+        for first in range(start, stop, BLOCK):
+            scores = _scores(
+                x_ptr, mask_ptr, line, first + tl.arange(0, BLOCK).to(INDEX), lines, n, inner, x_outer, x_n, x_inner, scale,
+                size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC, AXIS,
+            )  # fmt: skip
+            difference = scores - largest
+            smaller = tl.exp(-tl.abs(difference))
+            total = tl.where(difference > 0, total * smaller + 1.0, total + smaller)
+            largest = tl.where(difference > 0, scores, largest)
+    largest, total = _combine(largest, total, AXIS)
+    if STAGE == STATISTICS:
+        tl.store(largest_ptr + split * lines + line, largest, mask=line < lines)
+        tl.store(total_ptr + split * lines + line, total, mask=line < lines)
+    else:
+        for done in range(0, stop - start, BLOCK):
+            position = start + (stop - start - 1 - done) // BLOCK * BLOCK + tl.arange(0, BLOCK).to(INDEX)
+            scores = _scores(
+                x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale,
+                size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC, AXIS,
+            )  # fmt: skip
+            y = _probabilities(scores, largest, total, AXIS, LOG, y_ptr.dtype.element_ty)
+            l, k = _lanes(line, position, AXIS)
+            tl.store(y_ptr + (l // inner * (n * inner) + l % inner) + k * inner, y, mask=(l < lines) & (k < n))
+
+
+@triton.jit
+def _long_backward(
+    dx_ptr, dy_ptr, y_ptr, dot_ptr, splits, chunk, lines, n, inner, dy_outer, dy_n, dy_inner, scale: tl.float64,
+    LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
+    AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """dx for lines too long for the registers: the sum first, then dx."""
+    split = tl.program_id(0) % splits
+    line = (tl.program_id(0) // splits).to(INDEX) * LINES + tl.arange(0, LINES)
+    start = split.to(INDEX) * chunk
+    stop = tl.minimum(start + chunk, n)
+    if STAGE == WRITE:
+        dot = _split_tile(dot_ptr, line, lines, splits, SPLITS, AXIS, 0.0)
+    else:
+        shape: tl.constexpr = (LINES, BLOCK) if AXIS == 1 else (BLOCK, LINES)
+        dot = tl.full(shape, 0.0, ACC)
+        for first in range(start, stop, BLOCK):
+            l, k = _lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
+            inside = (l < lines) & (k < n)
+            dy_offset = (l // inner * dy_outer + l % inner * dy_inner) + k * dy_n
+            dy = tl.load(dy_ptr + dy_offset, mask=inside, other=0.0).to(ACC)
+            if LOG:
+                dot += dy
+            else:
+                y_offset = (l // inner * (n * inner) + l % inner) + k * inner
+                dot += dy * tl.load(y_ptr + y_offset, mask=inside, other=0.0).to(ACC)
+    dot = tl.sum(dot, AXIS)
+    if STAGE == STATISTICS:
+        tl.store(dot_ptr + split * lines + line, dot, mask=line < lines)
+    else:
+        for done in range(0, stop - start, BLOCK):
+            first = start + (stop - start - 1 - done) // BLOCK * BLOCK
+            l, k = _lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
+            inside = (l < lines) & (k < n)
+            offset = (l // inner * (n * inner) + l % inner) + k * inner
+            y = tl.load(y_ptr + offset, mask=inside, other=0.0).to(ACC)
+            dy_offset = (l // inner * dy_outer + l % inner * dy_inner) + k * dy_n
+            dy = tl.load(dy_ptr + dy_offset, mask=inside, other=0.0).to(ACC)
+            dx = _gradient(dy, y, dot, tl.full((), scale, ACC), AXIS, LOG)
+            tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+whole_forward, whole_backward = Kernel(_whole_forward), Kernel(_whole_backward)
+long_forward, long_backward = Kernel(_long_forward), Kernel(_long_backward)
+
+# ---------------------------------------------------------------------------------------------------------------- wrappers
+
+
+def _readable(x: Tensor, dim: int, axis: int) -> tuple[Tensor, tuple[int, int, int]]:
+    """x and its (outer, n, inner) strides; a contiguous copy where it has no such strides or would be read in bits."""
+    if not x.is_contiguous():
+        sizes, strides = x.shape, x.stride()
+        outer, inner = collapse(sizes[:dim], strides[:dim]), collapse(sizes[dim + 1 :], strides[dim + 1 :])
+        if len(outer) <= 1 and len(inner) <= 1:
+            found = (outer[0][1] if outer else 0, strides[dim], inner[0][1] if inner else 0)
+            if found[1 if axis == 1 else 2] <= 1:
+                return x, found
+        x = x.contiguous()
+    inner_size = x.shape[dim + 1 :].numel()
+    return x, (x.shape[dim] * inner_size, inner_size, 1)
+
+
+def _mask_arguments(mask: Tensor | None, shape: torch.Size, dim: int) -> tuple[Tensor | None, tuple[Any, ...], int]:
+    """The mask, its seven index arguments and its extent. A mask of too intricate a shape is written out in full."""
+    if mask is None:
+        return None, (None,) * 7, 0
+    mask = mask.expand(shape)
+    outer = pattern(shape[:dim], mask.stride()[:dim])
+    inner = collapse(shape[dim + 1 :], mask.stride()[dim + 1 :])
+    if outer is None or len(inner) > 1:
+        mask = mask.contiguous()
+        outer, inner = pattern(shape[:dim], mask.stride()[:dim]), collapse(shape[dim + 1 :], mask.stride()[dim + 1 :])
+    arguments = (*outer, mask.stride(dim), inner[0][1] if inner else 0)
+    return mask, arguments, extent(shape, mask.stride())
+
+
+def _accumulator(*dtypes: torch.dtype) -> tl.dtype:
+    return tl.float64 if torch.float64 in dtypes else tl.float32
+
+
+def _run_long(
+    kernel: Kernel, tile: Tile, groups: int, n: int, operands: tuple[Any, ...], partials: int, geometry: tuple[Any, ...],
+    constants: tuple[Any, ...], acc: tl.dtype,
+) -> None:  # fmt: skip
+    """One launch where there are lines enough; else statistics of every split, then the result."""
+    device = operands[0].device
+    splits, chunk = _splits(n, groups, tile, device)
+    if splits == 1:
+        arguments = (*operands, *(None,) * partials, 1, n, *geometry)
+        kernel(groups, arguments, (*constants, BOTH.value, 1), tile.warps)
+        return
+    lines = geometry[0]
+    dtype = torch.float64 if acc == tl.float64 else torch.float32
+    buffers = [torch.empty(splits, lines, dtype=dtype, device=device) for _ in range(partials)]
+    arguments = (*operands, *buffers, splits, chunk, *geometry)
+    for stage in (STATISTICS, WRITE):
+        kernel(groups * splits, arguments, (*constants, stage.value, triton.next_power_of_2(splits)), tile.warps)
+
+
+def softmax_forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    """softmax, or log_softmax, of x * scale + mask along dim, as a contiguous tensor of ``dtype``."""
+    shape = x.shape
+    n, inner = shape[dim], shape[dim + 1 :].numel()
+    lines, axis = x.numel() // n, 1 if inner == 1 else 0
+    x, strides = _readable(x, dim, axis)
+    mask, mask_arguments, mask_extent = _mask_arguments(mask, shape, dim)
+    y = torch.empty(shape, dtype=dtype, device=x.device)
+    acc = _accumulator(x.dtype, dtype)
+    index = index_type(x.numel(), extent(shape, x.stride()), mask_extent)
+    tile = tile_for(n, axis, False, acc == tl.float64)
+    groups = triton.cdiv(lines, tile.lines)
+    geometry = (lines, n, inner, *strides, float(scale), *mask_arguments)
+    constants = (log, acc, index, axis, tile.lines, tile.block)
+    if tile.whole:
+        whole_forward(groups, (y, x, mask, *geometry), constants, tile.warps)
+    else:
+        _run_long(long_forward, tile, groups, n, (y, x, mask), 2, geometry, constants, acc)
+    return y
+
+
+def softmax_backward(dy: Tensor, y: Tensor, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    """dx of :func:`softmax_forward` from dy and its contiguous result y, as a contiguous tensor of ``dtype``."""
+    shape = y.shape
+    n, inner = shape[dim], shape[dim + 1 :].numel()
+    lines, axis = y.numel() // n, 1 if inner == 1 else 0
+    dy, strides = _readable(dy, dim, axis)
+    dx = torch.empty(shape, dtype=dtype, device=y.device)
+    acc = _accumulator(y.dtype, dtype)
+    index = index_type(y.numel(), extent(shape, dy.stride()))
+    tile = tile_for(n, axis, True, acc == tl.float64)
+    groups = triton.cdiv(lines, tile.lines)
+    geometry = (lines, n, inner, *strides, float(scale))
+    constants = (log, acc, index, axis, tile.lines, tile.block)
+    if tile.whole:
+        whole_backward(groups, (dx, dy, y, *geometry), constants, tile.warps)
+    else:
+        _run_long(long_backward, tile, groups, n, (dx, dy, y), 1, geometry, constants, acc)
+    return dx
