@@ -7,6 +7,7 @@
 PYTHON ?= python3
 TORCH ?= torch>=2.11
 ARGS ?=
+PYTHONS ?= $(PY)
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -66,9 +67,13 @@ bench: fastlayers/_C.so  ## the benchmarks on a GPU, with the python3 that is th
 	PYTHONPATH=. $(PYTHON) -m benchmarks run $(ARGS)
 
 wheel: $(ENV)  ## dist/fastlayers-*-py3-none-linux_x86_64.whl, for every GPU from sm_80 on
-	rm -rf build/lib*
+	rm -rf build/lib* dist
 	FASTLAYERS_BUILD_EXT=1 FASTLAYERS_CUDA_ARCHS='80;86;89;90;100;120' \
 	    $(PY) -m pip wheel --no-deps --wheel-dir dist .
+
+# Each of PYTHONS has a torch of its own: make test-wheel PYTHONS='venvs/torch-2.11/bin/python venvs/newest/bin/python'
+test-wheel: wheel  ## that wheel, imported and run on the CPU by each of PYTHONS
+	$(PY) tests/check_wheel.py dist/*.whl $(PYTHONS)
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist fastlayers/_C.so fastlayers/_C.json *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

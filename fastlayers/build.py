@@ -75,7 +75,7 @@ class BuildInfo:
         library.with_suffix(".json").write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
-    def read(cls, library: Path = LIBRARY) -> BuildInfo | None:
+    def read(cls, library: Path) -> BuildInfo | None:
         try:
             fields = json.loads(library.with_suffix(".json").read_text())
         except FileNotFoundError:

@@ -72,7 +72,7 @@ def _describe_gpu(gpu: torch.cuda._CudaDeviceProperties) -> str:
 
 
 def _built() -> Iterator[tuple[str, str]]:
-    made = builder.BuildInfo.read()
+    made = builder.BuildInfo.read(builder.LIBRARY)
     if not builder.LIBRARY.exists():
         yield "kernels of csrc", "not built" + (f": {made.problem}" if made and made.problem else "")
         return

@@ -1,0 +1,325 @@
+"""fastlayers/build.py and setup.py: what they find, what they compile, and that an installation fails only if told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fastlayers import build as builder
+
+ROOT = Path(__file__).resolve().parent.parent
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A folder at the head of PATH, and a function that puts a shell script there."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    for variable in ("CUDA_HOME", "CUDA_PATH", "CXX", "FASTLAYERS_CUDA_ARCHS", "FASTLAYERS_BUILD_EXT", "MAX_JOBS"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def add(name: str, script: str) -> Path:
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    return add
+
+
+NVCC = """
+case "$*" in
+  --version) echo 'Cuda compilation tools, release 12.8, V12.8.93' ;;
+  --list-gpu-arch) echo 'compute_75 compute_80 compute_86 compute_90 compute_120' ;;
+  *--dryrun*) echo '#$ LIBRARIES=  "-L/toolkit/lib"' ;;
+  *) echo 'nvcc: unsupported GNU version' >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def nvcc(programs):
+    """An nvcc that answers questions and compiles nothing."""
+    return str(programs("nvcc", NVCC))
+
+
+@pytest.fixture
+def csrc(tmp_path, monkeypatch):
+    """One small source and a header, in place of the real ones."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "answer.h").write_text("#define ANSWER 42\n")
+    (folder / "answer.cpp").write_text(
+        '#include "answer.h"\nextern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'
+    )
+    monkeypatch.setattr(builder, "csrc_folder", lambda: folder)
+    return folder
+
+
+# What the machine has ------------------------------------------------------------------------------------------------
+
+
+def test_torch_is_found_without_importing_it():
+    code = "import sys, runpy; b = runpy.run_path(sys.argv[1]); b['find_torch'](); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, str(ROOT / "fastlayers" / "build.py")], check=True)
+
+
+def test_torch_is_found_where_pip_isolates_the_build(tmp_path):
+    # What pip does: the target environment's interpreter, with its site-packages taken off sys.path at start.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.path[:] = [p for p in sys.path if not p.endswith('site-packages')]\n"
+    )
+    code = (
+        "import sys, runpy, importlib.util\n"
+        "assert importlib.util.find_spec('torch') is None, 'not isolated'\n"
+        "print(runpy.run_path(sys.argv[1])['find_torch']().root)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "fastlayers" / "build.py")],
+        env=environment, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert Path(done.stdout.strip()) == builder.find_torch().root
+
+
+def test_an_older_torch_is_refused_by_version(tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.9.1+cu126'\n")
+    monkeypatch.setattr(builder, "_torch_folders", lambda: iter([tmp_path / "torch"]))
+    with pytest.raises(builder.BuildError, match=r"torch 2\.11 or later.* found 2\.9\.1\+cu126 in"):
+        builder.find_torch()
+
+
+def test_no_torch(monkeypatch):
+    monkeypatch.setattr(builder, "_torch_folders", lambda: iter([]))
+    with pytest.raises(builder.BuildError, match="found no torch in this environment"):
+        builder.find_torch()
+
+
+def test_a_compiler_that_is_not_there(programs, monkeypatch):
+    monkeypatch.setenv("CXX", "ccache no-such-compiler")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(builder.BuildError, match="CXX='ccache no-such-compiler'"):
+        builder.find_compiler()
+    monkeypatch.delenv("CXX")
+    with pytest.raises(builder.BuildError, match=r"none of g\+\+, c\+\+ and clang\+\+ is on PATH"):
+        builder.find_compiler()
+
+
+def test_cuda_home_decides(nvcc, monkeypatch, tmp_path):
+    assert builder.find_nvcc() == nvcc
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "no-toolkit"))
+    with pytest.raises(builder.CudaBuildError, match=r"CUDA_HOME=.*no-toolkit"):
+        builder.find_nvcc()
+
+
+@pytest.mark.parametrize(
+    ("asked", "archs"),
+    [("90", ("90",)), ("120;80", ("80", "120")), ("8.0, 9.0", ("80", "90")), ("90a", ("90a",)), ("90 90", ("90",))],
+)
+def test_archs_that_were_asked_for(nvcc, monkeypatch, asked, archs):
+    monkeypatch.setenv("FASTLAYERS_CUDA_ARCHS", asked)
+    assert builder.choose_archs(nvcc) == archs
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("hopper", "expected compute capabilities from 80 on.* 'hopper' is none"),
+        ("75", "expected compute capabilities from 80 on.* '75' is none"),
+        ("80;100", "nvcc 12.8.93 does not know '100', only 75, 80, 86, 90, 120"),
+    ],
+)
+def test_archs_that_cannot_be(nvcc, monkeypatch, asked, message):
+    monkeypatch.setenv("FASTLAYERS_CUDA_ARCHS", asked)
+    with pytest.raises(builder.CudaBuildError, match=message):
+        builder.choose_archs(nvcc)
+
+
+@pytest.mark.parametrize(
+    ("answer", "archs"),
+    [
+        ("echo 9.0; echo 8.6; echo 9.0", ("86", "90")),
+        ("echo 12.1", ("120",)),  # newer than this nvcc: its newest, whose PTX runs there
+        ("echo 7.5", ("80", "90")),  # too old for any kernel
+        ("echo NVIDIA-SMI has failed; exit 9", ("80", "90")),
+    ],
+)
+def test_archs_of_the_gpus_that_are_here(programs, nvcc, answer, archs):
+    programs("nvidia-smi", answer)
+    assert builder.choose_archs(nvcc) == archs
+
+
+# What is compiled ----------------------------------------------------------------------------------------------------
+
+
+def compiled(tmp_path) -> list[str]:
+    """Build, and say which files were made."""
+    done: list[str] = []
+    builder.build(tmp_path / "_C.so", tmp_path / "objects", cuda=False, report=lambda *step: done.append(step[2]))
+    return done
+
+
+@needs_compiler
+def test_only_what_changed_is_compiled_again(programs, csrc, tmp_path, monkeypatch):
+    assert compiled(tmp_path) == ["answer.cpp", "_C.so"]
+    made = (tmp_path / "_C.so").stat().st_mtime_ns
+    assert compiled(tmp_path) == ["_C.so"]
+    assert (tmp_path / "_C.so").stat().st_mtime_ns == made, "linked again though nothing changed"
+    (csrc / "answer.h").touch()
+    assert compiled(tmp_path) == ["answer.cpp", "_C.so"]
+    monkeypatch.setattr(builder, "TORCH_TARGET_VERSION", "0x020c000000000000")
+    assert compiled(tmp_path) == ["answer.cpp", "_C.so"], "not compiled again though the flags changed"
+    (tmp_path / "_C.so").write_bytes(b"from elsewhere")
+    compiled(tmp_path)
+    assert (tmp_path / "_C.so").read_bytes().startswith(b"\x7fELF")
+
+
+@needs_compiler
+def test_the_library_needs_no_cuda_and_no_python(programs, csrc, tmp_path):
+    compiled(tmp_path)
+    needed = subprocess.run(
+        ["readelf", "-d", str(tmp_path / "_C.so")], capture_output=True, text=True, check=True
+    ).stdout
+    assert "[libtorch.so]" in needed
+    assert "cuda" not in needed
+    assert "python" not in needed
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile(programs, csrc, tmp_path):
+    (csrc / "answer.cpp").write_text("int answer() { return forty_two; }\n")
+    with pytest.raises(builder.BuildError, match="forty_two") as error:
+        compiled(tmp_path)
+    assert "g++" in str(error.value), "the command is not quoted"
+    assert not list(tmp_path.glob("_C.*"))
+    assert not list((tmp_path / "objects").iterdir()), "an unfinished file was left"
+
+
+@needs_compiler
+def test_a_cuda_source_that_does_not_compile(nvcc, csrc, tmp_path):
+    (csrc / "kernel.cu").write_text("")
+    with pytest.raises(builder.CudaBuildError, match="unsupported GNU version"):
+        builder.build(tmp_path / "_C.so", tmp_path / "objects")
+
+
+@needs_compiler
+def test_max_jobs(programs, csrc, tmp_path, monkeypatch):
+    monkeypatch.setenv("MAX_JOBS", "many")
+    with pytest.raises(builder.BuildError, match="MAX_JOBS='many': expected a positive number"):
+        compiled(tmp_path)
+
+
+def test_what_was_built_is_on_record(tmp_path):
+    info = builder.BuildInfo(torch="2.11.0", compiler="g++", nvcc="13.0.88", cuda_archs=("80", "90"))
+    info.write(tmp_path / "_C.so")
+    assert builder.BuildInfo.read(tmp_path / "_C.so") == info
+    assert info.contents() == "CPU kernels and CUDA kernels for sm_80, sm_90"
+    assert builder.BuildInfo.read(tmp_path / "elsewhere" / "_C.so") is None
+
+
+# pip -----------------------------------------------------------------------------------------------------------------
+
+
+def wheel(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``pip wheel`` on a copy of the package whose csrc is one small file and, where nvcc is called, a .cu file."""
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns("_C.*", "__pycache__")
+    shutil.copytree(ROOT / "fastlayers", source / "fastlayers", ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    (source / "csrc").mkdir()
+    (source / "csrc" / "answer.cpp").write_text("int answer() { return 42; }\n")
+    (source / "csrc" / "kernel.cu").write_text("")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-index",
+        "--no-build-isolation",
+        "--no-deps",
+        "-w",
+        "dist",
+        ".",
+    ]
+    return subprocess.run(command, cwd=source, env={**os.environ, **variables}, capture_output=True, text=True)
+
+
+def contents(tmp_path: Path) -> tuple[str, set[str], dict[str, str] | None]:
+    """The wheel's tag, its files, and the record of its build."""
+    (path,) = (tmp_path / "source" / "dist").glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        names = set(archive.namelist())
+        record = json.loads(archive.read("fastlayers/_C.json")) if "fastlayers/_C.json" in names else None
+    return path.stem.split("-", 2)[2], names, record
+
+
+@needs_compiler
+def test_install_without_nvcc(programs, tmp_path):
+    done = wheel(tmp_path, CUDA_HOME="/nowhere")
+    assert done.returncode == 0, done.stderr
+    tag, names, record = contents(tmp_path)
+    assert tag.startswith("py3-none-linux_")
+    assert {
+        "fastlayers/_C.so",
+        "fastlayers/csrc/answer.cpp",
+        "fastlayers/csrc/kernel.cu",
+        "fastlayers/py.typed",
+    } <= names
+    assert "CUDA_HOME='/nowhere'" in record["problem"]
+
+
+@needs_compiler
+def test_install_where_nvcc_fails(nvcc, tmp_path):
+    done = wheel(tmp_path)
+    assert done.returncode == 0, done.stderr
+    tag, names, record = contents(tmp_path)
+    assert tag.startswith("py3-none-linux_")
+    assert "fastlayers/_C.so" in names
+    assert "unsupported GNU version" in record["problem"]
+
+
+def test_install_without_a_compiler(programs, tmp_path):
+    done = wheel(tmp_path, CXX="no-such-compiler")
+    assert done.returncode == 0, done.stderr
+    tag, names, record = contents(tmp_path)
+    assert tag == "py3-none-any"
+    assert "fastlayers/_C.so" not in names
+    assert "CXX='no-such-compiler'" in record["problem"]
+
+
+def test_install_of_nothing_but_python(programs, tmp_path):
+    done = wheel(tmp_path, FASTLAYERS_BUILD_EXT="0")
+    assert done.returncode == 0, done.stderr
+    tag, names, _ = contents(tmp_path)
+    assert tag == "py3-none-any"
+    assert not any(name.startswith("fastlayers/_C.") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"FASTLAYERS_BUILD_EXT": "1", "CXX": "no-such-compiler"}, "CXX='no-such-compiler'"),
+        ({"FASTLAYERS_BUILD_EXT": "yes"}, "FASTLAYERS_BUILD_EXT='yes': expected auto, 0 or 1"),
+        pytest.param(
+            {"FASTLAYERS_BUILD_EXT": "1", "FASTLAYERS_CUDA_ARCHS": "90", "CUDA_HOME": "/nowhere"},
+            "CUDA_HOME='/nowhere'",
+            marks=needs_compiler,
+        ),
+    ],
+)
+def test_an_install_that_must_fail(programs, tmp_path, variables, message):
+    done = wheel(tmp_path, **variables)
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr

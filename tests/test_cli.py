@@ -1,0 +1,78 @@
+"""python -m fastlayers {info, build}, and that importing the package does not drag the command line along."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import fastlayers
+from fastlayers import backends, cli
+from fastlayers import build as builder
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run a command, wide enough that no table breaks its lines."""
+    monkeypatch.setattr(cli.console, "width", 1000)
+    return lambda *arguments: CliRunner().invoke(cli.main, arguments)
+
+
+@pytest.mark.parametrize("module", ["triton", "click", "rich", "safetensors"])
+def test_import_is_lean(module):
+    code = (
+        "import sys, torch; before = set(sys.modules); import fastlayers; "
+        f"sys.exit(any(m.split('.')[0] == {module!r} for m in set(sys.modules) - before))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_it_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "fastlayers", "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Usage: python -m fastlayers ")
+
+
+def test_info_names_versions_and_every_backend(run):
+    result = run("info")
+    assert result.exit_code == 0, result.output
+    for expected in (fastlayers.__version__, str(torch.__version__), *backends.BACKENDS):
+        assert expected in result.output
+    for reason in backends.available().values():
+        assert reason is None or reason in result.output
+
+
+def test_info_says_why_nothing_was_built(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(builder, "LIBRARY", tmp_path / "_C.so")
+    builder.BuildInfo(problem="no C++ compiler on Sundays").write(tmp_path / "_C.so")
+    assert "not built: no C++ compiler on Sundays" in run("info").output
+
+
+def test_info_says_how_to_get_a_backend(monkeypatch):
+    assert "NVIDIA GPU" in cli._how_to_get("cuda") or torch.cuda.is_available()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert cli._how_to_get("cuda") == "install the CUDA toolkit (for its nvcc), then run `python -m fastlayers build`"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert cli._how_to_get("cpu").startswith("no C++ compiler: CXX='no-such-compiler'")
+
+
+def test_build_reports_what_it_made(run, monkeypatch, tmp_path):
+    def build_in_place(report):
+        report(1, 1, "_C.so")
+        return builder.BuildInfo(cuda_archs=("90",))
+
+    monkeypatch.setattr(builder, "build_in_place", build_in_place)
+    result = run("build")
+    assert result.exit_code == 0, result.output
+    assert f"{builder.LIBRARY}: CPU kernels and CUDA kernels for sm_90" in result.output
+
+
+def test_build_without_a_compiler(run, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = run("build")
+    assert result.exit_code == 1
+    assert "Error: no C++ compiler: CXX='no-such-compiler'" in result.output
