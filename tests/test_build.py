@@ -1,4 +1,4 @@
-"""fastlayers/build.py and setup.py: what they find, what they compile, and that an installation fails only if told to."""
+"""fastlayers/build.py and setup.py: what they find, what they compile, and when an installation may fail."""
 
 from __future__ import annotations
 
