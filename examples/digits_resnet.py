@@ -15,10 +15,10 @@ from pathlib import Path
 
 import click
 import torch
-from digits import Digits, accuracy, console, draw_curves, pick_device, seed, train, train_step
 from rich.table import Table
 from torch import Tensor, nn
 
+from digits import Digits, accuracy, console, draw_curves, pick_device, seed, train, train_step
 from fastlayers import patch_model, patch_report, verify_patch
 from fastlayers.backends import choose
 from fastlayers.checkpoint import load_model, save_model

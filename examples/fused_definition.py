@@ -12,10 +12,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from digits import Digits, console, draw_curves, pick_device, seed, train
 from einops import rearrange, reduce
 from torch import Tensor, nn
 
+from digits import Digits, console, draw_curves, pick_device, seed, train
 from fastlayers import FusedAddReLU, FusedMul, FusedReLUAdd, FusedSoftmax
 from fastlayers.backends import choose
 
