@@ -1,0 +1,643 @@
+// relu(x) + y + bias, relu(x + y) and x·y, forward and backward.
+//
+// Pure memory traffic: a thread moves 16-byte words, several at once, and touches each element once. What the relu ops keep
+// for backward is one bit an element instead of a tensor: bit j of byte i belongs to element 8i + j in memory order.
+#include "device.cuh"
+#include "elementwise.h"
+
+namespace fastlayers {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;  // words of each operand in flight a thread
+
+template <typename T>
+constexpr int kVector = kVectorBytes / sizeof(T);
+
+// The word at element i of n: WHOLE, or one element at a time where the tensor does not start on a 16-byte boundary, and at
+// its end.
+template <typename T, bool WHOLE>
+__device__ __forceinline__ Vec<T, kVector<T>> load_flat(const T* p, int64_t i, int64_t n) {
+  constexpr int V = kVector<T>;
+  Vec<T, V> w;
+  if constexpr (WHOLE) {
+    w = load_vec<T, V>(p + i);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) w.v[j] = i + j < n ? p[i + j] : convert<T>(0.f);
+  }
+  return w;
+}
+
+template <typename T, bool WHOLE>
+__device__ __forceinline__ void store_flat(T* p, int64_t i, int64_t n, const Vec<T, kVector<T>>& w) {
+  constexpr int V = kVector<T>;
+  if constexpr (WHOLE) {
+    store_vec<T, V>(p + i, w);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (i + j < n) p[i + j] = w.v[j];
+  }
+}
+
+// First element of word u of this thread. A warp's words are neighbours, a block's unrolled words are kThreads apart.
+template <typename T>
+__device__ __forceinline__ int64_t flat_index(int u) {
+  return ((static_cast<int64_t>(blockIdx.x) * kUnroll + u) * kThreads + threadIdx.x) * kVector<T>;
+}
+
+// Calls f for the words of this thread: once for all of them where every word of the block is whole, so that their loads
+// are in flight together; else (a tail, a misaligned tensor) one by one.
+template <typename T, typename F>
+__device__ __forceinline__ void for_block(bool is_aligned, int64_t n, F&& f) {
+  constexpr int64_t kBlock = static_cast<int64_t>(kUnroll) * kThreads * kVector<T>;
+  if (is_aligned && (blockIdx.x + 1) * kBlock <= n) {
+    f(std::integral_constant<int, kUnroll>{}, 0);
+  } else {
+#pragma unroll 1
+    for (int first = 0; first < kUnroll; ++first) f(std::integral_constant<int, 1>{}, first);
+  }
+}
+
+// Packs the V bits of each thread's word into bytes; where a word has fewer than 8 elements, lanes share a byte.
+template <int V>
+__device__ __forceinline__ void store_bits(uint8_t* bits, int64_t i, int64_t n, unsigned mine) {
+  constexpr int kSharing = kBits / V;
+  const int lane = threadIdx.x & 31, part = lane % kSharing;
+  mine <<= part * V;
+#pragma unroll
+  for (int o = 1; o < kSharing; o <<= 1) mine |= __shfl_xor_sync(0xffffffffu, mine, o);
+  if (part == 0 && i < n) bits[i / kBits] = static_cast<uint8_t>(mine);
+}
+
+template <int V>
+__device__ __forceinline__ unsigned load_bits(const uint8_t* bits, int64_t i, int64_t n) {
+  return i < n ? bits[i / kBits] >> (i % kBits) : 0;
+}
+
+// A tensor that broadcasts to the flat operands.
+struct Bias {
+  const void* data = nullptr;
+  Walk<2> walk;  // operand 0 is the result, 1 the bias
+  bool vector = false;  // the fastest dimension is whole words long: one look-up a word
+
+  __device__ int64_t offset(int64_t i) const {
+    int64_t at = 0;
+#pragma unroll
+    for (int d = kMaxDims - 1; d >= 0; --d) {
+      if (d >= walk.dims) continue;
+      const int64_t size = walk.size[d];
+      int64_t rest;
+      if ((i | size) >> 32 == 0) {  // 32-bit division is several times cheaper
+        rest = static_cast<uint32_t>(i) / static_cast<uint32_t>(size);
+      } else {
+        rest = i / size;
+      }
+      at += (i - rest * size) * walk.stride[1][d];
+      i = rest;
+    }
+    return at;
+  }
+};
+
+template <typename T, bool SUM_FIRST, bool TRAIN, bool BIAS>
+__global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y, T* out, uint8_t* bits, int64_t n, bool is_aligned,
+                                                        compute_t<T> alpha, const Bias bias) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  for_block<T>(is_aligned, n, [&](auto words, int first) {
+    constexpr int U = words.value;
+    constexpr bool WHOLE = U > 1;
+    Vec<T, V> wx[U], wy[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = flat_index<T>(first + u);
+      wx[u] = load_flat<T, WHOLE>(x, i, n);
+      wy[u] = load_flat<T, WHOLE>(y, i, n);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = flat_index<T>(first + u);
+      [[maybe_unused]] unsigned kept = 0;
+      [[maybe_unused]] int64_t at = 0;
+      if constexpr (BIAS) at = bias.vector && i < n ? bias.offset(i) : 0;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const A vx = convert<A>(wx[u].v[j]), vy = convert<A>(wy[u].v[j]);
+        const A v = SUM_FIRST ? vx + vy : vx;
+        const bool keep = !(v <= A(0));  // NaN is kept, as by torch
+        A r = keep ? v : A(0);
+        if constexpr (!SUM_FIRST) r += vy + alpha;
+        if constexpr (BIAS) {
+          const int64_t k = bias.vector ? at + j * bias.walk.stride[1][bias.walk.dims - 1] : i + j < n ? bias.offset(i + j) : 0;
+          r += convert<A>(static_cast<const T*>(bias.data)[k]);
+        }
+        wx[u].v[j] = convert<T>(r);
+        if constexpr (TRAIN) kept |= static_cast<unsigned>(keep && (WHOLE || i + j < n)) << j;
+      }
+      if constexpr (TRAIN) store_bits<V>(bits, i, n, kept);
+      store_flat<T, WHOLE>(out, i, n, wx[u]);
+    }
+  });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) relu_backward_flat(const T* dy, const uint8_t* bits, T* dx, int64_t n, bool is_aligned) {
+  constexpr int V = kVector<T>;
+  for_block<T>(is_aligned, n, [&](auto words, int first) {
+    constexpr int U = words.value;
+    constexpr bool WHOLE = U > 1;
+    Vec<T, V> w[U];
+    unsigned kept[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = flat_index<T>(first + u);
+      w[u] = load_flat<T, WHOLE>(dy, i, n);
+      kept[u] = load_bits<V>(bits, i, n);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+#pragma unroll
+      for (int j = 0; j < V; ++j)
+        if (!(kept[u] >> j & 1)) w[u].v[j] = convert<T>(0.f);
+      store_flat<T, WHOLE>(dx, flat_index<T>(first + u), n, w[u]);
+    }
+  });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) mul_flat(const T* x, const T* y, T* out, int64_t n, bool is_aligned) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  for_block<T>(is_aligned, n, [&](auto words, int first) {
+    constexpr int U = words.value;
+    constexpr bool WHOLE = U > 1;
+    Vec<T, V> wx[U], wy[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      wx[u] = load_flat<T, WHOLE>(x, flat_index<T>(first + u), n);
+      wy[u] = load_flat<T, WHOLE>(y, flat_index<T>(first + u), n);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) wx[u].v[j] = convert<T>(convert<A>(wx[u].v[j]) * convert<A>(wy[u].v[j]));
+      store_flat<T, WHOLE>(out, flat_index<T>(first + u), n, wx[u]);
+    }
+  });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) mul_backward_flat(const T* dy, const T* x, const T* y, T* dx, T* dy_, int64_t n,
+                                                             bool is_aligned) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  for_block<T>(is_aligned, n, [&](auto words, int first) {
+    constexpr int U = words.value;
+    constexpr bool WHOLE = U > 1;
+    Vec<T, V> g[U], wx[U], wy[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = flat_index<T>(first + u);
+      g[u] = load_flat<T, WHOLE>(dy, i, n);
+      wx[u] = load_flat<T, WHOLE>(x, i, n);
+      wy[u] = load_flat<T, WHOLE>(y, i, n);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = flat_index<T>(first + u);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const A gj = convert<A>(g[u].v[j]);
+        const A to_x = gj * convert<A>(wy[u].v[j]);
+        wy[u].v[j] = convert<T>(gj * convert<A>(wx[u].v[j]));
+        wx[u].v[j] = convert<T>(to_x);
+      }
+      store_flat<T, WHOLE>(dx, i, n, wx[u]);
+      store_flat<T, WHOLE>(dy_, i, n, wy[u]);
+    }
+  });
+}
+
+// ---- broadcasting -------------------------------------------------------------------------------------------------------
+
+// Any broadcast of x and y, a thread to V neighbours of the result along its fastest dimension.
+template <typename T, int V>
+__global__ void __launch_bounds__(kThreads) mul_broadcast(const T* x, const T* y, T* out, int64_t n, const Walk<3> walk) {
+  using A = compute_t<T>;
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
+  if (i >= n) return;
+  int64_t at_x = 0, at_y = 0, rest = i;
+#pragma unroll
+  for (int d = kMaxDims - 1; d >= 0; --d) {
+    if (d >= walk.dims) continue;
+    const int64_t size = walk.size[d];
+    const int64_t next = (rest | size) >> 32 == 0 ? static_cast<uint32_t>(rest) / static_cast<uint32_t>(size) : rest / size;
+    const int64_t index = rest - next * size;
+    at_x += index * walk.stride[1][d];
+    at_y += index * walk.stride[2][d];
+    rest = next;
+  }
+  const int64_t step_x = walk.stride[1][walk.dims - 1], step_y = walk.stride[2][walk.dims - 1];
+  Vec<T, V> wx, wy;
+  if (step_x == 1) wx = load_vec<T, V>(x + at_x);
+  if (step_y == 1) wy = load_vec<T, V>(y + at_y);
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (step_x != 1) wx.v[j] = x[at_x + j * step_x];
+    if (step_y != 1) wy.v[j] = y[at_y + j * step_y];
+    wx.v[j] = convert<T>(convert<A>(wx.v[j]) * convert<A>(wy.v[j]));
+  }
+  store_vec<T, V>(out + i, wx);
+}
+
+// Both gradients of x·s in one pass, s repeated along the middle of [outer, repeat, columns]: dx = dy·s, and ds the sum of
+// dy·x over the repeats. A block takes one tile of columns over one piece of the repeats and leaves a float32 partial sum.
+struct MulReduceArgs {
+  int64_t outer, repeat, columns;
+  int64_t outer_stride, column_stride;  // of s
+  int64_t pieces;
+  int across, down;  // threads of a block over the columns, and over the repeats
+};
+
+template <typename T, int V>
+__global__ void __launch_bounds__(kThreads) mul_backward_columns(const T* dy, const T* x, const T* s, T* dx, compute_t<T>* partial,
+                                                                const MulReduceArgs a) {
+  using A = compute_t<T>;
+  extern __shared__ char memory[];
+  A* shared = reinterpret_cast<A*>(memory);
+  const int64_t tiles = (a.columns + static_cast<int64_t>(a.across) * V - 1) / (static_cast<int64_t>(a.across) * V);
+  const int64_t tile = blockIdx.x % tiles, piece = blockIdx.x / tiles % a.pieces, outer = blockIdx.x / tiles / a.pieces;
+  const int tx = threadIdx.x % a.across, ty = threadIdx.x / a.across;
+  const int64_t column = (tile * a.across + tx) * V;
+  const int64_t each = (a.repeat + a.pieces - 1) / a.pieces;
+  const int64_t last = (piece + 1) * each < a.repeat ? (piece + 1) * each : a.repeat;
+  const bool active = column < a.columns;
+  A sum[V] = {}, scale[V] = {};
+  if (active) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) scale[j] = convert<A>(s[outer * a.outer_stride + (column + j) * a.column_stride]);
+    const int64_t base = outer * a.repeat * a.columns + column;
+#pragma unroll 4
+    for (int64_t r = piece * each + ty; r < last; r += a.down) {
+      const int64_t i = base + r * a.columns;
+      const Vec<T, V> g = load_vec<T, V>(dy + i), w = load_vec<T, V>(x + i);
+      Vec<T, V> d;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const A gj = convert<A>(g.v[j]);
+        sum[j] += gj * convert<A>(w.v[j]);
+        d.v[j] = convert<T>(gj * scale[j]);
+      }
+      store_vec<T, V>(dx + i, d);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) shared[(ty * V + j) * a.across + tx] = sum[j];
+  __syncthreads();
+  if (ty != 0 || !active) return;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    A all = 0;
+    for (int k = 0; k < a.down; ++k) all += shared[(k * V + j) * a.across + tx];
+    partial[(outer * a.pieces + piece) * a.columns + column + j] = all;
+  }
+}
+
+// The same where s is constant along the fastest dimension (columns == 1): a block reduces one piece of one row.
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(kThreads) mul_backward_rows(const T* dy, const T* x, const T* s, T* dx, compute_t<T>* partial,
+                                                             const MulReduceArgs a) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  __shared__ A shared[kThreads / 32];
+  const int rows = a.down;  // rows of a block; each has a.across threads, a power of two
+  const int lane = threadIdx.x % a.across;
+  const int64_t row = blockIdx.x / a.pieces * rows + threadIdx.x / a.across, piece = blockIdx.x % a.pieces;
+  const int64_t words = (a.repeat + V - 1) / V, each = (words + a.pieces - 1) / a.pieces;
+  const int64_t last = (piece + 1) * each < words ? (piece + 1) * each : words;
+  const bool active = row < a.outer;
+  A sum = 0;
+  if (active) {
+    const A scale = convert<A>(s[row * a.outer_stride]);
+    const int64_t base = row * a.repeat;
+#pragma unroll 4
+    for (int64_t word = piece * each + lane; word < last; word += a.across) {
+      const Vec<T, V> g = load_flat<T, WHOLE>(dy + base, word * V, a.repeat), w = load_flat<T, WHOLE>(x + base, word * V, a.repeat);
+      Vec<T, V> d;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const A gj = convert<A>(g.v[j]);
+        sum += gj * convert<A>(w.v[j]);
+        d.v[j] = convert<T>(gj * scale);
+      }
+      store_flat<T, WHOLE>(dx + base, word * V, a.repeat, d);
+    }
+  }
+  for (int o = (a.across < 32 ? a.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  if (a.across > 32) {
+    const int warps = a.across / 32, first = threadIdx.x / a.across * warps;
+    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int k = 0; k < warps; ++k) sum += shared[first + k];
+  }
+  if (lane == 0 && active) partial[row * a.pieces + piece] = sum;
+}
+
+// Adds the pieces up: partial [outer, pieces, columns] to ds [outer, columns].
+template <typename T>
+__global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* partial, T* ds, int64_t outer, int64_t pieces,
+                                                      int64_t columns) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= outer * columns) return;
+  const compute_t<T>* p = partial + i / columns * pieces * columns + i % columns;
+  compute_t<T> sum = 0;
+  for (int64_t k = 0; k < pieces; ++k) sum += p[k * columns];
+  ds[i] = convert<T>(sum);
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+unsigned blocks_for(int64_t n, int64_t each) {
+  const int64_t blocks = ceil_div(n, each);
+  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers: ", n, " elements are more than one launch takes");
+  return static_cast<unsigned>(blocks);
+}
+
+template <typename T>
+unsigned flat_blocks(int64_t n) { return blocks_for(n, static_cast<int64_t>(kThreads) * kUnroll * kVector<T>); }
+
+Bias make_bias(const Tensor& bias, const FlatPair& pair) {
+  check_same(pair.x, bias, "relu_add", "bias");
+  Bias b;
+  b.data = bias.const_data_ptr();
+  const Dims order = memory_order(pair.sizes, pair.strides, pair.strides);
+  STD_TORCH_CHECK((merge_dims<2>(pair.sizes, order, {pair.strides, broadcast_strides(bias, pair.sizes, "relu_add", "bias")}, b.walk)),
+                  "fastlayers::relu_add: bias steps through more than ", kMaxDims, " dimensions");
+  const int64_t vector = kVectorBytes / static_cast<int64_t>(bias.element_size());
+  b.vector = b.walk.size[b.walk.dims - 1] % vector == 0;
+  return b;
+}
+
+template <bool SUM_FIRST, bool TRAIN>
+std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, double alpha,
+                                           const char* op) {
+  const FlatPair pair(x, y, op);
+  const Launch launch(x);
+  Tensor out = pair.empty();
+  Tensor bits = TRAIN ? pair.empty_bits() : out;
+  const int64_t n = out.numel();
+  if (n == 0) return {out, bits};
+  const Bias b = bias ? make_bias(*bias, pair) : Bias{};
+  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
+    using T = decltype(zero);
+    const T* px = static_cast<const T*>(pair.x.const_data_ptr());
+    const T* py = static_cast<const T*>(pair.y.const_data_ptr());
+    uint8_t* pb = TRAIN ? static_cast<uint8_t*>(bits.mutable_data_ptr()) : nullptr;
+    const auto run = [&](auto has_bias) {
+      relu_forward<T, SUM_FIRST, TRAIN, decltype(has_bias)::value><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(
+          px, py, static_cast<T*>(out.mutable_data_ptr()), pb, n, aligned(px) && aligned(py), static_cast<compute_t<T>>(alpha), b);
+    };
+    if constexpr (SUM_FIRST) run(std::false_type{});
+    else if (bias) run(std::true_type{});
+    else run(std::false_type{});
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return {out, bits};
+}
+
+Tensor relu_add(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, double alpha) {
+  return std::get<0>(relu_forward_op<false, false>(x, y, bias, alpha, "relu_add"));
+}
+
+std::tuple<Tensor, Tensor> relu_add_train(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, double alpha) {
+  return relu_forward_op<false, true>(x, y, bias, alpha, "relu_add");
+}
+
+Tensor add_relu(const Tensor& x, const Tensor& y) {
+  return std::get<0>(relu_forward_op<true, false>(x, y, std::nullopt, 0.0, "add_relu"));
+}
+
+std::tuple<Tensor, Tensor> add_relu_train(const Tensor& x, const Tensor& y) {
+  return relu_forward_op<true, true>(x, y, std::nullopt, 0.0, "add_relu");
+}
+
+// dy has the strides of the forward's result, so that the bits match its memory order: the caller sees to that.
+Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
+  const int64_t n = dy.numel();
+  STD_TORCH_CHECK(bits.numel() == (n + kBits - 1) / kBits, "fastlayers::relu_backward: expected a bit for each of ", n,
+                  " elements, but got ", bits.numel(), " bytes");
+  const Launch launch(dy);
+  Tensor dx = empty_strided(dims_of(dy.sizes()), dims_of(dy.strides()), dy.scalar_type(), dy);
+  if (n == 0) return dx;
+  dispatch_floating(dy.scalar_type(), "relu_backward", [&](auto zero) {
+    using T = decltype(zero);
+    const T* g = static_cast<const T*>(dy.const_data_ptr());
+    const uint8_t* b = static_cast<const uint8_t*>(bits.const_data_ptr());
+    T* d = static_cast<T*>(dx.mutable_data_ptr());
+    relu_backward_flat<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(g, b, d, n, aligned(g));
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return dx;
+}
+
+Dims broadcast_shape(const Tensor& x, const Tensor& y, const char* op) {
+  const Dims a = dims_of(x.sizes()), b = dims_of(y.sizes());
+  Dims out(std::max(a.size(), b.size()));
+  for (size_t k = 1; k <= out.size(); ++k) {
+    const int64_t u = k <= a.size() ? a[a.size() - k] : 1, v = k <= b.size() ? b[b.size() - k] : 1;
+    STD_TORCH_CHECK(u == v || u == 1 || v == 1, "fastlayers::", op, ": sizes ", u, " and ", v, " do not broadcast (dimension ",
+                    -static_cast<int64_t>(k), ")");
+    out[out.size() - k] = u == 1 ? v : u;
+  }
+  return out;
+}
+
+// Whether t lies in memory exactly as a dense result of these sizes and strides.
+bool fills(const Tensor& t, const Dims& sizes, const Dims& strides) {
+  return dims_of(t.sizes()) == sizes && same_layout(sizes, dims_of(t.strides()), strides);
+}
+
+Tensor mul(const Tensor& x, const Tensor& y) {
+  check_same(x, y, "mul", "y");
+  const Dims sizes = broadcast_shape(x, y, "mul");
+  const Dims sx = broadcast_strides(x, sizes, "mul", "x"), sy = broadcast_strides(y, sizes, "mul", "y");
+  const Dims order = memory_order(sizes, sx, sy), strides = dense_strides(sizes, order);
+  const Launch launch(x);
+  Tensor out = empty_strided(sizes, strides, x.scalar_type(), x);
+  const int64_t n = out.numel();
+  if (n == 0) return out;
+  dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
+    using T = decltype(zero);
+    constexpr int V = kVector<T>;
+    const T* px = static_cast<const T*>(x.const_data_ptr());
+    const T* py = static_cast<const T*>(y.const_data_ptr());
+    T* po = static_cast<T*>(out.mutable_data_ptr());
+    if (fills(x, sizes, strides) && fills(y, sizes, strides)) {
+      mul_flat<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(px, py, po, n, aligned(px) && aligned(py));
+    } else {
+      Walk<3> walk;
+      STD_TORCH_CHECK((merge_dims<3>(sizes, order, {strides, sx, sy}, walk)), "fastlayers::mul: the operands step through more than ",
+                      kMaxDims, " dimensions");
+      const int last = walk.dims - 1;
+      bool words = walk.size[last] % V == 0;
+      for (int k = 1; k < 3; ++k) {
+        const bool reads_words = walk.stride[k][last] == 1;
+        words = words && (walk.stride[k][last] == 0 || (reads_words && aligned(k == 1 ? px : py)));
+        for (int d = 0; d < last && reads_words; ++d) words = words && walk.stride[k][d] % V == 0;
+      }
+      if (words) mul_broadcast<T, V><<<blocks_for(n, kThreads * V), kThreads, 0, launch.stream()>>>(px, py, po, n, walk);
+      else mul_broadcast<T, 1><<<blocks_for(n, kThreads), kThreads, 0, launch.stream()>>>(px, py, po, n, walk);
+    }
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return out;
+}
+
+// dy·s, and dy·x summed to s's shape, where s is repeated to the shape of the dense x. Returns nothing if the repeats are not
+// one run of memory dimensions.
+std::optional<std::tuple<Tensor, Tensor>> mul_backward_reduce(const Tensor& dy, const Tensor& x, const Tensor& s, const Dims& order,
+                                                              const Dims& strides, const Launch& launch) {
+  const Dims sizes = dims_of(x.sizes());
+  const Dims ss = broadcast_strides(s, sizes, "mul_backward", "y");
+  // [outer, repeat, columns], slowest first: s varies on the outer and the columns only.
+  int64_t outer = 1, repeat = 1, columns = 1;
+  Dims outer_dims, column_dims;
+  for (const int64_t d : order) {
+    if (sizes[d] == 1) continue;
+    if (ss[d] == 0) {
+      if (!column_dims.empty()) return std::nullopt;
+      repeat *= sizes[d];
+    } else if (repeat == 1) {
+      outer *= sizes[d];
+      outer_dims.push_back(d);
+    } else {
+      columns *= sizes[d];
+      column_dims.push_back(d);
+    }
+  }
+  // s must be dense in the same order for its index to be one product; its gradient is laid out so.
+  Dims ds_strides(sizes.size(), 0);
+  int64_t step = 1;
+  for (auto dims : {&column_dims, &outer_dims})
+    for (auto d = dims->rbegin(); d != dims->rend(); ++d) {
+      ds_strides[*d] = step;
+      step *= sizes[*d];
+    }
+  const int64_t shift = static_cast<int64_t>(sizes.size()) - s.dim();
+  Dims own_sizes = dims_of(s.sizes()), own_strides(own_sizes.size());
+  for (size_t d = 0; d < own_sizes.size(); ++d) own_strides[d] = own_sizes[d] == 1 ? 1 : ds_strides[d + shift];
+  const Tensor sd = with_strides(s, own_sizes, own_strides);
+  Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x);
+  Tensor ds = empty_strided(own_sizes, own_strides, x.scalar_type(), x);
+
+  MulReduceArgs a{outer, repeat, columns, columns, column_dims.empty() ? 0 : 1, 1, 0, 0};
+  const int64_t wanted = 8 * static_cast<int64_t>(device_traits(launch.device()).processors);
+  dispatch_floating(x.scalar_type(), "mul_backward", [&](auto zero) {
+    using T = decltype(zero);
+    using A = compute_t<T>;
+    constexpr int V = kVector<T>;
+    const T* g = static_cast<const T*>(dy.const_data_ptr());
+    const T* px = static_cast<const T*>(x.const_data_ptr());
+    const T* ps = static_cast<const T*>(sd.const_data_ptr());
+    T* pdx = static_cast<T*>(dx.mutable_data_ptr());
+    const bool flat = aligned(g) && aligned(px);
+    const auto partials = [&] {
+      return empty_contiguous({outer * a.pieces * columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, x);
+    };
+    Tensor partial;
+    if (columns == 1) {
+      const int64_t words = ceil_div(repeat, V);
+      a.across = static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(words, 4))));
+      a.down = kThreads / a.across;
+      const int64_t row_blocks = ceil_div(outer, a.down);
+      a.pieces = std::clamp<int64_t>(wanted / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
+      partial = partials();
+      A* pp = static_cast<A*>(partial.mutable_data_ptr());
+      const unsigned grid = blocks_for(row_blocks * a.pieces, 1);
+      if (flat && repeat % V == 0) mul_backward_rows<T, true><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, pdx, pp, a);
+      else mul_backward_rows<T, false><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, pdx, pp, a);
+    } else {
+      const bool words = flat && columns % V == 0;
+      const int64_t lanes = words ? columns / V : columns;
+      a.across = static_cast<int>(std::min<int64_t>(lanes, 64));
+      a.down = kThreads / a.across;
+      const int64_t tiles = ceil_div(lanes, a.across);
+      a.pieces = std::clamp<int64_t>(wanted / std::max<int64_t>(1, tiles * outer), 1, std::max<int64_t>(1, repeat / (4 * a.down)));
+      partial = partials();
+      A* pp = static_cast<A*>(partial.mutable_data_ptr());
+      const unsigned grid = blocks_for(tiles * a.pieces * outer, 1);
+      const int threads = a.across * a.down;
+      const size_t shared = sizeof(A) * threads * (words ? V : 1);
+      if (words) mul_backward_columns<T, V><<<grid, threads, shared, launch.stream()>>>(g, px, ps, pdx, pp, a);
+      else mul_backward_columns<T, 1><<<grid, threads, shared, launch.stream()>>>(g, px, ps, pdx, pp, a);
+    }
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    add_pieces<T><<<blocks_for(outer * columns, kThreads), kThreads, 0, launch.stream()>>>(
+        static_cast<const A*>(partial.const_data_ptr()), static_cast<T*>(ds.mutable_data_ptr()), outer, a.pieces, columns);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return std::make_tuple(dx, ds);
+}
+
+// t summed over the dimensions along which a tensor of these sizes was repeated.
+Tensor sum_to(const Tensor& t, const Dims& sizes) {
+  const Dims from = dims_of(t.sizes());
+  const int64_t shift = static_cast<int64_t>(from.size() - sizes.size());
+  Dims repeated;
+  for (int64_t d = 0; d < static_cast<int64_t>(from.size()); ++d)
+    if (d < shift || (sizes[d - shift] == 1 && from[d] != 1)) repeated.push_back(d);
+  const Tensor sum = repeated.empty() ? t : torch::stable::sum(t, repeated, true);
+  return torch::stable::reshape(sum, sizes);
+}
+
+std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x, const Tensor& y) {
+  check_same(x, y, "mul_backward", "y");
+  check_same(x, dy_in, "mul_backward", "dy");
+  const Dims sizes = dims_of(dy_in.sizes()), own_x = dims_of(x.sizes()), own_y = dims_of(y.sizes());
+  const Launch launch(x);
+  const bool full_x = own_x == sizes, full_y = own_y == sizes;
+  const auto composed = [&] { return std::make_tuple(sum_to(mul(dy_in, y), own_x), sum_to(mul(dy_in, x), own_y)); };
+  if (!full_x && !full_y) return composed();
+  const Tensor& big = full_x ? x : y;
+  const Dims big_strides = dims_of(big.strides());
+  const Dims order = memory_order(sizes, big_strides, big_strides), strides = dense_strides(sizes, order);
+  const Tensor dy = with_strides(dy_in, sizes, strides), dense_big = with_strides(big, sizes, strides);
+  const int64_t n = dy.numel();
+  if (full_x && full_y) {
+    const Tensor dense_y = with_strides(y, sizes, strides);
+    Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x), dy_ = empty_strided(sizes, strides, x.scalar_type(), x);
+    if (n == 0) return {dx, dy_};
+    dispatch_floating(x.scalar_type(), "mul_backward", [&](auto zero) {
+      using T = decltype(zero);
+      const T* g = static_cast<const T*>(dy.const_data_ptr());
+      const T* px = static_cast<const T*>(dense_big.const_data_ptr());
+      const T* py = static_cast<const T*>(dense_y.const_data_ptr());
+      T* d = static_cast<T*>(dx.mutable_data_ptr());
+      T* e = static_cast<T*>(dy_.mutable_data_ptr());
+      mul_backward_flat<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(g, px, py, d, e, n,
+                                                                              aligned(g) && aligned(px) && aligned(py));
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+    return {dx, dy_};
+  }
+  auto both = mul_backward_reduce(dy, dense_big, full_x ? y : x, order, strides, launch);
+  if (!both) return composed();
+  auto& [d_big, d_small] = *both;
+  return full_x ? std::make_tuple(d_big, d_small) : std::make_tuple(d_small, d_big);
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
+  m.impl("relu_add", TORCH_BOX(&fastlayers::relu_add));
+  m.impl("relu_add_train", TORCH_BOX(&fastlayers::relu_add_train));
+  m.impl("add_relu", TORCH_BOX(&fastlayers::add_relu));
+  m.impl("add_relu_train", TORCH_BOX(&fastlayers::add_relu_train));
+  m.impl("relu_backward", TORCH_BOX(&fastlayers::relu_backward));
+  m.impl("mul", TORCH_BOX(&fastlayers::mul));
+  m.impl("mul_backward", TORCH_BOX(&fastlayers::mul_backward));
+}

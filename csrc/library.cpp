@@ -1,0 +1,15 @@
+// The schemas of every op that csrc implements. The kernels register themselves beside their code:
+// <family>.cu for CUDA, <family>.cpp for CPU. No autograd here: the stable ABI has none, so fastlayers/ops wraps these.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
+  m.def("softmax_forward(Tensor x, Tensor? mask, int dim, float scale, bool log, ScalarType dtype) -> Tensor");
+  m.def("softmax_backward(Tensor dy, Tensor y, Tensor? mask, int dim, float scale, bool log, ScalarType dtype) -> Tensor");
+  m.def("relu_add(Tensor x, Tensor y, Tensor? bias, float alpha) -> Tensor");
+  m.def("relu_add_train(Tensor x, Tensor y, Tensor? bias, float alpha) -> (Tensor, Tensor)");
+  m.def("add_relu(Tensor x, Tensor y) -> Tensor");
+  m.def("add_relu_train(Tensor x, Tensor y) -> (Tensor, Tensor)");
+  m.def("relu_backward(Tensor dy, Tensor bits) -> Tensor");
+  m.def("mul(Tensor x, Tensor y) -> Tensor");
+  m.def("mul_backward(Tensor dy, Tensor x, Tensor y) -> (Tensor, Tensor)");
+}

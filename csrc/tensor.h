@@ -1,0 +1,157 @@
+// What every kernel file needs to know of a tensor, on PyTorch's stable ABI only: one binary serves torch 2.11 and later.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+namespace fastlayers {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kVectorBytes = 16;  // the widest load and store of one thread
+constexpr int kMaxDims = 6;       // of a broadcast, after neighbouring dimensions are merged
+
+using Dims = std::vector<int64_t>;
+
+inline Dims dims_of(const torch::headeronly::IntHeaderOnlyArrayRef& ref) { return Dims(ref.begin(), ref.end()); }
+
+// empty_strided through the C shim: cheaper by a microsecond than the dispatcher call behind stable::empty_like.
+inline Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& like) {
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  const int32_t raw_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), raw_dtype,
+                                                  device_type, like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+inline Dims contiguous_strides(const Dims& sizes) {
+  Dims strides(sizes.size());
+  int64_t step = 1;
+  for (int64_t d = static_cast<int64_t>(sizes.size()) - 1; d >= 0; --d) {
+    strides[d] = step;
+    step *= std::max<int64_t>(sizes[d], 1);
+  }
+  return strides;
+}
+
+inline Tensor empty_contiguous(const Dims& sizes, ScalarType dtype, const Tensor& like) {
+  return empty_strided(sizes, contiguous_strides(sizes), dtype, like);
+}
+
+// Dimensions from the slowest to the fastest in memory, as torch orders those of an elementwise result: by the strides of
+// the first operand, ties by the second.
+inline Dims memory_order(const Dims& sizes, const Dims& first, const Dims& second) {
+  Dims order(sizes.size());
+  for (size_t d = 0; d < order.size(); ++d) order[d] = static_cast<int64_t>(d);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    for (const Dims* strides : {&first, &second}) {
+      const int64_t sa = (*strides)[a], sb = (*strides)[b];
+      if (sa == 0 || sb == 0 || sizes[a] == 1 || sizes[b] == 1) continue;
+      if (sa != sb) return sa > sb;
+    }
+    return false;
+  });
+  return order;
+}
+
+inline Dims dense_strides(const Dims& sizes, const Dims& order) {
+  Dims strides(sizes.size());
+  int64_t step = 1;
+  for (int64_t i = static_cast<int64_t>(order.size()) - 1; i >= 0; --i) {
+    strides[order[i]] = step;
+    step *= std::max<int64_t>(sizes[order[i]], 1);
+  }
+  return strides;
+}
+
+// Whether the strides that matter (of dimensions longer than 1) agree.
+inline bool same_layout(const Dims& sizes, const Dims& a, const Dims& b) {
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] > 1 && a[d] != b[d]) return false;
+  return true;
+}
+
+// t itself where it already has these strides, else a copy that has.
+inline Tensor with_strides(const Tensor& t, const Dims& sizes, const Dims& strides) {
+  if (same_layout(sizes, dims_of(t.strides()), strides)) return t;
+  Tensor copy = empty_strided(sizes, strides, t.scalar_type(), t);
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
+inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0; }
+
+inline void check_same(const Tensor& x, const Tensor& y, const char* op, const char* name) {
+  STD_TORCH_CHECK(x.scalar_type() == y.scalar_type(), "fastlayers::", op, ": expected ", name, " of x's dtype ",
+                  torch::headeronly::toString(x.scalar_type()), ", but got ", torch::headeronly::toString(y.scalar_type()));
+  STD_TORCH_CHECK(x.is_cuda() == y.is_cuda() && x.get_device_index() == y.get_device_index(), "fastlayers::", op,
+                  ": expected ", name, " on x's device");
+}
+
+inline void check_same_shape(const Tensor& x, const Tensor& y, const char* op, const char* name) {
+  check_same(x, y, op, name);
+  STD_TORCH_CHECK(dims_of(x.sizes()) == dims_of(y.sizes()), "fastlayers::", op, ": expected ", name, " of x's shape");
+}
+
+// A list of dimensions, slowest first, over which several operands step with strides of their own. Neighbours that step
+// alike are merged, so a contiguous tensor is one dimension whatever its shape.
+template <int OPERANDS>
+struct Walk {
+  int dims = 0;
+  int64_t size[kMaxDims] = {};
+  int64_t stride[OPERANDS][kMaxDims] = {};
+};
+
+// False if more than kMaxDims remain after merging.
+template <int OPERANDS>
+inline bool merge_dims(const Dims& sizes, const Dims& order, const std::array<Dims, OPERANDS>& strides, Walk<OPERANDS>& walk) {
+  walk.dims = 0;
+  for (const int64_t d : order) {
+    if (sizes[d] == 1) continue;
+    bool merges = walk.dims > 0;
+    for (int k = 0; k < OPERANDS && merges; ++k)
+      merges = walk.stride[k][walk.dims - 1] == strides[k][d] * sizes[d];
+    if (merges) {
+      walk.size[walk.dims - 1] *= sizes[d];
+    } else {
+      if (walk.dims == kMaxDims) return false;
+      walk.size[walk.dims++] = sizes[d];
+    }
+    for (int k = 0; k < OPERANDS; ++k) walk.stride[k][walk.dims - 1] = strides[k][d];
+  }
+  if (walk.dims == 0) {  // a single element
+    walk.dims = 1;
+    walk.size[0] = 1;
+  }
+  return true;
+}
+
+// Strides of t seen in the shape `sizes` that it broadcasts to: 0 where it is repeated.
+inline Dims broadcast_strides(const Tensor& t, const Dims& sizes, const char* op, const char* name) {
+  const Dims own = dims_of(t.sizes()), steps = dims_of(t.strides());
+  Dims strides(sizes.size(), 0);
+  const int64_t shift = static_cast<int64_t>(sizes.size()) - static_cast<int64_t>(own.size());
+  STD_TORCH_CHECK(shift >= 0, "fastlayers::", op, ": ", name, " has ", own.size(), " dimensions, more than the ", sizes.size(),
+                  " of the result");
+  for (size_t d = 0; d < own.size(); ++d) {
+    STD_TORCH_CHECK(own[d] == sizes[d + shift] || own[d] == 1, "fastlayers::", op, ": ", name, " has size ", own[d],
+                    " where the result has ", sizes[d + shift], " (dimension ", static_cast<int64_t>(d) + shift, ")");
+    strides[d + shift] = own[d] == 1 ? 0 : steps[d];
+  }
+  return strides;
+}
+
+}  // namespace fastlayers

@@ -1,0 +1,113 @@
+"""The machinery that every op shares: the guard, the kernels of a backend, the answer where no kernel applies."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fastlayers import backends
+from fastlayers.ops import reference
+
+#: dtypes that the kernels take.
+FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_is_tracing: Callable[[], bool] = torch._C._is_tracing
+
+
+def is_plain(t: object) -> bool:
+    """A tensor that a kernel may be handed: subclasses (DTensor, FakeTensor, quantised, nested) have ways of their own."""
+    return type(t) in _PLAIN
+
+
+def composing() -> bool:
+    """Whether the ops must consist of torch ops now: a functorch transform, forward-mode AD or a jit trace looks on."""
+    return _transforms_active() or forward_ad._current_level >= 0 or _is_tracing()
+
+
+def differentiating(dy: Tensor) -> bool:
+    """Whether a backward must itself be made of torch ops: under ``create_graph``, vmapped, or on a tensor subclass."""
+    return torch.is_grad_enabled() or not is_plain(dy) or composing()
+
+
+class Family:
+    """The kernels of one family of ops, by device.
+
+    A backend offers a family as a set of functions with the same names and signatures: overloads of the ops in ``csrc``
+    for "cuda" and "cpu", and the module ``fastlayers.kernels.<family>`` for "triton".
+
+    Args:
+        name: name of the family, the same in every room.
+        ops: names of its raw ops.
+        cpu: whether ``csrc`` has the family for CPU tensors.
+    """
+
+    def __init__(self, name: str, ops: tuple[str, ...], *, cpu: bool) -> None:
+        self.name = name
+        self._ops = ops
+        self._cpu = cpu
+        self._by_device: dict[torch.device, Any] = {}
+        backends.on_change(self._by_device.clear)
+
+    def serving(self, x: object) -> Any:
+        """The kernels for calls on ``x``, or None where the reference has to answer.
+
+        Raises:
+            BackendError: a kernel backend is forced and cannot serve.
+        """
+        if type(x) not in _PLAIN:
+            return backends.refuse(f"it takes plain tensors, and got {type(x).__name__}")
+        if composing():
+            return backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
+        try:
+            return self._by_device[x.device]  # type: ignore[attr-defined]
+        except KeyError:
+            return self._find(x.device)  # type: ignore[attr-defined]
+
+    def _find(self, device: torch.device) -> Any:
+        backend = backends.choose(device)
+        kernels = None
+        if backend == "triton":
+            module = importlib.import_module(f"fastlayers.kernels.{self.name}")
+            kernels = SimpleNamespace(backend=backend, **{op: getattr(module, op) for op in self._ops})
+        elif backend == "cuda" or (backend == "cpu" and self._cpu):
+            packets = {op: getattr(torch.ops.fastlayers, op).default for op in self._ops}
+            kernels = SimpleNamespace(backend=backend, **packets)
+        elif backend == "cpu":
+            backends.refuse(f"csrc has no {self.name} for CPU tensors, where torch's own is at the memory limit")
+        self._by_device[device] = kernels
+        return kernels
+
+
+@cache
+def _compiled(op: str) -> Callable[..., Tensor]:
+    return torch.compile(getattr(reference, op))
+
+
+def answer(op: str, *args: Any) -> Any:
+    """The op by its plain-PyTorch definition, compiled where that backend is forced."""
+    if backends.get_backend() == "compile" and not composing():
+        return _compiled(op)(*args)
+    return getattr(reference, op)(*args)
+
+
+def broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
+    """Whether a tensor of ``shape`` expands to ``target`` without ``target`` growing."""
+    if len(shape) > len(target):
+        return False
+    return all(own in (1, size) for own, size in zip(reversed(shape), reversed(target), strict=False))
+
+
+def with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """``t`` in a given dense layout, copied where it has another."""
+    if t.stride() == strides:
+        return t
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)

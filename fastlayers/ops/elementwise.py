@@ -1,0 +1,150 @@
+"""relu_add, add_relu and mul: the choice between kernel and reference, and autograd.
+
+Under torch.compile these return their reference: Inductor fuses it with its neighbours, which no opaque op can be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlayers import backends
+from fastlayers.ops import dispatch, reference
+
+FAMILY = dispatch.Family(
+    "elementwise",
+    ("relu_add", "relu_add_train", "add_relu", "add_relu_train", "relu_backward", "mul", "mul_backward"),
+    cpu=True,
+)
+
+
+def unsupported(x: Tensor, y: object, same_shape: bool) -> str | None:
+    """Why no kernel takes this pair, None where one does."""
+    if not dispatch.is_plain(y):
+        return f"it takes plain tensors, and got {type(y).__name__}"
+    assert isinstance(y, Tensor)
+    if x.dtype != y.dtype or x.dtype not in dispatch.FLOATING:
+        return f"the operands are {x.dtype} and {y.dtype}; kernels take one floating dtype"
+    if x.device != y.device:
+        return f"the operands are on {x.device} and {y.device}"
+    if same_shape and x.shape != y.shape:
+        return f"the operands have shapes {tuple(x.shape)} and {tuple(y.shape)}; the kernel takes one shape"
+    if x.numel() == 0 or y.numel() == 0:
+        return f"nothing to compute on shapes {tuple(x.shape)} and {tuple(y.shape)}"
+    return None
+
+
+def _unsupported_bias(x: Tensor, bias: object, backend: str) -> str | None:
+    if isinstance(bias, float | int):
+        return None
+    if not dispatch.is_plain(bias):
+        return f"the bias is a {type(bias).__name__}; kernels take a number or a plain tensor"
+    assert isinstance(bias, Tensor)
+    if backend == "cpu":
+        return "the bias is a tensor; the C++ kernel takes a number"
+    if bias.dtype != x.dtype or bias.device != x.device or not dispatch.broadcasts_to(bias.shape, x.shape):
+        return f"a bias of {bias.dtype}, shape {tuple(bias.shape)} on {bias.device}, for {x.dtype}, {tuple(x.shape)} on {x.device}"
+    return None
+
+
+def unpack_bits(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """The boolean mask that ``bits`` holds, bit j of byte i for element 8·i + j in the memory order of ``strides``."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.unsqueeze(1) >> shifts) & 1).bool().flatten().as_strided(shape, strides)
+
+
+class _ReLU(torch.autograd.Function):
+    """relu(x) + y + bias + alpha, or relu(x + y) without bias and alpha. Keeps one bit an element, where x's gradient is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, bias: Tensor | None, alpha: float | None, kernels: Any) -> Tensor:
+        ctx.sum_first = alpha is None
+        args = (x, y) if ctx.sum_first else (x, y, bias, alpha)
+        bits = None
+        if ctx.sum_first or ctx.needs_input_grad[0]:
+            out, bits = (kernels.add_relu_train if ctx.sum_first else kernels.relu_add_train)(*args)
+        else:
+            out = kernels.relu_add(*args)
+        ctx.save_for_backward(bits)
+        ctx.strides, ctx.kernels = out.stride(), kernels
+        ctx.bias_shape = None if bias is None else bias.shape
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (bits,) = ctx.saved_tensors
+        gated = None
+        if bits is not None:
+            if dispatch.differentiating(dy):
+                gated = torch.where(unpack_bits(bits, dy.shape, ctx.strides), dy, 0.0)
+            else:
+                gated = ctx.kernels.relu_backward(dispatch.with_strides(dy, ctx.strides), bits)
+        dbias = dy.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[2] else None
+        to_x = gated if ctx.needs_input_grad[0] else None
+        to_y = (gated if ctx.sum_first else dy) if ctx.needs_input_grad[1] else None
+        return to_x, to_y, dbias, None, None
+
+
+def relu_add(x: Tensor, y: Tensor, bias: float | Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return reference.relu_add(x, y, bias)
+    kernels = FAMILY.serving(x)
+    if kernels is not None:
+        reason = unsupported(x, y, True) or _unsupported_bias(x, bias, kernels.backend)
+        if reason is None:
+            vector, alpha = (bias, 0.0) if isinstance(bias, Tensor) else (None, float(bias))
+            if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or (vector is not None and vector.requires_grad)):
+                return _ReLU.apply(x, y, vector, alpha, kernels)  # type: ignore[no-any-return]
+            return kernels.relu_add(x, y, vector, alpha)  # type: ignore[no-any-return]
+        backends.refuse(reason)
+    return dispatch.answer("relu_add", x, y, bias)  # type: ignore[no-any-return]
+
+
+def add_relu(x: Tensor, y: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return reference.add_relu(x, y)
+    kernels = FAMILY.serving(x)
+    if kernels is not None:
+        reason = unsupported(x, y, True)
+        if reason is None:
+            if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
+                return _ReLU.apply(x, y, None, None, kernels)  # type: ignore[no-any-return]
+            return kernels.add_relu(x, y)  # type: ignore[no-any-return]
+        backends.refuse(reason)
+    return dispatch.answer("add_relu", x, y)  # type: ignore[no-any-return]
+
+
+class _Mul(torch.autograd.Function):
+    """Keeps its inputs. Both gradients come from one kernel, the sum over a broadcast operand's repeats included."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, kernels: Any) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.kernels = kernels
+        return kernels.mul(x, y)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, y = ctx.saved_tensors
+        for_x, for_y, _ = ctx.needs_input_grad
+        if for_x and for_y and not dispatch.differentiating(dy):
+            return *ctx.kernels.mul_backward(dy, x, y), None
+        to_x = (dy * y).sum_to_size(x.shape) if for_x else None
+        to_y = (dy * x).sum_to_size(y.shape) if for_y else None
+        return to_x, to_y, None
+
+
+def mul(x: Tensor, y: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return reference.mul(x, y)
+    kernels = FAMILY.serving(x)
+    if kernels is not None:
+        reason = unsupported(x, y, kernels.backend == "cpu")
+        if reason is None:
+            if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
+                return _Mul.apply(x, y, kernels)  # type: ignore[no-any-return]
+            return kernels.mul(x, y)  # type: ignore[no-any-return]
+        backends.refuse(reason)
+    return dispatch.answer("mul", x, y)  # type: ignore[no-any-return]

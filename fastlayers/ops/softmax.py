@@ -1,0 +1,184 @@
+"""softmax and log_softmax: the choice between kernel and reference, autograd, and the op that torch.compile sees."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlayers import backends
+from fastlayers.ops import dispatch, reference
+
+FAMILY = dispatch.Family("softmax", ("softmax_forward", "softmax_backward"), cpu=False)
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def result_dtype(x: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
+    """dtype of softmax(x·scale + mask, dtype=dtype), autocast included: it runs torch's softmax in float32."""
+    if dtype is not None:
+        return dtype
+    scores = x.dtype if mask is None or mask.dtype == torch.bool else torch.result_type(x, mask)
+    if scores in _HALF and torch.is_autocast_enabled(x.device.type):
+        return torch.float32
+    return scores
+
+
+def unsupported(x: Tensor, dim: int, scale: float, mask: Tensor | None, out: torch.dtype, masks_any_dim: bool) -> str | None:
+    """Why no kernel takes this call, None where one does."""
+    dims = x.dim()
+    if x.dtype not in dispatch.FLOATING or not (out == x.dtype or (out == torch.float32 and x.dtype in _HALF)):
+        return f"no kernel from {x.dtype} to {out}"
+    if x.numel() == 0 or not -dims <= dim < dims:
+        return f"nothing to reduce in dim {dim} of shape {tuple(x.shape)}"
+    if not (math.isfinite(scale) and scale):
+        return f"the scale is {scale}"
+    if mask is None:
+        return None
+    if not dispatch.is_plain(mask) or mask.device != x.device:
+        return f"the mask is a {type(mask).__name__} on {mask.device}, and x on {x.device}"
+    if not dispatch.broadcasts_to(mask.shape, x.shape):
+        return f"a mask of shape {tuple(mask.shape)} does not broadcast to x of shape {tuple(x.shape)}"
+    if mask.dtype not in (torch.bool, x.dtype) and not (mask.dtype == torch.float32 and x.dtype in _HALF):
+        return f"the mask is {mask.dtype}; kernels take bool, float32 and x's {x.dtype}"
+    if dim not in (-1, dims - 1) and not masks_any_dim:
+        return f"a mask over dim {dim}; the kernel takes one over the last dimension"
+    return None
+
+
+class _Softmax(torch.autograd.Function):
+    """Keeps the result; the mask too where it is boolean (a view of the caller's) or its gradient is wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype, kernels: Any
+    ) -> Tensor:
+        y: Tensor = kernels.softmax_forward(x, mask, dim, scale, log, dtype)
+        ctx.save_for_backward(y, mask if mask is not None and (mask.dtype == torch.bool or mask.requires_grad) else None)
+        ctx.x_dtype, ctx.dim, ctx.scale, ctx.log, ctx.kernels = x.dtype, dim, scale, log, kernels
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, mask = ctx.saved_tensors
+        backward = compose_backward if dispatch.differentiating(dy) else ctx.kernels.softmax_backward
+        dx, dmask = gradients(backward, dy, y, mask, ctx.dim, ctx.scale, ctx.log, ctx.x_dtype, ctx.needs_input_grad[1])
+        return dx, dmask, None, None, None, None, None
+
+
+def gradients(
+    backward: Any,
+    dy: Tensor,
+    y: Tensor,
+    mask: Tensor | None,
+    dim: int,
+    scale: float,
+    log: bool,
+    dtype: torch.dtype,
+    for_mask: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and of an additive mask, which is that of the scores summed to the mask's shape."""
+    if not for_mask:
+        return backward(dy, y, mask, dim, scale, log, dtype), None
+    assert mask is not None  # a gradient is asked of it
+    dscores = backward(dy, y, None, dim, 1.0, log, y.dtype)
+    return (dscores * scale).to(dtype), dscores.sum_to_size(mask.shape).to(mask.dtype)
+
+
+def compose_backward(
+    dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
+) -> Tensor:
+    """The backward kernel in torch ops, for whoever differentiates it again."""
+    formula = torch._log_softmax_backward_data if log else torch._softmax_backward_data
+    dx = formula(dy, y, dim, y.dtype) * scale
+    return (dx if mask is None else torch.where(mask, dx, 0.0)).to(dtype)
+
+
+def softmax(
+    x: Tensor, dim: int, scale: float | None, mask: Tensor | None, dtype: torch.dtype | None, log: bool
+) -> Tensor:
+    factor = 1.0 if scale is None else _number(scale)
+    if torch.compiler.is_compiling():
+        return _softmax_compiling(x, dim, scale, mask, dtype, log)
+    kernels = FAMILY.serving(x)
+    if kernels is not None:
+        out = result_dtype(x, mask, dtype)
+        reason = unsupported(x, dim, factor, mask, out, kernels.backend == "triton")
+        if reason is None:
+            if dim < 0:
+                dim += x.dim()
+            if torch.is_grad_enabled() and (x.requires_grad or (mask is not None and mask.requires_grad)):
+                return _Softmax.apply(x, mask, dim, factor, log, out, kernels)  # type: ignore[no-any-return]
+            return kernels.softmax_forward(x, mask, dim, factor, log, out)  # type: ignore[no-any-return]
+        backends.refuse(reason)
+    return dispatch.answer("log_softmax" if log else "softmax", x, dim, scale, mask, dtype)  # type: ignore[no-any-return]
+
+
+def _number(scale: object) -> float:
+    if isinstance(scale, float | int):
+        return float(scale)
+    raise TypeError(f"softmax(): expected scale to be a number or None, but got {type(scale).__name__}")
+
+
+# ---- torch.compile ------------------------------------------------------------------------------------------------------
+# Inductor's row reductions reach half of the memory limit on long rows, so a compiled graph keeps the kernel: as one opaque
+# op with a fake implementation, where the guard says at trace time that a kernel serves.
+
+
+@torch.library.custom_op("fastlayers::softmax", mutates_args=(), device_types="cuda")
+def softmax_op(x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    result: Tensor = FAMILY.serving(x).softmax_forward(x, mask, dim, scale, log, dtype)
+    return result
+
+
+@softmax_op.register_fake
+def _(x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+@torch.library.custom_op("fastlayers::softmax_grad", mutates_args=(), device_types="cuda")
+def softmax_grad_op(
+    dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
+) -> Tensor:
+    result: Tensor = FAMILY.serving(y).softmax_backward(dy, y, mask, dim, scale, log, dtype)
+    return result
+
+
+@softmax_grad_op.register_fake
+def _(dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+    return torch.empty(y.shape, dtype=dtype, device=y.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, mask, ctx.dim, ctx.scale, ctx.log, _ = inputs
+    ctx.save_for_backward(output, mask if mask is not None and (mask.dtype == torch.bool or mask.requires_grad) else None)
+    ctx.x_dtype = x.dtype
+
+
+def _op_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    y, mask = ctx.saved_tensors
+    dx, dmask = gradients(
+        torch.ops.fastlayers.softmax_grad, dy, y, mask, ctx.dim, ctx.scale, ctx.log, ctx.x_dtype, ctx.needs_input_grad[1]
+    )
+    return dx, dmask, None, None, None, None
+
+
+softmax_op.register_autograd(_op_backward, setup_context=_setup_context)
+
+
+@torch.compiler.assume_constant_result
+def _compiled_graph_keeps_kernel(device: str) -> bool:
+    return backends.choose(torch.device(device)) in ("cuda", "triton")
+
+
+def _softmax_compiling(
+    x: Tensor, dim: int, scale: float | None, mask: Tensor | None, dtype: torch.dtype | None, log: bool
+) -> Tensor:
+    if x.is_cuda and not torch.compiler.is_exporting() and _compiled_graph_keeps_kernel("cuda"):
+        factor = 1.0 if scale is None else float(scale)
+        out = result_dtype(x, mask, dtype)
+        if unsupported(x, dim, factor, mask, out, False) is None:
+            return softmax_op(x, mask, dim % x.dim(), factor, log, out)
+    return (reference.log_softmax if log else reference.softmax)(x, dim, scale, mask, dtype)
