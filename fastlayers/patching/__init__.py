@@ -1,0 +1,18 @@
+"""patch_model: fused layers in any PyTorch model, undone as easily."""
+
+from fastlayers.patching.api import patch_model, patch_report, patched, plan_patch, unpatch_model
+from fastlayers.patching.reasons import PatchError, PatchWarning, Reason
+from fastlayers.patching.report import PatchReport, Row
+
+__all__ = [
+    "PatchError",
+    "PatchReport",
+    "PatchWarning",
+    "Reason",
+    "Row",
+    "patch_model",
+    "patch_report",
+    "patched",
+    "plan_patch",
+    "unpatch_model",
+]

@@ -1,0 +1,362 @@
+"""patch_model and its relatives: the walk over a model, the plan, the swap of classes and its undo.
+
+The journal is the class itself: a patched module's class remembers the one it stands for. Nothing is kept anywhere else, neither on
+the module nor globally, so a deep copy can be undone like its original, and undoing is one assignment.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from fastlayers.patching.graph import original_class
+from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
+from fastlayers.patching.report import PatchReport, Row
+from fastlayers.patching.rewrite import fuse, is_patched, swap_class
+from fastlayers.patching.rules import MODULE_RULES, ModuleRule
+
+__all__ = ["Pattern", "patch_model", "patch_report", "patched", "plan_patch", "unpatch_model"]
+
+Pattern: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
+
+QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.qat", "torch.ao.nn.intrinsic", "torch.nn.quantized", "bitsandbytes", "torchao")
+WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "peft")
+
+
+# -- choosing modules -------------------------------------------------------------------------------------------------
+
+
+class Selection:
+    """include, exclude and filter_fn, checked, and which of their patterns have matched something."""
+
+    def __init__(self, include: Pattern | None, exclude: Pattern | None, filter_fn: FilterFn | None) -> None:
+        self.include = patterns("include", include)
+        self.exclude = patterns("exclude", exclude)
+        if filter_fn is not None and not callable(filter_fn):
+            raise TypeError(f"filter_fn must be a function of (module, name), got {type(filter_fn).__name__}")
+        self.filter_fn = filter_fn
+        self.unmatched: dict[str | type[nn.Module], None] = dict.fromkeys((*self.include, *self.exclude))
+
+    def _matches(self, chosen: tuple[str | type[nn.Module], ...], lineage: list[tuple[str, nn.Module]]) -> bool:
+        hit = False
+        for pattern in chosen:
+            for name, module in lineage:
+                if fnmatchcase(name, pattern) if isinstance(pattern, str) else isinstance(module, pattern):
+                    self.unmatched.pop(pattern, None)
+                    hit = True
+        return hit
+
+    def excludes(self, lineages: list[list[tuple[str, nn.Module]]]) -> bool:
+        return any([self._matches(self.exclude, lineage) for lineage in lineages])
+
+    def takes(self, lineages: list[list[tuple[str, nn.Module]]]) -> bool:
+        included = any([self._matches(self.include, lineage) for lineage in lineages]) or not self.include
+        if self.excludes(lineages) or not included:
+            return False
+        name, module = lineages[0][-1]
+        return self.filter_fn is None or bool(self.filter_fn(module, name))
+
+
+def patterns(option: str, given: Pattern | None) -> tuple[str | type[nn.Module], ...]:
+    if given is None:
+        return ()
+    if isinstance(given, str) or isinstance(given, type):
+        given = (given,)
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{option} must be a name pattern, a module class or a list of them, got {given!r}")
+    chosen = tuple(given)
+    for pattern in chosen:
+        if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
+            raise TypeError(f"{option} must hold name patterns and module classes, got {pattern!r}")
+    return chosen
+
+
+def lineage(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """The module called ``name`` with everything that it is inside of, outermost first; the model itself only stands for itself."""
+    chain = [("", model)] if not name else []
+    module, path = model, ""
+    for atom in name.split(".") if name else ():
+        module = module._modules[atom]  # type: ignore[assignment]
+        path = f"{path}.{atom}" if path else atom
+        chain.append((path, module))
+    return chain
+
+
+# -- planning ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """What is to happen to one module: a class to swap in, or the reason why none."""
+
+    module: nn.Module
+    row: Row
+    cls: type[nn.Module] | None = None
+
+
+@dataclass
+class Plan:
+    steps: list[Step]
+    report: PatchReport
+    warnings: list[str]
+
+
+def make_plan(
+    model: nn.Module, include: Pattern | None = None, exclude: Pattern | None = None, filter_fn: FilterFn | None = None
+) -> Plan:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    selection = Selection(include, exclude, filter_fn)
+    names: dict[int, list[str]] = {}
+    modules: dict[int, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+        modules[id(module)] = module
+    lineages = {key: [lineage(model, name) for name in aliases] for key, aliases in names.items()}
+    banned = {key for key in modules if selection.excludes(lineages[key])}
+    classes: dict[Any, type[nn.Module]] = {}
+    steps: list[Step] = []
+    scripted: tuple[str, ...] = ()
+    for key, module in modules.items():
+        name, *aliases = names[key]
+        row = Row(name, original_class(module).__name__, aliases=tuple(aliases))
+        if name.startswith(scripted) and scripted:
+            steps.append(Step(module, left_alone(row, Refusal(Reason.SCRIPTED, "inside"))))
+            continue
+        if isinstance(module, torch.jit.ScriptModule):
+            scripted = (*scripted, f"{name}." if name else "")
+        if is_patched(module):
+            steps.append(Step(module, already(row, module)))
+        elif not selection.takes(lineages[key]):
+            steps.append(Step(module, left_alone(row, Refusal(Reason.NOT_SELECTED))))
+        else:
+            excluded = frozenset(path for path, child in module.named_modules() if id(child) in banned)
+            steps.append(plan_module(module, row, excluded, classes))
+    unmatched = tuple(p if isinstance(p, str) else p.__name__ for p in selection.unmatched)
+    report = PatchReport(tuple(step.row for step in steps), type(model).__name__, unmatched)
+    return Plan(steps, report, plan_warnings(report, steps))
+
+
+def left_alone(row: Row, refusal: Refusal) -> Row:
+    return Row(row.fqn, row.was, reason=refusal.reason, detail=refusal.detail, aliases=row.aliases)
+
+
+def already(row: Row, module: nn.Module) -> Row:
+    cls = type(module)
+    fused = getattr(cls, "__fastlayers_rules__", ())
+    return Row(row.fqn, row.was, cls.__name__, fused, aliases=row.aliases)
+
+
+def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, type[nn.Module]]) -> Step:
+    try:
+        refuse_kind(module)
+        rule = next((rule for rule in MODULE_RULES if type(module) is rule.layer), None)
+        if rule is not None:
+            return plan_swap(module, row, rule, classes)
+        if not has_own_forward(type(module)):
+            subclass = next((rule for rule in MODULE_RULES if isinstance(module, rule.layer)), None)
+            fused = subclass is not None and isinstance(module, subclass.fused)
+            raise Refusal(Reason.SUBCLASS if subclass is not None and not fused else Reason.NO_RULE)
+        outcome = fuse(module, excluded, classes)
+    except Refusal as refusal:
+        return Step(module, left_alone(row, refusal))
+    left = tuple((refusal.reason, refusal.detail) for refusal in outcome.left)
+    if outcome.cls is None:
+        subclass = any(isinstance(module, rule.layer) for rule in MODULE_RULES)
+        reason = Reason.SUBCLASS if subclass else left[0][0] if left else Reason.NOTHING_TO_FUSE
+        detail = left[0][1] if left and not subclass else ""
+        return Step(module, Row(row.fqn, row.was, reason=reason, detail=detail, left=left[1:], aliases=row.aliases))
+    fused = tuple(outcome.rules.items())
+    outcome.cls.__fastlayers_rules__ = fused  # type: ignore[attr-defined]
+    return Step(module, Row(row.fqn, row.was, outcome.cls.__name__, fused, left=left, aliases=row.aliases), outcome.cls)
+
+
+def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, type[nn.Module]]) -> Step:
+    if rule not in classes:
+        classes[rule] = swap_class(rule)
+        classes[rule].__fastlayers_rules__ = ((rule.name, 1),)  # type: ignore[attr-defined]
+    return Step(module, Row(row.fqn, row.was, classes[rule].__name__, ((rule.name, 1),), aliases=row.aliases), classes[rule])
+
+
+def has_own_forward(cls: type[nn.Module]) -> bool:
+    """Whether the class brings a Python forward of its own, or Sequential's: torch's layers are for the module rules."""
+    forward = cls.forward
+    if forward is nn.Sequential.forward:
+        return True
+    return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("torch.")
+
+
+def refuse_kind(module: nn.Module) -> None:
+    """Kinds of modules whose class must not be swapped, whatever their forward says."""
+    package = type(module).__module__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise Refusal(Reason.SCRIPTED)
+    if isinstance(module, fx.GraphModule):
+        raise Refusal(Reason.GRAPH_MODULE)
+    if package.startswith(QUANTIZED):
+        raise Refusal(Reason.QUANTIZED)
+    if package.startswith(WRAPPERS) or any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+        raise Refusal(Reason.WRAPPER, type(module).__name__)
+    if "forward" in module.__dict__:
+        raise Refusal(Reason.FORWARD_REPLACED)
+    if is_parametrized(module):
+        raise Refusal(Reason.PARAMETRIZED)
+
+
+WARN_ABOUT = {
+    Reason.WRAPPER: "is wrapped in {}; what is inside was patched, but patch a model before wrapping it",
+    Reason.SCRIPTED: "holds scripted modules ({}), which have no Python forward to patch",
+    Reason.QUANTIZED: "holds quantised layers ({}), which are left alone",
+    Reason.FORWARD_REPLACED: "holds modules whose forward was replaced on the instance ({}); they are left alone",
+}
+
+
+def plan_warnings(report: PatchReport, steps: list[Step]) -> list[str]:
+    messages = [f"the pattern {pattern!r} matched no module of the model" for pattern in report.unmatched]
+    for reason, message in WARN_ABOUT.items():
+        kinds = dict.fromkeys(type(step.module).__name__ for step in steps if step.row.reason is reason)
+        if kinds:
+            messages.append(f"the model {message.format(', '.join(kinds))}")
+    if not report.patched:
+        reasons = Counter(row.reason.name for row in report.refused if row.reason is not None)
+        why = "".join(f"; {count} modules refused: {reason}" for reason, count in reasons.items())
+        messages.append(f"nothing in {report.model} was patched{why}. plan_patch(model) says more")
+    return messages
+
+
+# -- the public functions ---------------------------------------------------------------------------------------------
+
+
+def plan_patch(
+    model: nn.Module, *, include: Pattern | None = None, exclude: Pattern | None = None, filter_fn: FilterFn | None = None
+) -> PatchReport:
+    """What :func:`patch_model` would do with the same arguments. Changes nothing.
+
+    Returns:
+        A report with a row for every module. Print it, or see :class:`PatchReport`.
+
+    Raises:
+        TypeError: as :func:`patch_model`.
+    """
+    return make_plan(model, include, exclude, filter_fn).report
+
+
+def patch_model(
+    model: nn.Module,
+    *,
+    include: Pattern | None = None,
+    exclude: Pattern | None = None,
+    filter_fn: FilterFn | None = None,
+    strict: bool = False,
+) -> nn.Module:
+    """Put fused layers in the place of what they can replace, in place.
+
+    Layers are swapped (``nn.Softmax`` becomes ``FusedSoftmax``), and the forward of any module is rewritten where it says, say,
+    ``relu(x) + y`` in whatever spelling. Only classes change: parameters, buffers, hooks, names, devices, ``training`` and optimizers stay
+    as they are, the state dict keeps its keys, and :func:`unpatch_model` takes everything back. A module that cannot be
+    rewritten safely is left alone; :func:`patch_report` says which and why.
+
+    Args:
+        model: any module. Shared modules are patched once.
+        include: patch only these: patterns as in :mod:`fnmatch` over fully qualified names (``"layer1.*"``), module classes, or a
+            list of both. One that fits a module covers everything inside it. The model itself has the empty name.
+        exclude: leave these alone, in the same terms; wins over ``include``. An excluded child is not absorbed into its parent either.
+        filter_fn: called with a module and its name; patch where it returns True. Says nothing about the module's children.
+        strict: raise instead of leaving anything out: where a selected module was refused, a pattern matched nothing or
+            nothing was patched. Nothing is changed then.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: the model, a pattern or ``filter_fn`` is of the wrong type.
+        PatchError: ``strict`` and something was left out.
+
+    Warns:
+        PatchWarning: nothing was patched, a pattern matched nothing, or the model is wrapped, scripted or quantised.
+    """
+    apply(make_plan(model, include, exclude, filter_fn), strict)
+    return model
+
+
+def apply(plan: Plan, strict: bool) -> list[nn.Module]:
+    problems = [*plan.warnings, *(f"{row.fqn or '(model)'}: {row.outcome()}" for row in plan.report.refused)]
+    problems += [f"{row.fqn or '(model)'}: {note}" for row in plan.report.patched for note in row.notes()]
+    if strict and problems:
+        raise PatchError("strict=True, and nothing was changed, because:\n  " + "\n  ".join(problems))
+    for message in plan.warnings:
+        warnings.warn(message, PatchWarning, stacklevel=3)
+    changed = []
+    for step in plan.steps:
+        if step.cls is not None:
+            step.module.__class__ = step.cls
+            changed.append(step.module)
+    return changed
+
+
+def patch_report(model: nn.Module) -> PatchReport:
+    """How a model stands now: what is patched, and why the rest is not.
+
+    Returns:
+        A report in which only modules that are patched have a ``became``. What :func:`patch_model` would still do is
+        shown as not selected.
+    """
+    plan = make_plan(model)
+    rows = []
+    for step in plan.steps:
+        pending = step.cls is not None
+        rows.append(left_alone(step.row, Refusal(Reason.NOT_SELECTED)) if pending else step.row)
+    return PatchReport(tuple(rows), type(model).__name__)
+
+
+def unpatch_model(model: nn.Module) -> nn.Module:
+    """Give every patched module its own class back; parameters keep the values that they have now.
+
+    Returns:
+        The same model. Nothing happens to a model that is not patched.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    stuck = []
+    for name, module in model.named_modules():
+        if is_patched(module):
+            module.__class__ = original_class(module)
+        elif hasattr(type(module), "__fastlayers_original__"):
+            stuck.append(name or "(model)")
+    if stuck:
+        message = f"the class of {', '.join(stuck)} was changed again after patching (FSDP, parametrizations?); left as it is"
+        warnings.warn(message, PatchWarning, stacklevel=2)
+    return model
+
+
+@contextmanager
+def patched(
+    model: nn.Module,
+    *,
+    include: Pattern | None = None,
+    exclude: Pattern | None = None,
+    filter_fn: FilterFn | None = None,
+    strict: bool = False,
+) -> Iterator[nn.Module]:
+    """``with patched(model): ...`` patches as :func:`patch_model` and takes back on leaving what it patched on entering."""
+    changed = apply(make_plan(model, include, exclude, filter_fn), strict)
+    try:
+        yield model
+    finally:
+        for module in changed:
+            if is_patched(module):
+                module.__class__ = original_class(module)

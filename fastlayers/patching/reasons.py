@@ -1,0 +1,67 @@
+"""Why something was left alone: the reason codes of a report, and the exceptions of this package."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["PatchError", "PatchWarning", "Reason", "Refusal"]
+
+
+class Reason(str, Enum):
+    """Why a module, or one place in its forward, was not fused. The value is the sentence that a report prints."""
+
+    # The module as a whole
+    NOT_SELECTED = "not selected by include, exclude or filter_fn"
+    NO_RULE = "no rule looks for this layer"
+    NOTHING_TO_FUSE = "nothing in its forward that a rule fuses"
+    ALREADY_PATCHED = "already patched"
+    SUBCLASS = "a subclass of a layer that a rule replaces, with code of its own"
+    FORWARD_REPLACED = "its forward was replaced on the instance (accelerate and others do), which bypasses its class"
+    PARAMETRIZED = "parametrized, which already swaps its class"
+    SCRIPTED = "scripted, there is no Python forward"
+    GRAPH_MODULE = "a torch.fx GraphModule, which rewrites its own class"
+    QUANTIZED = "quantised"
+    WRAPPER = "a wrapper; only what is inside is patched"
+    CLASS_HOOKS = "its class reacts to being subclassed (a metaclass or __init_subclass__)"
+
+    # Its forward cannot be rewritten safely
+    NO_SOURCE = "the source of its forward is not available"
+    DECORATED = "its forward is decorated"
+    SIGNATURE = "its forward takes *args or **kwargs"
+    SYNTAX = "its forward uses a construct that the tracer does not follow"
+    CONTEXT_MANAGER = "its forward opens a context manager, which a graph would lose"
+    CHANGES_STATE = "its forward changes Python state"
+    READS_STATE = "its forward reads Python state that could change unnoticed"
+    DATA_DEPENDENT = "its forward branches or loops on a traced value"
+    IDENTITY_TEST = "its forward asks whether a computed value is None or another object"
+    TYPE_TEST = "its forward asks for the type of a computed value"
+    UNKNOWN_CALL = "its forward calls something that can be neither followed nor recorded"
+    TRACE_FAILED = "its forward could not be traced"
+
+    # A place that looks fusable and is not
+    USED_ELSEWHERE = "an intermediate result is used elsewhere"
+    VISIBLE_MUTATION = "an in-place operation changes a tensor that something else can see"
+    WRITTEN_BETWEEN = "an operand may be overwritten between the two operations"
+    ALPHA = "alpha of the addition is not 1"
+    FINITE_FILL = "the masked positions get a finite value, not minus infinity"
+    TENSOR_SCALE = "the scale is a tensor, not a number"
+    IMPLICIT_DIM = "the dimension of the softmax is not given"
+    HOOKED_CHILD = "a hook on a child layer would not run"
+    EXCLUDED_CHILD = "a child layer that would be absorbed is excluded"
+
+
+class Refusal(Exception):
+    """Raised inside the tracer to leave a module alone; becomes the reason in the report."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
+        self.reason = reason
+        self.detail = detail
+
+
+class PatchError(RuntimeError):
+    """``strict=True`` and something was left alone; the message lists it. Nothing was changed."""
+
+
+class PatchWarning(UserWarning):
+    """Patching did less than was asked for, or the model is wrapped in something that deserves a look."""

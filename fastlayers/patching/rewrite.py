@@ -1,0 +1,387 @@
+"""From a recorded forward to a generated class: apply the rules, check that each match is safe, write the source.
+
+The generated class subclasses the module's own and has one method, ``forward``: for every recording a test of its guards and the
+rewritten body; and at the end the original forward, for every call that no recording stands for.
+"""
+
+from __future__ import annotations
+
+import abc
+import ast
+import copy
+import inspect
+import itertools
+import linecache
+import textwrap
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+
+from fastlayers.patching import calls
+from fastlayers.patching.graph import LAYERS, OUTSIDE, View, hooked, original_class
+from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.rules import GRAPH_RULES, Deferred, Match, ModuleRule
+from fastlayers.patching.trace import Recording, equality, optional_parameters, record
+
+__all__ = ["Fused", "fuse", "is_patched", "swap_class"]
+
+#: With more optional tensors than this, a forward is recorded with none, each alone and all of them.
+ALL_COMBINATIONS = 2
+
+_serial = itertools.count(1)
+
+
+@dataclass
+class Fused:
+    """The outcome for one module: its generated class, what was fused, and what looked fusable and was left."""
+
+    cls: type[nn.Module] | None
+    rules: Counter[str] = field(default_factory=Counter)
+    left: list[Refusal] = field(default_factory=list)
+
+
+# -- applying rules to one recording ------------------------------------------------------------------------------
+
+
+def apply_rules(recording: Recording, module: nn.Module, excluded: frozenset[str]) -> Fused:
+    """Rewrite the graph of a recording in place; adds the guards that the rewritten steps need."""
+    view = View(recording.graph, module)
+    outcome = Fused(None)
+    for rule in GRAPH_RULES:
+        for node in reversed(list(recording.graph.nodes)):
+            if node not in view.position:
+                continue  # went into a match that was applied before
+            refusals: list[Refusal] = []
+            for found in rule.find(view, node):
+                try:
+                    if isinstance(found, Refusal):
+                        raise found
+                    guards = check(view, found, recording, excluded)
+                except Refusal as refusal:
+                    refusals.append(refusal)
+                    continue
+                recording.guards.update(dict.fromkeys(guards))
+                replace(recording.graph, found)
+                view.refresh()
+                outcome.rules[rule.name] += 1
+                break
+            outcome.left.extend(refusals)
+    return outcome
+
+
+def check(view: View, match: Match, recording: Recording, excluded: frozenset[str]) -> list[str]:
+    """Raise unless the match can be replaced without anyone noticing; the guards under which that stays so."""
+    nodes = {op.node for op in match.ops}
+    for op in match.ops[:-1]:
+        if not set(op.node.users) <= nodes:
+            raise Refusal(Reason.USED_ELSEWHERE, str(op.node))
+        check_operands_keep(view, op.node, match.root, nodes)
+    unseen: list[str] = []
+    for op in match.ops:
+        if op.inplace:
+            unseen += check_mutation(view, op.node, op["input"], match.root, nodes)
+    guards = [f"isinstance({tensor.target}, {bind(recording, torch.Tensor)})" for tensor in placeholders(match.tensors)]
+    for op in match.ops:
+        if op.child is not None:
+            if op.child in excluded:
+                raise Refusal(Reason.EXCLUDED_CHILD, op.child)
+            guards += child_guards(view, op.child, recording)
+            unseen.append(op.child)
+    for path in unseen:
+        if hooked(view.root.get_submodule(path)):
+            raise Refusal(Reason.HOOKED_CHILD, path)
+    if unseen:
+        children = ", ".join(module_expression(path) for path in dict.fromkeys(unseen))
+        guards.append(f"{bind(recording, calls.no_hooks)}({children})")
+    return guards
+
+
+def check_operands_keep(view: View, node: Node, root: Node, nodes: set[Node]) -> None:
+    """The operands of ``node`` are read later than before, at the place of ``root``: nothing may write them in between."""
+    between = [n for n in view.position if view.position[node] < view.position[n] < view.position[root] and n not in nodes]
+    for operand in node.all_input_nodes:
+        if operand not in nodes:
+            for writer in between:
+                if view.written(writer) & view.memory(operand):
+                    raise Refusal(Reason.WRITTEN_BETWEEN, f"{operand}, perhaps by {writer}")
+
+
+def check_mutation(view: View, writer: Node, target: Any, root: Node, nodes: set[Node]) -> list[str]:
+    """An in-place operation goes away: nothing else may see what it wrote. Children that could have kept it are returned."""
+    written = view.memory(target)
+    if OUTSIDE in written:
+        raise Refusal(Reason.VISIBLE_MUTATION, f"{writer} writes {target}, which does not belong to this forward")
+    replaced = descendants(root)
+    for node in view.position:
+        if view.position[node] <= view.position[writer]:
+            continue
+        for operand in node.all_input_nodes:
+            if operand not in nodes and operand not in replaced and view.memory(operand) & written:
+                raise Refusal(Reason.VISIBLE_MUTATION, f"{node} sees what {writer} writes")
+    makers: list[str] = []
+    for allocation in written:
+        if isinstance(allocation, Node) and allocation.op == "call_module":
+            makers += view.makers(allocation) or ()
+    return makers
+
+
+def descendants(root: Node) -> set[Node]:
+    found = {root}
+    pending = [root]
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def placeholders(values: tuple[Any, ...]) -> Iterator[Node]:
+    return (value for value in values if isinstance(value, Node) and value.op == "placeholder")
+
+
+def child_guards(view: View, path: str, recording: Recording) -> list[str]:
+    """An absorbed child must still be the layer that it was."""
+    child = view.root.get_submodule(path)
+    layer = original_class(child)
+    expression = module_expression(path)
+    guards = [f"{bind(recording, calls.plain)}({expression}, {bind(recording, layer)})"]
+    for attribute in (*LAYERS[layer][1], *(("inplace",) if hasattr(child, "inplace") else ())):
+        value = getattr(child, attribute)
+        guards.append(equality(f"{expression}.{attribute}", value, lambda value, hint: bind(recording, value, hint)))
+    return guards
+
+
+def module_expression(path: str) -> str:
+    return "self" + "".join(f"._modules[{atom!r}]" for atom in path.split("."))
+
+
+def bind(recording: Recording, value: Any, hint: str | None = None) -> str:
+    """A name for ``value`` in the generated code."""
+    name = f"_{hint or value.__name__}"
+    while recording.namespace.setdefault(name, value) is not value:
+        name += "_"
+    return name
+
+
+def replace(graph: fx.Graph, match: Match) -> None:
+    root = match.root
+    with graph.inserting_before(root):
+        args = tuple(arg.make(graph) if isinstance(arg, Deferred) else arg for arg in match.args)
+        kwargs = {name: arg.make(graph) if isinstance(arg, Deferred) else arg for name, arg in match.kwargs.items()}
+        fused = graph.call_function(match.target, args, kwargs)
+    root.replace_all_uses_with(fused)
+    for op in reversed(match.ops):
+        graph.erase_node(op.node)
+
+
+# -- writing the class ------------------------------------------------------------------------------------------------
+
+
+def fuse(module: nn.Module, excluded: frozenset[str] = frozenset(), known: dict[Any, type[nn.Module]] | None = None) -> Fused:
+    """Trace a module, rewrite its graph, and generate its class.
+
+    Args:
+        module: any module whose class has a Python forward. It is not changed.
+        excluded: paths of children that no fusion may absorb.
+        known: classes generated so far; modules with the same class and the same rewritten code share one.
+
+    Raises:
+        Refusal: the forward cannot be recorded.
+    """
+    original = type(module)
+    check_subclassing(original)
+    recordings, refusals = record_all(module)
+    outcome = Fused(None)
+    variants: list[tuple[Recording, str]] = []
+    for recording in recordings:
+        applied = apply_rules(recording, module, excluded)
+        outcome.left.extend(refusal for refusal in applied.left if str(refusal) not in map(str, outcome.left))
+        if applied.rules:
+            outcome.rules |= applied.rules
+            variants.append((recording, body_source(recording)))
+    if not variants:
+        if not recordings:
+            raise refusals[0]
+        return outcome
+    outcome.cls = generate_class(original, merge_modes(variants), {} if known is None else known)
+    return outcome
+
+
+def record_all(module: nn.Module) -> tuple[list[Recording], list[Refusal]]:
+    """Recordings for each set of optional tensors and, where the forward reads it, for both values of ``self.training``."""
+    recordings: list[Recording] = []
+    refusals: list[Refusal] = []
+    optional = optional_parameters(type(module).forward) if isinstance(type(module).forward, types.FunctionType) else []
+    sizes = range(len(optional) + 1) if len(optional) <= ALL_COMBINATIONS else (0, 1, len(optional))
+    for tensors in itertools.chain.from_iterable(itertools.combinations(optional, size) for size in sizes):
+        for training in (True, False):
+            try:
+                recording = record(module, training=training, tensors=frozenset(tensors))
+            except Refusal as refusal:
+                refusals.append(refusal)
+                continue
+            if not recording.reads_training:
+                recordings.append(recording)
+                break
+            recording.guards = {"self.training" if training else "not self.training": None, **recording.guards}
+            recordings.append(recording)
+    return recordings, refusals
+
+
+def merge_modes(variants: list[tuple[Recording, str]]) -> list[tuple[Recording, str]]:
+    """One variant for two that differ in nothing but the mode that they were recorded in."""
+    merged: dict[Any, tuple[Recording, str]] = {}
+    for recording, body in variants:
+        guards = tuple(guard for guard in recording.guards if guard not in ("self.training", "not self.training"))
+        key = (guards, body)
+        if key in merged:
+            recording.guards = dict.fromkeys(guards)
+        merged[key] = (recording, body)
+    return list(merged.values())
+
+
+def body_source(recording: Recording) -> str:
+    """The statements of a recorded graph; the objects they name go to the namespace of the recording."""
+    code = recording.graph.python_code("self")
+    function = next(node for node in ast.parse(code.src).body if isinstance(node, ast.FunctionDef))
+    lines = code.src.splitlines()[function.body[0].lineno - 1 : function.body[-1].end_lineno]
+    for name, value in code.globals.items():
+        if recording.namespace.setdefault(name, value) is not value:
+            raise Refusal(Reason.TRACE_FAILED, f"two objects are called {name}")
+    return textwrap.dedent("\n".join(lines))
+
+
+def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> tuple[str, str]:
+    """The parameters of a forward as they are declared, and as they are handed on."""
+    declared: list[inspect.Parameter] = []
+    handed: list[str] = []
+    for parameter in inspect.signature(forward).parameters.values():
+        default = parameter.default
+        if default is not parameter.empty and not isinstance(default, bool | int | str | None):
+            name = f"_default_{parameter.name}"
+            namespace[name] = default
+            default = Name(name)
+        declared.append(parameter.replace(annotation=parameter.empty, default=default))
+        handed.append(f"{parameter.name}={parameter.name}" if parameter.kind is parameter.KEYWORD_ONLY else parameter.name)
+    text = str(inspect.Signature(declared))
+    return text, ", ".join(handed[1:])
+
+
+class Name(str):
+    """A default that prints as the name it is bound to."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def class_source(original: type[nn.Module], variants: list[tuple[Recording, str]], namespace: dict[str, Any]) -> str:
+    base = original.__name__ if original.__name__.isidentifier() else "Original"
+    while namespace.setdefault(base, original) is not original:
+        base += "_"
+    declared, handed = signature_source(original.forward, namespace)  # type: ignore[arg-type]
+    lines = [f"class Fused{base}({base}):", f"    def forward{declared}:"]
+    for recording, body in variants:
+        if recording.guards:
+            lines.append("        if (")
+            lines.append(textwrap.indent("\nand ".join(recording.guards), " " * 12))
+            lines.append("        ):")
+        else:
+            lines.append("        if True:")
+        lines.append(textwrap.indent(body, " " * 12))
+    lines.append(f"        return super().forward({handed})")
+    return "\n".join(lines) + "\n"
+
+
+def generate_class(
+    original: type[nn.Module], variants: list[tuple[Recording, str]], known: dict[Any, type[nn.Module]]
+) -> type[nn.Module]:
+    namespace: dict[str, Any] = {}
+    for recording, _ in variants:
+        for name, value in recording.namespace.items():
+            if namespace.setdefault(name, value) is not value:
+                raise Refusal(Reason.TRACE_FAILED, f"two objects are called {name}")
+    source = class_source(original, variants, namespace)
+    key = (original, source, *sorted((name, id(value)) for name, value in namespace.items()))
+    if key in known:
+        return known[key]
+    filename = f"<fastlayers {original.__qualname__} {next(_serial)}>"
+    scope = dict(namespace)
+    exec(compile(source, filename, "exec"), scope)  # noqa: S102
+    generated = next(value for name, value in scope.items() if name.startswith("Fused") and name not in namespace)
+    names = generated.__dict__["forward"].__code__
+    if clash := set(names.co_varnames) & set(names.co_names) & set(namespace):
+        raise Refusal(Reason.TRACE_FAILED, f"a variable and a global are both called {', '.join(sorted(clash))}")
+    # Tracebacks, inspect.getsource and torch.compile show and read the generated source.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    generated.forward.__doc__ = original.forward.__doc__
+    known[key] = seal(generated, original, source)
+    return known[key]
+
+
+# -- the class that takes the place of another ------------------------------------------------------------------------
+
+
+def is_patched(module: nn.Module) -> bool:
+    return "__fastlayers_original__" in type(module).__dict__
+
+
+def check_subclassing(original: type[nn.Module]) -> None:
+    """Creating a subclass must not run code of the class: a registry would list the generated one."""
+    if type(original) not in (type, abc.ABCMeta):
+        raise Refusal(Reason.CLASS_HOOKS, f"metaclass {type(original).__name__}")
+    for cls in original.__mro__:
+        if "__init_subclass__" in cls.__dict__ and cls.__module__ not in ("builtins", "typing"):
+            raise Refusal(Reason.CLASS_HOOKS, f"{cls.__name__}.__init_subclass__")
+
+
+def swap_class(rule: ModuleRule) -> type[nn.Module]:
+    """The class that a module rule puts in place of a layer: the fused class, which remembers the layer's own."""
+    generated = type(rule.fused.__name__, (rule.fused,), {"__doc__": rule.fused.__doc__, "__module__": rule.fused.__module__})
+    return seal(generated, rule.layer, None)
+
+
+def seal(generated: type[nn.Module], original: type[nn.Module], source: str | None) -> type[nn.Module]:
+    """Make a class undoable, copyable and, in a pickle, its original: a file must load where this class never existed."""
+
+    def __reduce_ex__(self: nn.Module, protocol: int) -> Any:
+        reduced = super(generated, self).__reduce_ex__(protocol)  # type: ignore[misc]
+        if isinstance(reduced, str) or type(self) is not generated:
+            return reduced
+        function, args, *rest = reduced
+        args = tuple(original if arg is generated else arg for arg in args)
+        return (original if function is generated else function, args, *rest)
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
+        theirs: Callable[..., Any] | None = getattr(super(generated, self), "__deepcopy__", None)  # type: ignore[misc]
+        if theirs is not None:
+            copied = theirs(memo)
+            if type(copied) is original:
+                copied.__class__ = type(self)
+            return copied
+        function, args, state, *_ = super(generated, self).__reduce_ex__(4)  # type: ignore[misc]
+        copied = function(*copy.deepcopy(args, memo))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
+    for name, value in (
+        ("__reduce_ex__", __reduce_ex__),
+        ("__deepcopy__", __deepcopy__),
+        ("__fastlayers_original__", original),
+        ("__fastlayers_source__", source),
+    ):
+        setattr(generated, name, value)
+    if source is not None:
+        generated.__module__ = original.__module__
+        generated.__qualname__ = f"Fused{original.__qualname__.rpartition('.')[2]}"
+        generated.__doc__ = original.__doc__
+    return generated

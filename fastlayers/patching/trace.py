@@ -1,0 +1,692 @@
+"""From a module's forward to a small graph, without freezing what the forward decides anew on every call.
+
+``torch.fx`` runs a forward once with proxies and records what happens to them. Whatever happens to anything else (an
+attribute, a default, the training flag, a random number, a context manager) is silently frozen. Here the forward is not
+run as it stands: its source is rewritten so that every attribute read, call, identity test and global goes through a
+method of :class:`Trace`, and that method either *records* the step as a node of the graph, so that it happens on every call
+as it did before; or lets Python do it and writes down a *guard*, an expression that must be true for the recording to hold;
+or *refuses* the module with a reason. Nothing of the user's runs that could have a side effect.
+
+Children are leaves: calling one is one node, whatever is inside. Methods and plain functions are followed, and what
+cannot be followed is recorded as one opaque call.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import enum
+import inspect
+import math
+import operator
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import GraphAppendingTracer, Proxy, TraceError
+
+from fastlayers.patching import calls
+from fastlayers.patching.reasons import Reason, Refusal
+
+__all__ = ["Recording", "optional_parameters", "record"]
+
+MAX_DEPTH = 16
+
+#: Values that are equal to what they were at trace time, or are not: a guard can compare them.
+PRIMITIVES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout, enum.Enum)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+
+#: Built-ins without side effects: run by Python while tracing; recorded where an argument is a traced value.
+PURE_BUILTINS = frozenset(
+    {abs, all, any, divmod, len, max, min, pow, round, sorted, sum, math.prod, float, int, bool, str, complex}
+)
+#: Those that only arrange their arguments: run by Python even around traced values.
+STRUCTURAL = frozenset({list, tuple, dict, set, zip, enumerate, reversed, range, slice, iter, next, map, filter})
+
+
+@dataclass
+class Recording:
+    """What one run of a forward did: the graph, and what must hold for it to be the same next time."""
+
+    graph: fx.Graph
+    guards: dict[str, None] = field(default_factory=dict)
+    namespace: dict[str, Any] = field(default_factory=dict)
+    reads_training: bool = False
+
+
+def is_primitive(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(is_primitive(item) for item in value)
+    if isinstance(value, dict):
+        return all(is_primitive(item) for pair in value.items() for item in pair)
+    return value is None or isinstance(value, PRIMITIVES)
+
+
+def optional_parameters(forward: types.FunctionType) -> list[str]:
+    """Parameters that default to None and that the forward tests for it: worth a recording with a tensor too."""
+    defaults = {p.name for p in inspect.signature(forward).parameters.values() if p.default is None}
+    tested: dict[str, None] = {}
+    for node in ast.walk(parse(forward)):
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+            tested[node.left.id] = None
+    return [name for name in tested if name in defaults]
+
+
+def parse(function: types.FunctionType) -> ast.FunctionDef:
+    """The syntax tree of a function, if it is one that can be followed."""
+    if hasattr(function, "__wrapped__"):
+        raise Refusal(Reason.DECORATED, function.__qualname__)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        raise Refusal(Reason.NO_SOURCE, function.__qualname__) from None
+    if not isinstance(tree, ast.FunctionDef) or tree.name != function.__code__.co_name:
+        raise Refusal(Reason.NO_SOURCE, function.__qualname__)
+    written = tuple(arg.arg for arg in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs))
+    if written != function.__code__.co_varnames[: len(written)]:
+        raise Refusal(Reason.NO_SOURCE, f"the source of {function.__qualname__} changed since it was loaded")
+    for decorator in tree.decorator_list:
+        if not ast.unparse(decorator).startswith(("torch.jit.", "staticmethod", "classmethod", "property")):
+            raise Refusal(Reason.DECORATED, f"@{ast.unparse(decorator)}")
+    return tree
+
+
+REFUSED_SYNTAX: dict[type[ast.AST], tuple[Reason, str]] = {
+    ast.With: (Reason.CONTEXT_MANAGER, "with"),
+    ast.AsyncWith: (Reason.CONTEXT_MANAGER, "async with"),
+    ast.Global: (Reason.CHANGES_STATE, "global"),
+    ast.Nonlocal: (Reason.CHANGES_STATE, "nonlocal"),
+    ast.Try: (Reason.SYNTAX, "try"),
+    ast.While: (Reason.SYNTAX, "while"),
+    ast.Lambda: (Reason.SYNTAX, "lambda"),
+    ast.FunctionDef: (Reason.SYNTAX, "a nested function"),
+    ast.AsyncFunctionDef: (Reason.SYNTAX, "a nested function"),
+    ast.ClassDef: (Reason.SYNTAX, "a nested class"),
+    ast.Import: (Reason.SYNTAX, "import"),
+    ast.ImportFrom: (Reason.SYNTAX, "import"),
+    ast.Yield: (Reason.SYNTAX, "yield"),
+    ast.YieldFrom: (Reason.SYNTAX, "yield"),
+    ast.Await: (Reason.SYNTAX, "await"),
+    ast.Match: (Reason.SYNTAX, "match"),
+    ast.Delete: (Reason.SYNTAX, "del"),
+}
+HOOKS = ("attribute", "call", "same", "contains", "inplace", "unpack", "container", "test", "plain", "name", "parent")
+
+
+def hook(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(f"__trace_{name}", ast.Load()), list(args), [])
+
+
+class Instrument(ast.NodeTransformer):
+    """Rewrites a function so that every step that matters goes through a method of :class:`Trace`."""
+
+    def __init__(self, local_names: set[str]) -> None:
+        self.local_names = local_names
+
+    def visit(self, node: ast.AST) -> Any:
+        refused = REFUSED_SYNTAX.get(type(node))
+        if refused is not None and not (isinstance(node, ast.Delete) and all(isinstance(t, ast.Name) for t in node.targets)):
+            reason, what = refused
+            raise Refusal(reason, f"{what} in line {getattr(node, 'lineno', '?')} of the forward")
+        return super().visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if not isinstance(node.ctx, ast.Load) or node.id in self.local_names:
+            return node
+        return hook("name", ast.Constant(node.id))
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if not isinstance(node.ctx, ast.Load):
+            raise Refusal(Reason.CHANGES_STATE, f"assigns {ast.unparse(node)}")
+        if node.attr.startswith("__") and not node.attr.endswith("__"):
+            raise Refusal(Reason.SYNTAX, f"the private name {node.attr}")
+        return hook("attribute", self.visit(node.value), ast.Constant(node.attr))
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        if not isinstance(node.ctx, ast.Load):
+            raise Refusal(Reason.CHANGES_STATE, f"assigns {ast.unparse(node)}")
+        node.value = hook("container", self.visit(node.value))
+        node.slice = self.visit(node.slice)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if isinstance(node.func, ast.Name) and node.func.id == "super" and "super" not in self.local_names:
+            if node.args:
+                raise Refusal(Reason.SYNTAX, "super() with arguments")
+            return hook("parent")
+        node.args = [self.visit(arg) for arg in node.args]
+        node.keywords = [self.visit(keyword) for keyword in node.keywords]
+        node.args.insert(0, self.visit(node.func))
+        node.func = ast.Name("__trace_call", ast.Load())
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        special = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
+        if not any(isinstance(op, special) for op in node.ops):
+            return self.generic_visit(node)  # type: ignore[return-value]
+        if len(node.ops) > 1:
+            raise Refusal(Reason.SYNTAX, ast.unparse(node))
+        left, right, op = self.visit(node.left), self.visit(node.comparators[0]), node.ops[0]
+        result: ast.expr = hook("same" if isinstance(op, ast.Is | ast.IsNot) else "contains", left, right)
+        return ast.UnaryOp(ast.Not(), result) if isinstance(op, ast.IsNot | ast.NotIn) else result
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
+        if not isinstance(node.target, ast.Name):
+            raise Refusal(Reason.CHANGES_STATE, f"assigns {ast.unparse(node.target)}")
+        value = hook(
+            "inplace", ast.Constant(type(node.op).__name__), ast.Name(node.target.id, ast.Load()), self.visit(node.value)
+        )
+        return ast.Assign([node.target], value, lineno=node.lineno)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        self.generic_visit(node)
+        unpacked = [target for target in node.targets if isinstance(target, ast.Tuple | ast.List)]
+        if unpacked and len(node.targets) > 1:
+            raise Refusal(Reason.SYNTAX, "a chained assignment to a tuple")
+        for target in unpacked:
+            if not any(isinstance(item, ast.Starred) for item in target.elts):
+                node.value = hook("unpack", node.value, ast.Constant(len(target.elts)))
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        self.generic_visit(node)
+        node.iter = hook("container", node.iter)
+        return node
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
+        self.generic_visit(node)
+        node.iter = hook("container", node.iter)
+        node.ifs = [hook("test", test) for test in node.ifs]
+        return node
+
+    def visit_If(self, node: ast.If | ast.IfExp | ast.Assert) -> ast.AST:
+        self.generic_visit(node)
+        node.test = hook("test", node.test)
+        return node
+
+    visit_IfExp = visit_If
+    visit_Assert = visit_If
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        self.generic_visit(node)
+        node.values = [hook("test", value) for value in node.values]
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Not):
+            node.operand = hook("test", node.operand)
+        return node
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
+        self.generic_visit(node)
+        node.value = hook("plain", node.value)
+        return node
+
+
+class Trace:
+    """One run of a module's forward with proxies. Its ``hook_`` methods are what the rewritten source calls."""
+
+    def __init__(self, module: nn.Module, training: bool) -> None:
+        self.root = module
+        self.training = training
+        self.graph = fx.Graph()
+        self.recorder = GraphAppendingTracer(self.graph)
+        self.recording = Recording(self.graph)
+        self.depth = 0
+        self.frames: list[tuple[types.FunctionType, Any]] = []
+        self.lent: list[tuple[str, Any, Any]] = []
+        #: Where an object was read from, as an expression over ``self`` and the namespace. Objects are kept alive.
+        self.origins: dict[int, tuple[object, str]] = {id(module): (module, "self")}
+        self.paths: dict[int, str] = {}
+        for path, child in module.named_modules():
+            self.paths.setdefault(id(child), path)
+
+    # -- what the recording consists of ----------------------------------------------------------------------
+
+    def guard(self, expression: str) -> None:
+        self.recording.guards[expression] = None
+
+    def bind(self, value: object, hint: str) -> str:
+        """A name for ``value`` in the namespace of the generated code."""
+        namespace = self.recording.namespace
+        for name, bound in namespace.items():
+            if bound is value:
+                return name
+        name = f"_{hint}"
+        while name in namespace:
+            name += "_"
+        namespace[name] = value
+        return name
+
+    def record(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+        try:
+            return self.recorder.create_proxy(kind, target, args, kwargs)
+        except NotImplementedError as error:
+            name = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
+            raise Refusal(Reason.UNKNOWN_CALL, f"{name}: {error}") from None
+
+    def origin(self, value: object) -> str | None:
+        if isinstance(value, nn.Module):
+            return self.module_origin(value)
+        known = self.origins.get(id(value))
+        return known[1] if known is not None else None
+
+    def module_origin(self, module: nn.Module) -> str:
+        path = self.paths.get(id(module))
+        if path is None:
+            raise Refusal(Reason.READS_STATE, f"uses a {type(module).__name__} that is not one of its submodules")
+        return "self" + "".join(f"._modules[{atom!r}]" for atom in path.split(".") if atom)
+
+    def constant(self, value: Any, origin: str | None, what: str) -> Any:
+        """A value that Python holds: guarded if it can be compared, passed on if it cannot change meaning."""
+        if isinstance(value, Proxy | nn.Module):
+            return value
+        if isinstance(value, Tensor):
+            if origin is None or not origin.startswith("self"):
+                raise Refusal(Reason.READS_STATE, f"{what} is a tensor outside of the module")
+            raise Refusal(Reason.READS_STATE, f"{what} is a tensor and neither a parameter nor a buffer")
+        if is_primitive(value):
+            if origin is not None:
+                self.guard(equality(origin, value, self.bind))
+            if isinstance(value, list | dict):
+                before, value = value, copy.deepcopy(value)
+                self.lent.append((what, before, value))
+            return value
+        if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type | types.ModuleType):
+            if origin is not None and origin.startswith("self"):
+                self.guard(f"{origin} is {self.bind(value, getattr(value, '__name__', 'object').strip('<>'))}")
+            return value
+        if origin is None:
+            raise Refusal(Reason.READS_STATE, f"{what} is a {type(value).__name__}")
+        self.origins[id(value)] = (value, origin)
+        return value
+
+    # -- hooks: names, attributes, containers ------------------------------------------------------------------
+
+    def hook_name(self, name: str) -> Any:
+        function, _ = self.frames[-1]
+        variables = inspect.getclosurevars(function) if function.__closure__ else None
+        if variables is not None and name in variables.nonlocals:
+            value = variables.nonlocals[name]
+            return self.constant(value, None, name) if not is_primitive(value) else self.refuse_closure(name)
+        if name in function.__globals__:
+            value = function.__globals__[name]
+            origin = None
+            if not isinstance(value, types.FunctionType | types.BuiltinFunctionType | type | types.ModuleType):
+                origin = f"{self.bind(function.__globals__, 'globals')}[{name!r}]"
+            return self.constant(value, origin, f"the global {name}")
+        if hasattr(builtins, name):
+            return getattr(builtins, name)
+        raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
+
+    def refuse_closure(self, name: str) -> Any:
+        raise Refusal(Reason.READS_STATE, f"the closure variable {name}")
+
+    def hook_attribute(self, owner: Any, name: str) -> Any:
+        if isinstance(owner, Proxy):
+            return getattr(owner, name)
+        if isinstance(owner, nn.Module):
+            return self.module_attribute(owner, name)
+        if isinstance(owner, super):
+            inherited = getattr(owner, name)
+            if not isinstance(inherited, types.MethodType):
+                raise Refusal(Reason.READS_STATE, f"super().{name}")
+            return inherited
+        if isinstance(owner, types.ModuleType):
+            value = getattr(owner, name)
+            fixed = owner.__name__.split(".")[0] in ("torch", "math")
+            return self.constant(value, None if fixed else f"{self.bind(owner, 'module')}.{name}", f"{owner.__name__}.{name}")
+        if is_primitive(owner) or isinstance(owner, type | types.FunctionType | set | torch.finfo | torch.iinfo):
+            return getattr(owner, name)
+        return self.object_attribute(owner, name)
+
+    def object_attribute(self, owner: Any, name: str) -> Any:
+        """An attribute of some object that hangs on the module, say ``self.config.hidden_size``."""
+        origin = self.origin(owner)
+        what = f"{origin or type(owner).__name__}.{name}"
+        static = inspect.getattr_static(type(owner), name, None)
+        if origin is None or (static is not None and not is_primitive(static)):
+            raise Refusal(Reason.READS_STATE, what)
+        try:
+            value = object.__getattribute__(owner, name)
+        except AttributeError:
+            raise Refusal(Reason.READS_STATE, what) from None
+        return self.constant(value, f"{origin}.{name}", what)
+
+    def module_attribute(self, module: nn.Module, name: str) -> Any:
+        origin = self.module_origin(module)
+        what = f"{origin}.{name}"
+        if name == "training" and module is self.root:
+            self.recording.reads_training = True
+            return self.training
+        static = inspect.getattr_static(type(module), name, None)
+        if isinstance(static, property) and static.fget is not None:
+            return self.follow(static.fget, (module,), {})  # type: ignore[arg-type]
+        state = module.__dict__
+        if name in state:
+            if isinstance(state[name], Tensor):
+                return self.record("get_attr", self.tensor_path(module, name), (), {})
+            return self.constant(state[name], f"{origin}.{name}", what)
+        for registry in ("_parameters", "_buffers"):
+            if name in state[registry]:
+                if state[registry][name] is None:
+                    self.guard(f"{origin}.{name} is None")
+                    return None
+                return self.record("get_attr", self.tensor_path(module, name), (), {})
+        if name in state["_modules"]:
+            child = state["_modules"][name]
+            if child is None:
+                self.guard(f"{origin}._modules[{name!r}] is None")
+            return child
+        if isinstance(static, types.FunctionType | staticmethod | classmethod):
+            return getattr(module, name)
+        if is_primitive(static) and static is not None:
+            return self.constant(static, f"{origin}.{name}", what)
+        raise Refusal(Reason.READS_STATE, what)
+
+    def tensor_path(self, module: nn.Module, name: str) -> str:
+        path = self.paths[id(module)]
+        return f"{path}.{name}" if path else name
+
+    def hook_container(self, value: Any) -> Any:
+        """Something that is iterated or indexed: a container of modules must keep its length."""
+        if isinstance(value, Proxy) or is_primitive(value) or isinstance(value, types.GeneratorType | list | tuple | dict | set):
+            return value
+        if isinstance(value, CONTAINERS):
+            if isinstance(value, nn.ParameterList | nn.ParameterDict):
+                raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
+            origin = self.module_origin(value)
+            self.guard(f"tuple({origin}._modules) == {tuple(value._modules)!r}")
+            return value
+        if isinstance(value, range | zip | enumerate | map | filter | Iterator):
+            return value
+        raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
+
+    def hook_unpack(self, value: Any, count: int) -> Any:
+        if not isinstance(value, Proxy):
+            return value
+        items = self.record("call_function", calls.unpack, (value, count), {})
+        return tuple(items[i] for i in range(count))
+
+    # -- hooks: tests ------------------------------------------------------------------------------------------
+
+    def hook_test(self, value: Any) -> Any:
+        if isinstance(value, Proxy):
+            raise Refusal(Reason.DATA_DEPENDENT, f"tests the value of {value.node}")
+        if isinstance(value, CONTAINERS):
+            self.hook_container(value)
+        elif isinstance(value, nn.Module):
+            self.hook_same(value, None)
+        return value
+
+    def hook_plain(self, value: Any) -> Any:
+        if isinstance(value, Proxy | nn.Module):
+            raise Refusal(Reason.DATA_DEPENDENT, f"formats {value}")
+        return value
+
+    def require_tensor(self, proxy: Proxy) -> None:
+        if proxy.node.op != "placeholder":
+            raise Refusal(Reason.TYPE_TEST, f"of {proxy.node}")
+        self.guard(f"isinstance({proxy.node.target}, {self.bind(Tensor, 'Tensor')})")
+
+    def hook_same(self, left: Any, right: Any) -> bool:
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, nn.Module) and other is None and one is not self.root:
+                self.guard(f"{self.module_origin(one)} is not None")
+                return False
+            if not isinstance(one, Proxy):
+                continue
+            if isinstance(other, Proxy) or not (other is None or isinstance(other, bool)):
+                raise Refusal(Reason.IDENTITY_TEST, f"of {one.node}")
+            if one.node.op == "get_attr":
+                path = one.node.target.split(".")  # type: ignore[union-attr]
+                owner = self.module_origin(self.root.get_submodule(".".join(path[:-1])))
+                self.guard(f"{owner}.{path[-1]} is not None")
+            elif one.node.op == "placeholder":
+                self.require_tensor(one)
+            elif not (one.node.op == "call_function" and getattr(one.node.target, "__module__", "") == "_operator"):
+                raise Refusal(Reason.IDENTITY_TEST, f"of {one.node}")
+            return False
+        return left is right
+
+    def hook_contains(self, item: Any, container: Any) -> bool:
+        if isinstance(item, Proxy | nn.Module) or isinstance(container, Proxy | nn.Module):
+            raise Refusal(Reason.DATA_DEPENDENT, "tests membership of a traced value")
+        return item in container
+
+    def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
+        name = {
+            "Add": "iadd", "Sub": "isub", "Mult": "imul", "Div": "itruediv", "FloorDiv": "ifloordiv", "Mod": "imod",
+            "Pow": "ipow", "MatMult": "imatmul", "BitAnd": "iand", "BitOr": "ior", "BitXor": "ixor",
+            "LShift": "ilshift", "RShift": "irshift",
+        }[op]  # fmt: skip
+        function = getattr(operator, name)
+        if isinstance(target, Proxy):
+            return self.record("call_function", function, (target, value), {})
+        return function(target, value)
+
+    # -- hooks: calls --------------------------------------------------------------------------------------------
+
+    def hook_parent(self) -> Any:
+        function, owner = self.frames[-1]
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if "__class__" not in cells:
+            raise Refusal(Reason.SYNTAX, "super() outside of a method")
+        return super(cells["__class__"].cell_contents, owner)
+
+    def hook_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(function, Proxy):
+            return function(*args, **kwargs)
+        if isinstance(function, nn.Module):
+            if function is self.root or isinstance(function, torch.jit.ScriptModule):
+                raise Refusal(Reason.UNKNOWN_CALL, type(function).__name__)
+            self.module_origin(function)
+            return self.record("call_module", self.paths[id(function)], args, kwargs)
+        if isinstance(function, types.MethodType):
+            return self.method(function, args, kwargs)
+        if isinstance(function, types.FunctionType):
+            return self.function(function, args, kwargs)
+        return self.builtin(function, args, kwargs)
+
+    def method(self, function: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        owner = function.__self__
+        if isinstance(owner, CONTAINERS) and function.__name__ in ("values", "items", "keys", "children"):
+            self.hook_container(owner)
+            return function(*args, **kwargs)
+        if not isinstance(owner, nn.Module | type) or not isinstance(function.__func__, types.FunctionType):
+            raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
+        if from_torch(function.__func__) and owner is not self.root:
+            raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
+        return self.follow(function.__func__, (owner, *args), kwargs)
+
+    def function(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function in SCRIPTING:
+            return False
+        if from_torch(function):
+            return self.record("call_function", function, args, kwargs)
+        # A recorded call gets its own copy of a list, so one that might fill the caller's list must be followed.
+        recordable = not any(isinstance(value, list | dict | set) for value in (*args, *kwargs.values()))
+        last = next(iter(reversed(self.graph.nodes)), None)
+        try:
+            if (function.__module__ or "").split(".")[0] in sys.stdlib_module_names:
+                raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
+            return self.follow(function, args, kwargs)
+        except (Refusal, TraceError):
+            if not recordable:
+                raise
+            while self.graph.nodes and (node := next(iter(reversed(self.graph.nodes)))) is not last:
+                self.graph.erase_node(node)
+            return self.record("call_function", function, args, kwargs)
+
+    def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the rewritten source of a Python function."""
+        if self.depth >= MAX_DEPTH:
+            raise Refusal(Reason.UNKNOWN_CALL, f"{function.__qualname__}: calls are nested too deeply")
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        rewritten = self.compile(function)
+        self.depth += 1
+        self.frames.append((function, args[0] if args else None))
+        try:
+            return rewritten(*bound.args, **bound.kwargs)
+        finally:
+            self.frames.pop()
+            self.depth -= 1
+
+    def compile(self, function: types.FunctionType) -> Callable[..., Any]:
+        tree = parse(function)
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        names.update(node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
+        instrument = Instrument(names)
+        tree.decorator_list = []
+        tree.returns = None
+        tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
+        tree.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in tree.args.kw_defaults]
+        for arg in ast.walk(tree.args):
+            if isinstance(arg, ast.arg):
+                arg.annotation = None
+        body: list[ast.stmt] = []
+        for statement in tree.body:
+            body.append(instrument.visit(statement))
+        tree.body = body
+        code = ast.fix_missing_locations(ast.Module([tree], []))
+        scope: dict[str, Any] = {f"__trace_{name}": getattr(self, f"hook_{name}") for name in HOOKS}
+        exec(compile(code, f"<traced {function.__qualname__}>", "exec"), scope)  # noqa: S102
+        return scope[tree.name]  # type: ignore[no-any-return]
+
+    def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(function, "__qualname__", repr(function))
+        if function is isinstance:
+            return self.is_instance(*args)
+        if function is getattr and isinstance(args[1], str):
+            return self.hook_attribute(args[0], args[1])
+        arguments = [*args, *kwargs.values()]
+        traced = any(isinstance(value, Proxy) for value in arguments)
+        for value in arguments:
+            if isinstance(value, nn.Module):
+                self.hook_container(value)
+        if function in STRUCTURAL or (function in PURE_BUILTINS and not traced):
+            if any(isinstance(value, types.FunctionType | types.MethodType) for value in arguments):
+                raise Refusal(Reason.UNKNOWN_CALL, f"{name} with a function")
+            return function(*args, **kwargs)
+        if isinstance(function, types.BuiltinMethodType | types.MethodWrapperType):
+            owner = function.__self__
+            if is_primitive(owner) and owner is not None or isinstance(owner, list | tuple | dict | set):
+                return function(*args, **kwargs)
+        if not traced and builtin_module(function) == "math":
+            return function(*args, **kwargs)
+        recordable = isinstance(function, types.BuiltinFunctionType) or function in PURE_BUILTINS
+        if recordable and (function in PURE_BUILTINS or function is print or builtin_module(function) in ("math", "torch")):
+            return self.record("call_function", function, args, kwargs)
+        if function in (torch.finfo, torch.iinfo, torch.Size, torch.device):
+            return self.record("call_function", function, args, kwargs) if traced else function(*args, **kwargs)
+        raise Refusal(Reason.UNKNOWN_CALL, name)
+
+    def is_instance(self, value: Any, classes: Any) -> bool:
+        if isinstance(value, Proxy):
+            options = classes if isinstance(classes, tuple) else (classes,)
+            if not all(option in (Tensor, tuple, list, dict, int, float, bool, str) for option in options):
+                raise Refusal(Reason.TYPE_TEST, f"of {value.node}")
+            self.require_tensor(value)
+            return Tensor in options
+        if isinstance(value, nn.Module) and value is not self.root:
+            result = isinstance(value, classes)
+            self.guard(f"isinstance({self.module_origin(value)}, {self.bind(classes, 'classes')}) is {result}")
+            return result
+        return isinstance(value, classes)
+
+    # -- the whole -------------------------------------------------------------------------------------------------
+
+    def run(self, forward: types.FunctionType, tensors: frozenset[str]) -> Recording:
+        """Record ``forward`` with the parameters named in ``tensors``, and those without a default, as proxies."""
+        arguments: list[Any] = []
+        keywords: dict[str, Any] = {}
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise Refusal(Reason.SIGNATURE, str(parameter))
+            if parameter.default is parameter.empty or parameter.name in tensors:
+                value: Any = self.recorder.create_proxy("placeholder", parameter.name, (), {})
+                if parameter.name in tensors:
+                    self.require_tensor(value)
+            else:
+                value = parameter.default
+                if not is_primitive(value):
+                    raise Refusal(Reason.SIGNATURE, f"the default of {parameter.name}")
+                self.guard(equality(parameter.name, value, self.bind))
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                keywords[parameter.name] = value
+            else:
+                arguments.append(value)
+        result = self.follow(forward, (self.root, *arguments), keywords)
+        self.recorder.create_node("output", "output", (self.recorder.create_arg(result),), {})
+        for what, before, lent in self.lent:
+            if before != lent:
+                raise Refusal(Reason.CHANGES_STATE, f"changes {what}")
+        return self.recording
+
+
+def from_torch(function: types.FunctionType) -> bool:
+    return (function.__module__ or "").split(".")[0] == "torch"
+
+
+def builtin_module(function: Any) -> str:
+    """The package of a function in C; torch's own have no ``__module__`` or that of their namespace class."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__.split(".")[0]
+    name = getattr(function, "__module__", None) or getattr(owner, "__module__", None) or ""
+    return "torch" if getattr(torch, function.__name__, None) is function else name.split(".")[0]
+
+
+def equality(expression: str, value: Any, bind: Callable[[object, str], str]) -> str:
+    """A test that ``expression`` still has this value, as Python source."""
+    if value is None or isinstance(value, bool):
+        return f"{expression} is {value!r}"
+    if isinstance(value, enum.Enum | torch.dtype | torch.memory_format | torch.layout):
+        return f"{expression} is {bind(value, 'constant')}"
+    if type(value) in (int, str) or (type(value) is float and math.isfinite(value)):
+        literal = repr(value)
+    else:
+        literal = bind(copy.deepcopy(value), "constant")
+    return f"type({expression}) is {type_name(value, bind)} and {expression} == {literal}"
+
+
+def type_name(value: Any, bind: Callable[[object, str], str]) -> str:
+    kind = type(value)
+    return kind.__name__ if getattr(builtins, kind.__name__, None) is kind else bind(kind, kind.__name__)
+
+
+#: Branches for TorchScript: a patched model runs as Python.
+SCRIPTING = frozenset({torch.jit.is_scripting})
+
+
+def record(module: nn.Module, *, training: bool, tensors: frozenset[str] = frozenset()) -> Recording:
+    """Trace ``module.forward`` with its children as leaves.
+
+    Args:
+        module: a module whose class has a Python forward. It is not changed, and none of its code with a side effect runs.
+        training: the value that the forward sees as ``self.training``.
+        tensors: parameters with a default that the caller is taken to pass as tensors.
+
+    Raises:
+        Refusal: with the reason why the forward cannot be recorded.
+    """
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType):
+        raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
+    try:
+        return Trace(module, training).run(forward, tensors)
+    except TraceError as error:
+        raise Refusal(Reason.DATA_DEPENDENT, str(error).splitlines()[0]) from None
+    except Refusal:
+        raise
+    except Exception as error:  # the forward itself raised: it does on proxies what only tensors can do
+        raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
