@@ -220,7 +220,8 @@ class View:
 
     def is_tensor(self, value: Any) -> bool:
         """Whether a value is taken for a tensor. A placeholder is one only under a guard, which the rewriting adds."""
-        return isinstance(value, Node) and not self.is_number(value)
+        is_flag = isinstance(value, Node) and value.op == "get_attr" and value.target == "training"
+        return isinstance(value, Node) and not is_flag and not self.is_number(value)
 
     # -- which memory a node shares ---------------------------------------------------------------------------
 

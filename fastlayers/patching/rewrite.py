@@ -215,24 +215,32 @@ def fuse(module: nn.Module, excluded: frozenset[str] = frozenset(), known: dict[
 
 
 def record_all(module: nn.Module) -> tuple[list[Recording], list[Refusal]]:
-    """Recordings for each set of optional tensors and, where the forward reads it, for both values of ``self.training``."""
+    """Recordings for each set of optional tensors and, where the forward branches on it, for both values of ``self.training``."""
     recordings: list[Recording] = []
     refusals: list[Refusal] = []
     optional = optional_parameters(type(module).forward) if isinstance(type(module).forward, types.FunctionType) else []
     sizes = range(len(optional) + 1) if len(optional) <= ALL_COMBINATIONS else (0, 1, len(optional))
     for tensors in itertools.chain.from_iterable(itertools.combinations(optional, size) for size in sizes):
-        for training in (True, False):
-            try:
-                recording = record(module, training=training, tensors=frozenset(tensors))
-            except Refusal as refusal:
+        try:
+            recordings.append(record(module, training=None, tensors=frozenset(tensors)))
+        except Refusal as refusal:
+            if refusal.reason is not Reason.DATA_DEPENDENT and refusal.reason is not Reason.IDENTITY_TEST:
                 refusals.append(refusal)
                 continue
-            if not recording.reads_training:
-                recordings.append(recording)
-                break
-            recording.guards = {"self.training" if training else "not self.training": None, **recording.guards}
-            recordings.append(recording)
+            recordings.extend(record_modes(module, frozenset(tensors), refusals))
     return recordings, refusals
+
+
+def record_modes(module: nn.Module, tensors: frozenset[str], refusals: list[Refusal]) -> Iterator[Recording]:
+    """A recording for ``self.training`` and one for eval, each with the mode as its first guard."""
+    for training in (True, False):
+        try:
+            recording = record(module, training=training, tensors=tensors)
+        except Refusal as refusal:
+            refusals.append(refusal)
+            continue
+        recording.guards = {"self.training" if training else "not self.training": None, **recording.guards}
+        yield recording
 
 
 def merge_modes(variants: list[tuple[Recording, str]]) -> list[tuple[Recording, str]]:

@@ -57,7 +57,6 @@ class Recording:
     graph: fx.Graph
     guards: dict[str, None] = field(default_factory=dict)
     namespace: dict[str, Any] = field(default_factory=dict)
-    reads_training: bool = False
 
 
 def is_primitive(value: object) -> bool:
@@ -233,7 +232,7 @@ class Instrument(ast.NodeTransformer):
 class Trace:
     """One run of a module's forward with proxies. Its ``hook_`` methods are what the rewritten source calls."""
 
-    def __init__(self, module: nn.Module, training: bool) -> None:
+    def __init__(self, module: nn.Module, training: bool | None) -> None:
         self.root = module
         self.training = training
         self.graph = fx.Graph()
@@ -364,8 +363,7 @@ class Trace:
         origin = self.module_origin(module)
         what = f"{origin}.{name}"
         if name == "training" and module is self.root:
-            self.recording.reads_training = True
-            return self.training
+            return self.record("get_attr", "training", (), {}) if self.training is None else self.training
         static = inspect.getattr_static(type(module), name, None)
         if isinstance(static, property) and static.fget is not None:
             return self.follow(static.fget, (module,), {})  # type: ignore[arg-type]
@@ -445,7 +443,7 @@ class Trace:
                 continue
             if isinstance(other, Proxy) or not (other is None or isinstance(other, bool)):
                 raise Refusal(Reason.IDENTITY_TEST, f"of {one.node}")
-            if one.node.op == "get_attr":
+            if one.node.op == "get_attr" and one.node.target != "training":
                 path = one.node.target.split(".")  # type: ignore[union-attr]
                 owner = self.module_origin(self.root.get_submodule(".".join(path[:-1])))
                 self.guard(f"{owner}.{path[-1]} is not None")
@@ -668,12 +666,13 @@ def type_name(value: Any, bind: Callable[[object, str], str]) -> str:
 SCRIPTING = frozenset({torch.jit.is_scripting})
 
 
-def record(module: nn.Module, *, training: bool, tensors: frozenset[str] = frozenset()) -> Recording:
+def record(module: nn.Module, *, training: bool | None, tensors: frozenset[str] = frozenset()) -> Recording:
     """Trace ``module.forward`` with its children as leaves.
 
     Args:
         module: a module whose class has a Python forward. It is not changed, and none of its code with a side effect runs.
-        training: the value that the forward sees as ``self.training``.
+        training: what the forward sees as ``self.training``; with None it is read on every call, which serves a forward that
+            only hands it on, to ``F.dropout`` say. One that branches on it is refused then, and is recorded in each mode.
         tensors: parameters with a default that the caller is taken to pass as tensors.
 
     Raises:
