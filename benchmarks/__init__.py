@@ -6,6 +6,7 @@ cases/               the cases themselves, one file per family; a new op adds it
 implementations.py   the contestants: eager, torch.compile, fastlayers by choice and forced, naive, Liger
 timing.py            GPU time by summed kernels, wall time, host time, peak memory
 precompile.py        torch.compile's work, done in parallel before anything is timed
+startup.py           the import, and the first call of a kernel
 run.py               one case after the other: check, time, write down
 environment.py       the machine, the versions and the commit that a result belongs to
 report.py            tables, for the terminal and for Markdown

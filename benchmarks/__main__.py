@@ -64,6 +64,7 @@ def chosen(only: str, suites: tuple[str, ...], everything: bool) -> list[Case]:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
 @click.option("--name", default="results", show_default=True, help="The result file is NAME.json.")
 @click.option("--samples", default=20, show_default=True, type=click.IntRange(min=2), help="Timed calls per number.")
+@click.option("--startup", is_flag=True, help="Also what a process pays once; part of a run of everything.")
 @click.option("--time-limit", type=float, help="Seconds after which no further case starts.")
 def run(
     only: str,
@@ -73,6 +74,7 @@ def run(
     out: Path,
     name: str,
     samples: int,
+    startup: bool,
     time_limit: float | None,
 ) -> None:
     """Measure, write OUT/NAME.json after every case, print the tables and draw the plots.
@@ -88,7 +90,8 @@ def run(
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )
-    settings = Settings(samples, everything, implementations, time_limit)
+    selective = bool(only or suites or implementations)
+    settings = Settings(samples, everything, implementations, time_limit, startup or not selective)
     with progress if sys.stderr.isatty() else nullcontext():
         task = progress.add_task("benchmarks", total=len(cases))
 

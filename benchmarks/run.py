@@ -18,6 +18,7 @@ from benchmarks.case import DTYPE_NAMES, Case
 from benchmarks.environment import environment
 from benchmarks.implementations import contestants, forced, function, missing
 from benchmarks.precompile import precompile, share_compiled_code
+from benchmarks.startup import startup
 from benchmarks.timing import Clock, Task, clock_for, copy_bandwidth, host_us, loop_us, relative_error
 from fastlayers.backends import BackendError, backend
 
@@ -41,6 +42,7 @@ class Settings:
     everything: bool = False
     only_implementations: tuple[str, ...] = ()
     time_limit: float | None = None
+    startup: bool = False
 
     def names(self, case: Case) -> tuple[str, ...]:
         names = contestants(case, self.everything)
@@ -89,6 +91,7 @@ class Results:
     clock: dict[str, str] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     compile_s: dict[str, float] = field(default_factory=dict)
+    startup: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
     def save(self) -> None:
@@ -114,6 +117,9 @@ def run(
     started = time.monotonic()
     main_device = device_for("cuda" if any(case.device_type == "cuda" for case in cases) else "cpu")
     results = Results(path, environment(main_device))
+    if settings.startup:
+        results.startup = startup()
+        report("startup measured")
     share_compiled_code()
     to_compile = [case for case in cases if case.device_type == "cuda" and "compile" in settings.names(case)]
     if main_device.type == "cuda" and len(to_compile) > 1:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import plots, report
+from benchmarks import plots, report, startup
 from benchmarks.__main__ import main
 from benchmarks.case import Case, Input, Op, count_bytes
 from benchmarks.cases import all_cases
@@ -18,7 +22,7 @@ from benchmarks.cases.softmax import MASKED_SOFTMAX, SOFTMAX, causal_mask, paddi
 from benchmarks.implementations import contestants
 from benchmarks.precompile import compile_case
 from benchmarks.run import Settings, run
-from benchmarks.timing import CpuClock, DeviceEvent, Task, between_markers, copy_bandwidth, summarize
+from benchmarks.timing import CpuClock, DeviceEvent, Task, between_markers, copy_bandwidth, device_events, summarize
 
 SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 CPU = torch.device("cpu")
@@ -98,6 +102,23 @@ def test_lost_markers_are_an_error():
     events = recorded([("softmax", 5.0)], [("softmax", 5.0)])
     with pytest.raises(RuntimeError, match="3 marker kernels; expected 4"):
         between_markers(events[:-1], calls=2)
+
+
+def test_only_the_device_time_line_is_read():
+    def event(name, device_type, annotation=False):
+        interval = Interval(10.0, 14.0)
+        return SimpleNamespace(name=name, device_type=device_type, is_user_annotation=annotation, time_range=interval)
+
+    kernel, launch = event("softmax", DeviceType.CUDA), event("cudaLaunchKernel", DeviceType.CPU)
+    compiled_region = event("Torch-Compiled Region: 0/0", DeviceType.CUDA, annotation=True)
+    prof = SimpleNamespace(events=lambda: [launch, compiled_region, kernel])
+    assert device_events(prof) == [DeviceEvent("softmax", 10.0, 4.0)]
+
+
+def test_a_profile_of_this_torch_can_be_read():
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        torch.ones(3).sum()
+    assert device_events(prof) == []
 
 
 def test_summary_is_the_median_and_lists_kernels_once():
@@ -296,6 +317,15 @@ def test_tables_of_a_run(results):
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in table)
     assert report.summary(results[0]).startswith("2 bars met, 0 missed;")
+
+
+def test_startup_is_measured_and_judged(monkeypatch):
+    monkeypatch.setattr(startup, "PROCESSES", 1)
+    [imported, *_] = startup.startup()
+    assert imported["seconds"] > 0
+    assert report.startup_line(imported | {"seconds": 0.1}).verdicts == (("bar 0.2 s met", "good"),)
+    assert report.startup_line(imported | {"seconds": 0.3}).verdicts == (("bar 0.2 s MISSED", "bad"),)
+    assert startup.median_seconds("raise ValueError('why')") == {"seconds": None, "reason": "ValueError: why"}
 
 
 def test_command_line_prints_and_draws(results, tmp_path):
