@@ -311,7 +311,8 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
 
     steps = [compile_step(source, *cxx, "-fPIC", "-fvisibility=hidden") for source in sources]
     if nvcc is not None:
-        threads = max(1, _jobs() // max(1, len(cuda_sources)))
+        # One source takes far longer than the others, so each may use every core for its architectures.
+        threads = min(_jobs(), len(info.cuda_archs) + 1)
         host = ["-ccbin", cxx[-1]] if os.environ.get("CXX") else []
         flags = [*host, "-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr", f"--threads={threads}"]
         steps += [compile_step(s, nvcc, *flags, *_gencode(info.cuda_archs)) for s in cuda_sources]
