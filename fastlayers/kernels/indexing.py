@@ -37,7 +37,7 @@ Pattern = tuple[int, int, int, int, int]
 
 
 def pattern(sizes: Sequence[int], strides: Sequence[int]) -> Pattern | None:
-    """(size1, size2, stride0, stride1, stride2) for :func:`pattern_offset`; None if it takes more than three dimensions."""
+    """(size1, size2, stride0, stride1, stride2) for :func:`pattern_offset`; None where three dimensions do not do."""
     dims = collapse(sizes, strides)
     if len(dims) > 3:
         return None

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ def _hooked() -> bool:
 class Kernel:
     """A ``@triton.jit`` function with a cache of its compiled specialisations.
 
-    The function takes run-time arguments first (tensors, ints, floats annotated ``tl.float64``, None), then its constexprs.
+    The function takes run-time arguments first (tensors, ints, floats annotated ``tl.float64``, None), then its
+    constexprs.
     """
 
     def __init__(self, function: Any) -> None:
@@ -77,3 +79,8 @@ class Kernel:
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(programs, 1, 1, stream, function, metadata, None, None, None, *values, *constants)
         return None
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -4,20 +4,18 @@ Stock PyTorch runs softmax(x * scale + mask) as three kernels with two intermedi
 scores exist only in registers: the forward reads x (and the mask, which is usually small) and writes y; the backward
 reads dy and y and writes dx. Nothing but y is kept.
 
-A *line* is what is normalised: n elements along ``dim``. The tensor is (outer, n, inner) in row-major order, which gives
-outer * inner lines. Where inner is 1 lines are memory rows and a tile is LINES x BLOCK with the reduction along axis
-1; otherwise lines lie across the memory and a tile is BLOCK x LINES, reduced along axis 0, so that neighbouring lanes
-read neighbouring addresses either way. A line that fits the registers is read once (:func:`_whole_forward`,
-:func:`_whole_backward`); a longer one is read twice, the second time backwards so as to meet the cache where the first
-left it (:func:`_long_forward`, :func:`_long_backward`), and is split among several programs where there are too few lines
-to fill the machine. One-dimensional grid: program = group of LINES lines, or (group, split).
+A *line* is what is normalised: n elements along ``dim``. The tensor is (outer, n, inner) in row-major order, which
+gives outer * inner lines. Where inner is 1 lines are memory rows and a tile is LINES x BLOCK, reduced along axis 1,
+otherwise lines lie across the memory and a tile is BLOCK x LINES, reduced along axis 0: neighbouring lanes read
+neighbouring addresses either way. A line that fits the registers is read once (``_whole_forward``,
+``_whole_backward``); a longer one is read twice, the second time backwards so as to meet the cache where the first
+left it (``_long_forward``, ``_long_backward``), and is split among several programs where there are too few lines to
+fill the machine. One-dimensional grid: program = group of LINES lines, or (group, split).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlayers.kernels.indexing import collapse, extent, index_type, pattern, pattern_offset
-from fastlayers.kernels.launch import Kernel
+from fastlayers.kernels.launch import Kernel, multiprocessors
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Tile:
 # Elements of a tile and its warps, by the power of two that holds n. 128-bit accesses want 8 16-bit elements a thread;
 # 32 a thread keep four of them in flight and leave room for three or more blocks on an SM. Short lines share a tile.
 # The backward holds y and dy, so half as many. Past 32768 (16384) elements the registers of 1024 threads do not hold a
-# line. float64 takes two registers an element, so its tiles have half as many elements.
+# line. float64 takes two registers an element, so these tiles have half as many elements of it.
 ROWS_FORWARD = {4096: 4, 8192: 8, 16384: 16, 32768: 16}
 ROWS_BACKWARD = {2048: 4, 4096: 8, 8192: 16, 16384: 16}
 
@@ -51,8 +49,9 @@ COLUMNS_FORWARD = {4096: 4, 8192: 8, 16384: 16}
 COLUMNS_BACKWARD = {2048: 4, 4096: 8, 8192: 16}
 COLUMN_LINES = 32
 
-# Long rows: 1024 threads, so that an SM works on one row at a time and the 132 rows of 131072 16-bit elements in flight (34 MB)
-# stay in the L2 cache for their second reading. Long columns: 128 contiguous bytes of 16-bit elements, and small blocks.
+# Long rows: 1024 threads, so that an SM works on one row at a time and the 132 rows of 131072 16-bit elements in flight
+# (34 MB) stay in the L2 cache for their second reading. Long columns: 128 contiguous bytes of 16-bit elements. Blocks
+# are for 16-bit elements; wider ones get fewer, for a thread has 64 registers here and float32 spilled at 16 elements.
 LONG_ROWS = Tile(lines=1, block=16384, warps=32, whole=False)
 LONG_COLUMNS = Tile(lines=64, block=64, warps=8, whole=False)
 
@@ -60,34 +59,29 @@ LONG_COLUMNS = Tile(lines=64, block=64, warps=8, whole=False)
 MAX_SPLIT_STATISTICS = 4096
 
 
-def tile_for(n: int, axis: int, backward: bool, wide: bool) -> Tile:
-    """The tile for lines of n elements; ``wide`` where the computation is in float64."""
+def tile_for(n: int, axis: int, backward: bool, itemsize: int) -> Tile:
+    """The tile for lines of n elements, the widest of whose operands has ``itemsize`` bytes an element."""
     block = triton.next_power_of_2(n)
     if axis == 1:
         table, least_lines, long = ROWS_BACKWARD if backward else ROWS_FORWARD, 1, LONG_ROWS
     else:
         table, least_lines, long = COLUMNS_BACKWARD if backward else COLUMNS_FORWARD, COLUMN_LINES, LONG_COLUMNS
     for elements, warps in table.items():
-        elements >>= wide
+        elements >>= itemsize == 8
         if block * least_lines <= elements:
             return Tile(lines=elements // block, block=block, warps=warps, whole=True)
-    return Tile(long.lines, long.block >> wide, long.warps, whole=False)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return Tile(long.lines, long.block * 2 // itemsize, long.warps, whole=False)
 
 
 def _splits(n: int, groups: int, tile: Tile, device: torch.device) -> tuple[int, int]:
     """(programs a line, elements each takes of it): more than one where the groups of lines leave the machine idle."""
-    idle = 2 * _multiprocessors(device) // groups
+    idle = 2 * multiprocessors(device) // groups
     splits = min(idle, triton.cdiv(n, 2 * tile.block), MAX_SPLIT_STATISTICS // tile.lines) if idle > 2 else 1
     chunk = triton.cdiv(triton.cdiv(n, splits), tile.block) * tile.block
     return triton.cdiv(n, chunk), chunk
 
 
-# ---------------------------------------------------------------------------------------------------------------- kernels
+# -------------------------------------------------------------------------------------------------------------- kernels
 
 
 @triton.jit
@@ -97,17 +91,23 @@ def _lanes(line, position, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _offset(i, k, inner, stride_outer, stride_n, stride_inner):
+    """Of element k of line i."""
+    return (i // inner * stride_outer + i % inner * stride_inner) + k * stride_n
+
+
+@triton.jit
 def _scores(
     x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale,
     size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
     """A tile of x * scale + mask; minus infinity outside the tensor."""
-    l, k = _lanes(line, position, AXIS)
-    inside = (l < lines) & (k < n)
-    x = tl.load(x_ptr + (l // inner * x_outer + l % inner * x_inner) + k * x_n, mask=inside, other=0.0).to(ACC)
+    i, k = _lanes(line, position, AXIS)
+    inside = (i < lines) & (k < n)
+    x = tl.load(x_ptr + _offset(i, k, inner, x_outer, x_n, x_inner), mask=inside, other=0.0).to(ACC)
     scores = x * tl.full((), scale, ACC)
     if mask_ptr is not None:
-        offset = pattern_offset(l // inner, size1, size2, mask0, mask1, mask2) + l % inner * mask_inner
+        offset = pattern_offset(i // inner, size1, size2, mask0, mask1, mask2) + i % inner * mask_inner
         mask = tl.load(mask_ptr + offset + k * mask_n, mask=inside, other=0)
         if mask_ptr.dtype.element_ty == tl.int1:
             inside = inside & (mask != 0)
@@ -124,10 +124,8 @@ def _probabilities(scores, largest, total, AXIS: tl.constexpr, LOG: tl.constexpr
     if LOG:
         return (scores - largest - tl.log(total)).to(DTYPE)
     exponentials = tl.exp(scores - largest)
-    if DTYPE == tl.float32:  # rounded once, as torch does; 16-bit results hide the second rounding
+    if tl.float32 == DTYPE:  # rounded once, as torch does; 16-bit results hide the second rounding
         return tl.div_rn(exponentials, tl.broadcast_to(total, exponentials.shape))
-    if DTYPE == tl.float64:
-        return exponentials / total
     return (exponentials * (1.0 / total)).to(DTYPE)
 
 
@@ -141,7 +139,7 @@ def _gradient(dy, y, dot, scale, AXIS: tl.constexpr, LOG: tl.constexpr):
 
 @triton.jit
 def _whole_forward(
-    y_ptr, x_ptr, mask_ptr, lines, n, inner, x_outer, x_n, x_inner, scale: tl.float64,
+    y_ptr, x_ptr, mask_ptr, lines, n, inner, y_outer, x_outer, x_n, x_inner, scale: tl.float64,
     size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
     LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
     AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
@@ -156,23 +154,23 @@ def _whole_forward(
     largest = tl.max(scores, AXIS)
     total = tl.sum(tl.exp(scores - tl.expand_dims(largest, AXIS)), AXIS)
     y = _probabilities(scores, largest, total, AXIS, LOG, y_ptr.dtype.element_ty)
-    l, k = _lanes(line, position, AXIS)
-    tl.store(y_ptr + (l // inner * (n * inner) + l % inner) + k * inner, y, mask=(l < lines) & (k < n))
+    i, k = _lanes(line, position, AXIS)
+    tl.store(y_ptr + _offset(i, k, inner, y_outer, inner, 1), y, mask=(i < lines) & (k < n))
 
 
 @triton.jit
 def _whole_backward(
-    dx_ptr, dy_ptr, y_ptr, lines, n, inner, dy_outer, dy_n, dy_inner, scale: tl.float64,
+    dx_ptr, dy_ptr, y_ptr, lines, n, inner, y_outer, dy_outer, dy_n, dy_inner, scale: tl.float64,
     LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
     AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx for LINES whole lines a program: dy and y in, each read once, dx out."""
     line = tl.program_id(0).to(INDEX) * LINES + tl.arange(0, LINES)
-    l, k = _lanes(line, tl.arange(0, BLOCK).to(INDEX), AXIS)
-    inside = (l < lines) & (k < n)
-    offset = (l // inner * (n * inner) + l % inner) + k * inner
+    i, k = _lanes(line, tl.arange(0, BLOCK).to(INDEX), AXIS)
+    inside = (i < lines) & (k < n)
+    offset = _offset(i, k, inner, y_outer, inner, 1)
     y = tl.load(y_ptr + offset, mask=inside, other=0.0).to(ACC)
-    dy = tl.load(dy_ptr + (l // inner * dy_outer + l % inner * dy_inner) + k * dy_n, mask=inside, other=0.0).to(ACC)
+    dy = tl.load(dy_ptr + _offset(i, k, inner, dy_outer, dy_n, dy_inner), mask=inside, other=0.0).to(ACC)
     dot = tl.sum(dy if LOG else dy * y, AXIS)
     dx = _gradient(dy, y, dot, tl.full((), scale, ACC), AXIS, LOG)
     tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -193,19 +191,19 @@ def _combine(largest, total, AXIS: tl.constexpr):
 @triton.jit
 def _split_tile(part_ptr, line, lines, splits, SPLITS: tl.constexpr, AXIS: tl.constexpr, empty):
     """What the splits left for these lines: element (line, split) of a (splits, lines) buffer."""
-    l, s = _lanes(line, tl.arange(0, SPLITS), AXIS)
-    return tl.load(part_ptr + s * lines + l, mask=(l < lines) & (s < splits), other=empty)
+    i, s = _lanes(line, tl.arange(0, SPLITS), AXIS)
+    return tl.load(part_ptr + s * lines + i, mask=(i < lines) & (s < splits), other=empty)
 
 
 @triton.jit
 def _long_forward(
-    y_ptr, x_ptr, mask_ptr, largest_ptr, total_ptr, splits, chunk, lines, n, inner, x_outer, x_n, x_inner,
+    y_ptr, x_ptr, mask_ptr, largest_ptr, total_ptr, splits, chunk, lines, n, inner, y_outer, x_outer, x_n, x_inner,
     scale: tl.float64, size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
     LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
     AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """y for lines too long for the registers: a running maximum and sum a lane, one exponential an element, then y."""
-    LOWEST: tl.constexpr = -1.7976931348623157e308 if ACC == tl.float64 else -3.4028234663852886e38
+    LOWEST: tl.constexpr = -1.7976931348623157e308 if tl.float64 == ACC else -3.4028234663852886e38
     split = tl.program_id(0) % splits
     line = (tl.program_id(0) // splits).to(INDEX) * LINES + tl.arange(0, LINES)
     start = split.to(INDEX) * chunk
@@ -219,8 +217,9 @@ def _long_forward(
         largest = tl.full(shape, LOWEST, ACC)
         total = tl.full(shape, 0.0, ACC)
         for first in range(start, stop, BLOCK):
+            position = first + tl.arange(0, BLOCK).to(INDEX)
             scores = _scores(
-                x_ptr, mask_ptr, line, first + tl.arange(0, BLOCK).to(INDEX), lines, n, inner, x_outer, x_n, x_inner, scale,
+                x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale,
                 size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC, AXIS,
             )  # fmt: skip
             difference = scores - largest
@@ -239,14 +238,14 @@ def _long_forward(
                 size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC, AXIS,
             )  # fmt: skip
             y = _probabilities(scores, largest, total, AXIS, LOG, y_ptr.dtype.element_ty)
-            l, k = _lanes(line, position, AXIS)
-            tl.store(y_ptr + (l // inner * (n * inner) + l % inner) + k * inner, y, mask=(l < lines) & (k < n))
+            i, k = _lanes(line, position, AXIS)
+            tl.store(y_ptr + _offset(i, k, inner, y_outer, inner, 1), y, mask=(i < lines) & (k < n))
 
 
 @triton.jit
 def _long_backward(
-    dx_ptr, dy_ptr, y_ptr, dot_ptr, splits, chunk, lines, n, inner, dy_outer, dy_n, dy_inner, scale: tl.float64,
-    LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
+    dx_ptr, dy_ptr, y_ptr, dot_ptr, splits, chunk, lines, n, inner, y_outer, dy_outer, dy_n, dy_inner,
+    scale: tl.float64, LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
     AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """dx for lines too long for the registers: the sum first, then dx."""
@@ -260,14 +259,14 @@ def _long_backward(
         shape: tl.constexpr = (LINES, BLOCK) if AXIS == 1 else (BLOCK, LINES)
         dot = tl.full(shape, 0.0, ACC)
         for first in range(start, stop, BLOCK):
-            l, k = _lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
-            inside = (l < lines) & (k < n)
-            dy_offset = (l // inner * dy_outer + l % inner * dy_inner) + k * dy_n
+            i, k = _lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
+            inside = (i < lines) & (k < n)
+            dy_offset = _offset(i, k, inner, dy_outer, dy_n, dy_inner)
             dy = tl.load(dy_ptr + dy_offset, mask=inside, other=0.0).to(ACC)
             if LOG:
                 dot += dy
             else:
-                y_offset = (l // inner * (n * inner) + l % inner) + k * inner
+                y_offset = _offset(i, k, inner, y_outer, inner, 1)
                 dot += dy * tl.load(y_ptr + y_offset, mask=inside, other=0.0).to(ACC)
     dot = tl.sum(dot, AXIS)
     if STAGE == STATISTICS:
@@ -275,11 +274,11 @@ def _long_backward(
     else:
         for done in range(0, stop - start, BLOCK):
             first = start + (stop - start - 1 - done) // BLOCK * BLOCK
-            l, k = _lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
-            inside = (l < lines) & (k < n)
-            offset = (l // inner * (n * inner) + l % inner) + k * inner
+            i, k = _lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
+            inside = (i < lines) & (k < n)
+            offset = _offset(i, k, inner, y_outer, inner, 1)
             y = tl.load(y_ptr + offset, mask=inside, other=0.0).to(ACC)
-            dy_offset = (l // inner * dy_outer + l % inner * dy_inner) + k * dy_n
+            dy_offset = _offset(i, k, inner, dy_outer, dy_n, dy_inner)
             dy = tl.load(dy_ptr + dy_offset, mask=inside, other=0.0).to(ACC)
             dx = _gradient(dy, y, dot, tl.full((), scale, ACC), AXIS, LOG)
             tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -288,7 +287,7 @@ def _long_backward(
 whole_forward, whole_backward = Kernel(_whole_forward), Kernel(_whole_backward)
 long_forward, long_backward = Kernel(_long_forward), Kernel(_long_backward)
 
-# ---------------------------------------------------------------------------------------------------------------- wrappers
+# ------------------------------------------------------------------------------------------------------------- wrappers
 
 
 def _readable(x: Tensor, dim: int, axis: int) -> tuple[Tensor, tuple[int, int, int]]:
@@ -310,13 +309,11 @@ def _mask_arguments(mask: Tensor | None, shape: torch.Size, dim: int) -> tuple[T
     if mask is None:
         return None, (None,) * 7, 0
     mask = mask.expand(shape)
-    outer = pattern(shape[:dim], mask.stride()[:dim])
-    inner = collapse(shape[dim + 1 :], mask.stride()[dim + 1 :])
+    strides = mask.stride()
+    outer, inner = pattern(shape[:dim], strides[:dim]), collapse(shape[dim + 1 :], strides[dim + 1 :])
     if outer is None or len(inner) > 1:
-        mask = mask.contiguous()
-        outer, inner = pattern(shape[:dim], mask.stride()[:dim]), collapse(shape[dim + 1 :], mask.stride()[dim + 1 :])
-    arguments = (*outer, mask.stride(dim), inner[0][1] if inner else 0)
-    return mask, arguments, extent(shape, mask.stride())
+        return _mask_arguments(mask.contiguous(), shape, dim)
+    return mask, (*outer, strides[dim], inner[0][1] if inner else 0), extent(shape, strides)
 
 
 def _accumulator(*dtypes: torch.dtype) -> tl.dtype:
@@ -324,8 +321,8 @@ def _accumulator(*dtypes: torch.dtype) -> tl.dtype:
 
 
 def _run_long(
-    kernel: Kernel, tile: Tile, groups: int, n: int, operands: tuple[Any, ...], partials: int, geometry: tuple[Any, ...],
-    constants: tuple[Any, ...], acc: tl.dtype,
+    kernel: Kernel, tile: Tile, groups: int, n: int, operands: tuple[Any, ...], partials: int,
+    geometry: tuple[Any, ...], constants: tuple[Any, ...], acc: tl.dtype,
 ) -> None:  # fmt: skip
     """One launch where there are lines enough; else statistics of every split, then the result."""
     device = operands[0].device
@@ -352,9 +349,9 @@ def softmax_forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, log:
     y = torch.empty(shape, dtype=dtype, device=x.device)
     acc = _accumulator(x.dtype, dtype)
     index = index_type(x.numel(), extent(shape, x.stride()), mask_extent)
-    tile = tile_for(n, axis, False, acc == tl.float64)
+    tile = tile_for(n, axis, False, max(x.element_size(), y.element_size()))
     groups = triton.cdiv(lines, tile.lines)
-    geometry = (lines, n, inner, *strides, float(scale), *mask_arguments)
+    geometry = (lines, n, inner, n * inner, *strides, float(scale), *mask_arguments)
     constants = (log, acc, index, axis, tile.lines, tile.block)
     if tile.whole:
         whole_forward(groups, (y, x, mask, *geometry), constants, tile.warps)
@@ -372,9 +369,9 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int, scale: float, log: bool, d
     dx = torch.empty(shape, dtype=dtype, device=y.device)
     acc = _accumulator(y.dtype, dtype)
     index = index_type(y.numel(), extent(shape, dy.stride()))
-    tile = tile_for(n, axis, True, acc == tl.float64)
+    tile = tile_for(n, axis, True, max(dy.element_size(), y.element_size(), dx.element_size()))
     groups = triton.cdiv(lines, tile.lines)
-    geometry = (lines, n, inner, *strides, float(scale))
+    geometry = (lines, n, inner, n * inner, *strides, float(scale))
     constants = (log, acc, index, axis, tile.lines, tile.block)
     if tile.whole:
         whole_backward(groups, (dx, dy, y, *geometry), constants, tile.warps)

@@ -1,0 +1,387 @@
+"""relu(x) + y + bias, relu(x + y) and x * y, forward and backward.
+
+Stock PyTorch runs the first two as two or three kernels with an intermediate tensor between them and keeps a tensor of
+the size of x for the backward; here each is one pass (two reads, one write), and what the backward keeps is one bit an
+element. The gradients of a product are two kernels that both read dy; here they are one pass (three reads, two
+writes), and the gradient of a broadcast factor is summed in that same pass.
+
+Dense tensors of equal strides are walked flat, in memory order, whatever that order is. One-dimensional grid: program
+= TILE neighbouring elements, as a tile of TILE/8 x 8 where bits are packed, so that one thread holds the elements of a
+byte. An operand that broadcasts is read through a three-dimensional stride pattern of the result's memory order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastlayers.kernels.indexing import collapse, extent, index_type, pattern, pattern_offset
+from fastlayers.kernels.launch import Kernel, multiprocessors
+
+# 8 elements a thread are one 16-byte access of 16-bit elements; 16 keep two loads a tensor in flight.
+TILE, WARPS = 2048, 4
+
+# The reducing backward of mul, along rows: as many rows, padded to a power of two, as fill REDUCE_TILE. Down columns:
+# 128 columns a program (256 contiguous bytes of 16-bit elements), 16 rows at a time. Either way the reduction is shared
+# among so many programs that there are at least four for each multiprocessor.
+REDUCE_TILE, REDUCE_WARPS = 2048, 4
+REDUCE_COLUMNS, REDUCE_ROWS, PROGRAMS_PER_MULTIPROCESSOR = 128, 16, 4
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _pack(flags):
+    """Bytes of a (bytes, 8) tile of booleans, the first flag in the lowest bit."""
+    return tl.sum(flags.to(tl.int32) << tl.arange(0, 8)[None, :], 1).to(tl.uint8)
+
+
+@triton.jit
+def _byte_tile(n, INDEX: tl.constexpr, TILE: tl.constexpr):
+    """The elements of this program as (bytes, 8), and which of them are there."""
+    byte = tl.program_id(0).to(INDEX) * (TILE // 8) + tl.arange(0, TILE // 8)
+    element = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return byte, element, element < n
+
+
+@triton.jit
+def _relu_add(
+    out_ptr, bits_ptr, x_ptr, y_ptr, bias_ptr, n, alpha: tl.float64, size1, size2, stride0, stride1, stride2,
+    BIAS_FLAT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """out = relu(x) + y + bias + alpha, and where the gradient passes, as bits, if bits_ptr is given."""
+    byte, element, inside = _byte_tile(n, INDEX, TILE)
+    x = tl.load(x_ptr + element, mask=inside, other=0.0).to(ACC)
+    y = tl.load(y_ptr + element, mask=inside, other=0.0).to(ACC)
+    out = tl.where(x <= 0, 0.0, x) + y  # NaN is not <= 0: it stays, and its gradient passes, as in torch
+    if bias_ptr is not None:
+        offset = element if BIAS_FLAT else pattern_offset(element, size1, size2, stride0, stride1, stride2)
+        out += tl.load(bias_ptr + offset, mask=inside, other=0.0).to(ACC)
+    out += tl.full((), alpha, ACC)
+    tl.store(out_ptr + element, out.to(out_ptr.dtype.element_ty), mask=inside)
+    if bits_ptr is not None:
+        tl.store(bits_ptr + byte, _pack((x <= 0) == 0), mask=byte * 8 < n)
+
+
+@triton.jit
+def _add_relu(out_ptr, bits_ptr, x_ptr, y_ptr, n, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr):
+    """out = relu(x + y), and where the gradient passes, as bits, if bits_ptr is given."""
+    byte, element, inside = _byte_tile(n, INDEX, TILE)
+    x = tl.load(x_ptr + element, mask=inside, other=0.0).to(ACC)
+    y = tl.load(y_ptr + element, mask=inside, other=0.0).to(ACC)
+    v = x + y
+    tl.store(out_ptr + element, tl.where(v <= 0, 0.0, v).to(out_ptr.dtype.element_ty), mask=inside)
+    if bits_ptr is not None:
+        tl.store(bits_ptr + byte, _pack((v <= 0) == 0), mask=byte * 8 < n)
+
+
+@triton.jit
+def _relu_backward(dx_ptr, dy_ptr, bits_ptr, n, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr):
+    """dx = dy where the bit of the element is set, else 0: reads dy and a sixteenth (16-bit) of it, writes dx."""
+    byte, element, inside = _byte_tile(n, INDEX, TILE)
+    bits = tl.load(bits_ptr + byte, mask=byte * 8 < n, other=0).to(tl.int32)
+    dy = tl.load(dy_ptr + element, mask=inside, other=0.0).to(ACC)
+    passes = ((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
+    tl.store(dx_ptr + element, tl.where(passes, dy, 0.0).to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _mul(
+    out_ptr, x_ptr, y_ptr, n, x_size1, x_size2, x0, x1, x2, y_size1, y_size2, y0, y1, y2,
+    X_FLAT: tl.constexpr, Y_FLAT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """out = x * y in out's memory order; a flat operand is in the same order, another has a stride pattern."""
+    element = tl.program_id(0).to(INDEX) * TILE + tl.arange(0, TILE)
+    inside = element < n
+    x_offset = element if X_FLAT else pattern_offset(element, x_size1, x_size2, x0, x1, x2)
+    y_offset = element if Y_FLAT else pattern_offset(element, y_size1, y_size2, y0, y1, y2)
+    x = tl.load(x_ptr + x_offset, mask=inside, other=0.0).to(ACC)
+    y = tl.load(y_ptr + y_offset, mask=inside, other=0.0).to(ACC)
+    tl.store(out_ptr + element, (x * y).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _mul_backward(
+    dx_ptr, dy_ptr, grad_ptr, x_ptr, y_ptr, n, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr
+):
+    """Both gradients of a product of equal shapes: dx = grad * y, dy = grad * x; three reads, two writes."""
+    element = tl.program_id(0).to(INDEX) * TILE + tl.arange(0, TILE)
+    inside = element < n
+    grad = tl.load(grad_ptr + element, mask=inside, other=0.0).to(ACC)
+    x = tl.load(x_ptr + element, mask=inside, other=0.0).to(ACC)
+    y = tl.load(y_ptr + element, mask=inside, other=0.0).to(ACC)
+    tl.store(dx_ptr + element, (grad * y).to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dy_ptr + element, (grad * x).to(dy_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _mul_backward_rows(
+    dx_ptr, partial_ptr, grad_ptr, x_ptr, y_ptr, rows, n, chunks, chunk, y_size1, y_size2, y0, y1, y2,
+    ACC: tl.constexpr, INDEX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x of shape (rows, n) times one y a row: dx = grad * y, and dy = the sum of grad * x over the row.
+
+    Program: ``chunk`` columns of ROWS rows. It leaves its sum in partial[row, chunk].
+    """
+    part = tl.program_id(0) % chunks
+    row = (tl.program_id(0) // chunks).to(INDEX) * ROWS + tl.arange(0, ROWS)
+    y_offset = pattern_offset(row, y_size1, y_size2, y0, y1, y2)
+    y = tl.load(y_ptr + y_offset, mask=row < rows, other=0.0).to(ACC)
+    dy = tl.full((ROWS, BLOCK), 0.0, ACC)
+    start = part.to(INDEX) * chunk
+    stop = tl.minimum(start + chunk, n)
+    for first in range(start, stop, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < stop)[None, :]
+        offset = row[:, None] * n + column[None, :]
+        grad = tl.load(grad_ptr + offset, mask=inside, other=0.0).to(ACC)
+        x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(ACC)
+        tl.store(dx_ptr + offset, (grad * y[:, None]).to(dx_ptr.dtype.element_ty), mask=inside)
+        dy += grad * x
+    tl.store(partial_ptr + row * chunks + part, tl.sum(dy, 1), mask=row < rows)
+
+
+@triton.jit
+def _mul_backward_columns(
+    dx_ptr, partial_ptr, grad_ptr, x_ptr, y_ptr, rows, n, chunks, chunk, y_size1, y_size2, y0, y1, y2, y_column,
+    ACC: tl.constexpr, INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """x of shape (outer, rows, n) times y of shape (outer, n): dx = grad * y, dy = the sum of grad * x over rows.
+
+    Program: COLUMNS columns of ``chunk`` rows of one outer index. It leaves its sum in partial[outer, chunk, column], in
+    the precision of the computation; the chunks are added up afterwards, always in the same order.
+    """
+    blocks = tl.cdiv(n, COLUMNS)
+    program = tl.program_id(0).to(INDEX)
+    part = program // blocks  # = outer * chunks + index of the chunk
+    outer = part // chunks
+    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    y_offset = pattern_offset(outer, y_size1, y_size2, y0, y1, y2) + column * y_column
+    y = tl.load(y_ptr + y_offset, mask=column < n, other=0.0).to(ACC)
+    start = part % chunks * chunk
+    stop = tl.minimum(start + chunk, rows)
+    dy = tl.full((ROWS, COLUMNS), 0.0, ACC)
+    for first in range(start, stop, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < stop)[:, None] & (column < n)[None, :]
+        offset = (outer * rows + row)[:, None] * n + column[None, :]
+        grad = tl.load(grad_ptr + offset, mask=inside, other=0.0).to(ACC)
+        x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(ACC)
+        tl.store(dx_ptr + offset, (grad * y[None, :]).to(dx_ptr.dtype.element_ty), mask=inside)
+        dy += grad * x
+    tl.store(partial_ptr + part * n + column, tl.sum(dy, 0), mask=column < n)
+
+
+relu_add_kernel, add_relu_kernel, relu_backward_kernel = Kernel(_relu_add), Kernel(_add_relu), Kernel(_relu_backward)
+mul_kernel, mul_backward_kernel = Kernel(_mul), Kernel(_mul_backward)
+mul_rows_kernel, mul_columns_kernel = Kernel(_mul_backward_rows), Kernel(_mul_backward_columns)
+
+# -------------------------------------------------------------------------------------------------------------- layouts
+
+
+def _dense(x: Tensor) -> bool:
+    return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x)
+
+
+def _result_like(x: Tensor, y: Tensor) -> Tensor:
+    """An empty result of x and y, broadcast, in the layout that torch gives it."""
+    if x.shape == y.shape and (x.stride() == y.stride() or x.is_contiguous()) and _dense(x):
+        return torch.empty_like(x)
+    # Everything else is asked of torch itself, on tensors without memory.
+    metas = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (x, y))
+    return torch.empty_like(torch.add(*metas), device=x.device)
+
+
+def _in_layout(x: Tensor, like: Tensor) -> Tensor:
+    """x, of like's shape, in the memory order of the dense tensor ``like``; a copy where it is not in it already."""
+    return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
+
+
+def _order(like: Tensor) -> list[int]:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost."""
+    strides = like.stride()
+    return sorted(range(like.dim()), key=lambda d: -strides[d])
+
+
+def _memory_order(t: Tensor, like: Tensor) -> tuple[list[int], list[int]]:
+    """Sizes and strides of t, broadcast to like's shape, with the dimensions in the memory order of ``like``."""
+    t = t.expand(like.shape)
+    order = _order(like)
+    return [like.shape[d] for d in order], [t.stride(d) for d in order]
+
+
+_NO_PATTERN: tuple[int | None, ...] = (None,) * 5
+
+
+def _operand(t: Tensor, out: Tensor) -> tuple[Tensor, bool, tuple[Any, ...], int]:
+    """How a kernel that walks ``out`` flat reads t: (tensor, flat, its stride pattern, its extent)."""
+    if t.shape == out.shape and t.stride() == out.stride():
+        return t, True, _NO_PATTERN, 0
+    sizes, strides = _memory_order(t, out)
+    found = pattern(sizes, strides)
+    # Where the innermost steps are neither along the memory nor in place, a copy in order is read faster.
+    if found is None or found[4] > 1:
+        return _in_layout(t.expand(out.shape), out), True, _NO_PATTERN, 0
+    return t, False, found, extent(sizes, strides)
+
+
+def _accumulator(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+# ------------------------------------------------------------------------------------------------------------- wrappers
+
+
+def _bits_for(x: Tensor) -> Tensor:
+    return torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+
+
+def _run_relu_add(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float, bits: Tensor | None) -> Tensor:
+    out = torch.empty_like(x)  # the layout of relu(x), which decides that of the sum
+    x, y = _in_layout(x, out), _in_layout(y, out)
+    if bias is None:
+        flat, bias_pattern, bias_extent = True, _NO_PATTERN, 0
+    else:
+        bias, flat, bias_pattern, bias_extent = _operand(bias, out)
+    n = out.numel()
+    constants = (flat, _accumulator(x.dtype), index_type(n, bias_extent), TILE)
+    arguments = (out, bits, x, y, bias, n, float(alpha), *bias_pattern)
+    relu_add_kernel(triton.cdiv(n, TILE), arguments, constants, WARPS)
+    return out
+
+
+def relu_add(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float) -> Tensor:
+    """relu(x) + y + bias + alpha, in the layout that torch gives it."""
+    return _run_relu_add(x, y, bias, alpha, None)
+
+
+def relu_add_train(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float) -> tuple[Tensor, Tensor]:
+    """:func:`relu_add`, and bits: bit j of byte i tells if the gradient passes at element 8i + j of out's memory."""
+    bits = _bits_for(x)
+    return _run_relu_add(x, y, bias, alpha, bits), bits
+
+
+def _run_add_relu(x: Tensor, y: Tensor, bits: Tensor | None) -> Tensor:
+    out = _result_like(x, y)
+    x, y = _in_layout(x, out), _in_layout(y, out)
+    n = out.numel()
+    add_relu_kernel(triton.cdiv(n, TILE), (out, bits, x, y, n), (_accumulator(x.dtype), index_type(n), TILE), WARPS)
+    return out
+
+
+def add_relu(x: Tensor, y: Tensor) -> Tensor:
+    """relu(x + y), in the layout that torch gives it."""
+    return _run_add_relu(x, y, None)
+
+
+def add_relu_train(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`add_relu` and its bits, as :func:`relu_add_train` has them."""
+    bits = _bits_for(x)
+    return _run_add_relu(x, y, bits), bits
+
+
+def relu_backward(dy: Tensor, bits: Tensor) -> Tensor:
+    """dy where the bit is set, else 0. dy is dense, in the memory order of the forward's result; so is dx."""
+    dx = torch.empty_like(dy)
+    n = dy.numel()
+    constants = (_accumulator(dy.dtype), index_type(n), TILE)
+    relu_backward_kernel(triton.cdiv(n, TILE), (dx, dy, bits, n), constants, WARPS)
+    return dx
+
+
+def mul(x: Tensor, y: Tensor) -> Tensor:
+    """x * y with broadcasting, in the layout that torch gives it."""
+    out = _result_like(x, y)
+    x, x_flat, x_pattern, x_extent = _operand(x, out)
+    y, y_flat, y_pattern, y_extent = _operand(y, out)
+    n = out.numel()
+    constants = (x_flat, y_flat, _accumulator(out.dtype), index_type(n, x_extent, y_extent), TILE)
+    mul_kernel(triton.cdiv(n, TILE), (out, x, y, n, *x_pattern, *y_pattern), constants, WARPS)
+    return out
+
+
+def mul_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x * y, each of the shape of its factor.
+
+    One kernel where the shapes are equal or one of the factors has the shape of the product; a factor that broadcasts
+    gets its sum in float32. Where both broadcast, torch sums.
+    """
+    if x.shape == y.shape:
+        layout = _result_like(x, y)
+        grad, x, y = (_in_layout(t, layout) for t in (grad, x, y))
+        dx, dy = layout, torch.empty_like(layout)
+        n = layout.numel()
+        constants = (_accumulator(x.dtype), index_type(n), TILE)
+        mul_backward_kernel(triton.cdiv(n, TILE), (dx, dy, grad, x, y, n), constants, WARPS)
+        return dx, dy
+    if x.shape == grad.shape:
+        return _mul_backward_reduced(grad, x, y)
+    if y.shape == grad.shape:
+        dy, dx = _mul_backward_reduced(grad, y, x)
+        return dx, dy
+    return mul(grad, y).sum_to_size(x.shape), mul(grad, x).sum_to_size(y.shape)
+
+
+def _shares(length: int, step: int, others: int, device: torch.device) -> tuple[int, int]:
+    """(chunks, elements of one) of ``length``, in multiples of ``step``; others * chunks programs fill the GPU."""
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), others)
+    chunk = triton.cdiv(triton.cdiv(length, wanted), step) * step
+    return triton.cdiv(length, chunk), chunk
+
+
+def _mul_backward_reduced(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dy) where x has the shape of the product and y broadcasts."""
+    if 0 in y.stride():
+        y = y.contiguous()  # from here on a zero stride means: y broadcasts
+    dx = torch.empty_like(x)
+    grad, x = _in_layout(grad, dx), _in_layout(x, dx)
+    sizes, strides = _memory_order(y, dx)
+    dims = collapse(sizes, strides)
+    dims = [(1, 0)] * (2 - len(dims)) + dims
+    # Either y is one value a row of n, or, inside of `rows` along which it broadcasts, it varies over n columns.
+    along_rows = dims[-1][1] == 0
+    outer_dims = dims[:-1] if along_rows else dims[:-2]
+    y_pattern = pattern([size for size, _ in outer_dims], [stride for _, stride in outer_dims])
+    if y_pattern is None or (not along_rows and dims[-2][1] != 0):
+        return mul(grad, y), mul(grad, x).sum_to_size(y.shape)
+    outer = math.prod(size for size, _ in outer_dims)
+    n, y_column = dims[-1]
+    acc = _accumulator(x.dtype)
+    constants = (acc, index_type(x.numel(), extent(sizes, strides)))
+    partial_dtype = torch.float64 if acc == tl.float64 else torch.float32
+    shape = [size for size, _ in outer_dims]
+    if along_rows:
+        block = min(triton.next_power_of_2(n), REDUCE_TILE)
+        tile_rows = REDUCE_TILE // block
+        groups = triton.cdiv(outer, tile_rows)
+        chunks, chunk = _shares(n, block, groups, x.device)
+        partial = torch.empty(outer, chunks, dtype=partial_dtype, device=x.device)
+        row_arguments = (dx, partial, grad, x, y, outer, n, chunks, chunk, *y_pattern)
+        mul_rows_kernel(groups * chunks, row_arguments, (*constants, tile_rows, block), REDUCE_WARPS)
+    else:
+        rows = dims[-2][0]
+        shape.append(n)
+        blocks = triton.cdiv(n, REDUCE_COLUMNS)
+        chunks, chunk = _shares(rows, REDUCE_ROWS, outer * blocks, x.device)
+        partial = torch.empty(outer, chunks, n, dtype=partial_dtype, device=x.device)
+        arguments = (dx, partial, grad, x, y, rows, n, chunks, chunk, *y_pattern, y_column)
+        mul_columns_kernel(outer * chunks * blocks, arguments, (*constants, REDUCE_ROWS, REDUCE_COLUMNS), REDUCE_WARPS)
+    dy = (partial.sum(1) if chunks > 1 else partial).view(shape)
+    # Outer dimensions along which y broadcasts too are summed now, from sums already short.
+    broadcast = [d for d, (_, stride) in enumerate(outer_dims) if stride == 0]
+    if broadcast:
+        dy = dy.sum(broadcast)
+    return dx, _from_memory_order(dy.to(y.dtype), y, dx)
+
+
+def _from_memory_order(sums: Tensor, y: Tensor, like: Tensor) -> Tensor:
+    """``sums``, one a element of y in the memory order of ``like``, as a tensor of y's shape."""
+    shape = (1,) * (like.dim() - y.dim()) + tuple(y.shape)
+    order = _order(like)
+    inverse = sorted(range(like.dim()), key=order.__getitem__)
+    return sums.reshape([shape[d] for d in order]).permute(inverse).reshape(y.shape)
