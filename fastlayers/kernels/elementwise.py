@@ -153,7 +153,7 @@ def _mul_backward_columns(
 ):  # fmt: skip
     """x of shape (outer, rows, n) times y of shape (outer, n): dx = grad * y, dy = the sum of grad * x over rows.
 
-    Program: COLUMNS columns of ``chunk`` rows of one outer index. It leaves its sum in partial[outer, chunk, column], in
+    Program: COLUMNS columns of ``chunk`` rows of one outer index. Its sum goes to partial[outer, chunk, column], in
     the precision of the computation; the chunks are added up afterwards, always in the same order.
     """
     blocks = tl.cdiv(n, COLUMNS)

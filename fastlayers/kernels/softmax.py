@@ -97,6 +97,11 @@ def _offset(i, k, inner, stride_outer, stride_n, stride_inner):
 
 
 @triton.jit
+def _mask_offset(i, k, inner, size1, size2, mask0, mask1, mask2, mask_n, mask_inner):
+    return pattern_offset(i // inner, size1, size2, mask0, mask1, mask2) + i % inner * mask_inner + k * mask_n
+
+
+@triton.jit
 def _scores(
     x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale,
     size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC: tl.constexpr, AXIS: tl.constexpr,
@@ -107,8 +112,8 @@ def _scores(
     x = tl.load(x_ptr + _offset(i, k, inner, x_outer, x_n, x_inner), mask=inside, other=0.0).to(ACC)
     scores = x * tl.full((), scale, ACC)
     if mask_ptr is not None:
-        offset = pattern_offset(i // inner, size1, size2, mask0, mask1, mask2) + i % inner * mask_inner
-        mask = tl.load(mask_ptr + offset + k * mask_n, mask=inside, other=0)
+        offset = _mask_offset(i, k, inner, size1, size2, mask0, mask1, mask2, mask_n, mask_inner)
+        mask = tl.load(mask_ptr + offset, mask=inside, other=0)
         if mask_ptr.dtype.element_ty == tl.int1:
             inside = inside & (mask != 0)
         else:
@@ -130,11 +135,17 @@ def _probabilities(scores, largest, total, AXIS: tl.constexpr, LOG: tl.constexpr
 
 
 @triton.jit
-def _gradient(dy, y, dot, scale, AXIS: tl.constexpr, LOG: tl.constexpr):
+def _gradient(
+    dy, y, dot, mask_ptr, i, k, inside, inner, scale, size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
+    AXIS: tl.constexpr, LOG: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dx from dy, y and the sum of dy * y (LOG: of dy); 0 where a boolean mask left x out."""
     dot = tl.expand_dims(dot, AXIS)
-    if LOG:
-        return scale * (dy - tl.exp(y) * dot)
-    return scale * (y * (dy - dot))
+    dx = (dy - tl.exp(y) * dot) if LOG else y * (dy - dot)
+    if mask_ptr is not None:
+        offset = _mask_offset(i, k, inner, size1, size2, mask0, mask1, mask2, mask_n, mask_inner)
+        dx = tl.where(tl.load(mask_ptr + offset, mask=inside, other=0) != 0, dx, 0.0)
+    return dx * tl.full((), scale, ACC)
 
 
 @triton.jit
@@ -160,7 +171,8 @@ def _whole_forward(
 
 @triton.jit
 def _whole_backward(
-    dx_ptr, dy_ptr, y_ptr, lines, n, inner, y_outer, dy_outer, dy_n, dy_inner, scale: tl.float64,
+    dx_ptr, dy_ptr, y_ptr, mask_ptr, lines, n, inner, y_outer, dy_outer, dy_n, dy_inner, scale: tl.float64,
+    size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
     LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
     AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +184,10 @@ def _whole_backward(
     y = tl.load(y_ptr + offset, mask=inside, other=0.0).to(ACC)
     dy = tl.load(dy_ptr + _offset(i, k, inner, dy_outer, dy_n, dy_inner), mask=inside, other=0.0).to(ACC)
     dot = tl.sum(dy if LOG else dy * y, AXIS)
-    dx = _gradient(dy, y, dot, tl.full((), scale, ACC), AXIS, LOG)
+    dx = _gradient(
+        dy, y, dot, mask_ptr, i, k, inside, inner, scale, size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
+        AXIS, LOG, ACC,
+    )  # fmt: skip
     tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
@@ -244,8 +259,9 @@ def _long_forward(
 
 @triton.jit
 def _long_backward(
-    dx_ptr, dy_ptr, y_ptr, dot_ptr, splits, chunk, lines, n, inner, y_outer, dy_outer, dy_n, dy_inner,
-    scale: tl.float64, LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
+    dx_ptr, dy_ptr, y_ptr, mask_ptr, dot_ptr, splits, chunk, lines, n, inner, y_outer, dy_outer, dy_n, dy_inner,
+    scale: tl.float64, size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
+    LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
     AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """dx for lines too long for the registers: the sum first, then dx."""
@@ -280,7 +296,10 @@ def _long_backward(
             y = tl.load(y_ptr + offset, mask=inside, other=0.0).to(ACC)
             dy_offset = _offset(i, k, inner, dy_outer, dy_n, dy_inner)
             dy = tl.load(dy_ptr + dy_offset, mask=inside, other=0.0).to(ACC)
-            dx = _gradient(dy, y, dot, tl.full((), scale, ACC), AXIS, LOG)
+            dx = _gradient(
+                dy, y, dot, mask_ptr, i, k, inside, inner, scale, size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
+                AXIS, LOG, ACC,
+            )  # fmt: skip
             tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
@@ -360,21 +379,27 @@ def softmax_forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, log:
     return y
 
 
-def softmax_backward(dy: Tensor, y: Tensor, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    """dx of :func:`softmax_forward` from dy and its contiguous result y, as a contiguous tensor of ``dtype``."""
+def softmax_backward(
+    dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
+) -> Tensor:
+    """dx of :func:`softmax_forward` from dy and its contiguous result y, as a contiguous tensor of ``dtype``.
+
+    ``mask`` is the forward's if it was boolean, else None: where it is False dx is 0, even where dy is not finite.
+    """
     shape = y.shape
     n, inner = shape[dim], shape[dim + 1 :].numel()
     lines, axis = y.numel() // n, 1 if inner == 1 else 0
     dy, strides = _readable(dy, dim, axis)
+    mask, mask_arguments, mask_extent = _mask_arguments(mask, shape, dim)
     dx = torch.empty(shape, dtype=dtype, device=y.device)
     acc = _accumulator(y.dtype, dtype)
-    index = index_type(y.numel(), extent(shape, dy.stride()))
+    index = index_type(y.numel(), extent(shape, dy.stride()), mask_extent)
     tile = tile_for(n, axis, True, max(dy.element_size(), y.element_size(), dx.element_size()))
     groups = triton.cdiv(lines, tile.lines)
-    geometry = (lines, n, inner, n * inner, *strides, float(scale))
+    geometry = (lines, n, inner, n * inner, *strides, float(scale), *mask_arguments)
     constants = (log, acc, index, axis, tile.lines, tile.block)
     if tile.whole:
-        whole_backward(groups, (dx, dy, y, *geometry), constants, tile.warps)
+        whole_backward(groups, (dx, dy, y, mask, *geometry), constants, tile.warps)
     else:
-        _run_long(long_backward, tile, groups, n, (dx, dy, y), 1, geometry, constants, acc)
+        _run_long(long_backward, tile, groups, n, (dx, dy, y, mask), 1, geometry, constants, acc)
     return dx
