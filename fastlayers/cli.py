@@ -137,7 +137,7 @@ def build() -> None:
     MAX_JOBS               how many compilers run at once
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("compiling", total=None)
 
         def report(done: int, total: int, what: str) -> None:
