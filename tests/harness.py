@@ -1,0 +1,207 @@
+"""What the contract tests share: where they run, how a call is run, and what counts as torch's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from ops import OPS, Call, Op, Sample, contiguous
+from torch import Tensor
+
+from fastlayers import backends
+
+_NO_GPU = "torch sees no CUDA device"
+_gpu_marks = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=_NO_GPU))
+
+
+def needs_gpu(test: Any) -> Any:
+    for mark in _gpu_marks:
+        test = mark(test)
+    return test
+
+
+# ---- where ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, and the backend that is forced there."""
+
+    device: str
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.backend}"
+
+    def missing(self) -> str | None:
+        """Why this machine does not have it."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return _NO_GPU
+        return backends.problem(self.backend, torch.device(self.device))
+
+    def marks(self) -> list[Any]:
+        missing = self.missing()
+        marks = [pytest.mark.gpu] if self.device == "cuda" else []
+        return marks if missing is None else [*marks, pytest.mark.skip(reason=missing)]
+
+    def forced(self, sample: Sample) -> AbstractContextManager[None]:
+        """Forces the backend, unless it has no kernel for the call: then the call must be answered all the same."""
+        return nullcontext() if self.backend in sample.refused else backends.backend(self.backend)
+
+
+PLACES = (
+    Place("cpu", "eager"),
+    Place("cpu", "cpu"),
+    Place("cuda", "eager"),
+    Place("cuda", "triton"),
+    Place("cuda", "cuda"),
+)
+DEVICES = ("cpu", pytest.param("cuda", marks=_gpu_marks))
+
+
+def cases(
+    samples: Callable[[Op], Iterable[Sample]] = lambda op: op.samples,
+    dtypes: Sequence[torch.dtype] | None = None,
+    ops: Iterable[Op] = OPS,
+) -> Any:
+    """Parametrises a test over (op, sample, place, dtype): every place that serves the op, every dtype that it has."""
+    return pytest.mark.parametrize(
+        ("op", "sample", "place", "dtype"),
+        [
+            pytest.param(
+                op, sample, place, dtype, marks=place.marks(), id=f"{op.name}-{place}-{str(dtype)[6:]}-{sample.name}"
+            )
+            for op in ops
+            for place in PLACES
+            if place.backend in ("eager", *op.kernels)
+            for dtype in op.dtypes
+            if dtypes is None or dtype in dtypes
+            for sample in samples(op)
+            if dtype in sample.dtypes and _worth_running(op, sample, place, dtype)
+        ],
+    )
+
+
+def _worth_running(op: Op, sample: Sample, place: Place, dtype: torch.dtype) -> bool:
+    if place.device == "cpu" and sample.gpu_only:
+        return False
+    # The eager backend is torch itself: one dtype shows that it is called right, and one call that it is on a GPU.
+    return place.backend != "eager" or (dtype == torch.float32 and (place.device == "cpu" or sample is op.samples[0]))
+
+
+def plain(op: Op) -> Iterable[Sample]:
+    return op.samples[:1]
+
+
+def smooth(op: Op) -> Iterable[Sample]:
+    return (sample for sample in op.samples if sample.smooth)
+
+
+# ---- running --------------------------------------------------------------------------------------------------------------
+
+
+def outputs(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def gradients_of(outs: tuple[Tensor, ...], layout: Callable[[Tensor], Tensor] = contiguous) -> tuple[Tensor, ...]:
+    """Incoming gradients, the same values for the same shapes whatever the dtype."""
+    generator = torch.Generator().manual_seed(7)
+    return tuple(layout(torch.randn(out.shape, generator=generator).to(out.device, out.dtype)) for out in outs)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call gave: its results and the gradients of the tensors that want one."""
+
+    outs: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
+
+
+def answer(function: Callable[..., Any], call: Call, layout: Callable[[Tensor], Tensor] = contiguous) -> Answer:
+    outs = outputs(function(*call.args, **call.kwargs))
+    leaves = call.leaves()
+    grads = torch.autograd.grad(outs, leaves, gradients_of(outs, layout)) if leaves else ()
+    return Answer(tuple(out.detach() for out in outs), grads)
+
+
+# ---- judging --------------------------------------------------------------------------------------------------------------
+
+
+def assert_as_good(ours: Tensor, stock: Tensor, exact: Tensor, torch_error: float, what: str) -> None:
+    """``ours`` has the shape and dtype of torch's answer, is NaN or infinite where that is, and errs at most 1.5 times as much.
+
+    One unit in the last place of the exact value is allowed besides: on a few elements torch's roundings may happen to
+    cancel, where even the correctly rounded answer is half a unit off.
+    """
+    assert ours.shape == stock.shape, f"{what}: shape {tuple(ours.shape)}, and torch has {tuple(stock.shape)}"
+    assert ours.dtype == stock.dtype, f"{what}: {ours.dtype}, and torch has {stock.dtype}"
+    assert torch.equal(ours.isnan(), stock.isnan()), f"{what}: NaN at other places than torch's"
+    infinite = stock.isinf()
+    assert torch.equal(ours.isinf(), infinite), f"{what}: infinite at other places than torch's"
+    assert torch.equal(ours[infinite], stock[infinite]), f"{what}: infinities of another sign than torch's"
+    finite = stock.isfinite() & exact.isfinite()
+    unit = torch.finfo(ours.dtype)
+    exact = exact[finite]
+    error = (ours[finite].double() - exact).abs()
+    allowed = 1.5 * torch_error + unit.eps * exact.abs() + unit.smallest_normal * unit.eps
+    if error.numel() and bool((error > allowed).any()):
+        worst = int((error - allowed).argmax())
+        pytest.fail(
+            f"{what}: {int((error > allowed).sum())} of {ours.numel()} elements err more than torch; at worst"
+            f" {error[worst]:.3g} from {exact[worst]:.6g}, and torch's greatest error is {torch_error:.3g}"
+        )
+
+
+def greatest_error(stock: Tensor, exact: Tensor) -> float:
+    finite = stock.isfinite() & exact.isfinite()
+    return float((stock.double() - exact)[finite].abs().max()) if bool(finite.any()) else 0.0
+
+
+def check_answer(
+    op: Op, sample: Sample, place: Place, dtype: torch.dtype, layout: Callable[[Tensor], Tensor] = contiguous
+) -> None:
+    """Results and gradients of a call against torch's own composition, both measured from the float64 answer."""
+    call = sample.make(place.device, dtype)
+    with place.forced(sample):
+        ours = answer(op.fused, call, layout)
+    stock = answer(op.reference, call, layout)
+    exact = answer(op.reference, call.to_float64(), layout)
+    yardstick, units = stock, 1.0
+    if torch.float64 in (ours.outs[0].dtype, dtype):
+        # No wider type judges float64: torch's error in float32 does, in proportion of the units. Both answers may be so
+        # far from the exact one, so they may be twice as far from each other.
+        narrow = call.map(lambda t: t.float() if t.is_floating_point() else t)
+        narrow_sample = Call(
+            narrow.args, {k: None if isinstance(v, torch.dtype) else v for k, v in narrow.kwargs.items()}
+        )
+        yardstick = answer(op.reference, narrow_sample, layout)
+        units = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    for kind in ("outs", "grads"):
+        for i, (mine, theirs, true, measured) in enumerate(
+            zip(*(getattr(each, kind) for each in (ours, stock, exact, yardstick)), strict=True)
+        ):
+            what = f"{'output' if kind == 'outs' else 'gradient'} {i}"
+            assert_as_good(mine, theirs, true, units * greatest_error(measured, true), what)
+            if kind == "outs":
+                assert mine.stride() == theirs.stride(), (
+                    f"{what}: strides {mine.stride()}, and torch has {theirs.stride()}"
+                )
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal to the last bit, where NaN equals itself."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    """Nested results equal to rounding: for tests of *which* derivative comes out, not of how well it is rounded."""
+    torch.testing.assert_close(ours, theirs, equal_nan=True, check_stride=False)
