@@ -43,7 +43,7 @@ build: $(ENV)  ## compile csrc into fastlayers/_C.so
 	$(PY) fastlayers/build.py
 
 lint: $(ENV)  ## ruff: rules and format
-	$(PY) -m ruff check .
+	$(PY) -m ruff check --output-format concise .
 	$(PY) -m ruff format --check .
 
 types: $(ENV)  ## mypy
