@@ -15,7 +15,7 @@ import click
 from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from digits import Digits, console, draw_curves, pick_device, seed, train
+from digits import Digits, console, draw_curves, set_up, train
 from fastlayers import FusedAddReLU, FusedMul, FusedReLUAdd, FusedSoftmax
 from fastlayers.backends import choose
 
@@ -75,8 +75,7 @@ class GatedAttentionNet(nn.Module):
 )
 def main(epochs: int, device: str | None, out: Path) -> None:
     """Train a network of fused layers on handwritten digits."""
-    where = pick_device(device)
-    seed(0)
+    where = set_up(device)
     digits = Digits.load(where)
     model = GatedAttentionNet().to(where)
 
