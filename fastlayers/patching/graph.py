@@ -100,7 +100,8 @@ FRESH_FUNCTIONS = frozenset(
         operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
         torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.cat,
         torch.stack, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.softmax, torch.log_softmax, torch.rsqrt, torch.sqrt,
-        torch.masked_fill, torch.where, torch.mean, torch.sum,
+        torch.masked_fill, torch.where, torch.mean, torch.sum, torch.zeros_like, torch.ones_like, torch.empty_like,
+        torch.full_like, torch.rand_like, torch.randn_like,
         F.relu, F.linear, F.conv1d, F.conv2d, F.conv3d, F.batch_norm, F.layer_norm, F.group_norm, F.softmax, F.log_softmax,
         F.gelu, F.silu, F.sigmoid, F.tanh, F.avg_pool2d, F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
         calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked, *FUSED_FUNCTIONS,
@@ -109,7 +110,7 @@ FRESH_FUNCTIONS = frozenset(
 FRESH_METHODS = frozenset(
     {
         "add", "sub", "mul", "div", "matmul", "bmm", "mm", "relu", "sigmoid", "tanh", "exp", "softmax", "log_softmax", "masked_fill",
-        "clone", "mean", "sum", "pow", "rsqrt", "sqrt", "neg", "baddbmm",
+        "clone", "mean", "sum", "pow", "rsqrt", "sqrt", "neg", "baddbmm", "new_empty", "new_zeros", "new_ones", "new_full",
     }
 )  # fmt: skip
 #: Layers that return a tensor of their own, keep no reference to it, and write none of their arguments.
@@ -153,6 +154,15 @@ class View:
         self.graph = graph
         self.root = root
         self.refresh()
+
+    def thread_inplace(self) -> None:
+        """Let later uses of a tensor that ``x.add_(y)`` wrote use its result, which is that tensor: one spelling fewer."""
+        for node in list(self.graph.nodes):
+            op = self.op(node) if node.op in ("call_function", "call_method") else None
+            if op is None or not op.inplace or not isinstance(op["input"], Node):
+                continue
+            later = {user for user in op["input"].users if self.position[user] > self.position[node]}
+            op["input"].replace_all_uses_with(node, lambda user, later=later: user in later)  # type: ignore[misc]
 
     def refresh(self) -> None:
         """Call after an edit."""

@@ -52,6 +52,7 @@ class Fused:
 def apply_rules(recording: Recording, module: nn.Module, excluded: frozenset[str]) -> Fused:
     """Rewrite the graph of a recording in place; adds the guards that the rewritten steps need."""
     view = View(recording.graph, module)
+    view.thread_inplace()
     outcome = Fused(None)
     for rule in GRAPH_RULES:
         for node in reversed(list(recording.graph.nodes)):
@@ -210,6 +211,7 @@ def fuse(module: nn.Module, excluded: frozenset[str] = frozenset(), known: dict[
         if not recordings:
             raise refusals[0]
         return outcome
+    outcome.left.extend(refusals)  # in some mode, or with some optional argument, the original forward answers
     outcome.cls = generate_class(original, merge_modes(variants), {} if known is None else known)
     return outcome
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import dataclasses
 import enum
 import inspect
 import math
@@ -23,7 +24,7 @@ import operator
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MappingView
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,30 @@ class Recording:
     graph: fx.Graph
     guards: dict[str, None] = field(default_factory=dict)
     namespace: dict[str, Any] = field(default_factory=dict)
+
+
+class Opaque:
+    """Some object that a forward read from its module: good for reading attributes of it, and for nothing else."""
+
+    __slots__ = ("origin", "value")
+
+    def __init__(self, value: object, origin: str) -> None:
+        self.value = value
+        self.origin = origin
+
+    def _refuse(self, *args: object) -> Any:
+        raise Refusal(Reason.READS_STATE, f"{self.origin} is a {type(self.value).__name__}")
+
+    __eq__ = __hash__ = __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = __str__ = __format__ = __index__ = _refuse
+
+
+class Recorder(GraphAppendingTracer):
+    """Takes values into the graph as torch.fx does, less the objects that torch.fx would take apart."""
+
+    def create_arg(self, a: Any) -> Any:
+        if dataclasses.is_dataclass(a) and not isinstance(a, type):
+            raise NotImplementedError(f"argument of type: {type(a)}")
+        return super().create_arg(a)
 
 
 def is_primitive(value: object) -> bool:
@@ -165,6 +190,18 @@ class Instrument(ast.NodeTransformer):
         node.func = ast.Name("__trace_call", ast.Load())
         return node
 
+    def visit_Starred(self, node: ast.Starred) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.ctx, ast.Load):
+            node.value = hook("container", node.value)
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
+        self.generic_visit(node)
+        if node.arg is None:
+            node.value = hook("container", node.value)
+        return node
+
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         special = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
         if not any(isinstance(op, special) for op in node.ops):
@@ -236,13 +273,11 @@ class Trace:
         self.root = module
         self.training = training
         self.graph = fx.Graph()
-        self.recorder = GraphAppendingTracer(self.graph)
+        self.recorder = Recorder(self.graph)
         self.recording = Recording(self.graph)
         self.depth = 0
         self.frames: list[tuple[types.FunctionType, Any]] = []
         self.lent: list[tuple[str, Any, Any]] = []
-        #: Where an object was read from, as an expression over ``self`` and the namespace. Objects are kept alive.
-        self.origins: dict[int, tuple[object, str]] = {id(module): (module, "self")}
         self.paths: dict[int, str] = {}
         for path, child in module.named_modules():
             self.paths.setdefault(id(child), path)
@@ -271,12 +306,6 @@ class Trace:
             name = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
             raise Refusal(Reason.UNKNOWN_CALL, f"{name}: {error}") from None
 
-    def origin(self, value: object) -> str | None:
-        if isinstance(value, nn.Module):
-            return self.module_origin(value)
-        known = self.origins.get(id(value))
-        return known[1] if known is not None else None
-
     def module_origin(self, module: nn.Module) -> str:
         path = self.paths.get(id(module))
         if path is None:
@@ -302,10 +331,9 @@ class Trace:
             if origin is not None and origin.startswith("self"):
                 self.guard(f"{origin} is {self.bind(value, getattr(value, '__name__', 'object').strip('<>'))}")
             return value
-        if origin is None:
+        if origin is None or isinstance(value, list | tuple | dict | set | frozenset):
             raise Refusal(Reason.READS_STATE, f"{what} is a {type(value).__name__}")
-        self.origins[id(value)] = (value, origin)
-        return value
+        return Opaque(value, origin)
 
     # -- hooks: names, attributes, containers ------------------------------------------------------------------
 
@@ -342,22 +370,23 @@ class Trace:
             value = getattr(owner, name)
             fixed = owner.__name__.split(".")[0] in ("torch", "math")
             return self.constant(value, None if fixed else f"{self.bind(owner, 'module')}.{name}", f"{owner.__name__}.{name}")
-        if is_primitive(owner) or isinstance(owner, type | types.FunctionType | set | torch.finfo | torch.iinfo):
+        if is_primitive(owner) or isinstance(owner, type | types.FunctionType | list | tuple | dict | set | torch.finfo | torch.iinfo):
             return getattr(owner, name)
-        return self.object_attribute(owner, name)
+        if isinstance(owner, Opaque):
+            return self.object_attribute(owner, name)
+        raise Refusal(Reason.READS_STATE, f"{type(owner).__name__}.{name}")
 
-    def object_attribute(self, owner: Any, name: str) -> Any:
+    def object_attribute(self, owner: Opaque, name: str) -> Any:
         """An attribute of some object that hangs on the module, say ``self.config.hidden_size``."""
-        origin = self.origin(owner)
-        what = f"{origin or type(owner).__name__}.{name}"
-        static = inspect.getattr_static(type(owner), name, None)
-        if origin is None or (static is not None and not is_primitive(static)):
+        what = f"{owner.origin}.{name}"
+        static = inspect.getattr_static(type(owner.value), name, None)
+        if static is not None and not is_primitive(static):
             raise Refusal(Reason.READS_STATE, what)
         try:
-            value = object.__getattribute__(owner, name)
+            value = object.__getattribute__(owner.value, name)
         except AttributeError:
             raise Refusal(Reason.READS_STATE, what) from None
-        return self.constant(value, f"{origin}.{name}", what)
+        return self.constant(value, what, what)
 
     def module_attribute(self, module: nn.Module, name: str) -> Any:
         origin = self.module_origin(module)
@@ -403,7 +432,7 @@ class Trace:
             origin = self.module_origin(value)
             self.guard(f"tuple({origin}._modules) == {tuple(value._modules)!r}")
             return value
-        if isinstance(value, range | zip | enumerate | map | filter | Iterator):
+        if isinstance(value, range | Iterator | MappingView):
             return value
         raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
 
@@ -418,6 +447,8 @@ class Trace:
     def hook_test(self, value: Any) -> Any:
         if isinstance(value, Proxy):
             raise Refusal(Reason.DATA_DEPENDENT, f"tests the value of {value.node}")
+        if isinstance(value, Opaque):
+            raise Refusal(Reason.READS_STATE, f"tests {value.origin}")
         if isinstance(value, CONTAINERS):
             self.hook_container(value)
         elif isinstance(value, nn.Module):
@@ -436,6 +467,8 @@ class Trace:
 
     def hook_same(self, left: Any, right: Any) -> bool:
         for one, other in ((left, right), (right, left)):
+            if isinstance(one, Opaque):
+                raise Refusal(Reason.READS_STATE, f"asks what {one.origin} is")
             if isinstance(one, nn.Module) and other is None and one is not self.root:
                 self.guard(f"{self.module_origin(one)} is not None")
                 return False
@@ -567,10 +600,12 @@ class Trace:
             return self.hook_attribute(args[0], args[1])
         arguments = [*args, *kwargs.values()]
         traced = any(isinstance(value, Proxy) for value in arguments)
-        for value in arguments:
-            if isinstance(value, nn.Module):
-                self.hook_container(value)
         if function in STRUCTURAL or (function in PURE_BUILTINS and not traced):
+            for value in arguments:
+                if isinstance(value, nn.Module | Opaque):
+                    self.hook_container(value)
+            if function is range and traced:
+                raise Refusal(Reason.DATA_DEPENDENT, "loops over a traced range")
             if any(isinstance(value, types.FunctionType | types.MethodType) for value in arguments):
                 raise Refusal(Reason.UNKNOWN_CALL, f"{name} with a function")
             return function(*args, **kwargs)
@@ -582,6 +617,8 @@ class Trace:
             return function(*args, **kwargs)
         recordable = isinstance(function, types.BuiltinFunctionType) or function in PURE_BUILTINS
         if recordable and (function in PURE_BUILTINS or function is print or builtin_module(function) in ("math", "torch")):
+            return self.record("call_function", function, args, kwargs)
+        if builtin_module(function) == "_operator" and not any(isinstance(value, list | dict | set) for value in arguments):
             return self.record("call_function", function, args, kwargs)
         if function in (torch.finfo, torch.iinfo, torch.Size, torch.device):
             return self.record("call_function", function, args, kwargs) if traced else function(*args, **kwargs)
@@ -598,6 +635,8 @@ class Trace:
             result = isinstance(value, classes)
             self.guard(f"isinstance({self.module_origin(value)}, {self.bind(classes, 'classes')}) is {result}")
             return result
+        if isinstance(value, Opaque):
+            raise Refusal(Reason.READS_STATE, f"asks for the type of {value.origin}")
         return isinstance(value, classes)
 
     # -- the whole -------------------------------------------------------------------------------------------------

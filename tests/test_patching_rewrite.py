@@ -1,0 +1,558 @@
+"""The graph rules: every spelling is found, and whatever is not safe is left alone. Either way the answers stay the same."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
+
+
+def spelled(body, inputs="x, y", init=""):
+    """A module class whose forward has this body. Written to a file, since patching reads the source."""
+    return pytest.param(init, inputs, body, id=body.replace("\n", "; ")[:70])
+
+
+@pytest.fixture
+def build(tmp_path):
+    def build(init, inputs, body):
+        lines = ["import math, operator, torch", "import torch.nn as nn", "import torch.nn.functional as F"]
+        lines += ["class Block(nn.Module):", "    def __init__(self):", "        super().__init__()"]
+        lines += [f"        {line}" for line in init.splitlines()]
+        lines += [f"    def forward(self, {inputs}):", *(f"        {line}" for line in body.splitlines())]
+        path = tmp_path / "block.py"
+        path.write_text("\n".join(lines) + "\n")
+        scope = {"__name__": "block"}
+        exec(compile("\n".join(lines) + "\n", str(path), "exec"), scope)
+        torch.manual_seed(0)
+        return scope["Block"]()
+
+    return build
+
+
+def fused(module):
+    return plan_patch(module).counts()
+
+
+def reasons(module):
+    row = plan_patch(module)[""]
+    return {row.reason, *(reason for reason, _ in row.left)} - {None}
+
+
+def clone(values):
+    return [v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in values]
+
+
+def outcome(module, inputs, grad):
+    """Output, gradients, and the inputs as they are afterwards; or the error."""
+    with torch.set_grad_enabled(grad):
+        return outcome_of(module, clone(inputs))
+
+
+def outcome_of(module, given):
+    # Not leaves, so that a forward may write them in place.
+    passed = [v * 1 if isinstance(v, torch.Tensor) and v.requires_grad else v for v in given]
+    try:
+        out = module(*passed)
+    except Exception as error:  # the kind of error is what is compared
+        return type(error)
+    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
+    leaves = [v for v in (*given, *module.parameters()) if isinstance(v, torch.Tensor) and v.requires_grad]
+    floats = [o for o in outs if o.requires_grad]
+    torch.manual_seed(1)
+    try:
+        grads = torch.autograd.grad(floats, leaves, [torch.randn_like(o) for o in floats], allow_unused=True) if floats else []
+    except RuntimeError:
+        grads = None  # torch itself has no gradient where an in-place operation destroyed what relu had saved
+    return [*outs, *(v.detach().clone() for v in passed if isinstance(v, torch.Tensor))], grads
+
+
+def same(module, *inputs):
+    """The patched module does what the unpatched one does, also to its inputs; in both modes."""
+    patched = copy.deepcopy(module)
+    with pytest.warns() if not plan_patch(module).patched else nullcontext():
+        patch_model(patched)
+    for mode, grad in itertools.product((True, False), (True, False)):
+        module.train(mode), patched.train(mode)
+        torch.manual_seed(2)
+        expected = outcome(module, inputs, grad)
+        torch.manual_seed(2)
+        actual = outcome(patched, inputs, grad)
+        if isinstance(expected, type):
+            assert actual is expected
+            continue
+        assert not isinstance(actual, type), actual
+        for a, b in zip([*expected[0], *(expected[1] or ())], [*actual[0], *(actual[1] or ())], strict=expected[1] is not None):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(b, a, equal_nan=True)
+
+
+class nullcontext:  # noqa: N801
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+
+def tensors(*shapes):
+    torch.manual_seed(3)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+RELU_ADD = [
+    "return F.relu(x) + y",
+    "return y + F.relu(x)",
+    "return torch.relu(x) + y",
+    "return x.relu() + y",
+    "return x.relu().add(y)",
+    "return y.add(x.relu())",
+    "return torch.add(F.relu(x), y)",
+    "return torch.add(F.relu(x), y, alpha=1)",
+    "return torch.add(input=F.relu(input=x), other=y)",
+    "return operator.add(F.relu(x), y)",
+    "r = F.relu(x)\nr += y\nreturn r",
+    "r = F.relu(x)\nr.add_(y)\nreturn r",
+    "r = F.relu(x)\nreturn r.add_(y)",
+    "r = x * 2\nr.relu_()\nreturn r + y",
+    "r = torch.relu_(x * 2)\nreturn r + y",
+    "return F.relu_(x * 2) + y",
+    "return F.relu(x * 2, inplace=True) + y",
+    "return F.relu(x * 2, True) + y",
+    "z = y * 2\nz += F.relu(x)\nreturn z",
+    "return self.act(x) + y",
+    "return self.inner(x * 2) + y",
+    "a, b = x, y\nout = F.relu(a)\nout = out + b\nreturn out",
+    "return sum([F.relu(x), y * 1])" if False else "return F.relu(x).add(other=y)",
+]
+ADD_RELU = [
+    "return F.relu(x + y)",
+    "return torch.relu(x + y)",
+    "return (x + y).relu()",
+    "return (x + y).relu_()",
+    "return torch.relu_(x + y)",
+    "return F.relu(x + y, inplace=True)",
+    "return F.relu(torch.add(x, y))",
+    "return F.relu(torch.add(x, y, alpha=1), inplace=True)",
+    "return F.relu(x.add(y))",
+    "return self.act(x + y)",
+    "return self.inner(x + y)",
+    "out = x * 2\nout += y\nout = self.inner(out)\nreturn out",
+    "out = x * 2\nout += y\nreturn F.relu(out)",
+    "out = self.fc(x)\nout += y\nout = self.inner(out)\nreturn out",
+    "out = self.fc(x)\nout.add_(y)\nreturn out.relu_()",
+    "out = self.stack(x)\nout += y\nreturn out.relu_()",
+    "out: torch.Tensor = x + y\nreturn F.relu(out)",
+    "if (z := x + y) is not None:\n    return F.relu(z)",
+    "return {'out': F.relu(x + y)}['out']",
+    "return [F.relu(a + b) for a, b in [(x, y)]][0]",
+]
+LAYERS = """self.act = nn.ReLU()
+self.inner = nn.ReLU(inplace=True)
+self.fc = nn.Linear(4, 4)
+self.stack = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))"""
+
+
+@pytest.mark.parametrize("body", RELU_ADD)
+@pytest.mark.parametrize("shapes", [((3, 4), (3, 4)), ((3, 4), (4,)), ((3, 4), (2, 3, 4)), ((1, 4), (3, 1))])
+def test_relu_add_in_every_spelling(build, body, shapes):
+    block = build(LAYERS, "x, y", body)
+    assert fused(block) == {"relu_add": 1}
+    same(block, *tensors(*shapes))
+
+
+@pytest.mark.parametrize("body", ADD_RELU)
+@pytest.mark.parametrize("shapes", [((3, 4), (3, 4)), ((3, 4), (4,)), ((3, 4), (2, 3, 4)), ((1, 4), (3, 1))])
+def test_add_relu_in_every_spelling(build, body, shapes):
+    block = build(LAYERS, "x, y", body)
+    assert fused(block) == {"add_relu": 1}
+    same(block, *tensors(*shapes))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return F.relu(x) + y + 0.5",
+        "return 0.5 + (F.relu(x) + y)",
+        "return F.relu(x) + y + self.bias",
+        "return self.bias + (y + F.relu(x))",
+        "return torch.add(F.relu(x) + y, self.scale)",
+        "return (F.relu(x) + y).add(1)",
+    ],
+)
+def test_relu_add_bias(build, body):
+    block = build("self.bias = nn.Parameter(torch.randn(4))\nself.scale = 0.25", "x, y", body)
+    assert fused(block) == {"relu_add_bias": 1}
+    same(block, *tensors((3, 4), (3, 4)))
+
+
+SOFTMAX_INIT = """self.scale = 0.125
+self.n = 2
+self.soft = nn.Softmax(dim=-1)
+self.logsoft = nn.LogSoftmax(dim=1)
+self.bias = nn.Parameter(torch.randn(5))
+self.register_buffer("keep", torch.ones(5, 5, dtype=torch.bool).tril())"""
+SOFTMAX = [
+    "return F.softmax(x, dim=-1)",
+    "return F.softmax(x, 1)",
+    "return x.softmax(-1)",
+    "return x.softmax(dim=-1, dtype=torch.float64)",
+    "return torch.softmax(x, -1)",
+    "return torch.softmax(input=x, dim=0)",
+    "return torch.special.softmax(x, -1)",
+    "return F.log_softmax(x, dim=-1)",
+    "return x.log_softmax(1)",
+    "return F.softmax(x / math.sqrt(x.size(-1)), dim=-1)",
+    "return F.softmax(x / math.sqrt(x.shape[-1]), dim=-1)",
+    "return F.softmax(x / (x.shape[-1] ** 0.5), dim=-1)",
+    "return F.softmax(x * x.shape[-1] ** -0.5, dim=-1)",
+    "return F.softmax(x / math.sqrt(5), dim=-1)",
+    "return (x * self.scale).softmax(-1)",
+    "return (self.scale * x).softmax(-1)",
+    "return torch.mul(x, self.scale).softmax(-1)",
+    "return x.div(self.n).softmax(-1)",
+    "x = x * 1\nx *= self.scale\nreturn x.softmax(-1)",
+    "x = x * 1\nx /= 3\nreturn x.softmax(-1)",
+    "return x.mul(2).softmax(-1, dtype=torch.float64)",
+    "return self.soft(x * self.scale)",
+    "return self.logsoft(x * self.scale)",
+    "return self.soft(x + self.bias)",
+    "return F.softmax(x + self.bias, -1)",
+    "return F.softmax(self.bias + x * 2, -1)",
+    "return F.softmax(x * 0.5 + self.keep, -1)",
+    "return F.softmax(x * 0.5 + self.bias, -1, dtype=torch.float64)",
+    "return F.softmax(x.masked_fill(self.keep == 0, float('-inf')), -1)",
+    "return F.softmax(x.masked_fill(~self.keep, -torch.inf), -1)",
+    "return F.softmax((x * 2).masked_fill(torch.logical_not(self.keep), -math.inf), -1)",
+    "return torch.masked_fill(x / 2, ~self.keep, float('-inf')).log_softmax(-1)",
+    "s = x * 2\ns.masked_fill_(~self.keep, float('-inf'))\nreturn s.softmax(-1)",
+    "s = x / 2\ns += self.bias\nreturn s.softmax(-1)",
+    "return torch.where(self.keep, x * 2, float('-inf')).softmax(-1)",
+    "return torch.where(self.keep, float('-inf'), x).softmax(0)",
+    "return torch.where(~self.keep, float('-inf'), x).softmax(-1)",
+]
+
+
+@pytest.mark.parametrize("body", SOFTMAX)
+def test_softmax_in_every_spelling(build, body):
+    block = build(SOFTMAX_INIT, "x", body)
+    assert fused(block) == {"softmax": 1} | {k: 1 for k in ("Softmax", "LogSoftmax")}
+    patch_model(block)
+    assert type(block).__name__ == "FusedBlock"
+    unpatch_model(block)
+    same(block, *tensors((5, 5)))
+
+
+def test_the_largest_softmax_wins(build):
+    block = build(SOFTMAX_INIT, "x", "return (x / 3).masked_fill(~self.keep, float('-inf')).softmax(-1)")
+    patch_model(block)
+    source = type(block).__fastlayers_source__
+    assert "softmax_masked" in source
+    assert "0.333" in source
+    assert "masked_fill" not in source.replace("softmax_masked", "")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return F.softmax(x * self.tensor, -1)",
+        "return F.softmax(x * x, -1)",
+        "return F.softmax(x.masked_fill(~self.keep, -1e9), -1)",
+        "return F.softmax(x.masked_fill(~self.keep, torch.finfo(x.dtype).min), -1)",
+        "return torch.where(self.keep, x, -1e4).softmax(-1)",
+        "return F.softmax(torch.add(x, self.bias, alpha=2), -1)",
+        "return F.softmax(x.masked_fill(~self.keep, float('-inf')) * 2, -1)",
+        "return F.softmax(x // 2, -1)",
+        "return F.softmax(torch.div(x, 2, rounding_mode='floor'), -1)",
+        "s = x * 2\nreturn F.softmax(s, -1), s",
+        "s = x + self.bias\nreturn F.softmax(s, -1) + s",
+    ],
+)
+def test_softmax_alone_is_fused_where_the_rest_is_not(build, body):
+    init = SOFTMAX_INIT + "\nself.tensor = nn.Parameter(torch.tensor(2.0))\nself.soft = self.logsoft = None"
+    block = build(init, "x", body)
+    assert fused(block) == {"softmax": 1}
+    same(block, *tensors((5, 5)))
+
+
+def test_a_fully_masked_row_is_nan_as_torch_has_it(build):
+    block = build("", "x, m", "return (x * 2).masked_fill(m, float('-inf')).softmax(-1)")
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    mask[2] = True
+    same(block, *tensors((5, 5)), mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return (x + m).softmax(-1)",
+        "return x.masked_fill(m, float('-inf')).softmax(-1)",
+        "return x.masked_fill(~m, float('-inf')).softmax(-1)",
+        "return x.masked_fill(m == 0, float('-inf')).softmax(-1)",
+        "return torch.where(m, x, float('-inf')).softmax(-1)",
+        "return torch.where(m, float('-inf'), x).softmax(-1)",
+        "x = x * 1\nx += m\nreturn x.softmax(-1)",
+        "x = x * 1\nx.masked_fill_(m, float('-inf'))\nreturn x.softmax(-1)",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:where received a uint8")
+def test_masks_of_any_dtype_mean_what_they_meant(build, body, dtype):
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]).to(dtype)
+    same(build("", "x, m", body), *tensors((3, 4)), mask)
+    same(build("", "x, m", body), *tensors((4,)), mask)
+
+
+@pytest.mark.parametrize("x", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
+@pytest.mark.parametrize("y", [torch.float16, torch.bfloat16, torch.float32, torch.int32])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return F.relu(x) + y",
+        "return F.relu(x + y)",
+        "x = x.clone()\nx += y\nreturn F.relu(x)",
+        "x = F.relu(x)\nx += y\nreturn x",
+        "y = y.clone()\ny += F.relu(x)\nreturn y",
+        "return F.relu(x) + y + 0.5",
+    ],
+)
+def test_dtypes_promote_as_before(build, body, x, y):
+    same(build("", "x, y", body), torch.arange(-4, 4).to(x), torch.arange(-3, 5).to(y))
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("r = F.relu(x)\nreturn r + y, r", Reason.USED_ELSEWHERE),
+        ("s = x + y\nreturn F.relu(s) * s", Reason.USED_ELSEWHERE),
+        ("s = x + y\nreturn F.relu(s), s.sum()", Reason.USED_ELSEWHERE),
+        ("return torch.add(F.relu(x), y, alpha=2)", Reason.ALPHA),
+        ("return F.relu(x.add(y, alpha=0.5))", Reason.ALPHA),
+        ("x += y\nreturn F.relu(x)", Reason.VISIBLE_MUTATION),
+        ("x.relu_()\nreturn x + y", Reason.VISIBLE_MUTATION),
+        ("return F.relu(x, inplace=True) + y", Reason.VISIBLE_MUTATION),
+        ("return self.inner(x) + y", Reason.VISIBLE_MUTATION),
+        ("v = x.view(-1)\nv += 1\nreturn F.relu_(v) + y.view(-1)", Reason.VISIBLE_MUTATION),
+        ("y += F.relu(x)\nreturn y", Reason.VISIBLE_MUTATION),
+        ("self.buf += F.relu(x)\nreturn x", Reason.CHANGES_STATE),
+        ("b = self.buf\nb += F.relu(x)\nreturn b", Reason.VISIBLE_MUTATION),
+        ("a = x * 2\nv = a[0]\na += y\nreturn F.relu(a), v", Reason.VISIBLE_MUTATION),
+        ("a = x * 2\nv = a.view(-1)\nb = a.relu_() + y\nreturn b, v", Reason.VISIBLE_MUTATION),
+        ("a = x * 2\nb = a.relu_() + a\nreturn b", Reason.NOTHING_TO_FUSE),
+        ("a = x * 2\nb = a.relu_() + a.view(3, 4)\nreturn b", Reason.USED_ELSEWHERE),
+        ("a = x * 2\nv = a.t()\nreturn a.relu_() + v.t()", Reason.VISIBLE_MUTATION),
+        ("a = x * 2\nr = F.relu(a)\na.add_(1)\nreturn r + y", Reason.WRITTEN_BETWEEN),
+        ("a = x * 2\nr = F.relu(a)\na.mul_(0)\nreturn r + a", Reason.WRITTEN_BETWEEN),
+        ("a = x * 2\nr = F.relu(a)\nself.inner(a)\nreturn r + y", None),
+        ("a = x * 2\ns = a + y\na.zero_()\nreturn F.relu(s)", Reason.WRITTEN_BETWEEN),
+        ("a = x * 2\nv = a.view(-1)\ns = a + y\nv.zero_()\nreturn F.relu(s)", Reason.WRITTEN_BETWEEN),
+        ("a = self.maybe(x)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
+        ("a = self.drop(x)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
+        ("a = self.keeper(x)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
+        ("a = x * 2\ns = a + y\nself.writer(a)\nreturn F.relu(s)", Reason.WRITTEN_BETWEEN),
+        ("a = torch.einsum('ij->ji', x)\na += 1\nreturn a.relu_() + y", Reason.VISIBLE_MUTATION),
+        ("a = x.to(torch.float32)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
+        ("a = x.contiguous()\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
+        ("a = F.dropout(x, 0.0, False)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
+        ("a = x.expand(3, 4)\na = a.reshape(3, 4)\nreturn a.relu_() + y", Reason.VISIBLE_MUTATION),
+    ],
+)
+def test_what_is_not_safe_is_left_alone(build, body, reason, tmp_path):
+    init = """self.inner = nn.ReLU(inplace=True)
+self.maybe = nn.Identity()
+self.drop = nn.Dropout(0.5)
+self.keeper = Keeper()
+self.writer = Writer()
+self.register_buffer("buf", torch.zeros(3, 4))"""
+    helpers = """
+class Keeper(nn.Module):
+    def forward(self, x):
+        self.kept = x * 2
+        return self.kept
+class Writer(nn.Module):
+    def forward(self, x):
+        x.zero_()
+"""
+    block = build(helper_init(helpers, init), "x, y", body)
+    if reason is not None:
+        assert reason in reasons(block), plan_patch(block)
+        assert not fused(block), plan_patch(block)
+    same(block, *tensors((3, 4), (3, 4)))
+
+
+def helper_init(helpers, init):
+    """Classes that the block's constructor needs, made inside of it."""
+    return f"scope = dict(nn=nn)\nexec({helpers!r}, scope)\nKeeper, Writer = scope['Keeper'], scope['Writer']\n{init}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return F.relu(x) + 1",
+        "return F.relu(x) + x.shape[0]",
+        "return F.relu(x) + x.dim() + self.training",
+        "return F.relu(x + 2)",
+        "return F.relu(x) - y",
+        "return F.relu6(x) + y",
+        "return F.relu(x, y) + 1" if False else "return F.leaky_relu(x) + y",
+        "return F.softmax(x, dim=None)" if False else "return x.clamp(min=0) + y",
+        "return torch.stack([F.relu(x), y]).sum(0)",
+        "return torch.add(F.relu(x), y, out=torch.empty(3, 4))" if False else "return F.relu(x) * y",
+    ],
+)
+def test_what_is_something_else_is_left_alone(build, body):
+    block = build("", "x, y", body)
+    assert not fused(block)
+    assert reasons(block) == {Reason.NOTHING_TO_FUSE}
+    same(block, *tensors((3, 4), (3, 4)))
+
+
+def test_an_implicit_dim_stays_torch_s(build):
+    block = build("", "x", "return F.softmax(x)")
+    assert reasons(block) == {Reason.IMPLICIT_DIM}
+
+
+def test_a_tensor_argument_that_is_a_number_takes_the_original_way(build):
+    block = patch_model(build("", "x, y", "return F.relu(x) + y"))
+    x = torch.randn(3)
+    assert torch.equal(block(x, 2.5), F.relu(x) + 2.5)
+    assert torch.equal(block(x, y=2), F.relu(x) + 2)
+
+
+def test_several_places_in_one_forward(build):
+    body = """a = F.relu(x + y)
+b = F.relu(a) + y + 1.0
+c = F.relu(b) + a
+return (c * 2).softmax(-1)"""
+    block = build("", "x, y", body)
+    assert fused(block) == {"relu_add_bias": 1, "add_relu": 1, "relu_add": 1, "softmax": 1}
+    same(block, *tensors((3, 4), (3, 4)))
+
+
+def test_chained_relu_adds(build):
+    block = build("", "x, y", "for _ in range(5):\n    x = F.relu(x) + y\nreturn x")
+    assert fused(block) == {"add_relu": 4}
+    same(block, *tensors((3, 4), (3, 4)))
+
+
+def test_double_backward(build):
+    block = build("self.bias = nn.Parameter(torch.randn(4))", "x, y", "return (F.relu(x + y) * 0.5 + self.bias).softmax(-1)")
+    patch_model(block.double())
+    x, y = (t.double().detach().requires_grad_() for t in tensors((3, 4), (3, 4)))
+    assert torch.autograd.gradcheck(block, (x, y))
+    assert torch.autograd.gradgradcheck(block, (x, y))
+
+
+class BasicBlock(nn.Module):
+    """torchvision's, to the letter where it matters."""
+
+    def __init__(self, planes, downsample=None, inplace=True):
+        super().__init__()
+        self.conv1 = nn.Conv2d(planes, planes, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(planes)
+        self.relu = nn.ReLU(inplace=inplace)
+        self.conv2 = nn.Conv2d(planes, planes, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(planes)
+        self.downsample = downsample
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        identity = x
+
+        out = self.conv1(x)
+        out = self.bn1(out)
+        out = self.relu(out)
+
+        out = self.conv2(out)
+        out = self.bn2(out)
+
+        if self.downsample is not None:
+            identity = self.downsample(x)
+
+        out += identity
+        out = self.relu(out)
+
+        return out
+
+
+class Attention(nn.Module):
+    """timm's and nanoGPT's in one: optional mask, dropout by function and by layer."""
+
+    def __init__(self, dim=8, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.scale = (dim // heads) ** -0.5
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.drop = nn.Dropout(0.1)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x, mask=None, *, need_weights=False):
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        attn = (q @ k.transpose(-2, -1)) * self.scale
+        if mask is not None:
+            attn = attn.masked_fill(mask == 0, float("-inf"))
+        attn = attn.softmax(dim=-1)
+        attn = F.dropout(attn, 0.1, training=self.training)
+        out = self.proj(self.drop((attn @ v).transpose(1, 2).reshape(B, N, C)))
+        if need_weights:
+            return out, attn
+        return out
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("downsample", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_basic_block(inplace, downsample, dtype):
+    torch.manual_seed(0)
+    down = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)) if downsample else None
+    block = BasicBlock(4, down, inplace).to(dtype)
+    assert fused(block) == {"add_relu": 1}
+    x = torch.randn(2, 4, 6, 6, dtype=dtype, requires_grad=True)
+    same(block, x)
+    for mode in (True, False):
+        report = verify_patch(block.train(mode), x)
+        assert report, report
+
+
+def test_attention_with_and_without_a_mask():
+    torch.manual_seed(0)
+    block = Attention()
+    x, mask = torch.randn(2, 5, 8, requires_grad=True), torch.ones(5, 5).tril()
+    same(block, x)
+    same(block, x, mask)
+    patch_model(block)
+    calls = []
+    block.eval().qkv.register_forward_hook(lambda *args: calls.append(1))
+    out, weights = block(x, need_weights=True)  # not recorded: the original forward
+    torch.testing.assert_close(out, block(x))
+    assert weights.shape == (2, 2, 5, 5)
+    assert torch.equal(block(x, mask=None), block(x))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocast(enabled):
+    torch.manual_seed(0)
+    model = nn.Sequential(BasicBlock(4), BasicBlock(4, nn.Conv2d(4, 4, 1)))
+    x = torch.randn(2, 4, 6, 6)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        expected = model(x)
+        patch_model(model)
+        actual = model(x)
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected)
+        attention = Attention().eval()
+        tokens = torch.randn(2, 5, 8)
+        expected = attention(tokens)
+        torch.testing.assert_close(patch_model(attention)(tokens), expected, rtol=0.02, atol=0.02)
+        assert verify_patch(attention, tokens)
+
+
+_ = math, operator
