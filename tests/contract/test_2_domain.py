@@ -1,0 +1,113 @@
+"""Contract, point 2, where it takes a GPU: more than 2^31 elements, other streams, a device that is not the current one.
+
+The rest of the domain is in the calls that the table of ops lists, and test_1_answer.py runs them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Place, answer, assert_close, cases, check_answer, needs_gpu, plain
+from ops import MUL, OPS, SOFTMAX, Input, Sample
+
+KERNELS_ON_GPU = [
+    pytest.param(op, Place("cuda", backend), marks=Place("cuda", backend).marks(), id=f"{op.name}-{backend}")
+    for op in OPS
+    for backend in op.kernels
+    if backend != "cpu"
+]
+
+
+@needs_gpu
+@pytest.mark.parametrize(("op", "place"), KERNELS_ON_GPU)
+def test_more_than_2_to_31_elements(op, place):
+    """Forward and backward of bfloat16 tensors whose offsets pass 32 bits, judged at the first, middle and last rows."""
+    shapes = [value.shape for value in op.huge.args]
+    needed = 2 * 4 * sum(torch.Size(shape).numel() for shape in shapes)
+    if torch.cuda.mem_get_info()[0] < needed * 1.1:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory free")
+    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_() for shape in shapes]
+    with place.forced(op.huge):
+        out = op.fused(*tensors)
+        dy = torch.empty_like(out).normal_()
+        grads = torch.autograd.grad(out, tensors, dy)
+    last = out.shape[0]
+    for rows in (slice(0, 2), slice(last // 2, last // 2 + 2), slice(last - 2, last)):
+        parts = [t[rows].detach().requires_grad_() for t in tensors]
+        expected = op.reference(*parts)
+        assert_close(out[rows], expected)
+        assert_close([g[rows] for g in grads], list(torch.autograd.grad(expected, parts, dy[rows])))
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_more_than_2_to_31_elements_in_columns(backend):
+    """The strided dimension of softmax, and a factor that broadcasts: the kernels that index otherwise."""
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of GPU memory free")
+    place = Place("cuda", backend)
+    x = torch.empty((2**12 + 1, 2**19 + 8), dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
+    row = torch.randn(x.shape[1], dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    columns = (slice(0, 2), slice(-2, None))
+    with place.forced(SOFTMAX.samples[0]):
+        out = SOFTMAX.fused(x, 0)
+        (dx,) = torch.autograd.grad(out, x, x.detach())
+    for part in columns:
+        leaf = x[:, part].detach().requires_grad_()
+        expected = SOFTMAX.reference(leaf, 0)
+        assert_close(out[:, part], expected)
+        assert_close(dx[:, part], torch.autograd.grad(expected, leaf, leaf.detach())[0])
+    del out, dx
+    with place.forced(MUL.samples[0]):
+        out = MUL.fused(x, row)
+        dx, drow = torch.autograd.grad(out, (x, row), x.detach())
+    for part in columns:
+        leaf, factor = x[:, part].detach(), row[part].detach()
+        assert_close(out[:, part], leaf * factor)
+        assert_close(dx[:, part], leaf * factor)
+        assert_close(drow[part], leaf.double().square().sum(0).to(drow.dtype))
+
+
+@needs_gpu
+@cases(plain, dtypes=[torch.float32])
+def test_stream(op, sample, place, dtype):
+    """Kernels run on torch's current stream: work that waits on another stream is seen by the ops on it."""
+    if place.device == "cpu":
+        pytest.skip("streams are the GPU's")
+    call = sample.make(place.device, dtype)
+    expected = answer(op.reference, call)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), place.forced(sample):
+        late = call.map(torch.zeros_like)
+        torch.cuda._sleep(20_000_000)  # about 10 ms: a kernel on the default stream would read the zeros
+        with torch.no_grad():
+            for empty, full in zip(late.tensors(), call.tensors(), strict=True):
+                empty.copy_(full)
+        ours = answer(op.fused, late)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_close((ours.outs, ours.grads), (expected.outs, expected.grads))
+
+
+@needs_gpu
+@cases(plain, dtypes=[torch.float32])
+def test_device_that_is_not_current(op, sample, place, dtype):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device(0):
+        check_answer(op, sample, Place("cuda:1", place.backend), dtype)
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("offset", range(1, 9))
+def test_every_alignment(backend, offset):
+    """Storage offsets of 1 to 8 elements, over row lengths on both sides of a vector."""
+    for op in OPS:
+        for length in (64, 67):
+            arguments = tuple(Input((5, length), lambda t: shifted(t, offset)) for _ in op.huge.args)
+            check_answer(op, Sample(f"offset {offset}", arguments), Place("cuda", backend), torch.bfloat16)
+
+
+def shifted(t: torch.Tensor, offset: int) -> torch.Tensor:
+    return t.new_empty(t.numel() + offset)[offset:].view(t.shape).copy_(t)

@@ -1,0 +1,257 @@
+"""Contract, point 5: what else torch does with a function, it does with a fused op."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from harness import DEVICES, answer, assert_close, cases, gradients_of, needs_gpu, outputs, plain, same_bits
+from ops import ADD_RELU, OPS, SOFTMAX, Call
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastlayers
+from fastlayers import backends, functional
+
+BY_NAME = {"ids": lambda op: op.name}
+
+
+def at_once(call: Call):
+    """The gradients of a call through ``backward()``, on fresh leaves."""
+    return call.map(lambda t: t.clone())
+
+
+# ---- torch.compile, torch.export --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS, **BY_NAME)
+def test_compiles_to_one_graph(op, device):
+    """fullgraph=True forward and backward, for a few of the op's calls. Dynamo and AOTAutograd do the work; no code generation."""
+    for sample in [op.samples[0], *(s for s in op.samples if s.smooth)][:4]:
+        call = sample.make(device, torch.float32)
+        torch._dynamo.reset()
+        compiled = torch.compile(op.fused, fullgraph=True, backend="aot_eager")
+        ours, expected = answer(compiled, call), answer(op.reference, call)
+        assert_close((ours.outs, ours.grads), (expected.outs, expected.grads))
+
+
+def everything(x: Tensor, y: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    a = functional.relu_add(x, y, bias)
+    b = functional.add_relu(a, functional.mul(x, bias))
+    p = functional.softmax(b, -1, scale=0.5, mask=mask)
+    return functional.mul(p, functional.log_softmax(b, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_inductor(device):
+    """All ops in one graph, compiled for real, forward and backward."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(33, 70, generator=generator).to(device).requires_grad_() for _ in range(2))
+    bias = torch.randn(70, generator=generator).to(device).requires_grad_()
+    keep = (torch.rand(33, 70, generator=generator) > 0.2).to(device)
+    call = Call((x, y, bias, keep), {})
+    ours = answer(torch.compile(everything, fullgraph=True), call)
+    expected = answer(everything, call)
+    assert_close((ours.outs, ours.grads), (expected.outs, expected.grads))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS, **BY_NAME)
+def test_exports(op, device):
+    """torch.export sees torch's own operations only, so that what is exported runs without fastlayers."""
+    call = op.samples[0].make(device, torch.float32)
+    module = op.module.to(device)
+    program = torch.export.export(module, call.args)
+    assert_close(program.module()(*call.args), op.reference(*call.args))
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not any("fastlayers" in target for target in targets)
+
+
+@needs_gpu
+def test_compiled_softmax_keeps_its_kernel():
+    torch._dynamo.reset()
+    graphs = []
+
+    def look(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    call = SOFTMAX.samples[0].make("cuda", torch.float32)
+    ours = answer(torch.compile(functional.softmax, fullgraph=True, backend=look), call)
+    assert_close(ours.grads, answer(SOFTMAX.reference, call).grads)
+    assert "fastlayers" in graphs[0].code
+
+
+# ---- memory and precision ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@cases(plain, dtypes=[torch.float32])
+def test_activation_checkpointing(op, sample, place, dtype, use_reentrant):
+    call = sample.make(place.device, dtype)
+    with place.forced(sample):
+        expected = answer(op.fused, call)
+        again = at_once(call)
+        out = checkpoint(op.fused, *again.args, use_reentrant=use_reentrant, **again.kwargs)
+        torch.autograd.backward(outputs(out), gradients_of(outputs(out)))
+    assert all(same_bits(leaf.grad, g) for leaf, g in zip(again.leaves(), expected.grads, strict=True))
+
+
+@cases(plain, dtypes=[torch.float32])
+def test_saved_tensors_hooks(op, sample, place, dtype):
+    """What is kept may be packed away and come back as another tensor, as offloading does."""
+    call = sample.make(place.device, dtype)
+    with place.forced(sample):
+        expected = answer(op.fused, call)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu().clone(), lambda t: t.to(place.device)):
+            ours = answer(op.fused, call)
+    assert_close(ours.grads, expected.grads)
+
+
+class Net(nn.Module):
+    """A block with every fused layer in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.relu_add, self.add_relu = fastlayers.FusedReLUAdd(0.5), fastlayers.FusedAddReLU()
+        self.mul, self.softmax, self.log_softmax = (
+            fastlayers.FusedMul(),
+            fastlayers.FusedSoftmax(-1),
+            fastlayers.FusedLogSoftmax(0),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu_add(self.first(x), x)
+        h = self.add_relu(self.second(h), x)
+        return self.mul(self.softmax(h), self.log_softmax(h))
+
+
+def network(device: str) -> tuple[Net, Tensor]:
+    torch.manual_seed(0)
+    return Net().to(device), torch.randn(6, 12).to(device)
+
+
+def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    net(x).square().sum().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mixed_precision(device, dtype):
+    """A step of AMP with a GradScaler, against the same with torch's own operations."""
+    found = {}
+    for backend in (None, "eager"):
+        net, x = network(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(device, init_scale=128.0)
+        with backends.backend(backend), torch.autocast(device, dtype):
+            loss = net(x).float().square().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found[backend] = [p.detach() for p in net.parameters()]
+    unit = torch.finfo(dtype).eps
+    for ours, stock in zip(found[None], found["eager"], strict=True):
+        torch.testing.assert_close(ours, stock, rtol=4 * unit, atol=4 * unit)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
+)
+def test_copies(copied, device):
+    net, x = network(device)
+    assert all(map(same_bits, gradients(copied(net), x), gradients(net, x)))
+
+
+def test_distributed_data_parallel(tmp_path):
+    net, x = network("cpu")
+    expected = gradients(net, x)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ours = gradients(nn.parallel.DistributedDataParallel(net), x)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_close(ours, expected)
+
+
+@needs_gpu
+@cases(plain, dtypes=[torch.float32, torch.bfloat16])
+def test_cuda_graph(op, sample, place, dtype):
+    """Forward and backward are captured, and replayed on other values."""
+    if place.device == "cpu":
+        pytest.skip("CUDA graphs are the GPU's")
+    call = sample.make(place.device, dtype)
+    fixed = at_once(call)
+    with place.forced(sample):
+        warm_up = torch.cuda.Stream()
+        warm_up.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm_up):
+            dys = gradients_of(outputs(op.fused(*fixed.args, **fixed.kwargs)))
+            answer(op.fused, fixed)
+        torch.cuda.current_stream().wait_stream(warm_up)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = outputs(op.fused(*fixed.args, **fixed.kwargs))
+            grads = torch.autograd.grad(outs, fixed.leaves(), dys)
+        other = call.map(lambda t: t.flip(0) if t.dim() else t)
+        with torch.no_grad():
+            for mine, new in zip(fixed.tensors(), other.tensors(), strict=True):
+                mine.copy_(new)
+        graph.replay()
+        expected = answer(op.fused, other)
+    assert all(map(same_bits, outs, expected.outs))
+    assert all(map(same_bits, grads, expected.grads))
+
+
+# ---- the registered ops -----------------------------------------------------------------------------------------------------
+
+
+def matrices(device: str, count: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(5, 16, generator=generator).to(device) for _ in range(count)]
+
+
+def registered_calls(device: str):
+    """A call of every op that csrc and fastlayers.ops register with the dispatcher."""
+    x, y, dy = matrices(device, 3)
+    bits = torch.full((10,), 0b1010110, dtype=torch.uint8, device=device)
+    keep = x > 0
+    return {
+        "relu_add": (x, y, None, 0.5),
+        "relu_add_train": (x, y, None, 0.5),
+        "add_relu": (x, y),
+        "add_relu_train": (x, y),
+        "relu_backward": (dy, bits),
+        "mul": (x, y),
+        "mul_backward": (dy, x, y),
+        "softmax_forward": (x, keep, 1, 0.5, False, torch.float32),
+        "softmax_backward": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
+        "softmax": (x.clone().requires_grad_(), keep, 1, 0.5, False, torch.float32),
+        "softmax_grad": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", registered_calls("cpu"))
+def test_opcheck(name, device):
+    if not backends.has_library_kernel(name, "CUDA" if device == "cuda" else "CPU"):
+        pytest.skip(f"fastlayers::{name} has no implementation for {device} here")
+    torch.library.opcheck(getattr(torch.ops.fastlayers, name).default, registered_calls(device)[name])
+
+
+@pytest.mark.slow
+def test_forced_compile_backend():
+    call = ADD_RELU.samples[0].make("cpu", torch.float32)
+    with backends.backend("compile"):
+        ours = answer(functional.add_relu, call)
+    expected = answer(ADD_RELU.reference, call)
+    assert_close((ours.outs, ours.grads), (expected.outs, expected.grads))
