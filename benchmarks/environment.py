@@ -24,7 +24,8 @@ def environment(device: torch.device) -> dict[str, object]:
         "triton": version("triton"),
         "liger_kernel": version("liger_kernel"),
         "fastlayers": fastlayers.__version__,
-        "commit": output_of("git", "describe", "--always", "--dirty", "--abbrev=10"),
+        # A copy of the tree without its .git, as CI and rented machines have it, is told its commit.
+        "commit": os.environ.get("GIT_COMMIT") or output_of("git", "describe", "--always", "--dirty", "--abbrev=10"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),

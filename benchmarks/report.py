@@ -181,7 +181,11 @@ def summary(results: dict[str, Any]) -> str:
 def caption(results: dict[str, Any]) -> str:
     env = results["environment"]
     parts = [env["device"], f"driver {env['driver']}" if env["driver"] else "", f"torch {env['torch']}"]
-    parts += [f"Triton {env['triton']}" if env["triton"] else "", f"commit {env['commit']}", env["date"][:10]]
+    parts += [
+        f"Triton {env['triton']}" if env["triton"] else "",
+        f"commit {env['commit']}" if env["commit"] else "",
+        env["date"][:10],
+    ]
     return ", ".join(part for part in parts if part)
 
 

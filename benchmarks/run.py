@@ -249,8 +249,9 @@ def enter(
         raise WrongAnswerError(
             f"relative error {entrant.error:.1e} against float64; expected {TOLERANCE[case.dtype]:.0e}"
         )
+    ours = name == "fastlayers" or forced(name) is not None  # a rival is timed in whatever layout it answers
     for out, dy in zip(outputs, upstream, strict=True):
-        if out.stride() != dy.stride() or out.dtype != dy.dtype:
+        if ours and (out.stride() != dy.stride() or out.dtype != dy.dtype):
             raise WrongAnswerError(f"{out.dtype} with strides {out.stride()}; expected {dy.dtype} with {dy.stride()}")
     return entrant
 

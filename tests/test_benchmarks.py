@@ -21,7 +21,7 @@ from benchmarks.cases.elementwise import ADD_RELU, MUL, broadcast_mul, pair
 from benchmarks.cases.softmax import MASKED_SOFTMAX, SOFTMAX, causal_mask, padding_mask, row
 from benchmarks.implementations import contestants
 from benchmarks.precompile import compile_case
-from benchmarks.run import Settings, run
+from benchmarks.run import DeviceLostError, Settings, run
 from benchmarks.timing import CpuClock, DeviceEvent, Task, between_markers, copy_bandwidth, device_events, summarize
 
 SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
@@ -235,6 +235,19 @@ def test_time_limit_keeps_what_was_measured(tmp_path):
     found = run(cases, tmp_path / "r.json", Settings(time_limit=0.0), on_cpu)
     assert found.skipped == [cases[0].id]
     assert json.loads((tmp_path / "r.json").read_text())["rows"] == []
+
+
+def test_a_lost_device_ends_the_run_but_not_the_results(tmp_path):
+    def broken(x, dim):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    good = row(SOFTMAX, 4, 8, contestants=("eager",))
+    bad = row(replace(SOFTMAX, fused=broken), 4, 16, contestants=("fastlayers",))
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
+        run([good, bad], tmp_path / "r.json", Settings(samples=2), on_cpu)
+    kept = json.loads((tmp_path / "r.json").read_text())
+    assert [row["case"] for row in kept["rows"]] == [good.id]
+    assert kept["skipped"] == [bad.id]
 
 
 def test_gradients_of_every_op_are_checked(tmp_path):
