@@ -50,7 +50,8 @@ types: $(ENV)  ## mypy
 	$(PY) -m mypy
 
 pytest: $(ENV)  ## the tests alone, on the build that is there
-	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+	@# Two workers share the cores, so an idle OpenMP thread must not spin on one.
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 format: $(ENV)  ## let ruff format and fix what it can
 	$(PY) -m ruff format .
