@@ -190,11 +190,11 @@ def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, 
 
 
 def has_own_forward(cls: type[nn.Module]) -> bool:
-    """Whether the class brings a Python forward of its own, or Sequential's: torch's layers are for the module rules."""
+    """Whether the class brings a Python forward of its own, or Sequential's; layers of torch and fastlayers are leaves."""
     forward = cls.forward
     if forward is nn.Sequential.forward:
         return True
-    return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith("torch.")
+    return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith(("torch.", "fastlayers.modules."))
 
 
 def refuse_kind(module: nn.Module) -> None:

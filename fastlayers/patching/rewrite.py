@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import ast
 import copy
+import copyreg
 import inspect
 import itertools
 import linecache
@@ -367,6 +368,9 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
         if isinstance(reduced, str) or type(self) is not generated:
             return reduced
         function, args, *rest = reduced
+        if function is copyreg.__newobj__ and args == (generated,):
+            # pickle insists on the object's own class there; this is the same call by another name.
+            function, args = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
         args = tuple(original if arg is generated else arg for arg in args)
         return (original if function is generated else function, args, *rest)
 

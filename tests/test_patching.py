@@ -1,0 +1,907 @@
+"""patch_model on a model and the world around it: selection, report, undo, hooks, copies, pickles, wrappers, compilers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fastlayers import FusedSoftmax
+from fastlayers.patching import (
+    PatchError,
+    PatchWarning,
+    Reason,
+    patch_model,
+    patch_report,
+    patched,
+    plan_patch,
+    unpatch_model,
+    verify_patch,
+)
+from fastlayers.patching import verify as verification
+
+
+class Block(nn.Module):
+    def __init__(self, inplace=True):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=inplace)
+
+    def forward(self, x):
+        """The forward of a block."""
+        out = self.bn(self.conv(x))
+        out += x
+        return self.relu(out)
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 5)
+        self.soft = nn.Softmax(dim=-1)
+
+    def forward(self, x, temperature: float = 2.0):
+        return self.soft(self.fc(x.mean((2, 3))) / temperature)
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer1 = nn.Sequential(Block(), Block(inplace=False))
+        self.layer2 = nn.Sequential(Block())
+        self.plain = Plain()
+        self.head = Head()
+        self.log = nn.LogSoftmax(dim=1)
+
+    def forward(self, x):
+        return self.log(self.head(self.plain(self.layer2(self.layer1(x)))))
+
+
+BLOCKS = {"layer1.0", "layer1.1", "layer2.0"}
+ALL = BLOCKS | {"head", "head.soft", "log"}
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(2, 4, 6, 6)
+
+
+def names(report):
+    return {row.fqn for row in report.patched}
+
+
+def types_of(model):
+    return {name: type(module) for name, module in model.named_modules()}
+
+
+# -- the swap ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_survives(net, x):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    keys, parameters, text = list(net.state_dict()), list(net.parameters()), repr(net)
+    seen = []
+    net.layer1[0].register_forward_hook(lambda *args: seen.append("hook"))
+    net.eval()
+    expected = net(x)
+    assert patch_model(net) is net
+    assert isinstance(net, Net)
+    assert isinstance(net.layer1[0], Block)
+    assert isinstance(net.head.soft, nn.Softmax)
+    assert isinstance(net.head.soft, FusedSoftmax)
+    assert type(net.layer1[0]).__name__ == "FusedBlock"
+    assert type(net.layer1[0]).__module__ == __name__
+    assert type(net.layer1[0]).forward.__doc__ == Block.forward.__doc__
+    assert list(net.state_dict()) == keys
+    assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
+    assert not net.training
+    assert not net.layer1[0].training
+    assert repr(net).replace("FusedBlock", "Block").replace("FusedHead", "Head") == text.replace("Softmax", "FusedSoftmax").replace(
+        "LogFusedSoftmax", "FusedLogSoftmax"
+    )
+    torch.testing.assert_close(net(x), expected)
+    assert seen == ["hook", "hook"]
+    net.train()(x).sum().backward()
+    optimizer.step()
+
+
+def test_undo_is_exact(net, x):
+    net.eval()
+    before, state = types_of(net), {name: dict(vars(module)) for name, module in net.named_modules()}
+    expected = net(x)
+    patch_model(net)
+    assert {name for name, cls in types_of(net).items() if cls is not before[name]} == ALL
+    assert unpatch_model(net) is net
+    assert types_of(net) == before
+    assert {name: dict(vars(module)) for name, module in net.named_modules()} == state
+    assert torch.equal(net(x), expected)
+    assert unpatch_model(net) is net
+
+
+def test_patching_twice_changes_nothing(net):
+    patch_model(net)
+    before = types_of(net)
+    patch_model(net)
+    assert types_of(net) == before
+    unpatch_model(net)
+    assert all("Fused" not in cls.__name__ for cls in types_of(net).values())
+
+
+def test_patching_in_two_parts(net):
+    patch_model(net, include="layer1")
+    assert names(patch_report(net)) == {"layer1.0", "layer1.1"}
+    patch_model(net)
+    assert names(patch_report(net)) == ALL
+
+
+def test_the_context_manager_takes_back_what_it_did(net):
+    patch_model(net, include="head")
+    before = types_of(net)
+    with patched(net) as same:
+        assert same is net
+        assert names(patch_report(net)) == ALL
+    assert types_of(net) == before
+    with pytest.raises(KeyError), patched(net):
+        raise KeyError
+    assert types_of(net) == before
+
+
+def test_the_root_module(x):
+    block = patch_model(Block())
+    assert type(block).__name__ == "FusedBlock"
+    assert plan_patch(block)[""].became == "FusedBlock"
+    soft = patch_model(nn.Softmax(-1))
+    assert isinstance(soft, FusedSoftmax)
+    assert type(unpatch_model(soft)) is nn.Softmax
+
+
+def test_shared_modules_are_visited_once():
+    block = Block()
+    model = nn.Sequential(block, nn.Sequential(block), block)
+    report = plan_patch(model)
+    assert [row.fqn for row in report.patched] == ["0"]
+    assert report["1.0"] is report["0"] is report["2"]
+    assert report.counts() == {"add_relu": 1}
+    assert type(patch_model(model)[1][0]).__name__ == "FusedBlock"
+    assert names(plan_patch(nn.Sequential(block, nn.ModuleDict({"again": block})), include="1.again")) == {"0"}
+
+
+def test_equal_blocks_share_a_class(net):
+    patch_model(net)
+    assert type(net.layer1[0]) is type(net.layer2[0])
+    assert type(net.layer1[0]) is not type(net.layer1[1])  # another ReLU, another guard
+
+
+def test_generated_classes_are_freed(net):
+    patch_model(net)
+    reference = weakref.ref(type(net.layer1[0]))
+    unpatch_model(net)
+    gc.collect()
+    assert reference() is None
+
+
+def test_nothing_global_changes(net):
+    before = {
+        "relu": nn.ReLU.forward, "softmax": nn.Softmax.forward, "f": F.softmax, "t": torch.relu, "block": Block.forward,
+        "call": nn.Module.__call__, "getattr": nn.Module.__getattr__,
+    }  # fmt: skip
+    patch_model(net)
+    after = {
+        "relu": nn.ReLU.forward, "softmax": nn.Softmax.forward, "f": F.softmax, "t": torch.relu, "block": Block.forward,
+        "call": nn.Module.__call__, "getattr": nn.Module.__getattr__,
+    }  # fmt: skip
+    assert after == before
+    assert type(Block()) is Block
+
+
+def test_user_made_fused_layers_are_not_unpatched():
+    model = nn.Sequential(FusedSoftmax(-1), Block())
+    unpatch_model(patch_model(model))
+    assert type(model[0]) is FusedSoftmax
+    assert plan_patch(model)["0"].reason is Reason.NO_RULE
+
+
+def test_subclasses_of_layers_keep_their_forward():
+    class Own(nn.Softmax):
+        def forward(self, input):
+            return input * 2
+
+    class Inherits(nn.Softmax):
+        pass
+
+    class Uses(nn.Softmax):
+        def forward(self, input):
+            return super().forward(input * 3)
+
+    model = nn.ModuleList([Own(-1), Inherits(-1), Uses(-1), nn.Softmax(-1)])
+    report = plan_patch(model)
+    assert report["0"].reason is Reason.SUBCLASS
+    assert report["1"].reason is Reason.SUBCLASS
+    assert report["2"].became == "FusedUses"
+    patch_model(model)
+    x = torch.randn(3, 4)
+    assert torch.equal(model[0](x), x * 2)
+    torch.testing.assert_close(model[2](x), F.softmax(x * 3, -1))
+
+
+# -- selection --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ALL),
+        ({"include": "layer1.*"}, {"layer1.0", "layer1.1"}),
+        ({"include": "layer1"}, {"layer1.0", "layer1.1"}),
+        ({"include": ["layer1.0", "layer2.?"]}, {"layer1.0", "layer2.0"}),
+        ({"include": ("*.0",)}, {"layer1.0", "layer2.0"}),
+        ({"include": Block}, BLOCKS),
+        ({"include": [nn.Softmax, "log"]}, {"head.soft", "log"}),
+        ({"include": Head}, {"head", "head.soft"}),
+        ({"exclude": "layer1"}, ALL - {"layer1.0", "layer1.1"}),
+        ({"exclude": "layer1.1"}, ALL - {"layer1.1"}),
+        ({"exclude": [Block]}, ALL - BLOCKS),
+        ({"include": "layer*", "exclude": "layer1.0"}, BLOCKS - {"layer1.0"}),
+        ({"filter_fn": lambda module, fqn: isinstance(module, Block)}, BLOCKS),
+        ({"filter_fn": lambda module, fqn: fqn == "head"}, {"head"}),
+        ({"include": "layer?.*", "filter_fn": lambda module, fqn: fqn.endswith("0")}, {"layer1.0", "layer2.0"}),
+    ],
+)
+def test_selection(net, options, expected):
+    assert names(plan_patch(net, **options)) == expected
+    patch_model(net, **options)
+    assert names(patch_report(net)) == expected
+
+
+def test_an_excluded_child_is_not_absorbed(net, x):
+    net.eval()
+    expected = net(x)
+    report = plan_patch(net, exclude="*.relu")
+    assert report["layer1.0"].reason is Reason.EXCLUDED_CHILD
+    with patched(net, exclude=[nn.ReLU, nn.Softmax]):
+        assert type(net.layer1[0]) is Block
+        assert type(net.head) is Head
+        assert torch.equal(net(x)[0], expected[0])
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_pattern_that_matches_nothing_warns(net, option):
+    with pytest.warns(PatchWarning, match="'layer9.*' matched no module"):
+        patch_model(net, **{option: ["layer9.*", "layer1"]})
+    with pytest.warns(PatchWarning, match="'Conv3d' matched no module"):
+        patch_model(net, **{option: nn.Conv3d})
+
+
+def test_nothing_matched_warns():
+    with pytest.warns(PatchWarning, match=r"nothing in Linear was patched"):
+        patch_model(nn.Linear(2, 2))
+
+
+def test_a_complete_patch_does_not_warn(net):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(net)
+        patch_model(net)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda net: patch_model(torch.ones(2)), "expected a torch.nn.Module, got Tensor"),
+        (lambda net: patch_model(Net), "expected a torch.nn.Module, got type"),
+        (lambda net: unpatch_model({}), "expected a torch.nn.Module, got dict"),
+        (lambda net: verify_patch("net"), "expected a torch.nn.Module, got str"),
+        (lambda net: patch_model(net, include=3), "include must be .* got 3"),
+        (lambda net: patch_model(net, exclude=["a", 3]), "exclude must hold .* got 3"),
+        (lambda net: patch_model(net, exclude=int), "exclude must hold .* got <class 'int'>"),
+        (lambda net: patch_model(net, filter_fn="relu"), "filter_fn must be a function .* got str"),
+        (lambda net: patch_model(net, includes="x"), "unexpected keyword argument 'includes'"),
+    ],
+)
+def test_wrong_arguments(net, call, message):
+    before = types_of(net)
+    with pytest.raises(TypeError, match=message):
+        call(net)
+    assert types_of(net) == before
+
+
+def test_an_error_while_planning_changes_nothing(net):
+    before = types_of(net)
+
+    def filter_fn(module, fqn):
+        if fqn == "log":
+            raise ZeroDivisionError
+        return True
+
+    with pytest.raises(ZeroDivisionError):
+        patch_model(net, filter_fn=filter_fn)
+    assert types_of(net) == before
+
+
+def test_strict(net):
+    class Refused(nn.Module):
+        def forward(self, x, *rest):
+            return F.relu(x) + x
+
+    patch_model(copy.deepcopy(net), strict=True)
+    net.extra = Refused()
+    before = types_of(net)
+    with pytest.raises(PatchError, match=r"(?s)nothing was changed.*extra: its forward takes \*args"):
+        patch_model(net, strict=True)
+    with pytest.raises(PatchError, match="'nowhere' matched no module"):
+        patch_model(net, include=["layer1", "nowhere"], strict=True)
+    with pytest.raises(PatchError, match="nothing in Linear was patched"):
+        patch_model(nn.Linear(1, 1), strict=True)
+    assert types_of(net) == before
+    patch_model(net, exclude="extra", strict=True)
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_report(net):
+    report = plan_patch(net)
+    assert len(report) == len(list(net.named_modules()))
+    row = report["layer1.0"]
+    assert (row.was, row.became, row.fused, row.reason) == ("Block", "FusedBlock", (("add_relu", 1),), None)
+    assert report["layer1.0.conv"].reason is Reason.NO_RULE
+    assert report["plain"].reason is Reason.NOTHING_TO_FUSE
+    assert report.counts() == {"add_relu": 3, "softmax": 1, "Softmax": 1, "LogSoftmax": 1}
+    assert report.summary() == (
+        "Net: 6 of 20 modules patched: 3 add_relu, 1 softmax, 1 Softmax, 1 LogSoftmax"
+    )
+    text = str(report)
+    assert "layer1.0   Block       FusedBlock" in text
+    assert "layer1.0.conv" not in text
+    assert "no rule looks for this layer" in text
+    with pytest.raises(KeyError, match="nowhere"):
+        report["nowhere"]
+
+
+def test_report_of_a_patched_model_is_that_of_the_plan(net):
+    plan = plan_patch(net)
+    assert str(patch_report(net)) != str(plan)
+    assert not patch_report(net).patched
+    patch_model(net)
+    assert str(patch_report(net)) == str(plan)
+    assert str(plan_patch(net)) == str(plan)
+
+
+def test_report_in_other_forms(net):
+    report = plan_patch(net, include=["layer1", "nowhere"])
+    data = json.loads(report.to_json())
+    assert data["counts"] == {"add_relu": 2}
+    assert data["unmatched"] == ["nowhere"]
+    rows = {row["module"]: row for row in data["modules"]}
+    assert rows["layer1.0"]["fused"] == {"add_relu": 1}
+    assert rows["layer2.0"]["reason"] == "NOT_SELECTED"
+    markdown = report.to_markdown()
+    assert "| layer1.0 | Block | FusedBlock | add_relu |" in markdown
+    assert "pattern 'nowhere' matched nothing" in markdown
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=200)
+    console.print(report)
+    assert re.search(r"layer1\.1\s+│ Block\s+│ FusedBlock │ add_relu", console.file.getvalue())
+
+
+def test_rich_is_imported_for_printing_only():
+    code = (
+        "import sys, torch; from torch import nn; from fastlayers.patching import patch_model, patch_report; "
+        "str(patch_report(patch_model(nn.Softmax(-1)))); assert 'rich' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def recorded(model, name, register, x):
+    """What a hook on a module sees, and the model's output."""
+    seen = []
+
+    def hook(module, *values):
+        tensors = [t for value in values for t in (value if isinstance(value, tuple) else (value,)) if t is not None]
+        seen.append(tensors)
+
+    handle = getattr(model.get_submodule(name), register)(hook)
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.sum().backward()
+    handle.remove()
+    # Read after the forward: an in-place operation shows in what a hook kept.
+    return out.detach(), x.grad, [t.detach().clone() for tensors in seen for t in tensors]
+
+
+@pytest.mark.parametrize("name", ["layer1.0.relu", "layer1.1.relu", "layer1.0.bn", "layer1.0.conv", "layer1.1", "head.soft", "head"])
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_see_what_they_saw(net, x, name, register, when):
+    net.double()
+    x = x.double()
+    if name in ("layer1.0.bn", "layer1.0.relu") and register == "register_full_backward_hook":
+        pytest.skip("torch raises: an in-place operation next to a backward hook")
+    expected = recorded(net, name, register, x)
+    if when == "before":
+        handle = net.get_submodule(name).register_forward_hook(lambda *args: None)
+        patch_model(net)
+        handle.remove()
+    else:
+        patch_model(net)
+    actual = recorded(net, name, register, x)
+    for a, b in zip(actual[:2], expected[:2], strict=True):
+        torch.testing.assert_close(a, b)
+    assert len(actual[2]) == len(expected[2])
+    for a, b in zip(actual[2], expected[2], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_hook_that_changes_the_output_of_an_absorbed_child(net, x):
+    net.eval()
+    patch_model(net)
+    handle = net.layer1[0].relu.register_forward_hook(lambda module, args, out: out * 3)
+    actual = net(x)
+    unpatch_model(net)
+    assert torch.equal(actual, net(x))
+    handle.remove()
+
+
+def test_global_hooks_fire_for_absorbed_children(net, x):
+    patch_model(net)
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module).__name__))
+    net(x)
+    handle.remove()
+    assert seen.count("ReLU") == 3
+
+
+def test_a_hooked_child_is_reported(net):
+    net.layer1[0].relu.register_forward_hook(lambda *args: None)
+    assert plan_patch(net)["layer1.0"].reason is Reason.HOOKED_CHILD
+
+
+# -- copies, pickles, checkpoints --------------------------------------------------------------------------------------
+
+
+def test_deepcopy_stays_patched_and_can_be_undone(net, x):
+    net.eval()
+    expected = net(x)
+    patch_model(net)
+    clone = copy.deepcopy(net)
+    assert types_of(clone) == types_of(net)
+    torch.testing.assert_close(clone(x), expected)
+    unpatch_model(clone)
+    assert type(clone.layer1[0]) is Block
+    assert type(net.layer1[0]) is not Block
+    assert clone.layer1[0].conv.weight is not net.layer1[0].conv.weight
+    assert torch.equal(clone(x), expected)
+
+
+def test_deepcopy_keeps_what_is_shared():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.b = nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+            self.me = [self]
+
+        def forward(self, x):
+            return F.relu(self.a(x)) + self.b(x)
+
+    model = patch_model(Tied())
+    clone = copy.deepcopy(model)
+    assert clone.a.weight is clone.b.weight
+    assert clone.me[0] is clone
+    assert type(clone) is type(model)
+
+
+class Custom(Block):
+    """Says itself how it is copied and pickled."""
+
+    def __deepcopy__(self, memo):
+        clone = Custom()
+        clone.load_state_dict(self.state_dict())
+        clone.copied = True
+        return clone
+
+    def __reduce__(self):
+        return (rebuild, (type(self), self.state_dict()))
+
+
+def rebuild(cls, state):
+    module = cls()
+    module.load_state_dict(state)
+    return module
+
+
+def test_a_class_with_its_own_copy_and_pickle(x):
+    block = patch_model(Custom().eval())
+    clone = copy.deepcopy(block)
+    assert clone.copied
+    assert type(clone) is type(block)
+    loaded = pickle.loads(pickle.dumps(block))
+    assert type(loaded) is Custom
+    torch.testing.assert_close(loaded.eval()(x), block(x))
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_holds_the_original_classes(net, x, protocol):
+    expected = net.eval()(x)
+    patch_model(net)
+    data = pickle.dumps(net, protocol)
+    assert b"Fused" not in data
+    assert b"fastlayers" not in data
+    loaded = pickle.loads(data)
+    assert type(loaded.layer1[0]) is Block
+    assert type(loaded.head.soft) is nn.Softmax
+    assert torch.equal(loaded(x), expected)
+    assert type(net.layer1[0]).__name__ == "FusedBlock"
+
+
+def test_torch_save_of_a_whole_model(net, x, tmp_path):
+    expected = net.eval()(x)
+    torch.save(patch_model(net), tmp_path / "net.pt")
+    loaded = torch.load(tmp_path / "net.pt", weights_only=False)
+    assert torch.equal(loaded(x), expected)
+    torch.testing.assert_close(patch_model(loaded)(x), expected)
+
+
+def test_state_dicts_go_both_ways(net, x):
+    other = Net()
+    patch_model(net).eval()
+    other.load_state_dict(net.state_dict())
+    torch.testing.assert_close(other.eval()(x), net(x))
+    net.load_state_dict(other.state_dict())
+
+
+def test_training_patched_then_unpatching_gives_the_trained_weights(net, x):
+    twin = copy.deepcopy(net)
+    patch_model(net)
+    for model in (net, twin):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    unpatch_model(net)
+    for (name, a), b in zip(net.state_dict().items(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_dtype_and_device_moves_after_patching(net, x):
+    patch_model(net).double()
+    assert net(x.double()).dtype == torch.float64
+    net.to("meta")
+    assert net(x.to("meta", torch.float64)).device.type == "meta"
+
+
+# -- modules and wrappers that are special ---------------------------------------------------------------------------
+
+
+def test_a_forward_on_the_instance_is_detected(net, x):
+    """As accelerate does it."""
+    block = net.layer1[0]
+    block.forward = lambda x, old=block.forward: old(x) * 2
+    net.layer1[1].relu.forward = lambda x: x
+    with pytest.warns(PatchWarning, match="replaced on the instance"):
+        patch_model(net)
+    report = patch_report(net)
+    assert report["layer1.0"].reason is Reason.FORWARD_REPLACED
+    assert report["layer1.1"].became is None
+    assert type(block) is Block
+
+
+def test_a_forward_put_on_an_absorbed_child_afterwards(net, x):
+    net.eval()
+    patch_model(net)
+    net.layer1[0].relu.forward = torch.sigmoid
+    actual = net(x)
+    unpatch_model(net)
+    torch.testing.assert_close(actual, net(x))
+
+
+@pytest.mark.parametrize("relu", [nn.GELU(), nn.ReLU6(), nn.Identity()])
+def test_an_absorbed_child_that_is_replaced_afterwards(net, x, relu):
+    net.eval()
+    patch_model(net)
+    net.layer1[0].relu = relu
+    net.head.soft = nn.Softmax(dim=0)
+    actual = net(x)
+    unpatch_model(net)
+    torch.testing.assert_close(actual, net(x))
+
+
+def test_a_softmax_whose_dim_changes_afterwards(net, x):
+    net.eval()
+    patch_model(net)
+    net.head.soft.dim = 0
+    net.log.dim = 0
+    actual = net(x)
+    unpatch_model(net)
+    torch.testing.assert_close(actual, net(x))
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def test_parametrized_modules(net, x):
+    parametrize.register_parametrization(net.layer1[0].conv, "weight", Double())
+    nn.utils.parametrizations.weight_norm(net.head.fc)
+    net.eval()
+    expected = net(x)
+    patch_model(net)
+    torch.testing.assert_close(net(x), expected)
+    parametrize.remove_parametrizations(net.layer1[0].conv, "weight")
+    torch.testing.assert_close(net(x), expected)
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return F.relu(F.linear(x, self.weight)) + x
+
+    own = Own(4, 4)
+    parametrize.register_parametrization(own, "weight", Double())
+    assert plan_patch(own)[""].reason is Reason.PARAMETRIZED
+    later = patch_model(Own(4, 4))
+    parametrize.register_parametrization(later, "weight", Double())
+    with pytest.warns(PatchWarning, match="was changed again after patching"):
+        unpatch_model(later)
+    parametrize.remove_parametrizations(later, "weight")
+    assert type(unpatch_model(later)) is Own
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+def test_scripted_modules_are_left_alone(net, x):
+    net.layer1[0] = torch.jit.script(Block())
+    with pytest.warns(PatchWarning, match="holds scripted modules"):
+        patch_model(net)
+    assert names(patch_report(net)) == ALL - {"layer1.0"}
+    net(x)
+
+
+def test_wrappers(net, x):
+    model = nn.DataParallel(net)
+    with pytest.warns(PatchWarning, match="wrapped in DataParallel"):
+        patch_model(model)
+    assert names(patch_report(model)) == {f"module.{name}" for name in ALL}
+    assert patch_report(model)[""].reason is Reason.WRAPPER
+    unpatch_model(model)
+    compiled = torch.compile(net, backend="eager")
+    with pytest.warns(PatchWarning, match="wrapped in OptimizedModule"):
+        patch_model(compiled)
+    assert type(net.layer1[0]).__name__ == "FusedBlock"
+    torch.testing.assert_close(compiled.eval()(x), net(x))
+
+
+def test_a_replica_of_data_parallel(net, x):
+    expected = net.eval()(x)
+    patch_model(net)
+    replica = net.layer1[0]._replicate_for_data_parallel()
+    assert type(replica) is type(net.layer1[0])
+    torch.testing.assert_close(net(x), expected)
+
+
+def test_graph_modules(x):
+    traced = torch.fx.symbolic_trace(Block())
+    report = plan_patch(traced)
+    assert report[""].reason is Reason.GRAPH_MODULE
+
+
+def test_quantised_layers_are_left_alone():
+    model = nn.Sequential(Block(), torch.ao.nn.quantized.ReLU6())
+    with pytest.warns(PatchWarning, match="quantised layers"):
+        patch_model(model)
+
+
+class Registry(nn.Module):
+    known: list = []  # noqa: RUF012
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Registry.known.append(cls)
+
+    def forward(self, x):
+        return F.relu(x) + x
+
+
+def test_a_class_that_reacts_to_subclasses_is_left_alone():
+    before = list(Registry.known)
+    assert plan_patch(Registry())[""].reason is Reason.CLASS_HOOKS
+    assert Registry.known == before
+
+
+def test_convert_sync_batchnorm_after_patching(net):
+    patch_model(net)
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    assert names(patch_report(converted)) == ALL
+    assert isinstance(converted.layer1[0].bn, nn.SyncBatchNorm)
+
+
+# -- compilers and transforms -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_compile_in_one_graph(net, x, mode):
+    patch_model(net)
+    net.train(mode)
+    state = copy.deepcopy(net.state_dict())
+    expected = net(x)
+    net.load_state_dict(state)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected)
+    gradient = torch.autograd.grad(compiled(x).square().sum(), list(net.parameters()))
+    assert len(gradient) == len(list(net.parameters()))
+
+
+def test_compile_sees_what_changes(net, x):
+    """Guards of the generated forward are guards of the compiled code too."""
+    patch_model(net.eval())
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="eager")
+    compiled(x)
+    net.layer1[0].relu = nn.Sigmoid()
+    unpatch_model(reference := copy.deepcopy(net))
+    torch.testing.assert_close(compiled(x), reference(x))
+    seen = []
+    net.layer1[1].relu.register_forward_hook(lambda *args: seen.append(1))
+    torch._dynamo.reset()  # as torch documents for hooks added after compiling
+    torch.testing.assert_close(compiled(x), reference(x))
+    assert seen
+
+
+def test_export(net, x):
+    patch_model(net.eval())
+    expected = net(x)
+    for strict in (False, True):
+        program = torch.export.export(net, (x,), strict=strict)
+        torch.testing.assert_close(program.module()(x), expected)
+    dynamic = torch.export.export(net, (x,), dynamic_shapes={"x": {0: torch.export.Dim("n", min=2)}})
+    torch.testing.assert_close(dynamic.module()(torch.cat([x, x, x])), net(torch.cat([x, x, x])))
+
+
+def test_checkpointing_and_functional_call(net, x):
+    from torch.utils.checkpoint import checkpoint
+
+    net.eval()
+    x = x.requires_grad_()
+    expected = torch.autograd.grad(net(x).square().sum(), x)[0]
+    patch_model(net)
+    torch.testing.assert_close(torch.autograd.grad(checkpoint(net, x, use_reentrant=False).square().sum(), x)[0], expected)
+    parameters = {name: p * 1 for name, p in net.named_parameters()}
+    torch.testing.assert_close(torch.func.functional_call(net, parameters, (x,)), net(x))
+    stacked = torch.stack([x, x])
+    torch.testing.assert_close(torch.func.vmap(net)(stacked)[0], net(x))
+    gradient = torch.func.grad(lambda p: torch.func.functional_call(net, p, (x,)).square().sum())(parameters)
+    assert gradient.keys() == parameters.keys()
+
+
+# -- verify_patch -----------------------------------------------------------------------------------------------------
+
+
+def snapshot(model):
+    tensors = {name: t.clone() for name, t in model.state_dict().items()}
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return tensors, grads, [m.training for m in model.modules()], types_of(model), torch.random.get_rng_state()
+
+
+def unchanged(before, after):
+    for a, b in zip(before[:2], after[:2], strict=True):
+        assert a.keys() == b.keys()
+        assert all((a[key] is None and b[key] is None) or torch.equal(a[key], b[key]) for key in a)
+    return before[2:4] == after[2:4] and torch.equal(before[4], after[4])
+
+
+@pytest.mark.parametrize("state", ["unpatched", "patched"])
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_verify(net, x, state, mode, dtype):
+    net.to(dtype).train(mode)
+    if mode:
+        net(x.to(dtype)).sum().backward()
+    if state == "patched":
+        patch_model(net)
+    net.layer2[0].eval()
+    before = snapshot(net)
+    report = verify_patch(net, x.to(dtype))
+    assert report
+    assert report.ok
+    assert report.patched == 6
+    assert report.first_difference is None
+    assert {c.name for c in report.comparisons} >= {"output", "grad of layer1.0.conv.weight", "grad of input 0"}
+    assert str(report).startswith("verify: equal (6 modules patched")
+    assert unchanged(before, snapshot(net))
+
+
+@pytest.mark.parametrize("error", ["output", "gradient", "dtype"])
+def test_verify_finds_a_wrong_kernel_and_says_where(net, x, error, monkeypatch):
+    """The second block is made wrong."""
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * (1.001 if error == "output" else 1)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (1.001 if error == "gradient" else 1)
+
+    patch_model(net)
+    cls = type(net.layer1[1])
+    right = cls.forward
+    broken = {"dtype": lambda self, x: right(self, x).double().float().to(torch.float64)}
+    monkeypatch.setattr(cls, "forward", broken.get(error, lambda self, x: Wrong.apply(right(self, x))))
+    if error == "dtype":
+        monkeypatch.setattr(Block, "forward", lambda self, x: F.relu(self.bn(self.conv(x)) + x).to(x.dtype))
+        net = net.layer1[1]
+    report = verify_patch(net, x)
+    assert not report
+    assert report.failures
+    assert "DIFFER" in str(report)
+    if error == "output":
+        assert report.first_difference == "layer1.1"
+    assert json.dumps(report.to_dict())
+
+
+def test_verify_restores_after_an_error(net):
+    wrong = torch.randn(2, 3, 6, 6)
+    before = snapshot(net)
+    with pytest.raises(RuntimeError, match="expected input"):
+        verify_patch(net, wrong)
+    assert unchanged(before, snapshot(net))
+
+
+def test_verify_with_dropout_and_integer_inputs():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(11, 8)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, ids, *, scale):
+            h = self.drop(self.embedding(ids))
+            return {"out": (h @ h.transpose(1, 2) * 0.3).softmax(-1), "ids": ids, "scale": scale}
+
+    report = verify_patch(Model().train(), torch.randint(0, 11, (2, 7)), scale=2)
+    assert report, report
+
+
+def test_verify_sees_nan_at_other_places():
+    nan = torch.tensor([1.0, float("nan"), float("inf")])
+    assert verification.compare_values("x", nan, nan, nan).ok
+    assert not verification.compare_values("x", nan, torch.tensor([1.0, 2.0, float("inf")]), nan).ok
+    assert not verification.compare_values("x", nan, torch.tensor([1.0, float("nan"), -float("inf")]), nan).ok
+
+
+def test_verify_looks_through_wrappers(net, x):
+    assert verify_patch(nn.DataParallel(net), x)
+    assert verify_patch(torch.compile(net, backend="eager"), x)
