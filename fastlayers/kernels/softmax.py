@@ -38,15 +38,15 @@ class Tile:
 
 
 # Elements of a tile and its warps, by the power of two that holds n. 128-bit accesses want 8 16-bit elements a thread;
-# 32 a thread keep four of them in flight and leave room for three or more blocks on an SM. Short lines share a tile.
-# The backward holds y and dy, so half as many. Past 32768 (16384) elements the registers of 1024 threads do not hold a
-# line. float64 takes two registers an element, so these tiles have half as many elements of it.
-ROWS_FORWARD = {4096: 4, 8192: 8, 16384: 16, 32768: 16}
+# 32 a thread keep four of them in flight and leave room for several blocks on an SM, 64 for two. Short lines share a
+# tile. The backward holds y and dy, so half as many. Past 32768 (16384) elements the registers of 1024 threads do not
+# hold a line. float64 takes two registers an element and more for its exponential: a quarter of these elements.
+ROWS_FORWARD = {4096: 4, 8192: 4, 16384: 8, 32768: 16}
 ROWS_BACKWARD = {2048: 4, 4096: 8, 8192: 16, 16384: 16}
 
 # Across the memory a tile takes at least 32 lines, since a run of 32 16-bit elements fills two 32-byte sectors.
-COLUMNS_FORWARD = {4096: 4, 8192: 8, 16384: 16}
-COLUMNS_BACKWARD = {2048: 4, 4096: 8, 8192: 16}
+COLUMNS_FORWARD = {4096: 4, 8192: 4, 16384: 8}
+COLUMNS_BACKWARD = {2048: 4, 4096: 4, 8192: 8}
 COLUMN_LINES = 32
 
 # Long rows: 1024 threads, so that an SM works on one row at a time and the 132 rows of 131072 16-bit elements in flight
@@ -67,7 +67,7 @@ def tile_for(n: int, axis: int, backward: bool, itemsize: int) -> Tile:
     else:
         table, least_lines, long = COLUMNS_BACKWARD if backward else COLUMNS_FORWARD, COLUMN_LINES, LONG_COLUMNS
     for elements, warps in table.items():
-        elements >>= itemsize == 8
+        elements //= 4 if itemsize == 8 else 1
         if block * least_lines <= elements:
             return Tile(lines=elements // block, block=block, warps=warps, whole=True)
     return Tile(long.lines, long.block * 2 // itemsize, long.warps, whole=False)

@@ -1,0 +1,140 @@
+"""Every Triton kernel, as the wrappers launch it, compiled for sm_80 and sm_90 without a GPU; nothing may spill.
+
+The wrappers run on meta tensors, and instead of being launched each kernel is compiled with the specialisation that
+the launch would have had. So what is checked is what the launch rules pick.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastlayers.kernels import elementwise, launch, softmax
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+TYPES = {BF16: "bf16", F32: "fp32", F64: "fp64", torch.uint8: "u8", torch.bool: "i1"}
+
+
+def specialisation(function, arguments, constants):
+    """(signature, constexprs, attributes) as JITFunction.run derives them from the arguments of a launch."""
+    signature, constexprs, attributes = {}, {}, {}
+    for position, (name, value) in enumerate(zip(function.arg_names, (*arguments, *constants), strict=True)):
+        if position >= len(arguments) or value is None or (type(value) is int and value == 1):
+            signature[name], constexprs[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+            if value.storage_offset() * value.element_size() % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        elif type(value) is int:
+            signature[name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp64"
+    return signature, constexprs, attributes
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file], capture_output=True, text=True, check=True)
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage.stdout)}
+
+
+@pytest.fixture(params=[80, 90], ids=["sm_80", "sm_90"])
+def compiled(request, monkeypatch, tmp_path):
+    """Names of the kernels compiled by the test so far. At its end, none of them may have spilled."""
+    names, spills = [], []
+
+    def compile_instead(self, programs, arguments, constants, num_warps):
+        signature, constexprs, attributes = specialisation(self.function, arguments, constants)
+        source = ASTSource(self.function, signature, constexprs, attributes)
+        kernel = triton.compile(source, GPUTarget("cuda", request.param, 32), {"num_warps": num_warps})
+        usage = resources(kernel.asm["cubin"], tmp_path)
+        if usage["STACK"] or usage["LOCAL"]:
+            spills.append(
+                (kernel.metadata.name, [tuple(getattr(a, "shape", [a])) for a in arguments], constants, usage)
+            )
+        names.append(kernel.metadata.name)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_instead)
+    monkeypatch.setattr(softmax, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(elementwise, "multiprocessors", lambda device: 132)
+    yield names
+    assert not spills, spills
+
+
+def meta(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+#: One length for every row of the launch rules, an odd one, and one past the registers.
+LENGTHS = [64, 1024, 4095, 4096, 8192, 16384, 32768, 131072]
+#: (shape, dim): last, and across the memory; the last two of these are too long, and split among programs.
+SHAPES = [((4096, n), 1) for n in LENGTHS] + [((64, n, 192), 1) for n in (16, 256, 512, 4096)]
+SPLIT = [((1, 2**20), 1), ((2**16, 64), 0)]
+
+
+@pytest.mark.parametrize(("dtype", "shapes"), [(BF16, SHAPES + SPLIT), (F32, SHAPES[1:]), (F64, SHAPES[1::2])])
+@pytest.mark.parametrize("mask", [None, torch.bool])
+def test_softmax(compiled, dtype, shapes, mask):
+    for shape, dim in shapes:
+        x = meta(*shape, dtype=dtype)
+        keep = None if mask is None else meta(*shape, dtype=mask)
+        log = mask is None and dtype != BF16
+        y = softmax.softmax_forward(x, keep, dim, 0.125, log, dtype)
+        softmax.softmax_backward(x, y, keep, dim, 0.125, log, dtype)
+    assert set(compiled) == {"_whole_forward", "_whole_backward", "_long_forward", "_long_backward"}
+
+
+def test_softmax_additive_mask_and_float32_result(compiled):
+    for shape, dim in SHAPES:
+        x, mask = meta(*shape), meta(*shape[1:], dtype=F32)
+        y = softmax.softmax_forward(x, mask, dim, 0.125, False, F32)
+        softmax.softmax_backward(y, y, None, dim, 0.125, False, BF16)
+    assert len(compiled) == 2 * len(SHAPES)
+
+
+def test_more_than_2_to_the_31_elements(compiled):
+    for shape, dim in [((2**22, 1024), 1), ((2, 2**31), 1), ((2**20, 64, 64), 1)]:
+        x = meta(*shape)
+        softmax.softmax_backward(
+            x, softmax.softmax_forward(x, None, dim, 1.0, False, BF16), None, dim, 1.0, False, BF16
+        )
+    x = meta(2**20, 2**12)
+    elementwise.relu_backward(*elementwise.relu_add_train(x, x, x[0], 0.0))
+    elementwise.mul(x, x[0])
+    elementwise.mul_backward(x, x, x[0])
+    elementwise.mul_backward(x, x, x[:, :1].contiguous())
+    assert len(compiled) > 10
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F64])
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
+def test_elementwise(compiled, dtype, offset):
+    x = meta(64 * 512 * 128 + 1, dtype=dtype)[offset:][: 64 * 512 * 128].view(64, 512, 128)
+    for bias in (None, x[0, 0], x):
+        elementwise.relu_add(x, x, bias, 0.5)
+        elementwise.relu_backward(*elementwise.relu_add_train(x, x, bias, 0.5))
+    elementwise.add_relu(x, x)
+    elementwise.relu_backward(*elementwise.add_relu_train(x, x))
+    row, column, middle = x[0, 0], x[:, :, :1].contiguous(), x[:, :1].contiguous()
+    for y in (x, row, column, middle, x[0, 0, 0]):
+        elementwise.mul(x, y)
+        elementwise.mul_backward(x, x, y)
+    expected = {
+        "relu_add",
+        "add_relu",
+        "relu_backward",
+        "mul",
+        "mul_backward",
+        "mul_backward_rows",
+        "mul_backward_columns",
+    }
+    assert set(compiled) == {f"_{name}" for name in expected}

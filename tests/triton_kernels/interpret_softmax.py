@@ -1,0 +1,220 @@
+"""The Triton softmax kernels in the interpreter, against float64."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+
+from fastlayers.kernels import softmax
+from fastlayers.kernels.softmax import softmax_backward, softmax_forward
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-14}
+
+
+def reference(x, mask, dim, scale, log):
+    scores = x.double() * scale
+    if mask is not None:
+        scores = torch.where(mask, scores, float("-inf")) if mask.dtype == torch.bool else scores + mask.double()
+    return (torch.log_softmax if log else torch.softmax)(scores, dim)
+
+
+def reference_backward(dy, y, mask, dim, scale, log):
+    dy, y = dy.double(), y.double()
+    dx = dy - y.exp() * dy.sum(dim, True) if log else y * (dy - (dy * y).sum(dim, True))
+    return scale * (dx if mask is None or mask.dtype != torch.bool else torch.where(mask, dx, 0.0))
+
+
+def largest(t):
+    """The largest finite magnitude in t; 1 where there is none."""
+    finite = t[t.isfinite()].abs()
+    return finite.max().item() if finite.numel() else 1.0
+
+
+def assert_close(actual, expected, dtype, magnitude=0.0):
+    """Within the tolerance of the largest result or, where terms cancel, of their ``magnitude``."""
+    assert actual.dtype == dtype
+    assert actual.is_contiguous()
+    atol = TOLERANCE[dtype] * max(magnitude, largest(expected))
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol, equal_nan=True)
+
+
+def check(x, mask, dim, scale=1.3, log=False, dtype=None, dy=None):
+    dtype = dtype or x.dtype
+    y = softmax_forward(x, mask, dim, scale, log, dtype)
+    assert_close(y, reference(x, mask, dim, scale, log), dtype)
+    dy = torch.randn(x.shape).to(dtype) if dy is None else dy
+    keep = mask if mask is not None and mask.dtype == torch.bool else None
+    dx = softmax_backward(dy, y, keep, dim, scale, log, x.dtype)
+    magnitude = abs(scale) * largest(dy if log else dy * y)
+    assert_close(dx, reference_backward(dy, y, keep, dim, scale, log), x.dtype, magnitude)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((1,), 0),
+        ((3, 5), 1),
+        ((2, 3, 70), 2),
+        ((130, 1), 1),
+        ((5, 100), 0),
+        ((2, 33, 3), 1),
+        ((7, 1, 2), 1),
+        ((3, 2, 1, 1), 1),
+    ],
+)
+def test_shapes(shape, dim, dtype, log):
+    check(torch.randn(shape).to(dtype), None, dim, log=log)
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "dim"), [((2, 33001), 1), ((5, 33001), 1), ((2, 520, 40), 1), ((515, 3), 0)])
+def test_long(shape, dim, dtype, log):
+    """Past the registers: in one program, and split among several where there are few lines."""
+    check(torch.randn(shape).to(dtype), None, dim, log=log)
+
+
+def test_both_ways_of_a_long_line_are_tested():
+    tile = softmax.tile_for(33001, 1, False, 4)
+    device = torch.device("cpu")
+    assert not tile.whole
+    assert softmax._splits(33001, 2, tile, device)[0] > 1
+    assert softmax._splits(33001, 5, tile, device)[0] == 1
+
+
+MASKS = [(2, 3, 4, 5), (2, 1, 1, 5), (2, 1, 4, 5), (4, 5), (1, 3, 4, 1), (2, 3, 1, 5), (5,), (1,), (2, 3, 1, 1), ()]
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("dim", [1, 3])
+@pytest.mark.parametrize("shape", MASKS)
+def test_masks(shape, dim, kind):
+    x = torch.randn(2, 3, 4, 5)
+    mask = torch.rand(shape) > 0.3 if kind == "bool" else torch.randn(shape)
+    check(x, mask, dim)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_of_long_lines_and_of_many_dimensions(kind):
+    for x, shape in [(torch.randn(2, 2, 33001), (2, 1, 33001)), (torch.randn(2, 3, 2, 3, 4), (2, 1, 2, 1, 4))]:
+        check(x, torch.rand(shape) > 0.3 if kind == "bool" else torch.randn(shape), x.dim() - 1)
+    check(torch.randn(3, 530, 2), torch.rand(530, 1) > 0.3 if kind == "bool" else torch.randn(530, 1), 1)
+    check(torch.randn(2, 3, 8)[..., ::2], torch.rand(3, 8)[:, ::2] > 0.3, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mask_dtype", [None, torch.float32])
+def test_float32_result(dtype, mask_dtype):
+    mask = None if mask_dtype is None else torch.randn(4, 33, dtype=mask_dtype)
+    check(torch.randn(4, 33).to(dtype), mask, 1, dtype=torch.float32)
+
+
+def views():
+    yield torch.randn(6, 40)[:, 3:36], 1
+    yield torch.randn(6, 40)[1::2], 1
+    yield torch.randn(40, 6).t(), 1
+    yield torch.randn(40, 6).t(), 0
+    yield torch.randn(241)[1:].view(6, 40), 1
+    yield torch.randn(1, 40).expand(6, 40), 1
+    yield torch.randn(6, 1).expand(6, 40), 1
+    yield torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), 1
+    yield torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), 3
+    yield torch.randn(2, 3, 4, 5).transpose(1, 2), 3
+    yield torch.randn(2, 3, 8, 5)[:, :, ::2], 3
+    yield torch.randn(2, 30, 8)[:, ::2, :5], 1
+
+
+@pytest.mark.parametrize("number", range(len(list(views()))))
+def test_views_of_x_and_of_the_gradient(number):
+    x, dim = list(views())[number]
+    before = x.clone()
+    check(x, None, dim)
+    check(torch.randn(x.shape), None, dim, dy=x)
+    check(torch.randn(x.shape), None, dim, dy=torch.randn(x.shape[-1]).expand(x.shape))
+    check(torch.randn(x.shape), None, dim, dy=torch.tensor(0.5).expand(x.shape))
+    assert torch.equal(x, before)
+
+
+INF, NAN = float("inf"), float("nan")
+LOWEST = torch.finfo(torch.float32).min
+ROWS = [
+    [NAN, 1.0],
+    [INF, 1.0],
+    [INF, INF],
+    [-INF, 1.0],
+    [-INF, -INF],
+    [-INF, NAN],
+    [NAN, NAN],
+    [INF, -INF],
+    [3e38, 1.0],
+]
+ROWS += [[LOWEST, LOWEST], [LOWEST, -INF]]
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("n", [2, 70, 33001])
+def test_nan_and_infinities(n, log):
+    """Exactly where torch has them. A row is half the one value and half the other, in both orders."""
+    rows = torch.stack(
+        [torch.tensor(order)[(torch.arange(n) > n // 2).long()] for row in ROWS for order in (row, row[::-1])]
+    )
+    expected = (torch.log_softmax if log else torch.softmax)(rows, 1)
+    torch.testing.assert_close(softmax_forward(rows, None, 1, 1.0, log, rows.dtype), expected, equal_nan=True)
+    if n == 70:
+        across = softmax_forward(rows.t().contiguous(), None, 0, 1.0, log, rows.dtype)
+        torch.testing.assert_close(across, expected.t(), equal_nan=True)
+    dy = torch.randn(rows.shape)
+    formula = torch._log_softmax_backward_data if log else torch._softmax_backward_data
+    dx = softmax_backward(dy, expected, None, 1, 1.0, log, rows.dtype)
+    torch.testing.assert_close(dx, formula(dy, expected, 1, rows.dtype), equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [7, 33001])
+def test_masked_rows(n):
+    x = torch.randn(4, n)
+    mask = torch.ones(4, n, dtype=torch.bool)
+    mask[1], mask[2, : n // 2], mask[3, n // 2 :] = False, False, False
+    for log in (False, True):
+        expected = (torch.log_softmax if log else torch.softmax)(torch.where(mask, x, -INF), 1)
+        torch.testing.assert_close(softmax_forward(x, mask, 1, 1.0, log, x.dtype), expected, equal_nan=True)
+    absorbed = torch.where(mask, 0.0, LOWEST)  # "minus infinity" as many models write it: a row of it is uniform
+    torch.testing.assert_close(softmax_forward(x, absorbed, 1, 1.0, False, x.dtype), torch.softmax(x + absorbed, 1))
+
+
+def test_masked_gradient_is_zero_whatever_dy():
+    x, dy = torch.randn(3, 9), torch.randn(3, 9)
+    mask = torch.rand(3, 9) > 0.4
+    y = softmax_forward(x, mask, 1, 1.0, False, x.dtype)
+    dx = softmax_backward(torch.where(mask, dy, NAN), y, mask, 1, 1.0, False, x.dtype)
+    assert (dx[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("scale", [-2.0, 0.1234567890123])
+def test_scales(scale):
+    for dtype, (shape, dim) in itertools.product((torch.float32, torch.float64), (((3, 50), 1), ((50, 3), 0))):
+        check(torch.randn(shape, dtype=dtype), None, dim, scale=scale)
+
+
+@pytest.mark.parametrize(("axis", "backward", "itemsize"), [*itertools.product((0, 1), (False, True), (2, 4, 8))])
+def test_launch_rule(axis, backward, itemsize):
+    """Tiles are powers of two, hold the line where they say so, and fit 1024 threads of 64 registers or more."""
+    for n in [*range(1, 300), 4095, 4096, 4097, 32768, 32769, 2**20, 2**31 + 1]:
+        tile = softmax.tile_for(n, axis, backward, itemsize)
+        assert tile.lines & (tile.lines - 1) == 0
+        assert tile.block & (tile.block - 1) == 0
+        assert tile.block >= n or not tile.whole
+        assert tile.warps <= 32
+        assert tile.lines * tile.block * max(itemsize, 4) // (tile.warps * 32) <= 256
