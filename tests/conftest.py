@@ -7,7 +7,7 @@ import torch
 
 from fastlayers import backends
 
-# Tests are small and run side by side. OpenMP's threads wait by spinning, which on shared cores makes a test ten times slower.
+# Tests are small and run side by side. OpenMP's threads wait by spinning: on shared cores a test is ten times slower.
 torch.set_num_threads(1)
 
 

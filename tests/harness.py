@@ -24,7 +24,7 @@ def needs_gpu(test: Any) -> Any:
     return test
 
 
-# ---- where ----------------------------------------------------------------------------------------------------------------
+# ---- where -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def smooth(op: Op) -> Iterable[Sample]:
     return (sample for sample in op.samples if sample.smooth)
 
 
-# ---- running --------------------------------------------------------------------------------------------------------------
+# ---- running ---------------------------------------------------------------------------------------------------------
 
 
 def outputs(result: Any) -> tuple[Tensor, ...]:
@@ -129,11 +129,11 @@ def answer(function: Callable[..., Any], call: Call, layout: Callable[[Tensor], 
     return Answer(tuple(out.detach() for out in outs), grads)
 
 
-# ---- judging --------------------------------------------------------------------------------------------------------------
+# ---- judging ---------------------------------------------------------------------------------------------------------
 
 
 def assert_as_good(ours: Tensor, stock: Tensor, exact: Tensor, torch_error: float, what: str) -> None:
-    """``ours`` has the shape and dtype of torch's answer, is NaN or infinite where that is, and errs at most 1.5 times as much.
+    """``ours`` has torch's shape and dtype, is NaN and infinite where torch is, and errs at most 1.5 times as much.
 
     One unit in the last place of the exact value is allowed besides: on a few elements torch's roundings may happen to
     cancel, where even the correctly rounded answer is half a unit off.
@@ -173,8 +173,8 @@ def check_answer(
     exact = answer(op.reference, call.to_float64(), layout)
     yardstick, units = stock, 1.0
     if torch.float64 in (ours.outs[0].dtype, dtype):
-        # No wider type judges float64: torch's error in float32 does, in proportion of the units. Both answers may be so
-        # far from the exact one, so they may be twice as far from each other.
+        # No wider type judges float64: torch's error in float32 does, in proportion of the units. Both answers may be
+        # so far from the exact one, so they may be twice as far from each other.
         narrow = call.map(lambda t: t.float() if t.is_floating_point() else t)
         narrow_sample = Call(
             narrow.args, {k: None if isinstance(v, torch.dtype) else v for k, v in narrow.kwargs.items()}

@@ -21,7 +21,7 @@ from fastlayers import functional
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# ---- values: what a tensor of a shape holds, in float32 on the CPU so that every device sees the same -------------------
+# ---- values: what a tensor of a shape holds, in float32 on the CPU so that every device sees the same ----------------
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -46,6 +46,14 @@ def _with(values: Tensor, special: list[float]) -> Tensor:
     return values
 
 
+def constant(value: float) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
+    return lambda shape, _: torch.full(shape, value)
+
+
+def keep_first(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.arange(shape[-1]).expand(shape) < 0.8 * shape[-1]
+
+
 def keep_most(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """A boolean mask with about a third False, and its last row entirely."""
     keep = torch.rand(shape, generator=generator) > 0.3
@@ -68,7 +76,7 @@ def lowest(dtype: torch.dtype) -> Callable[[tuple[int, ...], torch.Generator], T
     return fill
 
 
-# ---- layouts: the same values, otherwise in memory ------------------------------------------------------------------------
+# ---- layouts: the same values, otherwise in memory -------------------------------------------------------------------
 
 
 def contiguous(t: Tensor) -> Tensor:
@@ -112,12 +120,12 @@ def one_value(t: Tensor) -> Tensor:
     return t.flatten()[0].expand(t.shape)
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------------
+# ---- calls -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor argument. A floating one wants its gradient unless ``grad`` is False; ``dtype`` None is that of the test."""
+    """A tensor argument. A floating one wants its gradient unless ``grad`` is False; ``dtype`` None is the test's."""
 
     shape: tuple[int, ...]
     layout: Callable[[Tensor], Tensor] = contiguous
@@ -234,7 +242,7 @@ def nbytes(t: Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-# ---- softmax --------------------------------------------------------------------------------------------------------------
+# ---- softmax ---------------------------------------------------------------------------------------------------------
 
 
 def scores(x: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
@@ -289,8 +297,8 @@ SOFTMAX_SAMPLES = (
     Sample("large values", (Input((5, 40), values=large),)),
     Sample("NaN", (Input((5, 40), values=with_nan),)),
     Sample("infinities", (Input((5, 40), values=with_infinities),)),
-    Sample("row of -inf", (Input((3, 40), values=lambda shape, _: torch.full(shape, -math.inf)),)),
-    Sample("lowest values", (Input((3, 33), values=lambda shape, _: torch.full(shape, torch.finfo(torch.bfloat16).min)),),
+    Sample("row of -inf", (Input((3, 40), values=constant(-math.inf)),)),
+    Sample("lowest values", (Input((3, 33), values=constant(torch.finfo(torch.bfloat16).min)),),
            dtypes=(torch.bfloat16, torch.float32)),
     Sample("scale", (Input((5, 37)),), {"scale": 0.125}, smooth=True),
     Sample("negative scale", (Input((5, 37)),), {"scale": -2.0}),
@@ -298,17 +306,17 @@ SOFTMAX_SAMPLES = (
     Sample("scale 0", (Input((5, 37)),), {"scale": 0.0}, refused=KERNELS),
     Sample("scale of dim 0", (Input((20, 6)), 0), {"scale": 3.0}),
     Sample("boolean mask", (Input((4, 3, 21)),), {"mask": mask(4, 3, 21), "scale": 0.5}),
-    Sample("boolean mask of a row", (Input((4, 3, 21)),), {"mask": mask(21, values=lambda shape, _: torch.arange(21) < 17)},
-           smooth=True),
+    Sample("boolean mask of a row", (Input((4, 3, 21)),), {"mask": mask(21, values=keep_first)}, smooth=True),
     Sample("boolean mask that broadcasts", (Input((2, 3, 5, 40)),), {"mask": mask(2, 1, 1, 40)}),
     Sample("mask of a column", (Input((2, 5, 40)),), {"mask": mask(5, 1, values=normal)}),
     Sample("boolean mask, long row", (Input((2, 4100)),), {"mask": mask(2, 4100)}),
     Sample("additive mask", (Input((4, 3, 21)),), {"mask": mask(3, 21, values=normal), "scale": 2.0}, smooth=True),
-    Sample("additive mask of -inf", (Input((2, 3, 5, 40)),), {"mask": mask(5, 40, values=minus_infinity_mask, grad=False)}),
-    Sample("lowest mask", (Input((2, 3, 40)),),
-           {"mask": mask(3, 40, values=lowest(torch.bfloat16), grad=False), "scale": 0.125}, dtypes=(torch.bfloat16,)),
-    Sample("lowest mask of float32", (Input((2, 3, 40)),),
-           {"mask": mask(3, 40, values=lowest(torch.float32), grad=False), "scale": 0.125}, dtypes=(torch.float32,)),
+    Sample("additive mask of -inf", (Input((2, 3, 5, 40)),),
+           {"mask": mask(5, 40, values=minus_infinity_mask, grad=False)}),
+    Sample("lowest mask", (Input((2, 3, 40)),), dtypes=(torch.bfloat16,),
+           kwargs={"mask": mask(3, 40, values=lowest(torch.bfloat16), grad=False), "scale": 0.125}),
+    Sample("lowest mask of float32", (Input((2, 3, 40)),), dtypes=(torch.float32,),
+           kwargs={"mask": mask(3, 40, values=lowest(torch.float32), grad=False), "scale": 0.125}),
     Sample("float32 mask", (Input((4, 33)),), {"mask": mask(4, 33, values=normal, dtype=torch.float32)}, dtypes=HALF),
     Sample("0-dim mask", (Input((4, 33)),), {"mask": mask(values=normal)}),
     Sample("transposed mask", (Input((3, 24, 20)),), {"mask": mask(24, 20, values=normal, layout=transposed)}),
@@ -356,7 +364,7 @@ LOG_SOFTMAX = replace(
     module=fastlayers.FusedLogSoftmax(-1),
 )
 
-# ---- elementwise ----------------------------------------------------------------------------------------------------------
+# ---- elementwise -----------------------------------------------------------------------------------------------------
 
 
 def relu_add(x: Tensor, y: Tensor, bias: float | Tensor = 0.0) -> Tensor:
@@ -397,7 +405,7 @@ def pairs(*, same_dtype_only: bool = True) -> tuple[Sample, ...]:
         Sample("both expanded", (Input((6, 40), one_value), Input((6, 40), expanded(1)))),
         Sample("NaN", (Input((5, 40), values=with_nan), Input((5, 40)))),
         Sample("infinities", (Input((5, 40), values=with_infinities), Input((5, 40), values=with_infinities))),
-        Sample("zeros", (Input((5, 40), values=lambda shape, _: torch.zeros(shape)), Input((5, 40)))),
+        Sample("zeros", (Input((5, 40), values=constant(0.0)), Input((5, 40)))),
         Sample("y of float32", (Input((5, 33)), Input((5, 33), dtype=torch.float32)), refused=KERNELS, dtypes=HALF),
     )  # fmt: skip
 
@@ -417,7 +425,8 @@ def broadcasts(refused: tuple[str, ...]) -> tuple[Sample, ...]:
         sample("per channel", Input((2, 8, 5, 6)), Input((8, 1, 1))),
         sample("per channel, channels_last", Input((2, 8, 5, 6), channels_last), Input((8, 1, 1))),
         sample("squeeze and excite", Input((2, 8, 5, 6)), Input((2, 8, 1, 1))),
-        sample("squeeze and excite, channels_last", Input((2, 8, 5, 6), channels_last), Input((2, 8, 1, 1), channels_last)),
+        sample("squeeze and excite, channels_last", Input((2, 8, 5, 6), channels_last),
+               Input((2, 8, 1, 1), channels_last)),
         sample("middle repeated", Input((3, 17, 24)), Input((3, 1, 24))),
         sample("odd middle repeated", Input((3, 17, 5)), Input((3, 1, 5))),
         sample("two repeated", Input((3, 4, 5, 6)), Input((4, 1, 6))),

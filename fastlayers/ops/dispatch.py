@@ -111,3 +111,10 @@ def with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
     if t.stride() == strides:
         return t
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def register_fakes(fakes: dict[str, Callable[..., Any]]) -> None:
+    """Tell torch the shapes, dtypes and strides that raw ops of ``csrc`` give, for whoever traces them."""
+    for op, fake in fakes.items():
+        if hasattr(torch.ops.fastlayers, op):  # csrc was built
+            torch.library.register_fake(f"fastlayers::{op}", fake)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from fastlayers.ops import dispatch, reference
 FAMILY = dispatch.Family("softmax", ("softmax_forward", "softmax_backward"), cpu=False)
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
+# Kernels scale the minus infinities with which they fill up a row: in float32 that factor may become neither 0 nor infinite.
+_SMALLEST_SCALE = 1e-36
 
 
 def result_dtype(x: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
@@ -33,8 +34,8 @@ def unsupported(x: Tensor, dim: int, scale: float, mask: Tensor | None, out: tor
         return f"no kernel from {x.dtype} to {out}"
     if x.numel() == 0 or not -dims <= dim < dims:
         return f"nothing to reduce in dim {dim} of shape {tuple(x.shape)}"
-    if not (math.isfinite(scale) and scale):
-        return f"the scale is {scale}"
+    if not _SMALLEST_SCALE < abs(scale) < 1 / _SMALLEST_SCALE:
+        return f"the scale is {scale}; kernels take one between 1e-36 and 1e36 in magnitude"
     if mask is None:
         return None
     if not dispatch.is_plain(mask) or mask.device != x.device:
@@ -168,9 +169,12 @@ def _op_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 softmax_op.register_autograd(_op_backward, setup_context=_setup_context)
 
 
-@torch.compiler.assume_constant_result
 def _compiled_graph_keeps_kernel(device: str) -> bool:
     return backends.choose(torch.device(device)) in ("cuda", "triton")
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo (and Triton) for it: seconds of every import.
+_compiled_graph_keeps_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _softmax_compiling(
@@ -182,3 +186,11 @@ def _softmax_compiling(
         if unsupported(x, dim, factor, mask, out, False) is None:
             return softmax_op(x, mask, dim % x.dim(), factor, log, out)
     return (reference.log_softmax if log else reference.softmax)(x, dim, scale, mask, dtype)
+
+
+dispatch.register_fakes(
+    {
+        "softmax_forward": lambda x, mask, dim, scale, log, dtype: x.new_empty(x.shape, dtype=dtype),
+        "softmax_backward": lambda dy, y, mask, dim, scale, log, dtype: y.new_empty(y.shape, dtype=dtype),
+    }
+)

@@ -1,4 +1,4 @@
-"""Contract, point 1: the same answer as torch. Point 2, the whole domain, is in the calls that the table of ops lists."""
+"""Contract, point 1: the same answer as torch. Point 2, the whole domain, is in the calls that the table lists."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def laid_out(op):
     return [op.samples[0], *(sample for sample in op.samples if sample.name in names)]
 
 
-@pytest.mark.parametrize(
-    "layout", [one_value, transposed, strided, misaligned, expanded(0)], ids=lambda f: f.__qualname__
-)
+@pytest.mark.parametrize("layout", [one_value, transposed, strided, misaligned, expanded(0)], ids=lambda f: f.__name__)
 @cases(laid_out, dtypes=[torch.float32, torch.bfloat16])
 def test_layout_of_the_incoming_gradient(op, sample, place, dtype, layout):
     check_answer(op, sample, place, dtype, layout)
@@ -78,7 +76,7 @@ def test_autocast(op, sample, place, dtype):
 def test_mistakes(op, mistake, device):
     """Wrong arguments raise what the torch composition raises."""
     call = mistake.make(device, torch.float32)
-    with pytest.raises(Exception) as expected:  # noqa: PT011: any; which one is the point
+    with pytest.raises(Exception) as expected:  # noqa: PT011
         op.reference(*call.args, **call.kwargs)
     with pytest.raises(expected.type):
         op.fused(*call.args, **call.kwargs)

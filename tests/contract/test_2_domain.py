@@ -1,4 +1,4 @@
-"""Contract, point 2, where it takes a GPU: more than 2^31 elements, other streams, a device that is not the current one.
+"""Contract, point 2, where it takes a GPU: more than 2^31 elements, other streams, a device that is not current.
 
 The rest of the domain is in the calls that the table of ops lists, and test_1_answer.py runs them.
 """
@@ -21,7 +21,7 @@ KERNELS_ON_GPU = [
 @needs_gpu
 @pytest.mark.parametrize(("op", "place"), KERNELS_ON_GPU)
 def test_more_than_2_to_31_elements(op, place):
-    """Forward and backward of bfloat16 tensors whose offsets pass 32 bits, judged at the first, middle and last rows."""
+    """Forward and backward of bfloat16 tensors whose offsets pass 32 bits, judged at both ends and in the middle."""
     shapes = [value.shape for value in op.huge.args]
     needed = 2 * 4 * sum(torch.Size(shape).numel() for shape in shapes)
     if torch.cuda.mem_get_info()[0] < needed * 1.1:

@@ -1,4 +1,4 @@
-"""Contract, point 4: every derivative is there and right, also of derivatives, and only those that are wanted are made."""
+"""Contract, point 4: every derivative is there and right, also of derivatives, and only the wanted are made."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ def at_once(call: Call):
     return call.map(lambda t: t.clone())
 
 
-# ---- torch.compile, torch.export --------------------------------------------------------------------------------------------
+# ---- torch.compile, torch.export -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS, **BY_NAME)
 def test_compiles_to_one_graph(op, device):
-    """fullgraph=True forward and backward, for a few of the op's calls. Dynamo and AOTAutograd do the work; no code generation."""
+    """fullgraph=True forward and backward, for a few calls. Dynamo and AOTAutograd do the work, code generation none."""
     for sample in [op.samples[0], *(s for s in op.samples if s.smooth)][:4]:
         call = sample.make(device, torch.float32)
         torch._dynamo.reset()
@@ -87,7 +87,7 @@ def test_compiled_softmax_keeps_its_kernel():
     assert "fastlayers" in graphs[0].code
 
 
-# ---- memory and precision ---------------------------------------------------------------------------------------------------
+# ---- memory and precision --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -212,7 +212,7 @@ def test_cuda_graph(op, sample, place, dtype):
     assert all(map(same_bits, grads, expected.grads))
 
 
-# ---- the registered ops -----------------------------------------------------------------------------------------------------
+# ---- the registered ops ----------------------------------------------------------------------------------------------
 
 
 def matrices(device: str, count: int = 2) -> list[Tensor]:

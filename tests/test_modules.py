@@ -1,0 +1,163 @@
+"""The fused layers as modules: torch's own samples, and everything that a swap of ``__class__`` must leave as it is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from harness import DEVICES, Place, assert_close
+from ops import OPS
+from torch import nn
+from torch.testing._internal.common_modules import module_db
+
+import fastlayers
+from fastlayers import backends, modules
+
+DROP_INS = [pytest.param(stock, fused, id=fused.__name__) for stock, fused in modules.DROP_IN.items()]
+INFO = {info.module_cls: info for info in module_db}
+#: One set of constructor arguments for each torch class; a class without a line is constructed without any.
+ARGUMENTS = {nn.Softmax: {"dim": -1}, nn.LogSoftmax: {"dim": 1}}
+FUSED = {name: getattr(modules, name) for name in modules.__all__ if name.startswith("Fused")}
+BACKENDS = [
+    pytest.param(place, marks=place.marks(), id=str(place))
+    for place in (Place("cuda", "triton"), Place("cuda", "cuda"))
+]
+
+
+def module_samples(stock: type[nn.Module], device: str, dtype: torch.dtype):
+    """torch's own samples of a module: constructor and forward arguments."""
+    info = INFO[stock]
+    return info.module_inputs_func(info, device=device, dtype=dtype, requires_grad=True, training=True)
+
+
+def results(module: nn.Module, arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    out = module(*arguments.args, **arguments.kwargs)
+    leaves = [a for a in arguments.args if isinstance(a, torch.Tensor) and a.requires_grad]
+    leaves += [p for p in module.parameters() if p.requires_grad]
+    return out, list(torch.autograd.grad(out.sin().sum(), leaves))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("stock", "fused"), DROP_INS)
+def test_module_info_samples(stock, fused, dtype, device):
+    for sample in module_samples(stock, device, dtype):
+        made = sample.constructor_input
+        expected = stock(*made.args, **made.kwargs).to(device, dtype)
+        ours = fused(*made.args, **made.kwargs).to(device, dtype)
+        ours.load_state_dict(expected.state_dict())
+        assert_close(results(ours, sample.forward_input), results(expected, sample.forward_input))
+        if sample.reference_fn is not None:
+            judged = sample.reference_fn(ours, *sample.forward_input.args)
+            assert_close(ours(*sample.forward_input.args), judged)
+
+
+def pair(stock: type[nn.Module], fused: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    arguments = ARGUMENTS.get(stock, {})
+    return stock(**arguments), fused(**arguments)
+
+
+@pytest.mark.parametrize(("stock", "fused"), DROP_INS)
+def test_constructs_as_torch(stock, fused):
+    """Same arguments, same attributes, same state, and the repr but for the name."""
+    theirs, ours = pair(stock, fused)
+    assert isinstance(ours, stock)
+    assert fused.__init__ is stock.__init__
+    assert ours.__dict__.keys() == theirs.__dict__.keys()
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert repr(ours) == "Fused" + repr(theirs)
+
+
+@pytest.mark.parametrize(("stock", "fused"), DROP_INS)
+def test_constructs_without_arguments_where_torch_does(stock, fused):
+    try:
+        theirs = stock()
+    except TypeError:
+        pytest.skip(f"{stock.__name__} needs arguments")
+    assert fused().__dict__.keys() == theirs.__dict__.keys()
+    assert repr(fused()) == "Fused" + repr(theirs)
+
+
+@pytest.mark.parametrize(("stock", "fused"), DROP_INS)
+def test_class_swap_in_both_directions(stock, fused):
+    module = pair(stock, fused)[0]
+    x = torch.randn(3, 5)
+    expected, attributes = module(x), dict(module.__dict__)
+    module.__class__ = fused
+    assert_close(module(x), expected)
+    module.__class__ = stock
+    assert_close(module(x), expected)
+    assert module.__dict__ == attributes
+
+
+@pytest.mark.parametrize(("stock", "fused"), DROP_INS)
+def test_hooks_run(stock, fused):
+    module = pair(stock, fused)[1]
+    seen = []
+    module.register_forward_hook(lambda module, args, out: seen.append(out))
+    out = module(torch.randn(3, 5))
+    assert seen[0] is out
+
+
+@pytest.mark.parametrize("fused", [nn.Softmax, nn.LogSoftmax], ids=lambda c: c.__name__)
+def test_implicit_dim_warns_as_torch(fused):
+    """dim=None: torch's choice of the dimension, and its warning, which points at the caller."""
+    stock, ours = fused(), modules.DROP_IN[fused]()
+    for shape in ((4,), (3, 4), (2, 3, 4), (2, 2, 3, 4)):
+        x = torch.randn(shape)
+        seen = []
+        for module in (stock, ours):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                seen.append((module(x), [(str(w.message), w.category, w.filename) for w in caught]))
+        (expected, their_warning), (got, our_warning) = seen
+        assert torch.equal(got, expected)
+        assert our_warning == their_warning
+        assert len(our_warning) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_copies(op, copied):
+    again = copied(op.module)
+    assert type(again) is type(op.module)
+    assert repr(again) == repr(op.module)
+    call = op.samples[0].make("cpu", torch.float32)
+    assert_close(again(*call.args), op.reference(*call.args))
+
+
+def test_saved_and_loaded(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 4), fastlayers.FusedSoftmax(-1))
+    torch.save(net, tmp_path / "net.pt")
+    again = torch.load(tmp_path / "net.pt", weights_only=False)
+    x = torch.randn(2, 4)
+    assert torch.equal(again(x), net(x))
+
+
+def test_reprs():
+    assert repr(fastlayers.FusedReLUAdd()) == "FusedReLUAdd()"
+    assert repr(fastlayers.FusedReLUAdd(0.5)) == "FusedReLUAdd(bias=0.5)"
+    assert repr(fastlayers.FusedAddReLU()) == "FusedAddReLU()"
+    assert repr(fastlayers.FusedMul()) == "FusedMul()"
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_every_layer_has_a_row(name):
+    """Each fused layer is tested through the row of its op, and is public."""
+    assert any(type(op.module) is FUSED[name] for op in OPS)
+    assert getattr(fastlayers, name) is FUSED[name]
+
+
+@pytest.mark.parametrize("place", BACKENDS)
+@pytest.mark.parametrize(("stock", "fused"), DROP_INS)
+def test_module_info_samples_on_forced_backends(stock, fused, place):
+    for sample in module_samples(stock, "cuda", torch.float32):
+        made = sample.constructor_input
+        if any(t.dim() == 0 for t in sample.forward_input.args):
+            continue  # kernels take one dimension or more
+        with backends.backend(place.backend):
+            ours = results(fused(*made.args, **made.kwargs), sample.forward_input)
+        assert_close(ours, results(stock(*made.args, **made.kwargs), sample.forward_input))
