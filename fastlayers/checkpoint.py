@@ -1,7 +1,7 @@
 """Models in and out of safetensors files: the same keys whether a model is patched or not.
 
-A file holds the entries of ``state_dict()``. Tensors that share their memory are stored once, with the other names in the file's
-metadata. Wrappers (``torch.compile``, DDP, DataParallel) do not show in the keys.
+A file holds the entries of ``state_dict()``. Tensors that share their memory are stored once, with the other names in
+the file's metadata. Wrappers (``torch.compile``, DDP, DataParallel) do not show in the keys.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class IncompatibleKeys(NamedTuple):
 def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write all parameters and persistent buffers of a model to one safetensors file.
 
-    The file appears whole or not at all: it is written beside ``path`` and renamed. One that was there stays until then.
+    The file appears whole or not at all: it is written beside ``path`` and renamed. One that was there stays until
+        then.
 
     Args:
         model: any module, patched or not, with or without a ``torch.compile``, DDP or DataParallel wrapper.
@@ -91,7 +92,8 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], *, strict: bool =
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged, or its keys, shapes or dtypes are not the model's. The message has all differences.
+        CheckpointError: the file is damaged, or its keys, shapes or dtypes are not the model's. The message has all
+            differences.
         TypeError: ``model`` is not a module.
     """
     state = canonical_state(model)
@@ -112,8 +114,8 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], *, strict: bool =
     if problems:
         lines = "\n  ".join(problems)
         raise CheckpointError(f"{path} does not fit {type(model).__name__}; nothing was loaded:\n  {lines}")
-    names = dict(zip(canonical_keys(model), model.state_dict(), strict=True))
-    model.load_state_dict({names[key]: value for key, value in values.items()}, strict=False)
+    wrapped = dict(zip(canonical_keys(model), model.state_dict(), strict=True))
+    model.load_state_dict({wrapped[key]: value for key, value in values.items()}, strict=False)
     return IncompatibleKeys(missing, unexpected)
 
 

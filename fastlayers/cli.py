@@ -18,6 +18,9 @@ from fastlayers import build as builder
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from fastlayers.patching import PatchReport, VerifyReport
 
 console = Console()
 
@@ -150,3 +153,79 @@ def build() -> None:
             progress.stop()
             raise click.ClickException(str(error)) from None
     console.print(f"[green]{escape(str(builder.LIBRARY))}[/]: {escape(made.contents())}")
+
+
+# scan and verify -----------------------------------------------------------------------------------------------------
+
+FORMAT = click.option(
+    "--format", "form", type=click.Choice(["table", "markdown", "json"]), default="table", show_default=True
+)
+
+
+def _load(target: str) -> nn.Module:
+    from fastlayers.patching.targets import TargetError, load_target
+
+    try:
+        return load_target(target)
+    except TargetError as error:
+        raise click.BadParameter(str(error), param_hint="TARGET") from None
+
+
+def _print(report: PatchReport | VerifyReport, form: str) -> None:
+    if form == "table":
+        console.print(report)
+    else:
+        click.echo(report.to_markdown() if form == "markdown" else report.to_json())
+
+
+@main.command()
+@click.argument("target")
+@FORMAT
+def scan(target: str, form: str) -> None:
+    """Show what patch_model would do to a model, and why it would leave the rest.
+
+    TARGET is timm:NAME, torchvision:NAME or package.module:CALLABLE (anything that returns a module).
+    """
+    from fastlayers import plan_patch
+
+    _print(plan_patch(_load(target)), form)
+
+
+def _shape(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[tuple[int, ...]]:
+    try:
+        return [tuple(int(size) for size in value.split(",")) for value in values]
+    except ValueError:
+        raise click.BadParameter(f"expected sizes such as 2,3,224,224, got {' '.join(values)}") from None
+
+
+@main.command()
+@click.argument("target")
+@click.option(
+    "--input",
+    "shapes",
+    multiple=True,
+    callback=_shape,
+    help="Shape of a random input, as 2,3,224,224; again for each further input. [default: two images]",
+)
+@FORMAT
+def verify(target: str, shapes: list[tuple[int, ...]], form: str) -> None:
+    """Run a model patched and unpatched, in training and in eval mode, and compare outputs and gradients.
+
+    TARGET is timm:NAME, torchvision:NAME or package.module:CALLABLE (anything that returns a module). The exit status
+    is 1 where they differ.
+    """
+    import torch
+
+    from fastlayers import verify_patch
+    from fastlayers.patching.targets import default_input
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = _load(target).to(device)
+    inputs = [torch.randn(shape, device=device) for shape in shapes or [default_input(model)]]
+    equal = True
+    for training in (True, False):
+        report = verify_patch(model.train(training), *inputs)
+        equal = equal and report.ok
+        _print(report, form)
+    raise SystemExit(0 if equal else 1)

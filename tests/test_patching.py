@@ -1,4 +1,4 @@
-"""patch_model on a model and the world around it: selection, report, undo, hooks, copies, pickles, wrappers, compilers."""
+"""patch_model on a model and the world around it: selection, report, undo, hooks, copies, wrappers, compilers."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def test_what_survives(net, x):
     assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
     assert not net.training
     assert not net.layer1[0].training
-    assert repr(net).replace("FusedBlock", "Block").replace("FusedHead", "Head") == text.replace("Softmax", "FusedSoftmax").replace(
-        "LogFusedSoftmax", "FusedLogSoftmax"
-    )
+    assert repr(net).replace("FusedBlock", "Block").replace("FusedHead", "Head") == text.replace(
+        "Softmax", "FusedSoftmax"
+    ).replace("LogFusedSoftmax", "FusedLogSoftmax")
     torch.testing.assert_close(net(x), expected)
     assert seen == ["hook", "hook"]
     net.train()(x).sum().backward()
@@ -373,9 +373,7 @@ def test_report(net):
     assert report["layer1.0.conv"].reason is Reason.NO_RULE
     assert report["plain"].reason is Reason.NOTHING_TO_FUSE
     assert report.counts() == {"add_relu": 3, "softmax": 1, "Softmax": 1, "LogSoftmax": 1}
-    assert report.summary() == (
-        "Net: 6 of 20 modules patched: 3 add_relu, 1 softmax, 1 Softmax, 1 LogSoftmax"
-    )
+    assert report.summary() == ("Net: 6 of 20 modules patched: 3 add_relu, 1 softmax, 1 Softmax, 1 LogSoftmax")
     text = str(report)
     assert "layer1.0   Block       FusedBlock" in text
     assert "layer1.0.conv" not in text
@@ -439,8 +437,12 @@ def recorded(model, name, register, x):
     return out.detach(), x.grad, [t.detach().clone() for tensors in seen for t in tensors]
 
 
-@pytest.mark.parametrize("name", ["layer1.0.relu", "layer1.1.relu", "layer1.0.bn", "layer1.0.conv", "layer1.1", "head.soft", "head"])
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize(
+    "name", ["layer1.0.relu", "layer1.1.relu", "layer1.0.bn", "layer1.0.conv", "layer1.1", "head.soft", "head"]
+)
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_see_what_they_saw(net, x, name, register, when):
     net.double()
@@ -475,7 +477,9 @@ def test_a_hook_that_changes_the_output_of_an_absorbed_child(net, x):
 def test_global_hooks_fire_for_absorbed_children(net, x):
     patch_model(net)
     seen = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module).__name__))
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: seen.append(type(module).__name__)
+    )
     net(x)
     handle.remove()
     assert seen.count("ReLU") == 3
@@ -796,7 +800,9 @@ def test_checkpointing_and_functional_call(net, x):
     x = x.requires_grad_()
     expected = torch.autograd.grad(net(x).square().sum(), x)[0]
     patch_model(net)
-    torch.testing.assert_close(torch.autograd.grad(checkpoint(net, x, use_reentrant=False).square().sum(), x)[0], expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(checkpoint(net, x, use_reentrant=False).square().sum(), x)[0], expected
+    )
     parameters = {name: p * 1 for name, p in net.named_parameters()}
     torch.testing.assert_close(torch.func.functional_call(net, parameters, (x,)), net(x))
     stacked = torch.stack([x, x])

@@ -1,4 +1,4 @@
-"""The graph rules: every spelling is found, and whatever is not safe is left alone. Either way the answers stay the same."""
+"""The graph rules: every spelling is found, what is not safe is left alone, and either way the answers stay."""
 
 from __future__ import annotations
 
@@ -68,7 +68,11 @@ def outcome_of(module, given):
     floats = [o for o in outs if o.requires_grad]
     torch.manual_seed(1)
     try:
-        grads = torch.autograd.grad(floats, leaves, [torch.randn_like(o) for o in floats], allow_unused=True) if floats else []
+        grads = (
+            torch.autograd.grad(floats, leaves, [torch.randn_like(o) for o in floats], allow_unused=True)
+            if floats
+            else []
+        )
     except RuntimeError:
         grads = None  # torch itself has no gradient where an in-place operation destroyed what relu had saved
     return [*outs, *(v.detach().clone() for v in passed if isinstance(v, torch.Tensor))], grads
@@ -89,7 +93,9 @@ def same(module, *inputs):
             assert actual is expected
             continue
         assert not isinstance(actual, type), actual
-        for a, b in zip([*expected[0], *(expected[1] or ())], [*actual[0], *(actual[1] or ())], strict=expected[1] is not None):
+        for a, b in zip(
+            [*expected[0], *(expected[1] or ())], [*actual[0], *(actual[1] or ())], strict=expected[1] is not None
+        ):
             assert (a is None) == (b is None)
             if a is not None:
                 torch.testing.assert_close(b, a, equal_nan=True)
@@ -244,7 +250,7 @@ SOFTMAX = [
 @pytest.mark.parametrize("body", SOFTMAX)
 def test_softmax_in_every_spelling(build, body):
     block = build(SOFTMAX_INIT, "x", body)
-    assert fused(block) == {"softmax": 1} | {k: 1 for k in ("Softmax", "LogSoftmax")}
+    assert fused(block) == {"softmax": 1} | dict.fromkeys(("Softmax", "LogSoftmax"), 1)
     patch_model(block)
     assert type(block).__name__ == "FusedBlock"
     unpatch_model(block)
@@ -444,7 +450,9 @@ def test_chained_relu_adds(build):
 
 
 def test_double_backward(build):
-    block = build("self.bias = nn.Parameter(torch.randn(4))", "x, y", "return (F.relu(x + y) * 0.5 + self.bias).softmax(-1)")
+    block = build(
+        "self.bias = nn.Parameter(torch.randn(4))", "x, y", "return (F.relu(x + y) * 0.5 + self.bias).softmax(-1)"
+    )
     patch_model(block.double())
     x, y = (t.double().detach().requires_grad_() for t in tensors((3, 4), (3, 4)))
     assert torch.autograd.gradcheck(block, (x, y))

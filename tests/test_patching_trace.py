@@ -1,4 +1,4 @@
-"""The tracing traps: whatever a forward decides anew on every call is decided anew when patched, or the module is refused."""
+"""The tracing traps: what a forward decides anew on every call it still does when patched, or it is refused."""
 
 from __future__ import annotations
 
@@ -962,7 +962,7 @@ class AnEarlyRaise(Base):
 @forwards(None)
 class ConditionalExpressions(Base):
     def forward(self, x, y):
-        a = x if self.maybe is None and not self.count or self.mode == "slow" else y
+        a = x if (self.maybe is None and not self.count) or self.mode == "slow" else y
         return F.relu(a) + (y if self.scale > 1 else x)
 
 
@@ -1026,7 +1026,10 @@ def test_a_fused_forward_follows_what_changes_after_patching(cls, capsys):
 
 def mentioned(change):
     """The names of attributes that a change touches."""
-    return {*change.__code__.co_names, *(c for c in change.__code__.co_consts if isinstance(c, str))} - {"setattr", "append"}
+    return {*change.__code__.co_names, *(c for c in change.__code__.co_consts if isinstance(c, str))} - {
+        "setattr",
+        "append",
+    }
 
 
 @pytest.mark.parametrize("cls", [pytest.param(case.values[0], id=case.id) for case in CASES])

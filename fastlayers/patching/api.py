@@ -1,7 +1,7 @@
 """patch_model and its relatives: the walk over a model, the plan, the swap of classes and its undo.
 
-The journal is the class itself: a patched module's class remembers the one it stands for. Nothing is kept anywhere else, neither on
-the module nor globally, so a deep copy can be undone like its original, and undoing is one assignment.
+The journal is the class itself: a patched module's class remembers the one it stands for. Nothing is kept anywhere
+else, neither on the module nor globally, so a deep copy can be undone like its original, and undoing is one assignment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ __all__ = ["Pattern", "patch_model", "patch_report", "patched", "plan_patch", "u
 Pattern: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
 
-QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.qat", "torch.ao.nn.intrinsic", "torch.nn.quantized", "bitsandbytes", "torchao")
+QUANTIZED = (
+    "torch.ao.nn.quantized",
+    "torch.ao.nn.qat",
+    "torch.ao.nn.intrinsic",
+    "torch.nn.quantized",
+    "bitsandbytes",
+    "torchao",
+)
 WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "peft")
 
 
@@ -58,10 +65,10 @@ class Selection:
         return hit
 
     def excludes(self, lineages: list[list[tuple[str, nn.Module]]]) -> bool:
-        return any([self._matches(self.exclude, lineage) for lineage in lineages])
+        return sum(self._matches(self.exclude, lineage) for lineage in lineages) > 0
 
     def takes(self, lineages: list[list[tuple[str, nn.Module]]]) -> bool:
-        included = any([self._matches(self.include, lineage) for lineage in lineages]) or not self.include
+        included = sum(self._matches(self.include, lineage) for lineage in lineages) > 0 or not self.include
         if self.excludes(lineages) or not included:
             return False
         name, module = lineages[0][-1]
@@ -71,7 +78,7 @@ class Selection:
 def patterns(option: str, given: Pattern | None) -> tuple[str | type[nn.Module], ...]:
     if given is None:
         return ()
-    if isinstance(given, str) or isinstance(given, type):
+    if isinstance(given, str | type):
         given = (given,)
     if not isinstance(given, Iterable):
         raise TypeError(f"{option} must be a name pattern, a module class or a list of them, got {given!r}")
@@ -83,7 +90,7 @@ def patterns(option: str, given: Pattern | None) -> tuple[str | type[nn.Module],
 
 
 def lineage(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """The module called ``name`` with everything that it is inside of, outermost first; the model itself only stands for itself."""
+    """The module called ``name`` and all that it is inside of, outermost first, less the model itself."""
     chain = [("", model)] if not name else []
     module, path = model, ""
     for atom in name.split(".") if name else ():
@@ -165,17 +172,13 @@ def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: 
         if rule is not None:
             return plan_swap(module, row, rule, classes)
         if not has_own_forward(type(module)):
-            subclass = next((rule for rule in MODULE_RULES if isinstance(module, rule.layer)), None)
-            fused = subclass is not None and isinstance(module, subclass.fused)
-            raise Refusal(Reason.SUBCLASS if subclass is not None and not fused else Reason.NO_RULE)
+            raise Refusal(Reason.SUBCLASS if is_subclass(module) else Reason.NO_RULE)
         outcome = fuse(module, excluded, classes)
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
     left = tuple((refusal.reason, refusal.detail) for refusal in outcome.left)
     if outcome.cls is None:
-        subclass = any(isinstance(module, rule.layer) for rule in MODULE_RULES)
-        reason = Reason.SUBCLASS if subclass else left[0][0] if left else Reason.NOTHING_TO_FUSE
-        detail = left[0][1] if left and not subclass else ""
+        reason, detail = left[0] if left else (Reason.SUBCLASS if is_subclass(module) else Reason.NOTHING_TO_FUSE, "")
         return Step(module, Row(row.fqn, row.was, reason=reason, detail=detail, left=left[1:], aliases=row.aliases))
     fused = tuple(outcome.rules.items())
     outcome.cls.__fastlayers_rules__ = fused  # type: ignore[attr-defined]
@@ -186,15 +189,24 @@ def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, 
     if rule not in classes:
         classes[rule] = swap_class(rule)
         classes[rule].__fastlayers_rules__ = ((rule.name, 1),)  # type: ignore[attr-defined]
-    return Step(module, Row(row.fqn, row.was, classes[rule].__name__, ((rule.name, 1),), aliases=row.aliases), classes[rule])
+    return Step(
+        module, Row(row.fqn, row.was, classes[rule].__name__, ((rule.name, 1),), aliases=row.aliases), classes[rule]
+    )
+
+
+def is_subclass(module: nn.Module) -> bool:
+    """Whether a module would be swapped if it were exactly a layer and not a user's subclass of it."""
+    return any(isinstance(module, rule.layer) and not isinstance(module, rule.fused) for rule in MODULE_RULES)
 
 
 def has_own_forward(cls: type[nn.Module]) -> bool:
-    """Whether the class brings a Python forward of its own, or Sequential's; layers of torch and fastlayers are leaves."""
+    """Whether the class has a Python forward of its own, or Sequential's. Layers of torch and fastlayers are leaves."""
     forward = cls.forward
     if forward is nn.Sequential.forward:
         return True
-    return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith(("torch.", "fastlayers.modules."))
+    return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith(
+        ("torch.", "fastlayers.modules.")
+    )
 
 
 def refuse_kind(module: nn.Module) -> None:
@@ -239,7 +251,11 @@ def plan_warnings(report: PatchReport, steps: list[Step]) -> list[str]:
 
 
 def plan_patch(
-    model: nn.Module, *, include: Pattern | None = None, exclude: Pattern | None = None, filter_fn: FilterFn | None = None
+    model: nn.Module,
+    *,
+    include: Pattern | None = None,
+    exclude: Pattern | None = None,
+    filter_fn: FilterFn | None = None,
 ) -> PatchReport:
     """What :func:`patch_model` would do with the same arguments. Changes nothing.
 
@@ -262,17 +278,20 @@ def patch_model(
 ) -> nn.Module:
     """Put fused layers in the place of what they can replace, in place.
 
-    Layers are swapped (``nn.Softmax`` becomes ``FusedSoftmax``), and the forward of any module is rewritten where it says, say,
-    ``relu(x) + y`` in whatever spelling. Only classes change: parameters, buffers, hooks, names, devices, ``training`` and optimizers stay
-    as they are, the state dict keeps its keys, and :func:`unpatch_model` takes everything back. A module that cannot be
-    rewritten safely is left alone; :func:`patch_report` says which and why.
+    Layers are swapped (``nn.Softmax`` becomes ``FusedSoftmax``), and the forward of any module is rewritten where it
+    says, say, ``relu(x) + y`` in whatever spelling. Only classes change: parameters, buffers, hooks, names, devices,
+    ``training`` and optimizers stay as they are, the state dict keeps its keys, and :func:`unpatch_model` takes
+    everything back. A module that cannot be rewritten safely is left alone; :func:`patch_report` says which and why.
 
     Args:
         model: any module. Shared modules are patched once.
-        include: patch only these: patterns as in :mod:`fnmatch` over fully qualified names (``"layer1.*"``), module classes, or a
-            list of both. One that fits a module covers everything inside it. The model itself has the empty name.
-        exclude: leave these alone, in the same terms; wins over ``include``. An excluded child is not absorbed into its parent either.
-        filter_fn: called with a module and its name; patch where it returns True. Says nothing about the module's children.
+        include: patch only these: patterns as in :mod:`fnmatch` over fully qualified names (``"layer1.*"``), module
+            classes, or a list of both. One that fits a module covers everything inside it. The model itself has the
+            empty name.
+        exclude: leave these alone, in the same terms; wins over ``include``. An excluded child is not absorbed into its
+            parent either.
+        filter_fn: called with a module and its name; patch where it returns True. Says nothing about the module's
+            children.
         strict: raise instead of leaving anything out: where a selected module was refused, a pattern matched nothing or
             nothing was patched. Nothing is changed then.
 
@@ -338,7 +357,9 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         elif hasattr(type(module), "__fastlayers_original__"):
             stuck.append(name or "(model)")
     if stuck:
-        message = f"the class of {', '.join(stuck)} was changed again after patching (FSDP, parametrizations?); left as it is"
+        message = (
+            f"the class of {', '.join(stuck)} was changed again after patching (FSDP, parametrizations?); left as it is"
+        )
         warnings.warn(message, PatchWarning, stacklevel=2)
     return model
 
@@ -352,7 +373,7 @@ def patched(
     filter_fn: FilterFn | None = None,
     strict: bool = False,
 ) -> Iterator[nn.Module]:
-    """``with patched(model): ...`` patches as :func:`patch_model` and takes back on leaving what it patched on entering."""
+    """``with patched(model): ...`` patches as :func:`patch_model`, and takes back on leaving what it patched."""
     changed = apply(make_plan(model, include, exclude, filter_fn), strict)
     try:
         yield model

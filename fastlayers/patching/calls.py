@@ -12,7 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from fastlayers import functional
 
@@ -23,12 +28,7 @@ MINUS_INFINITY = float("-inf")
 
 def no_hooks(*modules: nn.Module) -> bool:
     """Whether nobody would see (or change) the inputs and outputs of these modules through a hook."""
-    if (
-        hooks._global_forward_hooks
-        or hooks._global_forward_pre_hooks
-        or hooks._global_backward_hooks
-        or hooks._global_backward_pre_hooks
-    ):
+    if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
         return False
     for module in modules:
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
@@ -37,7 +37,7 @@ def no_hooks(*modules: nn.Module) -> bool:
 
 
 def plain(module: nn.Module, layer: type[nn.Module]) -> bool:
-    """Whether ``module`` is still exactly a ``layer``, patched or not, so that its forward is known without calling it."""
+    """Whether ``module`` is still exactly a ``layer``, patched or not: its forward is known without calling it."""
     kind = type(module)
     return getattr(kind, "__fastlayers_original__", kind) is layer and "forward" not in module.__dict__
 
@@ -102,14 +102,15 @@ def softmax_masked(
 ) -> Tensor:
     """softmax of ``x * scale`` with minus infinity where a mask is True (``fill``) or False.
 
-    ``where`` says which function masked the scores originally, ``torch.where`` or ``masked_fill``: they take other dtypes.
+    ``where`` says which function masked the scores originally, ``torch.where`` or ``masked_fill``: they take other
+    dtypes.
     """
     if mask.dtype == torch.bool and (not inplace or _fits(x, mask, torch.bool)):
         keep = ~mask if fill else mask
         return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, mask=keep, dtype=dtype)
     scores = x if scale is None else x * scale
     if where:
-        scores = torch.where(mask, *((MINUS_INFINITY, scores) if fill else (scores, MINUS_INFINITY)))
+        scores = torch.where(mask, MINUS_INFINITY, scores) if fill else torch.where(mask, scores, MINUS_INFINITY)
     else:
         filled = mask if fill else ~mask
         scores = (scores.masked_fill_ if inplace else scores.masked_fill)(filled, MINUS_INFINITY)

@@ -1,7 +1,8 @@
 """Reading a small graph: what a node computes however it is spelled, and which tensors share memory.
 
-A rule sees operations by their names (``add``, ``relu``, ``softmax``, ...) with named operands. :data:`SPELLINGS` is the one
-place that knows that ``x + y``, ``x += y``, ``torch.add(x, y)``, ``x.add(y)`` and ``x.add_(y)`` are all ``add``.
+A rule sees operations by their names (``add``, ``relu``, ``softmax``, ...) with named operands. :data:`SPELLINGS` is
+the one place that knows that ``x + y``, ``x += y``, ``torch.add(x, y)``, ``x.add(y)`` and ``x.add_(y)`` are all
+``add``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from fastlayers import functional
 from fastlayers.modules import DROP_IN
 from fastlayers.patching import calls
 
-__all__ = ["View", "Op"]
+__all__ = ["Op", "View"]
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: its name, its operands by name, whether it writes its first operand, and the child that does it."""
+    """One operation: its name, its operands by name, whether it writes the first of them, the child that does it."""
 
     name: str
     node: Node
@@ -83,49 +84,75 @@ LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.LogSoftmax: ("log_softmax", ("dim",)),
 }
 
-NUMBER_METHODS = frozenset({"size", "dim", "numel", "ndimension", "item", "stride", "element_size", "tolist", "nelement"})
+NUMBER_METHODS = frozenset(
+    {"size", "dim", "numel", "ndimension", "item", "stride", "element_size", "tolist", "nelement"}
+)
 NUMBER_ATTRIBUTES = frozenset({"shape", "ndim"})
 NUMBER_FUNCTIONS = frozenset({int, float, bool, len, round, max, min, abs, pow, divmod})
 
 INPLACE_OPERATORS = frozenset(
-    getattr(operator, f"i{name}")
-    for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift concat".split()
-) | {operator.setitem, operator.delitem}
+    {
+        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+        operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
+        operator.iconcat, operator.setitem, operator.delitem,
+    }
+)  # fmt: skip
 FUSED_FUNCTIONS = frozenset(getattr(functional, name) for name in functional.__all__)
 
 #: Functions whose result never shares memory with an argument.
 FRESH_FUNCTIONS = frozenset(
     {
-        operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.matmul, operator.pow, operator.invert,
+        operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.matmul, operator.pow,
+        operator.invert,
         operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
-        torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.cat,
-        torch.stack, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.softmax, torch.log_softmax, torch.rsqrt, torch.sqrt,
+        torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm,
+        torch.cat,
+        torch.stack, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.softmax, torch.log_softmax, torch.rsqrt,
+        torch.sqrt,
         torch.masked_fill, torch.where, torch.mean, torch.sum, torch.zeros_like, torch.ones_like, torch.empty_like,
         torch.full_like, torch.rand_like, torch.randn_like,
-        F.relu, F.linear, F.conv1d, F.conv2d, F.conv3d, F.batch_norm, F.layer_norm, F.group_norm, F.softmax, F.log_softmax,
+        F.relu, F.linear, F.conv1d, F.conv2d, F.conv3d, F.batch_norm, F.layer_norm, F.group_norm, F.softmax,
+        F.log_softmax,
         F.gelu, F.silu, F.sigmoid, F.tanh, F.avg_pool2d, F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
-        calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked, *FUSED_FUNCTIONS,
+        calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked,
+        *FUSED_FUNCTIONS,
     }
 )  # fmt: skip
 FRESH_METHODS = frozenset(
     {
-        "add", "sub", "mul", "div", "matmul", "bmm", "mm", "relu", "sigmoid", "tanh", "exp", "softmax", "log_softmax", "masked_fill",
-        "clone", "mean", "sum", "pow", "rsqrt", "sqrt", "neg", "baddbmm", "new_empty", "new_zeros", "new_ones", "new_full",
+        "add", "sub", "mul", "div", "matmul", "bmm", "mm", "relu", "sigmoid", "tanh", "exp", "softmax", "log_softmax",
+        "masked_fill",
+        "clone", "mean", "sum", "pow", "rsqrt", "sqrt", "neg", "baddbmm", "new_empty", "new_zeros", "new_ones",
+        "new_full",
     }
 )  # fmt: skip
 #: Layers that return a tensor of their own, keep no reference to it, and write none of their arguments.
 FRESH_LAYERS: frozenset[type[nn.Module]] = frozenset(
     {
-        nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+        nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
         nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
         nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.Embedding, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Softmax,
-        nn.LogSoftmax, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.PReLU, nn.Softplus,
+        nn.LogSoftmax, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.PReLU,
+        nn.Softplus,
         nn.Upsample,
     }
 )  # fmt: skip
 #: Layers with an ``inplace`` option: a tensor of their own, or the argument, overwritten.
 OPTIONAL_INPLACE: frozenset[type[nn.Module]] = frozenset(
-    {nn.ReLU, nn.ReLU6, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.Mish, nn.Hardtanh}
+    {
+        nn.ReLU,
+        nn.ReLU6,
+        nn.SiLU,
+        nn.Hardswish,
+        nn.Hardsigmoid,
+        nn.LeakyReLU,
+        nn.ELU,
+        nn.CELU,
+        nn.SELU,
+        nn.Mish,
+        nn.Hardtanh,
+    }
 )
 
 #: Memory that the caller, the module or a stranger's layer may hold on to.
@@ -156,7 +183,7 @@ class View:
         self.refresh()
 
     def thread_inplace(self) -> None:
-        """Let later uses of a tensor that ``x.add_(y)`` wrote use its result, which is that tensor: one spelling fewer."""
+        """Let later uses of a tensor that ``x.add_(y)`` wrote use its result, which is the same tensor."""
         for node in list(self.graph.nodes):
             op = self.op(node) if node.op in ("call_function", "call_method") else None
             if op is None or not op.inplace or not isinstance(op["input"], Node):
@@ -179,7 +206,9 @@ class View:
         return found if found is not None and name in (None, found.name) else None
 
     def _function(self, node: Node) -> Op | None:
-        if node.op not in ("call_function", "call_method") or (node.op == "call_method") != isinstance(node.target, str):
+        if node.op not in ("call_function", "call_method") or (node.op == "call_method") != isinstance(
+            node.target, str
+        ):
             return None
         spelling = SPELLINGS.get(node.target)
         if spelling is None or len(node.args) > len(spelling.operands):
@@ -267,7 +296,9 @@ class View:
         if makers is not None:
             yield node
             return
-        if isinstance(child, nn.Identity | nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d) and is_plain_layer(child):
+        if isinstance(child, nn.Identity | nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d) and is_plain_layer(
+            child
+        ):
             yield node
         else:
             yield OUTSIDE
@@ -282,9 +313,10 @@ class View:
         path = str(node.target)
         child = self.child(node)
         chain = [path]
-        while original_class(child) is nn.Sequential and is_plain_layer(child) and len(child):
+        while original_class(child) is nn.Sequential and is_plain_layer(child) and child._modules:
             name = next(reversed(child._modules))
-            path, child = f"{path}.{name}", child._modules[name]  # type: ignore[assignment]
+            path = f"{path}.{name}"
+            child = self.root.get_submodule(path)
             chain.append(path)
         original = original_class(child)
         fresh = original in FRESH_LAYERS or (original in OPTIONAL_INPLACE and not child.inplace)
@@ -292,7 +324,9 @@ class View:
 
     def written(self, node: Node) -> frozenset[object]:
         """The allocations that a node may write."""
-        if node.op in ("placeholder", "get_attr", "output") or (node.op == "call_module" and self._layer_only_reads(node)):
+        if node.op in ("placeholder", "get_attr", "output") or (
+            node.op == "call_module" and self._layer_only_reads(node)
+        ):
             return frozenset()
         op = self.op(node)
         if op is not None and node.op != "call_module":
@@ -317,7 +351,7 @@ class View:
 
 
 def function_only_reads(node: Node) -> bool:
-    """Whether a recorded function is known to write none of its arguments: by torch's naming, and no ``out`` or ``inplace``."""
+    """Whether a recorded function is known to write none of its arguments, by torch's naming and its options."""
     target = node.target
     name = getattr(target, "__name__", "")
     if target in (getattr, calls.unpack) or target in NUMBER_FUNCTIONS or getattr(math, name, None) is target:

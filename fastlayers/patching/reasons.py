@@ -50,7 +50,7 @@ class Reason(str, Enum):
     EXCLUDED_CHILD = "a child layer that would be absorbed is excluded"
 
 
-class Refusal(Exception):
+class Refusal(Exception):  # noqa: N818 - not an error: it ends up in the report
     """Raised inside the tracer to leave a module alone; becomes the reason in the report."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:

@@ -1,7 +1,7 @@
 """From a recorded forward to a generated class: apply the rules, check that each match is safe, write the source.
 
-The generated class subclasses the module's own and has one method, ``forward``: for every recording a test of its guards and the
-rewritten body; and at the end the original forward, for every call that no recording stands for.
+The generated class subclasses the module's own and has one method, ``forward``: for every recording a test of its
+guards and the rewritten body; and at the end the original forward, for every call that no recording stands for.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ __all__ = ["Fused", "fuse", "is_patched", "swap_class"]
 
 #: With more optional tensors than this, a forward is recorded with none, each alone and all of them.
 ALL_COMBINATIONS = 2
+
+#: The functions that pickle rebuilds a plain object with, for the newer protocols and for the older ones.
+NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+RECONSTRUCT: Any = copyreg._reconstructor  # type: ignore[attr-defined]
 
 _serial = itertools.count(1)
 
@@ -105,8 +109,10 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
 
 
 def check_operands_keep(view: View, node: Node, root: Node, nodes: set[Node]) -> None:
-    """The operands of ``node`` are read later than before, at the place of ``root``: nothing may write them in between."""
-    between = [n for n in view.position if view.position[node] < view.position[n] < view.position[root] and n not in nodes]
+    """The operands of ``node`` are read later than before, where ``root`` is: nothing may write them in between."""
+    between = [
+        n for n in view.position if view.position[node] < view.position[n] < view.position[root] and n not in nodes
+    ]
     for operand in node.all_input_nodes:
         if operand not in nodes:
             for writer in between:
@@ -115,7 +121,7 @@ def check_operands_keep(view: View, node: Node, root: Node, nodes: set[Node]) ->
 
 
 def check_mutation(view: View, writer: Node, target: Any, root: Node, nodes: set[Node]) -> list[str]:
-    """An in-place operation goes away: nothing else may see what it wrote. Children that could have kept it are returned."""
+    """An in-place operation goes away: nothing else may see what it wrote. Returns the children that could."""
     written = view.memory(target)
     if OUTSIDE in written:
         raise Refusal(Reason.VISIBLE_MUTATION, f"{writer} writes {target}, which does not belong to this forward")
@@ -186,7 +192,9 @@ def replace(graph: fx.Graph, match: Match) -> None:
 # -- writing the class ------------------------------------------------------------------------------------------------
 
 
-def fuse(module: nn.Module, excluded: frozenset[str] = frozenset(), known: dict[Any, type[nn.Module]] | None = None) -> Fused:
+def fuse(
+    module: nn.Module, excluded: frozenset[str] = frozenset(), known: dict[Any, type[nn.Module]] | None = None
+) -> Fused:
     """Trace a module, rewrite its graph, and generate its class.
 
     Args:
@@ -218,10 +226,11 @@ def fuse(module: nn.Module, excluded: frozenset[str] = frozenset(), known: dict[
 
 
 def record_all(module: nn.Module) -> tuple[list[Recording], list[Refusal]]:
-    """Recordings for each set of optional tensors and, where the forward branches on it, for both values of ``self.training``."""
+    """Recordings for each set of optional tensors and, where the forward branches on it, for both modes."""
     recordings: list[Recording] = []
     refusals: list[Refusal] = []
-    optional = optional_parameters(type(module).forward) if isinstance(type(module).forward, types.FunctionType) else []
+    forward = type(module).forward
+    optional = optional_parameters(forward) if isinstance(forward, types.FunctionType) else []
     sizes = range(len(optional) + 1) if len(optional) <= ALL_COMBINATIONS else (0, 1, len(optional))
     for tensors in itertools.chain.from_iterable(itertools.combinations(optional, size) for size in sizes):
         try:
@@ -280,7 +289,9 @@ def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> 
             namespace[name] = default
             default = Name(name)
         declared.append(parameter.replace(annotation=parameter.empty, default=default))
-        handed.append(f"{parameter.name}={parameter.name}" if parameter.kind is parameter.KEYWORD_ONLY else parameter.name)
+        handed.append(
+            f"{parameter.name}={parameter.name}" if parameter.kind is parameter.KEYWORD_ONLY else parameter.name
+        )
     text = str(inspect.Signature(declared))
     return text, ", ".join(handed[1:])
 
@@ -326,7 +337,7 @@ def generate_class(
         return known[key]
     filename = f"<fastlayers {original.__qualname__} {next(_serial)}>"
     scope = dict(namespace)
-    exec(compile(source, filename, "exec"), scope)  # noqa: S102
+    exec(compile(source, filename, "exec"), scope)
     generated = next(value for name, value in scope.items() if name.startswith("Fused") and name not in namespace)
     names = generated.__dict__["forward"].__code__
     if clash := set(names.co_varnames) & set(names.co_names) & set(namespace):
@@ -356,40 +367,43 @@ def check_subclassing(original: type[nn.Module]) -> None:
 
 def swap_class(rule: ModuleRule) -> type[nn.Module]:
     """The class that a module rule puts in place of a layer: the fused class, which remembers the layer's own."""
-    generated = type(rule.fused.__name__, (rule.fused,), {"__doc__": rule.fused.__doc__, "__module__": rule.fused.__module__})
+    generated = type(
+        rule.fused.__name__, (rule.fused,), {"__doc__": rule.fused.__doc__, "__module__": rule.fused.__module__}
+    )
     return seal(generated, rule.layer, None)
 
 
 def seal(generated: type[nn.Module], original: type[nn.Module], source: str | None) -> type[nn.Module]:
-    """Make a class undoable, copyable and, in a pickle, its original: a file must load where this class never existed."""
+    """Make a class undoable and copyable and, in a pickle, its original: a file loads where it never existed."""
 
-    def __reduce_ex__(self: nn.Module, protocol: int) -> Any:
+    def reduce_ex(self: nn.Module, protocol: int) -> Any:
         reduced = super(generated, self).__reduce_ex__(protocol)  # type: ignore[misc]
         if isinstance(reduced, str) or type(self) is not generated:
             return reduced
         function, args, *rest = reduced
-        if function is copyreg.__newobj__ and args == (generated,):
+        if function is NEW_OBJECT and args == (generated,):
             # pickle insists on the object's own class there; this is the same call by another name.
-            function, args = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
+            function, args = RECONSTRUCT, (original, object, None)
         args = tuple(original if arg is generated else arg for arg in args)
         return (original if function is generated else function, args, *rest)
 
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
         theirs: Callable[..., Any] | None = getattr(super(generated, self), "__deepcopy__", None)  # type: ignore[misc]
         if theirs is not None:
             copied = theirs(memo)
             if type(copied) is original:
                 copied.__class__ = type(self)
             return copied
-        function, args, state, *_ = super(generated, self).__reduce_ex__(4)  # type: ignore[misc]
+        reduced: Any = super(generated, self).__reduce_ex__(4)  # type: ignore[misc]
+        function, args, state = reduced[:3]
         copied = function(*copy.deepcopy(args, memo))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(state, memo))
         return copied
 
     for name, value in (
-        ("__reduce_ex__", __reduce_ex__),
-        ("__deepcopy__", __deepcopy__),
+        ("__reduce_ex__", reduce_ex),
+        ("__deepcopy__", deepcopy),
         ("__fastlayers_original__", original),
         ("__fastlayers_source__", source),
     ):

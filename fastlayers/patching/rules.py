@@ -1,9 +1,10 @@
 """What patching looks for. A rule is one small object; to add one, write it here and put it in its list.
 
-A :class:`ModuleRule` replaces one torch layer by one fused layer. A :class:`GraphRule` looks at one node of the graph of a
-forward and proposes matches, the largest first. It only has to recognise the structure: that a match is *safe* (nothing else
-needs the intermediate results, no in-place operation is seen by anything else, no operand changes in between, no hook of
-an absorbed child would be skipped) is checked for every rule alike in :mod:`fastlayers.patching.rewrite`.
+A :class:`ModuleRule` replaces one torch layer by one fused layer. A :class:`GraphRule` looks at one node of the graph
+of a forward and proposes matches, the largest first. It only has to recognise the structure: that a match is *safe*
+(nothing else needs the intermediate results, no in-place operation is seen by anything else, no operand changes in
+between, no hook of an absorbed child would be skipped) is checked for every rule alike in
+:mod:`fastlayers.patching.rewrite`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.fx import Node
 
@@ -58,8 +58,8 @@ class Match:
 class GraphRule:
     """Recognises one fusion in the graph of a forward.
 
-    ``find`` is given the graph and a node, and yields the matches that end in that node, the best first; and, where something
-    looks fusable and is not, a :class:`Refusal` that says why.
+    ``find`` is given the graph and a node, and yields the matches that end in that node, the best first; and, where
+    something looks fusable and is not, a :class:`Refusal` that says why.
     """
 
     name: str
@@ -127,7 +127,9 @@ def find_relu_add_bias(view: View, node: Node) -> Iterator[Match | Refusal]:
         tensors = (bias,) if view.is_tensor(bias) else ()
         for match in find_relu_add(view, inner) if isinstance(inner, Node) else ():
             if isinstance(match, Match) and match.target is functional.relu_add:
-                yield Match((*match.ops, outer), functional.relu_add, (*match.args, bias), {}, (*match.tensors, *tensors))
+                yield Match(
+                    (*match.ops, outer), functional.relu_add, (*match.args, bias), {}, (*match.tensors, *tensors)
+                )
 
 
 # -- softmax ------------------------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ def find_relu_add_bias(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 @dataclass(frozen=True)
 class Masking:
-    """The step that masks the scores: the operation, what it masks, and the helper with its arguments that replaces it."""
+    """The step that masks the scores: the operation, what it masks, and the helper that replaces it."""
 
     op: Op
     scores: Node
@@ -250,7 +252,8 @@ def softmax_match(
 
 
 MODULE_RULES: tuple[ModuleRule, ...] = tuple(
-    ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused) for layer, fused in DROP_IN.items()
+    ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused)
+    for layer, fused in DROP_IN.items()
 )
 
 #: Tried in this order, each over the whole graph, so the larger fusions come first.

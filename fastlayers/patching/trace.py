@@ -3,9 +3,9 @@
 ``torch.fx`` runs a forward once with proxies and records what happens to them. Whatever happens to anything else (an
 attribute, a default, the training flag, a random number, a context manager) is silently frozen. Here the forward is not
 run as it stands: its source is rewritten so that every attribute read, call, identity test and global goes through a
-method of :class:`Trace`, and that method either *records* the step as a node of the graph, so that it happens on every call
-as it did before; or lets Python do it and writes down a *guard*, an expression that must be true for the recording to hold;
-or *refuses* the module with a reason. Nothing of the user's runs that could have a side effect.
+method of :class:`Trace`, and that method either *records* the step as a node of the graph, so that it happens on every
+call as it did before; or lets Python do it and writes down a *guard*, an expression that must be true for the recording
+to hold; or *refuses* the module with a reason. Nothing of the user's runs that could have a side effect.
 
 Children are leaves: calling one is one node, whatever is inside. Methods and plain functions are followed, and what
 cannot be followed is recorded as one opaque call.
@@ -40,7 +40,19 @@ __all__ = ["Recording", "optional_parameters", "record"]
 MAX_DEPTH = 16
 
 #: Values that are equal to what they were at trace time, or are not: a guard can compare them.
-PRIMITIVES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout, enum.Enum)
+PRIMITIVES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+    enum.Enum,
+)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 #: Built-ins without side effects: run by Python while tracing; recorded where an argument is a traced value.
@@ -72,7 +84,9 @@ class Opaque:
     def _refuse(self, *args: object) -> Any:
         raise Refusal(Reason.READS_STATE, f"{self.origin} is a {type(self.value).__name__}")
 
-    __eq__ = __hash__ = __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = __str__ = __format__ = __index__ = _refuse
+    __eq__ = __hash__ = __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = __str__ = __format__ = (
+        __index__
+    ) = _refuse
 
 
 class Recorder(GraphAppendingTracer):
@@ -97,7 +111,11 @@ def optional_parameters(forward: types.FunctionType) -> list[str]:
     defaults = {p.name for p in inspect.signature(forward).parameters.values() if p.default is None}
     tested: dict[str, None] = {}
     for node in ast.walk(parse(forward)):
-        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name) and isinstance(node.ops[0], ast.Is | ast.IsNot):
+        if (
+            isinstance(node, ast.Compare)
+            and isinstance(node.left, ast.Name)
+            and isinstance(node.ops[0], ast.Is | ast.IsNot)
+        ):
             tested[node.left.id] = None
     return [name for name in tested if name in defaults]
 
@@ -155,7 +173,9 @@ class Instrument(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> Any:
         refused = REFUSED_SYNTAX.get(type(node))
-        if refused is not None and not (isinstance(node, ast.Delete) and all(isinstance(t, ast.Name) for t in node.targets)):
+        if refused is not None and not (
+            isinstance(node, ast.Delete) and all(isinstance(t, ast.Name) for t in node.targets)
+        ):
             reason, what = refused
             raise Refusal(reason, f"{what} in line {getattr(node, 'lineno', '?')} of the forward")
         return super().visit(node)
@@ -216,7 +236,10 @@ class Instrument(ast.NodeTransformer):
         if not isinstance(node.target, ast.Name):
             raise Refusal(Reason.CHANGES_STATE, f"assigns {ast.unparse(node.target)}")
         value = hook(
-            "inplace", ast.Constant(type(node.op).__name__), ast.Name(node.target.id, ast.Load()), self.visit(node.value)
+            "inplace",
+            ast.Constant(type(node.op).__name__),
+            ast.Name(node.target.id, ast.Load()),
+            self.visit(node.value),
         )
         return ast.Assign([node.target], value, lineno=node.lineno)
 
@@ -246,8 +269,8 @@ class Instrument(ast.NodeTransformer):
         node.test = hook("test", node.test)
         return node
 
-    visit_IfExp = visit_If
-    visit_Assert = visit_If
+    visit_IfExp = visit_If  # noqa: N815
+    visit_Assert = visit_If  # noqa: N815
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         self.generic_visit(node)
@@ -369,8 +392,12 @@ class Trace:
         if isinstance(owner, types.ModuleType):
             value = getattr(owner, name)
             fixed = owner.__name__.split(".")[0] in ("torch", "math")
-            return self.constant(value, None if fixed else f"{self.bind(owner, 'module')}.{name}", f"{owner.__name__}.{name}")
-        if is_primitive(owner) or isinstance(owner, type | types.FunctionType | list | tuple | dict | set | torch.finfo | torch.iinfo):
+            return self.constant(
+                value, None if fixed else f"{self.bind(owner, 'module')}.{name}", f"{owner.__name__}.{name}"
+            )
+        if is_primitive(owner) or isinstance(
+            owner, type | types.FunctionType | list | tuple | dict | set | torch.finfo | torch.iinfo
+        ):
             return getattr(owner, name)
         if isinstance(owner, Opaque):
             return self.object_attribute(owner, name)
@@ -424,7 +451,11 @@ class Trace:
 
     def hook_container(self, value: Any) -> Any:
         """Something that is iterated or indexed: a container of modules must keep its length."""
-        if isinstance(value, Proxy) or is_primitive(value) or isinstance(value, types.GeneratorType | list | tuple | dict | set):
+        if (
+            isinstance(value, Proxy)
+            or is_primitive(value)
+            or isinstance(value, types.GeneratorType | list | tuple | dict | set)
+        ):
             return value
         if isinstance(value, CONTAINERS):
             if isinstance(value, nn.ParameterList | nn.ParameterDict):
@@ -439,7 +470,7 @@ class Trace:
     def hook_unpack(self, value: Any, count: int) -> Any:
         if not isinstance(value, Proxy):
             return value
-        items = self.record("call_function", calls.unpack, (value, count), {})
+        items: Any = self.record("call_function", calls.unpack, (value, count), {})
         return tuple(items[i] for i in range(count))
 
     # -- hooks: tests ------------------------------------------------------------------------------------------
@@ -573,7 +604,9 @@ class Trace:
 
     def compile(self, function: types.FunctionType) -> Callable[..., Any]:
         tree = parse(function)
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        names = {
+            node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+        }
         names.update(node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
         instrument = Instrument(names)
         tree.decorator_list = []
@@ -589,7 +622,7 @@ class Trace:
         tree.body = body
         code = ast.fix_missing_locations(ast.Module([tree], []))
         scope: dict[str, Any] = {f"__trace_{name}": getattr(self, f"hook_{name}") for name in HOOKS}
-        exec(compile(code, f"<traced {function.__qualname__}>", "exec"), scope)  # noqa: S102
+        exec(compile(code, f"<traced {function.__qualname__}>", "exec"), scope)
         return scope[tree.name]  # type: ignore[no-any-return]
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -611,14 +644,18 @@ class Trace:
             return function(*args, **kwargs)
         if isinstance(function, types.BuiltinMethodType | types.MethodWrapperType):
             owner = function.__self__
-            if is_primitive(owner) and owner is not None or isinstance(owner, list | tuple | dict | set):
+            if (is_primitive(owner) and owner is not None) or isinstance(owner, list | tuple | dict | set):
                 return function(*args, **kwargs)
         if not traced and builtin_module(function) == "math":
             return function(*args, **kwargs)
         recordable = isinstance(function, types.BuiltinFunctionType) or function in PURE_BUILTINS
-        if recordable and (function in PURE_BUILTINS or function is print or builtin_module(function) in ("math", "torch")):
+        if recordable and (
+            function in PURE_BUILTINS or function is print or builtin_module(function) in ("math", "torch")
+        ):
             return self.record("call_function", function, args, kwargs)
-        if builtin_module(function) == "_operator" and not any(isinstance(value, list | dict | set) for value in arguments):
+        if builtin_module(function) == "_operator" and not any(
+            isinstance(value, list | dict | set) for value in arguments
+        ):
             return self.record("call_function", function, args, kwargs)
         if function in (torch.finfo, torch.iinfo, torch.Size, torch.device):
             return self.record("call_function", function, args, kwargs) if traced else function(*args, **kwargs)
@@ -709,9 +746,11 @@ def record(module: nn.Module, *, training: bool | None, tensors: frozenset[str] 
     """Trace ``module.forward`` with its children as leaves.
 
     Args:
-        module: a module whose class has a Python forward. It is not changed, and none of its code with a side effect runs.
-        training: what the forward sees as ``self.training``; with None it is read on every call, which serves a forward that
-            only hands it on, to ``F.dropout`` say. One that branches on it is refused then, and is recorded in each mode.
+        module: a module whose class has a Python forward. It is not changed, and none of its code with a side effect
+            runs.
+        training: what the forward sees as ``self.training``; with None it is read on every call, which serves a forward
+            that only hands it on, to ``F.dropout`` say. One that branches on it is refused then, and is recorded in
+            each mode.
         tensors: parameters with a default that the caller is taken to pass as tensors.
 
     Raises:

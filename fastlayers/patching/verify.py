@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,11 +55,14 @@ class VerifyReport:
     Attributes:
         comparisons: every output, gradient and changed buffer.
         patched: how many modules differ between the two models.
-        first_difference: name of the first patched module, in the order of execution, whose output differs; None if none does.
+        training: the mode that the model was in.
+        first_difference: name of the first patched module, in the order of execution, whose output differs; None if
+            none does.
     """
 
     comparisons: tuple[Comparison, ...]
     patched: int
+    training: bool
     first_difference: str | None = None
 
     @property
@@ -73,9 +77,14 @@ class VerifyReport:
         return tuple(comparison for comparison in self.comparisons if not comparison.ok)
 
     def __str__(self) -> str:
+        mode = "training" if self.training else "eval"
         verdict = "equal" if self.ok else f"{len(self.failures)} of {len(self.comparisons)} tensors DIFFER"
-        lines = [f"verify: {verdict} ({self.patched} modules patched, {len(self.comparisons)} tensors compared)"]
-        worst = sorted(self.comparisons, key=lambda c: c.error / c.tolerance if c.tolerance else float(c.error > 0), reverse=True)
+        lines = [
+            f"verify: {verdict} ({self.patched} modules patched, {len(self.comparisons)} tensors compared, {mode} mode)"
+        ]
+        worst = sorted(
+            self.comparisons, key=lambda c: c.error / c.tolerance if c.tolerance else float(c.error > 0), reverse=True
+        )
         for comparison in self.failures or worst[:3]:
             within = comparison.problem or f"differs by {comparison.error:.3g}, tolerance {comparison.tolerance:.3g}"
             lines.append(f"  {comparison.name}: {within}")
@@ -83,11 +92,29 @@ class VerifyReport:
             lines.append(f"  the first module that differs: {self.first_difference or '(model)'}")
         return "\n".join(lines)
 
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        return Text(str(self), style="green" if self.ok else "red")
+
+    def to_markdown(self) -> str:
+        """Every comparison as a row of a Markdown table."""
+        lines = [str(self).partition("\n")[0], "", "| tensor | error | tolerance | |", "|---|---|---|---|"]
+        for row in self.comparisons:
+            verdict = "equal" if row.ok else row.problem or "differs"
+            lines.append(f"| {row.name} | {row.error:.3g} | {row.tolerance:.3g} | {verdict} |")
+        return "\n".join(lines) + "\n"
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain Python data."""
         rows = [{**vars(comparison), "ok": comparison.ok} for comparison in self.comparisons]
         return {
             "ok": self.ok,
+            "training": self.training,
             "patched": self.patched,
             "first_difference": self.first_difference,
             "comparisons": rows,
@@ -107,8 +134,8 @@ def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
     """Run a model patched and unpatched on the same inputs and compare outputs, gradients and buffers.
 
     A patched model is verified as it is, an unpatched one as :func:`patch_model` would leave it. It runs in its present
-    training mode and autocast state, with the same random numbers in every run. Parameters, gradients, buffers (BatchNorm's
-    running statistics among them), the random state and the patches are afterwards what they were.
+    training mode and autocast state, with the same random numbers in every run. Parameters, gradients, buffers
+    (BatchNorm's running statistics among them), the random state and the patches are afterwards what they were.
 
     Args:
         model: any module; DDP and ``torch.compile`` wrappers are looked through.
@@ -150,7 +177,7 @@ def compare_patched(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str,
         first = None
         if not all(comparison.ok for comparison in comparisons):
             first = first_difference(model, tuple(classes), inputs, kwargs)
-    return VerifyReport(comparisons, len(classes), first)
+    return VerifyReport(comparisons, len(classes), model.training, first)
 
 
 @contextmanager
@@ -188,9 +215,15 @@ def run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge
     def leaf(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
             return copy.deepcopy(tensor)
-        return nudged(tensor.detach().clone()).detach().requires_grad_(tensor.is_floating_point() and not tensor.is_inference())
+        return (
+            nudged(tensor.detach().clone())
+            .detach()
+            .requires_grad_(tensor.is_floating_point() and not tensor.is_inference())
+        )
 
-    parameters = {name: nudged(p.detach()).detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    parameters = {
+        name: nudged(p.detach()).detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()
+    }
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     args, keywords = tree_map(leaf, (inputs, kwargs))
     torch.manual_seed(0)
@@ -253,7 +286,9 @@ def compare_values(name: str, expected: Any, actual: Any, nudged: Any) -> Compar
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, b, c = (value.detach().to("cpu", wide) for value in (expected, actual, nudged))
     finite = a.isfinite()
-    if not torch.equal(torch.where(finite, 0.0, a.nan_to_num(7.0)).real, torch.where(finite, 0.0, b.nan_to_num(7.0)).real):
+    if not torch.equal(
+        torch.where(finite, 0.0, a.nan_to_num(7.0)).real, torch.where(finite, 0.0, b.nan_to_num(7.0)).real
+    ):
         return Comparison(name, float("inf"), 0.0, "has NaN or infinity at other places")
     error = largest((a - b)[finite])
     if exact:
@@ -272,7 +307,9 @@ def describe(value: Any) -> str:
     return repr(value)
 
 
-def first_difference(model: nn.Module, names: tuple[str, ...], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def first_difference(
+    model: nn.Module, names: tuple[str, ...], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
     """The first of the patched modules whose output differs, by running both models with hooks on these modules only.
 
     A hook on any other module could be one that makes a patched parent fall back to its original forward.
