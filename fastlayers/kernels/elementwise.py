@@ -13,6 +13,9 @@ byte. An operand that broadcasts is read through a three-dimensional stride patt
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlayers.kernels.indexing import collapse, extent, index_type, pattern, pattern_offset
-from fastlayers.kernels.launch import Kernel, multiprocessors
+from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
 
 # 8 elements a thread are one 16-byte access of 16-bit elements; 16 keep two loads a tensor in flight.
 TILE, WARPS = 2048, 4
@@ -177,24 +180,9 @@ def _mul_backward_columns(
     tl.store(partial_ptr + part * n + column, tl.sum(dy, 0), mask=column < n)
 
 
-relu_add_kernel, add_relu_kernel, relu_backward_kernel = Kernel(_relu_add), Kernel(_add_relu), Kernel(_relu_backward)
-mul_kernel, mul_backward_kernel = Kernel(_mul), Kernel(_mul_backward)
-mul_rows_kernel, mul_columns_kernel = Kernel(_mul_backward_rows), Kernel(_mul_backward_columns)
-
 # -------------------------------------------------------------------------------------------------------------- layouts
 
-
-def _dense(x: Tensor) -> bool:
-    return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x)
-
-
-def _result_like(x: Tensor, y: Tensor) -> Tensor:
-    """An empty result of x and y, broadcast, in the layout that torch gives it."""
-    if x.shape == y.shape and (x.stride() == y.stride() or x.is_contiguous()) and _dense(x):
-        return torch.empty_like(x)
-    # Everything else is asked of torch itself, on tensors without memory.
-    metas = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (x, y))
-    return torch.empty_like(torch.add(*metas), device=x.device)
+Sizes = tuple[int, ...]
 
 
 def _in_layout(x: Tensor, like: Tensor) -> Tensor:
@@ -202,32 +190,62 @@ def _in_layout(x: Tensor, like: Tensor) -> Tensor:
     return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
 
 
-def _order(like: Tensor) -> list[int]:
+@lru_cache(KEPT)
+def _result_layout(x_shape: Sizes, x_strides: Sizes, y_shape: Sizes, y_strides: Sizes) -> tuple[Sizes, Sizes]:
+    """Shape and strides of x + y or x * y. Asked of torch itself, on tensors without memory."""
+    result = torch.empty_strided(x_shape, x_strides, device="meta") + torch.empty_strided(
+        y_shape, y_strides, device="meta"
+    )
+    return tuple(result.shape), result.stride()
+
+
+def _empty_result(x: Tensor, y: Tensor) -> Tensor:
+    shape, strides = _result_layout(x.shape, x.stride(), y.shape, y.stride())
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+
+
+def _order(strides: Sizes) -> list[int]:
     """The dimensions of a dense tensor from the outermost in memory to the innermost."""
-    strides = like.stride()
-    return sorted(range(like.dim()), key=lambda d: -strides[d])
+    return sorted(range(len(strides)), key=lambda d: -strides[d])
 
 
-def _memory_order(t: Tensor, like: Tensor) -> tuple[list[int], list[int]]:
-    """Sizes and strides of t, broadcast to like's shape, with the dimensions in the memory order of ``like``."""
-    t = t.expand(like.shape)
-    order = _order(like)
-    return [like.shape[d] for d in order], [t.stride(d) for d in order]
+def _memory_order(sizes: Sizes, strides: Sizes, like_shape: Sizes, like_strides: Sizes) -> tuple[Sizes, Sizes]:
+    """Sizes and strides of a tensor broadcast to like's shape, its dimensions in the memory order of ``like``."""
+    new = len(like_shape) - len(sizes)
+    broadcast = [0] * new + [
+        stride if size == like_size else 0
+        for size, stride, like_size in zip(sizes, strides, like_shape[new:], strict=True)
+    ]
+    order = _order(like_strides)
+    return tuple(like_shape[d] for d in order), tuple(broadcast[d] for d in order)
 
 
-_NO_PATTERN: tuple[int | None, ...] = (None,) * 5
+@dataclass(frozen=True)
+class Reading:
+    """How a kernel that walks a result flat reads one operand."""
+
+    copy: bool  # into the layout of the result, first
+    flat: bool  # along with the result; else by the pattern
+    pattern: tuple[int | None, ...] = (None,) * 5
+    extent: int = 0
+
+    def of(self, t: Tensor, out: Tensor) -> Tensor:
+        return _in_layout(t.expand(out.shape), out) if self.copy else t
 
 
-def _operand(t: Tensor, out: Tensor) -> tuple[Tensor, bool, tuple[Any, ...], int]:
-    """How a kernel that walks ``out`` flat reads t: (tensor, flat, its stride pattern, its extent)."""
-    if t.shape == out.shape and t.stride() == out.stride():
-        return t, True, _NO_PATTERN, 0
-    sizes, strides = _memory_order(t, out)
+FLAT = Reading(copy=False, flat=True)
+
+
+@lru_cache(KEPT)
+def _reading(sizes: Sizes, strides: Sizes, out_shape: Sizes, out_strides: Sizes) -> Reading:
+    if sizes == out_shape and strides == out_strides:
+        return FLAT
+    sizes, strides = _memory_order(sizes, strides, out_shape, out_strides)
     found = pattern(sizes, strides)
     # Where the innermost steps are neither along the memory nor in place, a copy in order is read faster.
     if found is None or found[4] > 1:
-        return _in_layout(t.expand(out.shape), out), True, _NO_PATTERN, 0
-    return t, False, found, extent(sizes, strides)
+        return Reading(copy=True, flat=True)
+    return Reading(copy=False, flat=False, pattern=found, extent=extent(sizes, strides))
 
 
 def _accumulator(dtype: torch.dtype) -> tl.dtype:
@@ -237,6 +255,21 @@ def _accumulator(dtype: torch.dtype) -> tl.dtype:
 # ------------------------------------------------------------------------------------------------------------- wrappers
 
 
+@lru_cache(KEPT)
+def _flat_launch(
+    function: Callable[..., Any], n: int, dtype: torch.dtype, readings: tuple[Reading, ...] = (),
+    scalars: tuple[float, ...] = (), absent: tuple[bool, ...] = (),
+) -> Launch:  # fmt: skip
+    """A kernel that takes n, further scalars and the patterns of ``readings``, and walks n elements flat.
+
+    ``absent`` only tells launches apart: which of the optional tensors are None.
+    """
+    index = index_type(n, *(reading.extent for reading in readings))
+    arguments = (n, *scalars, *(argument for reading in readings for argument in reading.pattern))
+    constants = (*(reading.flat for reading in readings), _accumulator(dtype), index, TILE)
+    return Launch(function, cdiv(n, TILE), arguments, constants, WARPS)
+
+
 def _bits_for(x: Tensor) -> Tensor:
     return torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
 
@@ -244,14 +277,13 @@ def _bits_for(x: Tensor) -> Tensor:
 def _run_relu_add(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float, bits: Tensor | None) -> Tensor:
     out = torch.empty_like(x)  # the layout of relu(x), which decides that of the sum
     x, y = _in_layout(x, out), _in_layout(y, out)
-    if bias is None:
-        flat, bias_pattern, bias_extent = True, _NO_PATTERN, 0
-    else:
-        bias, flat, bias_pattern, bias_extent = _operand(bias, out)
-    n = out.numel()
-    constants = (flat, _accumulator(x.dtype), index_type(n, bias_extent), TILE)
-    arguments = (out, bits, x, y, bias, n, float(alpha), *bias_pattern)
-    relu_add_kernel(triton.cdiv(n, TILE), arguments, constants, WARPS)
+    reading = FLAT
+    if bias is not None:
+        reading = _reading(bias.shape, bias.stride(), out.shape, out.stride())
+        bias = reading.of(bias, out)
+    absent = (bias is None, bits is None)
+    launch = _flat_launch(_relu_add, x.numel(), x.dtype, (reading,), (float(alpha),), absent)
+    launch(out, bits, x, y, bias)
     return out
 
 
@@ -267,10 +299,9 @@ def relu_add_train(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float) -> t
 
 
 def _run_add_relu(x: Tensor, y: Tensor, bits: Tensor | None) -> Tensor:
-    out = _result_like(x, y)
+    out = _empty_result(x, y)
     x, y = _in_layout(x, out), _in_layout(y, out)
-    n = out.numel()
-    add_relu_kernel(triton.cdiv(n, TILE), (out, bits, x, y, n), (_accumulator(x.dtype), index_type(n), TILE), WARPS)
+    _flat_launch(_add_relu, x.numel(), x.dtype, absent=(bits is None,))(out, bits, x, y)
     return out
 
 
@@ -288,20 +319,18 @@ def add_relu_train(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def relu_backward(dy: Tensor, bits: Tensor) -> Tensor:
     """dy where the bit is set, else 0. dy is dense, in the memory order of the forward's result; so is dx."""
     dx = torch.empty_like(dy)
-    n = dy.numel()
-    constants = (_accumulator(dy.dtype), index_type(n), TILE)
-    relu_backward_kernel(triton.cdiv(n, TILE), (dx, dy, bits, n), constants, WARPS)
+    _flat_launch(_relu_backward, dy.numel(), dy.dtype)(dx, dy, bits)
     return dx
 
 
 def mul(x: Tensor, y: Tensor) -> Tensor:
     """x * y with broadcasting, in the layout that torch gives it."""
-    out = _result_like(x, y)
-    x, x_flat, x_pattern, x_extent = _operand(x, out)
-    y, y_flat, y_pattern, y_extent = _operand(y, out)
-    n = out.numel()
-    constants = (x_flat, y_flat, _accumulator(out.dtype), index_type(n, x_extent, y_extent), TILE)
-    mul_kernel(triton.cdiv(n, TILE), (out, x, y, n, *x_pattern, *y_pattern), constants, WARPS)
+    out = _empty_result(x, y)
+    shape, strides = out.shape, out.stride()
+    x_reading = _reading(x.shape, x.stride(), shape, strides)
+    y_reading = _reading(y.shape, y.stride(), shape, strides)
+    launch = _flat_launch(_mul, out.numel(), out.dtype, (x_reading, y_reading))
+    launch(out, x_reading.of(x, out), y_reading.of(y, out))
     return out
 
 
@@ -312,12 +341,10 @@ def mul_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     gets its sum in float32. Where both broadcast, torch sums.
     """
     if x.shape == y.shape:
-        layout = _result_like(x, y)
-        grad, x, y = (_in_layout(t, layout) for t in (grad, x, y))
-        dx, dy = layout, torch.empty_like(layout)
-        n = layout.numel()
-        constants = (_accumulator(x.dtype), index_type(n), TILE)
-        mul_backward_kernel(triton.cdiv(n, TILE), (dx, dy, grad, x, y, n), constants, WARPS)
+        dx = _empty_result(x, y)
+        dy = torch.empty_like(dx)
+        launch = _flat_launch(_mul_backward, dx.numel(), dx.dtype)
+        launch(dx, dy, _in_layout(grad, dx), _in_layout(x, dx), _in_layout(y, dx))
         return dx, dy
     if x.shape == grad.shape:
         return _mul_backward_reduced(grad, x, y)
@@ -327,11 +354,79 @@ def mul_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return mul(grad, y).sum_to_size(x.shape), mul(grad, x).sum_to_size(y.shape)
 
 
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A launch that gives dx and leaves partial sums of dy, and the way from these to dy."""
+
+    launch: Launch
+    partial_shape: Sizes  # of one to three dimensions; the second counts the chunks
+    partial_dtype: torch.dtype
+    kept_shape: Sizes  # once the chunks are summed
+    broadcast: Sizes  # dimensions of this along which y broadcasts too: summed last, from sums already short
+    ordered_shape: Sizes  # y's shape in the memory order of the product
+    inverse: Sizes  # the permutation back
+
+    def finish(self, partial: Tensor, y: Tensor) -> Tensor:
+        dy = (partial.sum(1) if self.partial_shape[1] > 1 else partial).view(self.kept_shape)
+        if self.broadcast:
+            dy = dy.sum(self.broadcast)
+        return dy.to(y.dtype).reshape(self.ordered_shape).permute(self.inverse).reshape(y.shape)
+
+
 def _shares(length: int, step: int, others: int, device: torch.device) -> tuple[int, int]:
     """(chunks, elements of one) of ``length``, in multiples of ``step``; others * chunks programs fill the GPU."""
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), others)
-    chunk = triton.cdiv(triton.cdiv(length, wanted), step) * step
-    return triton.cdiv(length, chunk), chunk
+    wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), others)
+    chunk = cdiv(cdiv(length, wanted), step) * step
+    return cdiv(length, chunk), chunk
+
+
+@lru_cache(KEPT)
+def _reduction(
+    shape: Sizes, strides: Sizes, y_shape: Sizes, y_strides: Sizes, dtype: torch.dtype, device: torch.device
+) -> Reduction | None:
+    """For a dense product of this shape; None where y broadcasts in a pattern that no kernel has."""
+    sizes, y_steps = _memory_order(y_shape, y_strides, shape, strides)
+    dims = collapse(sizes, y_steps)
+    dims = [(1, 0)] * (2 - len(dims)) + dims
+    # Either y is one value a row of n, or, inside of `rows` along which it broadcasts, it varies over n columns.
+    along_rows = dims[-1][1] == 0
+    outer_dims = dims[:-1] if along_rows else dims[:-2]
+    y_pattern = pattern([size for size, _ in outer_dims], [stride for _, stride in outer_dims])
+    if y_pattern is None or (not along_rows and dims[-2][1] != 0):
+        return None
+    outer = math.prod(size for size, _ in outer_dims)
+    n, y_column = dims[-1]
+    acc = _accumulator(dtype)
+    constants: tuple[Any, ...] = (acc, index_type(math.prod(shape), extent(sizes, y_steps)))
+    kept_shape: Sizes = tuple(size for size, _ in outer_dims)
+    if along_rows:
+        block = min(triton.next_power_of_2(n), REDUCE_TILE)
+        tile_rows = REDUCE_TILE // block
+        groups = cdiv(outer, tile_rows)
+        chunks, chunk = _shares(n, block, groups, device)
+        scalars: tuple[int, ...] = (outer, n, chunks, chunk, *y_pattern)
+        launch = Launch(_mul_backward_rows, groups * chunks, scalars, (*constants, tile_rows, block), REDUCE_WARPS)
+        partial_shape: Sizes = (outer, chunks)
+    else:
+        rows = dims[-2][0]
+        blocks = cdiv(n, REDUCE_COLUMNS)
+        chunks, chunk = _shares(rows, REDUCE_ROWS, outer * blocks, device)
+        scalars = (rows, n, chunks, chunk, *y_pattern, y_column)
+        constants = (*constants, REDUCE_ROWS, REDUCE_COLUMNS)
+        launch = Launch(_mul_backward_columns, outer * chunks * blocks, scalars, constants, REDUCE_WARPS)
+        partial_shape = (outer, chunks, n)
+        kept_shape = (*kept_shape, n)
+    order = _order(strides)
+    y_full = (1,) * (len(shape) - len(y_shape)) + tuple(y_shape)
+    return Reduction(
+        launch=launch,
+        partial_shape=partial_shape,
+        partial_dtype=torch.float64 if acc == tl.float64 else torch.float32,
+        kept_shape=kept_shape,
+        broadcast=tuple(d for d, (_, stride) in enumerate(outer_dims) if stride == 0),
+        ordered_shape=tuple(y_full[d] for d in order),
+        inverse=tuple(sorted(range(len(shape)), key=order.__getitem__)),
+    )
 
 
 def _mul_backward_reduced(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,49 +434,9 @@ def _mul_backward_reduced(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, T
     if 0 in y.stride():
         y = y.contiguous()  # from here on a zero stride means: y broadcasts
     dx = torch.empty_like(x)
-    grad, x = _in_layout(grad, dx), _in_layout(x, dx)
-    sizes, strides = _memory_order(y, dx)
-    dims = collapse(sizes, strides)
-    dims = [(1, 0)] * (2 - len(dims)) + dims
-    # Either y is one value a row of n, or, inside of `rows` along which it broadcasts, it varies over n columns.
-    along_rows = dims[-1][1] == 0
-    outer_dims = dims[:-1] if along_rows else dims[:-2]
-    y_pattern = pattern([size for size, _ in outer_dims], [stride for _, stride in outer_dims])
-    if y_pattern is None or (not along_rows and dims[-2][1] != 0):
+    reduction = _reduction(dx.shape, dx.stride(), y.shape, y.stride(), x.dtype, x.device)
+    if reduction is None:
         return mul(grad, y), mul(grad, x).sum_to_size(y.shape)
-    outer = math.prod(size for size, _ in outer_dims)
-    n, y_column = dims[-1]
-    acc = _accumulator(x.dtype)
-    constants = (acc, index_type(x.numel(), extent(sizes, strides)))
-    partial_dtype = torch.float64 if acc == tl.float64 else torch.float32
-    shape = [size for size, _ in outer_dims]
-    if along_rows:
-        block = min(triton.next_power_of_2(n), REDUCE_TILE)
-        tile_rows = REDUCE_TILE // block
-        groups = triton.cdiv(outer, tile_rows)
-        chunks, chunk = _shares(n, block, groups, x.device)
-        partial = torch.empty(outer, chunks, dtype=partial_dtype, device=x.device)
-        row_arguments = (dx, partial, grad, x, y, outer, n, chunks, chunk, *y_pattern)
-        mul_rows_kernel(groups * chunks, row_arguments, (*constants, tile_rows, block), REDUCE_WARPS)
-    else:
-        rows = dims[-2][0]
-        shape.append(n)
-        blocks = triton.cdiv(n, REDUCE_COLUMNS)
-        chunks, chunk = _shares(rows, REDUCE_ROWS, outer * blocks, x.device)
-        partial = torch.empty(outer, chunks, n, dtype=partial_dtype, device=x.device)
-        arguments = (dx, partial, grad, x, y, rows, n, chunks, chunk, *y_pattern, y_column)
-        mul_columns_kernel(outer * chunks * blocks, arguments, (*constants, REDUCE_ROWS, REDUCE_COLUMNS), REDUCE_WARPS)
-    dy = (partial.sum(1) if chunks > 1 else partial).view(shape)
-    # Outer dimensions along which y broadcasts too are summed now, from sums already short.
-    broadcast = [d for d, (_, stride) in enumerate(outer_dims) if stride == 0]
-    if broadcast:
-        dy = dy.sum(broadcast)
-    return dx, _from_memory_order(dy.to(y.dtype), y, dx)
-
-
-def _from_memory_order(sums: Tensor, y: Tensor, like: Tensor) -> Tensor:
-    """``sums``, one a element of y in the memory order of ``like``, as a tensor of y's shape."""
-    shape = (1,) * (like.dim() - y.dim()) + tuple(y.shape)
-    order = _order(like)
-    inverse = sorted(range(like.dim()), key=order.__getitem__)
-    return sums.reshape([shape[d] for d in order]).permute(inverse).reshape(y.shape)
+    partial = torch.empty(reduction.partial_shape, dtype=reduction.partial_dtype, device=x.device)
+    reduction.launch(dx, partial, _in_layout(grad, dx), _in_layout(x, dx), y)
+    return dx, reduction.finish(partial, y)

@@ -1,7 +1,8 @@
 """Launching a Triton kernel at the cost of one native call.
 
 ``kernel[grid](...)`` binds, specialises and looks the kernel up anew at every call: 16 to 20 us for a few arguments. A
-:class:`Kernel` pays that once per specialisation, keeps the compiled kernel and hands it to the driver directly.
+:class:`Launch` pays that once, keeps the compiled kernel and hands it to the driver directly. The wrappers keep their
+launches by shape and layout, so that a repeated call computes nothing but addresses.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-#: What ``JITFunction.run`` does once it has a compiled kernel, and therefore what :class:`Kernel` may do in its place.
+#: Launches that one wrapper keeps; each is a few hundred bytes.
+KEPT = 4096
+
+#: What ``JITFunction.run`` does once it has a compiled kernel, and therefore what :class:`Launch` may do in its place.
 _LAUNCH = (
     "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
     " knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"
@@ -33,54 +38,62 @@ _DIRECT = _run_is_as_expected()
 def _hooked() -> bool:
     """Whether a profiler listens to launches: then Triton itself has to make them."""
     runtime = triton.knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-class Kernel:
-    """A ``@triton.jit`` function with a cache of its compiled specialisations.
+class Launch:
+    """A ``@triton.jit`` function with its grid and all of its arguments but the tensors, ready to be called with these.
 
-    The function takes run-time arguments first (tensors, ints, floats annotated ``tl.float64``, None), then its
-    constexprs.
+    The function takes tensors (or None) first, then ints and floats (annotated ``tl.float64``), then constexprs. One
+    launch serves tensors of the same dtypes only.
     """
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.direct = _DIRECT and isinstance(function, JITFunction)
-        self.compiled: dict[tuple[Any, ...], tuple[Any, int, Any]] = {}
+    __slots__ = ("compiled", "constants", "direct", "function", "num_warps", "programs", "scalars")
 
-    def __call__(self, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int) -> None:
-        """Run ``programs`` programs on the current stream of the device of ``arguments[0]``, which is a tensor."""
-        device = arguments[0].get_device()
+    def __init__(
+        self, function: Any, programs: int, scalars: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int
+    ) -> None:
+        self.function = function
+        self.programs = programs
+        self.scalars = scalars
+        self.constants = constants
+        self.num_warps = num_warps
+        self.direct = _DIRECT and isinstance(function, JITFunction)
+        self.compiled: dict[tuple[int, ...], tuple[Any, int, Any]] = {}
+
+    def __call__(self, first: Tensor, *others: Tensor | None) -> None:
+        """Run on the current stream of the device of the first tensor."""
+        device = first.get_device()
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self(programs, arguments, constants, num_warps)
-        if not self.direct:
-            self.function[(programs,)](*arguments, *constants, num_warps=num_warps)
-            return None
-        # The key says of each argument what Triton specialises on; `values` has addresses in the place of tensors.
-        key: list[Any] = [device, num_warps, constants]
-        values: list[Any] = []
-        for argument in arguments:
-            if type(argument) is int:
-                key.append((argument == 1, argument & 15 == 0, argument > 0x7FFFFFFF))
-            elif argument is None or type(argument) is float:
-                key.append(type(argument))
+                self(first, *others)
+        elif not self.direct:
+            self._with_triton(first, *others)
+        else:
+            addresses = [first.data_ptr(), *[0 if tensor is None else tensor.data_ptr() for tensor in others]]
+            # What Triton specialises on, of all that is not the same in every call: presence and 16-byte alignment.
+            key = (device, *[(address & 15 == 0) + (address == 0) for address in addresses])
+            entry = self.compiled.get(key)
+            if entry is None or _hooked():
+                kernel = self._with_triton(first, *others)
+                self.compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata)
             else:
-                address = argument.data_ptr()
-                key.append((argument.dtype, address & 15 == 0))
-                argument = address
-            values.append(argument)
-        entry = self.compiled.get(tuple(key))
-        if entry is None or _hooked():
-            kernel = self.function[(programs,)](*arguments, *constants, num_warps=num_warps)
-            self.compiled[tuple(key)] = (kernel.run, kernel.function, kernel.packed_metadata)
-            return None
-        run, function, metadata = entry
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *values, *constants)
-        return None
+                run, function, metadata = entry
+                stream = torch._C._cuda_getCurrentRawStream(device)
+                run(
+                    self.programs, 1, 1, stream, function, metadata, None, None, None,
+                    *addresses, *self.scalars, *self.constants,
+                )  # fmt: skip
+
+    def _with_triton(self, *tensors: Tensor | None) -> Any:
+        return self.function[(self.programs,)](*tensors, *self.scalars, *self.constants, num_warps=self.num_warps)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)

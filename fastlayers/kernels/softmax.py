@@ -15,8 +15,9 @@ fill the machine. One-dimensional grid: program = group of LINES lines, or (grou
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import torch
 import triton
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlayers.kernels.indexing import collapse, extent, index_type, pattern, pattern_offset
-from fastlayers.kernels.launch import Kernel, multiprocessors
+from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ def tile_for(n: int, axis: int, backward: bool, itemsize: int) -> Tile:
 def _splits(n: int, groups: int, tile: Tile, device: torch.device) -> tuple[int, int]:
     """(programs a line, elements each takes of it): more than one where the groups of lines leave the machine idle."""
     idle = 2 * multiprocessors(device) // groups
-    splits = min(idle, triton.cdiv(n, 2 * tile.block), MAX_SPLIT_STATISTICS // tile.lines) if idle > 2 else 1
-    chunk = triton.cdiv(triton.cdiv(n, splits), tile.block) * tile.block
-    return triton.cdiv(n, chunk), chunk
+    splits = min(idle, cdiv(n, 2 * tile.block), MAX_SPLIT_STATISTICS // tile.lines) if idle > 2 else 1
+    chunk = cdiv(cdiv(n, splits), tile.block) * tile.block
+    return cdiv(n, chunk), chunk
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -303,79 +304,112 @@ def _long_backward(
             tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-whole_forward, whole_backward = Kernel(_whole_forward), Kernel(_whole_backward)
-long_forward, long_backward = Kernel(_long_forward), Kernel(_long_backward)
-
 # ------------------------------------------------------------------------------------------------------------- wrappers
 
 
-def _readable(x: Tensor, dim: int, axis: int) -> tuple[Tensor, tuple[int, int, int]]:
-    """x and its (outer, n, inner) strides; a contiguous copy where it has no such strides or would be read in bits."""
-    if not x.is_contiguous():
-        sizes, strides = x.shape, x.stride()
-        outer, inner = collapse(sizes[:dim], strides[:dim]), collapse(sizes[dim + 1 :], strides[dim + 1 :])
-        if len(outer) <= 1 and len(inner) <= 1:
-            found = (outer[0][1] if outer else 0, strides[dim], inner[0][1] if inner else 0)
-            if found[1 if axis == 1 else 2] <= 1:
-                return x, found
-        x = x.contiguous()
-    inner_size = x.shape[dim + 1 :].numel()
-    return x, (x.shape[dim] * inner_size, inner_size, 1)
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All that a call needs beyond its tensors."""
+
+    copy_x: bool
+    copy_mask: bool
+    launches: tuple[Launch, ...]
+    absent: int  # buffers that the kernel takes and this plan does without
+    buffers: int
+    buffer_shape: tuple[int, int] = (0, 0)
+    buffer_dtype: torch.dtype = torch.float32
+
+    def run(self, out: Tensor, *tensors: Tensor | None) -> None:
+        buffers = [
+            torch.empty(self.buffer_shape, dtype=self.buffer_dtype, device=out.device) for _ in range(self.buffers)
+        ]
+        for launch in self.launches:
+            launch(out, *tensors, *buffers, *(None,) * self.absent)
 
 
-def _mask_arguments(mask: Tensor | None, shape: torch.Size, dim: int) -> tuple[Tensor | None, tuple[Any, ...], int]:
-    """The mask, its seven index arguments and its extent. A mask of too intricate a shape is written out in full."""
-    if mask is None:
-        return None, (None,) * 7, 0
-    mask = mask.expand(shape)
-    strides = mask.stride()
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _strides(shape: torch.Size, strides: tuple[int, ...], dim: int) -> tuple[int, int, int] | None:
+    """(outer, n, inner) strides; None where there are no such three, or they would have it read in bits."""
+    outer, inner = collapse(shape[:dim], strides[:dim]), collapse(shape[dim + 1 :], strides[dim + 1 :])
+    if len(outer) > 1 or len(inner) > 1:
+        return None
+    found = (outer[0][1] if outer else 0, strides[dim], inner[0][1] if inner else 0)
+    return found if (found[2] if inner else found[1]) <= 1 else None
+
+
+def _mask_strides(shape: torch.Size, strides: tuple[int, ...], dim: int) -> tuple[int, ...] | None:
+    """The seven index arguments of a mask; None where it is too intricate for them."""
     outer, inner = pattern(shape[:dim], strides[:dim]), collapse(shape[dim + 1 :], strides[dim + 1 :])
     if outer is None or len(inner) > 1:
-        return _mask_arguments(mask.contiguous(), shape, dim)
-    return mask, (*outer, strides[dim], inner[0][1] if inner else 0), extent(shape, strides)
+        return None
+    return (*outer, strides[dim], inner[0][1] if inner else 0)
 
 
-def _accumulator(*dtypes: torch.dtype) -> tl.dtype:
-    return tl.float64 if torch.float64 in dtypes else tl.float32
+@lru_cache(KEPT)
+def _plan(
+    backward: bool, shape: torch.Size, strides: tuple[int, ...], mask_strides: tuple[int, ...] | None,
+    dtypes: tuple[torch.dtype | None, ...], dim: int, scale: float, log: bool, device: torch.device,
+) -> Plan:  # fmt: skip
+    """For x (in the backward, dy) of these strides and a mask expanded to its shape.
 
-
-def _run_long(
-    kernel: Kernel, tile: Tile, groups: int, n: int, operands: tuple[Any, ...], partials: int,
-    geometry: tuple[Any, ...], constants: tuple[Any, ...], acc: tl.dtype,
-) -> None:  # fmt: skip
-    """One launch where there are lines enough; else statistics of every split, then the result."""
-    device = operands[0].device
+    ``dtypes`` are those of all tensors, the mask last; the device is that of the launches.
+    """
+    n, inner = shape[dim], math.prod(shape[dim + 1 :])
+    numel = math.prod(shape)
+    lines, axis = numel // n, 1 if inner == 1 else 0
+    x_strides = _strides(shape, strides, dim)
+    copy_x = x_strides is None
+    if x_strides is None:
+        strides, x_strides = _contiguous(shape), (n * inner, inner, 1)
+    mask_arguments: tuple[int | None, ...] | None = (None,) * 7
+    copy_mask = False
+    if mask_strides is not None:
+        mask_arguments = _mask_strides(shape, mask_strides, dim)
+    if mask_arguments is None:
+        copy_mask, mask_strides = True, _contiguous(shape)
+        mask_arguments = _mask_strides(shape, mask_strides, dim)
+    assert mask_arguments is not None  # a contiguous tensor is never too intricate
+    double = torch.float64 in dtypes
+    index = index_type(numel, extent(shape, strides), extent(shape, mask_strides or strides))
+    tile = tile_for(n, axis, backward, max(dtype.itemsize for dtype in dtypes[:-1] if dtype is not None))
+    groups = cdiv(lines, tile.lines)
+    geometry = (lines, n, inner, n * inner, *x_strides, scale, *mask_arguments)
+    constants = (log, tl.float64 if double else tl.float32, index, axis, tile.lines, tile.block)
+    if tile.whole:
+        whole = Launch(_whole_backward if backward else _whole_forward, groups, geometry, constants, tile.warps)
+        return Plan(copy_x, copy_mask, (whole,), absent=0, buffers=0)
+    long, buffers = (_long_backward, 1) if backward else (_long_forward, 2)
     splits, chunk = _splits(n, groups, tile, device)
     if splits == 1:
-        arguments = (*operands, *(None,) * partials, 1, n, *geometry)
-        kernel(groups, arguments, (*constants, BOTH.value, 1), tile.warps)
-        return
-    lines = geometry[0]
-    dtype = torch.float64 if acc == tl.float64 else torch.float32
-    buffers = [torch.empty(splits, lines, dtype=dtype, device=device) for _ in range(partials)]
-    arguments = (*operands, *buffers, splits, chunk, *geometry)
-    for stage in (STATISTICS, WRITE):
-        kernel(groups * splits, arguments, (*constants, stage.value, triton.next_power_of_2(splits)), tile.warps)
+        both = Launch(long, groups, (1, n, *geometry), (*constants, BOTH.value, 1), tile.warps)
+        return Plan(copy_x, copy_mask, (both,), absent=buffers, buffers=0)
+    arguments = (splits, chunk, *geometry)
+    launches = tuple(
+        Launch(long, groups * splits, arguments, (*constants, stage, triton.next_power_of_2(splits)), tile.warps)
+        for stage in (STATISTICS.value, WRITE.value)
+    )
+    buffer_dtype = torch.float64 if double else torch.float32
+    return Plan(copy_x, copy_mask, launches, 0, buffers, (splits, lines), buffer_dtype)
 
 
 def softmax_forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
     """softmax, or log_softmax, of x * scale + mask along dim, as a contiguous tensor of ``dtype``."""
     shape = x.shape
-    n, inner = shape[dim], shape[dim + 1 :].numel()
-    lines, axis = x.numel() // n, 1 if inner == 1 else 0
-    x, strides = _readable(x, dim, axis)
-    mask, mask_arguments, mask_extent = _mask_arguments(mask, shape, dim)
+    mask_strides = mask_dtype = None
+    if mask is not None:
+        mask = mask.expand(shape)
+        mask_strides, mask_dtype = mask.stride(), mask.dtype
+    dtypes = (x.dtype, dtype, mask_dtype)
+    plan = _plan(False, shape, x.stride(), mask_strides, dtypes, dim, float(scale), log, x.device)
+    if plan.copy_x:
+        x = x.contiguous()
+    if plan.copy_mask and mask is not None:
+        mask = mask.contiguous()
     y = torch.empty(shape, dtype=dtype, device=x.device)
-    acc = _accumulator(x.dtype, dtype)
-    index = index_type(x.numel(), extent(shape, x.stride()), mask_extent)
-    tile = tile_for(n, axis, False, max(x.element_size(), y.element_size()))
-    groups = triton.cdiv(lines, tile.lines)
-    geometry = (lines, n, inner, n * inner, *strides, float(scale), *mask_arguments)
-    constants = (log, acc, index, axis, tile.lines, tile.block)
-    if tile.whole:
-        whole_forward(groups, (y, x, mask, *geometry), constants, tile.warps)
-    else:
-        _run_long(long_forward, tile, groups, n, (y, x, mask), 2, geometry, constants, acc)
+    plan.run(y, x, mask)
     return y
 
 
@@ -387,19 +421,16 @@ def softmax_backward(
     ``mask`` is the forward's if it was boolean, else None: where it is False dx is 0, even where dy is not finite.
     """
     shape = y.shape
-    n, inner = shape[dim], shape[dim + 1 :].numel()
-    lines, axis = y.numel() // n, 1 if inner == 1 else 0
-    dy, strides = _readable(dy, dim, axis)
-    mask, mask_arguments, mask_extent = _mask_arguments(mask, shape, dim)
+    mask_strides = mask_dtype = None
+    if mask is not None:
+        mask = mask.expand(shape)
+        mask_strides, mask_dtype = mask.stride(), mask.dtype
+    dtypes = (dy.dtype, y.dtype, dtype, mask_dtype)
+    plan = _plan(True, shape, dy.stride(), mask_strides, dtypes, dim, float(scale), log, y.device)
+    if plan.copy_x:
+        dy = dy.contiguous()
+    if plan.copy_mask and mask is not None:
+        mask = mask.contiguous()
     dx = torch.empty(shape, dtype=dtype, device=y.device)
-    acc = _accumulator(y.dtype, dtype)
-    index = index_type(y.numel(), extent(shape, dy.stride()), mask_extent)
-    tile = tile_for(n, axis, True, max(dy.element_size(), y.element_size(), dx.element_size()))
-    groups = triton.cdiv(lines, tile.lines)
-    geometry = (lines, n, inner, n * inner, *strides, float(scale), *mask_arguments)
-    constants = (log, acc, index, axis, tile.lines, tile.block)
-    if tile.whole:
-        whole_backward(groups, (dx, dy, y, mask, *geometry), constants, tile.warps)
-    else:
-        _run_long(long_backward, tile, groups, n, (dx, dy, y, mask), 1, geometry, constants, acc)
+    plan.run(dx, dy, y, mask)
     return dx

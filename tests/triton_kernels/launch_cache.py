@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from fastlayers.kernels import launch
+from fastlayers.kernels import elementwise, softmax
+from fastlayers.kernels import launch as module
+from fastlayers.kernels.launch import Launch
 
 
 class Compiled:
@@ -31,68 +33,95 @@ class Function:
 
 
 @pytest.fixture
-def kernel(monkeypatch):
+def launch(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
-    kernel = launch.Kernel(Function([]))
-    kernel.direct = True
-    kernel.log = kernel.function.log
-    return kernel
+    launch = Launch(Function([]), 3, (48, 1.5), (True, 8), 4)
+    launch.direct = True
+    return launch
 
 
 def test_this_triton_is_launched_directly():
-    assert launch._run_is_as_expected()
+    assert module._run_is_as_expected()
 
 
-def test_second_launch_is_direct(kernel):
+def test_second_call_is_direct(launch):
     x = torch.empty(64)
-    for _ in range(2):
-        kernel(3, (x, None, 48, 1.5), (True, 8), 4)
-    assert kernel.log == [
+    launch(x, None)
+    launch(x, None)
+    assert launch.function.log == [
         ("triton", (3,), (x, None, 48, 1.5, True, 8), 4),
-        ("direct", 3, 1, 1, 99, 7, "metadata", None, None, None, x.data_ptr(), None, 48, 1.5, True, 8),
+        ("direct", 3, 1, 1, 99, 7, "metadata", None, None, None, x.data_ptr(), 0, 48, 1.5, True, 8),
     ]
 
 
-def test_everything_that_triton_specialises_on_compiles_anew(kernel):
+def test_alignment_and_presence_are_specialised_on(launch):
     x = torch.empty(64)
-    launches = [
-        ((x, 48, 1.5), (True,), 4),
-        ((x[1:], 48, 1.5), (True,), 4),
-        ((x.double(), 48, 1.5), (True,), 4),
-        ((x, 47, 1.5), (True,), 4),
-        ((x, 1, 1.5), (True,), 4),
-        ((x, 2**40, 1.5), (True,), 4),
-        ((x, None, 1.5), (True,), 4),
-        ((x, 48, 1.5), (False,), 4),
-        ((x, 48, 1.5), (True,), 8),
-    ]
-    for arguments, constants, warps in launches:
-        kernel(1, arguments, constants, warps)
-    assert [entry[0] for entry in kernel.log] == ["triton"] * len(launches)
-    same = [
-        ((x[4:], 64, 2.5), (True,), 4),
-        ((x[1:], 16, 0.0), (True,), 4),
-        ((x, 2**41, 1.5), (True,), 4),
-        ((x, 7, 1.5), (True,), 4),
-    ]
-    for arguments, constants, warps in same:
-        kernel(1, arguments, constants, warps)
-    assert [entry[0] for entry in kernel.log[len(launches) :]] == ["direct"] * len(same)
+    for tensors in [(x, x), (x[1:], x), (x, x[1:]), (x, None)]:
+        launch(*tensors)
+    assert [entry[0] for entry in launch.function.log] == ["triton"] * 4
+    for tensors in [(x[4:], x), (x[2:], x[8:]), (x, x[3:]), (x[12:], None)]:
+        launch(*tensors)
+    assert [entry[0] for entry in launch.function.log[4:]] == ["direct"] * 4
 
 
-def test_a_profilers_hook_sees_every_launch(kernel, monkeypatch):
+def test_a_profilers_hook_sees_every_launch(launch, monkeypatch):
     x = torch.empty(4)
-    kernel(1, (x,), (), 4)
-    monkeypatch.setattr(launch, "_hooked", lambda: True)
-    kernel(1, (x,), (), 4)
-    assert [entry[0] for entry in kernel.log] == ["triton", "triton"]
+    launch(x)
+    monkeypatch.setattr(module, "_hooked", lambda: True)
+    launch(x)
+    assert [entry[0] for entry in launch.function.log] == ["triton", "triton"]
+
+
+@pytest.fixture
+def used(monkeypatch):
+    used = []
+    monkeypatch.setattr(Launch, "__call__", lambda self, *tensors: used.append(self))
+    return used
+
+
+def test_wrappers_keep_a_launch_for_each_specialisation(used):
+    x, f = torch.empty(6, 64, dtype=torch.bfloat16), torch.empty(6, 64)
+    keep = torch.ones(6, 64, dtype=torch.bool)
+    different = [
+        lambda: softmax.softmax_forward(x, None, 1, 1.0, False, x.dtype),
+        lambda: softmax.softmax_forward(x, None, 1, 1.0, True, x.dtype),
+        lambda: softmax.softmax_forward(x, None, 1, 2.0, False, x.dtype),
+        lambda: softmax.softmax_forward(x, None, 0, 1.0, False, x.dtype),
+        lambda: softmax.softmax_forward(x, None, 1, 1.0, False, torch.float32),
+        lambda: softmax.softmax_forward(x, keep, 1, 1.0, False, x.dtype),
+        lambda: softmax.softmax_forward(x, f, 1, 1.0, False, x.dtype),
+        lambda: softmax.softmax_forward(x[:, :32], None, 1, 1.0, False, x.dtype),
+        lambda: softmax.softmax_backward(x, x, None, 1, 1.0, False, x.dtype),
+        lambda: softmax.softmax_backward(f, f, None, 1, 1.0, False, x.dtype),
+        lambda: softmax.softmax_backward(x, x, keep, 1, 1.0, False, x.dtype),
+        lambda: elementwise.relu_add(x, x, None, 0.0),
+        lambda: elementwise.relu_add(f, f, None, 0.0),
+        lambda: elementwise.relu_add(x, x, None, 1.0),
+        lambda: elementwise.relu_add(x, x, x, 0.0),
+        lambda: elementwise.relu_add(x, x, x[0], 0.0),
+        lambda: elementwise.relu_add_train(x, x, x, 0.0),
+        lambda: elementwise.add_relu(x, x),
+        lambda: elementwise.add_relu_train(x, x),
+        lambda: elementwise.relu_backward(x, keep),
+        lambda: elementwise.mul(x, x),
+        lambda: elementwise.mul(x, x[0]),
+        lambda: elementwise.mul(x, x[:, :1]),
+        lambda: elementwise.mul_backward(x, x, x),
+        lambda: elementwise.mul_backward(x, x, x[0]),
+        lambda: elementwise.mul_backward(f, f, f[0]),
+    ]
+    for call in different + different:
+        call()
+    first, second = used[: len(different)], used[len(different) :]
+    assert len(set(first)) == len(different)
+    assert first == second
 
 
 def test_hooks_are_seen():
-    hook = launch.triton.knobs.runtime.launch_enter_hook
-    assert not launch._hooked()
+    hook = module.triton.knobs.runtime.launch_enter_hook
+    assert not module._hooked()
     hook.add(print)
     try:
-        assert launch._hooked()
+        assert module._hooked()
     finally:
         hook.remove(print)
