@@ -67,6 +67,7 @@ def cases(
     samples: Callable[[Op], Iterable[Sample]] = lambda op: op.samples,
     dtypes: Sequence[torch.dtype] | None = None,
     ops: Iterable[Op] = OPS,
+    devices: Sequence[str] = ("cpu", "cuda"),
 ) -> Any:
     """Parametrises a test over (op, sample, place, dtype): every place that serves the op, every dtype that it has."""
     return pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def cases(
             )
             for op in ops
             for place in PLACES
-            if place.backend in ("eager", *op.kernels)
+            if place.backend in ("eager", *op.kernels) and place.device in devices
             for dtype in op.dtypes
             if dtypes is None or dtype in dtypes
             for sample in samples(op)
@@ -89,8 +90,13 @@ def cases(
 def _worth_running(op: Op, sample: Sample, place: Place, dtype: torch.dtype) -> bool:
     if place.device == "cpu" and sample.gpu_only:
         return False
-    # The eager backend is torch itself: one dtype shows that it is called right, and one call that it is on a GPU.
-    return place.backend != "eager" or (dtype == torch.float32 and (place.device == "cpu" or sample is op.samples[0]))
+    if place.backend == "eager":
+        # torch itself: one dtype shows that it is called right, and one call that a GPU has it.
+        return dtype == torch.float32 and (place.device == "cpu" or sample is op.samples[0])
+    if place.backend == "triton" and dtype in (torch.float16, torch.float64):
+        # A kernel is compiled for each dtype and kind of shape, in half a second: these two get every third call.
+        return op.samples.index(sample) % 3 == 0 if sample in op.samples else True
+    return True
 
 
 def plain(op: Op) -> Iterable[Sample]:
@@ -108,9 +114,11 @@ def outputs(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def gradients_of(outs: tuple[Tensor, ...], layout: Callable[[Tensor], Tensor] = contiguous) -> tuple[Tensor, ...]:
+def gradients_of(
+    outs: tuple[Tensor, ...], layout: Callable[[Tensor], Tensor] = contiguous, draw: int = 0
+) -> tuple[Tensor, ...]:
     """Incoming gradients, the same values for the same shapes whatever the dtype."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7 + draw)
     return tuple(layout(torch.randn(out.shape, generator=generator).to(out.device, out.dtype)) for out in outs)
 
 
@@ -121,76 +129,102 @@ class Answer:
     outs: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
 
+    def named(self) -> list[tuple[str, Tensor]]:
+        outs = [(f"output {i}", out) for i, out in enumerate(self.outs)]
+        return outs + [(f"gradient {i}", grad) for i, grad in enumerate(self.grads)]
 
-def answer(function: Callable[..., Any], call: Call, layout: Callable[[Tensor], Tensor] = contiguous) -> Answer:
+
+def answer(
+    function: Callable[..., Any], call: Call, layout: Callable[[Tensor], Tensor] = contiguous, draw: int = 0
+) -> Answer:
     outs = outputs(function(*call.args, **call.kwargs))
     leaves = call.leaves()
-    grads = torch.autograd.grad(outs, leaves, gradients_of(outs, layout)) if leaves else ()
+    grads = torch.autograd.grad(outs, leaves, gradients_of(outs, layout, draw)) if leaves else ()
     return Answer(tuple(out.detach() for out in outs), grads)
 
 
 # ---- judging ---------------------------------------------------------------------------------------------------------
 
+#: Of so few elements one draw of values says little about torch's greatest error: its roundings may happen to cancel.
+FEW_ELEMENTS, DRAWS = 64, 12
 
-def assert_as_good(ours: Tensor, stock: Tensor, exact: Tensor, torch_error: float, what: str) -> None:
-    """``ours`` has torch's shape and dtype, is NaN and infinite where torch is, and errs at most 1.5 times as much.
 
-    One unit in the last place of the exact value is allowed besides: on a few elements torch's roundings may happen to
-    cancel, where even the correctly rounded answer is half a unit off.
-    """
+def check_answer(op: Op, sample: Sample, place: Place, dtype: torch.dtype) -> None:
+    """Results and gradients of a call against torch's own composition, both measured from the float64 answer."""
+    call = sample.make(place.device, dtype)
+    with place.forced(sample):
+        ours = answer(op.fused, call)
+    stock = answer(op.reference, call)
+    exact = answer(op.reference, call.to_float64())
+    errors = torch_errors(op, call, 0)
+    for i, ((what, mine), (_, theirs), (_, true)) in enumerate(
+        zip(ours.named(), stock.named(), exact.named(), strict=True)
+    ):
+        assert_like(mine, theirs, what)
+        allowed = errors[i]
+        if mine.numel() < FEW_ELEMENTS and excess(mine, true, allowed):
+            draws = range(1, DRAWS)
+            allowed = max(
+                allowed, *(torch_errors(op, sample.make(place.device, dtype, draw), draw)[i] for draw in draws)
+            )
+        problem = excess(mine, true, allowed)
+        assert problem is None, f"{what}: {problem}"
+    for (what, mine), theirs in zip(ours.named(), stock.outs, strict=False):
+        assert mine.stride() == theirs.stride(), f"{what}: strides {mine.stride()}, and torch has {theirs.stride()}"
+
+
+def assert_like(ours: Tensor, stock: Tensor, what: str) -> None:
+    """The shape and dtype of torch's answer, and NaN and infinite at the same places."""
     assert ours.shape == stock.shape, f"{what}: shape {tuple(ours.shape)}, and torch has {tuple(stock.shape)}"
     assert ours.dtype == stock.dtype, f"{what}: {ours.dtype}, and torch has {stock.dtype}"
     assert torch.equal(ours.isnan(), stock.isnan()), f"{what}: NaN at other places than torch's"
     infinite = stock.isinf()
     assert torch.equal(ours.isinf(), infinite), f"{what}: infinite at other places than torch's"
     assert torch.equal(ours[infinite], stock[infinite]), f"{what}: infinities of another sign than torch's"
-    finite = stock.isfinite() & exact.isfinite()
+
+
+def excess(ours: Tensor, exact: Tensor, torch_error: float) -> str | None:
+    """Where ``ours`` errs more than 1.5 times as much as torch at most does; None where nothing does.
+
+    One unit in the last place of the exact value is allowed besides: even the correctly rounded answer is half a unit
+    off, and torch's may be exact by chance.
+    """
+    finite = ours.isfinite() & exact.isfinite()
     unit = torch.finfo(ours.dtype)
     exact = exact[finite]
     error = (ours[finite].double() - exact).abs()
     allowed = 1.5 * torch_error + unit.eps * exact.abs() + unit.smallest_normal * unit.eps
-    if error.numel() and bool((error > allowed).any()):
-        worst = int((error - allowed).argmax())
-        pytest.fail(
-            f"{what}: {int((error > allowed).sum())} of {ours.numel()} elements err more than torch; at worst"
-            f" {error[worst]:.3g} from {exact[worst]:.6g}, and torch's greatest error is {torch_error:.3g}"
-        )
+    if error.numel() == 0 or not bool((error > allowed).any()):
+        return None
+    worst = int((error - allowed).argmax())
+    return (
+        f"{int((error > allowed).sum())} of {ours.numel()} elements err more than torch; at worst {error[worst]:.3g}"
+        f" from {exact[worst]:.6g}, and torch's greatest error is {torch_error:.3g}"
+    )
+
+
+def torch_errors(op: Op, call: Call, draw: int) -> list[float]:
+    """The greatest error of torch's own composition in each result and gradient.
+
+    No wider type judges float64: torch's error in float32 does, in proportion of the units. Two float64 answers may
+    both be so far from the truth, so they may be twice as far from each other.
+    """
+    units = 1.0
+    exact = answer(op.reference, call.to_float64(), draw=draw)
+    stock = answer(op.reference, call, draw=draw)
+    if stock.outs[0].dtype == torch.float64:
+        narrow = call.map(lambda t: t.float() if t.is_floating_point() else t)
+        kwargs = {name: None if isinstance(value, torch.dtype) else value for name, value in narrow.kwargs.items()}
+        stock = answer(op.reference, Call(narrow.args, kwargs), draw=draw)
+        units = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    return [
+        units * greatest_error(mine, true) for (_, mine), (_, true) in zip(stock.named(), exact.named(), strict=True)
+    ]
 
 
 def greatest_error(stock: Tensor, exact: Tensor) -> float:
     finite = stock.isfinite() & exact.isfinite()
     return float((stock.double() - exact)[finite].abs().max()) if bool(finite.any()) else 0.0
-
-
-def check_answer(
-    op: Op, sample: Sample, place: Place, dtype: torch.dtype, layout: Callable[[Tensor], Tensor] = contiguous
-) -> None:
-    """Results and gradients of a call against torch's own composition, both measured from the float64 answer."""
-    call = sample.make(place.device, dtype)
-    with place.forced(sample):
-        ours = answer(op.fused, call, layout)
-    stock = answer(op.reference, call, layout)
-    exact = answer(op.reference, call.to_float64(), layout)
-    yardstick, units = stock, 1.0
-    if torch.float64 in (ours.outs[0].dtype, dtype):
-        # No wider type judges float64: torch's error in float32 does, in proportion of the units. Both answers may be
-        # so far from the exact one, so they may be twice as far from each other.
-        narrow = call.map(lambda t: t.float() if t.is_floating_point() else t)
-        narrow_sample = Call(
-            narrow.args, {k: None if isinstance(v, torch.dtype) else v for k, v in narrow.kwargs.items()}
-        )
-        yardstick = answer(op.reference, narrow_sample, layout)
-        units = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    for kind in ("outs", "grads"):
-        for i, (mine, theirs, true, measured) in enumerate(
-            zip(*(getattr(each, kind) for each in (ours, stock, exact, yardstick)), strict=True)
-        ):
-            what = f"{'output' if kind == 'outs' else 'gradient'} {i}"
-            assert_as_good(mine, theirs, true, units * greatest_error(measured, true), what)
-            if kind == "outs":
-                assert mine.stride() == theirs.stride(), (
-                    f"{what}: strides {mine.stride()}, and torch has {theirs.stride()}"
-                )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

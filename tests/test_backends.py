@@ -50,9 +50,7 @@ def test_forced_cpu_has_no_softmax():
 @pytest.mark.parametrize("name", ["cuda", "triton"])
 def test_backend_that_is_absent(name):
     before = backends.get_backend()
-    with pytest.raises(
-        BackendError, match=rf"{name}.*not available here: torch sees no CUDA device|not built|not installed"
-    ):
+    with pytest.raises(BackendError, match=f"backend '{name}' is not available here: .{{10,}}"):
         backends.set_backend(name)
     assert backends.get_backend() == before
 

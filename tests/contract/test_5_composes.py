@@ -29,7 +29,7 @@ def at_once(call: Call):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS, **BY_NAME)
 def test_compiles_to_one_graph(op, device):
-    """fullgraph=True forward and backward, for a few calls. Dynamo and AOTAutograd do the work, code generation none."""
+    """fullgraph=True forward and backward, for a few calls; Dynamo and AOTAutograd without code generation."""
     for sample in [op.samples[0], *(s for s in op.samples if s.smooth)][:4]:
         call = sample.make(device, torch.float32)
         torch._dynamo.reset()
@@ -183,12 +183,9 @@ def test_distributed_data_parallel(tmp_path):
     assert_close(ours, expected)
 
 
-@needs_gpu
-@cases(plain, dtypes=[torch.float32, torch.bfloat16])
+@cases(plain, dtypes=[torch.float32, torch.bfloat16], devices=["cuda"])
 def test_cuda_graph(op, sample, place, dtype):
     """Forward and backward are captured, and replayed on other values."""
-    if place.device == "cpu":
-        pytest.skip("CUDA graphs are the GPU's")
     call = sample.make(place.device, dtype)
     fixed = at_once(call)
     with place.forced(sample):
