@@ -79,7 +79,9 @@ SHAPES = [((4096, n), 1) for n in LENGTHS] + [((64, n, 192), 1) for n in (16, 25
 SPLIT = [((1, 2**20), 1), ((2**16, 64), 0)]
 
 
-@pytest.mark.parametrize(("dtype", "shapes"), [(BF16, SHAPES + SPLIT), (F32, SHAPES[1:]), (F64, SHAPES[1::2])])
+@pytest.mark.parametrize(
+    ("dtype", "shapes"), [(BF16, SHAPES + SPLIT), (F32, SHAPES[1::2] + SHAPES[6::4]), (F64, SHAPES[1::2])]
+)
 @pytest.mark.parametrize("mask", [None, torch.bool])
 def test_softmax(compiled, dtype, shapes, mask):
     for shape, dim in shapes:
