@@ -29,12 +29,25 @@ def build(tmp_path):
         lines += [f"    def forward(self, {inputs}):", *(f"        {line}" for line in body.splitlines())]
         path = tmp_path / "block.py"
         path.write_text("\n".join(lines) + "\n")
-        scope = {"__name__": "block"}
+        scope = {"__name__": "block", "cached": cached, "keep": keep}
         exec(compile("\n".join(lines) + "\n", str(path), "exec"), scope)
         torch.manual_seed(0)
         return scope["Block"]()
 
     return build
+
+
+STORE = torch.ones(3, 4)
+
+
+def cached(x):
+    with torch.no_grad():  # so that it is recorded, not followed
+        return STORE
+
+
+def keep(x):
+    with torch.no_grad():
+        STORE.sum()
 
 
 def fused(module):
@@ -52,6 +65,7 @@ def clone(values):
 
 def outcome(module, inputs, grad):
     """Output, gradients, and the inputs as they are afterwards; or the error."""
+    STORE.fill_(1)
     with torch.set_grad_enabled(grad):
         return outcome_of(module, clone(inputs))
 
@@ -357,6 +371,12 @@ def test_dtypes_promote_as_before(build, body, x, y):
         ("a = x * 2\nv = a.t()\nreturn a.relu_() + v.t()", Reason.VISIBLE_MUTATION),
         ("a = x * 2\nr = F.relu(a)\na.add_(1)\nreturn r + y", Reason.WRITTEN_BETWEEN),
         ("a = x * 2\nr = F.relu(a)\na.mul_(0)\nreturn r + a", Reason.WRITTEN_BETWEEN),
+        ("a = cached(x)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
+        ("a = x * 2\nkeep(a)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
+        ("a = x * 2\nself.keeper(a)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
+        ("a = x * 2\nh = self.fc(a)\na += h\nreturn F.relu(a)", None),
+        ("r = F.relu(x)\ntorch._C._set_grad_enabled(True)\nreturn r + y", Reason.WRITTEN_BETWEEN),
+        ("s = x + y\ntorch.set_default_dtype(torch.float32)\nreturn F.relu(s)", Reason.WRITTEN_BETWEEN),
         ("a = x * 2\nr = F.relu(a)\nself.inner(a)\nreturn r + y", None),
         ("a = x * 2\ns = a + y\na.zero_()\nreturn F.relu(s)", Reason.WRITTEN_BETWEEN),
         ("a = x * 2\nv = a.view(-1)\ns = a + y\nv.zero_()\nreturn F.relu(s)", Reason.WRITTEN_BETWEEN),
@@ -377,6 +397,7 @@ self.maybe = nn.Identity()
 self.drop = nn.Dropout(0.5)
 self.keeper = Keeper()
 self.writer = Writer()
+self.fc = nn.Linear(4, 4)
 self.register_buffer("buf", torch.zeros(3, 4))"""
     helpers = """
 class Keeper(nn.Module):

@@ -51,6 +51,12 @@ def unpack(value: Any, count: int) -> tuple[Any, ...]:
     return items
 
 
+def format_string(*parts: str | tuple[Any, str, str]) -> str:
+    """An f-string from its literal parts and its (value, conversion, format) parts."""
+    convert: dict[str, Any] = {"r": repr, "s": str, "a": ascii, "": lambda value: value}
+    return "".join(part if isinstance(part, str) else format(convert[part[1]](part[0]), part[2]) for part in parts)
+
+
 def _stays(written: Tensor, other: Tensor) -> bool:
     """Whether ``written + other`` has the dtype and shape of ``written``, as ``written += other`` keeps them."""
     return isinstance(other, Tensor) and written.dtype == other.dtype and written.shape == other.shape
@@ -105,7 +111,7 @@ def softmax_masked(
     ``where`` says which function masked the scores originally, ``torch.where`` or ``masked_fill``: they take other
     dtypes.
     """
-    if mask.dtype == torch.bool and (not inplace or _fits(x, mask, torch.bool)):
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and (not inplace or _fits(x, mask, torch.bool)):
         keep = ~mask if fill else mask
         return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, mask=keep, dtype=dtype)
     scores = x if scale is None else x * scale

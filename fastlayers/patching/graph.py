@@ -155,6 +155,11 @@ OPTIONAL_INPLACE: frozenset[type[nn.Module]] = frozenset(
     }
 )
 
+#: Layers that may return their argument itself.
+PASSING_LAYERS: frozenset[type[nn.Module]] = frozenset(
+    {nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Flatten, nn.Unflatten}
+)
+
 #: Memory that the caller, the module or a stranger's layer may hold on to.
 OUTSIDE = "outside"
 
@@ -286,6 +291,8 @@ class View:
             return
         fresh = FRESH_METHODS if node.op == "call_method" else FRESH_FUNCTIONS
         yield node
+        if is_opaque(node):
+            yield OUTSIDE
         if node.target not in fresh:
             for operand in node.all_input_nodes:
                 yield from self.memory(operand)
@@ -296,9 +303,7 @@ class View:
         if makers is not None:
             yield node
             return
-        if isinstance(child, nn.Identity | nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d) and is_plain_layer(
-            child
-        ):
+        if original_class(child) in PASSING_LAYERS and is_plain_layer(child):
             yield node
         else:
             yield OUTSIDE
@@ -321,6 +326,24 @@ class View:
         original = original_class(child)
         fresh = original in FRESH_LAYERS or (original in OPTIONAL_INPLACE and not child.inplace)
         return tuple(chain) if fresh and is_plain_layer(child) else None
+
+    def keepers(self, node: Node) -> tuple[str, ...] | None:
+        """The children that see the arguments of a call and could keep them in a hook; None if the call itself could."""
+        if node.op != "call_module":
+            return None if is_opaque(node) else ()
+        pending, seen = [str(node.target)], []
+        while pending:
+            path = pending.pop()
+            seen.append(path)
+            child = self.root.get_submodule(path)
+            original = original_class(child)
+            if not is_plain_layer(child):
+                return None
+            if original is nn.Sequential:
+                pending += [f"{path}.{name}" for name in child._modules]
+            elif original not in FRESH_LAYERS | OPTIONAL_INPLACE | PASSING_LAYERS:
+                return None
+        return tuple(seen)
 
     def written(self, node: Node) -> frozenset[object]:
         """The allocations that a node may write."""
@@ -350,15 +373,31 @@ class View:
         return getattr(child, "inplace", None) is False and original.__module__.startswith("torch.nn.")
 
 
+def is_opaque(node: Node) -> bool:
+    """Whether a node calls a function of somebody's, which could return or keep any tensor."""
+    if node.op != "call_function":
+        return False
+    package = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
+    return package not in ("torch", "_operator", "math", "builtins", "fastlayers")
+
+
+def is_barrier(node: Node) -> bool:
+    """Whether a recorded function may do anything, such as switch autograd off: nothing is moved past it."""
+    if node.op != "call_function" or node.target in SPELLINGS or node.target in INPLACE_OPERATORS:
+        return False
+    known = getattr(torch, getattr(node.target, "__name__", ""), None) is node.target
+    return not (known and node.all_input_nodes) and not function_only_reads(node)
+
+
 def function_only_reads(node: Node) -> bool:
     """Whether a recorded function is known to write none of its arguments, by torch's naming and its options."""
     target = node.target
     name = getattr(target, "__name__", "")
-    if target in (getattr, calls.unpack) or target in NUMBER_FUNCTIONS or getattr(math, name, None) is target:
+    if target in (getattr, calls.unpack, calls.format_string) or target in NUMBER_FUNCTIONS or getattr(math, name, None) is target:
         return True
     if getattr(operator, name, None) is target:
         return target not in INPLACE_OPERATORS
-    if True in node.args or any(node.kwargs.get(option) not in (None, False) for option in ("out", "inplace")):
+    if any(arg is True for arg in node.args) or any(node.kwargs.get(option) not in (None, False) for option in ("out", "inplace")):
         return False
     known = getattr(torch, name, None) is target or getattr(F, name, None) is target or target in FUSED_FUNCTIONS
-    return known and not name.endswith("_")
+    return known and not name.endswith("_") and not name.startswith(("set_", "_"))

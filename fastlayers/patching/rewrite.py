@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from fastlayers.patching import calls
-from fastlayers.patching.graph import LAYERS, OUTSIDE, View, hooked, original_class
+from fastlayers.patching.graph import LAYERS, OUTSIDE, View, hooked, is_barrier, original_class
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules import GRAPH_RULES, Deferred, Match, ModuleRule
 from fastlayers.patching.trace import Recording, equality, optional_parameters, record
@@ -113,6 +113,8 @@ def check_operands_keep(view: View, node: Node, root: Node, nodes: set[Node]) ->
     between = [
         n for n in view.position if view.position[node] < view.position[n] < view.position[root] and n not in nodes
     ]
+    if barrier := next(filter(is_barrier, between), None):
+        raise Refusal(Reason.WRITTEN_BETWEEN, f"anything, perhaps by {barrier}")
     for operand in node.all_input_nodes:
         if operand not in nodes:
             for writer in between:
@@ -133,6 +135,12 @@ def check_mutation(view: View, writer: Node, target: Any, root: Node, nodes: set
             if operand not in nodes and operand not in replaced and view.memory(operand) & written:
                 raise Refusal(Reason.VISIBLE_MUTATION, f"{node} sees what {writer} writes")
     makers: list[str] = []
+    for node in view.position:
+        if node not in nodes and any(view.memory(operand) & written for operand in node.all_input_nodes):
+            keepers = view.keepers(node)
+            if keepers is None and node not in replaced:
+                raise Refusal(Reason.VISIBLE_MUTATION, f"{node} may have kept what {writer} writes")
+            makers += keepers or ()
     for allocation in written:
         if isinstance(allocation, Node) and allocation.op == "call_module":
             makers += view.makers(allocation) or ()

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.proxy import GraphAppendingTracer, Proxy, TraceError
+from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 
 from fastlayers.patching import calls
 from fastlayers.patching.reasons import Reason, Refusal
@@ -89,8 +89,33 @@ class Opaque:
     ) = _refuse
 
 
+class StrictProxy(Proxy):
+    """A traced value that refuses what Python would otherwise answer from the proxy object itself.
+
+    ``{3: "a"}.get(x.shape[0])`` would find nothing, and ``"%s" % x`` would format the proxy: both without an error.
+    """
+
+    def __getattr__(self, name: str) -> StrictAttribute:
+        return StrictAttribute(self, name)
+
+    def _refuse(self, *args: object) -> Any:
+        raise Refusal(Reason.DATA_DEPENDENT, f"needs the value of {self.node}")
+
+    __hash__ = __str__ = __format__ = __iter__ = __index__ = __contains__ = _refuse
+
+
+class StrictAttribute(StrictProxy, Attribute):
+    """The same of an attribute of a traced value, which may turn out to be a method."""
+
+    def __init__(self, root: Proxy, name: str) -> None:
+        Attribute.__init__(self, root, name)
+
+
 class Recorder(GraphAppendingTracer):
     """Takes values into the graph as torch.fx does, less the objects that torch.fx would take apart."""
+
+    def proxy(self, node: fx.Node) -> Proxy:
+        return StrictProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
         if dataclasses.is_dataclass(a) and not isinstance(a, type):
@@ -158,7 +183,7 @@ REFUSED_SYNTAX: dict[type[ast.AST], tuple[Reason, str]] = {
     ast.Match: (Reason.SYNTAX, "match"),
     ast.Delete: (Reason.SYNTAX, "del"),
 }
-HOOKS = ("attribute", "call", "same", "contains", "inplace", "unpack", "container", "test", "plain", "name", "parent")
+HOOKS = ("attribute", "call", "same", "contains", "inplace", "unpack", "container", "test", "string", "name", "parent")
 
 
 def hook(name: str, *args: ast.expr) -> ast.Call:
@@ -283,10 +308,16 @@ class Instrument(ast.NodeTransformer):
             node.operand = hook("test", node.operand)
         return node
 
-    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
-        self.generic_visit(node)
-        node.value = hook("plain", node.value)
-        return node
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        parts: list[ast.expr] = []
+        for value in node.values:
+            if isinstance(value, ast.FormattedValue):
+                convert = ast.Constant(chr(value.conversion) if value.conversion > 0 else "")
+                spec = self.visit(value.format_spec) if value.format_spec is not None else ast.Constant("")
+                parts.append(ast.Tuple([self.visit(value.value), convert, spec], ast.Load()))
+            else:
+                parts.append(value)
+        return hook("string", *parts)
 
 
 class Trace:
@@ -486,10 +517,14 @@ class Trace:
             self.hook_same(value, None)
         return value
 
-    def hook_plain(self, value: Any) -> Any:
-        if isinstance(value, Proxy | nn.Module):
-            raise Refusal(Reason.DATA_DEPENDENT, f"formats {value}")
-        return value
+    def hook_string(self, *parts: Any) -> Any:
+        """An f-string: recorded where it shows a traced value, as the message of an assertion does."""
+        values = [part[0] for part in parts if isinstance(part, tuple)]
+        if any(isinstance(value, nn.Module | Opaque) for value in values):
+            raise Refusal(Reason.READS_STATE, "formats an object")
+        if any(isinstance(value, Proxy) for value in values):
+            return self.record("call_function", calls.format_string, parts, {})
+        return calls.format_string(*parts)
 
     def require_tensor(self, proxy: Proxy) -> None:
         if proxy.node.op != "placeholder":
@@ -592,7 +627,11 @@ class Trace:
         if self.depth >= MAX_DEPTH:
             raise Refusal(Reason.UNKNOWN_CALL, f"{function.__qualname__}: calls are nested too deeply")
         bound = inspect.signature(function).bind(*args, **kwargs)
+        given = set(bound.arguments)
         bound.apply_defaults()
+        for name, value in bound.arguments.items():
+            if name not in given and not (isinstance(value, tuple | dict) and not value):
+                bound.arguments[name] = self.constant(value, None, f"the default {name} of {function.__qualname__}")
         rewritten = self.compile(function)
         self.depth += 1
         self.frames.append((function, args[0] if args else None))
