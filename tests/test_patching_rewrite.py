@@ -585,3 +585,114 @@ def test_autocast(enabled):
 
 
 _ = math, operator
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self, planes):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Conv2d(planes, 2, 1), nn.Conv2d(2, planes, 1)
+        self.gate = nn.Sigmoid()
+        self.skip = False
+
+    def forward(self, x):
+        if self.skip:
+            return x
+        return x * self.gate(self.fc2(F.relu(self.fc1(x.mean((2, 3), keepdim=True)))))
+
+
+class ConvNorm(nn.Module):
+    def __init__(self, planes):
+        super().__init__()
+        self.conv = nn.Conv2d(planes, planes, 3, padding=1)
+        self.norm = nn.BatchNorm2d(planes)
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+class Passes(ConvNorm):
+    def forward(self, x):
+        return x.view_as(x)
+
+
+class Keeps(ConvNorm):
+    def forward(self, x):
+        out = super().forward(x)
+        self.kept = out
+        return out
+
+
+class Residual(nn.Module):
+    def __init__(self, last):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.last = last
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        out = self.last(self.conv(x))
+        out += x
+        return self.act(out)
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (lambda: SqueezeExcite(4), None),
+        (lambda: ConvNorm(4), None),
+        (lambda: nn.Sequential(ConvNorm(4), SqueezeExcite(4)), None),
+        (lambda: Passes(4), Reason.VISIBLE_MUTATION),
+        (lambda: Keeps(4), Reason.VISIBLE_MUTATION),
+        (lambda: nn.Sequential(SqueezeExcite(4), nn.Identity()), Reason.VISIBLE_MUTATION),
+    ],
+)
+def test_children_of_unknown_classes_are_looked_at(last, reason):
+    """What ``out += x`` writes must be the child's own tensor, which the child does not keep."""
+    torch.manual_seed(0)
+    block = Residual(last())
+    row = plan_patch(block)[""]
+    assert row.reason is reason, row
+    same(block, torch.randn(2, 4, 5, 5, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: setattr(block.last, "skip", True),
+        lambda block: setattr(block, "last", nn.Identity()),
+        lambda block: setattr(block, "last", Passes(4)),
+        lambda block: setattr(block.last, "gate", nn.Identity()),
+        lambda block: block.last.register_forward_hook(lambda module, args, out: block.seen.append(out)),
+        lambda block: setattr(block.last, "forward", lambda x: x),
+    ],
+)
+def test_a_child_that_was_looked_at_and_changes(change):
+    torch.manual_seed(0)
+    block = patch_model(Residual(SqueezeExcite(4)).eval())
+    block.conv = nn.Identity()  # so that what the child passes on is the caller's tensor
+    block.seen = []
+    change(block)
+    outcomes = []
+    for patched in (True, False):
+        if not patched:
+            unpatch_model(block)
+        block.seen.clear()
+        torch.manual_seed(1)
+        x = torch.randn(2, 4, 5, 5)
+        with torch.no_grad():
+            out = block(x)
+        outcomes.append((out, x, *(t.clone() for t in block.seen)))
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_maker_that_is_replaced():
+    block = patch_model(BasicBlock(4).eval())
+    block.bn2 = nn.Identity()
+    block.conv2 = nn.Identity()
+    block.relu = nn.ReLU(inplace=True)
+    x = torch.randn(2, 4, 5, 5)
+    with torch.no_grad():
+        actual = block(x.clone())
+        unpatch_model(block)
+        torch.testing.assert_close(actual, block(x.clone()))

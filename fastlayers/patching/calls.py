@@ -21,7 +21,17 @@ from torch.nn.modules.module import (
 
 from fastlayers import functional
 
-__all__ = ["add_relu_", "add_relu_to_", "no_hooks", "plain", "relu_add_", "softmax_added", "softmax_masked", "unpack"]
+__all__ = [
+    "add_relu_",
+    "add_relu_to_",
+    "no_hooks",
+    "plain",
+    "plain_any",
+    "relu_add_",
+    "softmax_added",
+    "softmax_masked",
+    "unpack",
+]
 
 MINUS_INFINITY = float("-inf")
 
@@ -40,6 +50,12 @@ def plain(module: nn.Module, layer: type[nn.Module]) -> bool:
     """Whether ``module`` is still exactly a ``layer``, patched or not: its forward is known without calling it."""
     kind = type(module)
     return getattr(kind, "__fastlayers_original__", kind) is layer and "forward" not in module.__dict__
+
+
+def plain_any(module: nn.Module, layers: frozenset[type[nn.Module]]) -> bool:
+    """:func:`plain` for several layers of which any will do."""
+    kind = type(module)
+    return getattr(kind, "__fastlayers_original__", kind) in layers and "forward" not in module.__dict__
 
 
 def unpack(value: Any, count: int) -> tuple[Any, ...]:

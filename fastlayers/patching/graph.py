@@ -21,6 +21,7 @@ from torch.fx import Node
 from fastlayers import functional
 from fastlayers.modules import DROP_IN
 from fastlayers.patching import calls
+from fastlayers.patching.trace import Recording, record_child
 
 __all__ = ["Op", "View"]
 
@@ -182,9 +183,12 @@ def hooked(module: nn.Module) -> bool:
 class View:
     """A recorded graph with the questions that rules and their safety checks ask about it."""
 
-    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+    def __init__(self, graph: fx.Graph, root: nn.Module, *, deep: bool = False) -> None:
         self.graph = graph
         self.root = root
+        self.deep = deep
+        #: Children of unknown classes whose own forward was looked at, by path, with what was recorded of it.
+        self.children: dict[str, tuple[Recording, tuple[str, ...]] | None] = {}
         self.refresh()
 
     def thread_inplace(self) -> None:
@@ -324,11 +328,40 @@ class View:
             child = self.root.get_submodule(path)
             chain.append(path)
         original = original_class(child)
-        fresh = original in FRESH_LAYERS or (original in OPTIONAL_INPLACE and not child.inplace)
-        return tuple(chain) if fresh and is_plain_layer(child) else None
+        if original in FRESH_LAYERS or (original in OPTIONAL_INPLACE and not child.inplace):
+            return tuple(chain) if is_plain_layer(child) else None
+        if not self.deep or original.__module__.startswith("torch.") or node.kwargs:
+            return None
+        if path not in self.children:
+            self.children[path] = self._inspect(path, len(node.args) if len(chain) == 1 else 1)
+        inspected = self.children[path]
+        return (*chain, *inspected[1]) if inspected is not None else None
+
+    def _inspect(self, path: str, arguments: int) -> tuple[Recording, tuple[str, ...]] | None:
+        """Whether a child of an unknown class returns a tensor of its own and keeps none, by what its forward does."""
+        recording = record_child(self.root, self.root.get_submodule(path), arguments)
+        if recording is None:
+            return None
+        inner = View(recording.graph, self.root, deep=True)
+        inner.thread_inplace()
+        result = next(reversed(recording.graph.nodes)).args[0]
+        allocations = inner.memory(result) if isinstance(result, Node) else frozenset()
+        if OUTSIDE in allocations or not allocations:
+            return None
+        seen: list[str] = []
+        for node in inner.position:
+            if any(inner.memory(operand) & allocations for operand in node.all_input_nodes):
+                keepers = inner.keepers(node)
+                if keepers is None:
+                    return None
+                seen += keepers
+            if node in allocations and node.op == "call_module":
+                seen += inner.makers(node) or ()
+        self.children.update(inner.children)
+        return recording, tuple(seen)
 
     def keepers(self, node: Node) -> tuple[str, ...] | None:
-        """The children that see the arguments of a call and could keep them in a hook; None if the call itself could."""
+        """The children that see the arguments of a call and could keep them; None if the call itself could."""
         if node.op != "call_module":
             return None if is_opaque(node) else ()
         pending, seen = [str(node.target)], []
@@ -393,11 +426,17 @@ def function_only_reads(node: Node) -> bool:
     """Whether a recorded function is known to write none of its arguments, by torch's naming and its options."""
     target = node.target
     name = getattr(target, "__name__", "")
-    if target in (getattr, calls.unpack, calls.format_string) or target in NUMBER_FUNCTIONS or getattr(math, name, None) is target:
+    if (
+        target in (getattr, calls.unpack, calls.format_string)
+        or target in NUMBER_FUNCTIONS
+        or getattr(math, name, None) is target
+    ):
         return True
     if getattr(operator, name, None) is target:
         return target not in INPLACE_OPERATORS
-    if any(arg is True for arg in node.args) or any(node.kwargs.get(option) not in (None, False) for option in ("out", "inplace")):
+    if any(arg is True for arg in node.args) or any(
+        node.kwargs.get(option) not in (None, False) for option in ("out", "inplace")
+    ):
         return False
     known = getattr(torch, name, None) is target or getattr(F, name, None) is target or target in FUSED_FUNCTIONS
     return known and not name.endswith("_") and not name.startswith(("set_", "_"))

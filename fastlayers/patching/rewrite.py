@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from fastlayers.patching import calls
-from fastlayers.patching.graph import LAYERS, OUTSIDE, View, hooked, is_barrier, original_class
+from fastlayers.patching.graph import FRESH_LAYERS, LAYERS, OUTSIDE, View, hooked, is_barrier, original_class
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules import GRAPH_RULES, Deferred, Match, ModuleRule
 from fastlayers.patching.trace import Recording, equality, optional_parameters, record
@@ -68,7 +68,7 @@ def apply_rules(recording: Recording, module: nn.Module, excluded: frozenset[str
                 try:
                     if isinstance(found, Refusal):
                         raise found
-                    guards = check(view, found, recording, excluded)
+                    guards = check_deeper(view, found, recording, excluded)
                 except Refusal as refusal:
                     refusals.append(refusal)
                     continue
@@ -81,6 +81,16 @@ def apply_rules(recording: Recording, module: nn.Module, excluded: frozenset[str
     return outcome
 
 
+def check_deeper(view: View, match: Match, recording: Recording, excluded: frozenset[str]) -> list[str]:
+    """:func:`check`, and where it needs to know what children of unknown classes do, again with a look at them."""
+    try:
+        return check(view, match, recording, excluded)
+    except Refusal as refusal:
+        if refusal.reason is not Reason.VISIBLE_MUTATION:
+            raise
+    return check(View(view.graph, view.root, deep=True), match, recording, excluded)
+
+
 def check(view: View, match: Match, recording: Recording, excluded: frozenset[str]) -> list[str]:
     """Raise unless the match can be replaced without anyone noticing; the guards under which that stays so."""
     nodes = {op.node for op in match.ops}
@@ -89,10 +99,16 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
             raise Refusal(Reason.USED_ELSEWHERE, str(op.node))
         check_operands_keep(view, op.node, match.root, nodes)
     unseen: list[str] = []
+    guards: list[str] = []
     for op in match.ops:
         if op.inplace:
-            unseen += check_mutation(view, op.node, op["input"], match.root, nodes)
-    guards = [f"isinstance({tensor.target}, {bind(recording, torch.Tensor)})" for tensor in placeholders(match.tensors)]
+            makers, keepers = check_mutation(view, op.node, op["input"], match.root, nodes)
+            unseen += [*makers, *keepers]
+            for path in dict.fromkeys(makers):
+                guards += maker_guards(view, path, recording)
+    guards += [
+        f"isinstance({tensor.target}, {bind(recording, torch.Tensor)})" for tensor in placeholders(match.tensors)
+    ]
     for op in match.ops:
         if op.child is not None:
             if op.child in excluded:
@@ -122,8 +138,11 @@ def check_operands_keep(view: View, node: Node, root: Node, nodes: set[Node]) ->
                     raise Refusal(Reason.WRITTEN_BETWEEN, f"{operand}, perhaps by {writer}")
 
 
-def check_mutation(view: View, writer: Node, target: Any, root: Node, nodes: set[Node]) -> list[str]:
-    """An in-place operation goes away: nothing else may see what it wrote. Returns the children that could."""
+def check_mutation(view: View, writer: Node, target: Any, root: Node, nodes: set[Node]) -> tuple[list[str], list[str]]:
+    """An in-place operation goes away: nothing else may see what it wrote.
+
+    Returns the children that made it, and those that are given it: a hook on one of them could keep it.
+    """
     written = view.memory(target)
     if OUTSIDE in written:
         raise Refusal(Reason.VISIBLE_MUTATION, f"{writer} writes {target}, which does not belong to this forward")
@@ -135,16 +154,17 @@ def check_mutation(view: View, writer: Node, target: Any, root: Node, nodes: set
             if operand not in nodes and operand not in replaced and view.memory(operand) & written:
                 raise Refusal(Reason.VISIBLE_MUTATION, f"{node} sees what {writer} writes")
     makers: list[str] = []
+    keeping: list[str] = []
     for node in view.position:
         if node not in nodes and any(view.memory(operand) & written for operand in node.all_input_nodes):
             keepers = view.keepers(node)
             if keepers is None and node not in replaced:
                 raise Refusal(Reason.VISIBLE_MUTATION, f"{node} may have kept what {writer} writes")
-            makers += keepers or ()
+            keeping += keepers or ()
     for allocation in written:
         if isinstance(allocation, Node) and allocation.op == "call_module":
             makers += view.makers(allocation) or ()
-    return makers
+    return makers, keeping
 
 
 def descendants(root: Node) -> set[Node]:
@@ -171,6 +191,29 @@ def child_guards(view: View, path: str, recording: Recording) -> list[str]:
     for attribute in (*LAYERS[layer][1], *(("inplace",) if hasattr(child, "inplace") else ())):
         value = getattr(child, attribute)
         guards.append(equality(f"{expression}.{attribute}", value, lambda value, hint: bind(recording, value, hint)))
+    return guards
+
+
+def maker_guards(view: View, path: str, recording: Recording) -> list[str]:
+    """A child that made a tensor must still be one that makes its own."""
+    child = view.root.get_submodule(path)
+    layer = original_class(child)
+    expression = module_expression(path)
+    if layer in FRESH_LAYERS:  # another one will do: SyncBatchNorm, say
+        guards = [f"{bind(recording, calls.plain_any)}({expression}, {bind(recording, FRESH_LAYERS, 'fresh_layers')})"]
+    else:
+        guards = [f"{bind(recording, calls.plain)}({expression}, {bind(recording, layer)})"]
+    if hasattr(child, "inplace"):
+        guards.append(f"{expression}.inplace is {child.inplace}")
+    if layer is nn.Sequential:
+        guards.append(f"len({expression}._modules) == {len(child._modules)}")
+    inspected = view.children.get(path)
+    if inspected is not None:
+        inner = inspected[0]
+        for name, value in inner.namespace.items():
+            if recording.namespace.setdefault(name, value) is not value:
+                raise Refusal(Reason.TRACE_FAILED, f"two objects are called {name}")
+        guards += inner.guards
     return guards
 
 

@@ -35,9 +35,11 @@ from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 from fastlayers.patching import calls
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Recording", "optional_parameters", "record"]
+__all__ = ["Recording", "optional_parameters", "record", "record_child"]
 
 MAX_DEPTH = 16
+#: What the parameters of a child are called while it is recorded.
+ARGUMENT = "__argument_"
 
 #: Values that are equal to what they were at trace time, or are not: a guard can compare them.
 PRIMITIVES = (
@@ -324,7 +326,7 @@ class Trace:
     """One run of a module's forward with proxies. Its ``hook_`` methods are what the rewritten source calls."""
 
     def __init__(self, module: nn.Module, training: bool | None) -> None:
-        self.root = module
+        self.root = self.subject = module
         self.training = training
         self.graph = fx.Graph()
         self.recorder = Recorder(self.graph)
@@ -449,8 +451,9 @@ class Trace:
     def module_attribute(self, module: nn.Module, name: str) -> Any:
         origin = self.module_origin(module)
         what = f"{origin}.{name}"
-        if name == "training" and module is self.root:
-            return self.record("get_attr", "training", (), {}) if self.training is None else self.training
+        if name == "training" and module is self.subject:
+            read = self.training is None
+            return self.record("get_attr", self.tensor_path(module, name), (), {}) if read else self.training
         static = inspect.getattr_static(type(module), name, None)
         if isinstance(static, property) and static.fget is not None:
             return self.follow(static.fget, (module,), {})  # type: ignore[arg-type]
@@ -717,6 +720,18 @@ class Trace:
 
     # -- the whole -------------------------------------------------------------------------------------------------
 
+    def run_child(self, child: nn.Module, arguments: int) -> Recording:
+        """Record the forward of a child as the module's own, so that its guards are ones about the module."""
+        self.subject = child
+        given = [self.recorder.create_proxy("placeholder", f"{ARGUMENT}{i}", (), {}) for i in range(arguments)]
+        result = self.follow(type(child).forward, (child, *given), {})  # type: ignore[arg-type]
+        self.recorder.create_node("output", "output", (self.recorder.create_arg(result),), {})
+        if any(before != lent for _, before, lent in self.lent) or any(
+            ARGUMENT in guard for guard in self.recording.guards
+        ):
+            raise Refusal(Reason.READS_STATE, self.paths[id(child)])
+        return self.recording
+
     def run(self, forward: types.FunctionType, tensors: frozenset[str]) -> Recording:
         """Record ``forward`` with the parameters named in ``tensors``, and those without a default, as proxies."""
         arguments: list[Any] = []
@@ -779,6 +794,20 @@ def type_name(value: Any, bind: Callable[[object, str], str]) -> str:
 
 #: Branches for TorchScript: a patched model runs as Python.
 SCRIPTING = frozenset({torch.jit.is_scripting})
+
+
+def record_child(module: nn.Module, child: nn.Module, arguments: int) -> Recording | None:
+    """Trace the forward of a child called with that many arguments; None where it cannot be.
+
+    The recording is for looking at, not for running: paths and guards in it are those of ``module``.
+    """
+    forward = type(child).forward
+    if not isinstance(forward, types.FunctionType) or from_torch(forward) or "forward" in child.__dict__:
+        return None
+    try:
+        return Trace(module, None).run_child(child, arguments)
+    except Exception:  # whatever the reason, the child stays a closed box
+        return None
 
 
 def record(module: nn.Module, *, training: bool | None, tensors: frozenset[str] = frozenset()) -> Recording:
