@@ -52,10 +52,16 @@ class Place:
         """Forces the backend, unless it has no kernel for the call: then the call must be answered all the same."""
         return nullcontext() if self.backend in sample.refused else backends.backend(self.backend)
 
+    def is_slow(self) -> bool:
+        """Whether a call takes long enough to make thousands of them a nuisance."""
+        return self.device == "cuda" or self.backend == "triton"
+
 
 PLACES = (
     Place("cpu", "eager"),
     Place("cpu", "cpu"),
+    # test_triton_interpreter.py runs the suite anew so.
+    *([Place("cpu", "triton")] if backends.triton_interprets() else []),
     Place("cuda", "eager"),
     Place("cuda", "triton"),
     Place("cuda", "cuda"),
@@ -93,6 +99,8 @@ def _worth_running(op: Op, sample: Sample, place: Place, dtype: torch.dtype) -> 
     if place.backend == "eager":
         # torch itself: one dtype shows that it is called right, and one call that a GPU has it.
         return dtype == torch.float32 and (place.device == "cpu" or sample is op.samples[0])
+    if place == Place("cpu", "triton"):  # the interpreter rounds to 16 bits in its own way
+        return dtype in (torch.float32, torch.float64)
     if place.backend == "triton" and dtype in (torch.float16, torch.float64):
         # A kernel is compiled for each dtype and kind of shape, in half a second: these two get every third call.
         return op.samples.index(sample) % 3 == 0 if sample in op.samples else True

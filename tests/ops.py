@@ -206,7 +206,8 @@ class Call:
             def taken(value: Any) -> Any:
                 return next(rest) if isinstance(value, Tensor) and value.requires_grad else value
 
-            return function(*map(taken, self.args), **{name: taken(value) for name, value in self.kwargs.items()})
+            args = [taken(value) for value in self.args]
+            return function(*args, **{name: taken(value) for name, value in self.kwargs.items()})
 
         return call
 

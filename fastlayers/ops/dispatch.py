@@ -21,6 +21,8 @@ FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float6
 _PLAIN = (Tensor, torch.nn.Parameter)
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+#: ``is_grads_batched`` goes through the older vmap, which those of torch.func do not see.
+_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_plain(t: object) -> bool:
@@ -35,7 +37,7 @@ def composing() -> bool:
 
 def differentiating(dy: Tensor) -> bool:
     """Whether a backward must itself be made of torch ops: under ``create_graph``, vmapped, or on a tensor subclass."""
-    return torch.is_grad_enabled() or not is_plain(dy) or composing()
+    return torch.is_grad_enabled() or not is_plain(dy) or _is_batched(dy) or composing()
 
 
 class Family:
