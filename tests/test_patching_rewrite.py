@@ -566,6 +566,21 @@ def test_attention_with_and_without_a_mask():
     assert torch.equal(block(x, mask=None), block(x))
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_attention_compiles_in_one_graph(dynamic):
+    torch.manual_seed(0)
+    block = patch_model(Attention().eval())
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length in (5, 7):
+        x, mask = torch.randn(2, length, 8, requires_grad=True), torch.ones(length, length).tril()
+        torch.testing.assert_close(compiled(x, mask), block(x, mask))
+        torch.testing.assert_close(compiled(x), block(x))
+        compiled(x, mask).sum().backward()
+    program = torch.export.export(block, (x, mask))
+    torch.testing.assert_close(program.module()(x, mask), block(x, mask))
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_autocast(enabled):
     torch.manual_seed(0)

@@ -862,6 +862,15 @@ class ADictOfChildren(Base):
 
 
 @forwards(None)
+class AllChildrenOfAChild(Base):
+    def forward(self, x, y):
+        for layer in self.seq.children():
+            y = layer(y)
+        names = [name for name, _ in self.layers.named_children()]
+        return F.relu(x) + y * len(names)
+
+
+@forwards(None)
 class ASequenceSLayers(Base):
     def forward(self, x, y):
         for layer in self.seq:

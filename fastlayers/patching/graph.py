@@ -344,7 +344,7 @@ class View:
             return None
         inner = View(recording.graph, self.root, deep=True)
         inner.thread_inplace()
-        result = next(reversed(recording.graph.nodes)).args[0]
+        result = next(iter(reversed(recording.graph.nodes))).args[0]
         allocations = inner.memory(result) if isinstance(result, Node) else frozenset()
         if OUTSIDE in allocations or not allocations:
             return None

@@ -57,6 +57,11 @@ PRIMITIVES = (
 )
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
+#: Methods that list a module's children.
+MEMBERS = frozenset(
+    {nn.Module.children, nn.Module.named_children, nn.ModuleDict.keys, nn.ModuleDict.values, nn.ModuleDict.items}
+)
+
 #: Built-ins without side effects: run by Python while tracing; recorded where an argument is a traced value.
 PURE_BUILTINS = frozenset(
     {abs, all, any, divmod, len, max, min, pow, round, sorted, sum, math.prod, float, int, bool, str, complex}
@@ -597,8 +602,8 @@ class Trace:
 
     def method(self, function: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = function.__self__
-        if isinstance(owner, CONTAINERS) and function.__name__ in ("values", "items", "keys", "children"):
-            self.hook_container(owner)
+        if isinstance(owner, nn.Module) and function.__func__ in MEMBERS:
+            self.guard(f"tuple({self.module_origin(owner)}._modules) == {tuple(owner._modules)!r}")
             return function(*args, **kwargs)
         if not isinstance(owner, nn.Module | type) or not isinstance(function.__func__, types.FunctionType):
             raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
