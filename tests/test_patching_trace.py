@@ -276,6 +276,36 @@ class ADefaultThatIsAnObject(Base):
 
 
 @forwards(None)
+class AnotherNameForSelf(Base):
+    def forward(this, x, y):  # noqa: N805
+        return this.relu(x * this.scale) + y
+
+
+@forwards(Reason.SIGNATURE)
+class AnotherParameterCalledSelf(Base):
+    def forward(this, x, self):  # noqa: N805
+        return F.relu(x) + self
+
+
+@forwards(Reason.SIGNATURE)
+class AParameterThatHidesABuiltin(Base):
+    def forward(self, x, y, type=None, len=3):
+        return F.relu(x * self.scale) + y * len
+
+
+@forwards(None)
+class AParameterCalledInput(Base):
+    def forward(self, input, y, x=None, relu=None, add=0):
+        return F.relu(input) + y if relu is None else add
+
+
+@forwards(Reason.SIGNATURE)
+class AParameterThatHidesAModule(Base):
+    def forward(self, x, y, torch=1):
+        return F.relu(x) + y.sigmoid() * F.relu6(x) * torch
+
+
+@forwards(None)
 class InstanceTestOfAnArgument(Base):
     def forward(self, x, y):
         return F.relu(x) + y if isinstance(x, torch.Tensor) else x

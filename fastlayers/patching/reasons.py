@@ -27,7 +27,7 @@ class Reason(str, Enum):
     # Its forward cannot be rewritten safely
     NO_SOURCE = "the source of its forward is not available"
     DECORATED = "its forward is decorated"
-    SIGNATURE = "its forward takes *args or **kwargs"
+    SIGNATURE = "its forward has parameters that a rewritten one could not have"
     SYNTAX = "its forward uses a construct that the tracer does not follow"
     CONTEXT_MANAGER = "its forward opens a context manager, which a graph would lose"
     CHANGES_STATE = "its forward changes Python state"

@@ -39,6 +39,11 @@ ALL_COMBINATIONS = 2
 NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 RECONSTRUCT: Any = copyreg._reconstructor  # type: ignore[attr-defined]
 
+#: What guards call; a parameter of that name would hide it.
+GUARD_BUILTINS = frozenset(
+    {"type", "isinstance", "len", "tuple", "list", "dict", "int", "float", "str", "super", "getattr"}
+)
+
 _serial = itertools.count(1)
 
 
@@ -331,9 +336,10 @@ def body_source(recording: Recording) -> str:
 
 def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> tuple[str, str]:
     """The parameters of a forward as they are declared, and as they are handed on."""
-    declared: list[inspect.Parameter] = []
+    itself, *parameters = inspect.signature(forward).parameters.values()
+    declared = [itself.replace(name="self", annotation=itself.empty)]  # some call it something else
     handed: list[str] = []
-    for parameter in inspect.signature(forward).parameters.values():
+    for parameter in parameters:
         default = parameter.default
         if default is not parameter.empty and not isinstance(default, bool | int | str | None):
             name = f"_default_{parameter.name}"
@@ -344,7 +350,7 @@ def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> 
             f"{parameter.name}={parameter.name}" if parameter.kind is parameter.KEYWORD_ONLY else parameter.name
         )
     text = str(inspect.Signature(declared))
-    return text, ", ".join(handed[1:])
+    return text, ", ".join(handed)
 
 
 class Name(str):
@@ -390,9 +396,9 @@ def generate_class(
     scope = dict(namespace)
     exec(compile(source, filename, "exec"), scope)
     generated = next(value for name, value in scope.items() if name.startswith("Fused") and name not in namespace)
-    names = generated.__dict__["forward"].__code__
-    if clash := set(names.co_varnames) & set(names.co_names) & set(namespace):
-        raise Refusal(Reason.TRACE_FAILED, f"a variable and a global are both called {', '.join(sorted(clash))}")
+    names = generated.__dict__["forward"].__code__.co_varnames
+    if clash := set(names) & (set(namespace) | GUARD_BUILTINS):
+        raise Refusal(Reason.SIGNATURE, f"a variable called {', '.join(sorted(clash))} hides what the guards use")
     # Tracebacks, inspect.getsource and torch.compile show and read the generated source.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     generated.forward.__doc__ = original.forward.__doc__

@@ -741,8 +741,12 @@ class Trace:
         """Record ``forward`` with the parameters named in ``tensors``, and those without a default, as proxies."""
         arguments: list[Any] = []
         keywords: dict[str, Any] = {}
-        parameters = list(inspect.signature(forward).parameters.values())[1:]
+        itself, *parameters = inspect.signature(forward).parameters.values()
+        if itself.kind is not itself.POSITIONAL_OR_KEYWORD and itself.kind is not itself.POSITIONAL_ONLY:
+            raise Refusal(Reason.SIGNATURE, str(itself))
         for parameter in parameters:
+            if parameter.name == "self":
+                raise Refusal(Reason.SIGNATURE, "a parameter called self that is not the first")
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise Refusal(Reason.SIGNATURE, str(parameter))
             if parameter.default is parameter.empty or parameter.name in tensors:
