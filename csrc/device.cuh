@@ -40,9 +40,11 @@ struct DeviceTraits {
   int processors = 0;
 };
 
+constexpr int kMaxDevices = 64;
+
 inline const DeviceTraits& device_traits(int device) {
-  static DeviceTraits traits[64];
-  STD_TORCH_CHECK(device >= 0 && device < 64, "fastlayers: device index ", device, " is out of range");
+  static DeviceTraits traits[kMaxDevices];
+  STD_TORCH_CHECK(device >= 0 && device < kMaxDevices, "fastlayers: device index ", device, " is out of range");
   DeviceTraits& t = traits[device];
   if (t.processors == 0) {
     int major = 0, minor = 0, processors = 0;
@@ -85,14 +87,79 @@ __device__ __forceinline__ Vec<T, N> load_vec(const T* p) { return *reinterpret_
 template <typename T, int N>
 __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& v) { *reinterpret_cast<Vec<T, N>*>(p) = v; }
 
+// The 32-bit words of a vector of 16-bit elements. Working on pairs saves the byte shuffles that single halves cost.
+template <typename T, int N>
+__device__ __forceinline__ unsigned* words_of(Vec<T, N>& v) { return reinterpret_cast<unsigned*>(v.v); }
+template <typename T, int N>
+__device__ __forceinline__ const unsigned* words_of(const Vec<T, N>& v) { return reinterpret_cast<const unsigned*>(v.v); }
+
+template <typename A, typename T, int N>
+__device__ __forceinline__ Vec<A, N> unpack(const Vec<T, N>& v) {
+  Vec<A, N> r;
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {  // the upper half of a float32
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      r.v[2 * i] = __uint_as_float(words_of(v)[i] << 16);
+      r.v[2 * i + 1] = __uint_as_float(words_of(v)[i] & 0xffff0000u);
+    }
+  } else if constexpr (std::is_same_v<T, __half> && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float2 f = __half22float2(reinterpret_cast<const __half2*>(v.v)[i]);
+      r.v[2 * i] = f.x;
+      r.v[2 * i + 1] = f.y;
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) r.v[j] = convert<A>(v.v[j]);
+  }
+  return r;
+}
+
+template <typename T, typename A, int N>
+__device__ __forceinline__ Vec<T, N> pack(const Vec<A, N>& v) {
+  Vec<T, N> r;
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i)
+      reinterpret_cast<__nv_bfloat162*>(r.v)[i] = __floats2bfloat162_rn(v.v[2 * i], v.v[2 * i + 1]);
+  } else if constexpr (std::is_same_v<T, __half> && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) reinterpret_cast<__half2*>(r.v)[i] = __floats2half2_rn(v.v[2 * i], v.v[2 * i + 1]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) r.v[j] = convert<T>(v.v[j]);
+  }
+  return r;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> negated(Vec<T, N> v) {
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) words_of(v)[i] ^= 0x80008000u;
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) v.v[j] = -v.v[j];
+  }
+  return v;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> filled(T value) {
+  Vec<T, N> v;
+#pragma unroll
+  for (int j = 0; j < N; ++j) v.v[j] = value;
+  return v;
+}
+
 // Makes the compiler forget what it computed from these registers, so that it converts the packed values again where they
 // are needed next instead of keeping float32 copies of them: twice the registers, half the rows in flight.
 template <typename T, int N>
 __device__ __forceinline__ void forget(Vec<T, N>& v) {
   if constexpr (sizeof(T) == 2) {
-    auto* words = reinterpret_cast<unsigned*>(v.v);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(T)) * N / 4; ++i) asm volatile("" : "+r"(words[i]));
+    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+r"(words_of(v)[i]));
   }
 }
 
@@ -112,8 +179,14 @@ inline void dispatch_floating(ScalarType dtype, const char* op, F&& f) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline int next_power_of_2(int64_t n) {
-  int p = 1;
+inline int log2_of(int power) {
+  int bits = 0;
+  while (1 << bits < power) ++bits;
+  return bits;
+}
+
+inline int64_t next_power_of_2(int64_t n) {
+  int64_t p = 1;
   while (p < n) p <<= 1;
   return p;
 }

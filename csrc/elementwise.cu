@@ -76,6 +76,24 @@ __device__ __forceinline__ unsigned load_bits(const uint8_t* bits, int64_t i, in
   return i < n ? bits[i / kBits] >> (i % kBits) : 0;
 }
 
+// Where element i of the result finds its operands.
+template <int OPERANDS>
+__device__ __forceinline__ void locate(const Walk<OPERANDS>& walk, int64_t i, int64_t (&at)[OPERANDS]) {
+#pragma unroll
+  for (int k = 0; k < OPERANDS; ++k) at[k] = 0;
+#pragma unroll
+  for (int d = kMaxDims - 1; d >= 0; --d) {
+    if (d >= walk.dims) continue;
+    const int64_t size = walk.size[d];
+    int64_t rest;
+    if ((i | size) >> 32 == 0) rest = static_cast<uint32_t>(i) / static_cast<uint32_t>(size);  // several times cheaper
+    else rest = i / size;
+#pragma unroll
+    for (int k = 0; k < OPERANDS; ++k) at[k] += (i - rest * size) * walk.stride[k][d];
+    i = rest;
+  }
+}
+
 // A tensor that broadcasts to the flat operands.
 struct Bias {
   const void* data = nullptr;
@@ -83,21 +101,9 @@ struct Bias {
   bool vector = false;  // the fastest dimension is whole words long: one look-up a word
 
   __device__ int64_t offset(int64_t i) const {
-    int64_t at = 0;
-#pragma unroll
-    for (int d = kMaxDims - 1; d >= 0; --d) {
-      if (d >= walk.dims) continue;
-      const int64_t size = walk.size[d];
-      int64_t rest;
-      if ((i | size) >> 32 == 0) {  // 32-bit division is several times cheaper
-        rest = static_cast<uint32_t>(i) / static_cast<uint32_t>(size);
-      } else {
-        rest = i / size;
-      }
-      at += (i - rest * size) * walk.stride[1][d];
-      i = rest;
-    }
-    return at;
+    int64_t at[2];
+    locate(walk, i, at);
+    return at[1];
   }
 };
 
@@ -222,48 +228,57 @@ __global__ void __launch_bounds__(kThreads) mul_backward_flat(const T* dy, const
 
 // ---- broadcasting -------------------------------------------------------------------------------------------------------
 
-// Any broadcast of x and y, a thread to V neighbours of the result along its fastest dimension.
-template <typename T, int V>
-__global__ void __launch_bounds__(kThreads) mul_broadcast(const T* x, const T* y, T* out, int64_t n, const Walk<3> walk) {
-  using A = compute_t<T>;
-  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
-  if (i >= n) return;
-  int64_t at_x = 0, at_y = 0, rest = i;
-#pragma unroll
-  for (int d = kMaxDims - 1; d >= 0; --d) {
-    if (d >= walk.dims) continue;
-    const int64_t size = walk.size[d];
-    const int64_t next = (rest | size) >> 32 == 0 ? static_cast<uint32_t>(rest) / static_cast<uint32_t>(size) : rest / size;
-    const int64_t index = rest - next * size;
-    at_x += index * walk.stride[1][d];
-    at_y += index * walk.stride[2][d];
-    rest = next;
-  }
-  const int64_t step_x = walk.stride[1][walk.dims - 1], step_y = walk.stride[2][walk.dims - 1];
-  Vec<T, V> wx, wy;
-  if (step_x == 1) wx = load_vec<T, V>(x + at_x);
-  if (step_y == 1) wy = load_vec<T, V>(y + at_y);
+// V neighbours of an operand that broadcasts to the flat result, from element i of it.
+template <typename T, int V, int OPERANDS>
+__device__ __forceinline__ Vec<T, V> gather(const T* p, const Walk<OPERANDS>& walk, int operand, int64_t i, int64_t n) {
+  const int64_t size = walk.size[walk.dims - 1], step = walk.stride[operand][walk.dims - 1];
+  int64_t at[OPERANDS], left = 0;  // how many neighbours are left before the fastest dimension wraps
+  Vec<T, V> w;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    if (step_x != 1) wx.v[j] = x[at_x + j * step_x];
-    if (step_y != 1) wy.v[j] = y[at_y + j * step_y];
-    wx.v[j] = convert<T>(convert<A>(wx.v[j]) * convert<A>(wy.v[j]));
+    if (left == 0) {
+      if (i + j < n) locate(walk, i + j, at);
+      left = size - (i + j) % size;
+      if (j == 0 && step == 1 && left >= V && i + V <= n && reinterpret_cast<uintptr_t>(p + at[operand]) % sizeof(w) == 0)
+        return load_vec<T, V>(p + at[operand]);
+    }
+    w.v[j] = i + j < n ? p[at[operand]] : convert<T>(0.f);
+    at[operand] += step;
+    --left;
   }
-  store_vec<T, V>(out + i, wx);
+  return w;
 }
 
-// Both gradients of x·s in one pass, s repeated along the middle of [outer, repeat, columns]: dx = dy·s, and ds the sum of
-// dy·x over the repeats. A block takes one tile of columns over one piece of the repeats and leaves a float32 partial sum.
-struct MulReduceArgs {
+// Any broadcast of x and y.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) mul_broadcast(const T* __restrict__ x, const T* __restrict__ y, T* __restrict__ out,
+                                                         int64_t n, const Walk<3> walk) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
+  if (i >= n) return;
+  Vec<A, V> r = unpack<A>(gather<T, V>(x, walk, 1, i, n));
+  const Vec<A, V> by = unpack<A>(gather<T, V>(y, walk, 2, i, n));
+#pragma unroll
+  for (int j = 0; j < V; ++j) r.v[j] *= by.v[j];
+  if (i + V <= n) store_flat<T, true>(out, i, n, pack<T>(r));
+  else store_flat<T, false>(out, i, n, pack<T>(r));
+}
+
+// A factor s repeated along the middle of [outer, repeat, columns]. Forward: out = x·s, one pass with s in registers.
+// Backward: the same pass makes dx = dy·s, and ds, the sum of dy·x over the repeats, of which a block leaves a partial sum.
+struct ScaleArgs {
   int64_t outer, repeat, columns;
   int64_t outer_stride, column_stride;  // of s
-  int64_t pieces;
-  int across, down;  // threads of a block over the columns, and over the repeats
+  int64_t pieces;                       // of the repeats, a block each
+  int across, down;                     // threads of a block over the columns, and over the repeats
 };
 
-template <typename T, int V>
-__global__ void __launch_bounds__(kThreads) mul_backward_columns(const T* dy, const T* x, const T* s, T* dx, compute_t<T>* partial,
-                                                                const MulReduceArgs a) {
+// columns > 1: a block takes a tile of columns over one piece of the repeats.
+template <typename T, int V, bool BACKWARD>
+__global__ void __launch_bounds__(kThreads, 4) scale_columns(const T* __restrict__ from, const T* __restrict__ x,
+                                                            const T* __restrict__ s, T* __restrict__ to, compute_t<T>* partial,
+                                                            const ScaleArgs a) {
   using A = compute_t<T>;
   extern __shared__ char memory[];
   A* shared = reinterpret_cast<A*>(memory);
@@ -282,39 +297,40 @@ __global__ void __launch_bounds__(kThreads) mul_backward_columns(const T* dy, co
 #pragma unroll 4
     for (int64_t r = piece * each + ty; r < last; r += a.down) {
       const int64_t i = base + r * a.columns;
-      const Vec<T, V> g = load_vec<T, V>(dy + i), w = load_vec<T, V>(x + i);
-      Vec<T, V> d;
+      Vec<A, V> g = unpack<A>(load_vec<T, V>(from + i));
+      if constexpr (BACKWARD) {
+        const Vec<A, V> w = unpack<A>(load_vec<T, V>(x + i));
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const A gj = convert<A>(g.v[j]);
-        sum[j] += gj * convert<A>(w.v[j]);
-        d.v[j] = convert<T>(gj * scale[j]);
+        for (int j = 0; j < V; ++j) sum[j] += g.v[j] * w.v[j];
       }
-      store_vec<T, V>(dx + i, d);
+#pragma unroll
+      for (int j = 0; j < V; ++j) g.v[j] *= scale[j];
+      store_vec<T, V>(to + i, pack<T>(g));
     }
   }
+  if constexpr (BACKWARD) {
 #pragma unroll
-  for (int j = 0; j < V; ++j) shared[(ty * V + j) * a.across + tx] = sum[j];
-  __syncthreads();
-  if (ty != 0 || !active) return;
+    for (int j = 0; j < V; ++j) shared[(ty * V + j) * a.across + tx] = sum[j];
+    __syncthreads();
+    if (ty != 0 || !active) return;
 #pragma unroll
-  for (int j = 0; j < V; ++j) {
-    A all = 0;
-    for (int k = 0; k < a.down; ++k) all += shared[(k * V + j) * a.across + tx];
-    partial[(outer * a.pieces + piece) * a.columns + column + j] = all;
+    for (int j = 0; j < V; ++j) {
+      A all = 0;
+      for (int k = 0; k < a.down; ++k) all += shared[(k * V + j) * a.across + tx];
+      partial[(outer * a.pieces + piece) * a.columns + column + j] = all;
+    }
   }
 }
 
-// The same where s is constant along the fastest dimension (columns == 1): a block reduces one piece of one row.
-template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(kThreads) mul_backward_rows(const T* dy, const T* x, const T* s, T* dx, compute_t<T>* partial,
-                                                             const MulReduceArgs a) {
+// columns == 1, s constant along the fastest dimension: a row of `repeat`, or a piece of it, to `across` threads.
+template <typename T, bool WHOLE, bool BACKWARD>
+__global__ void __launch_bounds__(kThreads) scale_rows(const T* __restrict__ from, const T* __restrict__ x, const T* __restrict__ s,
+                                                      T* __restrict__ to, compute_t<T>* partial, const ScaleArgs a) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
   __shared__ A shared[kThreads / 32];
-  const int rows = a.down;  // rows of a block; each has a.across threads, a power of two
   const int lane = threadIdx.x % a.across;
-  const int64_t row = blockIdx.x / a.pieces * rows + threadIdx.x / a.across, piece = blockIdx.x % a.pieces;
+  const int64_t row = blockIdx.x / a.pieces * a.down + threadIdx.x / a.across, piece = blockIdx.x % a.pieces;
   const int64_t words = (a.repeat + V - 1) / V, each = (words + a.pieces - 1) / a.pieces;
   const int64_t last = (piece + 1) * each < words ? (piece + 1) * each : words;
   const bool active = row < a.outer;
@@ -324,37 +340,51 @@ __global__ void __launch_bounds__(kThreads) mul_backward_rows(const T* dy, const
     const int64_t base = row * a.repeat;
 #pragma unroll 4
     for (int64_t word = piece * each + lane; word < last; word += a.across) {
-      const Vec<T, V> g = load_flat<T, WHOLE>(dy + base, word * V, a.repeat), w = load_flat<T, WHOLE>(x + base, word * V, a.repeat);
-      Vec<T, V> d;
+      Vec<A, V> g = unpack<A>(load_flat<T, WHOLE>(from + base, word * V, a.repeat));
+      if constexpr (BACKWARD) {
+        const Vec<A, V> w = unpack<A>(load_flat<T, WHOLE>(x + base, word * V, a.repeat));
+        A part = 0;
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const A gj = convert<A>(g.v[j]);
-        sum += gj * convert<A>(w.v[j]);
-        d.v[j] = convert<T>(gj * scale);
+        for (int j = 0; j < V; ++j) part += g.v[j] * w.v[j];
+        sum += part;
       }
-      store_flat<T, WHOLE>(dx + base, word * V, a.repeat, d);
+#pragma unroll
+      for (int j = 0; j < V; ++j) g.v[j] *= scale;
+      store_flat<T, WHOLE>(to + base, word * V, a.repeat, pack<T>(g));
     }
   }
-  for (int o = (a.across < 32 ? a.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-  if (a.across > 32) {
-    const int warps = a.across / 32, first = threadIdx.x / a.across * warps;
-    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int k = 0; k < warps; ++k) sum += shared[first + k];
+  if constexpr (BACKWARD) {
+    for (int o = (a.across < 32 ? a.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+    if (a.across > 32) {
+      const int warps = a.across / 32, first = threadIdx.x / a.across * warps;
+      if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
+      __syncthreads();
+      sum = 0;
+      for (int k = 0; k < warps; ++k) sum += shared[first + k];
+    }
+    if (lane == 0 && active) partial[row * a.pieces + piece] = sum;
   }
-  if (lane == 0 && active) partial[row * a.pieces + piece] = sum;
 }
 
-// Adds the pieces up: partial [outer, pieces, columns] to ds [outer, columns].
+// Adds the pieces up: partial [outer, pieces, columns] to ds [outer, columns]. A block has 32 results, and 8 threads for each.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* partial, T* ds, int64_t outer, int64_t pieces,
                                                       int64_t columns) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= outer * columns) return;
-  const compute_t<T>* p = partial + i / columns * pieces * columns + i % columns;
-  compute_t<T> sum = 0;
-  for (int64_t k = 0; k < pieces; ++k) sum += p[k * columns];
+  using A = compute_t<T>;
+  constexpr int kShares = kThreads / 32;
+  __shared__ A shared[kShares][32];
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * 32 + (threadIdx.x & 31);
+  const int share = threadIdx.x >> 5;
+  A sum = 0;
+  if (i < outer * columns) {
+    const A* p = partial + i / columns * pieces * columns + i % columns;
+#pragma unroll 8
+    for (int64_t k = share; k < pieces; k += kShares) sum += p[k * columns];
+  }
+  shared[share][threadIdx.x & 31] = sum;
+  __syncthreads();
+  if (share != 0 || i >= outer * columns) return;
+  for (int k = 1; k < kShares; ++k) sum += shared[k][threadIdx.x & 31];
   ds[i] = convert<T>(sum);
 }
 
@@ -369,13 +399,17 @@ unsigned blocks_for(int64_t n, int64_t each) {
 template <typename T>
 unsigned flat_blocks(int64_t n) { return blocks_for(n, static_cast<int64_t>(kThreads) * kUnroll * kVector<T>); }
 
-Bias make_bias(const Tensor& bias, const FlatPair& pair) {
+// `keep` holds the copy that a bias of too intricate a broadcast is written out to.
+Bias make_bias(const Tensor& bias, const FlatPair& pair, Tensor& keep) {
   check_same(pair.x, bias, "relu_add", "bias");
   Bias b;
   b.data = bias.const_data_ptr();
-  const Dims order = memory_order(pair.sizes, pair.strides, pair.strides);
-  STD_TORCH_CHECK((merge_dims<2>(pair.sizes, order, {pair.strides, broadcast_strides(bias, pair.sizes, "relu_add", "bias")}, b.walk)),
-                  "fastlayers::relu_add: bias steps through more than ", kMaxDims, " dimensions");
+  const Dims order = memory_order(pair.sizes, {&pair.strides});
+  if (!merge_dims<2>(pair.sizes, order, {pair.strides, broadcast_strides(bias, pair.sizes, "relu_add", "bias")}, b.walk)) {
+    keep = pair.empty();
+    torch::stable::copy_(keep, bias);
+    return make_bias(keep, pair, keep);
+  }
   const int64_t vector = kVectorBytes / static_cast<int64_t>(bias.element_size());
   b.vector = b.walk.size[b.walk.dims - 1] % vector == 0;
   return b;
@@ -384,13 +418,14 @@ Bias make_bias(const Tensor& bias, const FlatPair& pair) {
 template <bool SUM_FIRST, bool TRAIN>
 std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, double alpha,
                                            const char* op) {
-  const FlatPair pair(x, y, op);
+  const FlatPair pair(x, y, op, SUM_FIRST ? add_relu_strides : relu_add_strides);
   const Launch launch(x);
   Tensor out = pair.empty();
   Tensor bits = TRAIN ? pair.empty_bits() : out;
   const int64_t n = out.numel();
   if (n == 0) return {out, bits};
-  const Bias b = bias ? make_bias(*bias, pair) : Bias{};
+  Tensor keep;
+  const Bias b = bias ? make_bias(*bias, pair, keep) : Bias{};
   dispatch_floating(x.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
     const T* px = static_cast<const T*>(pair.x.const_data_ptr());
@@ -460,126 +495,142 @@ bool fills(const Tensor& t, const Dims& sizes, const Dims& strides) {
   return dims_of(t.sizes()) == sizes && same_layout(sizes, dims_of(t.strides()), strides);
 }
 
-Tensor mul(const Tensor& x, const Tensor& y) {
-  check_same(x, y, "mul", "y");
-  const Dims sizes = broadcast_shape(x, y, "mul");
-  const Dims sx = broadcast_strides(x, sizes, "mul", "x"), sy = broadcast_strides(y, sizes, "mul", "y");
-  const Dims order = memory_order(sizes, sx, sy), strides = dense_strides(sizes, order);
-  const Launch launch(x);
-  Tensor out = empty_strided(sizes, strides, x.scalar_type(), x);
-  const int64_t n = out.numel();
-  if (n == 0) return out;
-  dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
-    using T = decltype(zero);
-    constexpr int V = kVector<T>;
-    const T* px = static_cast<const T*>(x.const_data_ptr());
-    const T* py = static_cast<const T*>(y.const_data_ptr());
-    T* po = static_cast<T*>(out.mutable_data_ptr());
-    if (fills(x, sizes, strides) && fills(y, sizes, strides)) {
-      mul_flat<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(px, py, po, n, aligned(px) && aligned(py));
-    } else {
-      Walk<3> walk;
-      STD_TORCH_CHECK((merge_dims<3>(sizes, order, {strides, sx, sy}, walk)), "fastlayers::mul: the operands step through more than ",
-                      kMaxDims, " dimensions");
-      const int last = walk.dims - 1;
-      bool words = walk.size[last] % V == 0;
-      for (int k = 1; k < 3; ++k) {
-        const bool reads_words = walk.stride[k][last] == 1;
-        words = words && (walk.stride[k][last] == 0 || (reads_words && aligned(k == 1 ? px : py)));
-        for (int d = 0; d < last && reads_words; ++d) words = words && walk.stride[k][d] % V == 0;
-      }
-      if (words) mul_broadcast<T, V><<<blocks_for(n, kThreads * V), kThreads, 0, launch.stream()>>>(px, py, po, n, walk);
-      else mul_broadcast<T, 1><<<blocks_for(n, kThreads), kThreads, 0, launch.stream()>>>(px, py, po, n, walk);
-    }
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-  });
-  return out;
-}
-
-// dy·s, and dy·x summed to s's shape, where s is repeated to the shape of the dense x. Returns nothing if the repeats are not
-// one run of memory dimensions.
-std::optional<std::tuple<Tensor, Tensor>> mul_backward_reduce(const Tensor& dy, const Tensor& x, const Tensor& s, const Dims& order,
-                                                              const Dims& strides, const Launch& launch) {
-  const Dims sizes = dims_of(x.sizes());
-  const Dims ss = broadcast_strides(s, sizes, "mul_backward", "y");
-  // [outer, repeat, columns], slowest first: s varies on the outer and the columns only.
+// s seen along the memory of a dense tensor that it scales.
+struct Scale {
   int64_t outer = 1, repeat = 1, columns = 1;
-  Dims outer_dims, column_dims;
-  for (const int64_t d : order) {
-    if (sizes[d] == 1) continue;
-    if (ss[d] == 0) {
-      if (!column_dims.empty()) return std::nullopt;
-      repeat *= sizes[d];
-    } else if (repeat == 1) {
-      outer *= sizes[d];
-      outer_dims.push_back(d);
-    } else {
-      columns *= sizes[d];
-      column_dims.push_back(d);
-    }
-  }
-  // s must be dense in the same order for its index to be one product; its gradient is laid out so.
-  Dims ds_strides(sizes.size(), 0);
-  int64_t step = 1;
-  for (auto dims : {&column_dims, &outer_dims})
-    for (auto d = dims->rbegin(); d != dims->rend(); ++d) {
-      ds_strides[*d] = step;
-      step *= sizes[*d];
-    }
-  const int64_t shift = static_cast<int64_t>(sizes.size()) - s.dim();
-  Dims own_sizes = dims_of(s.sizes()), own_strides(own_sizes.size());
-  for (size_t d = 0; d < own_sizes.size(); ++d) own_strides[d] = own_sizes[d] == 1 ? 1 : ds_strides[d + shift];
-  const Tensor sd = with_strides(s, own_sizes, own_strides);
-  Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x);
-  Tensor ds = empty_strided(own_sizes, own_strides, x.scalar_type(), x);
+  Dims sizes, strides;  // its own, dense in that order, so that its index is one product
 
-  MulReduceArgs a{outer, repeat, columns, columns, column_dims.empty() ? 0 : 1, 1, 0, 0};
-  const int64_t wanted = 8 * static_cast<int64_t>(device_traits(launch.device()).processors);
-  dispatch_floating(x.scalar_type(), "mul_backward", [&](auto zero) {
+  // Nothing if its repeats are not one run of memory.
+  static std::optional<Scale> along(const Tensor& s, const Dims& sizes, const Dims& order) {
+    Scale view;
+    const int64_t shift = static_cast<int64_t>(sizes.size()) - s.dim();
+    Dims outer_dims, column_dims;
+    for (const int64_t d : order) {
+      if (sizes[d] == 1) continue;
+      if (d < shift || s.size(d - shift) == 1) {  // by its shape: a stride of 0 may also be that of an expanded s
+        if (!column_dims.empty()) return std::nullopt;
+        view.repeat *= sizes[d];
+      } else if (view.repeat == 1) {
+        view.outer *= sizes[d];
+        outer_dims.push_back(d);
+      } else {
+        view.columns *= sizes[d];
+        column_dims.push_back(d);
+      }
+    }
+    view.sizes = dims_of(s.sizes());
+    view.strides = Dims(view.sizes.size(), 1);
+    int64_t step = 1;
+    for (auto dims : {&column_dims, &outer_dims})
+      for (auto d = dims->rbegin(); d != dims->rend(); ++d) {
+        view.strides[*d - shift] = step;
+        step *= sizes[*d];
+      }
+    return view;
+  }
+};
+
+// One pass of the scale kernels over `from`, dense. Backward, where x is given: ds too.
+template <bool BACKWARD>
+void scale_pass(const Tensor& from, const Tensor& x, const Tensor& s_in, const Scale& view, Tensor& to, Tensor& ds, const Launch& launch) {
+  const Tensor s = with_strides(s_in, view.sizes, view.strides);
+  const int64_t outer = view.outer, repeat = view.repeat, columns = view.columns;
+  ScaleArgs a{outer, repeat, columns, columns, columns == 1 ? 0 : 1, 1, 0, 0};
+  const int64_t wanted = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);  // blocks that are resident
+  dispatch_floating(from.scalar_type(), "mul", [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
     constexpr int V = kVector<T>;
-    const T* g = static_cast<const T*>(dy.const_data_ptr());
-    const T* px = static_cast<const T*>(x.const_data_ptr());
-    const T* ps = static_cast<const T*>(sd.const_data_ptr());
-    T* pdx = static_cast<T*>(dx.mutable_data_ptr());
-    const bool flat = aligned(g) && aligned(px);
-    const auto partials = [&] {
-      return empty_contiguous({outer * a.pieces * columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, x);
+    const T* f = static_cast<const T*>(from.const_data_ptr());
+    const T* px = BACKWARD ? static_cast<const T*>(x.const_data_ptr()) : f;
+    const T* ps = static_cast<const T*>(s.const_data_ptr());
+    T* t = static_cast<T*>(to.mutable_data_ptr());
+    const bool flat = aligned(f) && aligned(px);
+    std::optional<Tensor> partial;
+    const auto partials = [&]() -> A* {
+      if constexpr (!BACKWARD) return nullptr;
+      partial = empty_contiguous({outer * a.pieces * columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, from);
+      return static_cast<A*>(partial->mutable_data_ptr());
     };
-    Tensor partial;
     if (columns == 1) {
       const int64_t words = ceil_div(repeat, V);
       a.across = static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(words, 4))));
       a.down = kThreads / a.across;
       const int64_t row_blocks = ceil_div(outer, a.down);
       a.pieces = std::clamp<int64_t>(wanted / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
-      partial = partials();
-      A* pp = static_cast<A*>(partial.mutable_data_ptr());
+      A* pp = partials();
       const unsigned grid = blocks_for(row_blocks * a.pieces, 1);
-      if (flat && repeat % V == 0) mul_backward_rows<T, true><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, pdx, pp, a);
-      else mul_backward_rows<T, false><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, pdx, pp, a);
+      if (flat && repeat % V == 0) scale_rows<T, true, BACKWARD><<<grid, kThreads, 0, launch.stream()>>>(f, px, ps, t, pp, a);
+      else scale_rows<T, false, BACKWARD><<<grid, kThreads, 0, launch.stream()>>>(f, px, ps, t, pp, a);
     } else {
       const bool words = flat && columns % V == 0;
-      const int64_t lanes = words ? columns / V : columns;
-      a.across = static_cast<int>(std::min<int64_t>(lanes, 64));
+      const int64_t lanes = words ? columns / V : columns, tiles = ceil_div(lanes, 128);
+      a.across = static_cast<int>(ceil_div(lanes, tiles));
       a.down = kThreads / a.across;
-      const int64_t tiles = ceil_div(lanes, a.across);
       a.pieces = std::clamp<int64_t>(wanted / std::max<int64_t>(1, tiles * outer), 1, std::max<int64_t>(1, repeat / (4 * a.down)));
-      partial = partials();
-      A* pp = static_cast<A*>(partial.mutable_data_ptr());
+      A* pp = partials();
       const unsigned grid = blocks_for(tiles * a.pieces * outer, 1);
       const int threads = a.across * a.down;
-      const size_t shared = sizeof(A) * threads * (words ? V : 1);
-      if (words) mul_backward_columns<T, V><<<grid, threads, shared, launch.stream()>>>(g, px, ps, pdx, pp, a);
-      else mul_backward_columns<T, 1><<<grid, threads, shared, launch.stream()>>>(g, px, ps, pdx, pp, a);
+      const size_t shared = BACKWARD ? sizeof(A) * threads * (words ? V : 1) : 0;
+      if (words) scale_columns<T, V, BACKWARD><<<grid, threads, shared, launch.stream()>>>(f, px, ps, t, pp, a);
+      else scale_columns<T, 1, BACKWARD><<<grid, threads, shared, launch.stream()>>>(f, px, ps, t, pp, a);
     }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
-    add_pieces<T><<<blocks_for(outer * columns, kThreads), kThreads, 0, launch.stream()>>>(
-        static_cast<const A*>(partial.const_data_ptr()), static_cast<T*>(ds.mutable_data_ptr()), outer, a.pieces, columns);
+    if constexpr (BACKWARD) {
+      add_pieces<T><<<blocks_for(outer * columns, 32), kThreads, 0, launch.stream()>>>(
+          static_cast<const A*>(partial->const_data_ptr()), static_cast<T*>(ds.mutable_data_ptr()), outer, a.pieces, columns);
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+  });
+}
+
+Tensor mul(const Tensor& x, const Tensor& y) {
+  check_same(x, y, "mul", "y");
+  const Dims sizes = broadcast_shape(x, y, "mul");
+  const Dims sx = broadcast_strides(x, sizes, "mul", "x"), sy = broadcast_strides(y, sizes, "mul", "y");
+  const bool same_shape = dims_of(x.sizes()) == dims_of(y.sizes());
+  const Dims strides = same_shape ? mul_strides(sizes, sx, sy) : dense_strides(sizes, memory_order(sizes, {&sx, &sy}));
+  const Launch launch(x);
+  Tensor out = empty_strided(sizes, strides, x.scalar_type(), x);
+  const int64_t n = out.numel();
+  if (n == 0) return out;
+  const bool x_fills = fills(x, sizes, strides), y_fills = fills(y, sizes, strides);
+  if (x_fills && y_fills) {
+    dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
+      using T = decltype(zero);
+      const T* px = static_cast<const T*>(x.const_data_ptr());
+      const T* py = static_cast<const T*>(y.const_data_ptr());
+      mul_flat<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(px, py, static_cast<T*>(out.mutable_data_ptr()), n,
+                                                                      aligned(px) && aligned(py));
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+    return out;
+  }
+  const Dims order = memory_order(sizes, {&strides});
+  if (!same_shape && (x_fills || y_fills)) {
+    const Tensor &big = x_fills ? x : y, &small = x_fills ? y : x;
+    const std::optional<Scale> view = Scale::along(small, sizes, order);
+    // Columns that are no multiple of the vector are better gathered: their words cross the rows.
+    if (view && (view->columns == 1 || view->columns * small.element_size() % kVectorBytes == 0)) {
+      scale_pass<false>(big, big, small, *view, out, out, launch);
+      return out;
+    }
+  }
+  Walk<3> walk;
+  if (!merge_dims<3>(sizes, order, {strides, sx, sy}, walk)) {  // too intricate: write the operands out in full
+    Tensor full_x = empty_strided(sizes, strides, x.scalar_type(), x), full_y = empty_strided(sizes, strides, x.scalar_type(), x);
+    torch::stable::copy_(full_x, x);
+    torch::stable::copy_(full_y, y);
+    return mul(full_x, full_y);
+  }
+  dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
+    using T = decltype(zero);
+    mul_broadcast<T><<<blocks_for(n, kThreads * kVector<T>), kThreads, 0, launch.stream()>>>(
+        static_cast<const T*>(x.const_data_ptr()), static_cast<const T*>(y.const_data_ptr()),
+        static_cast<T*>(out.mutable_data_ptr()), n, walk);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
-  return std::make_tuple(dx, ds);
+  return out;
 }
 
 // t summed over the dimensions along which a tensor of these sizes was repeated.
@@ -602,8 +653,8 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x, co
   const auto composed = [&] { return std::make_tuple(sum_to(mul(dy_in, y), own_x), sum_to(mul(dy_in, x), own_y)); };
   if (!full_x && !full_y) return composed();
   const Tensor& big = full_x ? x : y;
-  const Dims big_strides = dims_of(big.strides());
-  const Dims order = memory_order(sizes, big_strides, big_strides), strides = dense_strides(sizes, order);
+  const Dims dy_strides = dims_of(dy_in.strides()), big_strides = dims_of(big.strides());
+  const Dims order = memory_order(sizes, {&dy_strides, &big_strides}), strides = dense_strides(sizes, order);
   const Tensor dy = with_strides(dy_in, sizes, strides), dense_big = with_strides(big, sizes, strides);
   const int64_t n = dy.numel();
   if (full_x && full_y) {
@@ -623,9 +674,12 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x, co
     });
     return {dx, dy_};
   }
-  auto both = mul_backward_reduce(dy, dense_big, full_x ? y : x, order, strides, launch);
-  if (!both) return composed();
-  auto& [d_big, d_small] = *both;
+  const Tensor& small = full_x ? y : x;
+  const std::optional<Scale> view = Scale::along(small, sizes, order);
+  if (!view) return composed();
+  Tensor d_big = empty_strided(sizes, strides, x.scalar_type(), x);
+  Tensor d_small = empty_strided(view->sizes, view->strides, x.scalar_type(), x);
+  scale_pass<true>(dy, dense_big, small, *view, d_big, d_small, launch);
   return full_x ? std::make_tuple(d_big, d_small) : std::make_tuple(d_small, d_big);
 }
 

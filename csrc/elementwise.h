@@ -7,15 +7,30 @@ namespace fastlayers {
 
 constexpr int kBits = 8;  // elements to a byte of a mask
 
-// x and y in one dense memory order, that of torch's elementwise result, so that a kernel runs over flat memory.
+// The layouts of relu(x) + y, relu(x + y) and x·y, for x and y of one shape.
+inline Dims relu_add_strides(const Dims& sizes, const Dims& x, const Dims& y) {
+  const Dims relu = result_strides(sizes, {&x});
+  return result_strides(sizes, {&relu, &y});
+}
+inline Dims add_relu_strides(const Dims& sizes, const Dims& x, const Dims& y) {
+  const Dims sum = result_strides(sizes, {&x, &y});
+  return result_strides(sizes, {&sum});
+}
+inline Dims mul_strides(const Dims& sizes, const Dims& x, const Dims& y) { return result_strides(sizes, {&x, &y}); }
+
+// x and y in one dense memory order, that of torch's result, so that a kernel runs over flat memory.
 struct FlatPair {
   Tensor x, y;
   Dims sizes, strides;
 
-  FlatPair(const Tensor& x_in, const Tensor& y_in, const char* op) : x(x_in), y(y_in), sizes(dims_of(x_in.sizes())) {
+  FlatPair(const Tensor& x_in, const Tensor& y_in, const char* op, Dims (*layout)(const Dims&, const Dims&, const Dims&))
+      : x(x_in), y(y_in), sizes(dims_of(x_in.sizes())) {
     check_same_shape(x_in, y_in, op, "y");
-    const Dims sx = dims_of(x_in.strides()), sy = dims_of(y_in.strides());
-    strides = dense_strides(sizes, memory_order(sizes, sx, sy));
+    if (x_in.is_contiguous() && y_in.is_contiguous()) {  // the common case, without the question
+      strides = contiguous_strides(sizes);
+      return;
+    }
+    strides = layout(sizes, dims_of(x_in.strides()), dims_of(y_in.strides()));
     x = with_strides(x_in, sizes, strides);
     y = with_strides(y_in, sizes, strides);
   }

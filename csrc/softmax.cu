@@ -6,12 +6,15 @@
 //   rows    the dimension is contiguous. A power of two of threads holds one row, up to 16 blocks of a cluster (sm_90) for a
 //           long one; a short row leaves room for several in a block. Each warp reduces its part to (maximum, sum of
 //           exponentials below it), and those pairs cross warps and blocks in one exchange.
-//   split   rows too long to hold: two passes, with every row cut into pieces so that few rows still fill the GPU.
+//   team    a row too long for that: many blocks, all resident, hold a slice each in shared memory and tell each other their
+//           pairs through global memory, while the next rows are already on their way.
+//   split   what neither can hold: two passes, with every row cut into pieces so that few rows still fill the GPU.
 //   columns the dimension is strided: a thread owns neighbouring columns and walks down them.
 //
-// A row whose length is not a multiple of the vector starts anywhere in a 16-byte word. All tensors being contiguous and
-// aligned, element i of each lies at the same place in its word, so a row is processed in the words that cover it, and what
-// belongs to its neighbours is ignored.
+// A row whose length is not a multiple of the vector starts anywhere in a 16-byte word ("ragged"). All tensors being contiguous
+// and aligned, element i of each lies at the same place in its word, so a row is whole words still, but for a few elements
+// at both ends: the row kernels give those to single threads, the others read the words that cover the row and ignore what
+// belongs to its neighbours.
 #include <cooperative_groups.h>
 
 #include "device.cuh"
@@ -19,9 +22,25 @@
 namespace fastlayers {
 namespace {
 
-namespace cg = cooperative_groups;
+// Clusters begin with sm_90. For older GPUs the kernels that use them must compile too, and are never launched.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline cooperative_groups::cluster_group this_cluster() { return cooperative_groups::this_cluster(); }
+#else
+struct OneBlock {
+  __device__ unsigned num_blocks() const { return 1; }
+  __device__ unsigned block_rank() const { return 0; }
+  __device__ void barrier_arrive() const {}
+  __device__ void barrier_wait() const {}
+  __device__ void sync() const {}
+  template <typename T>
+  __device__ T* map_shared_rank(T* slot, unsigned) const { return slot; }
+};
+__device__ inline OneBlock this_cluster() { return {}; }
+#endif
 
 constexpr int kRowThreads = 256;   // most threads of a block: several fit an SM, so that their phases overlap
+// Blocks that an SM should hold: the registers that this leaves a thread are those that K words of its row need.
+constexpr int blocks_resident(int words) { return words > 4 ? 2 : words > 2 ? 4 : 6; }
 constexpr int kMaxCluster = 16;    // 8 is portable; 16 fits a GPC of every sm_90 part
 constexpr int kMaxWarps = 16;
 constexpr int kMaskDims = 4;
@@ -48,38 +67,39 @@ struct Mask {
   }
 };
 
+// A: the type of the computation.
+template <typename A>
 struct ForwardArgs {
   const void* x;
   void* y;
   int64_t rows, n, row_stride;
-  int threads;  // of one block that share a row
-  bool ragged;  // n is no multiple of the vector
-  bool log;
-  double scale;
+  A scale;
+  int thread_bits;   // log2 of the threads of one block that share a row
+  bool ragged;       // n is no multiple of the vector
   Mask mask;
 };
 
+template <typename A>
 struct BackwardArgs {
   const void* dy;
   const void* y;
   void* dx;
   int64_t rows, n;
-  int threads;
+  A scale;
+  int thread_bits;
   bool ragged;
-  bool log;
-  double scale;
   Mask mask;  // boolean only: an additive one does not change the formula
 };
 
 // ---- exponentials -------------------------------------------------------------------------------------------------------
 
-// For 16-bit results exponents are kept in units of log2(e), for the hardware's exp2; its error stays far below theirs. For
-// wider results the library's exp follows torch.
+// FAST, for 16-bit results: the hardware's exp2, whose error stays far below theirs. For wider results the library's exp
+// follows torch. The scores themselves stay in natural units: the lowest bfloat16 times log2(e) would overflow.
 template <bool FAST, typename A>
 __device__ __forceinline__ A exponential(A v) {
   if constexpr (FAST) {
     float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v * 1.4426950408889634f));
     return r;
   } else if constexpr (std::is_same_v<A, double>) {
     return exp(v);
@@ -88,8 +108,31 @@ __device__ __forceinline__ A exponential(A v) {
   }
 }
 
-template <bool FAST>
-__host__ __device__ constexpr double exponent_unit() { return FAST ? 1.4426950408889634 : 1.0; }
+// What the backward sums over a row: g·p of the result's gradient g and the result p, or g for log_softmax.
+template <bool LOG, typename A, typename T, int V>
+__device__ __forceinline__ Vec<A, V> sum_terms(const Vec<T, V>& g, const Vec<T, V>& p) {
+  Vec<A, V> r = unpack<A>(g);
+  if constexpr (!LOG) {
+    const Vec<A, V> pa = unpack<A>(p);
+#pragma unroll
+    for (int j = 0; j < V; ++j) r.v[j] *= pa.v[j];
+  }
+  return r;
+}
+
+// The gradient of x from the row's sum.
+template <bool LOG, bool FAST, typename A, typename T, int V>
+__device__ __forceinline__ Vec<A, V> score_gradient(const Vec<T, V>& g, const Vec<T, V>& p, A sum, A scale) {
+  const Vec<A, V> ga = unpack<A>(g), pa = unpack<A>(p);
+  Vec<A, V> r;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if constexpr (LOG) r.v[j] = ga.v[j] - exponential<FAST>(pa.v[j]) * sum;
+    else r.v[j] = pa.v[j] * (ga.v[j] - sum);
+    r.v[j] *= scale;
+  }
+  return r;
+}
 
 template <typename A>
 __device__ __forceinline__ A minus_infinity() { return -static_cast<A>(INFINITY); }
@@ -124,6 +167,12 @@ __device__ __forceinline__ A lanes_sum(A v, int lanes) {
 }
 
 template <bool FAST, typename A>
+__device__ __forceinline__ Pair<A> merge(Pair<A> p, Pair<A> q) {
+  const A m = maximum(p.m, q.m), base = finite_or_zero(m);
+  return {m, p.s * exponential<FAST>(p.m - base) + q.s * exponential<FAST>(q.m - base)};
+}
+
+template <bool FAST, typename A>
 __device__ __forceinline__ Pair<A> lanes_merge(Pair<A> p, int lanes) {
   const A m = lanes_max(p.m, lanes);
   return {m, lanes_sum(p.s * exponential<FAST>(p.m - finite_or_zero(m)), lanes)};
@@ -138,16 +187,16 @@ struct Exchange {
 
   __device__ int warps() const { return threads >> 5; }
   __device__ int count() const {
-    if constexpr (CLUSTER) return warps() * static_cast<int>(cg::this_cluster().num_blocks());
+    if constexpr (CLUSTER) return warps() * static_cast<int>(this_cluster().num_blocks());
     else return warps();
   }
   __device__ void arrive() const {  // every block of the cluster has started: its memory may be written
-    if constexpr (CLUSTER) cg::this_cluster().barrier_arrive();
+    if constexpr (CLUSTER) this_cluster().barrier_arrive();
   }
   __device__ void publish(T value) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     if constexpr (CLUSTER) {
-      auto cluster = cg::this_cluster();
+      auto cluster = this_cluster();
       cluster.barrier_wait();
       if (lane < cluster.num_blocks()) cluster.map_shared_rank(slots, lane)[cluster.block_rank() * warps() + warp] = value;
       cluster.sync();
@@ -158,7 +207,7 @@ struct Exchange {
   }
   __device__ T load(int i) const {
     if constexpr (CLUSTER) return slots[i];
-    else return slots[(threadIdx.x / threads) * warps() + i];
+    else return slots[((threadIdx.x >> 5) & ~(warps() - 1)) + i];
   }
 };
 
@@ -166,230 +215,313 @@ template <bool FAST, bool CLUSTER, typename A>
 __device__ __forceinline__ Pair<A> row_merge(Pair<A> p, Exchange<Pair<A>, CLUSTER>& exchange) {
   if (!CLUSTER && exchange.threads <= 32) return p;
   exchange.publish(p);
-  Pair<A> all{minus_infinity<A>(), A(0)};
-  for (int i = threadIdx.x & 31; i < exchange.count(); i += 32) {
-    const Pair<A> q = exchange.load(i);
-    const A m = maximum(all.m, q.m), base = finite_or_zero(m);
-    all = {m, all.s * exponential<FAST>(all.m - base) + q.s * exponential<FAST>(q.m - base)};
-  }
-  return lanes_merge<FAST>(all, 32);
+  const int lane = threadIdx.x & 31, count = exchange.count();
+  Pair<A> all = exchange.load(lane & (count - 1));
+#pragma unroll 1
+  for (int i = lane + 32; i < count; i += 32) all = merge<FAST>(all, exchange.load(i));
+  return lanes_merge<FAST>(all, count < 32 ? count : 32);
 }
 
 template <bool CLUSTER, typename A>
 __device__ __forceinline__ A row_sum(A s, Exchange<A, CLUSTER>& exchange) {
   if (!CLUSTER && exchange.threads <= 32) return s;
   exchange.publish(s);
-  A all(0);
-  for (int i = threadIdx.x & 31; i < exchange.count(); i += 32) all += exchange.load(i);
-  return lanes_sum(all, 32);
+  const int lane = threadIdx.x & 31, count = exchange.count();
+  A all = exchange.load(lane & (count - 1));
+#pragma unroll 1
+  for (int i = lane + 32; i < count; i += 32) all += exchange.load(i);
+  return lanes_sum(all, count < 32 ? count : 32);
+}
+
+// Turns t = score - maximum into the result: t - log(sum), or exp(t) / sum.
+template <typename A, bool LOG, bool FAST>
+struct Finish {
+  A sum, last, correction;
+
+  // `rescale`: exponentials given to divide() are relative to a maximum lower than the row's by log(rescale).
+  __device__ explicit Finish(const Pair<A>& row, A rescale = A(1))
+      : sum(row.s), last(LOG ? logarithm(row.s) : quotient(rescale, row.s)), correction(!FAST && rescale == A(1) ? last : A(0)) {}
+
+  __device__ static A logarithm(A v) {
+    if constexpr (std::is_same_v<A, double>) return log(v);
+    else return FAST ? __logf(v) : logf(v);
+  }
+  __device__ static A quotient(A u, A v) {
+    if constexpr (FAST) return __fdividef(u, v);
+    else return u / v;
+  }
+
+  __device__ Finish(A sum_, A last_) : sum(sum_), last(last_), correction(FAST ? A(0) : last_) {}
+
+  // A quotient by the reciprocal, with one Newton step where the result is wide enough to show the difference.
+  __device__ __forceinline__ A divide(A e) const {
+    const A q = e * last;
+    if constexpr (FAST) return q;
+    else return q + (e - q * sum) * correction;
+  }
+  __device__ __forceinline__ A operator()(A t) const {
+    if constexpr (LOG) return t - last;
+    else return divide(exponential<FAST>(t));
+  }
+};
+
+// Adds the words' own sums: a tree of few roundings where a running sum over the row would have one an element.
+template <typename A, int V>
+__device__ __forceinline__ A tree_sum(const Vec<A, V>& v) {
+  if constexpr (V == 1) {
+    return v.v[0];
+  } else {
+    Vec<A, V / 2> half;
+#pragma unroll
+    for (int j = 0; j < V / 2; ++j) half.v[j] = v.v[2 * j] + v.v[2 * j + 1];
+    return tree_sum(half);
+  }
 }
 
 // ---- one row in registers -----------------------------------------------------------------------------------------------
 
-// Where a thread stands: its row, and the first of the words of the row that it owns (the others follow at `stride`).
+// Where a thread stands: its row, and the words of it that it owns, `stride` apart. Of a ragged row also one of the single
+// elements before and after the whole words, if any are left for it.
 struct Place {
   int64_t row;
-  int n;        // 32 bits do: a row that fits in registers is short
-  int head;     // elements of the first word that belong to the row before
+  int64_t start;  // of the first whole word, in elements from that of the tensor
+  int words;      // whole ones; 32 bits do, for a row that fits in registers is short
   int first, stride;
-  bool active;
+  int single;     // its element in the row, or -1
 
   __device__ int word(int i) const { return first + i * stride; }
 
   template <int K, int V, bool CLUSTER, typename Args>
   __device__ static Place find(const Args& a) {
     Place p;
-    const int lane = threadIdx.x & (a.threads - 1);
+    const int threads = 1 << a.thread_bits;
+    int lane = threadIdx.x & (threads - 1);
     if constexpr (CLUSTER) {
-      auto cluster = cg::this_cluster();
+      auto cluster = this_cluster();
       p.row = blockIdx.x / cluster.num_blocks();
-      p.first = static_cast<int>(cluster.block_rank()) * K * a.threads + lane;
+      p.first = static_cast<int>(cluster.block_rank()) * K * threads + lane;
+      if (cluster.block_rank() != 0) lane = INT32_MAX;  // the first block takes the singles
     } else {
-      p.row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / a.threads) + threadIdx.x / a.threads;
+      p.row = static_cast<int64_t>(blockIdx.x) * (blockDim.x >> a.thread_bits) + (threadIdx.x >> a.thread_bits);
       p.first = lane;
     }
-    p.n = static_cast<int>(a.n);
-    p.stride = a.threads;
-    p.active = p.row < a.rows;
-    p.head = a.ragged ? static_cast<int>((p.row * a.n) & (V - 1)) : 0;
+    p.stride = threads;
+    p.start = p.row * a.n;
+    p.single = -1;
+    int n = static_cast<int>(a.n);
+    if (a.ragged) {
+      const int before = min(n, static_cast<int>(-p.start & (V - 1)));
+      const int after = (n - before) & (V - 1);
+      if (lane < before) p.single = lane;
+      else if (lane < before + after) p.single = n - before - after + lane;
+      p.start += before;
+      n -= before + after;
+    }
+    p.words = static_cast<unsigned>(n) / V;
+    if (p.row >= a.rows) p.words = 0, p.single = -1;
     return p;
   }
 };
 
+// Writes the part of a word that belongs to the row.
+template <typename T, int V>
+__device__ __forceinline__ void store_word(T* p, int64_t e, int64_t n, const Vec<T, V>& w) {
+  if (e >= 0 && e + V <= n) {
+    store_vec<T, V>(p, w);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (e + j >= 0 && e + j < n) p[j] = w.v[j];
+  }
+}
+
+// Masks V scores, of which the first has its mask at `offset`.
 template <typename In, typename A, int V>
-__device__ __forceinline__ void apply_mask(Vec<A, V>& v, const Mask& mask, int64_t offset, int64_t e, int64_t n, A unit) {
+__device__ __forceinline__ void apply_mask(Vec<A, V>& v, const Mask& mask, int64_t offset) {
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const int64_t at = e + j;
-    if (at < 0 || at >= n) continue;
-    const int64_t i = offset + at * mask.step;
+    const int64_t i = offset + j * mask.step;
     if (mask.kind == MaskKind::boolean) {
       if (!static_cast<const bool*>(mask.data)[i]) v.v[j] = minus_infinity<A>();
     } else if (mask.kind == MaskKind::float32) {
-      v.v[j] += static_cast<A>(static_cast<const float*>(mask.data)[i]) * unit;
+      v.v[j] += static_cast<A>(static_cast<const float*>(mask.data)[i]);
     } else {
-      v.v[j] += convert<A>(static_cast<const In*>(mask.data)[i]) * unit;
+      v.v[j] += convert<A>(static_cast<const In*>(mask.data)[i]);
     }
   }
 }
 
-template <typename In, typename Out, int K, bool MASKED, bool CLUSTER>
-__global__ void __launch_bounds__(kRowThreads, 3) softmax_forward_rows(const ForwardArgs a) {
+// Zeroes the gradient where a boolean mask is False.
+template <typename A, int V>
+__device__ __forceinline__ void drop_masked(Vec<A, V>& r, const Mask& mask, int64_t offset) {
+#pragma unroll
+  for (int j = 0; j < V; ++j)
+    if (!static_cast<const bool*>(mask.data)[offset + j * mask.step]) r.v[j] = A(0);
+}
+
+// The largest of the elements that a thread holds. Packed 16-bit values are compared two at a time, unconverted.
+template <typename T, int K, int V>
+__device__ __forceinline__ T largest(const Vec<T, V> (&held)[K]) {
+  if constexpr (sizeof(T) == 2) {
+    using T2 = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    T2 m = reinterpret_cast<const T2*>(held[0].v)[0];
+#pragma unroll
+    for (int i = 0; i < K; ++i)
+#pragma unroll
+      for (int j = 0; j < V / 2; ++j) m = __hmax2(m, reinterpret_cast<const T2*>(held[i].v)[j]);
+    return __hmax(m.x, m.y);
+  } else {
+    T m = held[0].v[0];
+#pragma unroll
+    for (int i = 0; i < K; ++i)
+#pragma unroll
+      for (int j = 0; j < V; ++j) m = maximum(m, held[i].v[j]);
+    return m;
+  }
+}
+
+template <typename In, typename Out, int K, bool LOG, bool MASKED, bool CLUSTER>
+__global__ void __launch_bounds__(kRowThreads, blocks_resident(K)) softmax_forward_rows(const ForwardArgs<compute_t<In>> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr bool FAST = sizeof(Out) == 2;
-  using Held = std::conditional_t<MASKED, A, In>;
   __shared__ Pair<A> slots[CLUSTER ? kMaxWarps * kMaxCluster : kMaxWarps];
-  Exchange<Pair<A>, CLUSTER> exchange{slots, a.threads};
+  Exchange<Pair<A>, CLUSTER> exchange{slots, 1 << a.thread_bits};
   exchange.arrive();
 
   const Place at = Place::find<K, V, CLUSTER>(a);
-  const In* x = static_cast<const In*>(a.x) + at.row * a.row_stride - at.head;
-  const A unit = static_cast<A>(exponent_unit<FAST>());
-  const A factor = static_cast<A>(a.scale) * unit;
-  const A none = factor < A(0) && !MASKED ? -minus_infinity<A>() : minus_infinity<A>();  // vanishes once scaled
-  const int64_t mask_offset = MASKED && at.active ? a.mask.row_offset(at.row) : 0;
+  const In* row = static_cast<const In*>(a.x) + at.row * a.row_stride;
+  const In* x = row + (at.start - at.row * a.n);
+  // All loads before anything that waits for one of them.
+  Vec<In, V> loaded[K];
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    loaded[i] = filled<In, V>(convert<In>(minus_infinity<A>()));
+    if (at.word(i) < at.words) loaded[i] = load_vec<In, V>(x + at.word(i) * V);
+  }
+  In loaded_single = convert<In>(minus_infinity<A>());
+  if (at.single >= 0) loaded_single = row[at.single];
 
+  // A masked row is held as scores; another as it came, negated where the scale is negative so that the largest value has
+  // the largest score.
+  using Held = std::conditional_t<MASKED, A, In>;
   Vec<Held, V> held[K];
+  Vec<A, 1> single{{minus_infinity<A>()}};  // a score
+  A to_score = A(1);
+  if constexpr (MASKED) {
+    const int64_t offset = at.row < a.rows ? a.mask.row_offset(at.row) : 0;
 #pragma unroll
-  for (int i = 0; i < K; ++i) {
-    const int word = at.word(i), e = word * V - at.head;
-    if (at.active && e < at.n) {
-      const Vec<In, V> w = load_vec<In, V>(x + word * V);
+    for (int i = 0; i < K; ++i) {
+      held[i] = filled<A, V>(minus_infinity<A>());
+      if (at.word(i) >= at.words) continue;
+      held[i] = unpack<A>(loaded[i]);
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        if constexpr (MASKED) held[i].v[j] = convert<A>(w.v[j]) * factor;
-        else held[i].v[j] = w.v[j];
-      }
-      if constexpr (MASKED) apply_mask<In, A, V>(held[i], a.mask, mask_offset, e, at.n, unit);
-      if (a.ragged && (e < 0 || e + V > at.n)) {
-#pragma unroll
-        for (int j = 0; j < V; ++j)
-          if (e + j < 0 || e + j >= at.n) held[i].v[j] = convert<Held>(none);
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < V; ++j) held[i].v[j] = convert<Held>(none);
+      for (int j = 0; j < V; ++j) held[i].v[j] *= a.scale;
+      apply_mask<In>(held[i], a.mask, offset + (x - row + at.word(i) * V) * a.mask.step);
     }
+    if (at.single >= 0) {
+      single.v[0] = convert<A>(loaded_single) * a.scale;
+      apply_mask<In>(single, a.mask, offset + at.single * a.mask.step);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < K; ++i) held[i] = loaded[i];
+    to_score = a.scale;
+    if (a.scale < A(0)) {
+      to_score = -a.scale;
+#pragma unroll
+      for (int i = 0; i < K; ++i)
+        if (at.word(i) < at.words) held[i] = negated(held[i]);
+    }
+    if (at.single >= 0) single.v[0] = convert<A>(loaded_single) * a.scale;
   }
 
-  const auto value = [&](int i, int j) -> A {
-    if constexpr (MASKED) return held[i].v[j];
-    else return convert<A>(held[i].v[j]) * factor;
-  };
-
-  A m = minus_infinity<A>();
-#pragma unroll
-  for (int i = 0; i < K; ++i)
-#pragma unroll
-    for (int j = 0; j < V; ++j) m = maximum(m, value(i, j));
-  const int lanes = a.threads < 32 ? a.threads : 32;
-  m = lanes_max(m, lanes);
-#pragma unroll
-  for (int i = 0; i < K; ++i) forget(held[i]);
-  A s = 0;
+  const int lanes = a.thread_bits < 5 ? 1 << a.thread_bits : 32;
+  const A m = lanes_max(maximum(convert<A>(largest(held)) * to_score, single.v[0]), lanes);
   const A base = finite_or_zero(m);
-#pragma unroll
-  for (int i = 0; i < K; ++i)
-#pragma unroll
-    for (int j = 0; j < V; ++j) s += exponential<FAST>(value(i, j) - base);
-  const Pair<A> row = row_merge<FAST, CLUSTER>(Pair<A>{m, lanes_sum(s, lanes)}, exchange);
-#pragma unroll
-  for (int i = 0; i < K; ++i) forget(held[i]);
-
-  if (!at.active) return;
-  Out* y = static_cast<Out*>(a.y) + at.row * a.n - at.head;
-  const A log_s = a.log ? static_cast<A>(log(row.s)) : A(0);
-  const A inverse = A(1) / row.s;
+  A s = 0;
+  Vec<A, V> e[K];  // exponentials relative to the warp's maximum; for log_softmax they only add up
 #pragma unroll
   for (int i = 0; i < K; ++i) {
-    const int word = at.word(i), e = word * V - at.head;
-    if (e >= at.n) continue;
-    Vec<Out, V> w;
+    e[i] = unpack<A>(held[i]);
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const A t = value(i, j) - row.m;
-      if (a.log) w.v[j] = convert<Out>(t / unit - log_s);
-      else if constexpr (FAST) w.v[j] = convert<Out>(exponential<FAST>(t) * inverse);
-      else w.v[j] = convert<Out>(exponential<FAST>(t) / row.s);
-    }
-    if (!a.ragged || (e >= 0 && e + V <= at.n)) {
-      store_vec<Out, V>(y + word * V, w);
-    } else {
-#pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (e + j >= 0 && e + j < at.n) y[word * V + j] = w.v[j];
-    }
+    for (int j = 0; j < V; ++j) e[i].v[j] = exponential<FAST>(e[i].v[j] * to_score - base);
+    s += tree_sum(e[i]);
   }
+  if (a.ragged) s += exponential<FAST>(single.v[0] - base);
+  const Pair<A> all = row_merge<FAST, CLUSTER>(Pair<A>{m, lanes_sum(s, lanes)}, exchange);
+  if constexpr (LOG) {
+#pragma unroll
+    for (int i = 0; i < K; ++i) forget(held[i]);
+  }
+
+  Out* y = static_cast<Out*>(a.y) + at.start;
+  const Finish<A, LOG, FAST> finish(all, LOG ? A(1) : exponential<FAST>(m - all.m));
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    const int word = at.word(i);
+    if (word >= at.words) continue;
+    if constexpr (LOG) e[i] = unpack<A>(held[i]);
+#pragma unroll
+    for (int j = 0; j < V; ++j) e[i].v[j] = LOG ? finish(e[i].v[j] * to_score - all.m) : finish.divide(e[i].v[j]);
+    store_vec<Out, V>(y + word * V, pack<Out>(e[i]));
+  }
+  if (at.single >= 0)
+    static_cast<Out*>(a.y)[at.row * a.n + at.single] =
+        convert<Out>(LOG ? finish(single.v[0] - all.m) : finish.divide(exponential<FAST>(single.v[0] - base)));
 }
 
 // dx = scale·y·(dy - sum(y·dy)); for log_softmax scale·(dy - exp(y)·sum(dy)). Where a boolean mask is False, 0.
-template <typename In, typename Out, int K, bool CLUSTER>
-__global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const BackwardArgs a) {
+template <typename In, typename Out, int K, bool LOG, bool MASKED, bool CLUSTER>
+__global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const BackwardArgs<compute_t<In>> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
+  constexpr bool FAST = sizeof(In) == 2;
   __shared__ A slots[CLUSTER ? kMaxWarps * kMaxCluster : kMaxWarps];
-  Exchange<A, CLUSTER> exchange{slots, a.threads};
+  Exchange<A, CLUSTER> exchange{slots, 1 << a.thread_bits};
   exchange.arrive();
 
   const Place at = Place::find<K, V, CLUSTER>(a);
-  const int64_t start = at.row * a.n - at.head;
-  const Out* dy = static_cast<const Out*>(a.dy) + start;
-  const Out* y = static_cast<const Out*>(a.y) + start;
+  const Out* dy = static_cast<const Out*>(a.dy);
+  const Out* y = static_cast<const Out*>(a.y);
 
   Vec<Out, V> g[K], p[K];
 #pragma unroll
   for (int i = 0; i < K; ++i) {
-    const int word = at.word(i), e = word * V - at.head;
-    const bool some = at.active && e < at.n;
-    if (some) {
-      g[i] = load_vec<Out, V>(dy + word * V);
-      p[i] = load_vec<Out, V>(y + word * V);
-    }
-    if (!some || (a.ragged && (e < 0 || e + V > at.n))) {
-#pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (!some || e + j < 0 || e + j >= at.n) g[i].v[j] = p[i].v[j] = convert<Out>(0.f);
+    g[i] = p[i] = filled<Out, V>(convert<Out>(0.f));
+    if (at.word(i) < at.words) {
+      g[i] = load_vec<Out, V>(dy + at.start + at.word(i) * V);
+      p[i] = load_vec<Out, V>(y + at.start + at.word(i) * V);
     }
   }
+  Vec<Out, 1> single_g = filled<Out, 1>(convert<Out>(0.f)), single_p = single_g;
+  if (at.single >= 0) {
+    single_g.v[0] = dy[at.row * a.n + at.single];
+    single_p.v[0] = y[at.row * a.n + at.single];
+  }
 
-  A s = 0;
+  A s = sum_terms<LOG, A>(single_g, single_p).v[0];
 #pragma unroll
-  for (int i = 0; i < K; ++i)
-#pragma unroll
-    for (int j = 0; j < V; ++j) s += a.log ? convert<A>(g[i].v[j]) : convert<A>(g[i].v[j]) * convert<A>(p[i].v[j]);
-  s = row_sum<CLUSTER>(lanes_sum(s, a.threads < 32 ? a.threads : 32), exchange);
-
+  for (int i = 0; i < K; ++i) s += tree_sum(sum_terms<LOG, A>(g[i], p[i]));
+  s = row_sum<CLUSTER>(lanes_sum(s, a.thread_bits < 5 ? 1 << a.thread_bits : 32), exchange);
 #pragma unroll
   for (int i = 0; i < K; ++i) forget(g[i]), forget(p[i]);
 
-  if (!at.active) return;
-  In* dx = static_cast<In*>(a.dx) + start;
-  const A scale = static_cast<A>(a.scale);
-  const int64_t mask_offset = a.mask.kind == MaskKind::none ? 0 : a.mask.row_offset(at.row);
+  In* dx = static_cast<In*>(a.dx);
+  const A scale = a.scale;
+  const int64_t mask_offset = MASKED && at.row < a.rows ? a.mask.row_offset(at.row) : 0;
 #pragma unroll
   for (int i = 0; i < K; ++i) {
-    const int word = at.word(i), e = word * V - at.head;
-    if (e >= at.n) continue;
-    Vec<In, V> w;
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const A gj = convert<A>(g[i].v[j]), pj = convert<A>(p[i].v[j]);
-      w.v[j] = convert<In>(scale * (a.log ? gj - exponential<false>(pj) * s : pj * (gj - s)));
-    }
-    if (a.mask.kind != MaskKind::none) {
-#pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (e + j >= 0 && e + j < at.n && !static_cast<const bool*>(a.mask.data)[mask_offset + (e + j) * a.mask.step])
-          w.v[j] = convert<In>(0.f);
-    }
-    if (!a.ragged || (e >= 0 && e + V <= at.n)) {
-      store_vec<In, V>(dx + word * V, w);
-    } else {
-#pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (e + j >= 0 && e + j < at.n) dx[word * V + j] = w.v[j];
-    }
+    const int word = at.word(i);
+    if (word >= at.words) continue;
+    Vec<A, V> r = score_gradient<LOG, FAST, A>(g[i], p[i], s, scale);
+    if constexpr (MASKED) drop_masked(r, a.mask, mask_offset + (at.start - at.row * a.n + word * V) * a.mask.step);
+    store_vec<In, V>(dx + at.start + word * V, pack<In>(r));
+  }
+  if (at.single >= 0) {
+    Vec<A, 1> r = score_gradient<LOG, FAST, A>(single_g, single_p, s, scale);
+    if constexpr (MASKED) drop_masked(r, a.mask, mask_offset + at.single * a.mask.step);
+    dx[at.row * a.n + at.single] = convert<In>(r.v[0]);
   }
 }
 
@@ -418,28 +550,33 @@ template <typename In, bool MASKED, bool FAST>
 struct RowReader {
   using A = compute_t<In>;
   static constexpr int V = kVectorBytes / sizeof(In);
-  const ForwardArgs& a;
+  const ForwardArgs<compute_t<In>>& a;
   const In* x;
   int head;
   int64_t mask_offset;
-  A unit, factor;
+  A scale;
 
-  __device__ RowReader(const ForwardArgs& args, int64_t row, int head_)
+  __device__ RowReader(const ForwardArgs<compute_t<In>>& args, int64_t row, int head_)
       : a(args), x(static_cast<const In*>(args.x) + row * args.row_stride - head_), head(head_),
-        mask_offset(MASKED ? args.mask.row_offset(row) : 0), unit(static_cast<A>(exponent_unit<FAST>())),
-        factor(static_cast<A>(args.scale) * unit) {}
+        mask_offset(MASKED ? args.mask.row_offset(row) : 0), scale(args.scale) {}
 
   __device__ Vec<A, V> load(int64_t word) const {
-    const Vec<In, V> w = load_vec<In, V>(x + word * V);
-    Vec<A, V> v;
+    Vec<A, V> v = unpack<A>(load_vec<In, V>(x + word * V));
 #pragma unroll
-    for (int j = 0; j < V; ++j) v.v[j] = convert<A>(w.v[j]) * factor;
+    for (int j = 0; j < V; ++j) v.v[j] *= scale;
     const int64_t e = word * V - head;
-    if constexpr (MASKED) apply_mask<In, A, V>(v, a.mask, mask_offset, e, a.n, unit);
-    if (a.ragged && (e < 0 || e + V > a.n)) {
+    if (e >= 0 && e + V <= a.n) {
+      if constexpr (MASKED) apply_mask<In>(v, a.mask, mask_offset + e * a.mask.step);
+      return v;
+    }
 #pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (e + j < 0 || e + j >= a.n) v.v[j] = minus_infinity<A>();
+    for (int j = 0; j < V; ++j) {
+      Vec<A, 1> one{{minus_infinity<A>()}};
+      if (e + j >= 0 && e + j < a.n) {
+        one.v[0] = v.v[j];
+        if constexpr (MASKED) apply_mask<In>(one, a.mask, mask_offset + (e + j) * a.mask.step);
+      }
+      v.v[j] = one.v[0];
     }
     return v;
   }
@@ -451,14 +588,14 @@ __device__ __forceinline__ Pair<A> extend(Pair<A> p, const Vec<A, V>& v) {
 #pragma unroll
   for (int j = 0; j < V; ++j) m = maximum(m, v.v[j]);
   const A base = finite_or_zero(m);
-  A s = p.s * exponential<FAST>(p.m - base);
+  Vec<A, V> e;
 #pragma unroll
-  for (int j = 0; j < V; ++j) s += exponential<FAST>(v.v[j] - base);
-  return {m, s};
+  for (int j = 0; j < V; ++j) e.v[j] = exponential<FAST>(v.v[j] - base);
+  return {m, p.s * exponential<FAST>(p.m - base) + tree_sum(e)};
 }
 
 template <typename In, typename Out, bool MASKED>
-__global__ void __launch_bounds__(kSplitThreads) softmax_forward_split_reduce(const ForwardArgs a, int pieces,
+__global__ void __launch_bounds__(kSplitThreads) softmax_forward_split_reduce(const ForwardArgs<compute_t<In>> a, int pieces,
                                                                              Pair<compute_t<In>>* partial) {
   using A = compute_t<In>;
   constexpr bool FAST = sizeof(Out) == 2;
@@ -474,44 +611,29 @@ __global__ void __launch_bounds__(kSplitThreads) softmax_forward_split_reduce(co
   if (threadIdx.x == 0) partial[blockIdx.x] = p;
 }
 
-template <typename In, typename Out, bool MASKED>
-__global__ void __launch_bounds__(kSplitThreads) softmax_forward_split_apply(const ForwardArgs a, int pieces,
+template <typename In, typename Out, bool LOG, bool MASKED>
+__global__ void __launch_bounds__(kSplitThreads) softmax_forward_split_apply(const ForwardArgs<compute_t<In>> a, int pieces,
                                                                             const Pair<compute_t<In>>* partial) {
   using A = compute_t<In>;
   constexpr bool FAST = sizeof(Out) == 2;
   constexpr int V = kVectorBytes / sizeof(In);
   const Piece piece = Piece::find<V>(a.n, pieces, a.ragged);
   Pair<A> all{minus_infinity<A>(), A(0)};
-  for (int i = threadIdx.x & 31; i < pieces; i += 32) {
-    const Pair<A> q = partial[piece.row * pieces + i];
-    const A m = maximum(all.m, q.m), base = finite_or_zero(m);
-    all = {m, all.s * exponential<FAST>(all.m - base) + q.s * exponential<FAST>(q.m - base)};
-  }
+  for (int i = threadIdx.x & 31; i < pieces; i += 32) all = merge<FAST>(all, partial[piece.row * pieces + i]);
   all = lanes_merge<FAST>(all, 32);
   const RowReader<In, MASKED, FAST> row(a, piece.row, piece.head);
   Out* y = static_cast<Out*>(a.y) + piece.row * a.n - piece.head;
-  const A log_s = a.log ? static_cast<A>(log(all.s)) : A(0);
+  const Finish<A, LOG, FAST> finish(all);
   for (int64_t word = piece.first + threadIdx.x; word < piece.last; word += kSplitThreads) {
-    const Vec<A, V> v = row.load(word);
-    Vec<Out, V> w;
+    Vec<A, V> v = row.load(word);
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const A t = v.v[j] - all.m;
-      w.v[j] = convert<Out>(a.log ? t / row.unit - log_s : exponential<FAST>(t) / all.s);
-    }
-    const int64_t e = word * V - piece.head;
-    if (e >= 0 && e + V <= a.n) {
-      store_vec<Out, V>(y + word * V, w);
-    } else {
-#pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (e + j >= 0 && e + j < a.n) y[word * V + j] = w.v[j];
-    }
+    for (int j = 0; j < V; ++j) v.v[j] = finish(v.v[j] - all.m);
+    store_word(y + word * V, word * V - piece.head, a.n, pack<Out>(v));
   }
 }
 
-template <typename In, typename Out>
-__global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_reduce(const BackwardArgs a, int pieces,
+template <typename In, typename Out, bool LOG>
+__global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_reduce(const BackwardArgs<compute_t<In>> a, int pieces,
                                                                               compute_t<In>* partial) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
@@ -526,16 +648,20 @@ __global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_reduce(c
   for (int64_t word = piece.first + threadIdx.x; word < piece.last; word += kSplitThreads) {
     const Vec<Out, V> g = load_vec<Out, V>(dy + word * V), p = load_vec<Out, V>(y + word * V);
     const int64_t e = word * V - piece.head;
+    Vec<A, V> terms = sum_terms<LOG, A>(g, p);
+    if (e < 0 || e + V > a.n) {
 #pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (e + j >= 0 && e + j < a.n) s += a.log ? convert<A>(g.v[j]) : convert<A>(g.v[j]) * convert<A>(p.v[j]);
+      for (int j = 0; j < V; ++j)
+        if (e + j < 0 || e + j >= a.n) terms.v[j] = A(0);
+    }
+    s += tree_sum(terms);
   }
   s = row_sum<false>(lanes_sum(s, 32), exchange);
   if (threadIdx.x == 0) partial[blockIdx.x] = s;
 }
 
-template <typename In, typename Out>
-__global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_apply(const BackwardArgs a, int pieces,
+template <typename In, typename Out, bool LOG>
+__global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_apply(const BackwardArgs<compute_t<In>> a, int pieces,
                                                                              const compute_t<In>* partial) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
@@ -547,27 +673,264 @@ __global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_apply(co
   const Out* dy = static_cast<const Out*>(a.dy) + start;
   const Out* y = static_cast<const Out*>(a.y) + start;
   In* dx = static_cast<In*>(a.dx) + start;
-  const A scale = static_cast<A>(a.scale);
+  const A scale = a.scale;
   const int64_t mask_offset = a.mask.kind == MaskKind::none ? 0 : a.mask.row_offset(piece.row);
   for (int64_t word = piece.first + threadIdx.x; word < piece.last; word += kSplitThreads) {
     const Vec<Out, V> g = load_vec<Out, V>(dy + word * V), p = load_vec<Out, V>(y + word * V);
     const int64_t e = word * V - piece.head;
-    Vec<In, V> w;
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const A gj = convert<A>(g.v[j]), pj = convert<A>(p.v[j]);
-      const bool kept = a.mask.kind == MaskKind::none || e + j < 0 || e + j >= a.n ||
-                        static_cast<const bool*>(a.mask.data)[mask_offset + (e + j) * a.mask.step];
-      w.v[j] = convert<In>(kept ? scale * (a.log ? gj - exponential<false>(pj) * s : pj * (gj - s)) : A(0));
-    }
-    if (e >= 0 && e + V <= a.n) {
-      store_vec<In, V>(dx + word * V, w);
-    } else {
+    Vec<A, V> r = score_gradient<LOG, sizeof(In) == 2, A>(g, p, s, scale);
+    if (a.mask.kind != MaskKind::none) {
 #pragma unroll
       for (int j = 0; j < V; ++j)
-        if (e + j >= 0 && e + j < a.n) dx[word * V + j] = w.v[j];
+        if (e + j >= 0 && e + j < a.n && !static_cast<const bool*>(a.mask.data)[mask_offset + (e + j) * a.mask.step]) r.v[j] = A(0);
+    }
+    store_word(dx + word * V, e, a.n, pack<In>(r));
+  }
+}
+
+// ---- one row over a team of blocks --------------------------------------------------------------------------------------
+//
+// The grid is resident as a whole (a cooperative launch) and divided into teams; a team takes every teams-th row. Row r goes
+// through a block in four stages, of which each step of its loop does one for four different rows: the slice of row
+// r + AHEAD is requested from memory, that of row r is reduced and its partial published, and row r - BEHIND, whose
+// partials have arrived by then, is written out. So memory is never idle while a row waits for its reduction. A thread
+// reads back from shared memory only what it requested itself: there is one barrier a step.
+
+constexpr int kTeamThreads = 256;
+constexpr int kTeamBlocks = 2;  // resident on an SM
+
+// BYTES of one row that a block holds, of all operands together; how many rows ahead it requests, and how many behind the
+// reduction it writes. Both depths fill the shared memory of an SM; the second is for the longest rows.
+template <int BYTES_, int AHEAD_, int BEHIND_>
+struct TeamDepth {
+  static constexpr int BYTES = BYTES_, AHEAD = AHEAD_, BEHIND = BEHIND_;
+  static constexpr int STAGES = AHEAD + BEHIND + 1;
+  static constexpr int SHARED = STAGES * BYTES;
+};
+using Deep = TeamDepth<16384, 3, 2>;
+using Wide = TeamDepth<32768, 1, 1>;
+constexpr unsigned long long kUnpublished = ~0ull;  // no partial: maxima and sums that are NaN are the canonical one
+
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(global)
+               : "memory");
+}
+
+// The step of the loop above, for any reduction that is published as 8 bytes. `Row` gives what differs between forward and
+// backward: request(row, stage), reduce(row, stage) -> its partial in this warp, combine of two partials, and
+// finish(row, stage, total).
+template <typename Row, typename Depth>
+__device__ __forceinline__ void team_loop(Row& self, int64_t rows, int teams, int members, unsigned long long* board) {
+  using Partial = typename Row::Partial;
+  static_assert(sizeof(Partial) == sizeof(unsigned long long));
+  __shared__ Partial warps[2][kTeamThreads / 32];
+  __shared__ Partial totals[2];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int team = blockIdx.x / members, member = blockIdx.x % members;
+  const int64_t count = (rows - team + teams - 1) / teams;  // there are no more teams than rows
+  const auto row_at = [&](int64_t i) { return team + i * teams; };
+
+  for (int i = 0; i < Depth::AHEAD; ++i) {
+    if (i < count) self.request(row_at(i), i);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  for (int64_t i = 0; i < count + Depth::BEHIND; ++i) {
+    if (i + Depth::AHEAD < count) self.request(row_at(i + Depth::AHEAD), static_cast<int>((i + Depth::AHEAD) % Depth::STAGES));
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    if (i < count) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(Depth::AHEAD) : "memory");
+      const Partial p = self.reduce(row_at(i), static_cast<int>(i % Depth::STAGES));
+      if (lane == 0) warps[i & 1][warp] = p;
+    }
+    const int64_t done = i - Depth::BEHIND;
+    if (warp == 1 && done >= 0) {
+      const volatile unsigned long long* slots = board + row_at(done) * members;
+      Partial total = Row::nothing();
+      constexpr int kAtOnce = 8;  // look-ups that wait for memory together
+      for (int from = lane; from < members; from += 32 * kAtOnce) {
+        unsigned long long words[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) words[k] = from + 32 * k < members ? slots[from + 32 * k] : 0;
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          if (from + 32 * k >= members) continue;
+          while (words[k] == kUnpublished) words[k] = slots[from + 32 * k];
+          Partial q;
+          memcpy(&q, &words[k], sizeof(q));
+          total = Row::combine(total, q);
+        }
+      }
+      total = Row::combine_lanes(total);
+      if (lane == 0) totals[i & 1] = total;
+    }
+    __syncthreads();
+    if (warp == 0 && i < count) {
+      const Partial p = Row::combine_lanes(lane < kTeamThreads / 32 ? warps[i & 1][lane] : Row::nothing());
+      if (lane == 0) {
+        unsigned long long word;
+        memcpy(&word, &p, sizeof(p));
+        *reinterpret_cast<volatile unsigned long long*>(board + row_at(i) * members + member) = word;
+      }
+    }
+    if (done >= 0) self.finish(row_at(done), static_cast<int>(done % Depth::STAGES), totals[i & 1]);
+  }
+}
+
+// The words of every row that this block of its team owns, W for each thread.
+template <int V, int W>
+struct Slice {
+  int64_t n;
+  bool ragged;
+  int first, last;
+
+  __device__ Slice(int64_t n_, bool ragged_, int64_t words, int members) : n(n_), ragged(ragged_) {
+    const int each = static_cast<int>((words + members - 1) / members);
+    first = static_cast<int>(blockIdx.x % members) * each;
+    last = first + each;
+  }
+  __device__ int head(int64_t row) const { return ragged ? static_cast<int>((row * n) & (V - 1)) : 0; }
+
+  // Calls f(i, word, e) for each word of this thread: the i-th of its own, which begins with element e of the row.
+  template <typename F>
+  __device__ __forceinline__ void for_words(int64_t row, F&& f) const {
+    const int before = head(row);
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      const int word = first + i * kTeamThreads + static_cast<int>(threadIdx.x);
+      const int64_t e = static_cast<int64_t>(word) * V - before;
+      if (word < last && e < n) f(i, word, e);
     }
   }
+  // Overwrites what a word at e holds of the neighbouring rows.
+  __device__ __forceinline__ void blank_neighbours(Vec<float, V>& v, int64_t e, float value) const {
+    if (ragged && (e < 0 || e + V > n)) {
+#pragma unroll
+      for (int j = 0; j < V; ++j)
+        if (e + j < 0 || e + j >= n) v.v[j] = value;
+    }
+  }
+};
+
+template <typename In, typename Out, bool LOG, typename Depth>
+struct TeamForward {
+  using Partial = Pair<float>;
+  static constexpr int V = kVectorBytes / sizeof(In);
+  static constexpr bool FAST = sizeof(Out) == 2;
+  static constexpr int W = Depth::BYTES / kVectorBytes / kTeamThreads;
+  const ForwardArgs<compute_t<In>>& a;
+  Slice<V, W> slice;
+  Vec<In, V>* shared;
+
+  __device__ static Partial nothing() { return {minus_infinity<float>(), 0.f}; }
+  __device__ static Partial combine(Partial p, Partial q) { return merge<FAST>(p, q); }
+  __device__ static Partial combine_lanes(Partial p) { return lanes_merge<FAST>(p, 32); }
+  __device__ Vec<In, V>& at(int stage, int i) const { return shared[(stage * W + i) * kTeamThreads + threadIdx.x]; }
+
+  __device__ void request(int64_t row, int stage) const {
+    const In* x = static_cast<const In*>(a.x) + row * a.row_stride - slice.head(row);
+    slice.for_words(row, [&](int i, int word, int64_t) { copy_async(&at(stage, i), x + static_cast<int64_t>(word) * V); });
+  }
+  __device__ Vec<float, V> scores(int stage, int i, int64_t e) const {
+    Vec<float, V> v = unpack<float>(at(stage, i));
+#pragma unroll
+    for (int j = 0; j < V; ++j) v.v[j] *= a.scale;
+    slice.blank_neighbours(v, e, minus_infinity<float>());
+    return v;
+  }
+  __device__ Partial reduce(int64_t row, int stage) const {
+    Vec<float, V> v[W];
+    float m = minus_infinity<float>();
+#pragma unroll
+    for (int i = 0; i < W; ++i) v[i] = filled<float, V>(m);
+    slice.for_words(row, [&](int i, int, int64_t e) { v[i] = scores(stage, i, e); });
+#pragma unroll
+    for (int i = 0; i < W; ++i) m = fmaxf(m, largest<float, 1>({v[i]}));
+    m = lanes_max(m, 32);
+    const float base = finite_or_zero(m);
+    float s = 0;
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) v[i].v[j] = exponential<FAST>(v[i].v[j] - base);
+      s += tree_sum(v[i]);
+    }
+    return {m, lanes_sum(s, 32)};
+  }
+  __device__ void finish(int64_t row, int stage, Partial total) const {
+    Out* y = static_cast<Out*>(a.y) + row * a.n - slice.head(row);
+    const Finish<float, LOG, FAST> last(total);
+    slice.for_words(row, [&](int i, int word, int64_t e) {
+      Vec<float, V> v = scores(stage, i, e);
+#pragma unroll
+      for (int j = 0; j < V; ++j) v.v[j] = last(v.v[j] - total.m);
+      store_word(y + static_cast<int64_t>(word) * V, e, a.n, pack<Out>(v));
+    });
+  }
+};
+
+template <typename In, typename Out, bool LOG, typename Depth>
+__global__ void __launch_bounds__(kTeamThreads, kTeamBlocks) softmax_forward_team(const ForwardArgs<compute_t<In>> a, int64_t words, int teams,
+                                                                                 int members, unsigned long long* board) {
+  extern __shared__ __align__(16) char memory[];
+  using Row = TeamForward<In, Out, LOG, Depth>;
+  Row row{a, {a.n, a.ragged, words, members}, reinterpret_cast<Vec<In, Row::V>*>(memory)};
+  team_loop<Row, Depth>(row, a.rows, teams, members, board);
+}
+
+template <typename In, typename Out, bool LOG, typename Depth>
+struct TeamBackward {
+  struct Partial {
+    float sum, unused;  // 8 bytes, as the forward's, and never those of kUnpublished
+  };
+  static constexpr int V = kVectorBytes / sizeof(In);
+  static constexpr int W = Depth::BYTES / (2 * V * sizeof(Out)) / kTeamThreads;
+  const BackwardArgs<compute_t<In>>& a;
+  Slice<V, W> slice;
+  Vec<Out, V>* shared;
+
+  __device__ static Partial nothing() { return {0.f, 0.f}; }
+  __device__ static Partial combine(Partial p, Partial q) { return {p.sum + q.sum, 0.f}; }
+  __device__ static Partial combine_lanes(Partial p) { return {lanes_sum(p.sum, 32), 0.f}; }
+  __device__ Vec<Out, V>& at(int stage, int operand, int i) const {
+    return shared[((stage * 2 + operand) * W + i) * kTeamThreads + threadIdx.x];
+  }
+
+  __device__ void request(int64_t row, int stage) const {
+    const int64_t start = row * a.n - slice.head(row);
+    slice.for_words(row, [&](int i, int word, int64_t) {
+      const int64_t from = start + static_cast<int64_t>(word) * V;
+#pragma unroll
+      for (int b = 0; b < static_cast<int>(V * sizeof(Out)); b += kVectorBytes) {
+        copy_async(reinterpret_cast<char*>(&at(stage, 0, i)) + b, reinterpret_cast<const char*>(static_cast<const Out*>(a.dy) + from) + b);
+        copy_async(reinterpret_cast<char*>(&at(stage, 1, i)) + b, reinterpret_cast<const char*>(static_cast<const Out*>(a.y) + from) + b);
+      }
+    });
+  }
+  __device__ Partial reduce(int64_t row, int stage) const {
+    float s = 0;
+    slice.for_words(row, [&](int i, int, int64_t e) {
+      Vec<float, V> terms = sum_terms<LOG, float>(at(stage, 0, i), at(stage, 1, i));
+      slice.blank_neighbours(terms, e, 0.f);
+      s += tree_sum(terms);
+    });
+    return {lanes_sum(s, 32), 0.f};
+  }
+  __device__ void finish(int64_t row, int stage, Partial total) const {
+    In* dx = static_cast<In*>(a.dx) + row * a.n - slice.head(row);
+    slice.for_words(row, [&](int i, int word, int64_t e) {
+      const Vec<float, V> r = score_gradient<LOG, sizeof(In) == 2, float>(at(stage, 0, i), at(stage, 1, i), total.sum, a.scale);
+      store_word(dx + static_cast<int64_t>(word) * V, e, a.n, pack<In>(r));
+    });
+  }
+};
+
+template <typename In, typename Out, bool LOG, typename Depth>
+__global__ void __launch_bounds__(kTeamThreads, kTeamBlocks) softmax_backward_team(const BackwardArgs<compute_t<In>> a, int64_t words, int teams,
+                                                                                  int members, unsigned long long* board) {
+  extern __shared__ __align__(16) char memory[];
+  using Row = TeamBackward<In, Out, LOG, Depth>;
+  Row row{a, {a.n, a.ragged, words, members}, reinterpret_cast<Vec<Out, Row::V>*>(memory)};
+  team_loop<Row, Depth>(row, a.rows, teams, members, board);
 }
 
 // ---- columns ------------------------------------------------------------------------------------------------------------
@@ -580,7 +943,6 @@ struct ColumnArgs {
   void* out;
   int64_t n, inner;
   int across, down;  // threads over the columns, and down them; their product is at most kColumnThreads
-  bool log;
   double scale;
 };
 
@@ -600,7 +962,7 @@ __device__ __forceinline__ void merge_down(T (&value)[V], T* shared, const Colum
   }
 }
 
-template <typename In, typename Out, int V>
+template <typename In, typename Out, int V, bool LOG>
 __global__ void __launch_bounds__(kColumnThreads) softmax_forward_columns(const ColumnArgs a) {
   using A = compute_t<In>;
   constexpr bool FAST = sizeof(Out) == 2;
@@ -611,8 +973,8 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_forward_columns(const 
   const int first = threadIdx.x / a.across;
   const bool active = column < a.inner;
   const int64_t base = outer * a.n * a.inner + column;
-  const In* x = static_cast<const In*>(a.x) + base;
-  const A unit = static_cast<A>(exponent_unit<FAST>()), factor = static_cast<A>(a.scale) * unit;
+  const In* __restrict__ x = static_cast<const In*>(a.x) + base;
+  const A scale = static_cast<A>(a.scale);
 
   Pair<A> p[V];
 #pragma unroll
@@ -622,32 +984,28 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_forward_columns(const 
     for (int64_t i = first; i < a.n; i += a.down) {
       const Vec<In, V> w = load_vec<In, V>(x + i * a.inner);
 #pragma unroll
-      for (int j = 0; j < V; ++j) p[j] = extend<FAST>(p[j], Vec<A, 1>{{convert<A>(w.v[j]) * factor}});
+      for (int j = 0; j < V; ++j) p[j] = extend<FAST>(p[j], Vec<A, 1>{{convert<A>(w.v[j]) * scale}});
     }
   }
-  merge_down(p, reinterpret_cast<Pair<A>*>(memory), a, [](Pair<A> u, Pair<A> v) {
-    const A m = maximum(u.m, v.m), b = finite_or_zero(m);
-    return Pair<A>{m, u.s * exponential<FAST>(u.m - b) + v.s * exponential<FAST>(v.m - b)};
-  });
+  merge_down(p, reinterpret_cast<Pair<A>*>(memory), a, [](Pair<A> u, Pair<A> v) { return merge<FAST>(u, v); });
   if (!active) return;
-  Out* y = static_cast<Out*>(a.out) + base;
-  A log_s[V];
+  Out* __restrict__ y = static_cast<Out*>(a.out) + base;
+  A last[V];
 #pragma unroll
-  for (int j = 0; j < V; ++j) log_s[j] = a.log ? static_cast<A>(log(p[j].s)) : A(0);
+  for (int j = 0; j < V; ++j) last[j] = Finish<A, LOG, FAST>(p[j]).last;
 #pragma unroll 4
   for (int64_t i = first; i < a.n; i += a.down) {
     const Vec<In, V> w = load_vec<In, V>(x + i * a.inner);
     Vec<Out, V> r;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const A t = convert<A>(w.v[j]) * factor - p[j].m;
-      r.v[j] = convert<Out>(a.log ? t / unit - log_s[j] : exponential<FAST>(t) / p[j].s);
+      r.v[j] = convert<Out>(Finish<A, LOG, FAST>(p[j].s, last[j])(convert<A>(w.v[j]) * scale - p[j].m));
     }
     store_vec<Out, V>(y + i * a.inner, r);
   }
 }
 
-template <typename In, typename Out, int V>
+template <typename In, typename Out, int V, bool LOG>
 __global__ void __launch_bounds__(kColumnThreads) softmax_backward_columns(const ColumnArgs a) {
   using A = compute_t<In>;
   extern __shared__ char memory[];
@@ -657,38 +1015,33 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_backward_columns(const
   const int first = threadIdx.x / a.across;
   const bool active = column < a.inner;
   const int64_t base = outer * a.n * a.inner + column;
-  const Out* dy = static_cast<const Out*>(a.x) + base;
-  const Out* y = static_cast<const Out*>(a.y) + base;
+  const Out* __restrict__ dy = static_cast<const Out*>(a.x) + base;
+  const Out* __restrict__ y = static_cast<const Out*>(a.y) + base;
 
   A s[V] = {};
   if (active) {
 #pragma unroll 4
     for (int64_t i = first; i < a.n; i += a.down) {
       const Vec<Out, V> g = load_vec<Out, V>(dy + i * a.inner);
-      if (a.log) {
+      const Vec<Out, V> p = LOG ? g : load_vec<Out, V>(y + i * a.inner);  // log_softmax does not look at y here
+      const Vec<A, V> terms = sum_terms<LOG, A>(g, p);
 #pragma unroll
-        for (int j = 0; j < V; ++j) s[j] += convert<A>(g.v[j]);
-      } else {
-        const Vec<Out, V> p = load_vec<Out, V>(y + i * a.inner);
-#pragma unroll
-        for (int j = 0; j < V; ++j) s[j] += convert<A>(g.v[j]) * convert<A>(p.v[j]);
-      }
+      for (int j = 0; j < V; ++j) s[j] += terms.v[j];
     }
   }
   merge_down(s, reinterpret_cast<A*>(memory), a, [](A u, A v) { return u + v; });
   if (!active) return;
-  In* dx = static_cast<In*>(a.out) + base;
+  In* __restrict__ dx = static_cast<In*>(a.out) + base;
   const A scale = static_cast<A>(a.scale);
 #pragma unroll 4
   for (int64_t i = first; i < a.n; i += a.down) {
     const Vec<Out, V> g = load_vec<Out, V>(dy + i * a.inner), p = load_vec<Out, V>(y + i * a.inner);
-    Vec<In, V> w;
+    const Vec<A, V> ga = unpack<A>(g), pa = unpack<A>(p);
+    Vec<A, V> r;
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const A gj = convert<A>(g.v[j]), pj = convert<A>(p.v[j]);
-      w.v[j] = convert<In>(scale * (a.log ? gj - exponential<false>(pj) * s[j] : pj * (gj - s[j])));
-    }
-    store_vec<In, V>(dx + i * a.inner, w);
+    for (int j = 0; j < V; ++j)
+      r.v[j] = score_gradient<LOG, sizeof(In) == 2, A>(Vec<A, 1>{{ga.v[j]}}, Vec<A, 1>{{pa.v[j]}}, s[j], scale).v[0];
+    store_vec<In, V>(dx + i * a.inner, pack<In>(r));
   }
 }
 
@@ -705,19 +1058,20 @@ struct RowLaunch {
 
 // `most`: words that a thread can hold (its registers). More words in flight hide more latency, more threads a row cost
 // more exchange: a short row wants few words a thread so that enough blocks are resident, a long one as many as fit.
-RowLaunch row_launch(int64_t words, int most, int capability) {
-  const int target = words <= 32 ? 2 : words <= 128 ? 4 : most;
+RowLaunch row_launch(int64_t words, int most, bool ragged, int capability) {
+  const int target = words <= 32 ? 1 : words <= 128 ? 2 : words <= 1024 ? 4 : most;
   int64_t threads = next_power_of_2(ceil_div(words, std::min(target, most)));
+  if (ragged) threads = std::max<int64_t>(threads, 16);  // up to 14 single elements, one a thread
   RowLaunch launch{};
   launch.cluster = 1;
   if (threads > kRowThreads && capability >= 90) {
-    launch.cluster = std::min(kMaxCluster, next_power_of_2(ceil_div(threads, kRowThreads)));
+    launch.cluster = static_cast<int>(std::min<int64_t>(kMaxCluster, next_power_of_2(ceil_div(threads, kRowThreads))));
     threads = next_power_of_2(ceil_div(threads, launch.cluster));
   }
   launch.split = threads > kRowThreads;
   launch.threads = static_cast<int>(std::min<int64_t>(threads, kRowThreads));
   launch.block = std::max(launch.threads, 128);
-  launch.words = next_power_of_2(ceil_div(words, static_cast<int64_t>(launch.threads) * launch.cluster));
+  launch.words = static_cast<int>(next_power_of_2(std::max<int64_t>(1, ceil_div(words, static_cast<int64_t>(launch.threads) * launch.cluster))));
   if (launch.cluster > 1) launch.words = most;  // the only cluster kernel that is built
   return launch;
 }
@@ -746,6 +1100,42 @@ void launch_rows(Kernel kernel, const RowLaunch& shape, int64_t rows, cudaStream
     if (shape.cluster > 8) STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   }
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
+}
+
+// Words of a row from which a team takes it. Up to there a cluster exchanges faster than global memory does.
+constexpr int64_t kTeamFrom = 16384;
+
+// Launches a team kernel if the blocks that fit the GPU at once can hold a row, `per_block` words each.
+template <auto kernel, int SHARED, typename Args>
+bool launch_team(const Args& args, int64_t words, int per_block, const Launch& launch, const Tensor& like) {
+  static int resident[kMaxDevices];
+  const DeviceTraits& device = device_traits(launch.device());
+  int& blocks = resident[launch.device()];  // 0: not asked yet; -1: none
+  if (blocks == 0) {
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED));
+    int each = 0;
+    STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kTeamThreads, SHARED));
+    blocks = each > 0 ? each * device.processors : -1;
+  }
+  const int64_t needed = ceil_div(words, per_block);
+  if (needed > blocks) return false;
+  const int teams = static_cast<int>(std::min<int64_t>(blocks / needed, args.rows));
+  const int members = blocks / teams;
+  const Tensor board = empty_contiguous({args.rows * members}, ScalarType::Long, like);
+  auto* slots = static_cast<unsigned long long*>(board.mutable_data_ptr());
+  STD_CUDA_CHECK(cudaMemsetAsync(slots, 0xff, sizeof(*slots) * args.rows * members, launch.stream()));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(teams * members));
+  config.blockDim = dim3(kTeamThreads);
+  config.dynamicSmemBytes = SHARED;
+  config.stream = launch.stream();
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args, words, teams, members, slots));
+  return true;
 }
 
 // Calls f(std::integral_constant<int, K>) for the K = 1, 2, 4, 8 words of a launch.
@@ -786,17 +1176,19 @@ std::optional<int64_t> row_stride(const Tensor& x, int64_t vector) {
   const Dims sizes = dims_of(x.sizes()), strides = dims_of(x.strides());
   const int64_t last = static_cast<int64_t>(sizes.size()) - 1;
   if (strides[last] != 1 || !aligned(x.const_data_ptr()) || sizes[last] % vector != 0) return std::nullopt;
-  int64_t stride = 0, span = 0;
+  std::optional<int64_t> next;  // the stride that the next dimension must have
+  int64_t stride = 0;
   for (int64_t d = last - 1; d >= 0; --d) {
     if (sizes[d] == 1) continue;
-    if (span != 0 && strides[d] != span) return std::nullopt;
-    if (span == 0) stride = strides[d];
-    span = strides[d] * sizes[d];
+    if (next && strides[d] != *next) return std::nullopt;
+    if (!next) stride = strides[d];
+    next = strides[d] * sizes[d];
   }
   return stride % vector == 0 ? std::optional<int64_t>(stride) : std::nullopt;
 }
 
-Mask make_mask(const Tensor& mask, const Dims& sizes, ScalarType x_dtype, const char* op) {
+// `keep` holds the copy that a mask of too intricate a broadcast is written out to.
+Mask make_mask(const Tensor& mask, const Dims& sizes, ScalarType x_dtype, const char* op, Tensor& keep) {
   Mask m;
   const ScalarType dtype = mask.scalar_type();
   m.data = mask.const_data_ptr();
@@ -813,9 +1205,12 @@ Mask make_mask(const Tensor& mask, const Dims& sizes, ScalarType x_dtype, const 
     if (sizes[d] == 1) continue;
     if (m.dims > 0 && m.stride[m.dims - 1] == strides[d] * sizes[d]) {
       m.size[m.dims - 1] *= sizes[d];
-    } else {
-      STD_TORCH_CHECK(m.dims < kMaskDims, "fastlayers::", op, ": the mask steps through more than ", kMaskDims, " dimensions");
+    } else if (m.dims < kMaskDims) {
       m.size[m.dims++] = sizes[d];
+    } else {
+      keep = empty_contiguous(sizes, dtype, mask);
+      torch::stable::copy_(keep, mask);
+      return make_mask(keep, sizes, x_dtype, op, keep);
     }
     m.stride[m.dims - 1] = strides[d];
   }
@@ -836,16 +1231,26 @@ void dispatch_pair(ScalarType in, ScalarType out, const char* op, F&& f) {
   });
 }
 
-template <typename In, typename Out, bool MASKED>
-void forward_rows(ForwardArgs& args, const Launch& launch, const Tensor& like) {
+template <typename In, typename Out, bool LOG, bool MASKED>
+void forward_rows(ForwardArgs<compute_t<In>>& args, const Launch& launch, const Tensor& like) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr int kMost = MASKED && sizeof(In) == 2 ? 4 : 8;  // a masked row is held in float32
   const DeviceTraits& device = device_traits(launch.device());
   args.ragged = args.n % V != 0;
   const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
-  const RowLaunch shape = row_launch(words, kMost, device.capability);
-  args.threads = shape.threads;
+  const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, device.capability);
+  args.thread_bits = log2_of(shape.threads);
+  if constexpr (!MASKED && std::is_same_v<A, float>) {
+    if (words >= kTeamFrom) {
+      const auto run = [&](auto depth) {
+        using Depth = decltype(depth);
+        using Row = TeamForward<In, Out, LOG, Depth>;
+        return launch_team<softmax_forward_team<In, Out, LOG, Depth>, Depth::SHARED>(args, words, Row::W * kTeamThreads, launch, like);
+      };
+      if (run(Deep{}) || run(Wide{})) return;
+    }
+  }
   if (shape.split) {
     const int pieces = split_pieces(args.rows, words, device.processors);
     const Tensor partial = empty_contiguous({args.rows * pieces * 2}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, like);
@@ -853,43 +1258,53 @@ void forward_rows(ForwardArgs& args, const Launch& launch, const Tensor& like) {
     const dim3 grid(static_cast<unsigned>(args.rows * pieces));
     softmax_forward_split_reduce<In, Out, MASKED><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, pairs);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
-    softmax_forward_split_apply<In, Out, MASKED><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, pairs);
+    softmax_forward_split_apply<In, Out, LOG, MASKED><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, pairs);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   } else if (shape.cluster > 1) {
-    launch_rows(softmax_forward_rows<In, Out, kMost, MASKED, true>, shape, args.rows, launch.stream(), args);
+    launch_rows(softmax_forward_rows<In, Out, kMost, LOG, MASKED, true>, shape, args.rows, launch.stream(), args);
   } else {
     with_words(shape.words, [&](auto k) {
       if constexpr (k.value <= kMost)
-        launch_rows(softmax_forward_rows<In, Out, k.value, MASKED, false>, shape, args.rows, launch.stream(), args);
+        launch_rows(softmax_forward_rows<In, Out, k.value, LOG, MASKED, false>, shape, args.rows, launch.stream(), args);
     });
   }
 }
 
-template <typename In, typename Out>
-void backward_rows(BackwardArgs& args, const Launch& launch, const Tensor& like) {
+template <typename In, typename Out, bool LOG, bool MASKED>
+void backward_rows(BackwardArgs<compute_t<In>>& args, const Launch& launch, const Tensor& like) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr int kMost = sizeof(In) == sizeof(Out) ? 8 : 4;
   const DeviceTraits& device = device_traits(launch.device());
   args.ragged = args.n % V != 0;
   const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
-  const RowLaunch shape = row_launch(words, kMost, device.capability);
-  args.threads = shape.threads;
+  const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, device.capability);
+  args.thread_bits = log2_of(shape.threads);
+  if constexpr (!MASKED && std::is_same_v<A, float>) {
+    if (words >= kTeamFrom) {
+      const auto run = [&](auto depth) {
+        using Depth = decltype(depth);
+        using Row = TeamBackward<In, Out, LOG, Depth>;
+        return launch_team<softmax_backward_team<In, Out, LOG, Depth>, Depth::SHARED>(args, words, Row::W * kTeamThreads, launch, like);
+      };
+      if (run(Deep{}) || run(Wide{})) return;
+    }
+  }
   if (shape.split) {
     const int pieces = split_pieces(args.rows, words, device.processors);
     const Tensor partial = empty_contiguous({args.rows * pieces}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, like);
     auto* sums = static_cast<A*>(partial.mutable_data_ptr());
     const dim3 grid(static_cast<unsigned>(args.rows * pieces));
-    softmax_backward_split_reduce<In, Out><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, sums);
+    softmax_backward_split_reduce<In, Out, LOG><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, sums);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
-    softmax_backward_split_apply<In, Out><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, sums);
+    softmax_backward_split_apply<In, Out, LOG><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, sums);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   } else if (shape.cluster > 1) {
-    launch_rows(softmax_backward_rows<In, Out, kMost, true>, shape, args.rows, launch.stream(), args);
+    launch_rows(softmax_backward_rows<In, Out, kMost, LOG, MASKED, true>, shape, args.rows, launch.stream(), args);
   } else {
     with_words(shape.words, [&](auto k) {
       if constexpr (k.value <= kMost)
-        launch_rows(softmax_backward_rows<In, Out, k.value, false>, shape, args.rows, launch.stream(), args);
+        launch_rows(softmax_backward_rows<In, Out, k.value, LOG, MASKED, false>, shape, args.rows, launch.stream(), args);
     });
   }
 }
@@ -907,16 +1322,16 @@ ColumnLaunch column_launch(const Shape& s, int vector) {
   // About 16 elements of a column to a thread; the rest of the block goes over neighbouring columns.
   launch.down = static_cast<int>(std::min<int64_t>(16, next_power_of_2(ceil_div(s.n, 16))));
   launch.across = static_cast<int>(std::min<int64_t>(kColumnThreads / launch.down, next_power_of_2(columns)));
-  launch.down = std::min(kColumnThreads / launch.across, next_power_of_2(s.n));
+  launch.down = static_cast<int>(std::min<int64_t>(kColumnThreads / launch.across, next_power_of_2(s.n)));
   launch.blocks = s.outer * ceil_div(columns, launch.across);
   STD_TORCH_CHECK(launch.blocks <= INT32_MAX, "fastlayers::softmax: a shape of ", s.outer, " x ", s.n, " x ", s.inner,
                   " needs more blocks than one launch takes");
   return launch;
 }
 
-Tensor softmax_forward(const Tensor& x_in, const std::optional<Tensor>& mask, int64_t dim, double scale, bool log,
-                       ScalarType dtype) {
-  const char* op = log ? "log_softmax" : "softmax";
+template <bool LOG>
+Tensor forward_op(const Tensor& x_in, const std::optional<Tensor>& mask, int64_t dim, double scale, ScalarType dtype) {
+  const char* op = LOG ? "log_softmax" : "softmax";
   const Shape s = shape_of(x_in, dim, op);
   const Launch launch(x_in);
   const Dims sizes = dims_of(x_in.sizes());
@@ -928,12 +1343,14 @@ Tensor softmax_forward(const Tensor& x_in, const std::optional<Tensor>& mask, in
       using Out = decltype(out);
       const std::optional<int64_t> stride = row_stride(x_in, kVectorBytes / sizeof(In));
       const Tensor x = stride ? x_in : dense(x_in);
-      ForwardArgs args{x.const_data_ptr(), y.mutable_data_ptr(), s.outer, s.n, stride.value_or(s.n), 0, false, log, scale, {}};
+      using A = compute_t<In>;
+      ForwardArgs<A> args{x.const_data_ptr(), y.mutable_data_ptr(), s.outer, s.n, stride.value_or(s.n), static_cast<A>(scale), 0, false, {}};
       if (mask) {
-        args.mask = make_mask(*mask, sizes, x.scalar_type(), op);
-        forward_rows<In, Out, true>(args, launch, x);
+        Tensor keep;
+        args.mask = make_mask(*mask, sizes, x.scalar_type(), op, keep);
+        forward_rows<In, Out, LOG, true>(args, launch, x);
       } else {
-        forward_rows<In, Out, false>(args, launch, x);
+        forward_rows<In, Out, LOG, false>(args, launch, x);
       }
     });
     return y;
@@ -946,22 +1363,23 @@ Tensor softmax_forward(const Tensor& x_in, const std::optional<Tensor>& mask, in
     using Out = decltype(out);
     using A = compute_t<In>;
     const ColumnLaunch shape = column_launch(s, kVectorBytes / sizeof(In));
-    const ColumnArgs args{x.const_data_ptr(), nullptr, y.mutable_data_ptr(), s.n, s.inner, shape.across, shape.down, log, scale};
+    const ColumnArgs args{x.const_data_ptr(), nullptr, y.mutable_data_ptr(), s.n, s.inner, shape.across, shape.down, scale};
     const int threads = shape.across * shape.down;
     const size_t shared = shape.down == 1 ? 0 : sizeof(Pair<A>) * threads * shape.vector;
     const dim3 grid(static_cast<unsigned>(shape.blocks));
     if (shape.vector > 1)
-      softmax_forward_columns<In, Out, kVectorBytes / sizeof(In)><<<grid, threads, shared, launch.stream()>>>(args);
+      softmax_forward_columns<In, Out, kVectorBytes / sizeof(In), LOG><<<grid, threads, shared, launch.stream()>>>(args);
     else
-      softmax_forward_columns<In, Out, 1><<<grid, threads, shared, launch.stream()>>>(args);
+      softmax_forward_columns<In, Out, 1, LOG><<<grid, threads, shared, launch.stream()>>>(args);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return y;
 }
 
-Tensor softmax_backward(const Tensor& dy_in, const Tensor& y_in, const std::optional<Tensor>& mask, int64_t dim, double scale,
-                        bool log, ScalarType dtype) {
-  const char* op = log ? "log_softmax_backward" : "softmax_backward";
+template <bool LOG>
+Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const std::optional<Tensor>& mask, int64_t dim, double scale,
+                   ScalarType dtype) {
+  const char* op = LOG ? "log_softmax_backward" : "softmax_backward";
   check_same_shape(y_in, dy_in, op, "dy");
   const Shape s = shape_of(y_in, dim, op);
   const Launch launch(y_in);
@@ -971,12 +1389,16 @@ Tensor softmax_backward(const Tensor& dy_in, const Tensor& y_in, const std::opti
   const Tensor dy = dense(dy_in), y = dense(y_in);
   if (s.inner == 1 && dim + 1 == y.dim()) {
     dispatch_pair(dtype, y.scalar_type(), op, [&](auto in, auto out) {
-      BackwardArgs args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), s.outer, s.n, 0, false, log, scale, {}};
+      using A = compute_t<decltype(in)>;
+      BackwardArgs<A> args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), s.outer, s.n, static_cast<A>(scale), 0, false, {}};
       if (mask) {
-        args.mask = make_mask(*mask, sizes, y.scalar_type(), op);
+        Tensor keep;
+        args.mask = make_mask(*mask, sizes, y.scalar_type(), op, keep);
         STD_TORCH_CHECK(args.mask.kind == MaskKind::boolean, "fastlayers::", op, ": expected a boolean mask");
+        backward_rows<decltype(in), decltype(out), LOG, true>(args, launch, y);
+      } else {
+        backward_rows<decltype(in), decltype(out), LOG, false>(args, launch, y);
       }
-      backward_rows<decltype(in), decltype(out)>(args, launch, y);
     });
     return dx;
   }
@@ -986,17 +1408,26 @@ Tensor softmax_backward(const Tensor& dy_in, const Tensor& y_in, const std::opti
     using Out = decltype(out);
     const ColumnLaunch shape = column_launch(s, kVectorBytes / sizeof(In));
     const ColumnArgs args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), s.n, s.inner,
-                          shape.across, shape.down, log, scale};
+                          shape.across, shape.down, scale};
     const int threads = shape.across * shape.down;
     const size_t shared = shape.down == 1 ? 0 : sizeof(compute_t<In>) * threads * shape.vector;
     const dim3 grid(static_cast<unsigned>(shape.blocks));
     if (shape.vector > 1)
-      softmax_backward_columns<In, Out, kVectorBytes / sizeof(In)><<<grid, threads, shared, launch.stream()>>>(args);
+      softmax_backward_columns<In, Out, kVectorBytes / sizeof(In), LOG><<<grid, threads, shared, launch.stream()>>>(args);
     else
-      softmax_backward_columns<In, Out, 1><<<grid, threads, shared, launch.stream()>>>(args);
+      softmax_backward_columns<In, Out, 1, LOG><<<grid, threads, shared, launch.stream()>>>(args);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return dx;
+}
+
+Tensor softmax_forward(const Tensor& x, const std::optional<Tensor>& mask, int64_t dim, double scale, bool log, ScalarType dtype) {
+  return log ? forward_op<true>(x, mask, dim, scale, dtype) : forward_op<false>(x, mask, dim, scale, dtype);
+}
+
+Tensor softmax_backward(const Tensor& dy, const Tensor& y, const std::optional<Tensor>& mask, int64_t dim, double scale, bool log,
+                        ScalarType dtype) {
+  return log ? backward_op<true>(dy, y, mask, dim, scale, dtype) : backward_op<false>(dy, y, mask, dim, scale, dtype);
 }
 
 }  // namespace

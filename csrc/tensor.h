@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -51,19 +52,33 @@ inline Tensor empty_contiguous(const Dims& sizes, ScalarType dtype, const Tensor
   return empty_strided(sizes, contiguous_strides(sizes), dtype, like);
 }
 
-// Dimensions from the slowest to the fastest in memory, as torch orders those of an elementwise result: by the strides of
-// the first operand, ties by the second.
-inline Dims memory_order(const Dims& sizes, const Dims& first, const Dims& second) {
-  Dims order(sizes.size());
-  for (size_t d = 0; d < order.size(); ++d) order[d] = static_cast<int64_t>(d);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    for (const Dims* strides : {&first, &second}) {
+// Dimensions from the slowest to the fastest in memory, as torch orders those of an elementwise result. The comparison is
+// not transitive, so only TensorIterator's own insertion sort gives its answer.
+inline Dims memory_order(const Dims& sizes, std::initializer_list<const Dims*> operands) {
+  const int64_t dims = static_cast<int64_t>(sizes.size());
+  Dims order(dims);
+  for (int64_t d = 0; d < dims; ++d) order[d] = dims - 1 - d;
+  const auto compare = [&](int64_t a, int64_t b) {
+    for (const Dims* strides : operands) {
       const int64_t sa = (*strides)[a], sb = (*strides)[b];
-      if (sa == 0 || sb == 0 || sizes[a] == 1 || sizes[b] == 1) continue;
-      if (sa != sb) return sa > sb;
+      if (sa == 0 || sb == 0) continue;
+      if (sa != sb) return sa < sb ? -1 : 1;
+      if (sizes[a] > sizes[b]) return 1;
     }
-    return false;
-  });
+    return 0;
+  };
+  for (int64_t i = 1; i < dims; ++i) {
+    int64_t at = i;
+    for (int64_t faster = i - 1; faster >= 0; --faster) {
+      const int c = compare(order[faster], order[at]);
+      if (c < 0) break;
+      if (c > 0) {
+        std::swap(order[faster], order[at]);
+        at = faster;
+      }
+    }
+  }
+  std::reverse(order.begin(), order.end());
   return order;
 }
 
@@ -82,6 +97,23 @@ inline bool same_layout(const Dims& sizes, const Dims& a, const Dims& b) {
   for (size_t d = 0; d < sizes.size(); ++d)
     if (sizes[d] > 1 && a[d] != b[d]) return false;
   return true;
+}
+
+// How torch lays out the elementwise result of operands of one shape: contiguous, channels_last or exactly like them where
+// all are so; else dense, in their common order.
+inline Dims result_strides(const Dims& sizes, std::initializer_list<const Dims*> operands) {
+  const auto all = [&](const Dims& strides) {
+    return std::all_of(operands.begin(), operands.end(), [&](const Dims* s) { return same_layout(sizes, *s, strides); });
+  };
+  const Dims contiguous = contiguous_strides(sizes);
+  if (all(contiguous)) return contiguous;
+  if (sizes.size() == 4) {
+    const Dims channels_last = dense_strides(sizes, {0, 2, 3, 1});
+    if (all(channels_last)) return channels_last;
+  }
+  const Dims dense = dense_strides(sizes, memory_order(sizes, operands)), &first = **operands.begin();
+  const bool equal = std::all_of(operands.begin(), operands.end(), [&](const Dims* s) { return *s == first; });
+  return equal && same_layout(sizes, first, dense) ? first : dense;
 }
 
 // t itself where it already has these strides, else a copy that has.
@@ -149,7 +181,7 @@ inline Dims broadcast_strides(const Tensor& t, const Dims& sizes, const char* op
   for (size_t d = 0; d < own.size(); ++d) {
     STD_TORCH_CHECK(own[d] == sizes[d + shift] || own[d] == 1, "fastlayers::", op, ": ", name, " has size ", own[d],
                     " where the result has ", sizes[d + shift], " (dimension ", static_cast<int64_t>(d) + shift, ")");
-    strides[d + shift] = own[d] == 1 ? 0 : steps[d];
+    strides[d + shift] = own[d] == sizes[d + shift] ? steps[d] : 0;
   }
   return strides;
 }
