@@ -52,13 +52,16 @@ def _load_library() -> str | None:
 
 
 _library_problem = _load_library()
-_forced: str | None = None
+#: Not checked here: importing must not fail, and ``info`` must be able to say what is wrong. :func:`choose` checks it.
+_forced: str | None = os.environ.get("FASTLAYERS_BACKEND") or None
 _on_change: list[Callable[[], None]] = []
 
 
 def has_library_kernel(op: str, dispatch_key: str) -> bool:
     """Whether ``csrc`` was built with a kernel of this op for "CPU" or "CUDA"."""
-    return _library_problem is None and torch._C._dispatch_has_kernel_for_dispatch_key(f"fastlayers::{op}", dispatch_key)
+    return _library_problem is None and torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"fastlayers::{op}", dispatch_key
+    )
 
 
 def triton_interprets() -> bool:
@@ -102,9 +105,13 @@ def choose(device: torch.device) -> str:
 
     Raises:
         BackendError: the forced backend does not run on that device.
+        ValueError: ``FASTLAYERS_BACKEND`` names no backend.
     """
     if _forced is not None:
-        reason = problem(_forced, device)
+        try:
+            reason = problem(_forced, device)
+        except ValueError as error:  # set_backend takes no such name
+            raise ValueError(f"FASTLAYERS_BACKEND={_forced!r}: {error}") from None
         if reason is not None:
             raise BackendError(f"backend {_forced!r} was forced, but cannot serve: {reason}")
         return _forced
@@ -131,17 +138,22 @@ def get_backend() -> str | None:
 def set_backend(name: str | None) -> None:
     """Force one backend for every fused op of this process; None gives the choice back.
 
-    The environment variable ``FASTLAYERS_BACKEND`` does the same from outside, read once at import.
+    The environment variable ``FASTLAYERS_BACKEND`` does the same from outside, read once at import. Importing succeeds
+    whatever it says: the first call of an op raises where the name is wrong or this machine does not have it.
 
     Raises:
         ValueError: no such backend.
         BackendError: this machine does not have it.
     """
-    global _forced
     if name is not None:
         reason = problem(name)
         if reason is not None:
             raise BackendError(f"backend {name!r} is not available here: {reason}")
+    _force(name)
+
+
+def _force(name: str | None) -> None:
+    global _forced
     _forced = name
     for notify in _on_change:
         notify()
@@ -149,7 +161,7 @@ def set_backend(name: str | None) -> None:
 
 @contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """``with backend("triton"): ...`` forces one backend inside the block, for the whole process as :func:`set_backend`.
+    """``with backend("triton"): ...`` forces one backend inside the block, for the whole process as set_backend.
 
     A graph recorded inside keeps its backend: the backward of an op uses the one that its forward used.
     """
@@ -158,21 +170,9 @@ def backend(name: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        set_backend(before)
+        _force(before)
 
 
 def on_change(notify: Callable[[], None]) -> None:
     """Call ``notify`` whenever the forced backend changes (the ops cache their choice per device)."""
     _on_change.append(notify)
-
-
-def force_from_environment() -> None:
-    name = os.environ.get("FASTLAYERS_BACKEND")
-    if name:
-        try:
-            set_backend(name)
-        except ValueError as error:
-            raise ValueError(f"FASTLAYERS_BACKEND={name!r}: {error}") from None
-
-
-force_from_environment()

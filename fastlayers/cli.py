@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ console = Console()
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Drop-in fused layers for PyTorch."""
+    """Drop-in fused layers for PyTorch: what this machine has, and what they would do to a model."""
 
 
 # info ----------------------------------------------------------------------------------------------------------------
@@ -35,7 +36,7 @@ def main() -> None:
 
 @main.command()
 def info() -> None:
-    """Show versions, what was built, and which backends this machine has."""
+    """Show what was built and which backends this machine has."""
     table = Table("", "", title="fastlayers", title_justify="left", show_header=False)
     table.columns[1].overflow = "fold"
     for name, value in _versions():
@@ -43,6 +44,9 @@ def info() -> None:
     table.add_section()
     for name, value in _built():
         table.add_row(name, escape(value))
+    if forced := os.environ.get("FASTLAYERS_BACKEND"):
+        table.add_section()
+        table.add_row("FASTLAYERS_BACKEND", escape(_describe_forced(forced)))
     console.print(table)
     console.print(_backends())
 
@@ -85,6 +89,16 @@ def _built() -> Iterator[tuple[str, str]]:
         return
     yield "holds", made.contents()
     yield "built with", f"{made.compiler}; nvcc {made.nvcc or 'none'}; headers of torch {made.torch}"
+
+
+def _describe_forced(name: str) -> str:
+    from fastlayers import backends
+
+    try:
+        reason = backends.problem(name)
+    except ValueError as error:
+        return f"{error}; every call of an op raises until that is mended"
+    return f"{name}, forced" + (f", but every call of an op raises: {reason}" if reason else "")
 
 
 def _backends() -> Table:
@@ -132,7 +146,7 @@ def _how_to_build(backend: str) -> str:
 
 @main.command()
 def build() -> None:
-    """Compile the C++ and CUDA kernels for this installation.
+    """Compile the C++ and CUDA kernels here.
 
     \b
     FASTLAYERS_CUDA_ARCHS  compute capabilities, as "90" or "80;90"; default: this machine's GPUs
@@ -182,7 +196,9 @@ def _print(report: PatchReport | VerifyReport, form: str) -> None:
 @click.argument("target")
 @FORMAT
 def scan(target: str, form: str) -> None:
-    """Show what patch_model would do to a model, and why it would leave the rest.
+    """Show what patch_model would do to a model.
+
+    The report has a row for what would be fused, and for what would be left alone and why.
 
     TARGET is timm:NAME, torchvision:NAME or package.module:CALLABLE (anything that returns a module).
     """
@@ -205,11 +221,13 @@ def _shape(context: click.Context, parameter: click.Parameter, values: tuple[str
     "shapes",
     multiple=True,
     callback=_shape,
-    help="Shape of a random input, as 2,3,224,224; again for each further input. [default: two images]",
+    help="Shape of a random input, as 2,3,224,224; again for each further input.  [default: two images]",
 )
 @FORMAT
 def verify(target: str, shapes: list[tuple[int, ...]], form: str) -> None:
-    """Run a model patched and unpatched, in training and in eval mode, and compare outputs and gradients.
+    """Compare a model patched with the same one unpatched.
+
+    It runs both in training and in eval mode, on random inputs, and compares outputs, gradients and buffers.
 
     TARGET is timm:NAME, torchvision:NAME or package.module:CALLABLE (anything that returns a module). The exit status
     is 1 where they differ.

@@ -156,9 +156,22 @@ def test_environment_variable():
     assert ran.stdout.strip() == "eager", ran.stderr
 
 
+FIRST_USE = "import fastlayers, torch; print('imported'); fastlayers.functional.mul(torch.ones(2), torch.ones(2))"
+
+
 def test_environment_variable_with_a_wrong_name():
-    ran = python("import fastlayers", FASTLAYERS_BACKEND="metal")
-    assert "FASTLAYERS_BACKEND='metal': unknown backend 'metal'; expected one of eager" in ran.stderr
+    """Importing succeeds, so that `python -m fastlayers info` can say what is wrong; the first call does not."""
+    ran = python(FIRST_USE, FASTLAYERS_BACKEND="metal")
+    assert ran.stdout.strip() == "imported", ran.stderr
+    assert "FASTLAYERS_BACKEND='metal': unknown backend 'metal'; expected one of eager" in ran.stderr.splitlines()[-1]
+    assert ran.returncode != 0
+
+
+@no_gpu
+def test_environment_variable_with_an_absent_backend():
+    ran = python(FIRST_USE, FASTLAYERS_BACKEND="cuda")
+    assert ran.stdout.strip() == "imported", ran.stderr
+    assert "backend 'cuda' was forced, but cannot serve: " in ran.stderr.splitlines()[-1]
     assert ran.returncode != 0
 
 

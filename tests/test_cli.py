@@ -1,7 +1,8 @@
-"""python -m fastlayers {info, build}, and that importing the package does not drag the command line along."""
+"""python -m fastlayers info and build, and that importing the package does not drag the command line along."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -48,6 +49,24 @@ def test_info_says_why_nothing_was_built(run, monkeypatch, tmp_path):
     monkeypatch.setattr(builder, "LIBRARY", tmp_path / "_C.so")
     builder.BuildInfo(problem="no C++ compiler on Sundays").write(tmp_path / "_C.so")
     assert "not built: no C++ compiler on Sundays" in run("info").output
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("eager", "eager, forced "), ("metal", "unknown backend 'metal'; expected one of eager")],
+)
+def test_info_says_what_the_environment_forces(run, monkeypatch, name, expected):
+    assert "FASTLAYERS_BACKEND" not in run("info").output
+    monkeypatch.setenv("FASTLAYERS_BACKEND", name)
+    assert expected in run("info").output
+
+
+def test_info_survives_a_forced_backend_that_is_absent():
+    reason = backends.problem("cuda")
+    environment = os.environ | {"FASTLAYERS_BACKEND": "cuda", "COLUMNS": "1000"}
+    command = [sys.executable, "-m", "fastlayers", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert reason is None or f"cuda, forced, but every call of an op raises: {reason}" in done.stdout
 
 
 def test_info_says_how_to_get_a_backend(monkeypatch):
