@@ -391,6 +391,26 @@ def test_report_of_a_patched_model_is_that_of_the_plan(net):
     assert str(plan_patch(net)) == str(plan)
 
 
+class HalfFused(nn.Module):
+    def forward(self, x, y, mask):
+        return torch.relu(x + y) * x.masked_fill(mask, -1e9).softmax(-1)
+
+
+def test_report_of_a_patched_model_still_says_what_was_left():
+    model = HalfFused()
+    plan = plan_patch(model)
+    assert [reason for reason, _ in plan[""].left] == [Reason.FINITE_FILL]
+    assert str(patch_report(patch_model(model))) == str(plan)
+
+
+def test_report_with_nothing_to_say_has_no_table():
+    report = plan_patch(nn.Linear(2, 2))
+    assert (
+        report.to_markdown()
+        == "Linear: 0 of 1 modules patched: nothing to fuse\n\n- 1 modules: no rule looks for this layer\n"
+    )
+
+
 def test_report_in_other_forms(net):
     report = plan_patch(net, include=["layer1", "nowhere"])
     data = json.loads(report.to_json())
@@ -845,6 +865,7 @@ def test_verify(net, x, state, mode, dtype):
     assert report.first_difference is None
     assert {c.name for c in report.comparisons} >= {"output", "grad of layer1.0.conv.weight", "grad of input 0"}
     assert str(report).startswith("verify: equal (6 modules patched")
+    assert ("every value is the same" in str(report)) == all(c.error == 0 for c in report.comparisons)
     assert unchanged(before, snapshot(net))
 
 

@@ -151,7 +151,7 @@ def make_plan(
             excluded = frozenset(path for path, child in module.named_modules() if id(child) in banned)
             steps.append(plan_module(module, row, excluded, classes))
     unmatched = tuple(p if isinstance(p, str) else p.__name__ for p in selection.unmatched)
-    report = PatchReport(tuple(step.row for step in steps), type(model).__name__, unmatched)
+    report = PatchReport(tuple(step.row for step in steps), original_class(model).__name__, unmatched)
     return Plan(steps, report, plan_warnings(report, steps))
 
 
@@ -161,8 +161,8 @@ def left_alone(row: Row, refusal: Refusal) -> Row:
 
 def already(row: Row, module: nn.Module) -> Row:
     cls = type(module)
-    fused = getattr(cls, "__fastlayers_rules__", ())
-    return Row(row.fqn, row.was, cls.__name__, fused, aliases=row.aliases)
+    fused, left = getattr(cls, "__fastlayers_rules__", ()), getattr(cls, "__fastlayers_left__", ())
+    return Row(row.fqn, row.was, cls.__name__, fused, left=left, aliases=row.aliases)
 
 
 def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, type[nn.Module]]) -> Step:
@@ -182,6 +182,7 @@ def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: 
         return Step(module, Row(row.fqn, row.was, reason=reason, detail=detail, left=left[1:], aliases=row.aliases))
     fused = tuple(outcome.rules.items())
     outcome.cls.__fastlayers_rules__ = fused  # type: ignore[attr-defined]
+    outcome.cls.__fastlayers_left__ = left  # type: ignore[attr-defined]
     return Step(module, Row(row.fqn, row.was, outcome.cls.__name__, fused, left=left, aliases=row.aliases), outcome.cls)
 
 
@@ -336,7 +337,7 @@ def patch_report(model: nn.Module) -> PatchReport:
     for step in plan.steps:
         pending = step.cls is not None
         rows.append(left_alone(step.row, Refusal(Reason.NOT_SELECTED)) if pending else step.row)
-    return PatchReport(tuple(rows), type(model).__name__)
+    return PatchReport(tuple(rows), original_class(model).__name__)
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:

@@ -129,19 +129,25 @@ class PatchReport:
         from rich.table import Table
         from rich.text import Text
 
+        footer = [Text(line, style="dim") for line in self._footer()]
+        lines = self._table()
+        if not lines:
+            return Group(Text(self.summary()), *footer)
         table = Table(title=Text(self.summary()), title_justify="left")
         for column in ("module", "was", "became", "fused, or why not"):
             table.add_column(column, overflow="fold")
-        for fqn, was, became, outcome in self._table():
+        for fqn, was, became, outcome in lines:
             style = "green" if became not in ("-", "") else ("dim" if fqn == "" else "yellow")
             table.add_row(*(Text(cell, style=style) for cell in (fqn, was, became, outcome)))
-        return Group(table, *(Text(line, style="dim") for line in self._footer()))
+        return Group(table, *footer)
 
     def to_markdown(self) -> str:
         """The table in Markdown, with the summary above and the counts of what was left out below."""
-        lines = [self.summary(), "", "| module | was | became | fused, or why not |", "|---|---|---|---|"]
-        for line in self._table():
-            lines.append("| " + " | ".join(cell.replace("|", "\\\\|") for cell in line) + " |")
+        lines, table = [self.summary()], self._table()
+        if table:
+            lines += ["", "| module | was | became | fused, or why not |", "|---|---|---|---|"]
+        for line in table:
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
         return "\n".join([*lines, "", *(f"- {line}" for line in self._footer())]).rstrip() + "\n"
 
     def to_dict(self) -> dict[str, Any]:

@@ -82,12 +82,15 @@ class VerifyReport:
         lines = [
             f"verify: {verdict} ({self.patched} modules patched, {len(self.comparisons)} tensors compared, {mode} mode)"
         ]
-        worst = sorted(
-            self.comparisons, key=lambda c: c.error / c.tolerance if c.tolerance else float(c.error > 0), reverse=True
-        )
-        for comparison in self.failures or worst[:3]:
-            within = comparison.problem or f"differs by {comparison.error:.3g}, tolerance {comparison.tolerance:.3g}"
-            lines.append(f"  {comparison.name}: {within}")
+        if all(comparison.ok and comparison.error == 0 for comparison in self.comparisons):
+            lines.append("  every value is the same")
+        else:
+            worst = sorted(self.comparisons, key=lambda c: c.error / c.tolerance if c.tolerance else float(c.error > 0))
+            for comparison in self.failures or worst[:-4:-1]:
+                within = (
+                    comparison.problem or f"differs by {comparison.error:.3g}, tolerance {comparison.tolerance:.3g}"
+                )
+                lines.append(f"  {comparison.name}: {within}")
         if self.first_difference is not None:
             lines.append(f"  the first module that differs: {self.first_difference or '(model)'}")
         return "\n".join(lines)
