@@ -124,10 +124,20 @@ result_file = click.argument("file", type=click.Path(exists=True, dir_okay=False
 @main.command()
 @result_file
 @click.option("--markdown", is_flag=True, help="As Markdown.")
-def table(file: Path, markdown: bool) -> None:
+@click.option(
+    "--into",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Write them between the markers of this Markdown file, as README.md has them, instead.",
+)
+def table(file: Path, markdown: bool, into: Path | None) -> None:
     """Print the tables of a result file."""
     results = load(file)
-    if markdown:
+    if into is not None:
+        try:
+            into.write_text(report.put_into(into.read_text(), report.readme(results)))
+        except ValueError as error:
+            raise click.ClickException(f"{into}: {error}") from None
+    elif markdown:
         click.echo(report.markdown(results), nl=False)
     else:
         report.print_tables(results, wide_console())

@@ -19,6 +19,9 @@ from benchmarks.implementations import RIVALS, TITLES
 #: A rival within this factor is as fast: run to run, the same kernel differs by about that much.
 NOISE = 1.03
 
+#: Between these two lines of the README stand the results.
+MARKERS = ("<!-- results:begin -->", "<!-- results:end -->")
+
 Row = dict[str, Any]
 
 
@@ -209,14 +212,43 @@ def print_tables(results: dict[str, Any], console: Console) -> None:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    blocks = []
-    for title, content in sections(results):
-        shown = columns(content)
-        heads = ["case", "dtype", "what", *(TITLES[name] for name in shown), "verdict"]
-        block = [f"### {title}", "", "| " + " | ".join(heads) + " |", "|" + "---|" * 3 + "---:|" * len(shown) + "---|"]
-        for line in content:
-            verdict = "; ".join(f"**{text}**" if kind == "bad" else text for text, kind in line.verdicts)
-            cells = (line.cells.get(name, "") for name in shown)
-            block.append("| " + " | ".join([*line.labels, *cells, verdict]) + " |")
-        blocks.append("\n".join(block))
+    blocks = [f"### {title}\n\n{markdown_table(content)}" for title, content in sections(results)]
     return "\n\n".join([*blocks, f"{caption(results)}. {summary(results)}."]) + "\n"
+
+
+def markdown_table(content: list[Line]) -> str:
+    shown = columns(content)
+    heads = ["case", "dtype", "what", *(TITLES[name] for name in shown), "verdict"]
+    block = ["| " + " | ".join(heads) + " |", "|" + "---|" * 3 + "---:|" * len(shown) + "---|"]
+    for line in content:
+        verdict = "; ".join(f"**{text}**" if kind == "bad" else text for text, kind in line.verdicts)
+        cells = (line.cells.get(name, "") for name in shown)
+        block.append("| " + " | ".join([*line.labels, *cells, verdict]) + " |")
+    return "\n".join(block)
+
+
+def readme(results: dict[str, Any]) -> str:
+    """For a page that is read by people: the rows that lose in sight, every row one click away."""
+    found = sections(results)
+    losing = [line for _, content in found for line in content if line.loses]
+    blocks = [f"{caption(results)}: {summary(results)}."]
+    if losing:
+        blocks += ["Where fastlayers misses its bar, or torch or torch.compile is faster:", markdown_table(losing)]
+    for title, content in found:
+        heading, _, rest = title.partition(": ")
+        summary_line = f"<summary>{heading}, {len(content)} rows{f': {rest}' if rest else ''}</summary>"
+        blocks.append(f"<details>{summary_line}\n\n{markdown_table(content)}\n\n</details>")
+    return "\n\n".join(blocks) + "\n"
+
+
+def put_into(text: str, content: str) -> str:
+    """``text`` with what stands between its markers replaced.
+
+    Raises:
+        ValueError: it does not hold both markers, in order.
+    """
+    before, begin, rest = text.partition(MARKERS[0])
+    _, end, after = rest.partition(MARKERS[1])
+    if not (begin and end):
+        raise ValueError(f"expected a line {MARKERS[0]} and after it a line {MARKERS[1]}")
+    return f"{before}{begin}\n{content}{end}{after}"

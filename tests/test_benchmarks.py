@@ -379,3 +379,23 @@ def test_gpu_suites_need_a_gpu():
 def test_listing_takes_patterns():
     listed = CliRunner().invoke(main, ["list", "--only", "relu_add/2^*fp32"])
     assert listed.output.split() == ["cpu/relu_add/2^24/fp32", "bars/relu_add/2^26/fp32"]
+
+
+def test_results_go_into_the_readme(results, tmp_path):
+    _, path = results
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results:begin -->\nSTALE\n<!-- results:end -->\nafter\n")
+    arguments = ("table", str(path), "--into", str(page))
+    for _ in range(2):  # the second run replaces the first one's
+        assert CliRunner().invoke(main, arguments).exit_code == 0
+        text = page.read_text()
+        assert "STALE" not in text
+        assert text.startswith("before\n<!-- results:begin -->\n")
+        assert text.endswith("</details>\n<!-- results:end -->\nafter\n")
+        losing = text.partition("<details>")[0]
+        assert "**fastlayers failed**" in losing  # in sight
+    page.write_text("no markers")
+    refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code == 1
+    assert "expected a line <!-- results:begin -->" in refused.output
+    assert page.read_text() == "no markers"
