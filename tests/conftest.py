@@ -11,6 +11,25 @@ from fastlayers import backends
 torch.set_num_threads(1)
 
 
+NO_GPU = not torch.cuda.is_available()
+
+
+def pytest_report_header() -> str | None:
+    return (
+        "torch sees no GPU: tests marked gpu are left out; `make test-gpu` runs them where there is one"
+        if NO_GPU
+        else None
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU its tests are left out: thousands of skips would hide the ones that mean something."""
+    left_out = [item for item in items if NO_GPU and item.get_closest_marker("gpu")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
 @pytest.fixture(autouse=True)
 def _leave_backend_alone() -> Iterator[None]:
     """A test that fails inside of a forced backend forces nothing on the next one."""
