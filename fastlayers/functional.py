@@ -1,8 +1,8 @@
 """Fused operations as functions, with signatures after :mod:`torch.nn.functional`.
 
-Each computes what the torch composition in its docstring computes, in the same shape, dtype, memory format and autocast
-behaviour, and falls back to that composition wherever no kernel applies. What an op keeps for its backward is said under
-*Keeps*; double backward, ``torch.func`` transforms and ``torch.compile`` work on all of them.
+Each computes what the torch composition in its docstring computes, in the same shape, dtype, memory format and
+autocast behaviour, and falls back to that composition wherever no kernel applies. What an op keeps for its backward is
+said under *Keeps*; double backward, ``torch.func`` transforms and ``torch.compile`` work on all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ __all__ = ["add_relu", "log_softmax", "mul", "relu_add", "softmax"]
 
 
 def softmax(
-    x: Tensor, dim: int = -1, *, scale: float | None = None, mask: Tensor | None = None, dtype: torch.dtype | None = None
+    x: Tensor,
+    dim: int = -1,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     r"""softmax(x·scale + mask) along one dimension, reading and writing the scores once.
 
@@ -30,7 +35,8 @@ def softmax(
         dim: the dimension that sums to one.
         scale: a number that multiplies x, as attention's 1/sqrt(d).
         mask: broadcasts against x. Boolean: True takes part, False is minus infinity, as in
-            :func:`torch.nn.functional.scaled_dot_product_attention`. Otherwise it is added. A row with nothing left is NaN.
+            :func:`torch.nn.functional.scaled_dot_product_attention`. Otherwise it is added. A row with nothing left is
+            NaN.
         dtype: of the result, and of the computation where wider; as :func:`torch.nn.functional.softmax` has it.
 
     Returns:
@@ -45,14 +51,19 @@ def softmax(
 
 
 def log_softmax(
-    x: Tensor, dim: int = -1, *, scale: float | None = None, mask: Tensor | None = None, dtype: torch.dtype | None = None
+    x: Tensor,
+    dim: int = -1,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     r"""log(softmax(x·scale + mask)) along one dimension, without the softmax in between.
 
     .. math:: y_i = s_i - \log \sum_j \exp(s_j), \qquad s = x \cdot \text{scale} + \text{mask}
 
-    Stands for ``F.log_softmax(x * scale + mask, dim, dtype=dtype)``. Arguments, result, what is kept and errors are those of
-    :func:`softmax`.
+    Stands for ``F.log_softmax(x * scale + mask, dim, dtype=dtype)``. Arguments, result, what is kept and errors are
+    those of :func:`softmax`.
     """
     return _softmax.softmax(x, dim, scale, mask, dtype, True)
 

@@ -26,7 +26,7 @@ _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedten
 
 
 def is_plain(t: object) -> bool:
-    """A tensor that a kernel may be handed: subclasses (DTensor, FakeTensor, quantised, nested) have ways of their own."""
+    """A tensor that a kernel may be handed: subclasses (DTensor, FakeTensor, nested) have ways of their own."""
     return type(t) in _PLAIN
 
 

@@ -45,7 +45,8 @@ def _unsupported_bias(x: Tensor, bias: object, backend: str) -> str | None:
     if backend == "cpu":
         return "the bias is a tensor; the C++ kernel takes a number"
     if bias.dtype != x.dtype or bias.device != x.device or not dispatch.broadcasts_to(bias.shape, x.shape):
-        return f"a bias of {bias.dtype}, shape {tuple(bias.shape)} on {bias.device}, for {x.dtype}, {tuple(x.shape)} on {x.device}"
+        given = f"{bias.dtype}, shape {tuple(bias.shape)} on {bias.device}"
+        return f"a bias of {given}, for {x.dtype}, {tuple(x.shape)} on {x.device}"
     return None
 
 
@@ -56,7 +57,10 @@ def unpack_bits(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Te
 
 
 class _ReLU(torch.autograd.Function):
-    """relu(x) + y + bias + alpha, or relu(x + y) without bias and alpha. Keeps one bit an element, where x's gradient is wanted."""
+    """relu(x) + y + bias + alpha, or relu(x + y) without bias and alpha.
+
+    Keeps one bit an element, where x's gradient is wanted.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, bias: Tensor | None, alpha: float | None, kernels: Any) -> Tensor:
@@ -95,7 +99,9 @@ def relu_add(x: Tensor, y: Tensor, bias: float | Tensor) -> Tensor:
         reason = unsupported(x, y, True) or _unsupported_bias(x, bias, kernels.backend)
         if reason is None:
             vector, alpha = (bias, 0.0) if isinstance(bias, Tensor) else (None, float(bias))
-            if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or (vector is not None and vector.requires_grad)):
+            if torch.is_grad_enabled() and (
+                x.requires_grad or y.requires_grad or (vector is not None and vector.requires_grad)
+            ):
                 return _ReLU.apply(x, y, vector, alpha, kernels)  # type: ignore[no-any-return]
             return kernels.relu_add(x, y, vector, alpha)  # type: ignore[no-any-return]
         backends.refuse(reason)
