@@ -35,12 +35,14 @@ $(ENV):
 	$(PY) -m pip install $$TORCH
 	@# A CPU build of torch brings no Triton; the oldest one that fastlayers supports then runs the interpreter's tests.
 	$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install triton==3.6.0
-	FASTLAYERS_BUILD_EXT=0 $(PY) -m pip install --editable '.[test]'
+	@echo 'Installing fastlayers in $(VENV), with what its examples and tests need'
+	@FASTLAYERS_BUILD_EXT=0 $(PY) -m pip install --quiet --editable '.[test]'
 	@rm -f $(VENV)/made-for-*
 	@touch $@
 
 build: $(ENV)  ## compile csrc into fastlayers/_C.so
-	$(PY) fastlayers/build.py
+	@echo 'Compiling what has changed of csrc (with nvcc, for several GPUs, some minutes)'
+	@$(PY) fastlayers/build.py
 
 lint: $(ENV)  ## ruff: rules and format
 	$(PY) -m ruff check --output-format concise .

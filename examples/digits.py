@@ -119,7 +119,8 @@ def draw_curves(phases: dict[str, list[Epoch]], path: Path) -> None:
         first += len(history)
     left.set(title="training loss", yscale="log")
     right.set(title="test accuracy")
-    right.yaxis.set_major_formatter(PercentFormatter(1.0))
+    left.yaxis.set_major_formatter("{x:g}")
+    right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     for axes in (left, right):
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
