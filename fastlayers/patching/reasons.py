@@ -14,7 +14,6 @@ class Reason(str, Enum):
     NOT_SELECTED = "not selected by include, exclude or filter_fn"
     NO_RULE = "no rule looks for this layer"
     NOTHING_TO_FUSE = "nothing in its forward that a rule fuses"
-    ALREADY_PATCHED = "already patched"
     SUBCLASS = "a subclass of a layer that a rule replaces, with code of its own"
     FORWARD_REPLACED = "its forward was replaced on the instance (accelerate and others do), which bypasses its class"
     PARAMETRIZED = "parametrized, which already swaps its class"
