@@ -35,11 +35,14 @@ CPU_LEAST = 2**16
 CPU_LEAST_TRAINING = 2**20
 
 
-def _eager_is_faster(x: Tensor, y: Tensor, training: bool) -> bool:
-    """Whether torch answers for this pair of CPU tensors although the C++ kernels could."""
+def _eager_is_faster(x: Tensor, y: object) -> bool:
+    """Whether torch answers for this pair on CPU although the C++ kernels could. Asked first: tiny calls are many."""
     if backends.get_backend() is not None:
         return False
-    if x.numel() < (CPU_LEAST_TRAINING if training else CPU_LEAST) or x.dtype not in CPU_DTYPES:
+    n = x.numel()
+    if n < CPU_LEAST or x.dtype not in CPU_DTYPES or not isinstance(y, Tensor):
+        return True
+    if n < CPU_LEAST_TRAINING and torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
         return True
     dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
     return not dense or x.stride() != y.stride()
@@ -121,15 +124,14 @@ def relu_add(x: Tensor, y: Tensor, bias: float | Tensor) -> Tensor:
         return reference.relu_add(x, y, bias)
     kernels = FAMILY.serving(x)
     if kernels is not None:
+        if kernels.backend == "cpu" and _eager_is_faster(x, y):
+            return reference.relu_add(x, y, bias)
         reason = unsupported(x, y, True) or _unsupported_bias(x, bias, kernels.backend)
         if reason is None:
             vector, alpha = (bias, 0.0) if isinstance(bias, Tensor) else (None, float(bias))
-            training = torch.is_grad_enabled() and (
+            if torch.is_grad_enabled() and (
                 x.requires_grad or y.requires_grad or (vector is not None and vector.requires_grad)
-            )
-            if kernels.backend == "cpu" and _eager_is_faster(x, y, training):
-                return reference.relu_add(x, y, bias)
-            if training:
+            ):
                 return _ReLU.apply(x, y, vector, alpha, kernels)  # type: ignore[no-any-return]
             return kernels.relu_add(x, y, vector, alpha)  # type: ignore[no-any-return]
         backends.refuse(reason)
@@ -141,12 +143,11 @@ def add_relu(x: Tensor, y: Tensor) -> Tensor:
         return reference.add_relu(x, y)
     kernels = FAMILY.serving(x)
     if kernels is not None:
+        if kernels.backend == "cpu" and _eager_is_faster(x, y):
+            return reference.add_relu(x, y)
         reason = unsupported(x, y, True)
         if reason is None:
-            training = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
-            if kernels.backend == "cpu" and _eager_is_faster(x, y, training):
-                return reference.add_relu(x, y)
-            if training:
+            if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
                 return _ReLU.apply(x, y, None, None, kernels)  # type: ignore[no-any-return]
             return kernels.add_relu(x, y)  # type: ignore[no-any-return]
         backends.refuse(reason)
@@ -178,11 +179,10 @@ def mul(x: Tensor, y: Tensor) -> Tensor:
         return reference.mul(x, y)
     kernels = FAMILY.serving(x)
     if kernels is not None:
-        on_cpu = kernels.backend == "cpu"
-        reason = unsupported(x, y, on_cpu)
+        if kernels.backend == "cpu" and backends.get_backend() is None:
+            return reference.mul(x, y)  # CPU_LEAST says why
+        reason = unsupported(x, y, kernels.backend == "cpu")
         if reason is None:
-            if on_cpu and backends.get_backend() is None:
-                return reference.mul(x, y)  # see CPU_LEAST
             if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
                 return _Mul.apply(x, y, kernels)  # type: ignore[no-any-return]
             return kernels.mul(x, y)  # type: ignore[no-any-return]
