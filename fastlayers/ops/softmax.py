@@ -13,7 +13,8 @@ from fastlayers.ops import dispatch, reference
 FAMILY = dispatch.Family("softmax", ("softmax_forward", "softmax_backward"), cpu=False)
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
-# Kernels scale the minus infinities with which they fill up a row: in float32 that factor may become neither 0 nor infinite.
+# Kernels scale the minus infinities with which they fill up a row: in float32 that factor may become neither 0 nor
+# infinite.
 _SMALLEST_SCALE = 1e-36
 
 
@@ -27,7 +28,9 @@ def result_dtype(x: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> t
     return scores
 
 
-def unsupported(x: Tensor, dim: int, scale: float, mask: Tensor | None, out: torch.dtype, masks_any_dim: bool) -> str | None:
+def unsupported(
+    x: Tensor, dim: int, scale: float, mask: Tensor | None, out: torch.dtype, masks_any_dim: bool
+) -> str | None:
     """Why no kernel takes this call, None where one does."""
     dims = x.dim()
     if x.dtype not in dispatch.FLOATING or not (out == x.dtype or (out == torch.float32 and x.dtype in _HALF)):
@@ -57,7 +60,9 @@ class _Softmax(torch.autograd.Function):
         ctx: Any, x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype, kernels: Any
     ) -> Tensor:
         y: Tensor = kernels.softmax_forward(x, mask, dim, scale, log, dtype)
-        ctx.save_for_backward(y, mask if mask is not None and (mask.dtype == torch.bool or mask.requires_grad) else None)
+        ctx.save_for_backward(
+            y, mask if mask is not None and (mask.dtype == torch.bool or mask.requires_grad) else None
+        )
         ctx.x_dtype, ctx.dim, ctx.scale, ctx.log, ctx.kernels = x.dtype, dim, scale, log, kernels
         return y
 
@@ -123,9 +128,9 @@ def _number(scale: object) -> float:
     raise TypeError(f"softmax(): expected scale to be a number or None, but got {type(scale).__name__}")
 
 
-# ---- torch.compile ------------------------------------------------------------------------------------------------------
-# Inductor's row reductions reach half of the memory limit on long rows, so a compiled graph keeps the kernel: as one opaque
-# op with a fake implementation, where the guard says at trace time that a kernel serves.
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+# Inductor's row reductions reach half of the memory limit on long rows, so a compiled graph keeps the kernel: as one
+# opaque op with a fake implementation, where the guard says at trace time that a kernel serves.
 
 
 @torch.library.custom_op("fastlayers::softmax", mutates_args=(), device_types="cuda")
@@ -154,14 +159,24 @@ def _(dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: b
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, mask, ctx.dim, ctx.scale, ctx.log, _ = inputs
-    ctx.save_for_backward(output, mask if mask is not None and (mask.dtype == torch.bool or mask.requires_grad) else None)
+    ctx.save_for_backward(
+        output, mask if mask is not None and (mask.dtype == torch.bool or mask.requires_grad) else None
+    )
     ctx.x_dtype = x.dtype
 
 
 def _op_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     y, mask = ctx.saved_tensors
     dx, dmask = gradients(
-        torch.ops.fastlayers.softmax_grad, dy, y, mask, ctx.dim, ctx.scale, ctx.log, ctx.x_dtype, ctx.needs_input_grad[1]
+        torch.ops.fastlayers.softmax_grad,
+        dy,
+        y,
+        mask,
+        ctx.dim,
+        ctx.scale,
+        ctx.log,
+        ctx.x_dtype,
+        ctx.needs_input_grad[1],
     )
     return dx, dmask, None, None, None, None
 
@@ -173,7 +188,7 @@ def _compiled_graph_keeps_kernel(device: str) -> bool:
     return backends.choose(torch.device(device)) in ("cuda", "triton")
 
 
-# What torch.compiler.assume_constant_result does, without importing Dynamo (and Triton) for it: seconds of every import.
+# What torch.compiler.assume_constant_result does, without importing Dynamo (and Triton) for it: seconds of an import.
 _compiled_graph_keeps_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
