@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -235,6 +236,8 @@ def verify(target: str, shapes: list[tuple[int, ...]], form: str) -> None:
     import torch
 
     from fastlayers import verify_patch
+    from fastlayers.backends import BackendError
+    from fastlayers.patching import PatchWarning
     from fastlayers.patching.targets import default_input
 
     torch.manual_seed(0)
@@ -242,8 +245,34 @@ def verify(target: str, shapes: list[tuple[int, ...]], form: str) -> None:
     model = _load(target).to(device)
     inputs = [torch.randn(shape, device=device) for shape in shapes or [default_input(model)]]
     equal = True
+    said: set[str] = set()
     for training in (True, False):
-        report = verify_patch(model.train(training), *inputs)
+        _try_out(model.train(training), inputs)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", PatchWarning)
+            try:
+                report = verify_patch(model, *inputs)
+            except BackendError as error:
+                raise click.ClickException(str(error)) from None
         equal = equal and report.ok
+        for message in {str(warning.message) for warning in caught} - said:
+            said.add(message)
+            click.echo(f"Warning: {message}", err=True)
         _print(report, form)
     raise SystemExit(0 if equal else 1)
+
+
+def _try_out(model: nn.Module, inputs: list[torch.Tensor]) -> None:
+    """What the model cannot take is the user's to know, without a traceback; what fails only when patched is not."""
+    import torch
+
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
+        mode = "training" if model.training else "eval"
+        raise click.ClickException(
+            f"the model itself, unpatched and in {mode} mode, fails on random inputs of {shapes}; see --input.\n"
+            f"{type(error).__name__}: {error}"
+        ) from None

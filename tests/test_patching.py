@@ -411,6 +411,14 @@ def test_report_with_nothing_to_say_has_no_table():
     )
 
 
+def test_warnings_point_at_the_line_of_the_user():
+    with pytest.warns(PatchWarning) as caught:
+        patch_model(nn.Linear(2, 2))
+    with pytest.warns(PatchWarning) as inside, patched(nn.Linear(2, 2)):
+        pass
+    assert {caught[0].filename, inside[0].filename} == {__file__}
+
+
 def test_report_in_other_forms(net):
     report = plan_patch(net, include=["layer1", "nowhere"])
     data = json.loads(report.to_json())

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from torch import nn
 
-from fastlayers import cli
+from fastlayers import backends, cli
 from fastlayers.patching.targets import TargetError, default_input, load_target
 
 TARGET = f"{__name__}:Block"
@@ -58,6 +58,27 @@ def test_verify(run):
     assert "equal (1 modules patched, 4 tensors compared, training mode)" in result.output
     assert "eval mode" in result.output
     assert "| output |" in run("verify", TARGET, "--input", "3,4", "--format", "markdown").output
+
+
+def test_verify_says_what_the_model_does_not_take(run):
+    result = run("verify", TARGET, "--input", "3,5")
+    assert result.exit_code == 1
+    assert "Error: the model itself, unpatched and in training mode, fails on random inputs of (3, 5)" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_verify_where_nothing_is_patched_warns_once(run):
+    result = run("verify", "torch.nn:Identity", "--input", "3,5")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("Warning: nothing in Identity was patched") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it serves")
+def test_verify_with_a_forced_backend_that_is_absent(run):
+    backends._force("cuda")
+    result = run("verify", TARGET, "--input", "3,4")
+    assert result.exit_code == 1
+    assert "Error: backend 'cuda' was forced, but cannot serve: " in result.output
 
 
 def test_verify_fails_where_they_differ(run, monkeypatch):

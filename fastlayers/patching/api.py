@@ -310,13 +310,14 @@ def patch_model(
     return model
 
 
-def apply(plan: Plan, strict: bool) -> list[nn.Module]:
+def apply(plan: Plan, strict: bool, stacklevel: int = 3) -> list[nn.Module]:
+    """Carry out a plan, and return the modules that changed. The level is that of the user's line in a warning."""
     problems = [*plan.warnings, *(f"{row.fqn or '(model)'}: {row.outcome()}" for row in plan.report.refused)]
     problems += [f"{row.fqn or '(model)'}: {note}" for row in plan.report.patched for note in row.notes()]
     if strict and problems:
         raise PatchError("strict=True, and nothing was changed, because:\n  " + "\n  ".join(problems))
     for message in plan.warnings:
-        warnings.warn(message, PatchWarning, stacklevel=3)
+        warnings.warn(message, PatchWarning, stacklevel=stacklevel)
     changed = []
     for step in plan.steps:
         if step.cls is not None:
@@ -375,7 +376,7 @@ def patched(
     strict: bool = False,
 ) -> Iterator[nn.Module]:
     """``with patched(model): ...`` patches as :func:`patch_model`, and takes back on leaving what it patched."""
-    changed = apply(make_plan(model, include, exclude, filter_fn), strict)
+    changed = apply(make_plan(model, include, exclude, filter_fn), strict, stacklevel=4)  # contextlib is between
     try:
         yield model
     finally:
