@@ -21,7 +21,9 @@ namespace fastlayers {
 // Makes the tensor's device current and finds torch's stream on it.
 class Launch {
  public:
-  explicit Launch(const Tensor& t) : guard_(t.get_device_index()), device_(t.get_device_index()) {
+  explicit Launch(const Tensor& t) : device_(t.get_device_index()) {
+    int current = -1;
+    if (cudaGetDevice(&current) != cudaSuccess || current != device_) guard_.emplace(device_);
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
@@ -30,7 +32,7 @@ class Launch {
   int device() const { return device_; }
 
  private:
-  torch::stable::accelerator::DeviceGuard guard_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // where another device is current
   int device_;
   cudaStream_t stream_ = nullptr;
 };
@@ -85,7 +87,18 @@ template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_vec(const T* p) { return *reinterpret_cast<const Vec<T, N>*>(p); }
 
 template <typename T, int N>
-__device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& v) { *reinterpret_cast<Vec<T, N>*>(p) = v; }
+__device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& v) {
+  if constexpr (sizeof(v) % sizeof(uint4) == 0) {
+    // In assembly, because the compiler takes a vector store apart to share halves of it with the scalar stores of a tail.
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(uint4)); ++i) {
+      const uint4 w = reinterpret_cast<const uint4*>(&v)[i];
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<uint4*>(p) + i), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w));
+    }
+  } else {
+    *reinterpret_cast<Vec<T, N>*>(p) = v;
+  }
+}
 
 // The 32-bit words of a vector of 16-bit elements. Working on pairs saves the byte shuffles that single halves cost.
 template <typename T, int N>

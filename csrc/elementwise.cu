@@ -232,20 +232,29 @@ __global__ void __launch_bounds__(kThreads) mul_backward_flat(const T* dy, const
 template <typename T, int V, int OPERANDS>
 __device__ __forceinline__ Vec<T, V> gather(const T* p, const Walk<OPERANDS>& walk, int operand, int64_t i, int64_t n) {
   const int64_t size = walk.size[walk.dims - 1], step = walk.stride[operand][walk.dims - 1];
-  int64_t at[OPERANDS], left = 0;  // how many neighbours are left before the fastest dimension wraps
   Vec<T, V> w;
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    if (left == 0) {
-      if (i + j < n) locate(walk, i + j, at);
-      left = size - (i + j) % size;
-      if (j == 0 && step == 1 && left >= V && i + V <= n && reinterpret_cast<uintptr_t>(p + at[operand]) % sizeof(w) == 0)
-        return load_vec<T, V>(p + at[operand]);
+  int64_t at[OPERANDS];
+  if (size < V) {  // may wrap more than once
+#pragma unroll 1
+    for (int j = 0; j < V; ++j) {
+      locate(walk, i + j < n ? i + j : i, at);
+      w.v[j] = p[at[operand]];
     }
-    w.v[j] = i + j < n ? p[at[operand]] : convert<T>(0.f);
-    at[operand] += step;
-    --left;
+    return w;
   }
+  locate(walk, i, at);
+  const T* here = p + at[operand];
+  const uint32_t within = (i | size) >> 32 == 0 ? static_cast<uint32_t>(i) % static_cast<uint32_t>(size) : static_cast<uint32_t>(i % size);
+  const int64_t left = size - within;  // neighbours before the fastest dimension wraps
+  const T* there = here;
+  if (left < V) {
+    locate(walk, i + left < n ? i + left : i, at);
+    there = p + at[operand] - left * step;
+  } else if (step == 1 && reinterpret_cast<uintptr_t>(here) % sizeof(w) == 0) {
+    return load_vec<T, V>(here);
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) w.v[j] = i + j < n ? (j < left ? here : there)[j * step] : convert<T>(0.f);
   return w;
 }
 

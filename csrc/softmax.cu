@@ -691,24 +691,23 @@ __global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_apply(co
 // ---- one row over a team of blocks --------------------------------------------------------------------------------------
 //
 // The grid is resident as a whole (a cooperative launch) and divided into teams; a team takes every teams-th row. Row r goes
-// through a block in four stages, of which each step of its loop does one for four different rows: the slice of row
-// r + AHEAD is requested from memory, that of row r is reduced and its partial published, and row r - BEHIND, whose
-// partials have arrived by then, is written out. So memory is never idle while a row waits for its reduction. A thread
-// reads back from shared memory only what it requested itself: there is one barrier a step.
+// through a block in stages, of which each step of its loop does one for different rows: the slice of row r + kAhead is
+// requested from memory, that of row r is reduced and its partial published, and row r - kBehind, whose sum has arrived
+// by then, is written out. So memory is never idle while a row waits for its reduction. A thread reads back from shared
+// memory only what it requested itself: there is one barrier a step. The last warp does nothing but talk to the other blocks:
+// under full load a look-up takes microseconds, which are spent while the others compute.
+//
+// Requests in flight past what memory needs only lengthen the queue that those look-ups stand in: kAhead is small.
 
-constexpr int kTeamThreads = 256;
-constexpr int kTeamBlocks = 2;  // resident on an SM
-
-// BYTES of one row that a block holds, of all operands together; how many rows ahead it requests, and how many behind the
-// reduction it writes. Both depths fill the shared memory of an SM; the second is for the longest rows.
-template <int BYTES_, int AHEAD_, int BEHIND_>
-struct TeamDepth {
-  static constexpr int BYTES = BYTES_, AHEAD = AHEAD_, BEHIND = BEHIND_;
-  static constexpr int STAGES = AHEAD + BEHIND + 1;
-  static constexpr int SHARED = STAGES * BYTES;
-};
-using Deep = TeamDepth<16384, 3, 2>;
-using Wide = TeamDepth<32768, 1, 1>;
+constexpr int kTeamThreads = 256;  // that hold words; the talking warp comes on top
+constexpr int kTeamBlocks = 2;     // resident on an SM
+constexpr int kTeamBytes = 16384;  // of one row that a block holds, of all operands together
+constexpr int kAhead = 2;
+constexpr int kBehind = 4;
+constexpr int kStages = kAhead + kBehind + 1;
+constexpr int kTeamShared = kStages * kTeamBytes;
+constexpr int kLookUps = 9;  // partials a lane of the talking warp reads, together
+constexpr int kTeamMembers = 32 * kLookUps;
 constexpr unsigned long long kUnpublished = ~0ull;  // no partial: maxima and sums that are NaN are the canonical one
 
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
@@ -716,93 +715,142 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
                : "memory");
 }
 
-// The step of the loop above, for any reduction that is published as 8 bytes. `Row` gives what differs between forward and
-// backward: request(row, stage), reduce(row, stage) -> its partial in this warp, combine of two partials, and
-// finish(row, stage, total).
-template <typename Row, typename Depth>
+__device__ __forceinline__ unsigned long long await(const volatile unsigned long long* slot) {
+  unsigned long long word;
+  do word = *slot;
+  while (word == kUnpublished);
+  return word;
+}
+
+template <typename Partial>
+__device__ __forceinline__ void publish(unsigned long long* slot, const Partial& p) {
+  unsigned long long word;
+  memcpy(&word, &p, sizeof(p));
+  *const_cast<volatile unsigned long long*>(slot) = word;
+}
+
+// All partials of one row, by a whole warp.
+template <typename Row>
+__device__ __forceinline__ typename Row::Partial gather_partials(const volatile unsigned long long* slots, int members) {
+  using Partial = typename Row::Partial;
+  const int lane = threadIdx.x & 31;
+  unsigned long long word[kLookUps];
+#pragma unroll
+  for (int k = 0; k < kLookUps; ++k) word[k] = lane + 32 * k < members ? slots[lane + 32 * k] : 0;
+  Partial all = Row::nothing();
+#pragma unroll
+  for (int k = 0; k < kLookUps; ++k) {
+    if (lane + 32 * k >= members) continue;
+    if (word[k] == kUnpublished) word[k] = await(slots + lane + 32 * k);
+    Partial one;
+    memcpy(&one, &word[k], sizeof(one));
+    all = Row::combine(all, one);
+  }
+  return Row::combine_lanes(all);
+}
+
+// The loop above, for any reduction whose partial is 8 bytes. `Row` gives what differs between forward and backward:
+// request(row, stage), reduce(row, stage) -> the partial of this warp, how partials combine, and finish(row, stage, total).
+template <typename Row>
 __device__ __forceinline__ void team_loop(Row& self, int64_t rows, int teams, int members, unsigned long long* board) {
   using Partial = typename Row::Partial;
   static_assert(sizeof(Partial) == sizeof(unsigned long long));
-  __shared__ Partial warps[2][kTeamThreads / 32];
+  constexpr int kWarps = kTeamThreads / 32;
+  __shared__ Partial partials[2][kWarps];
   __shared__ Partial totals[2];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int team = blockIdx.x / members, member = blockIdx.x % members;
-  const int64_t count = (rows - team + teams - 1) / teams;  // there are no more teams than rows
-  const auto row_at = [&](int64_t i) { return team + i * teams; };
+  const int count = static_cast<int>((rows - team + teams - 1) / teams);  // there are no more teams than rows
 
-  for (int i = 0; i < Depth::AHEAD; ++i) {
-    if (i < count) self.request(row_at(i), i);
+  if (warp == kWarps) {
+    // The members of a row take turns in adding its partials up for all of them: if each did, the look-ups would be
+    // members² a row. It is done two steps after the row was reduced, and asked for another two steps later.
+    const auto slots = [&](int i) { return board + (team + static_cast<int64_t>(i) * teams) * (members + 1); };
+    constexpr int kGather = 2;
+    for (int i = 0, turn = 0; i < count + kBehind; ++i) {
+      const int gathered = i - kGather, done = i - kBehind;
+      if (gathered >= 0 && gathered < count) {
+        if (turn == member) {
+          const Partial total = gather_partials<Row>(slots(gathered), members);
+          if (lane == 0) publish(slots(gathered) + members, total);
+        }
+        turn = turn + 1 == members ? 0 : turn + 1;
+      }
+      if (done >= 0 && lane == 0) {
+        const unsigned long long word = await(slots(done) + members);
+        memcpy(&totals[i & 1], &word, sizeof(word));
+      }
+      __syncthreads();
+      if (i < count) {
+        const Partial p = Row::combine_lanes(lane < kWarps ? partials[i & 1][lane] : Row::nothing());
+        if (lane == 0) publish(slots(i) + member, p);
+      }
+    }
+    return;
+  }
+
+  // The row and the stage of each of the three things that a step does.
+  struct Cursor {
+    int64_t row;
+    int stage = 0;
+    __device__ void advance(int by) {
+      row += by;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+  };
+  Cursor ahead{team}, here{team}, behind{team};
+  for (int i = 0; i < kAhead; ++i) {
+    if (i < count) self.request(ahead.row, ahead.stage);
+    ahead.advance(teams);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  for (int64_t i = 0; i < count + Depth::BEHIND; ++i) {
-    if (i + Depth::AHEAD < count) self.request(row_at(i + Depth::AHEAD), static_cast<int>((i + Depth::AHEAD) % Depth::STAGES));
+  for (int i = 0; i < count + kBehind; ++i) {
+    if (i + kAhead < count) self.request(ahead.row, ahead.stage);
+    ahead.advance(teams);
     asm volatile("cp.async.commit_group;" ::: "memory");
     if (i < count) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(Depth::AHEAD) : "memory");
-      const Partial p = self.reduce(row_at(i), static_cast<int>(i % Depth::STAGES));
-      if (lane == 0) warps[i & 1][warp] = p;
-    }
-    const int64_t done = i - Depth::BEHIND;
-    if (warp == 1 && done >= 0) {
-      const volatile unsigned long long* slots = board + row_at(done) * members;
-      Partial total = Row::nothing();
-      constexpr int kAtOnce = 8;  // look-ups that wait for memory together
-      for (int from = lane; from < members; from += 32 * kAtOnce) {
-        unsigned long long words[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) words[k] = from + 32 * k < members ? slots[from + 32 * k] : 0;
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          if (from + 32 * k >= members) continue;
-          while (words[k] == kUnpublished) words[k] = slots[from + 32 * k];
-          Partial q;
-          memcpy(&q, &words[k], sizeof(q));
-          total = Row::combine(total, q);
-        }
-      }
-      total = Row::combine_lanes(total);
-      if (lane == 0) totals[i & 1] = total;
+      asm volatile("cp.async.wait_group %0;" ::"n"(kAhead) : "memory");
+      const Partial p = self.reduce(here.row, here.stage);
+      if (lane == 0) partials[i & 1][warp] = p;
+      here.advance(teams);
     }
     __syncthreads();
-    if (warp == 0 && i < count) {
-      const Partial p = Row::combine_lanes(lane < kTeamThreads / 32 ? warps[i & 1][lane] : Row::nothing());
-      if (lane == 0) {
-        unsigned long long word;
-        memcpy(&word, &p, sizeof(p));
-        *reinterpret_cast<volatile unsigned long long*>(board + row_at(i) * members + member) = word;
-      }
+    if (i >= kBehind) {
+      self.finish(behind.row, behind.stage, totals[i & 1]);
+      behind.advance(teams);
     }
-    if (done >= 0) self.finish(row_at(done), static_cast<int>(done % Depth::STAGES), totals[i & 1]);
   }
 }
 
-// The words of every row that this block of its team owns, W for each thread.
+// The words of every row that this thread owns in its block of the team, at most W, kTeamThreads apart.
 template <int V, int W>
 struct Slice {
-  int64_t n;
+  int n;  // 32 bits do: what a team holds is at most some megabytes
   bool ragged;
-  int first, last;
+  int first, count;
 
-  __device__ Slice(int64_t n_, bool ragged_, int64_t words, int members) : n(n_), ragged(ragged_) {
+  __device__ Slice(int64_t n_, bool ragged_, int64_t words, int members) : n(static_cast<int>(n_)), ragged(ragged_) {
     const int each = static_cast<int>((words + members - 1) / members);
-    first = static_cast<int>(blockIdx.x % members) * each;
-    last = first + each;
+    const int begin = static_cast<int>(blockIdx.x % members) * each;
+    const int end = min(begin + each, static_cast<int>(words));
+    first = begin + static_cast<int>(threadIdx.x);
+    count = first < end ? (end - first + kTeamThreads - 1) / kTeamThreads : 0;
   }
-  __device__ int head(int64_t row) const { return ragged ? static_cast<int>((row * n) & (V - 1)) : 0; }
 
-  // Calls f(i, word, e) for each word of this thread: the i-th of its own, which begins with element e of the row.
+  // Calls f(i, e) for each word of this thread: the i-th of its own, which begins with element e of the row. In a ragged row
+  // that may be before the row, and the word may reach past it.
   template <typename F>
   __device__ __forceinline__ void for_words(int64_t row, F&& f) const {
-    const int before = head(row);
+    const int head = ragged ? static_cast<int>((row * n) & (V - 1)) : 0;
 #pragma unroll
     for (int i = 0; i < W; ++i) {
-      const int word = first + i * kTeamThreads + static_cast<int>(threadIdx.x);
-      const int64_t e = static_cast<int64_t>(word) * V - before;
-      if (word < last && e < n) f(i, word, e);
+      const int e = (first + i * kTeamThreads) * V - head;
+      if (i < count && (!ragged || e < n)) f(i, e);
     }
   }
   // Overwrites what a word at e holds of the neighbouring rows.
-  __device__ __forceinline__ void blank_neighbours(Vec<float, V>& v, int64_t e, float value) const {
+  template <typename T>
+  __device__ __forceinline__ void blank_neighbours(Vec<T, V>& v, int e, T value) const {
     if (ragged && (e < 0 || e + V > n)) {
 #pragma unroll
       for (int j = 0; j < V; ++j)
@@ -811,104 +859,98 @@ struct Slice {
   }
 };
 
-template <typename In, typename Out, bool LOG, typename Depth>
+template <typename In, typename Out, bool LOG>
 struct TeamForward {
   using Partial = Pair<float>;
   static constexpr int V = kVectorBytes / sizeof(In);
   static constexpr bool FAST = sizeof(Out) == 2;
-  static constexpr int W = Depth::BYTES / kVectorBytes / kTeamThreads;
-  const ForwardArgs<compute_t<In>>& a;
+  static constexpr int W = kTeamBytes / kVectorBytes / kTeamThreads;
+  const ForwardArgs<float>& a;
   Slice<V, W> slice;
-  Vec<In, V>* shared;
+  Vec<In, V>* shared;  // of this thread
 
   __device__ static Partial nothing() { return {minus_infinity<float>(), 0.f}; }
   __device__ static Partial combine(Partial p, Partial q) { return merge<FAST>(p, q); }
   __device__ static Partial combine_lanes(Partial p) { return lanes_merge<FAST>(p, 32); }
-  __device__ Vec<In, V>& at(int stage, int i) const { return shared[(stage * W + i) * kTeamThreads + threadIdx.x]; }
+  __device__ Vec<In, V>& at(int stage, int i) const { return shared[(stage * W + i) * kTeamThreads]; }
 
   __device__ void request(int64_t row, int stage) const {
-    const In* x = static_cast<const In*>(a.x) + row * a.row_stride - slice.head(row);
-    slice.for_words(row, [&](int i, int word, int64_t) { copy_async(&at(stage, i), x + static_cast<int64_t>(word) * V); });
+    const In* x = static_cast<const In*>(a.x) + row * a.row_stride;
+    slice.for_words(row, [&](int i, int e) { copy_async(&at(stage, i), x + e); });
   }
-  __device__ Vec<float, V> scores(int stage, int i, int64_t e) const {
-    Vec<float, V> v = unpack<float>(at(stage, i));
-#pragma unroll
-    for (int j = 0; j < V; ++j) v.v[j] *= a.scale;
-    slice.blank_neighbours(v, e, minus_infinity<float>());
+  // As in the row kernel: negated where the scale is negative, so that the largest value has the largest score.
+  __device__ Vec<In, V> values(int stage, int i, int e) const {
+    Vec<In, V> v = at(stage, i);
+    if (a.scale < 0.f) v = negated(v);
+    slice.blank_neighbours(v, e, convert<In>(minus_infinity<float>()));
     return v;
   }
   __device__ Partial reduce(int64_t row, int stage) const {
-    Vec<float, V> v[W];
-    float m = minus_infinity<float>();
+    Vec<In, V> held[W];
 #pragma unroll
-    for (int i = 0; i < W; ++i) v[i] = filled<float, V>(m);
-    slice.for_words(row, [&](int i, int, int64_t e) { v[i] = scores(stage, i, e); });
-#pragma unroll
-    for (int i = 0; i < W; ++i) m = fmaxf(m, largest<float, 1>({v[i]}));
-    m = lanes_max(m, 32);
-    const float base = finite_or_zero(m);
+    for (int i = 0; i < W; ++i) held[i] = filled<In, V>(convert<In>(minus_infinity<float>()));
+    slice.for_words(row, [&](int i, int e) { held[i] = values(stage, i, e); });
+    const float scale = fabsf(a.scale);
+    const float m = lanes_max(convert<float>(largest(held)) * scale, 32), base = finite_or_zero(m);
     float s = 0;
 #pragma unroll
     for (int i = 0; i < W; ++i) {
+      Vec<float, V> v = unpack<float>(held[i]);
 #pragma unroll
-      for (int j = 0; j < V; ++j) v[i].v[j] = exponential<FAST>(v[i].v[j] - base);
-      s += tree_sum(v[i]);
+      for (int j = 0; j < V; ++j) v.v[j] = exponential<FAST>(v.v[j] * scale - base);
+      s += tree_sum(v);
     }
     return {m, lanes_sum(s, 32)};
   }
   __device__ void finish(int64_t row, int stage, Partial total) const {
-    Out* y = static_cast<Out*>(a.y) + row * a.n - slice.head(row);
+    Out* y = static_cast<Out*>(a.y) + row * a.n;
+    const float scale = fabsf(a.scale);
     const Finish<float, LOG, FAST> last(total);
-    slice.for_words(row, [&](int i, int word, int64_t e) {
-      Vec<float, V> v = scores(stage, i, e);
+    slice.for_words(row, [&](int i, int e) {
+      Vec<float, V> v = unpack<float>(values(stage, i, e));
 #pragma unroll
-      for (int j = 0; j < V; ++j) v.v[j] = last(v.v[j] - total.m);
-      store_word(y + static_cast<int64_t>(word) * V, e, a.n, pack<Out>(v));
+      for (int j = 0; j < V; ++j) v.v[j] = last(v.v[j] * scale - total.m);
+      store_word(y + e, e, slice.n, pack<Out>(v));
     });
   }
 };
 
-template <typename In, typename Out, bool LOG, typename Depth>
-__global__ void __launch_bounds__(kTeamThreads, kTeamBlocks) softmax_forward_team(const ForwardArgs<compute_t<In>> a, int64_t words, int teams,
-                                                                                 int members, unsigned long long* board) {
+template <typename In, typename Out, bool LOG>
+__global__ void __launch_bounds__(kTeamThreads + 32, kTeamBlocks)
+    softmax_forward_team(const ForwardArgs<float> a, int64_t words, int teams, int members, unsigned long long* board) {
   extern __shared__ __align__(16) char memory[];
-  using Row = TeamForward<In, Out, LOG, Depth>;
-  Row row{a, {a.n, a.ragged, words, members}, reinterpret_cast<Vec<In, Row::V>*>(memory)};
-  team_loop<Row, Depth>(row, a.rows, teams, members, board);
+  using Row = TeamForward<In, Out, LOG>;
+  Row row{a, {a.n, a.ragged, words, members}, reinterpret_cast<Vec<In, Row::V>*>(memory) + threadIdx.x};
+  team_loop<Row>(row, a.rows, teams, members, board);
 }
 
-template <typename In, typename Out, bool LOG, typename Depth>
+template <typename In, typename Out, bool LOG>
 struct TeamBackward {
   struct Partial {
     float sum, unused;  // 8 bytes, as the forward's, and never those of kUnpublished
   };
-  static constexpr int V = kVectorBytes / sizeof(In);
-  static constexpr int W = Depth::BYTES / (2 * V * sizeof(Out)) / kTeamThreads;
-  const BackwardArgs<compute_t<In>>& a;
+  static constexpr int V = kVectorBytes / sizeof(Out);
+  static constexpr int W = kTeamBytes / (2 * kVectorBytes) / kTeamThreads;
+  const BackwardArgs<float>& a;
   Slice<V, W> slice;
-  Vec<Out, V>* shared;
+  Vec<Out, V>* shared;  // of this thread
 
   __device__ static Partial nothing() { return {0.f, 0.f}; }
   __device__ static Partial combine(Partial p, Partial q) { return {p.sum + q.sum, 0.f}; }
   __device__ static Partial combine_lanes(Partial p) { return {lanes_sum(p.sum, 32), 0.f}; }
-  __device__ Vec<Out, V>& at(int stage, int operand, int i) const {
-    return shared[((stage * 2 + operand) * W + i) * kTeamThreads + threadIdx.x];
-  }
+  __device__ Vec<Out, V>& at(int stage, int operand, int i) const { return shared[((stage * 2 + operand) * W + i) * kTeamThreads]; }
 
   __device__ void request(int64_t row, int stage) const {
-    const int64_t start = row * a.n - slice.head(row);
-    slice.for_words(row, [&](int i, int word, int64_t) {
-      const int64_t from = start + static_cast<int64_t>(word) * V;
-#pragma unroll
-      for (int b = 0; b < static_cast<int>(V * sizeof(Out)); b += kVectorBytes) {
-        copy_async(reinterpret_cast<char*>(&at(stage, 0, i)) + b, reinterpret_cast<const char*>(static_cast<const Out*>(a.dy) + from) + b);
-        copy_async(reinterpret_cast<char*>(&at(stage, 1, i)) + b, reinterpret_cast<const char*>(static_cast<const Out*>(a.y) + from) + b);
-      }
+    const Out* dy = static_cast<const Out*>(a.dy) + row * a.n;
+    const Out* y = static_cast<const Out*>(a.y) + row * a.n;
+    slice.for_words(row, [&](int i, int e) {
+      copy_async(&at(stage, 0, i), dy + e);
+      copy_async(&at(stage, 1, i), y + e);
     });
   }
   __device__ Partial reduce(int64_t row, int stage) const {
     float s = 0;
-    slice.for_words(row, [&](int i, int, int64_t e) {
+    slice.for_words(row, [&](int i, int e) {
       Vec<float, V> terms = sum_terms<LOG, float>(at(stage, 0, i), at(stage, 1, i));
       slice.blank_neighbours(terms, e, 0.f);
       s += tree_sum(terms);
@@ -916,21 +958,22 @@ struct TeamBackward {
     return {lanes_sum(s, 32), 0.f};
   }
   __device__ void finish(int64_t row, int stage, Partial total) const {
-    In* dx = static_cast<In*>(a.dx) + row * a.n - slice.head(row);
-    slice.for_words(row, [&](int i, int word, int64_t e) {
-      const Vec<float, V> r = score_gradient<LOG, sizeof(In) == 2, float>(at(stage, 0, i), at(stage, 1, i), total.sum, a.scale);
-      store_word(dx + static_cast<int64_t>(word) * V, e, a.n, pack<In>(r));
+    In* dx = static_cast<In*>(a.dx) + row * a.n;
+    slice.for_words(row, [&](int i, int e) {
+      const Vec<float, V> r =
+          score_gradient<LOG, sizeof(In) == 2, float>(at(stage, 0, i), at(stage, 1, i), total.sum, a.scale);
+      store_word(dx + e, e, slice.n, pack<In>(r));
     });
   }
 };
 
-template <typename In, typename Out, bool LOG, typename Depth>
-__global__ void __launch_bounds__(kTeamThreads, kTeamBlocks) softmax_backward_team(const BackwardArgs<compute_t<In>> a, int64_t words, int teams,
-                                                                                  int members, unsigned long long* board) {
+template <typename In, typename Out, bool LOG>
+__global__ void __launch_bounds__(kTeamThreads + 32, kTeamBlocks)
+    softmax_backward_team(const BackwardArgs<float> a, int64_t words, int teams, int members, unsigned long long* board) {
   extern __shared__ __align__(16) char memory[];
-  using Row = TeamBackward<In, Out, LOG, Depth>;
-  Row row{a, {a.n, a.ragged, words, members}, reinterpret_cast<Vec<Out, Row::V>*>(memory)};
-  team_loop<Row, Depth>(row, a.rows, teams, members, board);
+  using Row = TeamBackward<In, Out, LOG>;
+  Row row{a, {a.n, a.ragged, words, members}, reinterpret_cast<Vec<Out, Row::V>*>(memory) + threadIdx.x};
+  team_loop<Row>(row, a.rows, teams, members, board);
 }
 
 // ---- columns ------------------------------------------------------------------------------------------------------------
@@ -1102,32 +1145,37 @@ void launch_rows(Kernel kernel, const RowLaunch& shape, int64_t rows, cudaStream
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
-// Words of a row from which a team takes it. Up to there a cluster exchanges faster than global memory does.
-constexpr int64_t kTeamFrom = 16384;
+// Words of a row past which a team takes it. Forward, against clusters on an H100, bfloat16 and float32: .87 to .89 of the copy
+// bandwidth at 64 KiB a row for .85 and .81, .89 and .91 at 256 and 512 KiB for .75 and .69. Backward a cluster is ahead as
+// long as it can hold a row of float32 (.97 for .94 at 512 KiB), and in 16 bits to 256 KiB (.95 for .93).
+constexpr int64_t kTeamForwardPast = 2048;
+template <typename T>
+constexpr int64_t kTeamBackwardPast = sizeof(T) == 2 ? 16384 : 32768;
 
 // Launches a team kernel if the blocks that fit the GPU at once can hold a row, `per_block` words each.
-template <auto kernel, int SHARED, typename Args>
+template <auto kernel, typename Args>
 bool launch_team(const Args& args, int64_t words, int per_block, const Launch& launch, const Tensor& like) {
   static int resident[kMaxDevices];
   const DeviceTraits& device = device_traits(launch.device());
   int& blocks = resident[launch.device()];  // 0: not asked yet; -1: none
   if (blocks == 0) {
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED));
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTeamShared));
     int each = 0;
-    STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kTeamThreads, SHARED));
+    STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kTeamThreads + 32, kTeamShared));
     blocks = each > 0 ? each * device.processors : -1;
   }
   const int64_t needed = ceil_div(words, per_block);
-  if (needed > blocks) return false;
+  if (needed > std::min(blocks, kTeamMembers)) return false;
   const int teams = static_cast<int>(std::min<int64_t>(blocks / needed, args.rows));
-  const int members = blocks / teams;
-  const Tensor board = empty_contiguous({args.rows * members}, ScalarType::Long, like);
+  const int members = std::min(blocks / teams, kTeamMembers);
+  const int64_t slots_of_board = args.rows * (members + 1);  // the partials of a row, and their sum
+  const Tensor board = empty_contiguous({slots_of_board}, ScalarType::Long, like);
   auto* slots = static_cast<unsigned long long*>(board.mutable_data_ptr());
-  STD_CUDA_CHECK(cudaMemsetAsync(slots, 0xff, sizeof(*slots) * args.rows * members, launch.stream()));
+  STD_CUDA_CHECK(cudaMemsetAsync(slots, 0xff, sizeof(*slots) * slots_of_board, launch.stream()));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(teams * members));
-  config.blockDim = dim3(kTeamThreads);
-  config.dynamicSmemBytes = SHARED;
+  config.blockDim = dim3(kTeamThreads + 32);
+  config.dynamicSmemBytes = kTeamShared;
   config.stream = launch.stream();
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeCooperative;
@@ -1162,6 +1210,13 @@ Shape shape_of(const Tensor& x, int64_t dim, const char* op) {
   Shape s;
   for (int64_t d = 0; d < static_cast<int64_t>(sizes.size()); ++d) (d < dim ? s.outer : d == dim ? s.n : s.inner) *= sizes[d];
   return s;
+}
+
+// Contiguous, of t's shape: torch gives softmax no other layout.
+Tensor empty_result(const Tensor& t, ScalarType dtype) {
+  const auto sizes = t.sizes();
+  if (t.is_contiguous()) return empty_strided(t.dim(), sizes.data(), t.strides().data(), dtype, t);
+  return empty_contiguous(dims_of(sizes), dtype, t);
 }
 
 // Contiguous and aligned to the vector, by a copy where it is not.
@@ -1242,13 +1297,9 @@ void forward_rows(ForwardArgs<compute_t<In>>& args, const Launch& launch, const 
   const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, device.capability);
   args.thread_bits = log2_of(shape.threads);
   if constexpr (!MASKED && std::is_same_v<A, float>) {
-    if (words >= kTeamFrom) {
-      const auto run = [&](auto depth) {
-        using Depth = decltype(depth);
-        using Row = TeamForward<In, Out, LOG, Depth>;
-        return launch_team<softmax_forward_team<In, Out, LOG, Depth>, Depth::SHARED>(args, words, Row::W * kTeamThreads, launch, like);
-      };
-      if (run(Deep{}) || run(Wide{})) return;
+    if (args.n / V > kTeamForwardPast) {
+      using Row = TeamForward<In, Out, LOG>;
+      if (launch_team<softmax_forward_team<In, Out, LOG>>(args, words, Row::W * kTeamThreads, launch, like)) return;
     }
   }
   if (shape.split) {
@@ -1281,13 +1332,10 @@ void backward_rows(BackwardArgs<compute_t<In>>& args, const Launch& launch, cons
   const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, device.capability);
   args.thread_bits = log2_of(shape.threads);
   if constexpr (!MASKED && std::is_same_v<A, float>) {
-    if (words >= kTeamFrom) {
-      const auto run = [&](auto depth) {
-        using Depth = decltype(depth);
-        using Row = TeamBackward<In, Out, LOG, Depth>;
-        return launch_team<softmax_backward_team<In, Out, LOG, Depth>, Depth::SHARED>(args, words, Row::W * kTeamThreads, launch, like);
-      };
-      if (run(Deep{}) || run(Wide{})) return;
+    if (args.n / V > kTeamBackwardPast<Out>) {
+      using Row = TeamBackward<In, Out, LOG>;
+      const int64_t team_words = ceil_div(args.n + (args.ragged ? Row::V - 1 : 0), Row::V);
+      if (launch_team<softmax_backward_team<In, Out, LOG>>(args, team_words, Row::W * kTeamThreads, launch, like)) return;
     }
   }
   if (shape.split) {
@@ -1334,8 +1382,7 @@ Tensor forward_op(const Tensor& x_in, const std::optional<Tensor>& mask, int64_t
   const char* op = LOG ? "log_softmax" : "softmax";
   const Shape s = shape_of(x_in, dim, op);
   const Launch launch(x_in);
-  const Dims sizes = dims_of(x_in.sizes());
-  Tensor y = empty_contiguous(sizes, dtype, x_in);
+  Tensor y = empty_result(x_in, dtype);
   if (s.outer * s.n * s.inner == 0) return y;
   if (s.inner == 1 && dim + 1 == x_in.dim()) {
     dispatch_pair(x_in.scalar_type(), dtype, op, [&](auto in, auto out) {
@@ -1347,7 +1394,7 @@ Tensor forward_op(const Tensor& x_in, const std::optional<Tensor>& mask, int64_t
       ForwardArgs<A> args{x.const_data_ptr(), y.mutable_data_ptr(), s.outer, s.n, stride.value_or(s.n), static_cast<A>(scale), 0, false, {}};
       if (mask) {
         Tensor keep;
-        args.mask = make_mask(*mask, sizes, x.scalar_type(), op, keep);
+        args.mask = make_mask(*mask, dims_of(x.sizes()), x.scalar_type(), op, keep);
         forward_rows<In, Out, LOG, true>(args, launch, x);
       } else {
         forward_rows<In, Out, LOG, false>(args, launch, x);
@@ -1383,8 +1430,7 @@ Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const std::optional<
   check_same_shape(y_in, dy_in, op, "dy");
   const Shape s = shape_of(y_in, dim, op);
   const Launch launch(y_in);
-  const Dims sizes = dims_of(y_in.sizes());
-  Tensor dx = empty_contiguous(sizes, dtype, y_in);
+  Tensor dx = empty_result(y_in, dtype);
   if (s.outer * s.n * s.inner == 0) return dx;
   const Tensor dy = dense(dy_in), y = dense(y_in);
   if (s.inner == 1 && dim + 1 == y.dim()) {
@@ -1393,7 +1439,7 @@ Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const std::optional<
       BackwardArgs<A> args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), s.outer, s.n, static_cast<A>(scale), 0, false, {}};
       if (mask) {
         Tensor keep;
-        args.mask = make_mask(*mask, sizes, y.scalar_type(), op, keep);
+        args.mask = make_mask(*mask, dims_of(y.sizes()), y.scalar_type(), op, keep);
         STD_TORCH_CHECK(args.mask.kind == MaskKind::boolean, "fastlayers::", op, ": expected a boolean mask");
         backward_rows<decltype(in), decltype(out), LOG, true>(args, launch, y);
       } else {

@@ -28,14 +28,17 @@ using Dims = std::vector<int64_t>;
 inline Dims dims_of(const torch::headeronly::IntHeaderOnlyArrayRef& ref) { return Dims(ref.begin(), ref.end()); }
 
 // empty_strided through the C shim: cheaper by a microsecond than the dispatcher call behind stable::empty_like.
-inline Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& like) {
+inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype, const Tensor& like) {
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   const int32_t raw_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), raw_dtype,
-                                                  device_type, like.get_device_index(), &handle));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dims, sizes, strides, raw_dtype, device_type, like.get_device_index(), &handle));
   return Tensor(handle);
+}
+inline Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& like) {
+  return empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, like);
 }
 
 inline Dims contiguous_strides(const Dims& sizes) {

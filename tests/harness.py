@@ -154,7 +154,7 @@ def answer(
 # ---- judging ---------------------------------------------------------------------------------------------------------
 
 #: Of so few elements one draw of values says little about torch's greatest error: its roundings may happen to cancel.
-FEW_ELEMENTS, DRAWS = 64, 12
+FEW_ELEMENTS, DRAWS = 1024, 12
 
 
 def check_answer(op: Op, sample: Sample, place: Place, dtype: torch.dtype) -> None:

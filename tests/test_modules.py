@@ -11,13 +11,11 @@ import torch
 from harness import DEVICES, Place, assert_close
 from ops import OPS
 from torch import nn
-from torch.testing._internal.common_modules import module_db
 
 import fastlayers
 from fastlayers import backends, modules
 
 DROP_INS = [pytest.param(stock, fused, id=fused.__name__) for stock, fused in modules.DROP_IN.items()]
-INFO = {info.module_cls: info for info in module_db}
 #: One set of constructor arguments for each torch class; a class without a line is constructed without any.
 ARGUMENTS = {nn.Softmax: {"dim": -1}, nn.LogSoftmax: {"dim": 1}}
 FUSED = {name: getattr(modules, name) for name in modules.__all__ if name.startswith("Fused")}
@@ -29,7 +27,10 @@ BACKENDS = [
 
 def module_samples(stock: type[nn.Module], device: str, dtype: torch.dtype):
     """torch's own samples of a module: constructor and forward arguments."""
-    info = INFO[stock]
+    pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
+    from torch.testing._internal.common_modules import module_db
+
+    info = next(info for info in module_db if info.module_cls is stock)
     return info.module_inputs_func(info, device=device, dtype=dtype, requires_grad=True, training=True)
 
 

@@ -23,9 +23,7 @@ def result_dtype(x: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> t
     if dtype is not None:
         return dtype
     scores = x.dtype if mask is None or mask.dtype == torch.bool else torch.result_type(x, mask)
-    if scores in _HALF and torch.is_autocast_enabled(x.device.type):
-        return torch.float32
-    return scores
+    return torch.float32 if scores in _HALF and torch.is_autocast_enabled(x.device.type) else scores
 
 
 def unsupported(
@@ -60,35 +58,29 @@ class _Softmax(torch.autograd.Function):
         ctx: Any, x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype, kernels: Any
     ) -> Tensor:
         y: Tensor = kernels.softmax_forward(x, mask, dim, scale, log, dtype)
-        ctx.save_for_backward(
-            y, mask if mask is not None and (mask.dtype == torch.bool or mask.requires_grad) else None
-        )
-        ctx.x_dtype, ctx.dim, ctx.scale, ctx.log, ctx.kernels = x.dtype, dim, scale, log, kernels
+        if mask is None or not (mask.dtype == torch.bool or mask.requires_grad):
+            ctx.save_for_backward(y)
+        else:
+            ctx.save_for_backward(y, mask)
+        ctx.rest = (dim, scale, log, x.dtype, kernels)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        y, mask = ctx.saved_tensors
-        backward = compose_backward if dispatch.differentiating(dy) else ctx.kernels.softmax_backward
-        dx, dmask = gradients(backward, dy, y, mask, ctx.dim, ctx.scale, ctx.log, ctx.x_dtype, ctx.needs_input_grad[1])
+        y, *masks = ctx.saved_tensors
+        mask = masks[0] if masks else None
+        dim, scale, log, dtype, kernels = ctx.rest
+        backward = compose_backward if dispatch.differentiating(dy) else kernels.softmax_backward
+        dx, dmask = gradients(backward, dy, y, mask, dim, scale, log, dtype)
         return dx, dmask, None, None, None, None, None
 
 
 def gradients(
-    backward: Any,
-    dy: Tensor,
-    y: Tensor,
-    mask: Tensor | None,
-    dim: int,
-    scale: float,
-    log: bool,
-    dtype: torch.dtype,
-    for_mask: bool,
+    backward: Any, dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and of an additive mask, which is that of the scores summed to the mask's shape."""
-    if not for_mask:
+    """Gradients of x and, where it is kept for that, of an additive mask: the scores', summed to the mask's shape."""
+    if mask is None or mask.dtype == torch.bool:
         return backward(dy, y, mask, dim, scale, log, dtype), None
-    assert mask is not None  # a gradient is asked of it
     dscores = backward(dy, y, None, dim, 1.0, log, y.dtype)
     return (dscores * scale).to(dtype), dscores.sum_to_size(mask.shape).to(mask.dtype)
 
@@ -105,12 +97,14 @@ def compose_backward(
 def softmax(
     x: Tensor, dim: int, scale: float | None, mask: Tensor | None, dtype: torch.dtype | None, log: bool
 ) -> Tensor:
-    factor = 1.0 if scale is None else _number(scale)
     if torch.compiler.is_compiling():
         return _softmax_compiling(x, dim, scale, mask, dtype, log)
+    factor = 1.0 if scale is None else _number(scale)
     kernels = FAMILY.serving(x)
     if kernels is not None:
-        out = result_dtype(x, mask, dtype)
+        out = x.dtype
+        if mask is not None or dtype is not None or out in _HALF:
+            out = result_dtype(x, mask, dtype)
         reason = unsupported(x, dim, factor, mask, out, kernels.backend == "triton")
         if reason is None:
             if dim < 0:
@@ -167,17 +161,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _op_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     y, mask = ctx.saved_tensors
-    dx, dmask = gradients(
-        torch.ops.fastlayers.softmax_grad,
-        dy,
-        y,
-        mask,
-        ctx.dim,
-        ctx.scale,
-        ctx.log,
-        ctx.x_dtype,
-        ctx.needs_input_grad[1],
-    )
+    dx, dmask = gradients(softmax_grad_op, dy, y, mask, ctx.dim, ctx.scale, ctx.log, ctx.x_dtype)
     return dx, dmask, None, None, None, None
 
 
@@ -195,8 +179,9 @@ _compiled_graph_keeps_kernel._dynamo_marked_constant = True  # type: ignore[attr
 def _softmax_compiling(
     x: Tensor, dim: int, scale: float | None, mask: Tensor | None, dtype: torch.dtype | None, log: bool
 ) -> Tensor:
-    if x.is_cuda and not torch.compiler.is_exporting() and _compiled_graph_keeps_kernel("cuda"):
-        factor = 1.0 if scale is None else float(scale)
+    # The flag itself: within Dynamo, torch 2.11 answers is_exporting() with True under torch.compile as well.
+    if x.is_cuda and not torch.compiler._is_exporting_flag and _compiled_graph_keeps_kernel("cuda"):
+        factor = 1.0 if scale is None else _number(scale)
         out = result_dtype(x, mask, dtype)
         if unsupported(x, dim, factor, mask, out, False) is None:
             return softmax_op(x, mask, dim % x.dim(), factor, log, out)
