@@ -145,7 +145,7 @@ def main(epochs: int, device: str | None, out: Path) -> None:
     console.rule("3. Patch", align="left")
     patch_model(network)
     console.print(patch_report(network))
-    console.print(f"backend: {choose(where)}, and plain PyTorch where it has no kernel")
+    console.print(f"backend: {choose(where)}, and plain PyTorch where it has no kernel or is not faster")
 
     console.rule("4. Verify outputs and gradients", align="left")
     console.print(str(verify_patch(network, digits.test_images[:64])))

@@ -83,7 +83,7 @@ def main(epochs: int, device: str | None, out: Path) -> None:
     for name, module in model.named_modules():
         if type(module).__name__.startswith("Fused"):
             console.print(f"{name:24}{module}")
-    console.print(f"backend: {choose(where)}, and plain PyTorch where it has no kernel")
+    console.print(f"backend: {choose(where)}, and plain PyTorch where it has no kernel or is not faster")
 
     console.rule("Training", align="left")
     history = train(model, digits, epochs, 3e-3, "training")
