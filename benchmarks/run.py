@@ -24,7 +24,9 @@ from fastlayers.backends import BackendError, backend
 
 DIRECTIONS = ("forward", "backward")
 
-#: Greatest relative error against float64. Loose: it finds a wrong kernel, and lets naive bfloat16 code pass.
+#: Greatest relative error against float64, or twice torch's own where that is more (a row of 2^20 float16 probabilities is
+#: all subnormal numbers). Loose: it finds a wrong kernel. The naive code keeps bfloat16 in between and is held to nothing
+#: but finite numbers.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -161,9 +163,12 @@ def run_case(
     inputs = case.tensors(device)
     expected, upstream, expected_gradients = reference(case, inputs)
     entrants = []
+    stock_error = 0.0  # torch's, which is measured before those that it excuses
     for name, row in rows.items():
         try:
-            entrants.append(enter(name, case, inputs, upstream, (*expected, *expected, *expected_gradients)))
+            entrant = enter(name, case, inputs, upstream, (*expected, *expected, *expected_gradients), 2 * stock_error)
+            stock_error = entrant.error if name == "eager" else stock_error
+            entrants.append(entrant)
         except BackendError as error:
             row.update(status="unavailable", reason=str(error))
         except Exception as error:  # any contestant may fail in any way; the others are still wanted
@@ -220,7 +225,12 @@ def reference(
 
 
 def enter(
-    name: str, case: Case, inputs: tuple[Tensor, ...], upstream: tuple[Tensor, ...], expected: tuple[Tensor, ...]
+    name: str,
+    case: Case,
+    inputs: tuple[Tensor, ...],
+    upstream: tuple[Tensor, ...],
+    expected: tuple[Tensor, ...],
+    excused: float,
 ) -> Entrant:
     """Bind the contestant to the case, run it once, and hold its answers against the expected ones: the outputs
     without a gradient wanted, the outputs with one, the gradients.
@@ -245,10 +255,9 @@ def enter(
     entrant.first_call_s = time.perf_counter() - started
     answers = (*inferred, *outputs, *gradients)
     entrant.error = worst(relative_error(answer, right) for answer, right in zip(answers, expected, strict=True))
-    if not entrant.error <= TOLERANCE[case.dtype]:  # also where it is NaN
-        raise WrongAnswerError(
-            f"relative error {entrant.error:.1e} against float64; expected {TOLERANCE[case.dtype]:.0e}"
-        )
+    allowed = float("inf") if name in ("eager", "naive") else max(TOLERANCE[case.dtype], excused)
+    if not entrant.error <= allowed:  # also where it is NaN
+        raise WrongAnswerError(f"relative error {entrant.error:.1e} against float64; expected {allowed:.0e}")
     ours = name == "fastlayers" or forced(name) is not None  # a rival is timed in whatever layout it answers
     for out, dy in zip(outputs, upstream, strict=True):
         if ours and (out.stride() != dy.stride() or out.dtype != dy.dtype):

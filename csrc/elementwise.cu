@@ -94,10 +94,26 @@ __device__ __forceinline__ void locate(const Walk<OPERANDS>& walk, int64_t i, in
   }
 }
 
+// Where words of a flat tensor find a small dense operand that is repeated along one run of its memory, [outer, repeat,
+// columns]: two 32-bit divisions a word. A word lies within one row of columns, or within one repeat where columns is 1.
+struct Repeats {
+  uint32_t columns = 0, block = 0;  // block: repeat·columns
+
+  __host__ __device__ bool served() const { return block != 0; }
+
+  template <typename T>
+  __device__ __forceinline__ Vec<T, kVector<T>> load(const T* p, int64_t i) const {
+    const uint32_t at = static_cast<uint32_t>(i), outer = at / block;
+    if (columns == 1) return filled<T, kVector<T>>(p[outer]);
+    return load_vec<T, kVector<T>>(p + outer * columns + at % columns);
+  }
+};
+
 // A tensor that broadcasts to the flat operands.
 struct Bias {
   const void* data = nullptr;
-  Walk<2> walk;  // operand 0 is the result, 1 the bias
+  Repeats repeats;
+  Walk<2> walk;  // where repeats do not serve: operand 0 is the result, 1 the bias
   bool vector = false;  // the fastest dimension is whole words long: one look-up a word
 
   __device__ int64_t offset(int64_t i) const {
@@ -127,7 +143,11 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
       const int64_t i = flat_index<T>(first + u);
       [[maybe_unused]] unsigned kept = 0;
       [[maybe_unused]] int64_t at = 0;
-      if constexpr (BIAS) at = bias.vector && i < n ? bias.offset(i) : 0;
+      [[maybe_unused]] Vec<A, V> wb;
+      if constexpr (BIAS) {
+        if (WHOLE && bias.repeats.served()) wb = unpack<A>(bias.repeats.load(static_cast<const T*>(bias.data), i));
+        else at = bias.vector && i < n ? bias.offset(i) : 0;
+      }
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         const A vx = convert<A>(wx[u].v[j]), vy = convert<A>(wy[u].v[j]);
@@ -135,7 +155,9 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
         const bool keep = !(v <= A(0));  // NaN is kept, as by torch
         A r = keep ? v : A(0);
         if constexpr (!SUM_FIRST) r += vy + alpha;
-        if constexpr (BIAS) {
+        if (BIAS && WHOLE && bias.repeats.served()) {
+          r += wb.v[j];
+        } else if constexpr (BIAS) {
           const int64_t k = bias.vector ? at + j * bias.walk.stride[1][bias.walk.dims - 1] : i + j < n ? bias.offset(i + j) : 0;
           r += convert<A>(static_cast<const T*>(bias.data)[k]);
         }
@@ -258,6 +280,27 @@ __device__ __forceinline__ Vec<T, V> gather(const T* p, const Walk<OPERANDS>& wa
   return w;
 }
 
+// x·s for an s that Repeats serves.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) mul_repeated(const T* x, const T* s, T* out, int64_t n, const Repeats repeats) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  Vec<T, V> wx[kUnroll], ws[kUnroll];
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int64_t i = flat_index<T>(u);
+    if (i < n) wx[u] = load_vec<T, V>(x + i), ws[u] = repeats.load(s, i);
+  }
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    Vec<A, V> r = unpack<A>(wx[u]);
+    const Vec<A, V> by = unpack<A>(ws[u]);
+#pragma unroll
+    for (int j = 0; j < V; ++j) r.v[j] *= by.v[j];
+    if (flat_index<T>(u) < n) store_vec<T, V>(out + flat_index<T>(u), pack<T>(r));
+  }
+}
+
 // Any broadcast of x and y.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) mul_broadcast(const T* __restrict__ x, const T* __restrict__ y, T* __restrict__ out,
@@ -274,8 +317,8 @@ __global__ void __launch_bounds__(kThreads) mul_broadcast(const T* __restrict__ 
   else store_flat<T, false>(out, i, n, pack<T>(r));
 }
 
-// A factor s repeated along the middle of [outer, repeat, columns]. Forward: out = x·s, one pass with s in registers.
-// Backward: the same pass makes dx = dy·s, and ds, the sum of dy·x over the repeats, of which a block leaves a partial sum.
+// Both gradients of x·s in one pass, s repeated along the middle of [outer, repeat, columns]: dx = dy·s, and ds, the sum of
+// dy·x over the repeats, of which a block leaves a partial sum.
 struct ScaleArgs {
   int64_t outer, repeat, columns;
   int64_t outer_stride, column_stride;  // of s
@@ -284,9 +327,9 @@ struct ScaleArgs {
 };
 
 // columns > 1: a block takes a tile of columns over one piece of the repeats.
-template <typename T, int V, bool BACKWARD>
-__global__ void __launch_bounds__(kThreads, 4) scale_columns(const T* __restrict__ from, const T* __restrict__ x,
-                                                            const T* __restrict__ s, T* __restrict__ to, compute_t<T>* partial,
+template <typename T, int V>
+__global__ void __launch_bounds__(kThreads, 4) mul_backward_columns(const T* __restrict__ dy, const T* __restrict__ x,
+                                                            const T* __restrict__ s, T* __restrict__ dx, compute_t<T>* partial,
                                                             const ScaleArgs a) {
   using A = compute_t<T>;
   extern __shared__ char memory[];
@@ -306,35 +349,31 @@ __global__ void __launch_bounds__(kThreads, 4) scale_columns(const T* __restrict
 #pragma unroll 4
     for (int64_t r = piece * each + ty; r < last; r += a.down) {
       const int64_t i = base + r * a.columns;
-      Vec<A, V> g = unpack<A>(load_vec<T, V>(from + i));
-      if constexpr (BACKWARD) {
-        const Vec<A, V> w = unpack<A>(load_vec<T, V>(x + i));
+      Vec<A, V> g = unpack<A>(load_vec<T, V>(dy + i));
+      const Vec<A, V> w = unpack<A>(load_vec<T, V>(x + i));
 #pragma unroll
-        for (int j = 0; j < V; ++j) sum[j] += g.v[j] * w.v[j];
-      }
+      for (int j = 0; j < V; ++j) sum[j] += g.v[j] * w.v[j];
 #pragma unroll
       for (int j = 0; j < V; ++j) g.v[j] *= scale[j];
-      store_vec<T, V>(to + i, pack<T>(g));
+      store_vec<T, V>(dx + i, pack<T>(g));
     }
   }
-  if constexpr (BACKWARD) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) shared[(ty * V + j) * a.across + tx] = sum[j];
-    __syncthreads();
-    if (ty != 0 || !active) return;
+  for (int j = 0; j < V; ++j) shared[(ty * V + j) * a.across + tx] = sum[j];
+  __syncthreads();
+  if (ty != 0 || !active) return;
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      A all = 0;
-      for (int k = 0; k < a.down; ++k) all += shared[(k * V + j) * a.across + tx];
-      partial[(outer * a.pieces + piece) * a.columns + column + j] = all;
-    }
+  for (int j = 0; j < V; ++j) {
+    A all = 0;
+    for (int k = 0; k < a.down; ++k) all += shared[(k * V + j) * a.across + tx];
+    partial[(outer * a.pieces + piece) * a.columns + column + j] = all;
   }
 }
 
 // columns == 1, s constant along the fastest dimension: a row of `repeat`, or a piece of it, to `across` threads.
-template <typename T, bool WHOLE, bool BACKWARD>
-__global__ void __launch_bounds__(kThreads) scale_rows(const T* __restrict__ from, const T* __restrict__ x, const T* __restrict__ s,
-                                                      T* __restrict__ to, compute_t<T>* partial, const ScaleArgs a) {
+template <typename T, bool WHOLE>
+__global__ void __launch_bounds__(kThreads) mul_backward_rows(const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ s,
+                                                      T* __restrict__ dx, compute_t<T>* partial, const ScaleArgs a) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
   __shared__ A shared[kThreads / 32];
@@ -349,30 +388,26 @@ __global__ void __launch_bounds__(kThreads) scale_rows(const T* __restrict__ fro
     const int64_t base = row * a.repeat;
 #pragma unroll 4
     for (int64_t word = piece * each + lane; word < last; word += a.across) {
-      Vec<A, V> g = unpack<A>(load_flat<T, WHOLE>(from + base, word * V, a.repeat));
-      if constexpr (BACKWARD) {
-        const Vec<A, V> w = unpack<A>(load_flat<T, WHOLE>(x + base, word * V, a.repeat));
-        A part = 0;
+      Vec<A, V> g = unpack<A>(load_flat<T, WHOLE>(dy + base, word * V, a.repeat));
+      const Vec<A, V> w = unpack<A>(load_flat<T, WHOLE>(x + base, word * V, a.repeat));
+      A part = 0;
 #pragma unroll
-        for (int j = 0; j < V; ++j) part += g.v[j] * w.v[j];
-        sum += part;
-      }
+      for (int j = 0; j < V; ++j) part += g.v[j] * w.v[j];
+      sum += part;
 #pragma unroll
       for (int j = 0; j < V; ++j) g.v[j] *= scale;
-      store_flat<T, WHOLE>(to + base, word * V, a.repeat, pack<T>(g));
+      store_flat<T, WHOLE>(dx + base, word * V, a.repeat, pack<T>(g));
     }
   }
-  if constexpr (BACKWARD) {
-    for (int o = (a.across < 32 ? a.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-    if (a.across > 32) {
-      const int warps = a.across / 32, first = threadIdx.x / a.across * warps;
-      if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
-      __syncthreads();
-      sum = 0;
-      for (int k = 0; k < warps; ++k) sum += shared[first + k];
-    }
-    if (lane == 0 && active) partial[row * a.pieces + piece] = sum;
+  for (int o = (a.across < 32 ? a.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  if (a.across > 32) {
+    const int warps = a.across / 32, first = threadIdx.x / a.across * warps;
+    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int k = 0; k < warps; ++k) sum += shared[first + k];
   }
+  if (lane == 0 && active) partial[row * a.pieces + piece] = sum;
 }
 
 // Adds the pieces up: partial [outer, pieces, columns] to ds [outer, columns]. A block has 32 results, and 8 threads for each.
@@ -408,12 +443,60 @@ unsigned blocks_for(int64_t n, int64_t each) {
 template <typename T>
 unsigned flat_blocks(int64_t n) { return blocks_for(n, static_cast<int64_t>(kThreads) * kUnroll * kVector<T>); }
 
+// s seen along the memory of a dense tensor that it scales.
+struct Scale {
+  int64_t outer = 1, repeat = 1, columns = 1;
+  Dims sizes, strides;  // its own, dense in that order, so that its index is one product
+
+  // Nothing if its repeats are not one run of memory.
+  static std::optional<Scale> along(const Tensor& s, const Dims& sizes, const Dims& order) {
+    Scale view;
+    const int64_t shift = static_cast<int64_t>(sizes.size()) - s.dim();
+    Dims outer_dims, column_dims;
+    for (const int64_t d : order) {
+      if (sizes[d] == 1) continue;
+      if (d < shift || s.size(d - shift) == 1) {  // by its shape: a stride of 0 may also be that of an expanded s
+        if (!column_dims.empty()) return std::nullopt;
+        view.repeat *= sizes[d];
+      } else if (view.repeat == 1) {
+        view.outer *= sizes[d];
+        outer_dims.push_back(d);
+      } else {
+        view.columns *= sizes[d];
+        column_dims.push_back(d);
+      }
+    }
+    view.sizes = dims_of(s.sizes());
+    view.strides = Dims(view.sizes.size(), 1);
+    int64_t step = 1;
+    for (auto dims : {&column_dims, &outer_dims})
+      for (auto d = dims->rbegin(); d != dims->rend(); ++d) {
+        view.strides[*d - shift] = step;
+        step *= sizes[*d];
+      }
+    return view;
+  }
+
+  // For whole words of a dense tensor of n elements; p is the operand, dense in this order.
+  Repeats repeats(int64_t n, int64_t element_size, const void* p) const {
+    const int64_t vector = kVectorBytes / element_size;
+    const bool whole = columns == 1 ? repeat % vector == 0 : columns % vector == 0 && aligned(p);
+    if (!whole || n > INT32_MAX) return {};
+    return {static_cast<uint32_t>(columns), static_cast<uint32_t>(repeat * columns)};
+  }
+};
+
 // `keep` holds the copy that a bias of too intricate a broadcast is written out to.
 Bias make_bias(const Tensor& bias, const FlatPair& pair, Tensor& keep) {
   check_same(pair.x, bias, "relu_add", "bias");
   Bias b;
   b.data = bias.const_data_ptr();
   const Dims order = memory_order(pair.sizes, {&pair.strides});
+  if (const std::optional<Scale> view = Scale::along(bias, pair.sizes, order)) {
+    keep = with_strides(bias, view->sizes, view->strides);
+    b.repeats = view->repeats(pair.x.numel(), static_cast<int64_t>(bias.element_size()), keep.const_data_ptr());
+    if (b.repeats.served()) b.data = keep.const_data_ptr();
+  }
   if (!merge_dims<2>(pair.sizes, order, {pair.strides, broadcast_strides(bias, pair.sizes, "relu_add", "bias")}, b.walk)) {
     keep = pair.empty();
     torch::stable::copy_(keep, bias);
@@ -504,61 +587,25 @@ bool fills(const Tensor& t, const Dims& sizes, const Dims& strides) {
   return dims_of(t.sizes()) == sizes && same_layout(sizes, dims_of(t.strides()), strides);
 }
 
-// s seen along the memory of a dense tensor that it scales.
-struct Scale {
-  int64_t outer = 1, repeat = 1, columns = 1;
-  Dims sizes, strides;  // its own, dense in that order, so that its index is one product
-
-  // Nothing if its repeats are not one run of memory.
-  static std::optional<Scale> along(const Tensor& s, const Dims& sizes, const Dims& order) {
-    Scale view;
-    const int64_t shift = static_cast<int64_t>(sizes.size()) - s.dim();
-    Dims outer_dims, column_dims;
-    for (const int64_t d : order) {
-      if (sizes[d] == 1) continue;
-      if (d < shift || s.size(d - shift) == 1) {  // by its shape: a stride of 0 may also be that of an expanded s
-        if (!column_dims.empty()) return std::nullopt;
-        view.repeat *= sizes[d];
-      } else if (view.repeat == 1) {
-        view.outer *= sizes[d];
-        outer_dims.push_back(d);
-      } else {
-        view.columns *= sizes[d];
-        column_dims.push_back(d);
-      }
-    }
-    view.sizes = dims_of(s.sizes());
-    view.strides = Dims(view.sizes.size(), 1);
-    int64_t step = 1;
-    for (auto dims : {&column_dims, &outer_dims})
-      for (auto d = dims->rbegin(); d != dims->rend(); ++d) {
-        view.strides[*d - shift] = step;
-        step *= sizes[*d];
-      }
-    return view;
-  }
-};
-
-// One pass of the scale kernels over `from`, dense. Backward, where x is given: ds too.
-template <bool BACKWARD>
-void scale_pass(const Tensor& from, const Tensor& x, const Tensor& s_in, const Scale& view, Tensor& to, Tensor& ds, const Launch& launch) {
+// The gradients of x·s, dy and x dense in one layout.
+void mul_backward_repeated(const Tensor& dy, const Tensor& x, const Tensor& s_in, const Scale& view, Tensor& dx, Tensor& ds,
+                           const Launch& launch) {
   const Tensor s = with_strides(s_in, view.sizes, view.strides);
   const int64_t outer = view.outer, repeat = view.repeat, columns = view.columns;
   ScaleArgs a{outer, repeat, columns, columns, columns == 1 ? 0 : 1, 1, 0, 0};
   const int64_t wanted = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);  // blocks that are resident
-  dispatch_floating(from.scalar_type(), "mul", [&](auto zero) {
+  dispatch_floating(dy.scalar_type(), "mul_backward", [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
     constexpr int V = kVector<T>;
-    const T* f = static_cast<const T*>(from.const_data_ptr());
-    const T* px = BACKWARD ? static_cast<const T*>(x.const_data_ptr()) : f;
+    const T* g = static_cast<const T*>(dy.const_data_ptr());
+    const T* px = static_cast<const T*>(x.const_data_ptr());
     const T* ps = static_cast<const T*>(s.const_data_ptr());
-    T* t = static_cast<T*>(to.mutable_data_ptr());
-    const bool flat = aligned(f) && aligned(px);
+    T* d = static_cast<T*>(dx.mutable_data_ptr());
+    const bool flat = aligned(g) && aligned(px);
     std::optional<Tensor> partial;
-    const auto partials = [&]() -> A* {
-      if constexpr (!BACKWARD) return nullptr;
-      partial = empty_contiguous({outer * a.pieces * columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, from);
+    const auto partials = [&] {
+      partial = empty_contiguous({outer * a.pieces * columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, dy);
       return static_cast<A*>(partial->mutable_data_ptr());
     };
     if (columns == 1) {
@@ -569,8 +616,8 @@ void scale_pass(const Tensor& from, const Tensor& x, const Tensor& s_in, const S
       a.pieces = std::clamp<int64_t>(wanted / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
       A* pp = partials();
       const unsigned grid = blocks_for(row_blocks * a.pieces, 1);
-      if (flat && repeat % V == 0) scale_rows<T, true, BACKWARD><<<grid, kThreads, 0, launch.stream()>>>(f, px, ps, t, pp, a);
-      else scale_rows<T, false, BACKWARD><<<grid, kThreads, 0, launch.stream()>>>(f, px, ps, t, pp, a);
+      if (flat && repeat % V == 0) mul_backward_rows<T, true><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, a);
+      else mul_backward_rows<T, false><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, a);
     } else {
       const bool words = flat && columns % V == 0;
       const int64_t lanes = words ? columns / V : columns, tiles = ceil_div(lanes, 128);
@@ -580,16 +627,14 @@ void scale_pass(const Tensor& from, const Tensor& x, const Tensor& s_in, const S
       A* pp = partials();
       const unsigned grid = blocks_for(tiles * a.pieces * outer, 1);
       const int threads = a.across * a.down;
-      const size_t shared = BACKWARD ? sizeof(A) * threads * (words ? V : 1) : 0;
-      if (words) scale_columns<T, V, BACKWARD><<<grid, threads, shared, launch.stream()>>>(f, px, ps, t, pp, a);
-      else scale_columns<T, 1, BACKWARD><<<grid, threads, shared, launch.stream()>>>(f, px, ps, t, pp, a);
+      const size_t shared = sizeof(A) * threads * (words ? V : 1);
+      if (words) mul_backward_columns<T, V><<<grid, threads, shared, launch.stream()>>>(g, px, ps, d, pp, a);
+      else mul_backward_columns<T, 1><<<grid, threads, shared, launch.stream()>>>(g, px, ps, d, pp, a);
     }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
-    if constexpr (BACKWARD) {
-      add_pieces<T><<<blocks_for(outer * columns, 32), kThreads, 0, launch.stream()>>>(
-          static_cast<const A*>(partial->const_data_ptr()), static_cast<T*>(ds.mutable_data_ptr()), outer, a.pieces, columns);
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
-    }
+    add_pieces<T><<<blocks_for(outer * columns, 32), kThreads, 0, launch.stream()>>>(
+        static_cast<const A*>(partial->const_data_ptr()), static_cast<T*>(ds.mutable_data_ptr()), outer, a.pieces, columns);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
 
@@ -619,10 +664,19 @@ Tensor mul(const Tensor& x, const Tensor& y) {
   if (!same_shape && (x_fills || y_fills)) {
     const Tensor &big = x_fills ? x : y, &small = x_fills ? y : x;
     const std::optional<Scale> view = Scale::along(small, sizes, order);
-    // Columns that are no multiple of the vector are better gathered: their words cross the rows.
-    if (view && (view->columns == 1 || view->columns * small.element_size() % kVectorBytes == 0)) {
-      scale_pass<false>(big, big, small, *view, out, out, launch);
-      return out;
+    if (view) {
+      const Tensor s = with_strides(small, view->sizes, view->strides);
+      const Repeats repeats = view->repeats(n, static_cast<int64_t>(s.element_size()), s.const_data_ptr());
+      if (repeats.served() && aligned(big.const_data_ptr())) {
+        dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
+          using T = decltype(zero);
+          mul_repeated<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(
+              static_cast<const T*>(big.const_data_ptr()), static_cast<const T*>(s.const_data_ptr()),
+              static_cast<T*>(out.mutable_data_ptr()), n, repeats);
+          STD_CUDA_KERNEL_LAUNCH_CHECK();
+        });
+        return out;
+      }
     }
   }
   Walk<3> walk;
@@ -688,7 +742,7 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x, co
   if (!view) return composed();
   Tensor d_big = empty_strided(sizes, strides, x.scalar_type(), x);
   Tensor d_small = empty_strided(view->sizes, view->strides, x.scalar_type(), x);
-  scale_pass<true>(dy, dense_big, small, *view, d_big, d_small, launch);
+  mul_backward_repeated(dy, dense_big, small, *view, d_big, d_small, launch);
   return full_x ? std::make_tuple(d_big, d_small) : std::make_tuple(d_small, d_big);
 }
 

@@ -38,11 +38,13 @@ struct OneBlock {
 __device__ inline OneBlock this_cluster() { return {}; }
 #endif
 
-constexpr int kRowThreads = 256;   // most threads of a block: several fit an SM, so that their phases overlap
+constexpr int kRowThreads = 256;   // most threads of a block that holds 8 words a thread: several fit an SM and their phases overlap
+constexpr int kWideThreads = 1024;  // and of one that holds up to 4
 // Blocks that an SM should hold: the registers that this leaves a thread are those that K words of its row need.
-constexpr int blocks_resident(int words) { return words > 4 ? 2 : words > 2 ? 4 : 6; }
+constexpr int blocks_resident(int words) { return words > 4 ? 2 : words > 2 ? 1 : 6; }
+constexpr int most_threads(int words) { return words > 2 && words <= 4 ? kWideThreads : kRowThreads; }
 constexpr int kMaxCluster = 16;    // 8 is portable; 16 fits a GPC of every sm_90 part
-constexpr int kMaxWarps = 16;
+constexpr int kMaxWarps = kWideThreads / 32;
 constexpr int kMaskDims = 4;
 
 enum class MaskKind : int { none, boolean, same_dtype, float32 };
@@ -74,7 +76,8 @@ struct ForwardArgs {
   void* y;
   int64_t rows, n, row_stride;
   A scale;
-  int thread_bits;   // log2 of the threads of one block that share a row
+  int lanes;         // threads of one block that share a row: a power of two up to a warp, or the whole block
+  int lane_bits;     // log2 of them, up to a warp
   bool ragged;       // n is no multiple of the vector
   Mask mask;
 };
@@ -86,7 +89,7 @@ struct BackwardArgs {
   void* dx;
   int64_t rows, n;
   A scale;
-  int thread_bits;
+  int lanes, lane_bits;
   bool ragged;
   Mask mask;  // boolean only: an additive one does not change the formula
 };
@@ -182,10 +185,9 @@ __device__ __forceinline__ Pair<A> lanes_merge(Pair<A> p, int lanes) {
 // the value of warp i, for i < count(). One barrier.
 template <typename T, bool CLUSTER>
 struct Exchange {
-  T* slots;  // shared, one for each warp of the row (or of the block, where several rows share it)
-  int threads;
+  T* slots;  // shared, one for each warp of the row, which has the whole block where it has more than one warp
 
-  __device__ int warps() const { return threads >> 5; }
+  __device__ int warps() const { return blockDim.x >> 5; }
   __device__ int count() const {
     if constexpr (CLUSTER) return warps() * static_cast<int>(this_cluster().num_blocks());
     else return warps();
@@ -205,32 +207,30 @@ struct Exchange {
       __syncthreads();
     }
   }
-  __device__ T load(int i) const {
-    if constexpr (CLUSTER) return slots[i];
-    else return slots[((threadIdx.x >> 5) & ~(warps() - 1)) + i];
-  }
+  __device__ T load(int i) const { return slots[i]; }
 };
 
 template <bool FAST, bool CLUSTER, typename A>
-__device__ __forceinline__ Pair<A> row_merge(Pair<A> p, Exchange<Pair<A>, CLUSTER>& exchange) {
-  if (!CLUSTER && exchange.threads <= 32) return p;
+__device__ __forceinline__ Pair<A> row_merge(Pair<A> p, Exchange<Pair<A>, CLUSTER>& exchange, int lanes) {
+  if (!CLUSTER && lanes <= 32) return p;
   exchange.publish(p);
   const int lane = threadIdx.x & 31, count = exchange.count();
-  Pair<A> all = exchange.load(lane & (count - 1));
+  Pair<A> all{minus_infinity<A>(), A(0)};
+  if (lane < count) all = exchange.load(lane);
 #pragma unroll 1
   for (int i = lane + 32; i < count; i += 32) all = merge<FAST>(all, exchange.load(i));
-  return lanes_merge<FAST>(all, count < 32 ? count : 32);
+  return lanes_merge<FAST>(all, 32);
 }
 
 template <bool CLUSTER, typename A>
-__device__ __forceinline__ A row_sum(A s, Exchange<A, CLUSTER>& exchange) {
-  if (!CLUSTER && exchange.threads <= 32) return s;
+__device__ __forceinline__ A row_sum(A s, Exchange<A, CLUSTER>& exchange, int lanes) {
+  if (!CLUSTER && lanes <= 32) return s;
   exchange.publish(s);
   const int lane = threadIdx.x & 31, count = exchange.count();
-  A all = exchange.load(lane & (count - 1));
+  A all = lane < count ? exchange.load(lane) : A(0);
 #pragma unroll 1
   for (int i = lane + 32; i < count; i += 32) all += exchange.load(i);
-  return lanes_sum(all, count < 32 ? count : 32);
+  return lanes_sum(all, 32);
 }
 
 // Turns t = score - maximum into the result: t - log(sum), or exp(t) / sum.
@@ -294,18 +294,18 @@ struct Place {
   template <int K, int V, bool CLUSTER, typename Args>
   __device__ static Place find(const Args& a) {
     Place p;
-    const int threads = 1 << a.thread_bits;
-    int lane = threadIdx.x & (threads - 1);
+    int lane = a.lanes <= 32 ? threadIdx.x & (a.lanes - 1) : threadIdx.x;
+    p.stride = a.lanes;
     if constexpr (CLUSTER) {
       auto cluster = this_cluster();
       p.row = blockIdx.x / cluster.num_blocks();
-      p.first = static_cast<int>(cluster.block_rank()) * K * threads + lane;
+      p.first = static_cast<int>(cluster.block_rank()) * K * a.lanes + lane;
       if (cluster.block_rank() != 0) lane = INT32_MAX;  // the first block takes the singles
     } else {
-      p.row = static_cast<int64_t>(blockIdx.x) * (blockDim.x >> a.thread_bits) + (threadIdx.x >> a.thread_bits);
+      p.row = blockIdx.x;
+      if (a.lanes <= 32) p.row = p.row * (blockDim.x >> a.lane_bits) + (threadIdx.x >> a.lane_bits);
       p.first = lane;
     }
-    p.stride = threads;
     p.start = p.row * a.n;
     p.single = -1;
     int n = static_cast<int>(a.n);
@@ -335,28 +335,43 @@ __device__ __forceinline__ void store_word(T* p, int64_t e, int64_t n, const Vec
   }
 }
 
+// The V elements of a mask from `offset` on, in one load where they are neighbours and aligned.
+template <typename M, int V>
+__device__ __forceinline__ Vec<M, V> load_mask(const Mask& mask, int64_t offset) {
+  const M* p = static_cast<const M*>(mask.data) + offset;
+  Vec<M, V> m;
+  if (V > 1 && mask.step == 1 && reinterpret_cast<uintptr_t>(p) % sizeof(m) == 0) return load_vec<M, V>(p);
+#pragma unroll
+  for (int j = 0; j < V; ++j) m.v[j] = p[j * mask.step];
+  return m;
+}
+
 // Masks V scores, of which the first has its mask at `offset`.
 template <typename In, typename A, int V>
 __device__ __forceinline__ void apply_mask(Vec<A, V>& v, const Mask& mask, int64_t offset) {
+  if (mask.kind == MaskKind::boolean) {
+    const Vec<bool, V> m = load_mask<bool, V>(mask, offset);
 #pragma unroll
-  for (int j = 0; j < V; ++j) {
-    const int64_t i = offset + j * mask.step;
-    if (mask.kind == MaskKind::boolean) {
-      if (!static_cast<const bool*>(mask.data)[i]) v.v[j] = minus_infinity<A>();
-    } else if (mask.kind == MaskKind::float32) {
-      v.v[j] += static_cast<A>(static_cast<const float*>(mask.data)[i]);
-    } else {
-      v.v[j] += convert<A>(static_cast<const In*>(mask.data)[i]);
-    }
+    for (int j = 0; j < V; ++j)
+      if (!m.v[j]) v.v[j] = minus_infinity<A>();
+  } else if (mask.kind == MaskKind::float32) {
+    const Vec<float, V> m = load_mask<float, V>(mask, offset);
+#pragma unroll
+    for (int j = 0; j < V; ++j) v.v[j] += static_cast<A>(m.v[j]);
+  } else {
+    const Vec<A, V> m = unpack<A>(load_mask<In, V>(mask, offset));
+#pragma unroll
+    for (int j = 0; j < V; ++j) v.v[j] += m.v[j];
   }
 }
 
 // Zeroes the gradient where a boolean mask is False.
 template <typename A, int V>
 __device__ __forceinline__ void drop_masked(Vec<A, V>& r, const Mask& mask, int64_t offset) {
+  const Vec<bool, V> m = load_mask<bool, V>(mask, offset);
 #pragma unroll
   for (int j = 0; j < V; ++j)
-    if (!static_cast<const bool*>(mask.data)[offset + j * mask.step]) r.v[j] = A(0);
+    if (!m.v[j]) r.v[j] = A(0);
 }
 
 // The largest of the elements that a thread holds. Packed 16-bit values are compared two at a time, unconverted.
@@ -381,12 +396,12 @@ __device__ __forceinline__ T largest(const Vec<T, V> (&held)[K]) {
 }
 
 template <typename In, typename Out, int K, bool LOG, bool MASKED, bool CLUSTER>
-__global__ void __launch_bounds__(kRowThreads, blocks_resident(K)) softmax_forward_rows(const ForwardArgs<compute_t<In>> a) {
+__global__ void __launch_bounds__(most_threads(K), blocks_resident(K)) softmax_forward_rows(const ForwardArgs<compute_t<In>> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr bool FAST = sizeof(Out) == 2;
   __shared__ Pair<A> slots[CLUSTER ? kMaxWarps * kMaxCluster : kMaxWarps];
-  Exchange<Pair<A>, CLUSTER> exchange{slots, 1 << a.thread_bits};
+  Exchange<Pair<A>, CLUSTER> exchange{slots};
   exchange.arrive();
 
   const Place at = Place::find<K, V, CLUSTER>(a);
@@ -436,7 +451,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_resident(K)) softmax_forwa
     if (at.single >= 0) single.v[0] = convert<A>(loaded_single) * a.scale;
   }
 
-  const int lanes = a.thread_bits < 5 ? 1 << a.thread_bits : 32;
+  const int lanes = a.lanes < 32 ? a.lanes : 32;
   const A m = lanes_max(maximum(convert<A>(largest(held)) * to_score, single.v[0]), lanes);
   const A base = finite_or_zero(m);
   A s = 0;
@@ -449,7 +464,7 @@ __global__ void __launch_bounds__(kRowThreads, blocks_resident(K)) softmax_forwa
     s += tree_sum(e[i]);
   }
   if (a.ragged) s += exponential<FAST>(single.v[0] - base);
-  const Pair<A> all = row_merge<FAST, CLUSTER>(Pair<A>{m, lanes_sum(s, lanes)}, exchange);
+  const Pair<A> all = row_merge<FAST, CLUSTER>(Pair<A>{m, lanes_sum(s, lanes)}, exchange, a.lanes);
   if constexpr (LOG) {
 #pragma unroll
     for (int i = 0; i < K; ++i) forget(held[i]);
@@ -478,7 +493,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const Ba
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr bool FAST = sizeof(In) == 2;
   __shared__ A slots[CLUSTER ? kMaxWarps * kMaxCluster : kMaxWarps];
-  Exchange<A, CLUSTER> exchange{slots, 1 << a.thread_bits};
+  Exchange<A, CLUSTER> exchange{slots};
   exchange.arrive();
 
   const Place at = Place::find<K, V, CLUSTER>(a);
@@ -503,7 +518,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const Ba
   A s = sum_terms<LOG, A>(single_g, single_p).v[0];
 #pragma unroll
   for (int i = 0; i < K; ++i) s += tree_sum(sum_terms<LOG, A>(g[i], p[i]));
-  s = row_sum<CLUSTER>(lanes_sum(s, a.thread_bits < 5 ? 1 << a.thread_bits : 32), exchange);
+  s = row_sum<CLUSTER>(lanes_sum(s, a.lanes < 32 ? a.lanes : 32), exchange, a.lanes);
 #pragma unroll
   for (int i = 0; i < K; ++i) forget(g[i]), forget(p[i]);
 
@@ -601,13 +616,13 @@ __global__ void __launch_bounds__(kSplitThreads) softmax_forward_split_reduce(co
   constexpr bool FAST = sizeof(Out) == 2;
   constexpr int V = kVectorBytes / sizeof(In);
   __shared__ Pair<A> slots[kMaxWarps];
-  Exchange<Pair<A>, false> exchange{slots, kSplitThreads};
+  Exchange<Pair<A>, false> exchange{slots};
   const Piece piece = Piece::find<V>(a.n, pieces, a.ragged);
   const RowReader<In, MASKED, FAST> row(a, piece.row, piece.head);
   Pair<A> p{minus_infinity<A>(), A(0)};
 #pragma unroll 4
   for (int64_t word = piece.first + threadIdx.x; word < piece.last; word += kSplitThreads) p = extend<FAST>(p, row.load(word));
-  p = row_merge<FAST, false>(lanes_merge<FAST>(p, 32), exchange);
+  p = row_merge<FAST, false>(lanes_merge<FAST>(p, 32), exchange, kSplitThreads);
   if (threadIdx.x == 0) partial[blockIdx.x] = p;
 }
 
@@ -638,7 +653,7 @@ __global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_reduce(c
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   __shared__ A slots[kMaxWarps];
-  Exchange<A, false> exchange{slots, kSplitThreads};
+  Exchange<A, false> exchange{slots};
   const Piece piece = Piece::find<V>(a.n, pieces, a.ragged);
   const int64_t start = piece.row * a.n - piece.head;
   const Out* dy = static_cast<const Out*>(a.dy) + start;
@@ -656,7 +671,7 @@ __global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_reduce(c
     }
     s += tree_sum(terms);
   }
-  s = row_sum<false>(lanes_sum(s, 32), exchange);
+  s = row_sum<false>(lanes_sum(s, 32), exchange, kSplitThreads);
   if (threadIdx.x == 0) partial[blockIdx.x] = s;
 }
 
@@ -823,13 +838,12 @@ __device__ __forceinline__ void team_loop(Row& self, int64_t rows, int teams, in
 }
 
 // The words of every row that this thread owns in its block of the team, at most W, kTeamThreads apart.
-template <int V, int W>
+template <int V, int W, bool RAGGED>
 struct Slice {
   int n;  // 32 bits do: what a team holds is at most some megabytes
-  bool ragged;
   int first, count;
 
-  __device__ Slice(int64_t n_, bool ragged_, int64_t words, int members) : n(static_cast<int>(n_)), ragged(ragged_) {
+  __device__ Slice(int64_t n_, int64_t words, int members) : n(static_cast<int>(n_)) {
     const int each = static_cast<int>((words + members - 1) / members);
     const int begin = static_cast<int>(blockIdx.x % members) * each;
     const int end = min(begin + each, static_cast<int>(words));
@@ -841,17 +855,22 @@ struct Slice {
   // that may be before the row, and the word may reach past it.
   template <typename F>
   __device__ __forceinline__ void for_words(int64_t row, F&& f) const {
-    const int head = ragged ? static_cast<int>((row * n) & (V - 1)) : 0;
+    const int head = RAGGED ? static_cast<int>((row * n) & (V - 1)) : 0;
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       const int e = (first + i * kTeamThreads) * V - head;
-      if (i < count && (!ragged || e < n)) f(i, e);
+      if (i < count && (!RAGGED || e < n)) f(i, e);
     }
+  }
+  template <typename T>
+  __device__ __forceinline__ void store(T* row, int e, const Vec<T, V>& w) const {
+    if constexpr (RAGGED) store_word(row + e, e, n, w);
+    else store_vec<T, V>(row + e, w);
   }
   // Overwrites what a word at e holds of the neighbouring rows.
   template <typename T>
   __device__ __forceinline__ void blank_neighbours(Vec<T, V>& v, int e, T value) const {
-    if (ragged && (e < 0 || e + V > n)) {
+    if (RAGGED && (e < 0 || e + V > n)) {
 #pragma unroll
       for (int j = 0; j < V; ++j)
         if (e + j < 0 || e + j >= n) v.v[j] = value;
@@ -859,14 +878,14 @@ struct Slice {
   }
 };
 
-template <typename In, typename Out, bool LOG>
+template <typename In, typename Out, bool LOG, bool RAGGED>
 struct TeamForward {
   using Partial = Pair<float>;
   static constexpr int V = kVectorBytes / sizeof(In);
   static constexpr bool FAST = sizeof(Out) == 2;
   static constexpr int W = kTeamBytes / kVectorBytes / kTeamThreads;
   const ForwardArgs<float>& a;
-  Slice<V, W> slice;
+  Slice<V, W, RAGGED> slice;
   Vec<In, V>* shared;  // of this thread
 
   __device__ static Partial nothing() { return {minus_infinity<float>(), 0.f}; }
@@ -910,21 +929,21 @@ struct TeamForward {
       Vec<float, V> v = unpack<float>(values(stage, i, e));
 #pragma unroll
       for (int j = 0; j < V; ++j) v.v[j] = last(v.v[j] * scale - total.m);
-      store_word(y + e, e, slice.n, pack<Out>(v));
+      slice.store(y, e, pack<Out>(v));
     });
   }
 };
 
-template <typename In, typename Out, bool LOG>
+template <typename In, typename Out, bool LOG, bool RAGGED>
 __global__ void __launch_bounds__(kTeamThreads + 32, kTeamBlocks)
     softmax_forward_team(const ForwardArgs<float> a, int64_t words, int teams, int members, unsigned long long* board) {
   extern __shared__ __align__(16) char memory[];
-  using Row = TeamForward<In, Out, LOG>;
-  Row row{a, {a.n, a.ragged, words, members}, reinterpret_cast<Vec<In, Row::V>*>(memory) + threadIdx.x};
+  using Row = TeamForward<In, Out, LOG, RAGGED>;
+  Row row{a, {a.n, words, members}, reinterpret_cast<Vec<In, Row::V>*>(memory) + threadIdx.x};
   team_loop<Row>(row, a.rows, teams, members, board);
 }
 
-template <typename In, typename Out, bool LOG>
+template <typename In, typename Out, bool LOG, bool RAGGED>
 struct TeamBackward {
   struct Partial {
     float sum, unused;  // 8 bytes, as the forward's, and never those of kUnpublished
@@ -932,7 +951,7 @@ struct TeamBackward {
   static constexpr int V = kVectorBytes / sizeof(Out);
   static constexpr int W = kTeamBytes / (2 * kVectorBytes) / kTeamThreads;
   const BackwardArgs<float>& a;
-  Slice<V, W> slice;
+  Slice<V, W, RAGGED> slice;
   Vec<Out, V>* shared;  // of this thread
 
   __device__ static Partial nothing() { return {0.f, 0.f}; }
@@ -962,17 +981,17 @@ struct TeamBackward {
     slice.for_words(row, [&](int i, int e) {
       const Vec<float, V> r =
           score_gradient<LOG, sizeof(In) == 2, float>(at(stage, 0, i), at(stage, 1, i), total.sum, a.scale);
-      store_word(dx + e, e, slice.n, pack<In>(r));
+      slice.store(dx, e, pack<In>(r));
     });
   }
 };
 
-template <typename In, typename Out, bool LOG>
+template <typename In, typename Out, bool LOG, bool RAGGED>
 __global__ void __launch_bounds__(kTeamThreads + 32, kTeamBlocks)
     softmax_backward_team(const BackwardArgs<float> a, int64_t words, int teams, int members, unsigned long long* board) {
   extern __shared__ __align__(16) char memory[];
-  using Row = TeamBackward<In, Out, LOG>;
-  Row row{a, {a.n, a.ragged, words, members}, reinterpret_cast<Vec<Out, Row::V>*>(memory) + threadIdx.x};
+  using Row = TeamBackward<In, Out, LOG, RAGGED>;
+  Row row{a, {a.n, words, members}, reinterpret_cast<Vec<Out, Row::V>*>(memory) + threadIdx.x};
   team_loop<Row>(row, a.rows, teams, members, board);
 }
 
@@ -1100,20 +1119,23 @@ struct RowLaunch {
 };
 
 // `most`: words that a thread can hold (its registers). More words in flight hide more latency, more threads a row cost
-// more exchange: a short row wants few words a thread so that enough blocks are resident, a long one as many as fit.
-RowLaunch row_launch(int64_t words, int most, bool ragged, int capability) {
-  const int target = words <= 32 ? 1 : words <= 128 ? 2 : words <= 1024 ? 4 : most;
-  int64_t threads = next_power_of_2(ceil_div(words, std::min(target, most)));
-  if (ragged) threads = std::max<int64_t>(threads, 16);  // up to 14 single elements, one a thread
+// more exchange: a short row wants few words a thread so that enough blocks are resident, a long one as many as fit. From a
+// warp on, a row gets just the warps that it fills. `wide`: rows up to 4 words in each of 1024 threads go to one block.
+RowLaunch row_launch(int64_t words, int most, bool ragged, bool wide, int capability) {
+  const int target = std::min(most, words <= 32 ? 1 : words <= 128 ? 2 : words <= 1024 ? 4 : most);
   RowLaunch launch{};
   launch.cluster = 1;
-  if (threads > kRowThreads && capability >= 90) {
+  int64_t threads = ceil_div(words, target);
+  if (wide && threads > kRowThreads && words <= 4 * kWideThreads) threads = ceil_div(words, 4);
+  else if (threads > kRowThreads && capability >= 90) {
     launch.cluster = static_cast<int>(std::min<int64_t>(kMaxCluster, next_power_of_2(ceil_div(threads, kRowThreads))));
-    threads = next_power_of_2(ceil_div(threads, launch.cluster));
+    threads = ceil_div(threads, launch.cluster);
   }
-  launch.split = threads > kRowThreads;
-  launch.threads = static_cast<int>(std::min<int64_t>(threads, kRowThreads));
-  launch.block = std::max(launch.threads, 128);
+  if (ragged) threads = std::max<int64_t>(threads, 16);  // up to 14 single elements, one a thread
+  threads = threads <= 32 && launch.cluster == 1 ? next_power_of_2(threads) : ceil_div(threads, 32) * 32;
+  launch.split = threads > (wide && launch.cluster == 1 && words <= 4 * kWideThreads ? kWideThreads : kRowThreads);
+  launch.threads = static_cast<int>(std::min<int64_t>(threads, kWideThreads));
+  launch.block = launch.threads <= 32 ? 128 : launch.threads;
   launch.words = static_cast<int>(next_power_of_2(std::max<int64_t>(1, ceil_div(words, static_cast<int64_t>(launch.threads) * launch.cluster))));
   if (launch.cluster > 1) launch.words = most;  // the only cluster kernel that is built
   return launch;
@@ -1145,10 +1167,10 @@ void launch_rows(Kernel kernel, const RowLaunch& shape, int64_t rows, cudaStream
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
-// Words of a row past which a team takes it. Forward, against clusters on an H100, bfloat16 and float32: .87 to .89 of the copy
-// bandwidth at 64 KiB a row for .85 and .81, .89 and .91 at 256 and 512 KiB for .75 and .69. Backward a cluster is ahead as
+// Words of a row past which a team takes it. Forward, against clusters on an H100: .86 of the copy bandwidth at 128 KiB a row of
+// bfloat16 for .79, .89 and .91 at 256 and 512 KiB of bfloat16 and float32 for .75 and .69. Backward a cluster is ahead as
 // long as it can hold a row of float32 (.97 for .94 at 512 KiB), and in 16 bits to 256 KiB (.95 for .93).
-constexpr int64_t kTeamForwardPast = 2048;
+constexpr int64_t kTeamForwardPast = 4 * kWideThreads;
 template <typename T>
 constexpr int64_t kTeamBackwardPast = sizeof(T) == 2 ? 16384 : 32768;
 
@@ -1294,12 +1316,15 @@ void forward_rows(ForwardArgs<compute_t<In>>& args, const Launch& launch, const 
   const DeviceTraits& device = device_traits(launch.device());
   args.ragged = args.n % V != 0;
   const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
-  const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, device.capability);
-  args.thread_bits = log2_of(shape.threads);
+  const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, !MASKED && kMost == 8, device.capability);
+  args.lanes = shape.threads;
+  args.lane_bits = log2_of(shape.threads);
   if constexpr (!MASKED && std::is_same_v<A, float>) {
     if (args.n / V > kTeamForwardPast) {
-      using Row = TeamForward<In, Out, LOG>;
-      if (launch_team<softmax_forward_team<In, Out, LOG>>(args, words, Row::W * kTeamThreads, launch, like)) return;
+      constexpr int kHeld = TeamForward<In, Out, LOG, false>::W * kTeamThreads;
+      if (args.ragged ? launch_team<softmax_forward_team<In, Out, LOG, true>>(args, words, kHeld, launch, like)
+                      : launch_team<softmax_forward_team<In, Out, LOG, false>>(args, words, kHeld, launch, like))
+        return;
     }
   }
   if (shape.split) {
@@ -1329,13 +1354,18 @@ void backward_rows(BackwardArgs<compute_t<In>>& args, const Launch& launch, cons
   const DeviceTraits& device = device_traits(launch.device());
   args.ragged = args.n % V != 0;
   const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
-  const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, device.capability);
-  args.thread_bits = log2_of(shape.threads);
+  const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, false, device.capability);
+  args.lanes = shape.threads;
+  args.lane_bits = log2_of(shape.threads);
   if constexpr (!MASKED && std::is_same_v<A, float>) {
     if (args.n / V > kTeamBackwardPast<Out>) {
-      using Row = TeamBackward<In, Out, LOG>;
-      const int64_t team_words = ceil_div(args.n + (args.ragged ? Row::V - 1 : 0), Row::V);
-      if (launch_team<softmax_backward_team<In, Out, LOG>>(args, team_words, Row::W * kTeamThreads, launch, like)) return;
+      using Row = TeamBackward<In, Out, LOG, false>;
+      constexpr int kHeld = Row::W * kTeamThreads;
+      const bool team_ragged = args.n % Row::V != 0;
+      const int64_t team_words = ceil_div(args.n + (team_ragged ? Row::V - 1 : 0), Row::V);
+      if (team_ragged ? launch_team<softmax_backward_team<In, Out, LOG, true>>(args, team_words, kHeld, launch, like)
+                      : launch_team<softmax_backward_team<In, Out, LOG, false>>(args, team_words, kHeld, launch, like))
+        return;
     }
   }
   if (shape.split) {
@@ -1391,7 +1421,7 @@ Tensor forward_op(const Tensor& x_in, const std::optional<Tensor>& mask, int64_t
       const std::optional<int64_t> stride = row_stride(x_in, kVectorBytes / sizeof(In));
       const Tensor x = stride ? x_in : dense(x_in);
       using A = compute_t<In>;
-      ForwardArgs<A> args{x.const_data_ptr(), y.mutable_data_ptr(), s.outer, s.n, stride.value_or(s.n), static_cast<A>(scale), 0, false, {}};
+      ForwardArgs<A> args{x.const_data_ptr(), y.mutable_data_ptr(), s.outer, s.n, stride.value_or(s.n), static_cast<A>(scale), 0, 0, false, {}};
       if (mask) {
         Tensor keep;
         args.mask = make_mask(*mask, dims_of(x.sizes()), x.scalar_type(), op, keep);
@@ -1436,7 +1466,7 @@ Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const std::optional<
   if (s.inner == 1 && dim + 1 == y.dim()) {
     dispatch_pair(dtype, y.scalar_type(), op, [&](auto in, auto out) {
       using A = compute_t<decltype(in)>;
-      BackwardArgs<A> args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), s.outer, s.n, static_cast<A>(scale), 0, false, {}};
+      BackwardArgs<A> args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), s.outer, s.n, static_cast<A>(scale), 0, 0, false, {}};
       if (mask) {
         Tensor keep;
         args.mask = make_mask(*mask, dims_of(y.sizes()), y.scalar_type(), op, keep);
