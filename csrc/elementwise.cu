@@ -492,12 +492,14 @@ Bias make_bias(const Tensor& bias, const FlatPair& pair, Tensor& keep) {
   Bias b;
   b.data = bias.const_data_ptr();
   const Dims order = memory_order(pair.sizes, {&pair.strides});
+  const Tensor* source = &bias;  // of both ways to find an element: the last block of a tensor always walks
   if (const std::optional<Scale> view = Scale::along(bias, pair.sizes, order)) {
     keep = with_strides(bias, view->sizes, view->strides);
     b.repeats = view->repeats(pair.x.numel(), static_cast<int64_t>(bias.element_size()), keep.const_data_ptr());
-    if (b.repeats.served()) b.data = keep.const_data_ptr();
+    b.data = keep.const_data_ptr();
+    source = &keep;
   }
-  if (!merge_dims<2>(pair.sizes, order, {pair.strides, broadcast_strides(bias, pair.sizes, "relu_add", "bias")}, b.walk)) {
+  if (!merge_dims<2>(pair.sizes, order, {pair.strides, broadcast_strides(*source, pair.sizes, "relu_add", "bias")}, b.walk)) {
     keep = pair.empty();
     torch::stable::copy_(keep, bias);
     return make_bias(keep, pair, keep);

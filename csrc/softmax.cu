@@ -62,8 +62,11 @@ struct Mask {
 #pragma unroll
     for (int d = kMaskDims - 1; d >= 0; --d) {
       if (d >= dims) continue;
-      offset += row % size[d] * stride[d];
-      row /= size[d];
+      int64_t next;
+      if ((row | size[d]) >> 32 == 0) next = static_cast<uint32_t>(row) / static_cast<uint32_t>(size[d]);  // several times cheaper
+      else next = row / size[d];
+      offset += (row - next * size[d]) * stride[d];
+      row = next;
     }
     return offset;
   }
