@@ -24,9 +24,9 @@ from fastlayers.backends import BackendError, backend
 
 DIRECTIONS = ("forward", "backward")
 
-#: Greatest relative error against float64, or twice torch's own where that is more (a row of 2^20 float16 probabilities is
-#: all subnormal numbers). Loose: it finds a wrong kernel. The naive code keeps bfloat16 in between and is held to nothing
-#: but finite numbers.
+#: Greatest relative error against float64, or twice torch's own where that is more (a row of 2^20 float16 probabilities
+#: is all subnormal numbers). Loose: it finds a wrong kernel. The naive code keeps bfloat16 in between, and is held to
+#: nothing but finite numbers.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 
 

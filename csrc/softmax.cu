@@ -3,9 +3,9 @@
 // The stock composition reads and writes the scores once for the scale, once for the mask and two to three times for the
 // softmax. Here a row is read once and written once: it stays in registers between the reduction and the result.
 //
-//   rows    the dimension is contiguous. A power of two of threads holds one row, up to 16 blocks of a cluster (sm_90) for a
-//           long one; a short row leaves room for several in a block. Each warp reduces its part to (maximum, sum of
-//           exponentials below it), and those pairs cross warps and blocks in one exchange.
+//   rows    the dimension is contiguous. A part of a warp, a block, or up to 16 blocks of a cluster (sm_90) hold one row. Each
+//           warp reduces its part to (maximum, sum of exponentials below it), and those pairs cross warps and blocks in one
+//           exchange.
 //   team    a row too long for that: many blocks, all resident, hold a slice each in shared memory and tell each other their
 //           pairs through global memory, while the next rows are already on their way.
 //   split   what neither can hold: two passes, with every row cut into pieces so that few rows still fill the GPU.

@@ -20,8 +20,8 @@ FAMILY = dispatch.Family(
 )
 
 
-#: Where an unforced call gets the kernels; elsewhere torch's own ops are as fast or faster. On CPU, the figures being C++
-#: time over eager's with one thread and with two, on an EPYC 9004 with AVX2:
+#: Where an unforced call gets the kernels; elsewhere torch's own ops are as fast or faster. On CPU, the figures being
+#: C++ time over eager's with one thread and with two, on an EPYC 9004 with AVX2:
 #:
 #: - elements: one call into csrc costs 2 us more than two of torch's. relu_add of 2^12 float32 1.5, 2^14 1.2, 2^15 1.0,
 #:   2^16 0.9, 2^18 0.7
@@ -31,9 +31,9 @@ FAMILY = dispatch.Family(
 #: - other layouts than these two: operands are copied first. Slices of rows 1.3 to 1.5, mixed layouts 0.8 to 1.2
 #: - mul, not in this rule: one pass either way. Forward of 2^19 float32 1.2, bfloat16 2.4, and 2^24 1.0 with backward
 #:
-#: On a GPU, GPU time on an H100 over that of torch's kernels, bfloat16: relu_add of 2^12 1.1 forward and 1.9 backward, of
-#: 2^16 0.7 and 1.1; mul of 2^12 2.0 and 1.5, of 2^16 1.4 and 0.7. mul of one shape is at the limit by torch's own kernel,
-#: and gains by the one pass for both gradients.
+#: On a GPU, the figures being GPU time over that of torch's kernels on an H100, bfloat16: relu_add of 2^12 1.1 forward
+#: and 1.9 backward, of 2^16 0.7 and 1.1; mul of 2^12 2.0 and 1.5, of 2^16 1.4 and 0.7. mul of one shape is at the limit
+#: by torch's own kernel, and gains by the one pass for both gradients.
 GPU_LEAST = 2**16
 CPU_DTYPES = frozenset({torch.bfloat16, torch.float32, torch.float64})
 CPU_LEAST = 2**16
