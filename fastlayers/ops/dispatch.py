@@ -84,7 +84,7 @@ class Family:
             packets = {op: getattr(torch.ops.fastlayers, op).default for op in self._ops}
             kernels = SimpleNamespace(backend=backend, **packets)
         elif backend == "cpu":
-            backends.refuse(f"csrc has no {self.name} for CPU tensors, where torch's own is at the memory limit")
+            backends.refuse(f"csrc has no {self.name} for CPU tensors; torch's own serves them")
         self._by_device[device] = kernels
         return kernels
 
