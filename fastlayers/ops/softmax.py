@@ -58,21 +58,22 @@ class _Softmax(torch.autograd.Function):
         ctx: Any, x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype, kernels: Any
     ) -> Tensor:
         y: Tensor = kernels.softmax_forward(x, mask, dim, scale, log, dtype)
-        if mask is None or not (mask.dtype == torch.bool or mask.requires_grad):
-            ctx.save_for_backward(y)
-        else:
-            ctx.save_for_backward(y, mask)
-        ctx.rest = (dim, scale, log, x.dtype, kernels)
+        keep(ctx, y, mask, dim, scale, log, x.dtype)
+        ctx.kernels = kernels
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        y, *masks = ctx.saved_tensors
-        mask = masks[0] if masks else None
-        dim, scale, log, dtype, kernels = ctx.rest
-        backward = compose_backward if dispatch.differentiating(dy) else kernels.softmax_backward
-        dx, dmask = gradients(backward, dy, y, mask, dim, scale, log, dtype)
+        backward = compose_backward if dispatch.differentiating(dy) else ctx.kernels.softmax_backward
+        dx, dmask = gradients(backward, dy, *ctx.saved_tensors, *ctx.rest)
         return dx, dmask, None, None, None, None, None
+
+
+def keep(ctx: Any, y: Tensor, mask: Tensor | None, *rest: Any) -> None:
+    """Save what :func:`gradients` wants: a mask only where it is boolean or its own gradient may be asked for."""
+    wanted = mask is not None and (mask.dtype == torch.bool or mask.requires_grad)
+    ctx.save_for_backward(y, mask if wanted else None)
+    ctx.rest = rest
 
 
 def gradients(
@@ -152,16 +153,12 @@ def _(dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: b
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, mask, ctx.dim, ctx.scale, ctx.log, _ = inputs
-    ctx.save_for_backward(
-        output, mask if mask is not None and (mask.dtype == torch.bool or mask.requires_grad) else None
-    )
-    ctx.x_dtype = x.dtype
+    x, mask, dim, scale, log, _ = inputs
+    keep(ctx, output, mask, dim, scale, log, x.dtype)
 
 
 def _op_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    y, mask = ctx.saved_tensors
-    dx, dmask = gradients(softmax_grad_op, dy, y, mask, ctx.dim, ctx.scale, ctx.log, ctx.x_dtype)
+    dx, dmask = gradients(softmax_grad_op, dy, *ctx.saved_tensors, *ctx.rest)
     return dx, dmask, None, None, None, None
 
 
