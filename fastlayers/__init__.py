@@ -2,15 +2,54 @@
 
 from fastlayers import functional, modules
 from fastlayers.checkpoint import load_model, save_model
-from fastlayers.modules import DROP_IN, FusedAddReLU, FusedLogSoftmax, FusedMul, FusedReLUAdd, FusedSoftmax
+from fastlayers.modules import (
+    DROP_IN,
+    FusedAddLayerNorm,
+    FusedAddReLU,
+    FusedAddRMSNorm,
+    FusedBatchNorm1d,
+    FusedBatchNorm2d,
+    FusedBatchNorm3d,
+    FusedBatchNormAct1d,
+    FusedBatchNormAct2d,
+    FusedBatchNormAct3d,
+    FusedGroupNorm,
+    FusedGroupNormAct,
+    FusedInstanceNorm1d,
+    FusedInstanceNorm2d,
+    FusedInstanceNorm3d,
+    FusedLayerNorm,
+    FusedLayerNorm2d,
+    FusedLogSoftmax,
+    FusedMul,
+    FusedReLUAdd,
+    FusedRMSNorm,
+    FusedSoftmax,
+)
 from fastlayers.patching import patch_model, patch_report, patched, plan_patch, unpatch_model, verify_patch
 
 __version__ = "0.1.0"
 __all__ = [
     "DROP_IN",
+    "FusedAddLayerNorm",
+    "FusedAddRMSNorm",
     "FusedAddReLU",
+    "FusedBatchNorm1d",
+    "FusedBatchNorm2d",
+    "FusedBatchNorm3d",
+    "FusedBatchNormAct1d",
+    "FusedBatchNormAct2d",
+    "FusedBatchNormAct3d",
+    "FusedGroupNorm",
+    "FusedGroupNormAct",
+    "FusedInstanceNorm1d",
+    "FusedInstanceNorm2d",
+    "FusedInstanceNorm3d",
+    "FusedLayerNorm",
+    "FusedLayerNorm2d",
     "FusedLogSoftmax",
     "FusedMul",
+    "FusedRMSNorm",
     "FusedReLUAdd",
     "FusedSoftmax",
     "functional",

@@ -7,13 +7,33 @@ said under *Keeps*; double backward, ``torch.func`` transforms and ``torch.compi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fastlayers.ops import batch_norm as _batch_norm
 from fastlayers.ops import elementwise as _elementwise
+from fastlayers.ops import group_norm as _group_norm
+from fastlayers.ops import layer_norm as _layer_norm
 from fastlayers.ops import softmax as _softmax
 
-__all__ = ["add_relu", "log_softmax", "mul", "relu_add", "softmax"]
+__all__ = [
+    "add_layer_norm",
+    "add_relu",
+    "add_rms_norm",
+    "batch_norm",
+    "channel_layer_norm",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "log_softmax",
+    "mul",
+    "relu_add",
+    "rms_norm",
+    "softmax",
+]
 
 
 def softmax(
@@ -107,3 +127,266 @@ def mul(x: Tensor, y: Tensor) -> Tensor:
     Keeps: x and y, as torch does.
     """
     return _elementwise.mul(x, y)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Layer normalisation over the last dimensions, forward and backward at one reading of each tensor.
+
+    .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot \text{weight} + \text{bias}
+
+    Stands for :func:`torch.nn.functional.layer_norm`.
+
+    Args:
+        x: any shape that ends with ``normalized_shape``; kernels take float16, bfloat16, float32 and float64.
+        normalized_shape: sizes of the dimensions that are normalised together.
+        weight, bias: of shape ``normalized_shape``, in x's dtype, or in float32 where x is float16 or bfloat16 (torch's
+            CUDA kernels take that under autocast only): computed in float32, rounded once to x's dtype.
+        eps: added to the variance.
+
+    Returns:
+        A contiguous tensor of x's dtype; under CUDA autocast float32, as torch gives it.
+
+    Keeps: x, weight, and the mean and rstd of each row.
+    """
+    return _layer_norm.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+def rms_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    casting: str = "torch",
+) -> Tensor:
+    r"""Root mean square normalisation over the last dimensions.
+
+    .. math:: y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} \cdot \text{weight}
+
+    Stands for :func:`torch.nn.functional.rms_norm`, or for the code of a model library.
+
+    Args:
+        x: any shape that ends with ``normalized_shape``; kernels take float16, bfloat16, float32 and float64.
+        normalized_shape: sizes of the dimensions that are normalised together.
+        weight: of shape ``normalized_shape``, in x's dtype, or in float32 where x is float16 or bfloat16.
+        eps: added to the mean square. None, as in torch: the epsilon of float32, of float64 where x is.
+        casting: where a float16 or bfloat16 x is rounded.
+
+            - ``"torch"``: once, at the end.
+            - ``"llama"``: x·rstd is rounded to x's dtype, and only then multiplied by weight; the result has the dtype
+              that this product has, float32 for a float32 weight.
+            - ``"gemma"``: x·rstd·(1 + weight), rounded once at the end.
+
+    Returns:
+        A tensor of x's dtype, but for ``"llama"``. Contiguous, where torch's function does not keep a channels_last x;
+        the other casting orders, of elementwise operations, keep the order of dimensions in memory.
+        Under CUDA autocast ``"torch"`` gives float32 where torch's own does: since 2.13.
+
+    Keeps: x, weight, and the rstd of each row.
+
+    Raises:
+        ValueError: no such casting order.
+    """
+    return _layer_norm.rms_norm(x, normalized_shape, weight, eps, casting)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout: float = 0.0,
+    training: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The sum x + residual and its layer normalisation: how a block takes up the residual stream.
+
+    Stands for ``s = F.dropout(x, dropout, training) + residual`` and ``F.layer_norm(s, ...)``. Both results carry
+    gradients, and one backward kernel joins them.
+
+    Args:
+        x, residual: tensors that broadcast against each other; the kernels take one shape, and one dtype or a float32
+            residual to a float16 or bfloat16 x.
+        normalized_shape, weight, bias, eps: as for :func:`layer_norm`.
+        dropout: probability with which elements of x are zeroed before the sum.
+        training: whether they are.
+
+    Returns:
+        (layer_norm(s), s).
+
+    Keeps: s, weight, and the mean and rstd of each row; with dropout its mask as well.
+    """
+    if training and dropout:
+        x = F.dropout(x, dropout)
+    return _layer_norm.add_layer_norm(x, residual, normalized_shape, weight, bias, eps)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    casting: str = "torch",
+    dropout: float = 0.0,
+    training: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The sum x + residual and its root mean square normalisation.
+
+    Stands for ``s = F.dropout(x, dropout, training) + residual`` and ``rms_norm(s, ...)``. Both results carry
+    gradients, and one backward kernel joins them.
+
+    Args:
+        x, residual, dropout, training: as for :func:`add_layer_norm`.
+        normalized_shape, weight, eps, casting: as for :func:`rms_norm`.
+
+    Returns:
+        (rms_norm(s), s).
+
+    Keeps: s, weight, and the rstd of each row; with dropout its mask as well.
+
+    Raises:
+        ValueError: no such casting order.
+    """
+    if training and dropout:
+        x = F.dropout(x, dropout)
+    return _layer_norm.add_rms_norm(x, residual, normalized_shape, weight, eps, casting)
+
+
+def channel_layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """Layer normalisation over dimension 1, the channels of an image (N, C, H, W), at each pixel.
+
+    Stands for ``F.layer_norm(x.permute(0, 2, 3, 1), (C,), weight, bias, eps).permute(0, 3, 1, 2)``, for any number of
+    dimensions after the channels. As there the result is channels_last in memory, and a channels_last x is read as it
+    lies.
+
+    Args:
+        x: (N, C, *).
+        weight, bias: (C,), in the dtypes that :func:`layer_norm` takes.
+        eps: added to the variance.
+
+    Keeps: what :func:`layer_norm` keeps.
+    """
+    last = x.movedim(1, -1)
+    return _layer_norm.layer_norm(last, last.shape[-1:], weight, bias, eps).movedim(-1, 1)
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    act: str | None = None,
+) -> Tensor:
+    r"""Group normalisation, and an activation of the result in the same pass.
+
+    .. math:: y = \text{act}\left(
+        \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot \text{weight} + \text{bias}\right)
+
+    Stands for ``act(F.group_norm(x, num_groups, weight, bias, eps))``.
+
+    Args:
+        x: (N, C, *); the kernels take two to five dimensions, contiguous or channels_last.
+        num_groups: how many groups the channels fall into. Mean and variance are those of a group.
+        weight, bias: (C,), in x's dtype, or in float32 where x is float16 or bfloat16.
+        eps: added to the variance.
+        act: None, "relu", "silu", "gelu", "gelu_tanh", "hardswish", "relu6" or "leaky_relu".
+
+    Returns:
+        A tensor in the memory format that torch gives: contiguous on CUDA. Under CUDA autocast float32.
+
+    Keeps: x, weight, bias, and the mean and rstd of each group; the backward computes act's argument anew.
+
+    Raises:
+        ValueError: no such activation, or one value in each group.
+    """
+    return _group_norm.group_norm(x, num_groups, weight, bias, eps, act)
+
+
+def instance_norm(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Instance normalisation: :func:`group_norm` with one channel in each group.
+
+    Stands for :func:`torch.nn.functional.instance_norm`, which answers itself where running statistics are updated.
+
+    Args:
+        x: (N, C, *).
+        running_mean, running_var: (C,), or None.
+        weight, bias: (C,), in x's dtype, or in float32 where x is float16 or bfloat16.
+        use_input_stats: normalise with the statistics of x; otherwise with the running ones.
+        momentum: share of x's statistics in the new running ones.
+        eps: added to the variance.
+
+    Returns:
+        A contiguous tensor of x's dtype.
+
+    Keeps: what :func:`group_norm` keeps.
+
+    Raises:
+        ValueError: one spatial element, where x's statistics are used.
+    """
+    return _group_norm.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    act: str | None = None,
+) -> Tensor:
+    r"""Batch normalisation, and the residual and the activation that follow it in the same pass.
+
+    .. math:: y = \text{act}\left(
+        \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot \text{weight} + \text{bias}
+        + \text{residual}\right)
+
+    Stands for ``act(F.batch_norm(x, ...) + residual)``, rounded once.
+
+    Args:
+        x: (N, C, *); the kernels take two to five dimensions, contiguous or channels_last.
+        running_mean, running_var: (C,), or None. In training they are updated in place, as torch does it.
+        weight, bias: (C,), in x's dtype, or in float32 where x is float16 or bfloat16; the running statistics likewise.
+        training: normalise with the statistics of x, over all dimensions but C; otherwise with the running ones.
+        momentum: share of x's statistics in the new running ones.
+        eps: added to the variance.
+        residual: added before the activation; the kernels take x's shape and dtype.
+        act: None, "relu", "silu", "gelu", "gelu_tanh", "hardswish", "relu6" or "leaky_relu".
+
+    Returns:
+        A tensor of x's dtype and memory format.
+
+    Keeps: x, weight, bias, and the mean and rstd of each channel; the backward computes act's argument anew. With a
+    residual and "relu" one bit an element as well, and with a residual and another activation the residual.
+
+    Raises:
+        ValueError: no such activation, or one value in each channel in training.
+    """
+    return _batch_norm.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act)

@@ -2,7 +2,29 @@
 
 from torch import nn
 
+from fastlayers.modules.batch_norm import (
+    FusedBatchNorm1d,
+    FusedBatchNorm2d,
+    FusedBatchNorm3d,
+    FusedBatchNormAct1d,
+    FusedBatchNormAct2d,
+    FusedBatchNormAct3d,
+)
 from fastlayers.modules.elementwise import FusedAddReLU, FusedMul, FusedReLUAdd
+from fastlayers.modules.group_norm import (
+    FusedGroupNorm,
+    FusedGroupNormAct,
+    FusedInstanceNorm1d,
+    FusedInstanceNorm2d,
+    FusedInstanceNorm3d,
+)
+from fastlayers.modules.layer_norm import (
+    FusedAddLayerNorm,
+    FusedAddRMSNorm,
+    FusedLayerNorm,
+    FusedLayerNorm2d,
+    FusedRMSNorm,
+)
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
 
 #: Torch classes that one fused class replaces, layer for layer. A fused class here adds no attribute to the torch
@@ -10,6 +32,38 @@ from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
 DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.Softmax: FusedSoftmax,
     nn.LogSoftmax: FusedLogSoftmax,
+    nn.LayerNorm: FusedLayerNorm,
+    nn.RMSNorm: FusedRMSNorm,
+    nn.GroupNorm: FusedGroupNorm,
+    nn.BatchNorm1d: FusedBatchNorm1d,
+    nn.BatchNorm2d: FusedBatchNorm2d,
+    nn.BatchNorm3d: FusedBatchNorm3d,
+    nn.InstanceNorm1d: FusedInstanceNorm1d,
+    nn.InstanceNorm2d: FusedInstanceNorm2d,
+    nn.InstanceNorm3d: FusedInstanceNorm3d,
 }
 
-__all__ = ["DROP_IN", "FusedAddReLU", "FusedLogSoftmax", "FusedMul", "FusedReLUAdd", "FusedSoftmax"]
+__all__ = [
+    "DROP_IN",
+    "FusedAddLayerNorm",
+    "FusedAddRMSNorm",
+    "FusedAddReLU",
+    "FusedBatchNorm1d",
+    "FusedBatchNorm2d",
+    "FusedBatchNorm3d",
+    "FusedBatchNormAct1d",
+    "FusedBatchNormAct2d",
+    "FusedBatchNormAct3d",
+    "FusedGroupNorm",
+    "FusedGroupNormAct",
+    "FusedInstanceNorm1d",
+    "FusedInstanceNorm2d",
+    "FusedInstanceNorm3d",
+    "FusedLayerNorm",
+    "FusedLayerNorm2d",
+    "FusedLogSoftmax",
+    "FusedMul",
+    "FusedRMSNorm",
+    "FusedReLUAdd",
+    "FusedSoftmax",
+]

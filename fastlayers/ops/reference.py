@@ -2,14 +2,20 @@
 
 These functions are the definition. They answer where no kernel applies, they are what the tests compare against in
 float64, and under ``torch.compile`` they are what Inductor fuses with its neighbours. They contain no choice of
-backend, no autograd Function and no in-place operation.
+backend, no autograd Function and no in-place operation but that on running statistics.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fastlayers.ops.activations import activation
+
+HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def scores(x: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
@@ -41,3 +47,104 @@ def add_relu(x: Tensor, y: Tensor) -> Tensor:
 
 def mul(x: Tensor, y: Tensor) -> Tensor:
     return x * y
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+Shape = Sequence[int]
+
+_WITH_AUTOCAST = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
+#: The norms that autocast runs in float32, by device; they are the same in no two versions of torch. CUDA: layer_norm
+#: and group_norm, since 2.13 rms_norm as well. CPU: none.
+FLOAT32_UNDER_AUTOCAST: dict[str, frozenset[str]] = {
+    device: frozenset(op for op in _WITH_AUTOCAST if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key))
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
+}
+
+
+def norm_dtype(op: str, x: Tensor) -> torch.dtype:
+    """dtype in which torch's norm ``op`` computes and answers, autocast included."""
+    if x.dtype in HALF:
+        device = x.device.type
+        if op in FLOAT32_UNDER_AUTOCAST.get(device, ()) and torch.is_autocast_enabled(device):
+            return torch.float32
+    return x.dtype
+
+
+def _mixed(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Half x with float32 parameters: torch's CUDA kernels refuse it, unless autocast widens x for them."""
+    if x.dtype not in HALF or norm_dtype(op, x) == torch.float32:
+        return False
+    return any(p is not None and p.dtype == torch.float32 for p in (weight, bias))
+
+
+def layer_norm(x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if _mixed("layer_norm", x, weight, bias):
+        return F.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)  # type: ignore[arg-type]
+    return F.layer_norm(x, shape, weight, bias, eps)  # type: ignore[arg-type]
+
+
+def rms_norm(x: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str) -> Tensor:
+    if casting == "torch":
+        if _mixed("rms_norm", x, weight, None):  # torch takes it too, with a warning
+            return F.rms_norm(x.float(), shape, weight, eps).to(x.dtype)  # type: ignore[arg-type]
+        return F.rms_norm(x, shape, weight, eps)  # type: ignore[arg-type]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if eps is None:
+        eps = torch.finfo(wide.dtype).eps
+    normalized = wide * torch.rsqrt(wide.pow(2).mean(tuple(range(-len(shape), 0)), keepdim=True) + eps)
+    if casting == "llama":
+        normalized = normalized.to(x.dtype)
+        return normalized if weight is None else weight * normalized
+    return (normalized if weight is None else normalized * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    s = x + residual
+    return layer_norm(s, shape, weight, bias, eps), s
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str
+) -> tuple[Tensor, Tensor]:
+    s = x + residual
+    return rms_norm(s, shape, weight, eps, casting), s
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str | None
+) -> Tensor:
+    if _mixed("group_norm", x, weight, bias):
+        return activation(act).function(F.group_norm(x.float(), groups, weight, bias, eps)).to(x.dtype)
+    return activation(act).function(F.group_norm(x, groups, weight, bias, eps))
+
+
+def instance_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    return F.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    residual: Tensor | None,
+    act: str | None,
+) -> Tensor:
+    z = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    return activation(act).function(z if residual is None else z + residual)

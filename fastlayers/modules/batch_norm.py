@@ -1,0 +1,129 @@
+"""Batch normalisation layers, plain and with what follows them: a residual, an activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fastlayers import functional
+from fastlayers.ops.activations import activation
+
+
+def _normalize(layer: _BatchNorm, input: Tensor, residual: Tensor | None = None, act: str | None = None) -> Tensor:
+    """What ``forward`` of torch's layers does, with :func:`fastlayers.functional.batch_norm` at its end."""
+    layer._check_input_dim(input)
+    training, momentum = layer.training, layer.momentum
+    mean, var = layer.running_mean, layer.running_var
+    if training:
+        if layer.track_running_stats:
+            batches = layer.num_batches_tracked
+            if batches is not None:
+                batches.add_(1)
+                if momentum is None:
+                    momentum = 1.0 / float(batches)
+        else:
+            mean = var = None
+    elif mean is None and var is None:
+        training = True
+    return functional.batch_norm(
+        input, mean, var, layer.weight, layer.bias, training, 0.0 if momentum is None else momentum, layer.eps,
+        residual=residual, act=act,
+    )  # fmt: skip
+
+
+class FusedBatchNorm1d(nn.BatchNorm1d):
+    """:class:`torch.nn.BatchNorm1d` through :func:`fastlayers.functional.batch_norm`.
+
+    Constructor, parameters, buffers and repr are torch's.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _normalize(self, input)
+
+
+class FusedBatchNorm2d(nn.BatchNorm2d):
+    """:class:`torch.nn.BatchNorm2d` through :func:`fastlayers.functional.batch_norm`.
+
+    Constructor, parameters, buffers and repr are torch's.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _normalize(self, input)
+
+
+class FusedBatchNorm3d(nn.BatchNorm3d):
+    """:class:`torch.nn.BatchNorm3d` through :func:`fastlayers.functional.batch_norm`.
+
+    Constructor, parameters, buffers and repr are torch's.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _normalize(self, input)
+
+
+class _BatchNormAct(_BatchNorm):
+    """act(batch_norm(x) + residual): what the layers below share."""
+
+    def __init__(self, *args: Any, act: str | None = "relu", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        activation(act)
+        self.act = act
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return _normalize(self, input, residual, self.act)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, act={self.act}"
+
+
+class FusedBatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
+    """:class:`torch.nn.BatchNorm1d`, a residual where given, an activation: :func:`fastlayers.functional.batch_norm`.
+
+    ``nn.SyncBatchNorm.convert_sync_batchnorm`` takes it for a plain BatchNorm and loses the activation: convert first,
+    or leave it out.
+
+    Args:
+        args, kwargs: as for :class:`torch.nn.BatchNorm1d`.
+        act: name of the activation, or None.
+
+    Shape: input as torch has it, and an optional residual of the same shape.
+
+    Raises:
+        ValueError: no such activation.
+    """
+
+
+class FusedBatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
+    """:class:`torch.nn.BatchNorm2d`, a residual where given, an activation: :func:`fastlayers.functional.batch_norm`.
+
+    ``nn.SyncBatchNorm.convert_sync_batchnorm`` takes it for a plain BatchNorm and loses the activation: convert first,
+    or leave it out.
+
+    Args:
+        args, kwargs: as for :class:`torch.nn.BatchNorm2d`.
+        act: name of the activation, or None.
+
+    Shape: input as torch has it, and an optional residual of the same shape.
+
+    Raises:
+        ValueError: no such activation.
+    """
+
+
+class FusedBatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
+    """:class:`torch.nn.BatchNorm3d`, a residual where given, an activation: :func:`fastlayers.functional.batch_norm`.
+
+    ``nn.SyncBatchNorm.convert_sync_batchnorm`` takes it for a plain BatchNorm and loses the activation: convert first,
+    or leave it out.
+
+    Args:
+        args, kwargs: as for :class:`torch.nn.BatchNorm3d`.
+        act: name of the activation, or None.
+
+    Shape: input as torch has it, and an optional residual of the same shape.
+
+    Raises:
+        ValueError: no such activation.
+    """

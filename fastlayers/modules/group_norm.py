@@ -1,0 +1,85 @@
+"""Layers that normalise groups of channels, or each channel of each image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from fastlayers import functional
+from fastlayers.ops.activations import activation
+
+
+class FusedGroupNorm(nn.GroupNorm):
+    """:class:`torch.nn.GroupNorm` through :func:`fastlayers.functional.group_norm`.
+
+    Constructor, parameters and repr are torch's.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class FusedGroupNormAct(nn.GroupNorm):
+    """:class:`torch.nn.GroupNorm` and an activation, see :func:`fastlayers.functional.group_norm`.
+
+    Args:
+        args, kwargs: as for :class:`torch.nn.GroupNorm`.
+        act: name of the activation, or None.
+
+    Raises:
+        ValueError: no such activation.
+    """
+
+    def __init__(self, *args: Any, act: str | None = "silu", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        activation(act)
+        self.act = act
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps, act=self.act)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, act={self.act}"
+
+
+def _apply(self: _InstanceNorm, input: Tensor) -> Tensor:
+    """What torch's layers call on a batch, once they have checked its shape."""
+    return functional.instance_norm(
+        input,
+        self.running_mean,
+        self.running_var,
+        self.weight,
+        self.bias,
+        self.training or not self.track_running_stats,
+        0.0 if self.momentum is None else self.momentum,
+        self.eps,
+    )
+
+
+class FusedInstanceNorm1d(nn.InstanceNorm1d):
+    """:class:`torch.nn.InstanceNorm1d` through :func:`fastlayers.functional.instance_norm`.
+
+    Constructor, parameters, buffers and repr are torch's.
+    """
+
+    _apply_instance_norm = _apply
+
+
+class FusedInstanceNorm2d(nn.InstanceNorm2d):
+    """:class:`torch.nn.InstanceNorm2d` through :func:`fastlayers.functional.instance_norm`.
+
+    Constructor, parameters, buffers and repr are torch's.
+    """
+
+    _apply_instance_norm = _apply
+
+
+class FusedInstanceNorm3d(nn.InstanceNorm3d):
+    """:class:`torch.nn.InstanceNorm3d` through :func:`fastlayers.functional.instance_norm`.
+
+    Constructor, parameters, buffers and repr are torch's.
+    """
+
+    _apply_instance_norm = _apply

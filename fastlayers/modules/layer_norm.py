@@ -1,0 +1,103 @@
+"""Layers that normalise rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastlayers import functional
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """:class:`torch.nn.LayerNorm` through :func:`fastlayers.functional.layer_norm`.
+
+    Constructor, parameters and repr are torch's.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """:class:`torch.nn.RMSNorm` through :func:`fastlayers.functional.rms_norm`.
+
+    Constructor, parameters and repr are torch's.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class FusedLayerNorm2d(nn.LayerNorm):
+    """:class:`torch.nn.LayerNorm` over the channels of an image, see :func:`fastlayers.functional.channel_layer_norm`.
+
+    timm's and torchvision's ``LayerNorm2d``.
+
+    Args:
+        num_channels: C.
+        eps: added to the variance.
+        affine: whether there are a weight and a bias.
+        kwargs: ``bias``, ``device`` and ``dtype``, as torch has them.
+
+    Shape: (N, C, H, W); any number of dimensions after the channels is taken.
+    """
+
+    def __init__(self, num_channels: int, eps: float = 1e-6, affine: bool = True, **kwargs: Any) -> None:
+        super().__init__(num_channels, eps, affine, **kwargs)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.channel_layer_norm(input, self.weight, self.bias, self.eps)
+
+
+class FusedAddLayerNorm(nn.LayerNorm):
+    """s = x + residual and its layer normalisation, see :func:`fastlayers.functional.add_layer_norm`.
+
+    Args:
+        args, kwargs: as for :class:`torch.nn.LayerNorm`.
+        dropout: probability with which elements of x are zeroed before the sum, in training.
+
+    Shape: x and residual broadcast against each other and end with ``normalized_shape``; returns (norm(s), s).
+    """
+
+    def __init__(self, *args: Any, dropout: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return functional.add_layer_norm(
+            x, residual, self.normalized_shape, self.weight, self.bias, self.eps,
+            dropout=self.dropout, training=self.training,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", dropout={self.dropout}" if self.dropout else "")
+
+
+class FusedAddRMSNorm(nn.RMSNorm):
+    """s = x + residual and its root mean square normalisation, see :func:`fastlayers.functional.add_rms_norm`.
+
+    Args:
+        args, kwargs: as for :class:`torch.nn.RMSNorm`.
+        casting: the casting order, "torch", "llama" or "gemma".
+        dropout: probability with which elements of x are zeroed before the sum, in training.
+
+    Shape: x and residual broadcast against each other and end with ``normalized_shape``; returns (norm(s), s).
+    """
+
+    def __init__(self, *args: Any, casting: str = "torch", dropout: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.casting = casting
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return functional.add_rms_norm(
+            x, residual, self.normalized_shape, self.weight, self.eps,
+            casting=self.casting, dropout=self.dropout, training=self.training,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        shown = super().extra_repr()
+        if self.casting != "torch":
+            shown += f", casting={self.casting}"
+        return shown + (f", dropout={self.dropout}" if self.dropout else "")
