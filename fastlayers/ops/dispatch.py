@@ -108,11 +108,56 @@ def broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
     return all(own in (1, size) for own, size in zip(reversed(shape), reversed(target), strict=False))
 
 
+def parameter_problem(parameter: Tensor, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
+    """Why the norm kernels do not take this weight or bias to an x that counts as of ``dtype``, None where they do."""
+    own = parameter.dtype
+    if (
+        type(parameter) in _PLAIN
+        and (own == dtype or (own == torch.float32 and dtype in reference.HALF))
+        and parameter.shape == shape
+        and parameter.device == x.device
+        and parameter.is_contiguous()
+    ):
+        return None
+    given = f"{type(parameter).__name__} of {own}, shape {tuple(parameter.shape)} on {parameter.device}"
+    return (
+        f"a parameter is a {given}; kernels take contiguous plain tensors of {shape}, in {dtype} or float32 to a half"
+    )
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd has to record a call on these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def suggests_channels_last(x: Tensor) -> bool:
+    """Whether torch would lay out results for x as channels_last, which not only dense tensors do."""
+    if x.dim() not in (4, 5) or x.is_contiguous():
+        return False
+    from torch._prims_common import suggest_memory_format
+
+    return suggest_memory_format(x) is not torch.contiguous_format
+
+
 def with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
     """``t`` in a given dense layout, copied where it has another."""
     if t.stride() == strides:
         return t
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _is_gpu_backend(device: str) -> bool:
+    return backends.choose(torch.device(device)) in ("cuda", "triton")
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo (and Triton) for it: seconds of an import.
+_is_gpu_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def graph_keeps_kernel(x: Tensor) -> bool:
+    """Whether a graph that torch.compile makes may hold a kernel as an opaque op. An exported one may not."""
+    # The flag itself: within Dynamo, torch 2.11 answers is_exporting() with True under torch.compile as well.
+    return x.is_cuda and not torch.compiler._is_exporting_flag and _is_gpu_backend("cuda")
 
 
 def register_fakes(fakes: dict[str, Callable[..., Any]]) -> None:

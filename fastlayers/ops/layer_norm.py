@@ -1,28 +1,411 @@
-"""layer_norm, rms_norm and their forms with a residual: the choice between kernel and reference, and autograd."""
+"""layer_norm, rms_norm and their forms with a residual: the choice between kernel and reference, autograd, compile."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from fastlayers.ops import dispatch
+from fastlayers import backends
+from fastlayers.ops import dispatch, reference
 from fastlayers.ops.reference import Shape
+
+FAMILY = dispatch.Family(
+    "layer_norm", ("layer_norm_forward", "add_layer_norm_forward", "layer_norm_backward"), cpu=False
+)
+
+# What the kernels call ``kind``.
+LAYER = 0
+RMS = {"torch": 1, "llama": 2, "gemma": 3}
+
+
+def _rms_kind(casting: str) -> int:
+    try:
+        return RMS[casting]
+    except (KeyError, TypeError):
+        raise ValueError(f"unknown casting order {casting!r}; expected one of {', '.join(map(repr, RMS))}") from None
+
+
+def _default_eps(dtype: torch.dtype) -> float:
+    """eps of an RMSNorm that has none: the epsilon of the type that is computed in, as torch has it."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+def result_dtype(kind: int, x: Tensor, weight: Tensor | None) -> torch.dtype:
+    """dtype of the norm, autocast included."""
+    if kind == LAYER:
+        return reference.norm_dtype("layer_norm", x)
+    if kind == RMS["torch"]:
+        return reference.norm_dtype("rms_norm", x)
+    if kind == RMS["llama"] and weight is not None:
+        return torch.promote_types(x.dtype, weight.dtype)
+    return x.dtype
+
+
+def unsupported(
+    x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, kind: int
+) -> str | None:
+    """Why no kernel takes this call, None where one does. ``dtype`` is that of what is normalised."""
+    dims = len(shape)
+    if dtype not in dispatch.FLOATING:
+        return f"no kernel for {dtype}"
+    if not dims or x.shape[-dims:] != shape or x.numel() == 0:
+        return f"nothing to normalise over {shape} in shape {tuple(x.shape)}"
+    if kind == RMS["torch"] and dispatch.suggests_channels_last(x):
+        return "torch's rms_norm keeps channels_last; the kernel's result is contiguous"
+    if weight is None:
+        return None if bias is None else "a bias without a weight"
+    problem = dispatch.parameter_problem(weight, x, dtype, shape)
+    if problem is None and bias is not None:
+        problem = dispatch.parameter_problem(bias, x, weight.dtype, shape)
+        if problem is None and bias.dtype != weight.dtype:
+            return f"the weight is {weight.dtype}, and the bias {bias.dtype}"
+    return problem
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Keeps x, the weight, and the rstd of each row, of a layer_norm the mean too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
+        dtype: torch.dtype, kernels: Any,
+    ) -> Tensor:  # fmt: skip
+        y, stats = kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, True)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.rest = dims, eps, kind
+        ctx.kernels = kernels
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _, for_weight, for_bias = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = gradients(ctx, dy, None, for_weight, for_bias)
+        return dx, dweight, dbias, None, None, None, None, None
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    """Keeps s = x + residual, the weight, and the rstd of each row, of a layer_norm the mean too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float,
+        kind: int, dtype: torch.dtype, kernels: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        y, s, stats = kernels.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, True)
+        ctx.save_for_backward(s, weight, stats)
+        ctx.set_materialize_grads(False)  # a result that nothing uses has no gradient, not one of zeros
+        ctx.rest = dims, eps, kind
+        ctx.kernels = kernels
+        return y, s
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, _, for_weight, for_bias = ctx.needs_input_grad[:4]
+        if dy is None:
+            return ds, ds, None, None, None, None, None, None, None
+        dx, dweight, dbias = gradients(ctx, dy, ds, for_weight, for_bias)
+        return dx, dx, dweight, dbias, None, None, None, None, None
+
+
+def gradients(
+    ctx: Any, dy: Tensor, ds: Tensor | None, for_weight: bool, for_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of what was normalised, of the weight and of the bias, by the kernel or in torch ops."""
+    x, weight, stats = ctx.saved_tensors
+    dims, eps, kind = ctx.rest
+    if dispatch.differentiating(dy) or (ds is not None and dispatch.differentiating(ds)):
+        return compose_backward(dy, ds, x, weight, dims, eps, kind, for_weight, for_bias)
+    dx, dweight, dbias = ctx.kernels.layer_norm_backward(dy, ds, x, stats, weight, dims, kind, for_weight, for_bias)
+    return dx, dweight if for_weight else None, dbias if for_bias else None
+
+
+def compose_backward(
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, dims: int, eps: float, kind: int,
+    for_weight: bool, for_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The backward kernel in torch ops, the statistics too, for whoever differentiates it again."""
+    row = tuple(range(-dims, 0))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    dy = dy.to(wide.dtype)
+    centered = wide - wide.mean(row, keepdim=True) if kind == LAYER else wide
+    rstd = torch.rsqrt(centered.square().mean(row, keepdim=True) + eps)
+    normalized = centered * rstd
+    if weight is None:
+        d = dy
+    else:
+        d = dy * (1 + weight.to(wide.dtype) if kind == RMS["gemma"] else weight)
+    if kind == LAYER:
+        d = d - d.mean(row, keepdim=True)
+    dx = ((d - normalized * (d * normalized).mean(row, keepdim=True)) * rstd).to(x.dtype)
+    shape = x.shape[-dims:]
+    dweight = (dy * normalized).sum_to_size(shape).to(weight.dtype) if for_weight and weight is not None else None
+    dbias = dy.sum_to_size(shape).to(weight.dtype) if for_bias and weight is not None else None
+    return dx if ds is None else dx + ds, dweight, dbias
+
+
+def _in_memory_order(x: Tensor, dims: int) -> list[int] | None:
+    """The permutation under which the rows of x follow each other in memory; None where no such exists.
+
+    Elementwise operations, which Llama's and Gemma's casting orders stand for, lay their result out in that order.
+    """
+    sizes, strides = x.shape, x.stride()
+    order = sorted(range(x.dim()), key=lambda d: -strides[d] if sizes[d] > 1 else -math.inf)
+    rows = x.dim() - dims
+    repeated = any(stride == 0 and size > 1 for size, stride in zip(sizes, strides, strict=True))
+    return None if repeated or order[rows:] != list(range(rows, x.dim())) else order
+
+
+def _norm(
+    x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int
+) -> Tensor | None:
+    """The norm by a kernel, None where the reference has to answer."""
+    kernels = FAMILY.serving(x)
+    if kernels is None:
+        return None
+    shape = tuple(shape)
+    reason = unsupported(x, x.dtype, shape, weight, bias, kind)
+    if reason is not None:
+        return backends.refuse(reason)
+    dims = len(shape)
+    if kind > 1 and not x.is_contiguous():
+        order = _in_memory_order(x, dims)
+        if order is None:
+            return backends.refuse(f"the rows of an x with strides {x.stride()} do not follow each other")
+        if order != list(range(x.dim())):
+            y = _norm(x.permute(order), shape, weight, bias, eps, kind)
+            assert y is not None
+            return y.permute([order.index(d) for d in range(x.dim())])
+    if eps is None:
+        eps = _default_eps(x.dtype)
+    dtype = result_dtype(kind, x, weight)
+    if torch.is_grad_enabled() and (
+        x.requires_grad or (weight is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)))
+    ):
+        return _LayerNorm.apply(x, weight, bias, dims, eps, kind, dtype, kernels)  # type: ignore[no-any-return]
+    return kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, False)[0]  # type: ignore[no-any-return]
+
+
+def _add_norm(
+    x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int
+) -> tuple[Tensor, Tensor] | None:
+    """(norm(s), s), s = x + residual, by one kernel; None where the sum is torch's, and the norm a call of its own."""
+    kernels = FAMILY.serving(x)
+    if kernels is None:
+        return None
+    if not _adds(x, residual):
+        return None
+    shape = tuple(shape)
+    total = residual.dtype  # that of x, or float32 to a half
+    if unsupported(x, total, shape, weight, bias, kind) is not None:
+        return None
+    if eps is None:
+        eps = _default_eps(total)
+    dtype = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
+    if dispatch.wants_gradient(x, residual, weight, bias):
+        return _AddLayerNorm.apply(x, residual, weight, bias, len(shape), eps, kind, dtype, kernels)  # type: ignore[no-any-return]
+    y, s, _ = kernels.add_layer_norm_forward(x, residual, weight, bias, len(shape), eps, kind, dtype, False)
+    return y, s
+
+
+def _adds(x: Tensor, residual: Tensor) -> bool:
+    """Whether the kernel that adds takes this pair: of one shape, and lying so that their sum is contiguous."""
+    return (
+        dispatch.is_plain(residual)
+        and residual.shape == x.shape
+        and residual.device == x.device
+        and (residual.dtype == x.dtype or (residual.dtype == torch.float32 and x.dtype in reference.HALF))
+        and x.is_contiguous()
+        and residual.is_contiguous()
+    )
 
 
 def layer_norm(x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    return dispatch.answer("layer_norm", x, shape, weight, bias, eps)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        y = _norm_compiling(x, shape, weight, bias, eps, LAYER)
+        return reference.layer_norm(x, shape, weight, bias, eps) if y is None else y
+    y = _norm(x, shape, weight, bias, eps, LAYER)
+    return dispatch.answer("layer_norm", x, shape, weight, bias, eps) if y is None else y
 
 
 def rms_norm(x: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str) -> Tensor:
-    return dispatch.answer("rms_norm", x, shape, weight, eps, casting)  # type: ignore[no-any-return]
+    kind = _rms_kind(casting)
+    if torch.compiler.is_compiling():
+        y = _norm_compiling(x, shape, weight, None, eps, kind)
+        return reference.rms_norm(x, shape, weight, eps, casting) if y is None else y
+    y = _norm(x, shape, weight, None, eps, kind)
+    return dispatch.answer("rms_norm", x, shape, weight, eps, casting) if y is None else y
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    return dispatch.answer("add_layer_norm", x, residual, shape, weight, bias, eps)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        both = _add_norm_compiling(x, residual, shape, weight, bias, eps, LAYER)
+    else:
+        both = _add_norm(x, residual, shape, weight, bias, eps, LAYER)
+    if both is None:
+        s = x + residual
+        return layer_norm(s, shape, weight, bias, eps), s
+    return both
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str
 ) -> tuple[Tensor, Tensor]:
-    return dispatch.answer("add_rms_norm", x, residual, shape, weight, eps, casting)  # type: ignore[no-any-return]
+    kind = _rms_kind(casting)
+    if torch.compiler.is_compiling():
+        both = _add_norm_compiling(x, residual, shape, weight, None, eps, kind)
+    else:
+        both = _add_norm(x, residual, shape, weight, None, eps, kind)
+    if both is None:
+        s = x + residual
+        return rms_norm(s, shape, weight, eps, casting), s
+    return both
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+# Inductor's backward of a norm reaches 0.4 to 0.7 of the memory limit, so a graph that trains keeps the kernels, as
+# opaque ops with a fake implementation. One that only runs forward gets the reference: there Inductor is near the
+# limit, and fuses the norm with what stands around it.
+
+
+def _stats(x: Tensor, dims: int, kind: int, keep: bool) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if not keep:
+        return x.new_empty(0, dtype=dtype)
+    return x.new_empty((2 if kind == LAYER else 1, math.prod(x.shape[: x.dim() - dims])), dtype=dtype)
+
+
+def _fake_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int, dtype: torch.dtype,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape, dtype=dtype), _stats(x, dims, kind, keep)
+
+
+def _fake_add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
+    dtype: torch.dtype, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    s = x.new_empty(x.shape, dtype=residual.dtype)
+    return x.new_empty(x.shape, dtype=dtype), s, _stats(s, dims, kind, keep)
+
+
+def _fake_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, dims: int, kind: int,
+    dweight: bool, dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    like = x if weight is None else weight
+    shape = x.shape[x.dim() - dims :]
+    parameters = [like.new_empty(shape if wanted and weight is not None else 0) for wanted in (dweight, dbias)]
+    return x.new_empty(x.shape), parameters[0], parameters[1]
+
+
+@torch.library.custom_op("fastlayers::layer_norm", mutates_args=(), device_types="cuda")
+def layer_norm_op(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int, dtype: torch.dtype,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return FAMILY.serving(x).layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, keep)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("fastlayers::add_layer_norm", mutates_args=(), device_types="cuda")
+def add_layer_norm_op(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
+    dtype: torch.dtype, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    kernels = FAMILY.serving(x)
+    return kernels.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, keep)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("fastlayers::layer_norm_grad", mutates_args=(), device_types="cuda")
+def layer_norm_grad_op(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, dims: int, kind: int,
+    dweight: bool, dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    kernels = FAMILY.serving(x)
+    return kernels.layer_norm_backward(dy, dsum, x, stats, weight, dims, kind, dweight, dbias)  # type: ignore[no-any-return]
+
+
+layer_norm_op.register_fake(_fake_forward)
+add_layer_norm_op.register_fake(_fake_add_forward)
+layer_norm_grad_op.register_fake(_fake_backward)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, _, dims, _, kind, _, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.rest = dims, kind
+
+
+def _op_backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    dims, kind = ctx.rest
+    _, for_weight, for_bias = ctx.needs_input_grad[:3]
+    x, weight, stats = ctx.saved_tensors
+    dx, dweight, dbias = layer_norm_grad_op(dy, None, x, stats, weight, dims, kind, for_weight, for_bias)
+    return dx, dweight if for_weight else None, dbias if for_bias else None, None, None, None, None, None
+
+
+def _add_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, weight, _, dims, _, kind, _, _ = inputs
+    ctx.save_for_backward(output[1], weight, output[2])
+    ctx.rest = dims, kind, x.dtype
+
+
+def _add_op_backward(ctx: Any, dy: Tensor, ds: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    dims, kind, dtype = ctx.rest
+    _, _, for_weight, for_bias = ctx.needs_input_grad[:4]
+    s, weight, stats = ctx.saved_tensors
+    dx, dweight, dbias = layer_norm_grad_op(dy, ds, s, stats, weight, dims, kind, for_weight, for_bias)
+    parameters = (dweight if for_weight else None, dbias if for_bias else None)
+    return dx.to(dtype), dx, *parameters, None, None, None, None, None
+
+
+layer_norm_op.register_autograd(_op_backward, setup_context=_setup_context)
+add_layer_norm_op.register_autograd(_add_op_backward, setup_context=_add_setup_context)
+
+
+def _norm_compiling(
+    x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int
+) -> Tensor | None:
+    shape = tuple(shape)
+    if (
+        not dispatch.graph_keeps_kernel(x)
+        or not dispatch.wants_gradient(x, weight, bias)
+        or (kind > 1 and not x.is_contiguous())
+        or unsupported(x, x.dtype, shape, weight, bias, kind) is not None
+    ):
+        return None
+    eps = _default_eps(x.dtype) if eps is None else eps
+    y, _ = layer_norm_op(x, weight, bias, len(shape), eps, kind, result_dtype(kind, x, weight), True)
+    return y
+
+
+def _add_norm_compiling(
+    x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int
+) -> tuple[Tensor, Tensor] | None:
+    shape = tuple(shape)
+    if (
+        not dispatch.graph_keeps_kernel(x)
+        or not dispatch.wants_gradient(x, residual, weight, bias)
+        or not _adds(x, residual)
+        or unsupported(x, residual.dtype, shape, weight, bias, kind) is not None
+    ):
+        return None
+    total = residual.dtype
+    eps = _default_eps(total) if eps is None else eps
+    dtype = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
+    y, s, _ = add_layer_norm_op(x, residual, weight, bias, len(shape), eps, kind, dtype, True)
+    return y, s
+
+
+dispatch.register_fakes(
+    {
+        "layer_norm_forward": _fake_forward,
+        "add_layer_norm_forward": _fake_add_forward,
+        "layer_norm_backward": _fake_backward,
+    }
+)

@@ -165,19 +165,10 @@ def _op_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 softmax_op.register_autograd(_op_backward, setup_context=_setup_context)
 
 
-def _compiled_graph_keeps_kernel(device: str) -> bool:
-    return backends.choose(torch.device(device)) in ("cuda", "triton")
-
-
-# What torch.compiler.assume_constant_result does, without importing Dynamo (and Triton) for it: seconds of an import.
-_compiled_graph_keeps_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _softmax_compiling(
     x: Tensor, dim: int, scale: float | None, mask: Tensor | None, dtype: torch.dtype | None, log: bool
 ) -> Tensor:
-    # The flag itself: within Dynamo, torch 2.11 answers is_exporting() with True under torch.compile as well.
-    if x.is_cuda and not torch.compiler._is_exporting_flag and _compiled_graph_keeps_kernel("cuda"):
+    if dispatch.graph_keeps_kernel(x):
         factor = 1.0 if scale is None else _number(scale)
         out = result_dtype(x, mask, dtype)
         if unsupported(x, dim, factor, mask, out, False) is None:
