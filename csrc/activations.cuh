@@ -1,6 +1,6 @@
 // The activations that follow a norm, and their gradients, in the compute type A. NaN and infinities as torch's own have them.
 //
-// A kernel takes one as a template argument where that pays (none, relu), the others as kRunTimeAct and an argument: one kernel
+// A kernel takes one as a template argument where that pays (none, relu), the others as Act::run_time and an argument: one kernel
 // for all of them, which chooses once for the words that a thread holds, not for every element.
 //
 // FAST is for 16-bit results: the hardware's exp2 and reciprocal, whose errors stay far below theirs.
@@ -10,10 +10,10 @@
 
 namespace fastlayers {
 
-enum class Act : int { none = 0, relu, silu, gelu, gelu_tanh, hardswish, relu6, leaky_relu };
+// run_time: of a kernel that takes any of them as an argument.
+enum class Act : int { run_time = -1, none = 0, relu, silu, gelu, gelu_tanh, hardswish, relu6, leaky_relu };
 
 constexpr int kActs = 8;
-constexpr Act kRunTimeAct = static_cast<Act>(-1);
 constexpr double kLeakySlope = 0.01;
 
 inline Act act_of(int64_t act, const char* op) {
@@ -108,11 +108,11 @@ __device__ __forceinline__ A act_gradient(A g, A z) {
   }
 }
 
-// Calls f(std::integral_constant<Act, ...>{}) with the activation: ACT, or `act` where ACT is kRunTimeAct, of which all
+// Calls f(std::integral_constant<Act, ...>{}) with the activation: ACT, or `act` where ACT is Act::run_time, of which all
 // threads have the same.
 template <Act ACT, typename F>
 __device__ __forceinline__ void with_act([[maybe_unused]] Act act, F&& f) {
-  if constexpr (ACT != kRunTimeAct) {
+  if constexpr (ACT != Act::run_time) {
     f(std::integral_constant<Act, ACT>{});
   } else {
     switch (act) {
