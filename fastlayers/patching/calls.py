@@ -7,11 +7,13 @@ otherwise does what the original code did.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -20,17 +22,27 @@ from torch.nn.modules.module import (
 )
 
 from fastlayers import functional
+from fastlayers.modules.batch_norm import _normalize
+from fastlayers.ops.activations import activation
 
 __all__ = [
+    "add_layer_norm",
     "add_relu_",
     "add_relu_to_",
+    "add_rms_norm",
+    "add_written_norm",
+    "batch_norm",
+    "batch_norm_layer",
+    "knows",
     "no_hooks",
     "plain",
     "plain_any",
     "relu_add_",
+    "rms_norm",
     "softmax_added",
     "softmax_masked",
     "unpack",
+    "weighted_layer_norm",
 ]
 
 MINUS_INFINITY = float("-inf")
@@ -137,3 +149,115 @@ def softmax_masked(
         filled = mask if fill else ~mask
         scores = (scores.masked_fill_ if inplace else scores.masked_fill)(filled, MINUS_INFINITY)
     return (F.log_softmax if log else F.softmax)(scores, dim, dtype=dtype)
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _join(normed: Tensor, residual: Tensor, act: str | None, written: str) -> Tensor:
+    """act(normed + residual), where the sum was written to ``written``: "norm" or "residual"."""
+    return activation(act).function(normed.add_(residual) if written == "norm" else residual.add_(normed))
+
+
+def batch_norm(
+    x: Tensor, residual: Tensor, act: str | None = None, written: str | None = None, **options: Any
+) -> Tensor:
+    """act(F.batch_norm(x, ...) + residual). ``written`` says which operand an in-place sum was written to."""
+    if written is not None and not _stays(x, residual):
+        return _join(functional.batch_norm(x, **options), residual, act, written)
+    return functional.batch_norm(x, **options, residual=residual, act=act)
+
+
+def batch_norm_layer(
+    layer: _BatchNorm, x: Tensor, residual: Tensor | None = None, act: str | None = None, written: str | None = None
+) -> Tensor:
+    """act(layer(x) + residual), with all that a BatchNorm layer does to its running statistics."""
+    if written is not None and residual is not None and not _stays(x, residual):
+        return _join(_normalize(layer, x), residual, act, written)
+    return _normalize(layer, x, residual, act)
+
+
+def _low_first(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """The two in the order in which kernels take a float32 and a 16-bit tensor."""
+    if x.dtype == torch.float32 and residual.dtype in HALF:
+        return residual, x
+    return x, residual
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, inplace: bool = False, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(F.layer_norm(s, ...), s) for s = x + residual, which was written to x where ``inplace``."""
+    if inplace and not _stays(x, residual):
+        x = x.add_(residual)
+        return functional.layer_norm(x, **options), x
+    return functional.add_layer_norm(*_low_first(x, residual), **options)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, inplace: bool = False, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(F.rms_norm(s, ...), s) for s = x + residual, which was written to x where ``inplace``."""
+    if inplace and not _stays(x, residual):
+        x = x.add_(residual)
+        return functional.rms_norm(x, **options), x
+    return functional.add_rms_norm(*_low_first(x, residual), **options)
+
+
+# -- norms that a library wrote out: fingerprints.py -------------------------------------------------------------------
+
+
+def knows(x: Any, weight: Tensor | None, *, same: bool, autocast: bool) -> bool:
+    """Whether a written-out norm computes what its casting order says, for this x and weight.
+
+    Args:
+        x: what it is called with; these forwards cast it to float32, so not float64.
+        weight: its weight, of the last dimension alone.
+        same: whether they must have one dtype.
+        autocast: whether the fused function heeds autocast, which elementwise code does not.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, *HALF):
+        return False
+    if autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return False
+    return weight is None or (weight.shape == x.shape[-1:] and (not same or weight.dtype == x.dtype))
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str) -> Tensor:
+    """RMSNorm over the last dimension."""
+    return functional.rms_norm(x, x.shape[-1:], weight, eps, casting=casting)
+
+
+def weighted_layer_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str) -> Tensor:
+    """LayerNorm over the last dimension, without a bias. There is one casting order."""
+    return functional.layer_norm(x, x.shape[-1:], weight, None, eps)
+
+
+def add_written_norm(
+    layer: nn.Module,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    inplace: bool,
+    function: Callable[..., Tensor],
+    casting: str,
+    same: bool,
+) -> tuple[Tensor, Tensor]:
+    """(layer(s), s) for s = x + residual, where the layer is a norm that a library wrote out."""
+    if (
+        isinstance(residual, Tensor)
+        and x.shape == residual.shape
+        and (x.dtype == residual.dtype if inplace or same else {x.dtype, residual.dtype} <= {torch.float32, *HALF})
+        and knows(x, weight, same=same, autocast=casting == "torch")
+    ):
+        shape = x.shape[-1:]
+        x, residual = _low_first(x, residual)
+        if function is rms_norm:
+            return functional.add_rms_norm(x, residual, shape, weight, eps, casting=casting)
+        return functional.add_layer_norm(x, residual, shape, weight, None, eps)
+    s = x.add_(residual) if inplace else x + residual
+    return layer(s), s

@@ -1,8 +1,7 @@
 """Reading a small graph: what a node computes however it is spelled, and which tensors share memory.
 
-A rule sees operations by their names (``add``, ``relu``, ``softmax``, ...) with named operands. :data:`SPELLINGS` is
-the one place that knows that ``x + y``, ``x += y``, ``torch.add(x, y)``, ``x.add(y)`` and ``x.add_(y)`` are all
-``add``.
+A rule sees operations by their names (``add``, ``relu``, ``softmax``, ...) with named operands;
+:mod:`fastlayers.patching.spelling` has the names.
 """
 
 from __future__ import annotations
@@ -18,12 +17,27 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx import Node
 
-from fastlayers import functional
 from fastlayers.modules import DROP_IN
 from fastlayers.patching import calls
+from fastlayers.patching.fingerprints import fingerprint
+from fastlayers.patching.spelling import (
+    FRESH_FUNCTIONS,
+    FRESH_LAYERS,
+    FRESH_METHODS,
+    FUSED_FUNCTIONS,
+    INPLACE_OPERATORS,
+    LAYERS,
+    NUMBER_ATTRIBUTES,
+    NUMBER_FUNCTIONS,
+    NUMBER_METHODS,
+    OPTIONAL_INPLACE,
+    OUTSIDE,
+    PASSING_LAYERS,
+    SPELLINGS,
+)
 from fastlayers.patching.trace import Recording, record_child
 
-__all__ = ["Op", "View"]
+__all__ = ["Op", "View", "hooked", "is_barrier", "original_class"]
 
 
 @dataclass(frozen=True)
@@ -40,131 +54,6 @@ class Op:
         return self.operands.get(operand)
 
 
-@dataclass(frozen=True)
-class Spelling:
-    name: str
-    operands: tuple[str, ...]
-    inplace: bool = False
-
-
-#: Functions by themselves, tensor methods by their names.
-SPELLINGS: dict[Any, Spelling] = {}
-
-
-def spell(name: str, operands: str, *callables: Any, inplace: bool = False) -> None:
-    for function in callables:
-        SPELLINGS[function] = Spelling(name, tuple(operands.split()), inplace)
-
-
-spell("relu", "input inplace", F.relu)
-spell("relu", "input", torch.relu, "relu")
-spell("relu", "input", torch.relu_, F.relu_, "relu_", inplace=True)
-spell("add", "input other", operator.add)
-spell("add", "input other", operator.iadd, inplace=True)
-spell("add", "input other alpha", torch.add, "add")
-spell("add", "input other alpha", "add_", inplace=True)
-spell("mul", "input other", operator.mul, torch.mul, torch.multiply, "mul", "multiply")
-spell("mul", "input other", operator.imul, "mul_", "multiply_", inplace=True)
-spell("div", "input other", operator.truediv, torch.true_divide, "true_divide")
-spell("div", "input other rounding_mode", torch.div, torch.divide, "div", "divide")
-spell("div", "input other", operator.itruediv, "div_", "divide_", inplace=True)
-spell("softmax", "input dim _stacklevel dtype", F.softmax)
-spell("softmax", "input dim dtype", torch.softmax, torch.special.softmax, "softmax")
-spell("log_softmax", "input dim _stacklevel dtype", F.log_softmax)
-spell("log_softmax", "input dim dtype", torch.log_softmax, torch.special.log_softmax, "log_softmax")
-spell("masked_fill", "input mask value", torch.masked_fill, "masked_fill")
-spell("masked_fill", "input mask value", "masked_fill_", inplace=True)
-spell("where", "condition input other", torch.where)
-spell("not", "input", operator.invert, torch.bitwise_not, "bitwise_not")
-spell("eq", "input other", operator.eq, torch.eq, "eq")
-
-#: Layers without parameters that stand for one operation, and what of their attributes is its operands.
-LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
-    nn.ReLU: ("relu", ()),
-    nn.Softmax: ("softmax", ("dim",)),
-    nn.LogSoftmax: ("log_softmax", ("dim",)),
-}
-
-NUMBER_METHODS = frozenset(
-    {"size", "dim", "numel", "ndimension", "item", "stride", "element_size", "tolist", "nelement"}
-)
-NUMBER_ATTRIBUTES = frozenset({"shape", "ndim"})
-NUMBER_FUNCTIONS = frozenset({int, float, bool, len, round, max, min, abs, pow, divmod})
-
-INPLACE_OPERATORS = frozenset(
-    {
-        operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
-        operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
-        operator.iconcat, operator.setitem, operator.delitem,
-    }
-)  # fmt: skip
-FUSED_FUNCTIONS = frozenset(getattr(functional, name) for name in functional.__all__)
-
-#: Functions whose result never shares memory with an argument.
-FRESH_FUNCTIONS = frozenset(
-    {
-        operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.matmul, operator.pow,
-        operator.invert,
-        operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
-        torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm,
-        torch.cat,
-        torch.stack, torch.relu, torch.sigmoid, torch.tanh, torch.exp, torch.softmax, torch.log_softmax, torch.rsqrt,
-        torch.sqrt,
-        torch.masked_fill, torch.where, torch.mean, torch.sum, torch.zeros_like, torch.ones_like, torch.empty_like,
-        torch.full_like, torch.rand_like, torch.randn_like,
-        F.relu, F.linear, F.conv1d, F.conv2d, F.conv3d, F.batch_norm, F.layer_norm, F.group_norm, F.softmax,
-        F.log_softmax,
-        F.gelu, F.silu, F.sigmoid, F.tanh, F.avg_pool2d, F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
-        calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked,
-        *FUSED_FUNCTIONS,
-    }
-)  # fmt: skip
-FRESH_METHODS = frozenset(
-    {
-        "add", "sub", "mul", "div", "matmul", "bmm", "mm", "relu", "sigmoid", "tanh", "exp", "softmax", "log_softmax",
-        "masked_fill",
-        "clone", "mean", "sum", "pow", "rsqrt", "sqrt", "neg", "baddbmm", "new_empty", "new_zeros", "new_ones",
-        "new_full",
-    }
-)  # fmt: skip
-#: Layers that return a tensor of their own, keep no reference to it, and write none of their arguments.
-FRESH_LAYERS: frozenset[type[nn.Module]] = frozenset(
-    {
-        nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
-        nn.ConvTranspose3d,
-        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
-        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.Embedding, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Softmax,
-        nn.LogSoftmax, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.PReLU,
-        nn.Softplus,
-        nn.Upsample,
-    }
-)  # fmt: skip
-#: Layers with an ``inplace`` option: a tensor of their own, or the argument, overwritten.
-OPTIONAL_INPLACE: frozenset[type[nn.Module]] = frozenset(
-    {
-        nn.ReLU,
-        nn.ReLU6,
-        nn.SiLU,
-        nn.Hardswish,
-        nn.Hardsigmoid,
-        nn.LeakyReLU,
-        nn.ELU,
-        nn.CELU,
-        nn.SELU,
-        nn.Mish,
-        nn.Hardtanh,
-    }
-)
-
-#: Layers that may return their argument itself.
-PASSING_LAYERS: frozenset[type[nn.Module]] = frozenset(
-    {nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Flatten, nn.Unflatten}
-)
-
-#: Memory that the caller, the module or a stranger's layer may hold on to.
-OUTSIDE = "outside"
-
-
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module without what fastlayers put in its place."""
     return getattr(type(module), "__dict__", {}).get("__fastlayers_original__", type(module))  # type: ignore[no-any-return]
@@ -178,6 +67,11 @@ def hooked(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def is_fresh(layer: type[nn.Module]) -> bool:
+    """Whether a layer returns a tensor of its own, keeps no reference to it, and writes none of its arguments."""
+    return layer in FRESH_LAYERS or fingerprint(layer) is not None
 
 
 class View:
@@ -220,9 +114,14 @@ class View:
         ):
             return None
         spelling = SPELLINGS.get(node.target)
-        if spelling is None or len(node.args) > len(spelling.operands):
+        if spelling is None:
             return None
-        operands = dict(zip(spelling.operands, node.args, strict=False))
+        args, count = node.args, len(spelling.operands)
+        if spelling.gathers and len(args) > count:
+            args = (*args[: count - 1], args[count - 1 :])
+        if len(args) > count:
+            return None
+        operands = dict(zip(spelling.operands, args, strict=False))
         if not set(node.kwargs) <= set(spelling.operands) - set(operands):
             return None
         operands.update(node.kwargs)
@@ -236,11 +135,21 @@ class View:
     def _layer(self, node: Node) -> Op | None:
         child = self.child(node)
         original = original_class(child)
-        if original not in LAYERS or len(node.args) != 1 or node.kwargs or not is_plain_layer(child):
+        if len(node.args) != 1 or node.kwargs or not is_plain_layer(child):
             return None
+        if original not in LAYERS:
+            return self._written_norm(node, child)
         name, attributes = LAYERS[original]
         operands = {"input": node.args[0], **{attribute: getattr(child, attribute) for attribute in attributes}}
         return Op(name, node, operands, bool(getattr(child, "inplace", False)), str(node.target))
+
+    def _written_norm(self, node: Node, child: nn.Module) -> Op | None:
+        """A norm that a library wrote out, where it is one that is known."""
+        found = fingerprint(original_class(child))
+        if found is None or (found.scaled is not None and not getattr(child, found.scaled)):
+            return None
+        name = "rms_norm" if found.body.function is calls.rms_norm else "layer_norm"
+        return Op(name, node, {"input": node.args[0], "fingerprint": found}, child=str(node.target))
 
     def child(self, node: Node) -> nn.Module:
         return self.root.get_submodule(str(node.target))
@@ -297,7 +206,7 @@ class View:
         yield node
         if is_opaque(node):
             yield OUTSIDE
-        if node.target not in fresh:
+        if node.target not in fresh or (op is None and node.target in SPELLINGS):  # whether in place is not known
             for operand in node.all_input_nodes:
                 yield from self.memory(operand)
 
@@ -328,7 +237,7 @@ class View:
             child = self.root.get_submodule(path)
             chain.append(path)
         original = original_class(child)
-        if original in FRESH_LAYERS or (original in OPTIONAL_INPLACE and not child.inplace):
+        if is_fresh(original) or (original in OPTIONAL_INPLACE and not child.inplace):
             return tuple(chain) if is_plain_layer(child) else None
         if not self.deep or original.__module__.startswith("torch.") or node.kwargs:
             return None
@@ -374,7 +283,7 @@ class View:
                 return None
             if original is nn.Sequential:
                 pending += [f"{path}.{name}" for name in child._modules]
-            elif original not in FRESH_LAYERS | OPTIONAL_INPLACE | PASSING_LAYERS:
+            elif original not in OPTIONAL_INPLACE | PASSING_LAYERS and not is_fresh(original):
                 return None
         return tuple(seen)
 
@@ -401,7 +310,7 @@ class View:
         original = original_class(child)
         if not is_plain_layer(child) or hooked(child):
             return False
-        if original in FRESH_LAYERS or original in DROP_IN or original is nn.Identity:
+        if is_fresh(original) or original in DROP_IN or original is nn.Identity:
             return True
         return getattr(child, "inplace", None) is False and original.__module__.startswith("torch.nn.")
 

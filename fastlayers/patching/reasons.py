@@ -14,6 +14,7 @@ class Reason(str, Enum):
     NOT_SELECTED = "not selected by include, exclude or filter_fn"
     NO_RULE = "no rule looks for this layer"
     NOTHING_TO_FUSE = "nothing in its forward that a rule fuses"
+    UNKNOWN_NORM = "normalises by hand, in a way that is not known"
     SUBCLASS = "a subclass of a layer that a rule replaces, with code of its own"
     FORWARD_REPLACED = "its forward was replaced on the instance (accelerate and others do), which bypasses its class"
     PARAMETRIZED = "parametrized, which already swaps its class"
@@ -39,6 +40,7 @@ class Reason(str, Enum):
 
     # A place that looks fusable and is not
     USED_ELSEWHERE = "an intermediate result is used elsewhere"
+    USED_BETWEEN = "an intermediate result is used before the last of the operations"
     VISIBLE_MUTATION = "an in-place operation changes a tensor that something else can see"
     WRITTEN_BETWEEN = "an operand may be overwritten between the two operations"
     ALPHA = "alpha of the addition is not 1"

@@ -13,6 +13,7 @@ import copyreg
 import inspect
 import itertools
 import linecache
+import operator
 import textwrap
 import types
 from collections import Counter
@@ -25,9 +26,11 @@ from torch import fx, nn
 from torch.fx import Node
 
 from fastlayers.patching import calls
-from fastlayers.patching.graph import FRESH_LAYERS, LAYERS, OUTSIDE, View, hooked, is_barrier, original_class
+from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
+from fastlayers.patching.graph import Op, View, hooked, is_barrier, original_class
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules import GRAPH_RULES, Deferred, Match, ModuleRule
+from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE
 from fastlayers.patching.trace import Recording, equality, optional_parameters, record
 
 __all__ = ["Fused", "fuse", "is_patched", "swap_class"]
@@ -100,14 +103,20 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
     """Raise unless the match can be replaced without anyone noticing; the guards under which that stays so."""
     nodes = {op.node for op in match.ops}
     for op in match.ops[:-1]:
-        if not set(op.node.users) <= nodes:
+        if op.node is not match.kept and not set(op.node.users) <= nodes:
             raise Refusal(Reason.USED_ELSEWHERE, str(op.node))
         check_operands_keep(view, op.node, match.root, nodes)
+        check_statistics_keep(view, op, match.root, nodes)
+    if match.kept is not None:
+        for user in match.kept.users:
+            if view.position[user] < view.position[match.root]:
+                raise Refusal(Reason.USED_BETWEEN, f"{match.kept} by {user}")
     unseen: list[str] = []
     guards: list[str] = []
     for op in match.ops:
         if op.inplace:
-            makers, keepers = check_mutation(view, op.node, op["input"], match.root, nodes)
+            results = {match.root} | ({match.kept} if match.kept is not None else set())
+            makers, keepers = check_mutation(view, op.node, op["input"], results, nodes)
             unseen += [*makers, *keepers]
             for path in dict.fromkeys(makers):
                 guards += maker_guards(view, path, recording)
@@ -118,7 +127,7 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
         if op.child is not None:
             if op.child in excluded:
                 raise Refusal(Reason.EXCLUDED_CHILD, op.child)
-            guards += child_guards(view, op.child, recording)
+            guards += child_guards(view, op, recording)
             unseen.append(op.child)
     for path in unseen:
         if hooked(view.root.get_submodule(path)):
@@ -143,7 +152,25 @@ def check_operands_keep(view: View, node: Node, root: Node, nodes: set[Node]) ->
                     raise Refusal(Reason.WRITTEN_BETWEEN, f"{operand}, perhaps by {writer}")
 
 
-def check_mutation(view: View, writer: Node, target: Any, root: Node, nodes: set[Node]) -> tuple[list[str], list[str]]:
+def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
+    """A batch_norm writes its running statistics later than before: nothing may read or write them in between."""
+    if op.name != "batch_norm":
+        return
+    if op.child is not None:
+        owners, written = {op.child}, {f"{op.child}.{name}" for name in ("running_mean", "running_var")}
+    else:
+        owners, written = set(), {getattr(op[name], "target", None) for name in ("running_mean", "running_var")}
+    shared = {view.root.get_submodule(path) for path in owners}
+    for node in view.position:
+        read = node.op == "get_attr" and node.target in written and not set(node.users) <= nodes
+        between = view.position[op.node] < view.position[node] < view.position[root]
+        if read or (between and node.op == "call_module" and shared & set(view.child(node).modules())):
+            raise Refusal(Reason.WRITTEN_BETWEEN, f"the running statistics of {op.node}, which {node} may see")
+
+
+def check_mutation(
+    view: View, writer: Node, target: Any, results: set[Node], nodes: set[Node]
+) -> tuple[list[str], list[str]]:
     """An in-place operation goes away: nothing else may see what it wrote.
 
     Returns the children that made it, and those that are given it: a hook on one of them could keep it.
@@ -151,7 +178,7 @@ def check_mutation(view: View, writer: Node, target: Any, root: Node, nodes: set
     written = view.memory(target)
     if OUTSIDE in written:
         raise Refusal(Reason.VISIBLE_MUTATION, f"{writer} writes {target}, which does not belong to this forward")
-    replaced = descendants(root)
+    replaced = set().union(*(descendants(result) for result in results))
     for node in view.position:
         if view.position[node] <= view.position[writer]:
             continue
@@ -167,7 +194,7 @@ def check_mutation(view: View, writer: Node, target: Any, root: Node, nodes: set
                 raise Refusal(Reason.VISIBLE_MUTATION, f"{node} may have kept what {writer} writes")
             keeping += keepers or ()
     for allocation in written:
-        if isinstance(allocation, Node) and allocation.op == "call_module":
+        if isinstance(allocation, Node) and allocation.op == "call_module" and allocation not in nodes:
             makers += view.makers(allocation) or ()
     return makers, keeping
 
@@ -187,16 +214,26 @@ def placeholders(values: tuple[Any, ...]) -> Iterator[Node]:
     return (value for value in values if isinstance(value, Node) and value.op == "placeholder")
 
 
-def child_guards(view: View, path: str, recording: Recording) -> list[str]:
+def child_guards(view: View, op: Op, recording: Recording) -> list[str]:
     """An absorbed child must still be the layer that it was."""
+    path = str(op.child)
     child = view.root.get_submodule(path)
     layer = original_class(child)
     expression = module_expression(path)
     guards = [f"{bind(recording, calls.plain)}({expression}, {bind(recording, layer)})"]
+    if isinstance(op["fingerprint"], Fingerprint):
+        return guards + scale_guards(op["fingerprint"], expression, child)
     for attribute in (*LAYERS[layer][1], *(("inplace",) if hasattr(child, "inplace") else ())):
         value = getattr(child, attribute)
         guards.append(equality(f"{expression}.{attribute}", value, lambda value, hint: bind(recording, value, hint)))
     return guards
+
+
+def scale_guards(found: Fingerprint, expression: str, module: nn.Module) -> list[str]:
+    """Whether a written-out norm has a weight is decided by an attribute of some."""
+    if found.scaled is None:
+        return []
+    return [f"{'' if getattr(module, found.scaled) else 'not '}{expression}.{found.scaled}"]
 
 
 def maker_guards(view: View, path: str, recording: Recording) -> list[str]:
@@ -240,6 +277,10 @@ def replace(graph: fx.Graph, match: Match) -> None:
         args = tuple(arg.make(graph) if isinstance(arg, Deferred) else arg for arg in match.args)
         kwargs = {name: arg.make(graph) if isinstance(arg, Deferred) else arg for name, arg in match.kwargs.items()}
         fused = graph.call_function(match.target, args, kwargs)
+        if match.kept is not None:
+            if set(match.kept.users) - {op.node for op in match.ops}:
+                match.kept.replace_all_uses_with(graph.call_function(operator.getitem, (fused, 1)))
+            fused = graph.call_function(operator.getitem, (fused, 0))
     root.replace_all_uses_with(fused)
     for op in reversed(match.ops):
         graph.erase_node(op.node)
@@ -263,6 +304,10 @@ def fuse(
     """
     original = type(module)
     check_subclassing(original)
+    known = {} if known is None else known
+    written = fingerprint(original)
+    if written is not None:
+        return fuse_written_norm(module, written, known)
     recordings, refusals = record_all(module)
     outcome = Fused(None)
     variants: list[tuple[Recording, str]] = []
@@ -273,12 +318,32 @@ def fuse(
             outcome.rules |= applied.rules
             variants.append((recording, body_source(recording)))
     if not variants:
+        if not outcome.left and looks_like_a_norm(original):
+            raise Refusal(Reason.UNKNOWN_NORM)
         if not recordings:
             raise refusals[0]
         return outcome
     outcome.left.extend(refusals)  # in some mode, or with some optional argument, the original forward answers
-    outcome.cls = generate_class(original, merge_modes(variants), {} if known is None else known)
+    outcome.cls = generate_class(original, merge_modes(variants), known)
     return outcome
+
+
+def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, type[nn.Module]]) -> Fused:
+    """The class for a norm that a library wrote out: its forward is one call, where its casting order holds."""
+    body, graph = found.body, fx.Graph()
+    recording = Recording(graph)
+    x = graph.placeholder(found.parameter)
+    scaled = found.weight is not None and (found.scaled is None or bool(getattr(module, found.scaled)))
+    weight = graph.get_attr(str(found.weight)) if scaled else None
+    call = graph.call_function(body.function, (x, weight, graph.get_attr(found.eps), body.casting))
+    graph.output(call)
+    operands = f"{found.parameter}, {f'self.{found.weight}' if scaled else None}"
+    heeds = body.casting == "torch"
+    guards = scale_guards(found, "self", module)
+    guards.append(f"{bind(recording, calls.knows)}({operands}, same={body.same}, autocast={heeds})")
+    recording.guards = dict.fromkeys(guards)
+    generated = generate_class(type(module), [(recording, body_source(recording))], known)
+    return Fused(generated, Counter({f"{body.function.__name__} ({body.name})": 1}))
 
 
 def record_all(module: nn.Module) -> tuple[list[Recording], list[Refusal]]:

@@ -1,0 +1,327 @@
+"""Norms that model libraries write out, recognised by what their forward computes, not by their names.
+
+A hundred model files repeat the same few lines of RMSNorm, with other names for the same things. A forward of
+straight-line code is read into the one expression that it returns: locals and helper methods are substituted, spellings
+(``x.to(torch.float32)`` and ``x.float()``, ``x ** 2`` and ``x.pow(2)``) and the order of factors made one. Two forwards
+that compute the same in the same casting order then give equal expressions, but for the names of attributes. The
+expressions that are known stand in :data:`BODIES`, as the code that one would write.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fastlayers.patching import calls
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.trace import parse
+
+__all__ = ["Body", "Fingerprint", "fingerprint", "looks_like_a_norm"]
+
+#: An expression: its operation first, then its operands, which are expressions or constants.
+Expression: TypeAlias = tuple[Any, ...]
+
+
+class UnreadableError(Exception):
+    """Code that is not one expression of one tensor."""
+
+
+# -- what is known ----------------------------------------------------------------------------------------------------
+
+
+def normalized(x: str) -> str:
+    return f"({x} * torch.rsqrt({x}.pow(2).mean(-1, keepdim=True) + self.eps))"
+
+
+WIDE = normalized("x.float()")
+CENTERED = "(x.float() - x.float().mean(-1, keepdim=True))"
+HALF_T5 = "x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)"
+
+
+@dataclass(frozen=True)
+class Body:
+    """One way to write a norm.
+
+    Attributes:
+        name: a library or model that writes it so.
+        function: what computes it: of (x, weight, eps), and of ``casting`` where that is not None.
+        casting: the casting order of :func:`fastlayers.functional.rms_norm`.
+        same: only where x and weight have one dtype is the casting order that one.
+        code: the forward as one expression. ``self.weight``, ``self.eps`` and ``self.scaled`` stand for attributes of
+            any name.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    casting: str
+    code: str
+    same: bool = False
+
+
+BODIES = (
+    Body("llama", calls.rms_norm, "llama", f"self.weight * {WIDE}.to(x.dtype)"),
+    Body("gemma", calls.rms_norm, "gemma", f"({WIDE} * (1.0 + self.weight.float())).to(x.dtype)"),
+    Body(
+        "t5",
+        calls.rms_norm,
+        "llama",
+        f"self.weight * (({HALF_T5}).to(self.weight.dtype) "
+        f"if self.weight.dtype in [torch.float16, torch.bfloat16] else {HALF_T5})",
+        same=True,
+    ),
+    Body("olmo", calls.rms_norm, "torch", f"(self.weight * {WIDE}).to(x.dtype)", same=True),
+    Body("helium", calls.rms_norm, "torch", f"(self.weight.float() * {WIDE}).to(x.dtype)", same=True),
+    Body(
+        "gemma3n",
+        calls.rms_norm,
+        "torch",
+        f"({WIDE} * self.weight.float() if self.scaled else {WIDE}).to(x.dtype)",
+        same=True,
+    ),
+    Body("llama4_l2", calls.rms_norm, "torch", f"{WIDE}.to(x.dtype)", same=True),
+    Body(
+        "cohere",
+        calls.weighted_layer_norm,
+        "torch",
+        f"(self.weight.float() * ({CENTERED} * torch.rsqrt({CENTERED}.pow(2).mean(-1, keepdim=True) + self.eps)))"
+        ".to(x.dtype)",
+        same=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A forward that computes a known norm: which, and what its attributes are called."""
+
+    body: Body
+    parameter: str
+    eps: str
+    weight: str | None = None
+    scaled: str | None = None
+
+
+_known: WeakKeyDictionary[type[nn.Module], tuple[Any, Fingerprint | None]] = WeakKeyDictionary()
+
+
+def fingerprint(cls: type[nn.Module]) -> Fingerprint | None:
+    """The norm that the forward of a class computes; None if it is none of :data:`BODIES`."""
+    forward = cls.forward
+    if not isinstance(forward, types.FunctionType) or (forward.__module__ or "").startswith("torch."):
+        return None
+    if cls not in _known or _known[cls][0] is not forward:
+        _known[cls] = (forward, compute(cls, forward))
+    return _known[cls][1]
+
+
+def compute(cls: type[nn.Module], forward: types.FunctionType) -> Fingerprint | None:
+    parameters = list(inspect.signature(forward).parameters.values())
+    if len(parameters) != 2 or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters):
+        return None
+    try:
+        found = Reader(cls, forward).result(("self",), ("input",))
+    except (UnreadableError, Refusal, RecursionError):
+        return None
+    for body, expression in EXPRESSIONS:
+        names: dict[str, str] = {}
+        if unify(expression, found, names):
+            return Fingerprint(body, parameters[1].name, names["eps"], names.get("weight"), names.get("scaled"))
+    return None
+
+
+def looks_like_a_norm(cls: type[nn.Module]) -> bool:
+    """Whether a forward seems to normalise by hand: what the report says of a body that is not known."""
+    try:
+        nodes = list(ast.walk(parse(cls.forward)))  # type: ignore[arg-type]
+    except (Refusal, AttributeError):
+        return False
+    methods = [getattr(cls, node.attr, None) for node in nodes if isinstance(node, ast.Attribute)]
+    for method in methods:
+        if isinstance(method, types.FunctionType) and not (method.__module__ or "").startswith("torch."):
+            try:
+                nodes += ast.walk(parse(method))
+            except Refusal:
+                continue
+    names = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in nodes}
+    return "rsqrt" in names and bool({"mean", "var"} & names)
+
+
+def unify(known: Any, found: Any, names: dict[str, str]) -> bool:
+    """Whether two expressions are equal but for the names of attributes, and what these are called in the second."""
+    if not (isinstance(known, tuple) and isinstance(found, tuple)):
+        return type(known) is type(found) and bool(known == found)
+    if len(known) != len(found):
+        return False
+    if known[:1] == ("attribute",) == found[:1]:
+        return names.setdefault(known[1], found[1]) == found[1] and len(set(names.values())) == len(names)
+    return all(unify(a, b, names) for a, b in zip(known, found, strict=True))
+
+
+# -- from code to an expression ---------------------------------------------------------------------------------------
+
+
+def shape_of(expression: Any) -> str:
+    """An expression without the names of its attributes: sorts the operands of what commutes."""
+    if not isinstance(expression, tuple):
+        return repr(expression)
+    if expression[0] == "attribute":
+        return "attribute"
+    return f"({' '.join(map(shape_of, expression))})"
+
+
+def commuting(name: str, a: Expression, b: Expression) -> Expression:
+    return (name, *sorted((a, b), key=shape_of))
+
+
+@dataclass
+class Reader:
+    """Reads a method of a class into the expression that it returns."""
+
+    cls: type[nn.Module]
+    function: types.FunctionType
+    values: dict[str, Expression] = field(default_factory=dict)
+    depth: int = 0
+
+    def result(self, *arguments: Expression) -> Expression:
+        tree = parse(self.function)
+        names = [arg.arg for arg in tree.args.args]
+        if len(names) != len(arguments) or self.depth > 4:
+            raise UnreadableError
+        self.values = dict(zip(names, arguments, strict=True))
+        *body, last = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+        for statement in body:
+            self.run(statement)
+        if not isinstance(last, ast.Return) or last.value is None:
+            raise UnreadableError
+        return self.read(last.value)
+
+    def run(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target, value = statement.targets[0], statement.value
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            target, value = statement.target, statement.value
+        elif isinstance(statement, ast.If):
+            self.branch(statement)
+            return
+        else:
+            raise UnreadableError
+        if not isinstance(target, ast.Name):
+            raise UnreadableError
+        self.values[target.id] = self.read(value)
+
+    def branch(self, statement: ast.If) -> None:
+        test, before = self.read(statement.test), dict(self.values)
+        for inner in statement.body:
+            self.run(inner)
+        taken, self.values = self.values, dict(before)
+        for inner in statement.orelse:
+            self.run(inner)
+        for name in taken.keys() & self.values.keys():
+            if taken[name] != self.values[name]:
+                self.values[name] = ("if", test, taken[name], self.values[name])
+
+    def read(self, node: ast.expr) -> Expression:
+        if isinstance(node, ast.Constant):
+            return ("constant", float(node.value)) if type(node.value) in (int, float) else ("constant", node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            kind, value = self.read(node.operand)
+            if kind == "constant":
+                return ("constant", -value)
+        if isinstance(node, ast.Name):
+            return self.name(node.id)
+        if isinstance(node, ast.List | ast.Tuple):
+            return ("items", *map(self.read, node.elts))
+        if isinstance(node, ast.Attribute):
+            return self.attribute(self.read(node.value), node.attr)
+        if isinstance(node, ast.IfExp):
+            return ("if", self.read(node.test), self.read(node.body), self.read(node.orelse))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], ast.In):
+            return ("in", self.read(node.left), self.read(node.comparators[0]))
+        if isinstance(node, ast.BinOp):
+            return operation(type(node.op).__name__.lower(), [self.read(node.left), self.read(node.right)], {})
+        if isinstance(node, ast.Call):
+            return self.call(node)
+        raise UnreadableError
+
+    def name(self, name: str) -> Expression:
+        if name in self.values:
+            return self.values[name]
+        if self.function.__globals__.get(name) is torch:
+            return ("torch",)
+        raise UnreadableError
+
+    def attribute(self, owner: Expression, name: str) -> Expression:
+        if owner == ("self",):
+            return ("attribute", name)
+        if owner == ("torch",) and isinstance(getattr(torch, name, None), torch.dtype):
+            return ("constant", getattr(torch, name))
+        if name == "dtype":
+            return ("dtype", owner)
+        raise UnreadableError
+
+    def call(self, node: ast.Call) -> Expression:
+        if not isinstance(node.func, ast.Attribute) or any(keyword.arg is None for keyword in node.keywords):
+            raise UnreadableError
+        arguments = [self.read(arg) for arg in node.args]
+        options = {str(keyword.arg): self.read(keyword.value) for keyword in node.keywords}
+        owner = self.read(node.func.value)
+        if owner == ("self",):
+            method = inspect.getattr_static(self.cls, node.func.attr, None)
+            if not isinstance(method, types.FunctionType) or options:
+                raise UnreadableError
+            return Reader(self.cls, method, depth=self.depth + 1).result(owner, *arguments)
+        return operation(node.func.attr, arguments if owner == ("torch",) else [owner, *arguments], options)
+
+
+#: Operations whose operands commute, in one spelling each.
+COMMUTING = {"mult": "mul", "mul": "mul", "multiply": "mul", "add": "add"}
+LAST = (("constant", -1.0), ("items", ("constant", -1.0)))
+
+
+def operation(name: str, operands: list[Expression], options: dict[str, Expression]) -> Expression:
+    """An operation on tensors, in the one spelling that expressions have for it."""
+    x, *rest = operands
+    if name in ("to", "type") and (rest or "dtype" in options):
+        (dtype,) = rest or [options["dtype"]]
+        return ("float", x) if dtype == ("constant", torch.float32) else ("cast", x, dtype)
+    if name == "float" and not rest:
+        return ("float", x)
+    if name == "type_as" and len(rest) == 1:
+        return ("cast", x, ("dtype", rest[0]))
+    if name == "mean" and len(rest) < 2 and options.get("keepdim") == ("constant", True):
+        if (*rest, *(options[option] for option in ("dim",) if option in options)) in ((last,) for last in LAST):
+            return ("mean", x)
+    elif options:
+        raise UnreadableError
+    elif name in ("square", "rsqrt") and not rest:
+        return (name, x)
+    elif len(rest) == 1:
+        return binary(name, x, rest[0])
+    raise UnreadableError
+
+
+def binary(name: str, a: Expression, b: Expression) -> Expression:
+    if name == "pow" and b in (("constant", 2.0), ("constant", -0.5)):
+        return ("square" if b[1] > 0 else "rsqrt", a)
+    if name in COMMUTING:
+        return ("square", a) if COMMUTING[name] == "mul" and a == b else commuting(COMMUTING[name], a, b)
+    if name == "sub":
+        return ("sub", a, b)
+    raise UnreadableError
+
+
+def expression_of(code: str) -> Expression:
+    reader = Reader(nn.Module, expression_of)  # type: ignore[arg-type]
+    reader.values = {"self": ("self",), "x": ("input",)}
+    return reader.read(ast.parse(code, mode="eval").body)
+
+
+EXPRESSIONS = tuple((body, expression_of(body.code)) for body in BODIES)

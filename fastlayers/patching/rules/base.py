@@ -1,0 +1,63 @@
+"""What a rule is, and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch.fx import Node
+
+from fastlayers.patching.graph import Op, View
+from fastlayers.patching.reasons import Refusal
+
+__all__ = ["Deferred", "GraphRule", "Match", "ModuleRule"]
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """Replaces modules of exactly the class ``layer`` by ``fused``, which adds no attribute to it."""
+
+    name: str
+    doc: str
+    layer: type[nn.Module]
+    fused: type[nn.Module]
+
+
+@dataclass(frozen=True)
+class Match:
+    """A place to rewrite: the operations that become one, the last of them last, and the call that replaces them."""
+
+    ops: tuple[Op, ...]
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    #: Operands that must be tensors when called, not numbers.
+    tensors: tuple[Any, ...] = ()
+    #: An intermediate result that is wanted too. The call then returns a pair: the last result, and this one.
+    kept: Node | None = None
+
+    @property
+    def root(self) -> Node:
+        return self.ops[-1].node
+
+
+@dataclass(frozen=True)
+class GraphRule:
+    """Recognises one fusion in the graph of a forward.
+
+    ``find`` is given the graph and a node, and yields the matches that end in that node, the best first; and, where
+    something looks fusable and is not, a :class:`Refusal` that says why.
+    """
+
+    name: str
+    doc: str
+    find: Callable[[View, Node], Iterator[Match | Refusal]]
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """An argument that takes a node of its own, made when the match is applied."""
+
+    make: Callable[[fx.Graph], Any]
