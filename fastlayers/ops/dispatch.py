@@ -139,6 +139,16 @@ def suggests_channels_last(x: Tensor) -> bool:
     return suggest_memory_format(x) is not torch.contiguous_format
 
 
+def is_image(x: Tensor) -> bool:
+    """Whether x is (N, C, *) with dimensions and a layout that the norms over channels take."""
+    dims = x.dim()
+    return 2 <= dims <= 5 and (
+        x.is_contiguous()
+        or (dims == 4 and x.is_contiguous(memory_format=torch.channels_last))
+        or (dims == 5 and x.is_contiguous(memory_format=torch.channels_last_3d))
+    )
+
+
 def with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
     """``t`` in a given dense layout, copied where it has another."""
     if t.stride() == strides:

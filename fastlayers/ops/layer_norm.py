@@ -168,12 +168,14 @@ def _norm(
     shape = tuple(shape)
     reason = unsupported(x, x.dtype, shape, weight, bias, kind)
     if reason is not None:
-        return backends.refuse(reason)
+        backends.refuse(reason)
+        return None
     dims = len(shape)
     if kind > 1 and not x.is_contiguous():
         order = _in_memory_order(x, dims)
         if order is None:
-            return backends.refuse(f"the rows of an x with strides {x.stride()} do not follow each other")
+            backends.refuse(f"the rows of an x with strides {x.stride()} do not follow each other")
+            return None
         if order != list(range(x.dim())):
             y = _norm(x.permute(order), shape, weight, bias, eps, kind)
             assert y is not None
