@@ -12,6 +12,11 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 
+def _silu_backward(dy: Tensor, z: Tensor) -> Tensor:
+    s = torch.sigmoid(z)  # aten's silu_backward has no derivative
+    return dy * s * (1 + z * (1 - s))
+
+
 @dataclass(frozen=True)
 class Activation:
     """One activation.
@@ -31,7 +36,7 @@ class Activation:
 ACTIVATIONS: dict[str | None, Activation] = {
     None: Activation(0, lambda z: z, lambda dy, z: dy),
     "relu": Activation(1, F.relu, lambda dy, z: _aten.threshold_backward(dy, z, 0)),
-    "silu": Activation(2, F.silu, lambda dy, z: _aten.silu_backward(dy, z)),
+    "silu": Activation(2, F.silu, _silu_backward),
     "gelu": Activation(3, F.gelu, lambda dy, z: _aten.gelu_backward(dy, z, approximate="none")),
     "gelu_tanh": Activation(
         4,
