@@ -1,0 +1,1189 @@
+// act(batch_norm(x) + residual), training and eval, forward and backward.
+//
+// Training needs two passes over x, one for the statistics and one for the result, and so does the backward: one for the two
+// sums over a channel, one for dx. Both passes are one kernel. A block has a piece of some channels, all blocks are resident
+// (a cooperative launch), and between the passes each one reads what the others found for its channels: mean and sum of
+// squared deviations of every piece, merged in a fixed order. The second pass walks a piece from its end to its beginning,
+// so that it finds in L2 what the first one read last. Where one block has a whole channel, the blocks do not wait.
+//
+// What is kept for backward is x and the statistics. With a residual the activation's argument cannot be computed from them:
+// relu then keeps one bit an element (bit j of byte i for element 8i + j in memory order), the others the residual. The
+// backward writes the residual's gradient in the first pass, and reads that instead of dy in the second.
+//
+//   LAST    channels last: a matrix of pixels by channels. A thread owns the V neighbouring channels of a 16-byte word and
+//           walks down the pixels. Where the channels are no whole words, a row is `copies` pixels, which are; what is left
+//           of the last row (the tail) is one masked row.
+//   planes  contiguous: a channel is one plane of each image. Threads walk over the words of these planes, whose first and last
+//           may belong to neighbouring channels in part, and then are masked.
+#include <cooperative_groups.h>
+
+#include <cstdlib>
+
+#include "activations.cuh"
+
+namespace fastlayers {
+namespace {
+
+template <typename T>
+constexpr int kVector = kVectorBytes / sizeof(T);
+
+// Threads of a block. Channels last wants few, wide blocks: every block merges the pieces of all others that share its channels.
+template <bool LAST>
+constexpr int kThreads = LAST ? 512 : 256;
+// Blocks an SM that the registers must allow.
+template <bool LAST, typename T>
+constexpr int kResident = LAST ? 1 : sizeof(T) == 8 ? 2 : 3;
+
+// Words of each operand in flight a thread. The activations of a run-time choice need registers of their own.
+constexpr int kStatsUnroll = 8;
+template <typename T, Act ACT>
+constexpr int kUnroll = ACT == Act::run_time || sizeof(T) == 8 ? 2 : 4;
+
+constexpr int kMaxAcross = 64;  // words of a row to a block
+
+// ---- division by an invariant -------------------------------------------------------------------------------------------
+
+struct Divisor {
+  uint32_t by = 1, factor = 0, shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t d) : by(d) {
+    while ((uint64_t{1} << shift) < d) ++shift;
+    factor = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - d)) / d + 1);
+  }
+  __device__ __forceinline__ uint32_t quotient(uint32_t i) const { return (__umulhi(i, factor) + i) >> shift; }  // i < 2^31
+};
+
+// ---- how the elements are shared out ------------------------------------------------------------------------------------
+
+// A group is the channels of a block, an item what its threads count: rows (LAST), or the words of a channel.
+struct Grid {
+  int64_t channels;
+  int64_t columns;       // LAST: channels·copies, whole words. planes: the channels
+  int64_t plane;         // planes: elements
+  int64_t items;         // of a group, the tail included
+  int64_t rows;          // LAST: whole rows, the items without the tail
+  int64_t each;          // items of a piece
+  Divisor words;         // planes: 16-byte words that a plane may touch
+  int pieces, groups;
+  int across, down;      // LAST: threads of a block over a row's words, and over rows
+  int copies, copy_bits; // LAST: pixels of a row, a power of two
+  int tail;              // LAST: elements of the last row if that is not whole
+};
+
+// The part [lo, hi) of the word at element `at` that belongs to the block's channels; nothing of it if hi <= lo.
+struct Spot {
+  int64_t at;
+  int lo, hi;
+
+  template <int V>
+  __device__ __forceinline__ bool whole() const { return lo == 0 && hi == V; }
+  __device__ __forceinline__ bool any() const { return hi > lo; }
+  __device__ __forceinline__ bool has(int j) const { return j >= lo && j < hi; }
+};
+
+// Where a thread stands.
+template <typename T, bool LAST>
+struct Place {
+  static constexpr int V = kVector<T>;
+  int group, piece, tx, ty;
+  bool active;
+  int64_t column;   // LAST: of the thread's word. planes: the channel
+  int64_t begin, end;
+
+  __device__ explicit Place(const Grid& g) {
+    group = blockIdx.x % g.groups;
+    piece = blockIdx.x / g.groups;
+    if constexpr (LAST) {
+      ty = threadIdx.x / g.across;
+      tx = threadIdx.x - ty * g.across;
+      column = (static_cast<int64_t>(group) * g.across + tx) * V;
+      active = ty < g.down && column < g.columns;
+    } else {
+      ty = threadIdx.x;
+      tx = 0;
+      column = group;
+      active = true;
+    }
+    begin = piece * g.each;
+    end = begin + g.each < g.items ? begin + g.each : g.items;
+  }
+
+  __device__ __forceinline__ int down(const Grid& g) const { return LAST ? g.down : kThreads<false>; }
+
+  // Steps of the walk, the same for all threads of the block.
+  __device__ __forceinline__ int steps(const Grid& g, int64_t last) const {
+    return last > begin ? static_cast<int>((last - begin + down(g) - 1) / down(g)) : 0;
+  }
+
+  // The word of one step; below `last`.
+  __device__ __forceinline__ Spot spot(const Grid& g, int step, int64_t last) const {
+    const int64_t i = begin + ty + static_cast<int64_t>(step) * down(g);
+    Spot s;
+    if constexpr (LAST) {
+      s.at = i * g.columns + column;
+      s.lo = 0;
+      s.hi = i < g.rows ? V : static_cast<int>(min(static_cast<int64_t>(V), g.tail - column));
+      if (!active || i >= last) s.hi = 0;
+    } else {
+      const uint32_t image = g.words.quotient(static_cast<uint32_t>(i)), word = static_cast<uint32_t>(i) - image * g.words.by;
+      const int64_t start = (image * g.channels + column) * g.plane;
+      s.at = (start & ~static_cast<int64_t>(V - 1)) + static_cast<int64_t>(word) * V;
+      s.lo = static_cast<int>(max(start - s.at, static_cast<int64_t>(0)));
+      s.hi = i < last ? static_cast<int>(min(start + g.plane - s.at, static_cast<int64_t>(V))) : 0;
+    }
+    return s;
+  }
+};
+
+// ---- memory -------------------------------------------------------------------------------------------------------------
+
+// Cache policies of L2. Numbers of Hints below.
+enum class Policy : int { normal, first, last };  // evict_first: not wanted again; evict_last: wanted
+
+__device__ __forceinline__ uint64_t make_policy(Policy policy) {
+  uint64_t p;
+  if (policy == Policy::first) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+  else if (policy == Policy::last) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
+  else asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p));
+  return p;
+}
+
+// How the passes use L2. `kept`: of the steps of the first pass, how many (in 1/256) at its end are read as evict_last, the
+// others as evict_first; 0: all of them as usual.
+struct Hints {
+  int kept;
+  Policy second;  // loads of the second pass
+  Policy store;   // results
+};
+
+struct Policies {
+  uint64_t early, late, second, store;
+  __device__ explicit Policies(const Hints& h)
+      : early(make_policy(h.kept > 0 ? Policy::first : Policy::normal)),
+        late(make_policy(h.kept > 0 ? Policy::last : Policy::normal)),
+        second(make_policy(h.second)),
+        store(make_policy(h.store)) {}
+};
+
+// The word at p, or zeros. The predicate is in the assembly so that several loads are issued without a branch between them.
+template <typename T>
+__device__ __forceinline__ Vec<T, kVector<T>> load_if(bool wanted, const T* p, uint64_t policy) {
+  Vec<T, kVector<T>> v;
+  uint4& w = reinterpret_cast<uint4&>(v);
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %6, 0;\n\t"
+      "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
+      "@p ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;\n\t}"
+      : "=&r"(w.x), "=&r"(w.y), "=&r"(w.z), "=&r"(w.w)
+      : "l"(p), "l"(policy), "r"(static_cast<int>(wanted)));
+  return v;
+}
+
+// The part of the word that is ours.
+template <typename T>
+__device__ __forceinline__ void store_spot(T* p, const Spot& s, const Vec<T, kVector<T>>& v, uint64_t policy) {
+  constexpr int V = kVector<T>;
+  if (s.whole<V>()) {
+    const uint4& w = reinterpret_cast<const uint4&>(v);
+    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p + s.at), "r"(w.x), "r"(w.y), "r"(w.z),
+                 "r"(w.w), "l"(policy));
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (s.has(j)) p[s.at + j] = v.v[j];
+  }
+}
+
+// Puts `fill` where the word is not ours.
+template <typename T>
+__device__ __forceinline__ void fill_outside(Vec<T, kVector<T>>& w, const Spot& s, const Vec<T, kVector<T>>& fill) {
+  constexpr int V = kVector<T>;
+  if (s.whole<V>()) return;
+#pragma unroll
+  for (int j = 0; j < V; ++j)
+    if (!s.has(j)) w.v[j] = fill.v[j];
+}
+
+// The V bits of a word. Where a byte has more than one word (`shared`: and those are of neighbouring lanes), the lanes put
+// theirs together; all lanes of a warp call this. Where neighbours are of other warps or blocks, into zeros by an atomic or.
+template <int V>
+__device__ __forceinline__ void store_bits(uint8_t* bits, const Spot& s, unsigned mine, bool shared) {
+#pragma unroll
+  for (int j = 0; j < V; ++j)
+    if (!s.has(j)) mine &= ~(1u << j);
+  mine <<= s.at & 7;
+  if (shared) {
+    constexpr int kSharing = 8 / V;
+#pragma unroll
+    for (int o = 1; o < kSharing; o <<= 1) mine |= __shfl_xor_sync(0xffffffffu, mine, o);
+    if ((s.at & 7) == 0 && s.any()) bits[s.at >> 3] = static_cast<uint8_t>(mine);
+  } else if (V == 8 && s.whole<V>()) {
+    bits[s.at >> 3] = static_cast<uint8_t>(mine);
+  } else if (mine != 0) {
+    const uintptr_t byte = reinterpret_cast<uintptr_t>(bits + (s.at >> 3));
+    atomicOr(reinterpret_cast<unsigned*>(byte & ~uintptr_t{3}), mine << (byte & 3) * 8);
+  }
+}
+
+// A value per channel, of x's dtype or of the compute type.
+struct Param {
+  void* data = nullptr;
+  bool wide = false;
+};
+
+template <typename T>
+__device__ __forceinline__ compute_t<T> load_param(const Param& p, int64_t c, float otherwise) {
+  using A = compute_t<T>;
+  if (p.data == nullptr) return otherwise;
+  return p.wide ? static_cast<const A*>(p.data)[c] : convert<A>(static_cast<const T*>(p.data)[c]);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_param(const Param& p, int64_t c, compute_t<T> value) {
+  if (p.wide) static_cast<compute_t<T>*>(p.data)[c] = value;
+  else static_cast<T*>(p.data)[c] = convert<T>(value);
+}
+
+// ---- reductions ---------------------------------------------------------------------------------------------------------
+
+// Count, mean and sum of squared deviations of some elements, for K channels at once.
+template <typename A, int K>
+struct Moments {
+  static constexpr int kSize = 2 * K + 1;
+  A v[kSize] = {};  // the count, K means, K sums
+
+  // Chan's formula: no difference of large numbers, whatever the means.
+  __device__ __forceinline__ void merge(const Moments& o) {
+    const A n = v[0] + o.v[0], share = n > A(0) ? o.v[0] / n : A(0), weight = v[0] * share;
+#pragma unroll
+    for (int k = 1; k <= K; ++k) {
+      const A d = o.v[k] - v[k];
+      v[k] += d * share;
+      v[K + k] += o.v[K + k] + d * (d * weight);
+    }
+    v[0] = n;
+  }
+};
+
+template <typename A, int K>
+struct Sums {
+  static constexpr int kSize = 2 * K;
+  A v[kSize] = {};  // K sums of dz, K sums of dz·(x - mean)
+
+  __device__ __forceinline__ void merge(const Sums& o) {
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) v[k] += o.v[k];
+  }
+};
+
+// Merges the states of the threads of one column, of which the first of them (ty == 0) gets the result: a tree, so the
+// same order in every run. `shared` has kSize values for every two threads. Ends with a barrier.
+template <typename State, typename A, typename P>
+__device__ __forceinline__ void merge_down(State& state, A* shared, const P& place, int across, int down) {
+  const int slots = blockDim.x / 2;
+  int half = 1;
+  while (half < down) half <<= 1;
+#pragma unroll 1
+  for (half >>= 1; half > 0; half >>= 1) {
+    if (place.ty >= half && place.ty < 2 * half && place.ty < down) {
+      const int slot = (place.ty - half) * across + place.tx;
+#pragma unroll
+      for (int k = 0; k < State::kSize; ++k) shared[k * slots + slot] = state.v[k];
+    }
+    __syncthreads();
+    if (place.ty < half && place.ty + half < down) {
+      const int slot = place.ty * across + place.tx;
+      State other;
+#pragma unroll
+      for (int k = 0; k < State::kSize; ++k) other.v[k] = shared[k * slots + slot];
+      state.merge(other);
+    }
+    __syncthreads();
+  }
+}
+
+// Passes of a launch. Both in one needs all blocks to be resident, or none to wait (Args::direct).
+enum Passes : int { kFirst = 1, kSecond = 2, kBoth = 3 };
+
+// Shared memory of a block: what merge_down needs, then the values of its columns.
+template <typename T, bool LAST>
+struct Shared {
+  using A = compute_t<T>;
+  static constexpr int V = kVector<T>, K = LAST ? V : 1, kColumns = LAST ? kMaxAcross * V : 1;
+  A merging[Moments<A, K>::kSize * (kThreads<LAST> / 2)];
+  A weight[kColumns], bias[kColumns];
+  A first[kColumns], second[kColumns];  // mean and rstd; the sums of the backward
+};
+
+// The channel of a column.
+__device__ __forceinline__ int64_t channel_of(const Grid& g, int64_t column) {
+  return g.copies == 1 ? column : column % g.channels;
+}
+
+// Weight and bias of the block's columns, read while the first pass runs. Seen after the next barrier.
+template <typename T, bool LAST>
+__device__ __forceinline__ void load_affine(Shared<T, LAST>& shared, const Grid& g, const Place<T, LAST>& place, const Param& weight,
+                                            const Param& bias) {
+  const int64_t first = LAST ? static_cast<int64_t>(place.group) * g.across * kVector<T> : place.group;
+  const int count = LAST ? static_cast<int>(min(static_cast<int64_t>(g.across) * kVector<T>, g.columns - first)) : 1;
+  for (int k = threadIdx.x; k < count; k += blockDim.x) {
+    const int64_t c = channel_of(g, first + k);
+    shared.weight[k] = load_param<T>(weight, c, 1.f);
+    shared.bias[k] = load_param<T>(bias, c, 0.f);
+  }
+}
+
+// K consecutive values, by whole words where they are: those of one thread begin at a word.
+template <int K, typename A>
+__device__ __forceinline__ Vec<A, K> load_values(const A* p) {  // another block wrote them: not through L1
+  Vec<A, K> v;
+  if constexpr (K * sizeof(A) % sizeof(uint4) == 0) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(K * sizeof(A) / sizeof(uint4)); ++i)
+      reinterpret_cast<uint4*>(&v)[i] = __ldcg(reinterpret_cast<const uint4*>(p) + i);
+  } else {
+#pragma unroll
+    for (int k = 0; k < K; ++k) v.v[k] = __ldcg(p + k);
+  }
+  return v;
+}
+
+// A piece's state goes to global memory as two arrays [pieces, columns], and of planes the count as a third. Of LAST it is the
+// piece's rows.
+template <bool LAST, int K, typename A, int N>
+__device__ __forceinline__ void write_piece(A* partial, const Grid& g, int piece, int64_t column, const A (&v)[N]) {
+  constexpr int kCount = N - 2 * K;  // Moments have one, Sums do not
+  const int64_t step = g.pieces * g.columns;
+  A* to = partial + piece * g.columns + column;
+  Vec<A, K> first, second;
+#pragma unroll
+  for (int k = 0; k < K; ++k) first.v[k] = v[kCount + k], second.v[k] = v[kCount + K + k];
+  store_vec<A, K>(to, first);
+  store_vec<A, K>(to + step, second);
+  if constexpr (kCount == 1 && !LAST) to[2 * step] = v[0];
+}
+
+// The state of a piece, in one copy of the channels; `i` counts both.
+template <bool LAST, int K, typename A, int N>
+__device__ __forceinline__ void read_piece(A (&v)[N], const A* partial, const Grid& g, int i, int64_t column) {
+  constexpr int kCount = N - 2 * K;
+  const int piece = LAST ? i >> g.copy_bits : i;
+  const int64_t step = g.pieces * g.columns;
+  const A* from = partial + piece * g.columns;
+  Vec<A, K> first, second;
+  if (LAST && g.copies > 1) {
+    const int64_t copy = (i & (g.copies - 1)) * g.channels;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int64_t at = (column + k) % g.channels + copy;
+      first.v[k] = __ldcg(from + at);
+      second.v[k] = __ldcg(from + step + at);
+    }
+  } else {
+    first = load_values<K>(from + column);
+    second = load_values<K>(from + step + column);
+  }
+#pragma unroll
+  for (int k = 0; k < K; ++k) v[kCount + k] = first.v[k], v[kCount + K + k] = second.v[k];
+  if constexpr (kCount == 1) {
+    if constexpr (LAST) {
+      const int64_t begin = piece * g.each, end = min(begin + g.each, g.rows);
+      v[0] = static_cast<A>(max(end - begin, static_cast<int64_t>(0)));
+    } else {
+      v[0] = __ldcg(from + 2 * step + column);
+    }
+  }
+}
+
+// ---- forward ------------------------------------------------------------------------------------------------------------
+
+template <typename A>
+struct ForwardArgs {
+  const void* x;
+  const void* residual;
+  void* y;
+  uint8_t* bits;
+  Param weight, bias, running_mean, running_var;
+  A* stats;    // [2, channels]: mean, rstd
+  A* partial;
+  A momentum, eps;
+  int64_t count;  // elements of a channel
+  Grid grid;
+  Hints hints;
+  Act act;
+  Passes passes;
+  bool training, direct;  // direct: a block has all of its channels' elements
+  bool bits_shared;
+};
+
+// The moments of this thread's part of the piece: sums of deviations from its first element, which has about the size of
+// the others.
+template <typename T, bool LAST, int K>
+__device__ __forceinline__ Moments<compute_t<T>, K> gather_moments(const T* x, const Grid& g, const Place<T, LAST>& place,
+                                                                   const Policies& policies, int kept) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>, U = sizeof(T) == 8 ? kStatsUnroll / 2 : kStatsUnroll;
+  const int64_t last = LAST ? min(place.end, g.rows) : place.end;  // the tail's few elements are merged one by one
+  const int steps = place.steps(g, last);
+  const int late = steps - static_cast<int>(static_cast<int64_t>(steps) * kept >> 8);
+  Vec<T, V> shift = filled<T, V>(convert<T>(0.f));
+  A s[K] = {}, q[K] = {};
+  int64_t count = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; step += U) {
+    Vec<T, V> w[U];
+    Spot spots[U];
+    const uint64_t policy = step >= late ? policies.late : policies.early;
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      spots[u] = place.spot(g, step + u, last);
+      w[u] = load_if(spots[u].any(), x + spots[u].at, policy);
+    }
+    if (count == 0) {
+      if constexpr (LAST) {
+        shift = w[0];
+      } else {
+#pragma unroll
+        for (int u = U - 1; u >= 0; --u)
+#pragma unroll
+          for (int j = 0; j < V; ++j)
+            if (spots[u].has(j)) shift.v[0] = w[u].v[j];
+        shift = filled<T, V>(shift.v[0]);
+      }
+    }
+    const Vec<A, V> from = unpack<A>(shift);
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      fill_outside(w[u], spots[u], shift);
+      count += max(0, spots[u].hi - spots[u].lo);
+      Vec<A, V> d = unpack<A>(w[u]);
+#pragma unroll
+      for (int j = 0; j < V; ++j) d.v[j] -= from.v[j];
+      if constexpr (LAST) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) s[j] += d.v[j], q[j] += d.v[j] * d.v[j];
+      } else {
+        A sum = 0, squares = 0;
+#pragma unroll
+        for (int j = 0; j < V; ++j) sum += d.v[j], squares += d.v[j] * d.v[j];
+        s[0] += sum, q[0] += squares;
+      }
+    }
+  }
+  Moments<A, K> m;
+  m.v[0] = static_cast<A>(LAST ? count / V : count);
+  if (count > 0) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const A mean = s[k] / m.v[0], squares = q[k] - s[k] * mean;
+      m.v[1 + k] = convert<A>(shift.v[k]) + mean;
+      m.v[1 + K + k] = squares < A(0) ? A(0) : squares;  // NaN stays
+    }
+  }
+  return m;
+}
+
+template <typename T, bool LAST, Act ACT, bool RESIDUAL>
+__global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm_forward(const ForwardArgs<compute_t<T>> a) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>, K = LAST ? V : 1, U = kUnroll<T, ACT>;
+  __shared__ Shared<T, LAST> shared;
+  const Grid& g = a.grid;
+  const Place<T, LAST> place(g);
+  const Policies policies(a.hints);
+  const T* x = static_cast<const T*>(a.x);
+  const int local = place.tx * V;  // of the thread's first column among the block's
+  const int down = place.down(g), across = LAST ? g.across : 1;
+  load_affine(shared, g, place, a.weight, a.bias);
+
+  Moments<A, K> m;
+  if (a.passes & kFirst) {
+    m = gather_moments<T, LAST, K>(x, g, place, policies, a.hints.kept);
+    merge_down(m, shared.merging, place, across, down);
+    if (!a.direct && place.ty == 0 && place.active) write_piece<LAST, K>(a.partial, g, place.piece, place.column, m.v);
+    if (!(a.passes & kSecond)) return;
+    if (!a.direct) cooperative_groups::this_grid().sync();
+  }
+  if (a.training && !a.direct) {
+    m = Moments<A, K>();
+    if (place.active) {
+      const int states = LAST ? g.pieces << g.copy_bits : g.pieces;
+#pragma unroll 2
+      for (int i = place.ty; i < states; i += down) {
+        Moments<A, K> other;
+        read_piece<LAST, K>(other.v, a.partial, g, i, place.column);
+        m.merge(other);
+      }
+      if constexpr (LAST) {
+#pragma unroll 1
+        for (int64_t i = g.rows * g.columns + place.ty * g.channels; i < g.rows * g.columns + g.tail; i += down * g.channels) {
+          Moments<A, K> pixel;
+          pixel.v[0] = 1;
+#pragma unroll
+          for (int k = 0; k < K; ++k) pixel.v[1 + k] = convert<A>(x[i + channel_of(g, place.column + k)]);
+          m.merge(pixel);
+        }
+      }
+    }
+    merge_down(m, shared.merging, place, across, down);
+  }
+  if (place.ty == 0 && place.active) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int64_t c = channel_of(g, place.column + k);
+      A mean, rstd;
+      const bool writes = place.piece == 0 && place.column + k < g.channels;  // one thread of all that have the channel
+      if (a.training) {
+        mean = m.v[1 + k];
+        const A var = m.v[1 + K + k] / static_cast<A>(a.count);
+        rstd = var == A(0) && a.eps == A(0) ? A(0) : A(1) / sqrt(var + a.eps);  // as torch
+        if (writes && a.running_mean.data != nullptr)
+          store_param<T>(a.running_mean, c, (A(1) - a.momentum) * load_param<T>(a.running_mean, c, 0.f) + a.momentum * mean);
+        if (writes && a.running_var.data != nullptr) {
+          const A unbiased = m.v[1 + K + k] / static_cast<A>(a.count - 1);
+          store_param<T>(a.running_var, c, (A(1) - a.momentum) * load_param<T>(a.running_var, c, 0.f) + a.momentum * unbiased);
+        }
+      } else {
+        mean = load_param<T>(a.running_mean, c, 0.f);
+        rstd = A(1) / sqrt(load_param<T>(a.running_var, c, 1.f) + a.eps);
+      }
+      shared.first[local + k] = mean;
+      shared.second[local + k] = rstd;
+      if (writes && a.stats != nullptr) a.stats[c] = mean, a.stats[g.channels + c] = rstd;
+    }
+  }
+  __syncthreads();
+
+  A mean[K], scale[K], bias[K];
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    mean[k] = shared.first[local + k];
+    scale[k] = shared.weight[local + k] * shared.second[local + k];
+    bias[k] = shared.bias[local + k];
+  }
+  const T* residual = static_cast<const T*>(a.residual);
+  T* y = static_cast<T*>(a.y);
+  const int steps = place.steps(g, place.end);
+#pragma unroll 1
+  for (int step = (steps - 1) / U * U; step >= 0; step -= U) {
+    Vec<T, V> w[U], r[U];
+    Spot spots[U];
+#pragma unroll
+    for (int u = U - 1; u >= 0; --u) {
+      spots[u] = place.spot(g, step + u, place.end);
+      w[u] = load_if(spots[u].any(), x + spots[u].at, policies.second);
+      if constexpr (RESIDUAL) r[u] = load_if(spots[u].any(), residual + spots[u].at, policies.second);
+    }
+    with_act<ACT>(a.act, [&](auto act) {
+      constexpr Act kAct = decltype(act)::value;
+#pragma unroll
+      for (int u = U - 1; u >= 0; --u) {
+        Vec<A, V> z = unpack<A>(w[u]);
+        [[maybe_unused]] Vec<A, V> more;
+        if constexpr (RESIDUAL) more = unpack<A>(r[u]);
+        [[maybe_unused]] unsigned kept = 0;
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          constexpr int kStep = LAST ? 1 : 0;
+          A v = fma(z.v[j] - mean[j * kStep], scale[j * kStep], bias[j * kStep]);
+          if constexpr (RESIDUAL) v += more.v[j];
+          if constexpr (RESIDUAL && kAct == Act::relu) kept |= static_cast<unsigned>(!(v <= A(0))) << j;  // NaN is kept, as by torch
+          z.v[j] = act_value<kAct, sizeof(T) == 2>(v);
+        }
+        if constexpr (RESIDUAL && kAct == Act::relu) {
+          if (a.bits != nullptr) store_bits<V>(a.bits, spots[u], kept, a.bits_shared);
+        }
+        store_spot(y, spots[u], pack<T>(z), policies.store);
+      }
+    });
+  }
+}
+
+// ---- backward -----------------------------------------------------------------------------------------------------------
+
+// How the activation's argument is known: from x, from a bit (relu), from x and the residual.
+enum class Gate : int { x, bits, residual };
+
+template <typename A>
+struct BackwardArgs {
+  const void* dy;
+  const void* x;
+  const void* residual;
+  const uint8_t* bits;
+  void* dx;
+  void* dresidual;
+  Param weight, bias;
+  const A* stats;
+  Param dweight, dbias;
+  A* partial;
+  int64_t count;
+  Grid grid;
+  Hints hints;
+  Act act;
+  Passes passes;
+  bool training, direct;
+};
+
+// Whole steps of the walk, their words loaded together. f(spot, dz, x - mean) for each.
+template <typename T, bool LAST, Act ACT, Gate GATE, int K>
+struct BackwardWalk {
+  using A = compute_t<T>;
+  static constexpr int V = kVector<T>, U = kUnroll<T, ACT>, kStep = LAST ? 1 : 0;
+  A mean[K], scale[K], bias[K];
+
+  // GATED: dz is still to be computed from dy; else `dy` has it.
+  template <bool GATED, bool REVERSED, typename F>
+  __device__ __forceinline__ void group(const BackwardArgs<A>& a, const Place<T, LAST>& place, int step, const T* dy, uint64_t policy,
+                                        F&& f) const {
+    constexpr bool kBits = GATED && GATE == Gate::bits, kResidual = GATED && GATE == Gate::residual;
+    const T* x = static_cast<const T*>(a.x);
+    Vec<T, V> wg[U], wx[U], wr[U];
+    unsigned kept[U];
+    Spot spots[U];
+#pragma unroll
+    for (int i = 0; i < U; ++i) {
+      const int u = REVERSED ? U - 1 - i : i;
+      spots[u] = place.spot(a.grid, step + u, place.end);
+      wg[u] = load_if(spots[u].any(), dy + spots[u].at, policy);
+      wx[u] = load_if(spots[u].any(), x + spots[u].at, policy);
+      if constexpr (kResidual) wr[u] = load_if(spots[u].any() && a.residual != nullptr, static_cast<const T*>(a.residual) + spots[u].at, policy);
+      if constexpr (kBits) kept[u] = spots[u].any() ? a.bits[spots[u].at >> 3] >> (spots[u].at & 7) : 0;
+    }
+    with_act<GATED ? ACT : Act::none>(a.act, [&](auto act) {
+      [[maybe_unused]] constexpr Act kAct = decltype(act)::value;
+      const Vec<T, V> zero = filled<T, V>(convert<T>(0.f));
+#pragma unroll
+      for (int i = 0; i < U; ++i) {
+        const int u = REVERSED ? U - 1 - i : i;
+        fill_outside(wg[u], spots[u], zero);
+        fill_outside(wx[u], spots[u], zero);
+        Vec<A, V> g = unpack<A>(wg[u]), d = unpack<A>(wx[u]);
+        [[maybe_unused]] Vec<A, V> more;
+        if constexpr (kResidual) {
+          fill_outside(wr[u], spots[u], zero);
+          more = unpack<A>(wr[u]);
+        }
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          d.v[j] -= mean[j * kStep];
+          if constexpr (kBits) {
+            g.v[j] = kept[u] >> j & 1 ? g.v[j] : A(0);
+          } else if constexpr (GATED && kAct != Act::none) {
+            A z = fma(d.v[j], scale[j * kStep], bias[j * kStep]);
+            if constexpr (kResidual) z += more.v[j];
+            g.v[j] = act_gradient<kAct, sizeof(T) == 2>(g.v[j], z);
+          }
+        }
+        f(spots[u], g, d);
+      }
+    });
+  }
+};
+
+template <typename T, bool LAST, Act ACT, Gate GATE>
+__global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm_backward(const BackwardArgs<compute_t<T>> a) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>, K = LAST ? V : 1, kStep = LAST ? 1 : 0;
+  using Walk = BackwardWalk<T, LAST, ACT, GATE, K>;
+  constexpr int U = Walk::U;
+  __shared__ Shared<T, LAST> shared;
+  const Grid& g = a.grid;
+  const Place<T, LAST> place(g);
+  const Policies policies(a.hints);
+  const int local = place.tx * V;
+  const int down = place.down(g), across = LAST ? g.across : 1;
+  const T* dy = static_cast<const T*>(a.dy);
+  T* dx = static_cast<T*>(a.dx);
+  T* dresidual = static_cast<T*>(a.dresidual);
+  load_affine(shared, g, place, a.weight, a.bias);
+  __syncthreads();
+
+  Walk walk;
+  A rstd[K];
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const int64_t c = place.active ? channel_of(g, place.column + k) : 0;
+    walk.mean[k] = a.stats[c];
+    rstd[k] = a.stats[g.channels + c];
+    walk.scale[k] = place.active ? shared.weight[local + k] * rstd[k] : A(0);
+    walk.bias[k] = place.active ? shared.bias[local + k] : A(0);
+  }
+  const int steps = place.steps(g, place.end);
+
+  Sums<A, K> sums;
+  if (a.passes & kFirst) {
+    const int late = steps - static_cast<int>(static_cast<int64_t>(steps) * a.hints.kept >> 8);
+#pragma unroll 1
+    for (int step = 0; step < steps; step += U)
+      walk.template group<true, false>(a, place, step, dy, step >= late ? policies.late : policies.early,
+                                       [&](const Spot& spot, Vec<A, V>& dz, const Vec<A, V>& d) {
+        if (dresidual != nullptr) {
+          const Vec<T, V> rounded = pack<T>(dz);
+          store_spot(dresidual, spot, rounded, policies.late);
+          dz = unpack<A>(rounded);  // what the second pass will read
+        }
+        if constexpr (LAST) {
+#pragma unroll
+          for (int j = 0; j < V; ++j) sums.v[j] += dz.v[j], sums.v[K + j] += dz.v[j] * d.v[j];
+        } else {
+          A first = 0, second = 0;
+#pragma unroll
+          for (int j = 0; j < V; ++j) first += dz.v[j], second += dz.v[j] * d.v[j];
+          sums.v[0] += first, sums.v[K] += second;
+        }
+        if (!a.training) {  // mean and rstd are constants: nothing to wait for
+#pragma unroll
+          for (int j = 0; j < V; ++j) dz.v[j] *= walk.scale[j * kStep];
+          store_spot(dx, spot, pack<T>(dz), policies.store);
+        }
+      });
+    merge_down(sums, shared.merging, place, across, down);
+    if (!a.direct && place.ty == 0 && place.active) write_piece<LAST, K>(a.partial, g, place.piece, place.column, sums.v);
+    if (!(a.passes & kSecond)) return;
+    if (!a.direct) cooperative_groups::this_grid().sync();
+  }
+  if (!a.direct) {
+    sums = Sums<A, K>();
+    if (place.active) {
+      const int states = LAST ? g.pieces << g.copy_bits : g.pieces;
+#pragma unroll 2
+      for (int i = place.ty; i < states; i += down) {
+        Sums<A, K> other;
+        read_piece<LAST, K>(other.v, a.partial, g, i, place.column);
+        sums.merge(other);
+      }
+    }
+    merge_down(sums, shared.merging, place, across, down);
+  }
+  if (place.ty == 0 && place.active) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      shared.first[local + k] = sums.v[k];
+      shared.second[local + k] = sums.v[K + k];
+      if (place.piece == 0 && place.column + k < g.channels) {
+        store_param<T>(a.dweight, place.column + k, sums.v[K + k] * rstd[k]);
+        store_param<T>(a.dbias, place.column + k, sums.v[k]);
+      }
+    }
+  }
+  if (!a.training) return;
+  __syncthreads();
+
+  A from_x[K], constant[K];
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const A n = static_cast<A>(a.count);
+    from_x[k] = -walk.scale[k] * (shared.second[local + k] / n) * rstd[k] * rstd[k];
+    constant[k] = -walk.scale[k] * (shared.first[local + k] / n);
+  }
+  const auto result = [&](const Spot& spot, Vec<A, V>& dz, const Vec<A, V>& d) {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      dz.v[j] = fma(dz.v[j], walk.scale[j * kStep], fma(d.v[j], from_x[j * kStep], constant[j * kStep]));
+    store_spot(dx, spot, pack<T>(dz), policies.store);
+  };
+#pragma unroll 1
+  for (int step = (steps - 1) / U * U; step >= 0; step -= U) {
+    if (dresidual != nullptr) walk.template group<false, true>(a, place, step, dresidual, policies.second, result);
+    else walk.template group<true, true>(a, place, step, dy, policies.second, result);
+  }
+}
+
+// ---- launch rules -------------------------------------------------------------------------------------------------------
+
+// Overrides for measurements, read on every call where FASTLAYERS_BN_TUNE is set.
+int tuned(const char* name, int value) {
+  static const bool tuning = std::getenv("FASTLAYERS_BN_TUNE") != nullptr;
+  if (!tuning) return value;
+  const char* text = std::getenv(name);
+  return text != nullptr && *text != 0 ? std::atoi(text) : value;
+}
+
+// An (N, C, *) tensor as the kernels see it.
+struct Image {
+  int64_t images, channels, plane;
+  bool last;
+
+  int64_t count() const { return images * plane; }
+};
+
+// How to share out the channels of a launch. `resident`: blocks that the GPU holds at once. `waits`: blocks exchange sums.
+Grid share_out(const Image& image, int vector, int64_t resident, bool waits, int processors) {
+  Grid g{};
+  g.channels = image.channels;
+  g.copies = 1;
+  const int waves = waits ? 1 : tuned("FASTLAYERS_BN_WAVES", 4);  // eval: uneven blocks even out
+  const int least = tuned("FASTLAYERS_BN_LEAST", 4);              // steps of a thread, below which a piece is not cut
+  const int64_t slots = std::max<int64_t>(1, resident * waves);
+  if (image.last) {
+    const int64_t pixels = image.count();
+    while (image.channels * g.copies % vector != 0) g.copies *= 2;
+    g.copy_bits = log2_of(g.copies);
+    g.columns = image.channels * g.copies;
+    g.rows = pixels / g.copies;
+    g.tail = static_cast<int>(pixels % g.copies * image.channels);
+    g.items = g.rows + (g.tail > 0);
+    const int64_t words = g.columns / vector;
+    const int sharing = std::max(1, 8 / vector);
+    double best = -1;
+    for (int wanted = tuned("FASTLAYERS_BN_ACROSS", 8); wanted <= kMaxAcross; wanted *= 2) {
+      const int64_t tiles = ceil_div(words, wanted);
+      int64_t across = ceil_div(words, tiles);
+      if (tiles > 1) across = std::min<int64_t>(kMaxAcross, ceil_div(across, sharing) * sharing);  // whole bytes of bits
+      const int64_t groups = ceil_div(words, across), down = kThreads<true> / across;
+      const int64_t useful = g.items <= 2 * least * down ? 1 : ceil_div(g.items, least * down);
+      const int64_t room = std::max<int64_t>(1, slots / groups), pieces = std::min(useful, room);
+      // The part of the slots that work, if it is they that limit.
+      const double use = pieces < room ? 1.0 : static_cast<double>(groups * pieces) / static_cast<double>(ceil_div(groups * pieces, slots) * slots);
+      if (use > best + 0.03) {
+        best = use;
+        g.across = static_cast<int>(across);
+        g.down = static_cast<int>(down);
+        g.groups = static_cast<int>(groups);
+        g.pieces = static_cast<int>(pieces);
+      }
+      if (wanted >= words || tuned("FASTLAYERS_BN_ACROSS", 0) > 0) break;
+    }
+    g.each = ceil_div(g.items, g.pieces);
+  } else {
+    g.columns = image.channels;
+    g.plane = image.plane;
+    const bool ragged = image.plane % vector != 0;
+    const int64_t words = ceil_div(image.plane + (ragged ? vector - 1 : 0), vector);
+    g.words = Divisor(static_cast<uint32_t>(words));
+    g.items = image.images * words;
+    STD_TORCH_CHECK(g.items < INT32_MAX - (1 << 16), "fastlayers::batch_norm: ", image.count(), " elements a channel are more than the kernels take");
+    g.groups = static_cast<int>(image.channels);
+    const int64_t useful = std::max<int64_t>(1, g.items / (least * kThreads<false>));
+    const int64_t room = std::max<int64_t>(1, slots / image.channels);
+    // As few pieces as keep the SMs evenly loaded.
+    double best = -1;
+    for (int64_t pieces = 1; pieces <= std::min(useful, room); ++pieces) {
+      const int64_t blocks = image.channels * pieces;
+      const double use = static_cast<double>(blocks) / static_cast<double>(ceil_div(blocks, processors) * processors);
+      if (use > best + 0.03) {
+        best = use;
+        g.pieces = static_cast<int>(pieces);
+      }
+      if (best > 0.95 && waits) break;
+    }
+    if (!waits) g.pieces = static_cast<int>(std::min(useful, room));
+    g.pieces = std::max(1, tuned("FASTLAYERS_BN_PIECES", g.pieces));
+    g.each = ceil_div(ceil_div(g.items, g.pieces), kThreads<false>) * kThreads<false>;  // pieces begin at whole bytes of bits
+  }
+  return g;
+}
+
+// Blocks of a kernel that the GPU holds at once.
+template <auto kernel>
+int64_t resident_blocks(const Launch& launch, int threads) {
+  static int resident[kMaxDevices];
+  int& each = resident[launch.device()];
+  if (each == 0) {
+    STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, 0));
+    each = std::max(each, 1);
+  }
+  return static_cast<int64_t>(std::min(each, tuned("FASTLAYERS_BN_BLOCKS", each))) * device_traits(launch.device()).processors;
+}
+
+// One launch for both passes where the blocks can wait for each other or need not, else one for each.
+template <auto kernel, typename Args>
+void launch_passes(Args& args, bool both, int64_t resident, int threads, const Launch& launch) {
+  const Grid& g = args.grid;
+  const int64_t blocks = static_cast<int64_t>(g.groups) * g.pieces;
+  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::batch_norm: ", g.groups, " groups of channels are more than one launch takes");
+  const bool waits = both && !args.direct;
+  cudaLaunchConfig_t config = {};
+  if (const int shared = tuned("FASTLAYERS_BN_SHARED", 0)) {  // fewer blocks an SM
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    config.dynamicSmemBytes = shared;
+  }
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = launch.stream();
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  if (waits && (blocks > resident || tuned("FASTLAYERS_BN_TWO", 0) != 0)) {
+    args.passes = kFirst;
+    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+    args.passes = kSecond;
+    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+    return;
+  }
+  args.passes = both ? kBoth : kSecond;
+  if (waits) config.attrs = &attribute, config.numAttrs = 1;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+}
+
+Hints hints() {
+  return {tuned("FASTLAYERS_BN_KEPT", 0), static_cast<Policy>(tuned("FASTLAYERS_BN_SECOND", 0)),
+          static_cast<Policy>(tuned("FASTLAYERS_BN_STORE", 0))};
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+// x in one of the two layouts, by a copy where it has neither or does not start on a 16-byte word.
+struct Operand {
+  Tensor x;
+  Image image;
+
+  Operand(const Tensor& x_in, const char* op) : x(x_in), image{} {
+    const auto sizes = x_in.sizes();
+    const int64_t dims = x_in.dim();
+    STD_TORCH_CHECK(dims >= 2 && dims <= 5, "fastlayers::", op, ": expected x of 2 to 5 dimensions, but got ", dims);
+    image.images = sizes[0];
+    image.channels = sizes[1];
+    image.plane = 1;
+    for (int64_t d = 2; d < dims; ++d) image.plane *= sizes[d];
+    const bool contiguous = x_in.is_contiguous(), channels_last = !contiguous && is_channels_last(x_in);
+    image.last = (channels_last || image.plane == 1) && image.channels > 1;
+    if (!contiguous && !channels_last) x = torch::stable::contiguous(x_in);
+    else if (!aligned(x_in.const_data_ptr())) x = copy(x_in);
+    if (!image.last && image.channels == 1) {  // one plane
+      image.plane *= image.images;
+      image.images = 1;
+    }
+  }
+
+  Tensor empty() const { return empty_strided(x.dim(), x.sizes().data(), x.strides().data(), x.scalar_type(), x); }
+
+  // t in x's layout.
+  Tensor like_x(const Tensor& t, const char* op, const char* name) const {
+    check_same(x, t, op, name);
+    bool same = t.dim() == x.dim(), fits = same;
+    for (int64_t d = 0; d < x.dim() && same; ++d) {
+      same = t.size(d) == x.size(d);
+      fits = fits && same && (t.size(d) == 1 || t.stride(d) == x.stride(d));
+    }
+    STD_TORCH_CHECK(same, "fastlayers::", op, ": expected ", name, " of x's shape");
+    return fits && aligned(t.const_data_ptr()) ? t : copy(t);
+  }
+
+ private:
+  Tensor copy(const Tensor& t) const {
+    Tensor c = empty();
+    torch::stable::copy_(c, t);
+    return c;
+  }
+  static bool is_channels_last(const Tensor& t) {
+    int64_t step = 1;
+    const int64_t dims = t.dim();
+    for (int64_t i = 0; i < dims; ++i) {
+      const int64_t d = i == 0 ? 1 : i == dims - 1 ? 0 : dims - i;
+      if (t.size(d) > 1 && t.stride(d) != step) return false;
+      step *= t.size(d);
+    }
+    return true;
+  }
+};
+
+// A vector of a value per channel, of x's dtype or of the compute type.
+Param param(const std::optional<Tensor>& t, const Operand& x, const char* op, const char* name) {
+  if (!t) return {};
+  const ScalarType own = x.x.scalar_type(), dtype = t->scalar_type();
+  const ScalarType wide = own == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  STD_TORCH_CHECK(dtype == own || dtype == wide, "fastlayers::", op, ": expected ", name, " of x's dtype ",
+                  torch::headeronly::toString(own), " or ", torch::headeronly::toString(wide), ", but got ",
+                  torch::headeronly::toString(dtype));
+  STD_TORCH_CHECK(t->is_cuda() && t->get_device_index() == x.x.get_device_index(), "fastlayers::", op, ": expected ", name,
+                  " on x's device");
+  STD_TORCH_CHECK(t->numel() == x.image.channels && t->is_contiguous(), "fastlayers::", op, ": expected ", name, " of ",
+                  x.image.channels, " contiguous values");
+  return {const_cast<void*>(t->const_data_ptr()), dtype == wide};
+}
+
+Tensor empty_values(int64_t n, ScalarType dtype, const Tensor& like) {
+  const int64_t size = n, stride = 1;
+  return empty_strided(1, &size, &stride, dtype, like);
+}
+
+ScalarType compute_dtype(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+Tensor empty_stats(bool wanted, int64_t channels, const Tensor& x) {
+  if (!wanted) return empty_values(0, compute_dtype(x), x);
+  const int64_t sizes[] = {2, channels}, strides[] = {channels, 1};
+  return empty_strided(2, sizes, strides, compute_dtype(x), x);
+}
+
+// Whether the words of each byte of bits are of neighbouring lanes.
+bool bytes_are_whole(const Image& image, const Grid& g, int vector) {
+  if (vector >= 8) return false;
+  return image.last ? g.columns % 8 == 0 && (g.groups == 1 || g.across % (8 / vector) == 0) : image.plane % 8 == 0;
+}
+
+template <typename T, bool LAST, Act ACT, bool RESIDUAL>
+void run_forward(ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t n, const Launch& launch) {
+  using A = compute_t<T>;
+  constexpr auto kernel = batch_norm_forward<T, LAST, ACT, RESIDUAL>;
+  constexpr int V = kVector<T>;
+  const int64_t resident = resident_blocks<kernel>(launch, kThreads<LAST>);
+  args.grid = share_out(x.image, V, resident, args.training, device_traits(launch.device()).processors);
+  const Grid& g = args.grid;
+  args.direct = g.pieces == 1 && g.copies == 1;
+  args.bits_shared = bytes_are_whole(x.image, g, V);
+  std::optional<Tensor> partial;
+  if (args.training && !args.direct) {
+    partial = empty_values(3 * g.pieces * g.columns, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, x.x);
+    args.partial = static_cast<A*>(partial->mutable_data_ptr());
+  }
+  // Bytes that several blocks may write are or-ed into zeros.
+  const bool whole = V < 8 ? args.bits_shared : LAST ? g.tail == 0 : x.image.plane % 8 == 0;
+  if (args.bits != nullptr && !whole) STD_CUDA_CHECK(cudaMemsetAsync(args.bits, 0, (n + 7) / 8, launch.stream()));
+  launch_passes<kernel>(args, args.training, resident, kThreads<LAST>, launch);
+}
+
+struct Affine {
+  const std::optional<Tensor>&weight, &bias, &running_mean, &running_var;
+};
+
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_in, const std::optional<Tensor>& residual_in, const Affine& affine,
+                                           double momentum, double eps, int64_t act, bool training, bool want_bits, bool want_stats,
+                                           const char* op) {
+  const Operand x(x_in, op);
+  const Launch launch(x.x);
+  const int64_t n = x.x.numel();
+  const Act activation = act_of(act, op);
+  const bool has_bits = want_bits && residual_in && activation == Act::relu;
+  Tensor y = x.empty(), stats = empty_stats(want_stats, x.image.channels, x.x);
+  Tensor bits = empty_values(has_bits ? (n + 7) / 8 : 0, ScalarType::Byte, x.x);
+  const std::optional<Tensor> residual = residual_in ? std::optional<Tensor>(x.like_x(*residual_in, op, "residual")) : std::nullopt;
+  if (n == 0) return {y, stats, bits};
+  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
+    using T = decltype(zero);
+    using A = compute_t<T>;
+    ForwardArgs<A> args{};
+    args.x = x.x.const_data_ptr();
+    args.residual = residual ? residual->const_data_ptr() : nullptr;
+    args.y = y.mutable_data_ptr();
+    args.bits = has_bits ? static_cast<uint8_t*>(bits.mutable_data_ptr()) : nullptr;
+    args.weight = param(affine.weight, x, op, "weight");
+    args.bias = param(affine.bias, x, op, "bias");
+    args.running_mean = param(affine.running_mean, x, op, "running_mean");
+    args.running_var = param(affine.running_var, x, op, "running_var");
+    args.stats = want_stats ? static_cast<A*>(stats.mutable_data_ptr()) : nullptr;
+    args.momentum = static_cast<A>(momentum);
+    args.eps = static_cast<A>(eps);
+    args.count = x.image.count();
+    args.hints = hints();
+    args.act = activation;
+    args.training = training;
+    const auto run = [&](auto last) {
+      constexpr bool LAST = decltype(last)::value;
+      if constexpr (!std::is_same_v<T, double>) {
+        if (!residual && activation == Act::none) return run_forward<T, LAST, Act::none, false>(args, x, n, launch);
+        if (!residual && activation == Act::relu) return run_forward<T, LAST, Act::relu, false>(args, x, n, launch);
+        if (residual && activation == Act::relu) return run_forward<T, LAST, Act::relu, true>(args, x, n, launch);
+      }
+      if (residual) return run_forward<T, LAST, Act::run_time, true>(args, x, n, launch);
+      return run_forward<T, LAST, Act::run_time, false>(args, x, n, launch);
+    };
+    if (x.image.last) run(std::true_type{});
+    else run(std::false_type{});
+  });
+  return {y, stats, bits};
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const std::optional<Tensor>& residual,
+                                                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                                                    const std::optional<Tensor>& running_mean,
+                                                    const std::optional<Tensor>& running_var, double momentum, double eps,
+                                                    int64_t act, bool bits) {
+  return forward(x, residual, {weight, bias, running_mean, running_var}, momentum, eps, act, true, bits, true, "batch_norm_train");
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_eval(const Tensor& x, const std::optional<Tensor>& residual,
+                                                   const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                                                   const Tensor& running_mean, const Tensor& running_var, double eps, int64_t act,
+                                                   bool bits, bool keep) {
+  return forward(x, residual, {weight, bias, running_mean, running_var}, 0.0, eps, act, false, bits, keep, "batch_norm_eval");
+}
+
+template <typename T, bool LAST, Act ACT, Gate GATE>
+void run_backward(BackwardArgs<compute_t<T>>& args, const Operand& x, const Launch& launch) {
+  using A = compute_t<T>;
+  constexpr auto kernel = batch_norm_backward<T, LAST, ACT, GATE>;
+  const int64_t resident = resident_blocks<kernel>(launch, kThreads<LAST>);
+  args.grid = share_out(x.image, kVector<T>, resident, true, device_traits(launch.device()).processors);
+  const Grid& g = args.grid;
+  args.direct = g.pieces == 1 && g.copies == 1;
+  std::optional<Tensor> partial;
+  if (!args.direct) {
+    partial = empty_values(2 * g.pieces * g.columns, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, x.x);
+    args.partial = static_cast<A*>(partial->mutable_data_ptr());
+  }
+  launch_passes<kernel>(args, true, resident, kThreads<LAST>, launch);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& dy_in, const Tensor& x_in,
+                                                                  const std::optional<Tensor>& residual_in,
+                                                                  const std::optional<Tensor>& bits, const std::optional<Tensor>& weight,
+                                                                  const std::optional<Tensor>& bias, const Tensor& stats, bool training,
+                                                                  int64_t act, bool want_dresidual) {
+  const char* op = "batch_norm_backward";
+  const Operand x(x_in, op);
+  const Launch launch(x.x);
+  const int64_t n = x.x.numel(), channels = x.image.channels;
+  const Act activation = act_of(act, op);
+  const Tensor dy = x.like_x(dy_in, op, "dy");
+  const bool has_bits = bits && bits->numel() > 0;
+  STD_TORCH_CHECK(!has_bits || (activation == Act::relu && bits->numel() == (n + 7) / 8), "fastlayers::", op,
+                  ": expected bits with relu only, one for each of ", n, " elements");
+  STD_TORCH_CHECK(stats.numel() == 2 * channels && stats.is_contiguous() && stats.scalar_type() == compute_dtype(x.x), "fastlayers::",
+                  op, ": expected stats of [2, ", channels, "], contiguous, of dtype ", torch::headeronly::toString(compute_dtype(x.x)));
+  const bool has_residual = residual_in && !has_bits && activation != Act::none;
+  const std::optional<Tensor> residual = has_residual ? std::optional<Tensor>(x.like_x(*residual_in, op, "residual")) : std::nullopt;
+  const ScalarType param_dtype = weight ? weight->scalar_type() : compute_dtype(x.x);
+  Tensor dx = x.empty(), dresidual = want_dresidual ? x.empty() : empty_values(0, x.x.scalar_type(), x.x);
+  Tensor dweight = empty_values(channels, param_dtype, x.x), dbias = empty_values(channels, param_dtype, x.x);
+  if (n == 0) {
+    torch::stable::zero_(dweight);
+    torch::stable::zero_(dbias);
+    return {dx, dresidual, dweight, dbias};
+  }
+  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
+    using T = decltype(zero);
+    using A = compute_t<T>;
+    BackwardArgs<A> args{};
+    args.dy = dy.const_data_ptr();
+    args.x = x.x.const_data_ptr();
+    args.residual = residual ? residual->const_data_ptr() : nullptr;
+    args.bits = has_bits ? static_cast<const uint8_t*>(bits->const_data_ptr()) : nullptr;
+    args.dx = dx.mutable_data_ptr();
+    args.dresidual = want_dresidual ? dresidual.mutable_data_ptr() : nullptr;
+    args.weight = param(weight, x, op, "weight");
+    args.bias = param(bias, x, op, "bias");
+    args.stats = static_cast<const A*>(stats.const_data_ptr());
+    args.dweight = param(dweight, x, op, "weight");
+    args.dbias = param(dbias, x, op, "weight");
+    args.count = x.image.count();
+    args.hints = hints();
+    args.act = activation;
+    args.training = training;
+    const auto run = [&](auto last) {
+      constexpr bool LAST = decltype(last)::value;
+      if (has_bits) return run_backward<T, LAST, Act::relu, Gate::bits>(args, x, launch);
+      if (residual) return run_backward<T, LAST, Act::run_time, Gate::residual>(args, x, launch);
+      if constexpr (!std::is_same_v<T, double>) {
+        if (activation == Act::none) return run_backward<T, LAST, Act::none, Gate::x>(args, x, launch);
+        if (activation == Act::relu) return run_backward<T, LAST, Act::relu, Gate::x>(args, x, launch);
+      }
+      return run_backward<T, LAST, Act::run_time, Gate::x>(args, x, launch);
+    };
+    if (x.image.last) run(std::true_type{});
+    else run(std::false_type{});
+  });
+  return {dx, dresidual, dweight, dbias};
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
+  m.impl("batch_norm_train", TORCH_BOX(&fastlayers::batch_norm_train));
+  m.impl("batch_norm_eval", TORCH_BOX(&fastlayers::batch_norm_eval));
+  m.impl("batch_norm_backward", TORCH_BOX(&fastlayers::batch_norm_backward_op));
+}
