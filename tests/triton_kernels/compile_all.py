@@ -14,11 +14,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastlayers.kernels import elementwise, launch, softmax
+from fastlayers.kernels import elementwise, launch, layer_norm, softmax
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-TYPES = {BF16: "bf16", F32: "fp32", F64: "fp64", torch.uint8: "u8", torch.bool: "i1"}
+F16 = torch.float16
+TYPES = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64", torch.uint8: "u8", torch.bool: "i1"}
 
 
 def specialisation(function, arguments, constants):
@@ -62,8 +63,8 @@ def compiled(request, monkeypatch, tmp_path):
         names.append(kernel.metadata.name)
 
     monkeypatch.setattr(launch.Launch, "__call__", compile_instead)
-    monkeypatch.setattr(softmax, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(elementwise, "multiprocessors", lambda device: 132)
+    for family in (softmax, elementwise, layer_norm):
+        monkeypatch.setattr(family, "multiprocessors", lambda device: 132)
     yield names
     assert not spills, spills
 
@@ -138,3 +139,45 @@ def test_elementwise(compiled, dtype, offset):
         "mul_backward_columns",
     }
     assert set(compiled) == {f"_{name}" for name in expected}
+
+
+#: One length for every row of the launch rules, short and odd ones, and one past the registers; (rows, n).
+NORM_ROWS = [(8192, n) for n in (24, 100, 512, 2048, 4095, 4096, 8192, 16384, 32768, 131072)]
+LAYER_NORM = {"_whole_forward", "_long_forward", "_whole_backward", "_long_backward", "_column_sums", "_sum_rows"}
+
+
+def compile_layer_norm(x, residual, weight, bias, kind, dtype):
+    dims, eps = 1, 1e-5
+    if residual is None:
+        y, stats = layer_norm.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, True)
+        dsum = None
+    else:
+        y, x, stats = layer_norm.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, True)
+        dsum = x
+    wanted = (weight is not None, bias is not None)
+    layer_norm.layer_norm_backward(y, dsum, x, stats, weight, dims, kind, *wanted)
+
+
+@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+def test_layer_norm(compiled, dtype, kind):
+    for rows, n in NORM_ROWS if dtype == BF16 else NORM_ROWS[2::2]:
+        x, weight = meta(rows, n, dtype=dtype), meta(n, dtype=dtype)
+        bias = weight if kind == 0 else None
+        if kind < 2 or dtype == BF16:
+            compile_layer_norm(x, None, weight, bias, kind, dtype)
+        if dtype != F16:
+            compile_layer_norm(x, x, weight, bias, kind, dtype)
+        if dtype == BF16 and kind < 3:
+            compile_layer_norm(x, None, weight.float(), None if bias is None else bias.float(), kind, F32)
+            compile_layer_norm(x, None, None, None, kind, BF16)
+    assert set(compiled) <= LAYER_NORM
+
+
+def test_layer_norm_of_few_long_rows(compiled):
+    x = meta(2, 2**20)
+    compile_layer_norm(x, x, x[0], x[0], 0, BF16)
+    compile_layer_norm(x, None, x[0], None, 1, BF16)
+    compile_layer_norm(meta(2, 2**31), None, None, None, 0, BF16)
+    compile_layer_norm(meta(2**22, 1024), None, x[0, :1024], x[0, :1024], 0, BF16)
+    assert set(compiled) == LAYER_NORM

@@ -1,0 +1,564 @@
+"""LayerNorm and RMSNorm over the trailing dimensions, alone or of x + residual, forward and backward.
+
+A row is what is normalised: n neighbouring elements. The forward reads x (and the residual) once and writes y (and the
+sum); it keeps a mean and an rstd a row. Stock PyTorch adds and rounds in a kernel of its own first. The backward reads
+dy and x once and writes dx, and adds up dweight and dbias on the way: a fixed number of programs walk the rows and hold
+their sums in registers, each leaves one partial row, and a second kernel adds these up, always in the same order.
+
+Tiles are ROWS x BLOCK where whole rows fit the registers (``_whole_forward``, ``_whole_backward``). A longer row is
+read twice, the second time backwards so as to meet the cache where the first left it (``_long_forward``,
+``_long_backward``), and split among several programs where there are too few rows to fill the machine. Where the
+registers do not hold the sums of dweight and dbias besides, ``_column_sums`` reads dy and x once more for them.
+One-dimensional grids: program = group of rows, or (row, split), or (part of the rows, block of columns).
+
+``kind``: 0 layer_norm, 1 rms_norm as torch has it, 2 as Llama has it (x * rstd is rounded before weight), 3 as Gemma has
+it (1 + weight).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastlayers.kernels.indexing import index_type
+from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
+from fastlayers.kernels.reductions import accumulator, merge, sum_rows, unit, welford
+
+# Elements of a tile and its warps. 16 to 32 elements a thread keep two to four 16-byte loads of 16-bit elements in
+# flight; the forward's longest rows take 64, which 512 threads of 128 registers hold.
+FORWARD = {2048: 4, 8192: 8, 32768: 16}
+# The backward holds x, dy and, where they are wanted, the sums of dweight and dbias: 16 elements a thread.
+BACKWARD = {2048: 4, 4096: 8, 8192: 16}
+# Without these sums.
+BACKWARD_DX = {2048: 4, 8192: 8, 16384: 16}
+# Past the registers: 16384 16-bit elements a step, by 1024 threads of 64 registers, and half of it in the backward.
+LONG_FORWARD, LONG_BACKWARD, LONG_WARPS = 16384, 8192, 32
+
+# Threads of an SM that walk the rows in a backward with sums: their registers are what limits it.
+THREADS_PER_MULTIPROCESSOR = 512
+
+# dweight and dbias of long rows: 128 columns (256 contiguous bytes of 16-bit elements), 16 rows at a time, and at least
+# four programs for each multiprocessor.
+SUM_COLUMNS, SUM_ROWS, SUM_WARPS, SUM_PROGRAMS_PER_MULTIPROCESSOR = 128, 16, 4, 4
+
+# The split of a long row: every program of it reads what all of them left, so that is kept to one tile.
+MAX_SPLITS = 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    rows: int
+    block: int
+    warps: int
+
+
+def tile_for(n: int, table: dict[int, int], double: bool) -> Tile | None:
+    """The tile of whole rows of n elements; None where the registers do not hold one."""
+    block = triton.next_power_of_2(n)
+    for elements, warps in table.items():
+        elements //= 2 if double else 1
+        if block <= elements:
+            return Tile(elements // block, block, warps)
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _load(pointer, offset, inside, ACC: tl.constexpr):
+    return tl.load(pointer + offset, mask=inside, other=0.0).to(ACC)
+
+
+@triton.jit
+def _normed(x_ptr, sum_ptr, residual_ptr, offset, inside, ACC: tl.constexpr):
+    """What is normalised: x, or x + residual as it is rounded to the dtype of the sum."""
+    x = _load(x_ptr, offset, inside, ACC)
+    if residual_ptr is not None:
+        x = (x + _load(residual_ptr, offset, inside, ACC)).to(sum_ptr.dtype.element_ty).to(ACC)
+    return x
+
+
+@triton.jit
+def _scaled(normal, weight, bias, KIND: tl.constexpr, INNER: tl.constexpr, PRODUCT: tl.constexpr, ACC: tl.constexpr):
+    """y of (x - mean) * rstd. Llama's kind rounds to INNER, the dtype of x, and the product to PRODUCT."""
+    if KIND == 2:
+        normal = normal.to(INNER).to(ACC)
+    if weight is not None:
+        normal = normal * (weight + 1.0 if KIND == 3 else weight)
+        if KIND == 2:
+            normal = normal.to(PRODUCT).to(ACC)
+    return normal if bias is None else normal + bias
+
+
+@triton.jit
+def _whole_forward(
+    y_ptr, sum_ptr, stats_ptr, x_ptr, residual_ptr, weight_ptr, bias_ptr, rows, units, eps: tl.float64,
+    KIND: tl.constexpr, INNER: tl.constexpr, PRODUCT: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y for ROWS whole rows a program: x (and residual) in, y (and sum, statistics) out."""
+    n = units * UNIT
+    row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < n)
+    offset = row * n + column
+    x = _normed(x_ptr, sum_ptr, residual_ptr, offset, inside, ACC)
+    weight = None if weight_ptr is None else _load(weight_ptr, column, column < n, ACC)
+    bias = None if bias_ptr is None else _load(bias_ptr, column, column < n, ACC)
+    if sum_ptr is not None:
+        tl.store(sum_ptr + offset, x.to(sum_ptr.dtype.element_ty), mask=inside)
+    if KIND == 0:
+        mean = tl.sum(x, 1, keep_dims=True) / n
+        x = tl.where(column < n, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / n + tl.full((), eps, ACC))
+    if stats_ptr is not None:
+        if KIND == 0:
+            tl.store(stats_ptr + row, mean, mask=row < rows)
+            tl.store(stats_ptr + rows + row, rstd, mask=row < rows)
+        else:
+            tl.store(stats_ptr + row, rstd, mask=row < rows)
+    y = _scaled(x * rstd, weight, bias, KIND, INNER, PRODUCT, ACC)
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+# A long row in one program (BOTH), or split: one launch for what every split ADDS, one that WRITEs.
+BOTH, ADD, WRITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _split_values(part_ptr, row, rows, splits, which: tl.constexpr, SPLITS: tl.constexpr):
+    """What the splits of a row left in part[which, row, split]."""
+    s = tl.arange(0, SPLITS)
+    return tl.load(part_ptr + (which * rows + row) * splits + s, mask=s < splits, other=0.0)
+
+
+@triton.jit
+def _long_forward(
+    y_ptr, sum_ptr, stats_ptr, x_ptr, residual_ptr, weight_ptr, bias_ptr, part_ptr, splits, chunk, rows, units,
+    eps: tl.float64, KIND: tl.constexpr, INNER: tl.constexpr, PRODUCT: tl.constexpr, UNIT: tl.constexpr,
+    ACC: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """y for a row too long for the registers: a running mean and sum of squares a lane, then y."""
+    n = units * UNIT
+    split = tl.program_id(0) % splits
+    row = (tl.program_id(0) // splits).to(INDEX)
+    start = split.to(INDEX) * chunk
+    stop = tl.minimum(start + chunk, n)
+    lane = tl.arange(0, BLOCK)
+    if STAGE == WRITE:
+        s = tl.arange(0, SPLITS).to(INDEX)
+        count = tl.maximum(tl.minimum(n - s * chunk, chunk), 0).to(ACC)
+        mean = _split_values(part_ptr, row, rows, splits, 0, SPLITS)
+        squares = _split_values(part_ptr, row, rows, splits, 1, SPLITS)
+    else:
+        count = ((stop - start - 1 - lane + BLOCK) // BLOCK).to(ACC)
+        mean = tl.full((BLOCK,), 0.0, ACC)
+        squares = tl.full((BLOCK,), 0.0, ACC)
+        for first in range(start, stop, BLOCK):
+            inside = first + lane < stop
+            x = _normed(x_ptr, sum_ptr, residual_ptr, row * n + first + lane, inside, ACC)
+            if KIND == 0:
+                steps = ((first - start) // BLOCK + 1).to(ACC)
+                mean, squares = welford(x, inside, mean, squares, 1.0 / steps)
+            else:
+                squares += x * x
+    if KIND == 0:
+        mean, squares = merge(count, mean, squares, 0)
+    else:
+        squares = tl.sum(squares, 0)
+    if STAGE == ADD:
+        if KIND == 0:
+            tl.store(part_ptr + row * splits + split, mean)
+        tl.store(part_ptr + (rows + row) * splits + split, squares)
+    else:
+        rstd = tl.rsqrt(squares / n + tl.full((), eps, ACC))
+        if stats_ptr is not None and split == 0:
+            if KIND == 0:
+                tl.store(stats_ptr + row, mean)
+                tl.store(stats_ptr + rows + row, rstd)
+            else:
+                tl.store(stats_ptr + row, rstd)
+        for done in range(0, stop - start, BLOCK):
+            column = start + (stop - start - 1 - done) // BLOCK * BLOCK + lane
+            inside = column < stop
+            x = _normed(x_ptr, sum_ptr, residual_ptr, row * n + column, inside, ACC)
+            weight = None if weight_ptr is None else _load(weight_ptr, column, inside, ACC)
+            bias = None if bias_ptr is None else _load(bias_ptr, column, inside, ACC)
+            if sum_ptr is not None:
+                tl.store(sum_ptr + row * n + column, x.to(sum_ptr.dtype.element_ty), mask=inside)
+            if KIND == 0:
+                x -= mean
+            y = _scaled(x * rstd, weight, bias, KIND, INNER, PRODUCT, ACC)
+            tl.store(y_ptr + row * n + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _statistics(stats_ptr, row, rows, inside, KIND: tl.constexpr):
+    """(mean, rstd) of rows."""
+    first = tl.load(stats_ptr + row, mask=inside, other=0.0)
+    if KIND == 0:
+        return first, tl.load(stats_ptr + rows + row, mask=inside, other=0.0)
+    return 0.0, first
+
+
+@triton.jit
+def _times_weight(dy, weight, KIND: tl.constexpr):
+    """The gradient of what weight multiplies."""
+    if weight is None:
+        return dy
+    return dy * (weight + 1.0 if KIND == 3 else weight)
+
+
+@triton.jit
+def _whole_backward(
+    dx_ptr, partial_ptr, dy_ptr, dsum_ptr, x_ptr, stats_ptr, weight_ptr, rows, units,
+    KIND: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx for whole rows, ROWS at a time: dy, x (and dsum) in, dx out.
+
+    Each program leaves its sums of dweight and dbias, as far as they are wanted, in partial[which, program].
+    """
+    n = units * UNIT
+    programs = tl.num_programs(0)
+    column = tl.arange(0, BLOCK)[None, :]
+    weight = None if weight_ptr is None else _load(weight_ptr, column, column < n, ACC)
+    dweight = tl.full((ROWS, BLOCK), 0.0, ACC)
+    dbias = tl.full((ROWS, BLOCK), 0.0, ACC)
+    for first in range(tl.program_id(0).to(INDEX) * ROWS, rows, programs * ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < n)
+        offset = row * n + column
+        x = _load(x_ptr, offset, inside, ACC)
+        dy = _load(dy_ptr, offset, inside, ACC)
+        dsum = None if dsum_ptr is None else tl.load(dsum_ptr + offset, mask=inside, other=0.0)
+        mean, rstd = _statistics(stats_ptr, row, rows, row < rows, KIND)
+        normal = (x - mean) * rstd
+        if DWEIGHT:
+            dweight += dy * normal
+        if DBIAS:
+            dbias += dy
+        dy = _times_weight(dy, weight, KIND)
+        dx = dy - normal * (tl.sum(dy * normal, 1, keep_dims=True) / n)
+        if KIND == 0:
+            dx -= tl.sum(dy, 1, keep_dims=True) / n
+        dx *= rstd
+        if dsum is not None:
+            dx += dsum.to(ACC)
+        tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    partial_column = tl.program_id(0).to(INDEX) * n + tl.arange(0, BLOCK)
+    if DWEIGHT:
+        tl.store(partial_ptr + partial_column, tl.sum(dweight, 0), mask=tl.arange(0, BLOCK) < n)
+    if DBIAS:
+        skipped = programs.to(INDEX) * n if DWEIGHT else 0
+        tl.store(partial_ptr + skipped + partial_column, tl.sum(dbias, 0), mask=tl.arange(0, BLOCK) < n)
+
+
+@triton.jit
+def _long_backward(
+    dx_ptr, dy_ptr, dsum_ptr, x_ptr, stats_ptr, weight_ptr, part_ptr, splits, chunk, rows, units,
+    KIND: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+    STAGE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """dx for a row too long for the registers: the two sums first, then dx."""
+    n = units * UNIT
+    split = tl.program_id(0) % splits
+    row = (tl.program_id(0) // splits).to(INDEX)
+    start = split.to(INDEX) * chunk
+    stop = tl.minimum(start + chunk, n)
+    lane = tl.arange(0, BLOCK)
+    mean, rstd = _statistics(stats_ptr, row, rows, row < rows, KIND)
+    if STAGE == WRITE:
+        plain = _split_values(part_ptr, row, rows, splits, 0, SPLITS)
+        along = _split_values(part_ptr, row, rows, splits, 1, SPLITS)
+    else:
+        plain = tl.full((BLOCK,), 0.0, ACC)
+        along = tl.full((BLOCK,), 0.0, ACC)
+        for first in range(start, stop, BLOCK):
+            column = first + lane
+            inside = column < stop
+            x = _load(x_ptr, row * n + column, inside, ACC)
+            dy = _load(dy_ptr, row * n + column, inside, ACC)
+            weight = None if weight_ptr is None else _load(weight_ptr, column, inside, ACC)
+            dy = _times_weight(dy, weight, KIND)
+            plain += dy
+            along += dy * ((x - mean) * rstd)
+    plain = tl.sum(plain, 0)
+    along = tl.sum(along, 0)
+    if STAGE == ADD:
+        tl.store(part_ptr + row * splits + split, plain)
+        tl.store(part_ptr + (rows + row) * splits + split, along)
+    else:
+        for done in range(0, stop - start, BLOCK):
+            column = start + (stop - start - 1 - done) // BLOCK * BLOCK + lane
+            inside = column < stop
+            offset = row * n + column
+            x = _load(x_ptr, offset, inside, ACC)
+            dy = _load(dy_ptr, offset, inside, ACC)
+            weight = None if weight_ptr is None else _load(weight_ptr, column, inside, ACC)
+            dx = _times_weight(dy, weight, KIND) - (x - mean) * rstd * (along / n)
+            if KIND == 0:
+                dx -= plain / n
+            dx *= rstd
+            if dsum_ptr is not None:
+                dx += _load(dsum_ptr, offset, inside, ACC)
+            tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _column_sums(
+    partial_ptr, dy_ptr, x_ptr, stats_ptr, rows, units, parts, chunk,
+    KIND: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums of dweight and dbias, as far as they are wanted, over ``chunk`` rows, in partial[which, part]."""
+    n = units * UNIT
+    blocks = tl.cdiv(n, COLUMNS)
+    part = tl.program_id(0) // blocks
+    column = (tl.program_id(0) % blocks).to(INDEX) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    start = part.to(INDEX) * chunk
+    stop = tl.minimum(start + chunk, rows)
+    dweight = tl.full((ROWS, COLUMNS), 0.0, ACC)
+    dbias = tl.full((ROWS, COLUMNS), 0.0, ACC)
+    for first in range(start, stop, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < stop) & (column < n)
+        dy = _load(dy_ptr, row * n + column, inside, ACC)
+        if DWEIGHT:
+            x = _load(x_ptr, row * n + column, inside, ACC)
+            mean, rstd = _statistics(stats_ptr, row, rows, row < stop, KIND)
+            dweight += dy * ((x - mean) * rstd)
+        if DBIAS:
+            dbias += dy
+    partial_column = part.to(INDEX) * n + column
+    if DWEIGHT:
+        tl.store(partial_ptr + partial_column, tl.sum(dweight, 0, keep_dims=True), mask=column < n)
+    if DBIAS:
+        skipped = parts.to(INDEX) * n if DWEIGHT else 0
+        tl.store(partial_ptr + skipped + partial_column, tl.sum(dbias, 0, keep_dims=True), mask=column < n)
+
+
+# ------------------------------------------------------------------------------------------------------------- wrappers
+
+
+def _splits(n: int, rows: int, block: int, device: torch.device) -> tuple[int, int]:
+    """(programs a row, elements each takes of it): more than one where the rows leave the machine idle."""
+    idle = 2 * multiprocessors(device) // rows
+    splits = min(idle, cdiv(n, 2 * block), MAX_SPLITS) if idle > 2 else 1
+    chunk = cdiv(cdiv(n, splits), block) * block
+    return cdiv(n, chunk), chunk
+
+
+_TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The launches of the rows; those of a split row share a buffer."""
+
+    rows: int
+    accumulator: torch.dtype
+    sum_dtype: torch.dtype
+    launches: tuple[Launch, ...]
+    long: bool
+    buffer: tuple[int, int, int] | None = None
+
+    def run(self, first: Tensor, *tensors: Tensor | None) -> None:
+        if not self.long:
+            self.launches[0](first, *tensors)
+            return
+        part = None
+        if self.buffer is not None:
+            part = torch.empty(self.buffer, dtype=self.accumulator, device=first.device)
+        for launch in self.launches:
+            launch(first, *tensors, part)
+
+
+def _long_plan(
+    function: object, n: int, rows: int, block: int, scalars: tuple[float, ...], constants: tuple[object, ...],
+    dtypes: tuple[torch.dtype, torch.dtype], device: torch.device,
+) -> Plan:  # fmt: skip
+    """A long row in one program, or split among several. ``dtypes``: the accumulator, and that of x + residual."""
+    splits, chunk = _splits(n, rows, block, device)
+    units = n // unit(n)
+    if splits == 1:
+        launch = Launch(function, rows, (1, n, rows, units, *scalars), (*constants, block, BOTH.value, 1), LONG_WARPS)
+        return Plan(rows, *dtypes, (launch,), long=True)
+    arguments = (splits, chunk, rows, units, *scalars)
+    launches = tuple(
+        Launch(
+            function, rows * splits, arguments, (*constants, block, stage, triton.next_power_of_2(splits)), LONG_WARPS
+        )
+        for stage in (ADD.value, WRITE.value)
+    )
+    return Plan(rows, *dtypes, launches, long=True, buffer=(2, rows, splits))
+
+
+@lru_cache(KEPT)
+def _forward_plan(
+    shape: torch.Size, dims: int, eps: float, kind: int, dtypes: tuple[torch.dtype | None, ...], device: torch.device
+) -> Plan:
+    """``dtypes``: of x, residual, weight, bias and y."""
+    n = math.prod(shape[len(shape) - dims :])
+    numel = math.prod(shape)
+    rows = numel // n
+    x, residual, weight = dtypes[:3]
+    assert x is not None
+    sum_dtype = x if residual is None else torch.promote_types(x, residual)
+    product = sum_dtype if weight is None else torch.promote_types(sum_dtype, weight)
+    acc, acc_dtype = accumulator(x)
+    constants = (kind, _TL[sum_dtype], _TL[product], unit(n), acc, index_type(numel))
+    tile = tile_for(n, FORWARD, x == torch.float64)
+    if tile is None:
+        block = LONG_FORWARD // (2 if x == torch.float64 else 1)
+        return _long_plan(_long_forward, n, rows, block, (eps,), constants, (acc_dtype, sum_dtype), device)
+    launch = Launch(
+        _whole_forward, cdiv(rows, tile.rows), (rows, n // unit(n), eps), (*constants, tile.rows, tile.block), tile.warps
+    )
+    return Plan(rows, acc_dtype, sum_dtype, (launch,), long=False)
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
+    dtype: torch.dtype, keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    x = x.contiguous()
+    if residual is not None:
+        residual = residual.contiguous()
+    dtypes = (x.dtype, *[None if t is None else t.dtype for t in (residual, weight, bias)], dtype)
+    plan = _forward_plan(x.shape, dims, float(eps), kind, dtypes, x.device)
+    y = torch.empty_like(x, dtype=dtype)
+    total = None if residual is None else torch.empty_like(x, dtype=plan.sum_dtype)
+    shape = (2 if kind == 0 else 1, plan.rows) if keep else (0,)
+    stats = torch.empty(shape, dtype=plan.accumulator, device=x.device)
+    plan.run(y, total, stats if keep else None, x, residual, weight, bias)
+    return y, total, stats
+
+
+def layer_norm_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int, dtype: torch.dtype,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y, stats): the norm of x over its last ``dims`` dimensions, contiguous and of ``dtype``.
+
+    stats are means and rstds as (2, rows), for an RMSNorm rstds as (1, rows), and empty unless ``keep``.
+    """
+    y, _, stats = _forward(x, None, weight, bias, dims, eps, kind, dtype, keep)
+    return y, stats
+
+
+def add_layer_norm_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
+    dtype: torch.dtype, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, sum, stats): sum = x + residual, rounded to its dtype, and its norm as :func:`layer_norm_forward` has it."""
+    y, total, stats = _forward(x, residual, weight, bias, dims, eps, kind, dtype, keep)
+    assert total is not None
+    return y, total, stats
+
+
+@dataclass(frozen=True, eq=False)
+class SumsPlan:
+    """Where the partial sums of dweight and dbias come from: of the launch of the rows, or of one more."""
+
+    rows: Plan
+    launch: Launch | None
+    partial: tuple[int, int, int]
+
+
+@lru_cache(KEPT)
+def _dx_plan(
+    shape: torch.Size, dims: int, kind: int, dtypes: tuple[torch.dtype | None, ...], device: torch.device
+) -> Plan:
+    """A backward without dweight and dbias. ``dtypes``: of dy, x and weight."""
+    n = math.prod(shape[len(shape) - dims :])
+    numel = math.prod(shape)
+    rows = numel // n
+    x = dtypes[1]
+    assert x is not None
+    acc, acc_dtype = accumulator(x)
+    tile = tile_for(n, BACKWARD_DX, x == torch.float64)
+    if tile is None:
+        block = LONG_BACKWARD // (2 if x == torch.float64 else 1)
+        constants = (kind, unit(n), acc, index_type(numel))
+        return _long_plan(_long_backward, n, rows, block, (), constants, (acc_dtype, x), device)
+    constants = (kind, False, False, unit(n), acc, index_type(numel), tile.rows, tile.block)
+    launch = Launch(_whole_backward, cdiv(rows, tile.rows), (rows, n // unit(n)), constants, tile.warps)
+    return Plan(rows, acc_dtype, x, (launch,), long=False)
+
+
+@lru_cache(KEPT)
+def _sums_plan(
+    shape: torch.Size, dims: int, kind: int, dtypes: tuple[torch.dtype | None, ...], dweight: bool, dbias: bool,
+    device: torch.device,
+) -> SumsPlan:  # fmt: skip
+    """A backward with dweight, dbias or both. ``dtypes``: of dy, x and weight."""
+    n = math.prod(shape[len(shape) - dims :])
+    numel = math.prod(shape)
+    rows = numel // n
+    x = dtypes[1]
+    assert x is not None
+    acc, acc_dtype = accumulator(x)
+    outputs = dweight + dbias
+    tile = tile_for(n, BACKWARD, x == torch.float64)
+    if tile is not None:
+        resident = max(THREADS_PER_MULTIPROCESSOR // (32 * tile.warps), 1) * multiprocessors(device)
+        programs = min(cdiv(rows, tile.rows), resident)
+        constants = (kind, dweight, dbias, unit(n), acc, index_type(numel, 2 * programs * n), tile.rows, tile.block)
+        launch = Launch(_whole_backward, programs, (rows, n // unit(n)), constants, tile.warps)
+        return SumsPlan(Plan(rows, acc_dtype, x, (launch,), long=False), None, (outputs, programs, n))
+    blocks = cdiv(n, SUM_COLUMNS)
+    chunk = cdiv(rows, cdiv(SUM_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), blocks))
+    chunk = cdiv(chunk, SUM_ROWS) * SUM_ROWS
+    parts = cdiv(rows, chunk)
+    constants = (kind, dweight, dbias, unit(n), acc, index_type(numel, 2 * parts * n), SUM_ROWS, SUM_COLUMNS)
+    launch = Launch(_column_sums, blocks * parts, (rows, n // unit(n), parts, chunk), constants, SUM_WARPS)
+    return SumsPlan(_dx_plan(shape, dims, kind, dtypes, device), launch, (outputs, parts, n))
+
+
+def layer_norm_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, dims: int, kind: int,
+    dweight: bool, dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dweight, dbias), the latter two of weight's dtype, and empty where they are not wanted or have no weight.
+
+    x is what was normalised: after :func:`add_layer_norm_forward` the sum, with ``dsum`` as its other gradient.
+    """
+    dy, x = dy.contiguous(), x.contiguous()
+    if dsum is not None:
+        dsum = dsum.contiguous()
+    dweight = dweight and weight is not None
+    dtype = x.dtype if weight is None else weight.dtype
+    key = (x.shape, dims, kind, (dy.dtype, x.dtype, None if weight is None else weight.dtype))
+    dx = torch.empty_like(x)
+    nothing = torch.empty(0, dtype=dtype, device=x.device)
+    if not (dweight or dbias):
+        plan = _dx_plan(*key, x.device)
+        if plan.long:
+            plan.run(dx, dy, dsum, x, stats, weight)
+        else:
+            plan.run(dx, None, dy, dsum, x, stats, weight)
+        return dx, nothing, nothing.clone()
+    sums = _sums_plan(*key, dweight, dbias, x.device)
+    partial = torch.empty(sums.partial, dtype=sums.rows.accumulator, device=x.device)
+    if sums.rows.long:
+        sums.rows.run(dx, dy, dsum, x, stats, weight)
+    else:
+        sums.rows.run(dx, partial, dy, dsum, x, stats, weight)
+    if sums.launch is not None:
+        sums.launch(partial, dy, x, stats)
+    shape = x.shape[x.dim() - dims :]
+    for_weight = torch.empty(shape, dtype=dtype, device=x.device) if dweight else nothing
+    for_bias = torch.empty(shape, dtype=dtype, device=x.device) if dbias else nothing
+    if dweight:
+        sum_rows(partial, for_weight, for_bias if dbias else None)
+    else:
+        sum_rows(partial, for_bias)
+    return dx, for_weight, for_bias

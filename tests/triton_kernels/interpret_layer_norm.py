@@ -1,0 +1,226 @@
+"""The Triton kernels of LayerNorm and RMSNorm in the interpreter, against float64."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+
+from fastlayers.kernels import layer_norm
+from fastlayers.kernels.layer_norm import add_layer_norm_forward, layer_norm_backward, layer_norm_forward
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+HALF = DTYPES[1:3]
+#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3.2e-2, torch.float64: 1e-13}
+EPS = 1e-5
+KINDS = [*itertools.product([0], DTYPES), *itertools.product([1, 2, 3], HALF)]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def few_registers(monkeypatch):
+    """Launch rules by which rows of a thousand elements are long: the interpreter takes its time over longer ones."""
+    plans = (layer_norm._forward_plan, layer_norm._dx_plan, layer_norm._sums_plan)
+    for plan in plans:
+        plan.cache_clear()
+    monkeypatch.setattr(layer_norm, "FORWARD", {512: 4})
+    monkeypatch.setattr(layer_norm, "BACKWARD", {256: 4})
+    monkeypatch.setattr(layer_norm, "BACKWARD_DX", {512: 4})
+    monkeypatch.setattr(layer_norm, "LONG_FORWARD", 256)
+    monkeypatch.setattr(layer_norm, "LONG_BACKWARD", 256)
+    yield
+    for plan in plans:
+        plan.cache_clear()
+
+
+def assert_close(actual, expected, dtype, magnitude=0.0, of=None):
+    """Within the tolerance (``of`` a dtype) of the largest result or, where terms cancel, of their ``magnitude``."""
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
+    assert actual.is_contiguous()
+    atol = TOLERANCE[of or dtype] * max(magnitude, expected.abs().max().item())
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
+def reference(x, weight, bias, shape, kind):
+    """In float64, differentiable."""
+    dims = tuple(range(-len(shape), 0))
+    if kind == 0:
+        return torch.nn.functional.layer_norm(x, shape, weight, bias, EPS)
+    y = x * torch.rsqrt((x * x).mean(dims, keepdim=True) + EPS)
+    return y if weight is None else y * (1 + weight if kind == 3 else weight)
+
+
+def check(x, weight, bias, dims, kind, residual=None, dtype=None, dy=None, dsum=None):
+    dtype = dtype or x.dtype
+    shape = x.shape[x.dim() - dims :]
+    stats_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if residual is None:
+        total = x
+        y, stats = layer_norm_forward(x, weight, bias, dims, EPS, kind, dtype, True)
+        again, empty = layer_norm_forward(x, weight, bias, dims, EPS, kind, dtype, False)
+    else:
+        y, total, stats = add_layer_norm_forward(x, residual, weight, bias, dims, EPS, kind, dtype, True)
+        again, _, empty = add_layer_norm_forward(x, residual, weight, bias, dims, EPS, kind, dtype, False)
+        assert_close(total, x.double() + residual.double(), torch.promote_types(x.dtype, residual.dtype))
+    assert torch.equal(y, again)
+    assert empty.shape == (0,)
+    assert empty.dtype == stats.dtype == stats_dtype
+    leaves = [None if t is None else t.double().requires_grad_() for t in (total, weight, bias)]
+    expected = reference(*leaves, shape, kind)
+    assert_close(y, expected.detach(), dtype, of=x.dtype)
+    rows = total.double().reshape(-1, shape.numel())
+    if kind == 0:
+        mean, variance = rows.mean(1), rows.var(1, correction=0)
+        assert_close(stats, torch.stack([mean, (variance + EPS).rsqrt()]), stats_dtype)
+    else:
+        assert_close(stats, (rows.square().mean(1) + EPS).rsqrt()[None], stats_dtype)
+
+    dy = torch.randn(x.shape).to(dtype) if dy is None else dy
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    gradients = dict(zip(map(id, wanted), torch.autograd.grad(expected, wanted, dy.double()), strict=True))
+    dx, dweight, dbias = (None if leaf is None else gradients[id(leaf)] for leaf in leaves)
+    if dsum is not None:
+        dx = dx + dsum.double()
+    for for_weight, for_bias in itertools.product({False, weight is not None}, {False, bias is not None}):
+        actual = layer_norm_backward(dy, dsum, total, stats, weight, dims, kind, for_weight, for_bias)
+        terms = dx.abs().max().item() + (dy.double().abs().max() * stats[-1].max()).item()
+        assert_close(actual[0], dx, total.dtype, terms, of=x.dtype)
+        for gradient, want, exact in zip(actual[1:], (for_weight, for_bias), (dweight, dbias), strict=True):
+            if want:
+                assert_close(gradient, exact, x.dtype if weight is None else weight.dtype, 4.0)
+            else:
+                assert gradient.shape == (0,)
+
+
+def parameters(shape, kind, dtype):
+    return torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if kind == 0 else None
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [((1,), 1), ((3, 5), 1), ((2, 3, 70), 1), ((130, 1), 1), ((2, 3, 4, 6), 2), ((5, 1000), 1), ((600, 24), 1)],
+)
+def test_shapes(shape, dims, dtype, kind):
+    x = torch.randn(shape).to(dtype)
+    weight, bias = parameters(shape[len(shape) - dims :], kind, dtype)
+    check(x, weight, bias, dims, kind)
+    check(x, None, None, dims, kind)
+
+
+@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("dtype", HALF)
+def test_float32_parameters_and_results(dtype, kind):
+    x, residual = torch.randn(4, 33).to(dtype), torch.randn(4, 33)
+    weight, bias = parameters((33,), kind, torch.float32)
+    for out in (dtype, torch.float32):
+        check(x, weight, bias, 1, kind, dtype=out)
+        check(x, weight.to(dtype), None, 1, kind, dtype=out)
+    check(x, weight, bias, 1, kind, residual, torch.float32)
+
+
+def test_llama_rounds_before_the_weight():
+    x, weight = torch.randn(3, 40).half(), torch.randn(40)
+    y, _ = layer_norm_forward(x, weight, None, 1, EPS, 2, torch.float32, False)
+    normal = x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + EPS)
+    torch.testing.assert_close(y, normal.half() * weight, rtol=1e-6, atol=0)
+    y, _ = layer_norm_forward(x, weight.half(), None, 1, EPS, 2, torch.float16, False)
+    assert torch.equal(y, normal.half() * weight.half())
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_with_residual(dtype, kind):
+    x, residual, dsum = (torch.randn(7, 60).to(dtype) for _ in range(3))
+    weight, bias = parameters((60,), kind, dtype)
+    check(x, weight, bias, 1, kind, residual, dsum=dsum)
+    check(x, None, None, 1, kind, residual)
+    check(x, weight, bias, 1, kind, x, dsum=dsum[0].expand(7, 60))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize(("rows", "n"), [(2, 1500), (5, 1001), (3, 300)])
+def test_long(few_registers, rows, n, dtype, kind):
+    """Past the registers: split among several programs, in one, and where only the sums do not fit."""
+    x, residual, dsum = (torch.randn(rows, n).to(dtype) for _ in range(3))
+    weight, bias = parameters((n,), kind, dtype)
+    check(x, weight, bias, 1, kind)
+    check(x, weight, bias, 1, kind, residual, dsum=dsum)
+
+
+def test_all_ways_of_a_long_row_are_tested(few_registers):
+    device = torch.device("cpu")
+    assert layer_norm._splits(1500, 2, layer_norm.LONG_FORWARD, device)[0] > 1
+    assert layer_norm._splits(1001, 5, layer_norm.LONG_FORWARD, device)[0] == 1
+    assert layer_norm.tile_for(1001, layer_norm.FORWARD, False) is None
+    assert layer_norm.tile_for(300, layer_norm.BACKWARD, False) is None
+    assert layer_norm.tile_for(300, layer_norm.BACKWARD_DX, False) is not None
+
+
+def test_a_row_that_is_long_by_the_rules_of_a_gpu():
+    x = torch.randn(2, 33001).half()
+    assert layer_norm.tile_for(33001, layer_norm.FORWARD, False) is None
+    y, stats = layer_norm_forward(x, None, None, 1, EPS, 0, x.dtype, True)
+    assert_close(y, reference(x.double(), None, None, (33001,), 0), x.dtype)
+    dx, _, _ = layer_norm_backward(y, None, x, stats, None, 1, 0, False, False)
+    assert dx.double().abs().max() < 4e-3  # y is along x, which the norm does not see
+
+
+@pytest.mark.parametrize("n", [70, 1500])
+def test_a_mean_far_from_zero_does_not_cancel(few_registers, n):
+    x = torch.randn(3, n) + 1000  # whose mean float32 rounds by 3e-5
+    y, _ = layer_norm_forward(x, None, None, 1, EPS, 0, x.dtype, False)
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x.double(), (n,)).float(), rtol=0, atol=2e-4)
+
+
+def views():
+    yield torch.randn(6, 40)[:, 3:36], 1
+    yield torch.randn(6, 40)[1::2], 1
+    yield torch.randn(40, 6).t(), 1
+    yield torch.randn(241)[1:].view(6, 40), 1
+    yield torch.randn(1, 40).expand(6, 40), 1
+    yield torch.randn(6, 1).expand(6, 40), 1
+    yield torch.randn(2, 3, 4, 5).transpose(1, 2), 2
+
+
+@pytest.mark.parametrize("number", range(len(list(views()))))
+def test_views_of_x_and_of_the_gradients(number):
+    x, dims = list(views())[number]
+    before = x.clone()
+    weight, bias = parameters(x.shape[x.dim() - dims :], 0, x.dtype)
+    y = torch.randn(x.shape)
+    check(x, weight, bias, dims, 0)
+    check(y, weight, bias, dims, 0, x)
+    check(y, weight, bias, dims, 0, dy=x, dsum=x)
+    check(y, weight, bias, dims, 0, dy=torch.tensor(0.5).expand(x.shape))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_nan_and_infinities(kind):
+    rows = torch.randn(4, 50)
+    rows[1, 3], rows[2, 3], rows[3] = float("nan"), float("inf"), 0.0
+    y, _ = layer_norm_forward(rows, None, None, 1, EPS, kind, rows.dtype, False)
+    functional = torch.nn.functional
+    expected = functional.layer_norm(rows, (50,)) if kind == 0 else functional.rms_norm(rows, (50,), None, EPS)
+    torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("table", ["FORWARD", "BACKWARD", "BACKWARD_DX"])
+@pytest.mark.parametrize("double", [False, True])
+def test_launch_rule(table, double):
+    for n in [*range(1, 300), 4095, 4096, 4097, 16384, 32768, 32769]:
+        tile = layer_norm.tile_for(n, getattr(layer_norm, table), double)
+        if tile is not None:
+            assert tile.block & (tile.block - 1) == 0
+            assert tile.block >= n
+            assert 1 <= tile.rows <= 4096
+            assert tile.rows * tile.block <= 64 * 32 * tile.warps
