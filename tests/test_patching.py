@@ -77,7 +77,8 @@ class Net(nn.Module):
 
 
 BLOCKS = {"layer1.0", "layer1.1", "layer2.0"}
-ALL = BLOCKS | {"head", "head.soft", "log"}
+NORMS = {f"{name}.bn" for name in BLOCKS}
+ALL = BLOCKS | NORMS | {"head", "head.soft", "log"}
 
 
 @pytest.fixture
@@ -122,9 +123,7 @@ def test_what_survives(net, x):
     assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
     assert not net.training
     assert not net.layer1[0].training
-    assert repr(net).replace("FusedBlock", "Block").replace("FusedHead", "Head") == text.replace(
-        "Softmax", "FusedSoftmax"
-    ).replace("LogFusedSoftmax", "FusedLogSoftmax")
+    assert repr(net).replace("Fused", "") == text
     torch.testing.assert_close(net(x), expected)
     assert seen == ["hook", "hook"]
     net.train()(x).sum().backward()
@@ -155,7 +154,7 @@ def test_patching_twice_changes_nothing(net):
 
 def test_patching_in_two_parts(net):
     patch_model(net, include="layer1")
-    assert names(patch_report(net)) == {"layer1.0", "layer1.1"}
+    assert names(patch_report(net)) == {"layer1.0", "layer1.0.bn", "layer1.1", "layer1.1.bn"}
     patch_model(net)
     assert names(patch_report(net)) == ALL
 
@@ -185,11 +184,11 @@ def test_shared_modules_are_visited_once():
     block = Block()
     model = nn.Sequential(block, nn.Sequential(block), block)
     report = plan_patch(model)
-    assert [row.fqn for row in report.patched] == ["0"]
+    assert [row.fqn for row in report.patched] == ["0", "0.bn"]
     assert report["1.0"] is report["0"] is report["2"]
-    assert report.counts() == {"add_relu": 1}
+    assert report.counts() == {"batch_norm_add_act": 1, "BatchNorm2d": 1}
     assert type(patch_model(model)[1][0]).__name__ == "FusedBlock"
-    assert names(plan_patch(nn.Sequential(block, nn.ModuleDict({"again": block})), include="1.again")) == {"0"}
+    assert names(plan_patch(nn.Sequential(block, nn.ModuleDict({"again": block})), include="1.again")) == {"0", "0.bn"}
 
 
 def test_equal_blocks_share_a_class(net):
@@ -257,17 +256,18 @@ def test_subclasses_of_layers_keep_their_forward():
     ("options", "expected"),
     [
         ({}, ALL),
-        ({"include": "layer1.*"}, {"layer1.0", "layer1.1"}),
-        ({"include": "layer1"}, {"layer1.0", "layer1.1"}),
-        ({"include": ["layer1.0", "layer2.?"]}, {"layer1.0", "layer2.0"}),
-        ({"include": ("*.0",)}, {"layer1.0", "layer2.0"}),
-        ({"include": Block}, BLOCKS),
+        ({"include": "layer1.*"}, {"layer1.0", "layer1.1", "layer1.0.bn", "layer1.1.bn"}),
+        ({"include": "layer1"}, {"layer1.0", "layer1.1", "layer1.0.bn", "layer1.1.bn"}),
+        ({"include": ["layer1.0", "layer2.?"]}, {"layer1.0", "layer2.0", "layer1.0.bn", "layer2.0.bn"}),
+        ({"include": ("*.0",)}, {"layer1.0", "layer2.0", "layer1.0.bn", "layer2.0.bn"}),
+        ({"include": Block}, BLOCKS | NORMS),
         ({"include": [nn.Softmax, "log"]}, {"head.soft", "log"}),
         ({"include": Head}, {"head", "head.soft"}),
-        ({"exclude": "layer1"}, ALL - {"layer1.0", "layer1.1"}),
-        ({"exclude": "layer1.1"}, ALL - {"layer1.1"}),
-        ({"exclude": [Block]}, ALL - BLOCKS),
-        ({"include": "layer*", "exclude": "layer1.0"}, BLOCKS - {"layer1.0"}),
+        ({"exclude": "layer1"}, ALL - {"layer1.0", "layer1.1", "layer1.0.bn", "layer1.1.bn"}),
+        ({"exclude": "layer1.1"}, ALL - {"layer1.1", "layer1.1.bn"}),
+        ({"exclude": [Block]}, ALL - BLOCKS - NORMS),
+        ({"exclude": nn.BatchNorm2d}, ALL - NORMS),
+        ({"include": "layer*", "exclude": "layer1.0"}, (BLOCKS | NORMS) - {"layer1.0", "layer1.0.bn"}),
         ({"filter_fn": lambda module, fqn: isinstance(module, Block)}, BLOCKS),
         ({"filter_fn": lambda module, fqn: fqn == "head"}, {"head"}),
         ({"include": "layer?.*", "filter_fn": lambda module, fqn: fqn.endswith("0")}, {"layer1.0", "layer2.0"}),
@@ -282,9 +282,10 @@ def test_selection(net, options, expected):
 def test_an_excluded_child_is_not_absorbed(net, x):
     net.eval()
     expected = net(x)
-    report = plan_patch(net, exclude="*.relu")
-    assert report["layer1.0"].reason is Reason.EXCLUDED_CHILD
-    with patched(net, exclude=[nn.ReLU, nn.Softmax]):
+    row = plan_patch(net, exclude="*.relu")["layer1.0"]
+    assert (row.fused, row.left[0][0]) == ((("batch_norm_add", 1),), Reason.EXCLUDED_CHILD)
+    assert plan_patch(net, exclude=["*.relu", "*.bn"])["layer1.0"].reason is Reason.EXCLUDED_CHILD
+    with patched(net, exclude=[nn.ReLU, nn.BatchNorm2d, nn.Softmax]):
         assert type(net.layer1[0]) is Block
         assert type(net.head) is Head
         assert torch.equal(net(x)[0], expected[0])
@@ -369,13 +370,17 @@ def test_report(net):
     report = plan_patch(net)
     assert len(report) == len(list(net.named_modules()))
     row = report["layer1.0"]
-    assert (row.was, row.became, row.fused, row.reason) == ("Block", "FusedBlock", (("add_relu", 1),), None)
+    assert (row.was, row.became, row.fused, row.reason) == ("Block", "FusedBlock", (("batch_norm_add_act", 1),), None)
     assert report["layer1.0.conv"].reason is Reason.NO_RULE
     assert report["plain"].reason is Reason.NOTHING_TO_FUSE
-    assert report.counts() == {"add_relu": 3, "softmax": 1, "Softmax": 1, "LogSoftmax": 1}
-    assert report.summary() == ("Net: 6 of 20 modules patched: 3 add_relu, 1 softmax, 1 Softmax, 1 LogSoftmax")
+    assert report.counts() == {
+        "batch_norm_add_act": 3, "BatchNorm2d": 3, "softmax": 1, "Softmax": 1, "LogSoftmax": 1,
+    }  # fmt: skip
+    assert report.summary() == (
+        "Net: 9 of 20 modules patched: 3 batch_norm_add_act, 3 BatchNorm2d, 1 softmax, 1 Softmax, 1 LogSoftmax"
+    )
     text = str(report)
-    assert "layer1.0   Block       FusedBlock" in text
+    assert "layer1.0     Block        FusedBlock" in text
     assert "layer1.0.conv" not in text
     assert "no rule looks for this layer" in text
     with pytest.raises(KeyError, match="nowhere"):
@@ -422,19 +427,19 @@ def test_warnings_point_at_the_line_of_the_user():
 def test_report_in_other_forms(net):
     report = plan_patch(net, include=["layer1", "nowhere"])
     data = json.loads(report.to_json())
-    assert data["counts"] == {"add_relu": 2}
+    assert data["counts"] == {"batch_norm_add_act": 2, "BatchNorm2d": 2}
     assert data["unmatched"] == ["nowhere"]
     rows = {row["module"]: row for row in data["modules"]}
-    assert rows["layer1.0"]["fused"] == {"add_relu": 1}
+    assert rows["layer1.0"]["fused"] == {"batch_norm_add_act": 1}
     assert rows["layer2.0"]["reason"] == "NOT_SELECTED"
     markdown = report.to_markdown()
-    assert "| layer1.0 | Block | FusedBlock | add_relu |" in markdown
+    assert "| layer1.0 | Block | FusedBlock | batch_norm_add_act |" in markdown
     assert "pattern 'nowhere' matched nothing" in markdown
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=200)
     console.print(report)
-    assert re.search(r"layer1\.1\s+│ Block\s+│ FusedBlock │ add_relu", console.file.getvalue())
+    assert re.search(r"layer1\.1\s+│ Block\s+│ FusedBlock\s+│ batch_norm_add_act", console.file.getvalue())
 
 
 def test_rich_is_imported_for_printing_only():
@@ -646,7 +651,7 @@ def test_a_forward_on_the_instance_is_detected(net, x):
         patch_model(net)
     report = patch_report(net)
     assert report["layer1.0"].reason is Reason.FORWARD_REPLACED
-    assert report["layer1.1"].became is None
+    assert report["layer1.1"].fused == (("batch_norm_add", 1),)
     assert type(block) is Block
 
 
@@ -716,7 +721,7 @@ def test_scripted_modules_are_left_alone(net, x):
     net.layer1[0] = torch.jit.script(Block())
     with pytest.warns(PatchWarning, match="holds scripted modules"):
         patch_model(net)
-    assert names(patch_report(net)) == ALL - {"layer1.0"}
+    assert names(patch_report(net)) == ALL - {"layer1.0", "layer1.0.bn"}
     net(x)
 
 
@@ -774,7 +779,7 @@ def test_a_class_that_reacts_to_subclasses_is_left_alone():
 def test_convert_sync_batchnorm_after_patching(net):
     patch_model(net)
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    assert names(patch_report(converted)) == ALL
+    assert names(patch_report(converted)) == ALL - NORMS
     assert isinstance(converted.layer1[0].bn, nn.SyncBatchNorm)
 
 
@@ -869,10 +874,10 @@ def test_verify(net, x, state, mode, dtype):
     report = verify_patch(net, x.to(dtype))
     assert report
     assert report.ok
-    assert report.patched == 6
+    assert report.patched == 9
     assert report.first_difference is None
     assert {c.name for c in report.comparisons} >= {"output", "grad of layer1.0.conv.weight", "grad of input 0"}
-    assert str(report).startswith("verify: equal (6 modules patched")
+    assert str(report).startswith("verify: equal (9 modules patched")
     assert ("every value is the same" in str(report)) == all(c.error == 0 for c in report.comparisons)
     assert unchanged(before, snapshot(net))
 

@@ -196,12 +196,12 @@ class Reader:
         if len(names) != len(arguments) or self.depth > 4:
             raise UnreadableError
         self.values = dict(zip(names, arguments, strict=True))
-        *body, last = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
-        for statement in body:
+        body = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+        for statement in body[:-1]:
             self.run(statement)
-        if not isinstance(last, ast.Return) or last.value is None:
+        if not body or not isinstance(body[-1], ast.Return) or body[-1].value is None:
             raise UnreadableError
-        return self.read(last.value)
+        return self.read(body[-1].value)
 
     def run(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
@@ -232,9 +232,9 @@ class Reader:
         if isinstance(node, ast.Constant):
             return ("constant", float(node.value)) if type(node.value) in (int, float) else ("constant", node.value)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            kind, value = self.read(node.operand)
-            if kind == "constant":
-                return ("constant", -value)
+            value = self.read(node.operand)
+            if value[0] == "constant" and isinstance(value[1], float):
+                return ("constant", -value[1])
         if isinstance(node, ast.Name):
             return self.name(node.id)
         if isinstance(node, ast.List | ast.Tuple):
@@ -288,9 +288,11 @@ LAST = (("constant", -1.0), ("items", ("constant", -1.0)))
 
 def operation(name: str, operands: list[Expression], options: dict[str, Expression]) -> Expression:
     """An operation on tensors, in the one spelling that expressions have for it."""
+    if not operands or operands[0] == ("torch",):
+        raise UnreadableError
     x, *rest = operands
-    if name in ("to", "type") and (rest or "dtype" in options):
-        (dtype,) = rest or [options["dtype"]]
+    if name in ("to", "type") and (len(rest), set(options)) in ((1, set()), (0, {"dtype"})):
+        (dtype,) = rest or options.values()
         return ("float", x) if dtype == ("constant", torch.float32) else ("cast", x, dtype)
     if name == "float" and not rest:
         return ("float", x)
