@@ -122,6 +122,16 @@ def outputs(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
+def joined(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """``function`` with its results, where it has several, as one tensor."""
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        result = function(*args, **kwargs)
+        return torch.stack(result) if isinstance(result, tuple) else result
+
+    return call
+
+
 def gradients_of(
     outs: tuple[Tensor, ...], layout: Callable[[Tensor], Tensor] = contiguous, draw: int = 0
 ) -> tuple[Tensor, ...]:

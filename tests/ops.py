@@ -46,6 +46,15 @@ def _with(values: Tensor, special: list[float]) -> Tensor:
     return values
 
 
+def shifted(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A mean a thousand times the deviation: the mean of squares less the square of the mean is lost in rounding."""
+    return torch.randn(shape, generator=generator) + 1000
+
+
+def positive(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator) + 0.5
+
+
 def constant(value: float) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
     return lambda shape, _: torch.full(shape, value)
 
@@ -89,6 +98,10 @@ def transposed(t: Tensor) -> Tensor:
 
 def channels_last(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last)
+
+
+def channels_last_3d(t: Tensor) -> Tensor:
+    return t.contiguous(memory_format=torch.channels_last_3d)
 
 
 def row_slice(t: Tensor) -> Tensor:
@@ -213,6 +226,18 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """A fused layer, and a call of the function whose first ``inputs`` arguments are those of its forward."""
+
+    module: nn.Module
+    sample: Sample
+    inputs: int | None = None
+
+    def arguments(self, call: Call) -> tuple[Any, ...]:
+        return call.args[: self.inputs]
+
+
+@dataclass(frozen=True)
 class Op:
     """A row: an op, the torch composition that it stands for, and calls of both.
 
@@ -221,8 +246,9 @@ class Op:
         samples: calls; the first is the plainest one, for the tests that need only one.
         saved_bytes: what the docstring says is kept for backward, from (call, output).
         mistakes: calls for which torch raises; the op must raise the same.
-        module: a fused layer that computes it, with the indices of ``args`` that its forward takes.
-        huge: a call of more than 2^31 elements in which each index of dim 0 stands alone.
+        layers: the fused layers that compute it.
+        matrix: arguments of a call on matrices that are as the given one; None where it has none.
+        alone: the dimension of that matrix whose indices have nothing to do with each other.
     """
 
     name: str
@@ -232,8 +258,9 @@ class Op:
     samples: tuple[Sample, ...]
     saved_bytes: Callable[[Call, Tensor], int]
     mistakes: tuple[Sample, ...]
-    module: nn.Module
-    huge: Sample
+    layers: tuple[Layer, ...]
+    matrix: Callable[[Input], tuple[Any, ...]] | None
+    alone: int = 0
     dtypes: tuple[torch.dtype, ...] = FLOATING
 
     def sample(self, name: str) -> Sample:
@@ -346,7 +373,6 @@ SOFTMAX_MISTAKES = (
     Sample("dtype of integers", (Input((2, 3)),), {"dtype": torch.int32}),
     Sample("integers", (torch.arange(3), 0)),
 )
-HUGE = (2**16 + 1, 2**15 + 8)  # 2.15e9 elements
 
 SOFTMAX = Op(
     "softmax",
@@ -356,8 +382,8 @@ SOFTMAX = Op(
     samples=SOFTMAX_SAMPLES,
     saved_bytes=softmax_saved,
     mistakes=SOFTMAX_MISTAKES,
-    module=fastlayers.FusedSoftmax(-1),
-    huge=Sample("huge", (Input(HUGE),)),
+    layers=(Layer(fastlayers.FusedSoftmax(-1), SOFTMAX_SAMPLES[0]),),
+    matrix=lambda x: (x,),
 )
 LOG_SOFTMAX = replace(
     SOFTMAX,
@@ -366,7 +392,7 @@ LOG_SOFTMAX = replace(
     reference=log_softmax,
     # Minus infinity, the logarithm of what a boolean mask leaves out, is beyond finite differences.
     samples=tuple(replace(s, smooth=s.smooth and not s.name.startswith("boolean")) for s in SOFTMAX_SAMPLES),
-    module=fastlayers.FusedLogSoftmax(-1),
+    layers=(Layer(fastlayers.FusedLogSoftmax(-1), SOFTMAX_SAMPLES[0]),),
 )
 
 # ---- elementwise -----------------------------------------------------------------------------------------------------
@@ -470,7 +496,7 @@ def bit_where_x_wants_it(call: Call, out: Tensor) -> int:
 
 
 ELEMENTWISE = ("triton", "cuda", "cpu")
-HUGE_PAIR = Sample("huge", (Input(HUGE), Input(HUGE)))
+A_PAIR = Sample("matrix", (Input((5, 37)), Input((5, 37))))
 
 
 def biased(name: str, bias: Any, **options: Any) -> Sample:
@@ -507,8 +533,8 @@ RELU_ADD = Op(
     ),
     saved_bytes=bit_where_x_wants_it,
     mistakes=(*PAIR_MISTAKES, biased("bias that does not broadcast", Input((7,)))),
-    module=fastlayers.FusedReLUAdd(),
-    huge=HUGE_PAIR,
+    layers=(Layer(fastlayers.FusedReLUAdd(), A_PAIR),),
+    matrix=lambda x: (x, x),
 )
 
 ADD_RELU = Op(
@@ -519,8 +545,8 @@ ADD_RELU = Op(
     samples=(*pairs(), *broadcasts(refused=KERNELS)),
     saved_bytes=bit_of_each,
     mistakes=PAIR_MISTAKES,
-    module=fastlayers.FusedAddReLU(),
-    huge=HUGE_PAIR,
+    layers=(Layer(fastlayers.FusedAddReLU(), A_PAIR),),
+    matrix=lambda x: (x, x),
 )
 
 MUL = Op(
@@ -531,8 +557,554 @@ MUL = Op(
     samples=(*pairs(), *broadcasts(refused=("cpu",))),
     saved_bytes=both,
     mistakes=PAIR_MISTAKES,
-    module=fastlayers.FusedMul(),
-    huge=HUGE_PAIR,
+    layers=(Layer(fastlayers.FusedMul(), A_PAIR),),
+    matrix=lambda x: (x, x),
 )
 
-OPS = (SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL)
+# ---- norms of rows ---------------------------------------------------------------------------------------------------
+
+
+def layer_norm(
+    x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    if x.dtype in HALF and weight is not None and weight.dtype == torch.float32:  # torch's CUDA kernels refuse it
+        return F.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)
+    return F.layer_norm(x, shape, weight, bias, eps)
+
+
+def rms_norm(
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    casting: str = "torch",
+) -> Tensor:
+    if casting == "torch":
+        return F.rms_norm(x, shape, weight, eps)
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    wide = wide * torch.rsqrt(wide.pow(2).mean([-i - 1 for i in range(len(shape))], keepdim=True) + eps)
+    if casting == "llama":
+        return wide.to(x.dtype) if weight is None else weight * wide.to(x.dtype)
+    assert casting == "gemma"
+    return (wide if weight is None else wide * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    s = x + residual
+    return layer_norm(s, *args, **kwargs), s
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    s = x + residual
+    return rms_norm(s, *args, **kwargs), s
+
+
+def channel_layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    return layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], weight, bias, eps).permute(0, 3, 1, 2)
+
+
+GPU_KERNELS = ("triton", "cuda")
+IMAGE = (2, 8, 5, 6)
+
+
+def row_norms(add: bool, bias: bool, **common: Any) -> tuple[Sample, ...]:
+    """Calls of a norm over rows, with a residual or without, with a bias or without."""
+
+    def sample(
+        name: str, shape: tuple[int, ...] = (5, 37), *, dims: int = 1, layout: Any = contiguous, values: Any = normal,
+        other: Any = None, weight: Any = ..., second: Any = ..., kwargs: Any = None, **options: Any,
+    ) -> Sample:  # fmt: skip
+        row = shape[len(shape) - dims :]
+        inputs = [Input(shape, layout, values)]
+        if add:
+            inputs.append(other or Input(shape, layout))
+        parameters = [Input(row) if weight is ... else weight]
+        if bias:
+            parameters.append(Input(row) if second is ... else second)
+        return Sample(name, (*inputs, row, *parameters), {**common, **(kwargs or {})}, **options)
+
+    float32 = Input((37,), dtype=torch.float32)
+    return (
+        sample("rows", smooth=True),
+        *(sample(f"length {n}", (16 if n < 1000 else 3, n)) for n in ROW_LENGTHS),
+        *(sample(f"length {n}", (3, n), gpu_only=True) for n in LONG_ROW_LENGTHS),
+        sample("many rows", (4099, 16)),
+        sample("many odd rows", (1025, 9)),
+        sample("three dims", (2, 9, 24)),
+        sample("two dims a row", (3, 4, 5, 6), dims=2, smooth=True),
+        sample("one row", (4, 33), dims=2),
+        sample("one dim", (33,)),
+        sample("no weight", weight=None, second=None, smooth=True),
+        sample("two dims without weight", (3, 4, 5, 6), dims=2, weight=None, second=None),
+        sample("weight without gradient", weight=Input((37,), grad=False), second=Input((37,), grad=False)),
+        sample("eps", kwargs={"eps": 0.1}),
+        sample("empty", (0, 7), refused=KERNELS),
+        sample("empty rows", (3, 0), refused=KERNELS),
+        sample("transposed", (24, 33), layout=transposed),
+        sample("batch transposed", (3, 4, 24), layout=lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)),
+        sample("row slice", (5, 64), layout=row_slice),
+        sample("odd row slice", (5, 33), layout=row_slice),
+        sample("strided", (5, 40), layout=strided),
+        sample("misaligned", (6, 64), layout=misaligned),
+        sample("misaligned odd", (6, 65), layout=misaligned),
+        sample("expanded rows", (6, 40), layout=expanded(0)),
+        sample("expanded along the row", (3, 40), layout=expanded(1)),
+        sample("large values", (5, 40), values=large),
+        sample("large mean", (5, 40), values=shifted, dtypes=(torch.float32, torch.float64)),
+        sample("large mean, long rows", (3, 2050), values=shifted, dtypes=(torch.float32, torch.float64)),
+        sample("equal values", (5, 40), values=constant(3.0)),
+        sample("zeros", (5, 40), values=constant(0.0)),
+        sample("NaN", (5, 40), values=with_nan),
+        sample("infinities", (5, 40), values=with_infinities),
+        sample("float32 weight", weight=float32, second=float32, dtypes=HALF),
+        sample("misaligned weight", (5, 64), weight=Input((64,), misaligned), second=Input((64,), misaligned)),
+        sample("strided weight", (5, 40), weight=Input((40,), strided), refused=KERNELS),
+        *((
+            sample("no bias", second=None, smooth=True),
+            sample("bias without weight", weight=None, refused=KERNELS),
+        ) if bias else ()),
+        *((
+            sample("float32 residual", other=Input((5, 37), dtype=torch.float32), weight=float32, second=float32,
+                   dtypes=HALF),
+            sample("residual that broadcasts", other=Input((37,))),
+            sample("transposed residual", (24, 33), other=Input((24, 33), transposed)),
+            sample("misaligned residual", (6, 64), other=Input((6, 64), misaligned)),
+        ) if add else ()),
+    )  # fmt: skip
+
+
+def refused(samples: tuple[Sample, ...], *names: str) -> tuple[Sample, ...]:
+    """The same calls, those of these names for no kernel."""
+    return tuple(replace(s, refused=KERNELS) if s.name in names else s for s in samples)
+
+
+def named(samples: tuple[Sample, ...], *names: str, suffix: str) -> tuple[Sample, ...]:
+    """The calls of these names, under names of their own."""
+    return tuple(replace(s, name=f"{s.name}, {suffix}") for s in samples if s.name in names)
+
+
+def image_rows(refused: tuple[str, ...]) -> Sample:
+    """The last dimension of a channels_last image."""
+    return Sample("channels_last", (Input(IMAGE, channels_last), IMAGE[-1:], Input(IMAGE[-1:])), refused=refused)
+
+
+def row_statistics(call: Call, shape: tuple[int, ...], dims: int, moments: int) -> int:
+    """Bytes of the statistics of each row."""
+    x = call.args[0]
+    return moments * math.prod(shape[: len(shape) - dims]) * (8 if x.dtype == torch.float64 else 4)
+
+
+def row_norm_saved(moments: int, at: int = 1) -> Callable[[Call, Any], int]:
+    def saved(call: Call, out: Any) -> int:
+        x = out[1] if at == 2 else call.args[0]
+        weight = call.args[at + 1]
+        return nbytes(x) + nbytes(weight) + row_statistics(call, x.shape, len(call.args[at]), moments)
+
+    return saved
+
+
+ROW_MISTAKES = (
+    Sample("shape of another length", (Input((2, 3)), (4,))),
+    Sample("more dimensions than x has", (Input((3,)), (2, 3))),
+    Sample("an empty shape", (Input((2, 3)), ())),
+    Sample("a number for a shape", (Input((2, 3)), 3)),
+    Sample("weight of another shape", (Input((2, 3)), (3,), Input((4,)))),
+    Sample("weight that broadcasts", (Input((2, 3)), (3,), Input((1,)))),
+    Sample("not a tensor", ([1.0, 2.0], (2,))),
+    Sample("integers", (torch.arange(3), (3,))),
+)
+ADD_MISTAKES = (
+    Sample("shapes that do not broadcast", (Input((2, 3)), Input((4, 3)), (3,))),
+    Sample("shape of another length", (Input((2, 3)), Input((2, 3)), (4,))),
+    Sample("not tensors", ("a", "b", (3,))),
+)
+
+
+def of_rows(*inputs: Input) -> Sample:
+    return Sample("of a layer", (*inputs, (37,)))
+
+
+LAYER_NORM_SAMPLES = row_norms(add=False, bias=True)
+LAYER_NORM = Op(
+    "layer_norm",
+    functional.layer_norm,
+    layer_norm,
+    kernels=GPU_KERNELS,
+    samples=(*LAYER_NORM_SAMPLES, image_rows(refused=())),
+    saved_bytes=row_norm_saved(2),
+    mistakes=ROW_MISTAKES,
+    layers=(Layer(fastlayers.FusedLayerNorm(37), of_rows(Input((5, 37))), 1),),
+    matrix=lambda x: (x, x.shape[1:]),
+)
+RMS_NORM_SAMPLES = row_norms(add=False, bias=False)
+SOME_ROWS = (
+    "rows", "length 33", "length 1024", "length 4097", "two dims a row", "no weight", "float32 weight", "transposed",
+    "batch transposed", "row slice", "expanded rows", "misaligned odd", "NaN", "infinities", "empty",
+)  # fmt: skip
+RMS_NORM = Op(
+    "rms_norm",
+    functional.rms_norm,
+    rms_norm,
+    kernels=GPU_KERNELS,
+    samples=(
+        *RMS_NORM_SAMPLES,
+        image_rows(refused=KERNELS),  # torch's result is channels_last
+        *(
+            sample
+            for casting in ("llama", "gemma")
+            # Elementwise operations keep an order in memory in which rows do not follow each other.
+            for sample in refused(
+                named(row_norms(add=False, bias=False, casting=casting), *SOME_ROWS, suffix=casting),
+                f"transposed, {casting}",
+                f"expanded rows, {casting}",
+            )
+        ),
+    ),
+    saved_bytes=row_norm_saved(1),
+    mistakes=ROW_MISTAKES,
+    layers=(Layer(fastlayers.FusedRMSNorm(37), of_rows(Input((5, 37))), 1),),
+    matrix=lambda x: (x, x.shape[1:]),
+)
+ADD_LAYER_NORM = Op(
+    "add_layer_norm",
+    functional.add_layer_norm,
+    add_layer_norm,
+    kernels=GPU_KERNELS,
+    samples=row_norms(add=True, bias=True),
+    saved_bytes=row_norm_saved(2, at=2),
+    mistakes=ADD_MISTAKES,
+    layers=(Layer(fastlayers.FusedAddLayerNorm(37), of_rows(Input((5, 37)), Input((5, 37))), 2),),
+    matrix=lambda x: (x, x, x.shape[1:]),
+)
+ADD_RMS_NORM = Op(
+    "add_rms_norm",
+    functional.add_rms_norm,
+    add_rms_norm,
+    kernels=GPU_KERNELS,
+    samples=(
+        *row_norms(add=True, bias=False),
+        *(
+            sample
+            for casting in ("llama", "gemma")
+            for sample in refused(
+                named(row_norms(add=True, bias=False, casting=casting), *SOME_ROWS, suffix=casting),
+                f"transposed, {casting}",
+            )
+        ),
+    ),
+    saved_bytes=row_norm_saved(1, at=2),
+    mistakes=ADD_MISTAKES,
+    layers=(Layer(fastlayers.FusedAddRMSNorm(37), of_rows(Input((5, 37)), Input((5, 37))), 2),),
+    matrix=lambda x: (x, x, x.shape[1:]),
+)
+
+
+def channel_norm(name: str, shape: tuple[int, ...] = IMAGE, layout: Any = contiguous, **options: Any) -> Sample:
+    return Sample(name, (Input(shape, layout), Input(shape[1:2]), Input(shape[1:2])), **options)
+
+
+CHANNEL_LAYER_NORM = Op(
+    "channel_layer_norm",
+    functional.channel_layer_norm,
+    channel_layer_norm,
+    kernels=GPU_KERNELS,
+    samples=(
+        channel_norm("image", (2, 7, 3, 2), smooth=True),
+        channel_norm("channels_last", layout=channels_last),
+        channel_norm("channels_last of 96", (2, 96, 7, 7), channels_last),
+        channel_norm("transposed", layout=transposed),
+        channel_norm("misaligned", layout=misaligned),
+        channel_norm("one pixel", (3, 8, 1, 1)),
+        channel_norm("empty", (0, 8, 5, 5), refused=KERNELS),
+        Sample("no weight", (Input(IMAGE),)),
+        Sample("float32 weight", (Input(IMAGE, channels_last), Input((8,), dtype=torch.float32)), dtypes=HALF),
+    ),
+    saved_bytes=lambda call, out: (
+        nbytes(call.args[0])
+        + nbytes(call.args[1])
+        + 2 * out.numel() // out.shape[1] * (8 if out.dtype == torch.float64 else 4)
+    ),
+    mistakes=(Sample("weight of another shape", (Input(IMAGE), Input((4,)))),),
+    layers=(Layer(fastlayers.FusedLayerNorm2d(8), Sample("of a layer", (Input(IMAGE),))),),
+    matrix=None,
+)
+
+# ---- norms over channels ---------------------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda z: z,
+    "relu": torch.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "hardswish": F.hardswish,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+}
+SMOOTH_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    act: str | None = None,
+) -> Tensor:
+    if x.dtype in HALF and weight is not None and weight.dtype == torch.float32:  # torch's CUDA kernels refuse it
+        return ACTIVATIONS[act](F.group_norm(x.float(), groups, weight, bias, eps)).to(x.dtype)
+    return ACTIVATIONS[act](F.group_norm(x, groups, weight, bias, eps))
+
+
+def batch_norm(
+    x: Tensor, mean: Any, var: Any, weight: Any = None, bias: Any = None, training: bool = False,
+    momentum: float = 0.1, eps: float = 1e-5, *, residual: Tensor | None = None, act: str | None = None,
+) -> Tensor:  # fmt: skip
+    z = F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    return ACTIVATIONS[act](z if residual is None else z + residual)
+
+
+def images(build: Callable[..., Sample]) -> tuple[Sample, ...]:
+    """Calls on (N, C, *) that every norm over channels takes; ``build`` has their names, shapes and layouts."""
+    return (
+        build("image", (2, 4, 3, 2), smooth=True),
+        build("odd image", (3, 5, 7, 3)),
+        build("channels_last", IMAGE, channels_last),
+        build("odd channels_last", (3, 5, 7, 3), channels_last),
+        build("channels_last of 64", (4, 64, 9, 8), channels_last),
+        build("channels_last, one row", (4, 6, 1, 5), channels_last),
+        build("many pixels", (2, 4, 67, 61)),
+        build("many pixels, channels_last", (2, 4, 67, 61), channels_last),
+        build("many channels", (3, 1032, 2, 3)),
+        build("many channels, channels_last", (3, 1032, 2, 3), channels_last),
+        build("many images", (301, 4, 3)),
+        build("three dims", (3, 6, 35)),
+        build("five dims", (2, 6, 3, 4, 5)),
+        build("five dims, channels_last", (2, 6, 3, 4, 5), channels_last_3d),
+        build("misaligned", IMAGE, misaligned),
+        build("empty", (0, 4, 3, 3), refused=KERNELS),
+        build("large values", IMAGE, values=large),
+        build("large mean", IMAGE, values=shifted, dtypes=(torch.float32, torch.float64)),
+        build("large mean, channels_last", IMAGE, channels_last, values=shifted, dtypes=(torch.float32, torch.float64)),
+        build("equal values", IMAGE, values=constant(3.0)),
+        build("NaN", IMAGE, values=with_nan),
+        build("infinities", IMAGE, values=with_infinities),
+        build("no weight", IMAGE, weight=None, bias=None),
+        build("no bias", IMAGE, bias=None),
+        build("float32 weight", IMAGE, parameters=torch.float32, dtypes=HALF),
+        build("float32 weight, channels_last", IMAGE, channels_last, parameters=torch.float32, dtypes=HALF),
+        build("strided weight", IMAGE, weight=Input((8,), strided), refused=KERNELS),
+    )  # fmt: skip
+
+
+def grouped(
+    name: str, shape: tuple[int, ...], layout: Any = contiguous, *, values: Any = normal, groups: int | None = None,
+    weight: Any = ..., bias: Any = ..., parameters: Any = None, act: str | None = None, **options: Any,
+) -> Sample:  # fmt: skip
+    c = shape[1]
+    groups = groups or next(g for g in (2, 3, 1) if c % g == 0)
+    weight, bias = (Input((c,), dtype=parameters) if given is ... else given for given in (weight, bias))
+    return Sample(name, (Input(shape, layout, values), groups, weight, bias), {"act": act} if act else {}, **options)
+
+
+def group_norm_saved(call: Call, out: Tensor) -> int:
+    x, groups, weight, bias = call.args
+    statistics = 2 * x.shape[0] * groups * (8 if x.dtype == torch.float64 else 4)
+    return nbytes(x) + statistics + sum(nbytes(p) for p in (weight, bias if call.kwargs else None) if p is not None)
+
+
+GROUP_NORM = Op(
+    "group_norm",
+    functional.group_norm,
+    group_norm,
+    kernels=GPU_KERNELS,
+    samples=(
+        *images(grouped),
+        grouped("matrix", (6, 40), groups=5),
+        grouped("matrix of odd groups", (7, 33), groups=3),
+        grouped("one group", IMAGE, groups=1),
+        grouped("one channel a group", IMAGE, groups=8),
+        grouped("groups of 40", (2, 320, 8, 8), groups=8),
+        grouped("groups of 40, channels_last", (2, 320, 8, 8), channels_last, groups=8),
+        grouped("long group", (1, 2, 257, 260), groups=1, act="silu"),
+        grouped("transposed", (2, 6, 24), transposed, groups=3),
+        grouped("row slice", (2, 6, 5, 24), row_slice),
+        grouped("expanded images", (4, 6, 24), expanded(0)),
+        *(grouped(f"image, {act}", (2, 4, 3, 2), act=act, smooth=act in SMOOTH_ACTIVATIONS)
+          for act in ACTIVATIONS if act),
+        *(grouped(f"channels_last, {act}", IMAGE, channels_last, act=act) for act in ACTIVATIONS if act),
+        grouped("NaN, relu", IMAGE, values=with_nan, act="relu"),
+        grouped("silu, no weight", IMAGE, weight=None, bias=None, act="silu"),
+        grouped("silu, float32 weight", IMAGE, parameters=torch.float32, act="silu", dtypes=HALF),
+    ),
+    saved_bytes=group_norm_saved,
+    mistakes=(
+        Sample("groups that do not divide", (Input((2, 6, 3)), 4)),
+        Sample("one value a group", (Input((1, 6, 1)), 6)),
+        Sample("one dimension", (Input((6,)), 2)),
+        Sample("weight of another shape", (Input((2, 6, 3)), 2, Input((3,)))),
+        Sample("not a tensor", ([1.0, 2.0], 1)),
+    ),
+    layers=(
+        Layer(fastlayers.FusedGroupNorm(2, 8), Sample("of a layer", (Input(IMAGE), 2)), 1),
+        Layer(fastlayers.FusedGroupNormAct(2, 8), Sample("of a layer", (Input(IMAGE), 2), {"act": "silu"}), 1),
+    ),
+    matrix=lambda x: (x, 1),
+)  # fmt: skip
+
+
+def instances(name: str, shape: tuple[int, ...], layout: Any = contiguous, **options: Any) -> Sample:
+    sample = grouped(name, shape, layout, groups=1, **options)
+    x, _, *parameters = sample.args
+    return replace(sample, args=(x, None, None, *parameters))
+
+
+def instance_norm_saved(call: Call, out: Tensor) -> int:
+    x, weight = call.args[0], call.args[3]
+    return nbytes(x) + nbytes(weight) + 2 * x.shape[0] * x.shape[1] * (8 if x.dtype == torch.float64 else 4)
+
+
+INSTANCE_NORM = Op(
+    "instance_norm",
+    functional.instance_norm,
+    F.instance_norm,
+    kernels=GPU_KERNELS,
+    samples=(
+        *(sample for sample in images(instances) if sample.name != "empty"),  # torch fails
+        instances("transposed", (2, 6, 24), transposed),
+        Sample("running statistics", (Input(IMAGE), Input((8,), grad=False),
+               Input((8,), values=positive, grad=False), None, None, False), refused=KERNELS),
+    ),
+    saved_bytes=instance_norm_saved,
+    mistakes=(
+        Sample("one pixel", (Input((2, 6, 1, 1)),)),
+        Sample("one dimension", (Input((6,)),)),
+        Sample("weight of another shape", (Input((2, 6, 3)), None, None, Input((3,)))),
+    ),
+    layers=(
+        Layer(fastlayers.FusedInstanceNorm1d(6), Sample("of a layer", (Input((2, 6, 7)),))),
+        Layer(fastlayers.FusedInstanceNorm2d(8), Sample("of a layer", (Input(IMAGE),))),
+        Layer(fastlayers.FusedInstanceNorm3d(6), Sample("of a layer", (Input((2, 6, 3, 2, 4)),))),
+    ),
+    matrix=None,
+)  # fmt: skip
+
+
+def batches(training: bool) -> Callable[..., Sample]:
+    def build(
+        name: str, shape: tuple[int, ...], layout: Any = contiguous, *, values: Any = normal, weight: Any = ...,
+        bias: Any = ..., parameters: Any = None, act: str | None = None, residual: Any = None, **options: Any,
+    ) -> Sample:  # fmt: skip
+        c = (shape[1],)
+        weight, bias = (Input(c, dtype=parameters) if given is ... else given for given in (weight, bias))
+        running = (
+            Input(c, grad=False, dtype=parameters),
+            Input(c, values=positive, grad=False, dtype=parameters),
+        )
+        kwargs = {"act": act} if act else {}
+        if residual is not None:
+            kwargs["residual"] = Input(shape, layout) if residual is True else residual
+        x = Input(shape, layout, values)
+        statistics = (None, None) if training else running
+        return Sample(name, (x, *statistics, weight, bias, training), kwargs, **options)
+
+    return build
+
+
+def batch_norm_samples(build: Callable[..., Sample]) -> tuple[Sample, ...]:
+    small = (2, 4, 3, 2)
+    return (
+        *images(build),
+        build("matrix", (6, 40)),
+        build("odd matrix", (67, 33)),
+        build("long matrix", (4099, 8)),
+        build("transposed", (2, 6, 24), transposed, refused=KERNELS),
+        build("row slice", (2, 6, 5, 24), row_slice, refused=KERNELS),
+        build("bias without weight", IMAGE, weight=None),
+        *(build(f"image, {act}", small, act=act, smooth=act in SMOOTH_ACTIVATIONS) for act in ACTIVATIONS if act),
+        *(build(f"channels_last, {act}", IMAGE, channels_last, act=act) for act in ACTIVATIONS if act),
+        *(build(f"residual, {act}", small, act=act, residual=True, smooth=act in (None, *SMOOTH_ACTIVATIONS))
+          for act in ACTIVATIONS),
+        *(build(f"channels_last residual, {act}", IMAGE, channels_last, act=act, residual=True)
+          for act in ACTIVATIONS),
+        build("odd residual, relu", (3, 5, 7, 3), act="relu", residual=True),
+        build("matrix, residual, relu", (6, 41), act="relu", residual=True),
+        build("five dims, residual, relu", (2, 6, 3, 4, 5), channels_last_3d, act="relu", residual=True),
+        build("x channels_last, residual not", IMAGE, channels_last, act="relu", residual=Input(IMAGE)),
+        build("residual channels_last, x not", IMAGE, act="relu", residual=Input(IMAGE, channels_last)),
+        build("misaligned residual", IMAGE, act="relu", residual=Input(IMAGE, misaligned)),
+        build("expanded residual", IMAGE, act="relu", residual=Input(IMAGE, expanded(0))),
+        build("residual that broadcasts", IMAGE, act="relu", residual=Input((8, 1, 1)), refused=KERNELS),
+        build("residual without gradient", IMAGE, act="relu", residual=Input(IMAGE, grad=False)),
+        build("NaN, residual, relu", IMAGE, values=with_nan, act="relu", residual=True),
+        build("NaN residual, relu", IMAGE, act="relu", residual=Input(IMAGE, values=with_nan)),
+        build("float32 weight, residual, relu", IMAGE, parameters=torch.float32, act="relu", residual=True,
+              dtypes=HALF),
+        build("no weight, residual, relu", IMAGE, weight=None, bias=None, act="relu", residual=True),
+    )  # fmt: skip
+
+
+def batch_norm_saved(call: Call, out: Tensor) -> int:
+    x, _, _, weight, bias, _ = call.args
+    act, residual = call.kwargs.get("act"), call.kwargs.get("residual")
+    kept = nbytes(x) + nbytes(weight) + 2 * x.shape[1] * (8 if x.dtype == torch.float64 else 4)
+    if act == "relu" and residual is not None:
+        return kept + bit_of_each(call, out)
+    if act is None:
+        return kept
+    return kept + nbytes(bias) + (0 if residual is None else nbytes(residual))
+
+
+def of_batches(shape: tuple[int, ...], act: str | None = None) -> Sample:
+    return Sample("of a layer", (Input(shape), None, None, None, None, True), {"act": act} if act else {})
+
+
+BATCH_NORM_MISTAKES = (
+    Sample("one value a channel", (Input((1, 6)), None, None, None, None, True)),
+    Sample("one pixel", (Input((1, 6, 1, 1)), None, None, None, None, True)),
+    Sample("no statistics", (Input((2, 6)), None, None)),
+    Sample("eps 0", (Input((2, 6)), None, None, None, None, True, 0.1, 0.0)),
+    Sample("weight of another shape", (Input((2, 6, 3)), None, None, Input((3,)), None, True)),
+    Sample("residual of another shape", (Input((2, 6)), None, None, None, None, True),
+           {"residual": Input((3, 5)), "act": "relu"}),
+    Sample("not a tensor", ([1.0, 2.0], None, None, None, None, True)),
+)  # fmt: skip
+BATCH_NORM = Op(
+    "batch_norm",
+    functional.batch_norm,
+    batch_norm,
+    kernels=GPU_KERNELS,
+    samples=batch_norm_samples(batches(training=True)),
+    saved_bytes=batch_norm_saved,
+    mistakes=BATCH_NORM_MISTAKES,
+    layers=(
+        Layer(fastlayers.FusedBatchNorm1d(6), of_batches((4, 6)), 1),
+        Layer(fastlayers.FusedBatchNorm2d(8), of_batches(IMAGE), 1),
+        Layer(fastlayers.FusedBatchNorm3d(6), of_batches((2, 6, 3, 2, 4)), 1),
+        Layer(fastlayers.FusedBatchNormAct1d(6), of_batches((4, 6), "relu"), 1),
+        Layer(fastlayers.FusedBatchNormAct2d(8, act="silu"), of_batches(IMAGE, "silu"), 1),
+        Layer(fastlayers.FusedBatchNormAct3d(6), of_batches((2, 6, 3, 2, 4), "relu"), 1),
+    ),
+    matrix=lambda x: (x, None, None, None, None, True),
+    alone=1,
+)
+BATCH_NORM_EVAL = replace(
+    BATCH_NORM,
+    name="batch_norm_eval",
+    samples=batch_norm_samples(batches(training=False)),
+    layers=(),
+    matrix=None,
+)
+
+OPS = (
+    SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL,
+    LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
+    GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
+)  # fmt: skip
+LAYERS = [(op, layer) for op in OPS for layer in op.layers]

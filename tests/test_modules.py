@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from harness import DEVICES, Place, assert_close
-from ops import OPS
+from ops import LAYERS
 from torch import nn
 
 import fastlayers
@@ -121,13 +121,13 @@ def test_implicit_dim_warns_as_torch(fused):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_copies(op, copied):
-    again = copied(op.module)
-    assert type(again) is type(op.module)
-    assert repr(again) == repr(op.module)
-    call = op.samples[0].make("cpu", torch.float32)
-    assert_close(again(*call.args), op.reference(*call.args))
+@pytest.mark.parametrize(("op", "layer"), LAYERS, ids=lambda row: type(getattr(row, "module", None)).__name__)
+def test_copies(op, layer, copied):
+    again = copied(layer.module)
+    assert type(again) is type(layer.module)
+    assert repr(again) == repr(layer.module)
+    call = layer.sample.make("cpu", torch.float32)
+    assert_close(again(*layer.arguments(call)), op.reference(*call.args, **call.kwargs))
 
 
 def test_saved_and_loaded(tmp_path):
@@ -148,7 +148,7 @@ def test_reprs():
 @pytest.mark.parametrize("name", FUSED)
 def test_every_layer_has_a_row(name):
     """Each fused layer is tested through the row of its op, and is public."""
-    assert any(type(op.module) is FUSED[name] for op in OPS)
+    assert any(type(layer.module) is FUSED[name] for _, layer in LAYERS)
     assert getattr(fastlayers, name) is FUSED[name]
 
 

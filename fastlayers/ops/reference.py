@@ -73,9 +73,9 @@ def norm_dtype(op: str, x: Tensor) -> torch.dtype:
 
 def _mixed(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Half x with float32 parameters: torch's CUDA kernels refuse it, unless autocast widens x for them."""
-    if x.dtype not in HALF or norm_dtype(op, x) == torch.float32:
-        return False
-    return any(p is not None and p.dtype == torch.float32 for p in (weight, bias))
+    if any(p is not None and p.dtype == torch.float32 for p in (weight, bias)):
+        return x.dtype in HALF and norm_dtype(op, x) != torch.float32
+    return False
 
 
 def layer_norm(x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -17,6 +17,7 @@ from harness import (
     excess,
     greatest_error,
     needs_gpu,
+    outputs,
     plain,
 )
 from ops import MUL, OPS, SOFTMAX, Input, Sample
@@ -25,38 +26,46 @@ KERNELS_ON_GPU = [
     pytest.param(op, Place("cuda", backend), marks=Place("cuda", backend).marks(), id=f"{op.name}-{backend}")
     for op in OPS
     for backend in op.kernels
-    if backend != "cpu"
+    if backend != "cpu" and op.matrix is not None
 ]
+HUGE = (2**16 + 1, 2**15 + 8)  # 2.15e9 elements
 
 
-def judge(reference, inputs, dy, ours):
-    """Part of a result and of its gradients, against the reference on that part of the inputs."""
+def judge(reference, inputs, dys, ours):
+    """Part of the results and of their gradients, against the reference on that part of the inputs."""
 
     def all_of(dtype):
         leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
-        out = reference(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dy.to(dtype))]
+        outs = outputs(reference(*leaves))
+        return [*outs, *torch.autograd.grad(outs, leaves, [dy.to(dtype) for dy in dys])]
 
-    for mine, stock, exact in zip(ours, all_of(dy.dtype), all_of(torch.float64), strict=True):
-        assert_like(mine.detach(), stock, "part")
-        assert excess(mine.detach(), exact, greatest_error(stock, exact)) is None
+    for mine, stock, exact in zip(ours, all_of(dys[0].dtype), all_of(torch.float64), strict=True):
+        mine, stock, exact = mine.detach(), stock.detach(), exact.detach()
+        assert_like(mine, stock, "part")
+        assert excess(mine, exact, greatest_error(stock, exact)) is None
 
 
 @pytest.mark.parametrize(("op", "place"), KERNELS_ON_GPU)
 def test_more_than_2_to_31_elements(op, place):
     """Forward and backward of bfloat16 tensors whose offsets pass 32 bits, judged at both ends and in the middle."""
-    shapes = [value.shape for value in op.huge.args]
+    arguments = op.matrix(Input(HUGE))
+    shapes = [value.shape for value in arguments if isinstance(value, Input)]
     needed = 2 * 4 * sum(torch.Size(shape).numel() for shape in shapes)
     if torch.cuda.mem_get_info()[0] < needed * 1.1:
         pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory free")
+    rest = arguments[len(shapes) :]
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_() for shape in shapes]
-    with place.forced(op.huge):
-        out = op.fused(*tensors)
-        dy = torch.empty_like(out).normal_()
-        grads = torch.autograd.grad(out, tensors, dy)
-    last = out.shape[0]
-    for rows in (slice(0, 2), slice(last // 2, last // 2 + 2), slice(last - 2, last)):
-        judge(op.reference, [t[rows] for t in tensors], dy[rows], [t[rows] for t in (out, *grads)])
+    with place.forced(op.samples[0]):
+        outs = outputs(op.fused(*tensors, *rest))
+        dys = [torch.empty_like(out).normal_() for out in outs]
+        grads = torch.autograd.grad(outs, tensors, dys)
+    size = HUGE[op.alone]
+    for start in (0, size // 2, size - 2):
+
+        def part(all_of, start=start):
+            return [t.narrow(op.alone, start, 2) for t in all_of]
+
+        judge(lambda *t: op.reference(*t, *rest), part(tensors), part(dys), part((*outs, *grads)))
 
 
 @needs_gpu
@@ -74,13 +83,13 @@ def test_more_than_2_to_31_elements_in_columns(backend):
         out = SOFTMAX.fused(x, 0)
         (dx,) = torch.autograd.grad(out, x, dy)
     for part in ends:
-        judge(lambda t: SOFTMAX.reference(t, 0), [x[:, part]], dy[:, part], [out[:, part], dx[:, part]])
+        judge(lambda t: SOFTMAX.reference(t, 0), [x[:, part]], [dy[:, part]], [out[:, part], dx[:, part]])
     del out, dx
     with place.forced(MUL.samples[0]):
         out = MUL.fused(x, row)
         dx, drow = torch.autograd.grad(out, (x, row), dy)
     for part in ends:
-        judge(torch.mul, [x[:, part], row[part]], dy[:, part], [out[:, part], dx[:, part], drow[part]])
+        judge(torch.mul, [x[:, part], row[part]], [dy[:, part]], [out[:, part], dx[:, part], drow[part]])
 
 
 @cases(plain, dtypes=[torch.float32], devices=["cuda"])
@@ -115,8 +124,8 @@ def test_device_that_is_not_current(op, sample, place, dtype):
 def test_every_alignment(backend, offset):
     """Storage offsets of 1 to 8 elements, over row lengths on both sides of a vector."""
     for op in OPS:
-        for length in (64, 67):
-            arguments = tuple(Input((5, length), lambda t: shifted(t, offset)) for _ in op.huge.args)
+        for length in (64, 67) if op.matrix is not None else ():
+            arguments = op.matrix(Input((5, length), lambda t: shifted(t, offset)))
             check_answer(op, Sample(f"offset {offset}", arguments), Place("cuda", backend), torch.bfloat16)
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from harness import DEVICES, answer, assert_close, cases, plain, smooth
+from harness import DEVICES, answer, assert_close, cases, joined, plain, smooth
 from ops import OPS
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
@@ -48,7 +48,7 @@ REDUCTIONS = {
 @cases(plain, dtypes=FLOAT64)
 def test_gradcheck_of_laid_out_gradients(op, sample, place, dtype, reduction):
     call = sample.make(place.device, dtype)
-    function = call.function_of_leaves(op.fused)
+    function = joined(call.function_of_leaves(op.fused))
     with place.forced(sample):
         assert gradcheck(lambda *leaves: REDUCTIONS[reduction](function(*leaves)), call.leaves(), fast_mode=True)
         assert gradgradcheck(lambda *leaves: REDUCTIONS[reduction](function(*leaves)), call.leaves(), fast_mode=True)
@@ -73,7 +73,7 @@ def comparable(op, sample, device):
     """The fused call and the torch composition as functions of the same leaves, and those leaves."""
     call = sample.make(device, torch.float64)
     leaves = tuple(leaf.detach() for leaf in call.leaves())
-    return call.function_of_leaves(op.fused), call.function_of_leaves(op.reference), leaves
+    return joined(call.function_of_leaves(op.fused)), joined(call.function_of_leaves(op.reference)), leaves
 
 
 TRANSFORMS = {
@@ -110,7 +110,7 @@ def test_batched_gradients(op, sample, place, dtype):
     call = sample.make(place.device, dtype)
 
     def batched(function):
-        out = function(*call.args, **call.kwargs)
+        out = joined(function)(*call.args, **call.kwargs)
         dys = torch.stack([torch.ones_like(out), out.detach().sin()])
         return torch.autograd.grad(out, call.leaves(), dys, is_grads_batched=True)
 
@@ -128,6 +128,6 @@ def test_forward_mode(op, device):
         call = op.samples[0].make(device, torch.float64)
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(leaf, leaf.detach().cos()) for leaf in call.leaves()]
-            return tuple(forward_ad.unpack_dual(call.function_of_leaves(function)(*duals)))
+            return tuple(forward_ad.unpack_dual(joined(call.function_of_leaves(function))(*duals)))
 
     assert_close(dual_result(op.fused), dual_result(op.reference))

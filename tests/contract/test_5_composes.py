@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from harness import DEVICES, answer, assert_close, cases, gradients_of, needs_gpu, outputs, plain, same_bits
-from ops import ADD_RELU, OPS, SOFTMAX, Call
+from ops import ADD_RELU, LAYERS, OPS, SOFTMAX, Call
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -61,13 +61,13 @@ def test_inductor(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", OPS, **BY_NAME)
-def test_exports(op, device):
+@pytest.mark.parametrize(("op", "layer"), LAYERS, ids=lambda row: type(getattr(row, "module", None)).__name__)
+def test_exports(op, layer, device):
     """torch.export sees torch's own operations only, so that what is exported runs without fastlayers."""
-    call = op.samples[0].make(device, torch.float32)
-    module = op.module.to(device)
-    program = torch.export.export(module, call.args)
-    assert_close(program.module()(*call.args), op.reference(*call.args))
+    call = layer.sample.make(device, torch.float32)
+    module, inputs = layer.module.to(device), layer.arguments(call)
+    program = torch.export.export(module, inputs)
+    assert_close(program.module()(*inputs), op.reference(*call.args, **call.kwargs))
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert not any("fastlayers" in target for target in targets)
 
