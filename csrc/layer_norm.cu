@@ -64,29 +64,33 @@ __device__ __forceinline__ A tree_sum(const Vec<A, V>& v) {
   }
 }
 
-// Brings one value of every warp of a row, over all blocks of its cluster, to every thread of the row, which has the whole
-// block. One barrier. Exchanges that follow one another use different slots in turn.
-template <typename T, bool CLUSTER>
-struct Exchange {
-  T* slots;  // shared, one for each warp of the row
+template <typename A, int V>
+__device__ __forceinline__ A tree_dot(const Vec<A, V>& a, const Vec<A, V>& b) {
+  Vec<A, V / 2> half;
+#pragma unroll
+  for (int j = 0; j < V / 2; ++j) half.v[j] = a.v[2 * j] * b.v[2 * j] + a.v[2 * j + 1] * b.v[2 * j + 1];
+  return tree_sum(half);
+}
 
-  __device__ static int warps() { return blockDim.x >> 5; }
-  __device__ static int count() {
-    if constexpr (CLUSTER) return warps() * static_cast<int>(this_cluster().num_blocks());
-    else return warps();
+// Brings one value of every warp of a row, over all blocks of its cluster, to every thread of the row: to `slots`, shared,
+// one for each of those warps, whose number it returns. One barrier, over the group of `lanes` threads that is the
+// block's `group`-th. Exchanges that follow one another use different slots in turn.
+template <bool CLUSTER, typename T>
+__device__ __forceinline__ int exchange(T* slots, const T& value, int lanes, int group) {
+  const int warps = lanes >> 5, lane = threadIdx.x & 31;
+  const int warp = (static_cast<int>(threadIdx.x) - group * lanes) >> 5;
+  if constexpr (CLUSTER) {
+    auto cluster = this_cluster();
+    const int blocks = static_cast<int>(cluster.num_blocks());
+    if (lane < blocks) cluster.map_shared_rank(slots, lane)[cluster.block_rank() * warps + warp] = value;
+    cluster.sync();
+    return warps * blocks;
+  } else {
+    if (lane == 0) slots[warp] = value;
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(lanes) : "memory");
+    return warps;
   }
-  __device__ static void publish(T* slots, const T& value) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if constexpr (CLUSTER) {
-      auto cluster = this_cluster();
-      if (lane < cluster.num_blocks()) cluster.map_shared_rank(slots, lane)[cluster.block_rank() * warps() + warp] = value;
-      cluster.sync();
-    } else {
-      if (lane == 0) slots[warp] = value;
-      __syncthreads();
-    }
-  }
-};
+}
 
 // ---- words of a row -----------------------------------------------------------------------------------------------------
 
@@ -110,13 +114,10 @@ __device__ __forceinline__ Vec<T, V> load_word(const T* row, int e, int n) {
   }
 }
 
-template <int V>
-__device__ __forceinline__ bool within(int e, int n) { return e >= 0 && e + V <= n; }
-
 // Writes the part of a word that belongs to the row.
-template <typename T, int V>
+template <bool RAGGED, typename T, int V>
 __device__ __forceinline__ void store_word(T* row, int e, int n, const Vec<T, V>& w) {
-  if (within<V>(e, n)) {
+  if (!RAGGED || (e >= 0 && e + V <= n)) {
     store_vec<T, V>(row + e, w);
   } else {
 #pragma unroll
@@ -126,9 +127,9 @@ __device__ __forceinline__ void store_word(T* row, int e, int n, const Vec<T, V>
 }
 
 // Zeroes what a word holds of the neighbouring rows.
-template <typename A, int V>
+template <bool RAGGED, typename A, int V>
 __device__ __forceinline__ void blank_neighbours(Vec<A, V>& v, int e, int n) {
-  if (within<V>(e, n)) return;
+  if (!RAGGED || (e >= 0 && e + V <= n)) return;
 #pragma unroll
   for (int j = 0; j < V; ++j)
     if (e + j < 0 || e + j >= n) v.v[j] = A(0);
@@ -152,11 +153,11 @@ __device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, in
 
 // V elements of weight or bias from element e on, which in a ragged row is no multiple of V: two aligned words then, shifted
 // together. What lies out of the row is arbitrary.
-template <typename W, int V>
-__device__ __forceinline__ Vec<W, V> load_weight(const W* w, int e, int n, bool ragged) {
+template <bool RAGGED, typename W, int V>
+__device__ __forceinline__ Vec<W, V> load_weight(const W* w, int e, int n) {
   Vec<W, V> v;
-  if (!ragged) {
-    constexpr int U = sizeof(W) * V <= kVectorBytes ? V : kVectorBytes / sizeof(W);
+  constexpr int U = sizeof(W) * V <= kVectorBytes ? V : kVectorBytes / sizeof(W);
+  if (!RAGGED || ((e & (V - 1)) == 0 && e + V <= n)) {
 #pragma unroll
     for (int u = 0; u < V; u += U) {
       if constexpr (sizeof(W) * U == kVectorBytes)
@@ -187,7 +188,6 @@ struct ForwardArgs {
   int n, kind;
   int lanes;      // threads of one block that share a row: a power of two up to a warp, or the whole block
   int lane_bits;  // log2 of them, up to a warp
-  bool ragged;    // n is no multiple of the vector
   bool wide_weight, wide_out;  // float32, where x has 16 bits
   A eps;
 };
@@ -198,21 +198,19 @@ struct Moments {
   A sum, m2, count;
 };
 
-template <typename T, typename A, int V>
+template <bool RAGGED, typename T, typename A, int V>
 __device__ __forceinline__ Vec<A, V> deviations(const Vec<T, V>& v, A center, int e, int n) {
   Vec<A, V> r = unpack<A>(v);
 #pragma unroll
   for (int j = 0; j < V; ++j) r.v[j] -= center;
-  blank_neighbours(r, e, n);
+  blank_neighbours<RAGGED>(r, e, n);
   return r;
 }
 
 // The moments of a whole row from those of its warps.
 template <bool CLUSTER, typename A>
-__device__ __forceinline__ Moments<A> row_moments(const Moments<A>& part, Moments<A>* slots, int n, bool layer) {
-  using Warps = Exchange<Moments<A>, CLUSTER>;
-  Warps::publish(slots, part);
-  const int lane = threadIdx.x & 31, count = Warps::count();
+__device__ __forceinline__ Moments<A> row_moments(const Moments<A>& part, Moments<A>* slots, int lanes, int n, bool layer) {
+  const int lane = threadIdx.x & 31, count = exchange<CLUSTER>(slots, part, lanes, 0);
   Moments<A> row{A(0), A(0), static_cast<A>(n)};
   if (layer) {
 #pragma unroll 1
@@ -240,9 +238,9 @@ using sum_t = std::conditional_t<std::is_same_v<R, float> && sizeof(X) == 2, flo
 template <typename X, typename R, bool CLUSTER>
 constexpr int kForwardThreads = CLUSTER || sizeof(sum_t<X, R>) != sizeof(X) || sizeof(X) == 8 ? 512 : kMaxThreads;
 
-// R: the residual's type, or void. MIXED: weight, bias and result may be float32 where x has 16 bits.
-template <typename X, typename R, bool MIXED, int K, bool CLUSTER>
-__global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>) layer_norm_forward_rows(const ForwardArgs<compute_t<X>> a) {
+// R: the residual's type, or void. MIXED: weight, bias and result may be float32 where x has 16 bits. RAGGED: rows may be so.
+template <typename X, typename R, bool MIXED, bool RAGGED, int K, bool CLUSTER>
+__global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>, 1) layer_norm_forward_rows(const ForwardArgs<compute_t<X>> a) {
   using A = compute_t<X>;
   using S = sum_t<X, R>;
   constexpr int V = kVectorBytes / sizeof(X);
@@ -262,7 +260,7 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>) layer_norm_for
   }
   const int n = row < a.rows ? a.n : 0;
   const int64_t start = row * a.n;
-  const int head = a.ragged ? static_cast<int>(start & (V - 1)) : 0;
+  const int head = RAGGED ? static_cast<int>(start & (V - 1)) : 0;
   const auto element = [&](int i) { return (first + i * a.lanes) * V - head; };
 
   // All loads before anything that waits for one of them.
@@ -287,7 +285,7 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>) layer_norm_for
 #pragma unroll
       for (int j = 0; j < V; ++j) s.v[j] += r.v[j];
       held[i] = pack<S>(s);
-      if (element(i) < n) store_word(static_cast<S*>(a.sum) + start, element(i), n, held[i]);
+      if (element(i) < n) store_word<RAGGED>(static_cast<S*>(a.sum) + start, element(i), n, held[i]);
     }
   } else {
 #pragma unroll
@@ -300,12 +298,13 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>) layer_norm_for
   A mean = 0;  // of the warp's part, then of the row
   if (layer) {
 #pragma unroll
-    for (int i = 0; i < K; ++i) part.sum += tree_sum(deviations(held[i], A(0), element(i), n));
+    for (int i = 0; i < K; ++i) part.sum += tree_sum(deviations<RAGGED>(held[i], A(0), element(i), n));
     part.sum = lanes_sum(part.sum, lanes);
     if (CLUSTER || a.lanes > 32) {
       int count = 0;
 #pragma unroll
-      for (int i = 0; i < K; ++i) count += max(0, min(element(i) + V, n) - max(element(i), 0));
+      for (int i = 0; i < K; ++i)
+        if (element(i) < n) count += RAGGED ? min(element(i) + V, n) - max(element(i), 0) : V;
       part.count = static_cast<A>(__reduce_add_sync(0xffffffffu, count));
     }
     mean = part.count > A(0) ? part.sum / part.count : A(0);
@@ -314,15 +313,13 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>) layer_norm_for
   }
 #pragma unroll
   for (int i = 0; i < K; ++i) {
-    Vec<A, V> d = deviations(held[i], mean, element(i), n);
-#pragma unroll
-    for (int j = 0; j < V; ++j) d.v[j] *= d.v[j];
-    part.m2 += tree_sum(d);
+    const Vec<A, V> d = deviations<RAGGED>(held[i], mean, element(i), n);
+    if (element(i) < n) part.m2 += tree_dot(d, d);
   }
   part.m2 = lanes_sum(part.m2, lanes);
   if constexpr (CLUSTER) this_cluster().barrier_wait();  // every block has started: its memory may be written
   if (CLUSTER || a.lanes > 32) {
-    part = row_moments<CLUSTER>(part, slots, n, layer);
+    part = row_moments<CLUSTER>(part, slots, a.lanes, n, layer);
     mean = layer ? part.sum / part.count : A(0);
   }
   const A rstd = rsqrt(part.m2 / static_cast<A>(n) + a.eps);
@@ -346,7 +343,7 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>) layer_norm_for
 #pragma unroll
       for (int j = 0; j < V; ++j) r.v[j] = (r.v[j] - mean) * rstd;
       if (weight != nullptr) {
-        Vec<A, V> w = unpack<A>(load_weight<W, V>(weight, e, n, a.ragged));
+        Vec<A, V> w = unpack<A>(load_weight<RAGGED, W, V>(weight, e, n));
         if (a.kind == kGemma) {
 #pragma unroll
           for (int j = 0; j < V; ++j) w.v[j] += A(1);
@@ -358,11 +355,11 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>) layer_norm_for
         if (!std::is_same_v<Out, S> && std::is_same_v<W, S> && a.kind == kLlama) r = unpack<A>(pack<S>(r));
       }
       if (bias != nullptr) {
-        const Vec<A, V> b = unpack<A>(load_weight<W, V>(bias, e, n, a.ragged));
+        const Vec<A, V> b = unpack<A>(load_weight<RAGGED, W, V>(bias, e, n));
 #pragma unroll
         for (int j = 0; j < V; ++j) r.v[j] += b.v[j];
       }
-      store_word(static_cast<Out*>(a.y) + start, e, n, pack<Out>(r));
+      store_word<RAGGED>(static_cast<Out*>(a.y) + start, e, n, pack<Out>(r));
     }
   };
   if constexpr (MIXED) {
@@ -387,10 +384,11 @@ struct BackwardArgs {
   void* dx;
   A* partial;       // [2, blocks or clusters, n]: what they summed for dweight and for dbias
   int64_t rows;
-  int n, lanes, lane_bits;
-  int groups;       // that share a row each: they take every groups-th row
+  int n;
+  int lanes;        // threads of a block that share a row: a group. A power of two up to a warp, then whole warps
+  int groups;       // of all blocks; each takes every groups-th row
   int stages;       // rows of a group in shared memory
-  bool ragged, wide_weight, small_weight;  // float32 for x of 16 bits; of 16 bits for x of float32
+  bool wide_weight, small_weight;  // float32 for x of 16 bits; of 16 bits for x of float32
   bool bfloat;      // what a small weight is
   bool gemma, want_weight, want_bias;
 };
@@ -452,9 +450,8 @@ struct RowSums {
 
 // Adds up what the groups of a block hold for each column, through shared memory, and writes it.
 template <typename A, int V, int K, typename Element>
-__device__ __forceinline__ void sum_groups(const Vec<A, V> (&sums)[K], A* shared, A* out, int n, int lanes, int lane_bits,
+__device__ __forceinline__ void sum_groups(const Vec<A, V> (&sums)[K], A* shared, A* out, int n, int groups, int group,
                                            const Element& element) {
-  const int groups = blockDim.x >> lane_bits, group = threadIdx.x >> lane_bits;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < K; ++i)
@@ -485,7 +482,7 @@ __device__ __forceinline__ void sum_groups(const Vec<A, V> (&sums)[K], A* shared
 }
 
 // D: dy's type.
-template <typename X, typename D, bool LAYER, int K, bool CLUSTER>
+template <typename X, typename D, bool LAYER, bool RAGGED, int K, bool CLUSTER>
 __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(const BackwardArgs<compute_t<X>> a) {
   using A = compute_t<X>;
   constexpr int V = kVectorBytes / sizeof(X);
@@ -495,17 +492,19 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
   if constexpr (CLUSTER) this_cluster().barrier_arrive();
 
   // Where the thread stands: the group, and with it the rows; the words, `lanes` apart, and with them the columns.
-  int group = blockIdx.x, first = threadIdx.x;
+  int group = blockIdx.x, first = threadIdx.x, group_of_block = 0, groups_of_block = 1;
   if constexpr (CLUSTER) {
     auto cluster = this_cluster();
     group /= cluster.num_blocks();
     first += static_cast<int>(cluster.block_rank()) * K * a.lanes;
-  } else if (a.lanes <= 32) {
-    group = group * (blockDim.x >> a.lane_bits) + (threadIdx.x >> a.lane_bits);
-    first &= a.lanes - 1;
+  } else {
+    groups_of_block = blockDim.x / a.lanes;
+    group_of_block = first / a.lanes;
+    first -= group_of_block * a.lanes;
+    group = group * groups_of_block + group_of_block;
   }
   const int n = a.n;
-  const int head = a.ragged ? static_cast<int>(group * static_cast<int64_t>(n) & (V - 1)) : 0;
+  const int head = RAGGED ? static_cast<int>(group * static_cast<int64_t>(n) & (V - 1)) : 0;
   const auto element = [&](int i) { return (first + i * a.lanes) * V - head; };
 
   using StagedX = Staged<X, V, K>;
@@ -529,16 +528,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
-  int64_t ahead = group;  // the row to request next
-  char* ahead_stage = memory;
   char* const end = memory + a.stages * stage_bytes;
-  const auto request_next = [&] {
-    request(ahead, ahead_stage);
-    ahead += a.groups;
-    ahead_stage += stage_bytes;
-    if (ahead_stage == end) ahead_stage = memory;
-  };
-  for (int i = 0; i + 1 < a.stages; ++i) request_next();
+  for (int i = 0; i + 1 < a.stages; ++i) request(group + static_cast<int64_t>(i) * a.groups, memory + i * stage_bytes);
 
   // The weight of the thread's columns, as it came where x's type holds it, else in float32.
   const Staged<X, V, K> weight{end};
@@ -551,7 +542,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
     if (a.weight == nullptr) {
       weight.store(i, w);
     } else if (a.wide_weight) {
-      wide_weight.store(i, load_weight<A, V>(static_cast<const A*>(a.weight), e, n, a.ragged));
+      wide_weight.store(i, load_weight<RAGGED, A, V>(static_cast<const A*>(a.weight), e, n));
     } else if (a.small_weight) {
       if constexpr (std::is_same_v<X, float>) {
 #pragma unroll
@@ -563,7 +554,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
       }
       weight.store(i, w);
     } else {
-      weight.store(i, load_weight<X, V>(static_cast<const X*>(a.weight), e, n, a.ragged));
+      weight.store(i, load_weight<RAGGED, X, V>(static_cast<const X*>(a.weight), e, n));
     }
   }
   const auto load_g = [&](int i, const Vec<A, V>& dy) {
@@ -598,8 +589,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
   int turn = 0;
   const A each = A(1) / static_cast<A>(n);
   // The threads of a warp go on together until the last of their rows, with nothing to do past it.
-  for (int64_t row = group, here = CLUSTER || a.lanes > 32 ? group : 0; here < a.rows; row += a.groups, here += a.groups) {
-    request_next();
+  for (int64_t row = group, here = CLUSTER || a.lanes >= 32 ? group : 0; here < a.rows; row += a.groups, here += a.groups) {
+    // Into the stage that the row before this one has left.
+    request(row + static_cast<int64_t>(a.stages - 1) * a.groups, (stage == memory ? end : stage) - stage_bytes);
     const A mean = next_mean, rstd = next_rstd;
     load_stats(row + a.groups);
     await_copies(a.stages - 1);
@@ -614,19 +606,16 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
     for (int i = 0; i < K; ++i) {
       const int e = element(i);
       if (e >= length) continue;
-      Vec<A, V> x = unpack<A>(staged_x.load(i)), dy = unpack<A>(staged_dy.load(i));
+      Vec<A, V> x = unpack<A>(staged_x.load(i));
+      const Vec<A, V> dy = unpack<A>(staged_dy.load(i));
 #pragma unroll
       for (int j = 0; j < V; ++j) x.v[j] = (x.v[j] - mean) * rstd;
-      blank_neighbours(x, e, n);
-      blank_neighbours(dy, e, n);
-      Vec<A, V> g = load_g(i, dy), gx;
+      blank_neighbours<RAGGED>(x, e, n);
+      Vec<A, V> g = load_g(i, dy);
+      blank_neighbours<RAGGED>(g, e, n);
 #pragma unroll
-      for (int j = 0; j < V; ++j) gx.v[j] = g.v[j] * x.v[j];
-      // The weight of a column that belongs to a neighbour is arbitrary, and may be infinite.
-      if (a.ragged) blank_neighbours(g, e, n), blank_neighbours(gx, e, n);
-#pragma unroll
-      for (int j = 0; j < V; ++j) dweight[i].v[j] += dy.v[j] * x.v[j];
-      sums.gx += tree_sum(gx);
+      for (int j = 0; j < V; ++j) dweight[i].v[j] += dy.v[j] * x.v[j];  // of a neighbour's column it is never written
+      sums.gx += tree_dot(g, x);
       if constexpr (LAYER) {
 #pragma unroll
         for (int j = 0; j < V; ++j) dbias[i].v[j] += dy.v[j];
@@ -637,11 +626,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
     sums.gx = lanes_sum(sums.gx, lanes);
     if constexpr (LAYER) sums.g = lanes_sum(sums.g, lanes);
     if (CLUSTER || a.lanes > 32) {
-      using Warps = Exchange<RowSums<A>, CLUSTER>;
-      RowSums<A>* here_slots = slots[turn];
+      RowSums<A>* here_slots = slots[turn] + group_of_block * (a.lanes >> 5);
       turn ^= 1;
-      Warps::publish(here_slots, sums);
-      const int lane = threadIdx.x & 31, count = Warps::count();
+      const int lane = threadIdx.x & 31, count = exchange<CLUSTER>(here_slots, sums, a.lanes, group_of_block);
       sums = lane < count ? here_slots[lane] : RowSums<A>{A(0), A(0)};
       if constexpr (CLUSTER) {
 #pragma unroll 1
@@ -651,7 +638,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
       if constexpr (LAYER) sums.g = lanes_sum(sums.g, 32);
     }
 
-    const A gx = sums.gx * each * rstd, g_mean = LAYER ? sums.g * each * rstd : A(0);
+    const A gx = sums.gx * each * rstd * rstd, g_mean = LAYER ? sums.g * each * rstd : A(0);
     X* dx = static_cast<X*>(a.dx) + row * n;
 #pragma unroll
     for (int i = 0; i < K; ++i) {
@@ -660,13 +647,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
       const Vec<A, V> x = unpack<A>(staged_x.load(i)), dy = unpack<A>(staged_dy.load(i));
       Vec<A, V> r = load_g(i, dy);
 #pragma unroll
-      for (int j = 0; j < V; ++j) r.v[j] = r.v[j] * rstd - ((x.v[j] - mean) * rstd * gx + g_mean);
+      for (int j = 0; j < V; ++j) r.v[j] = r.v[j] * rstd - ((x.v[j] - mean) * gx + g_mean);
       if (a.dsum != nullptr) {
         const Vec<A, V> d = unpack<A>(staged_dsum.load(i));
 #pragma unroll
         for (int j = 0; j < V; ++j) r.v[j] += d.v[j];
       }
-      store_word(dx, e, n, pack<X>(r));
+      store_word<RAGGED>(dx, e, n, pack<X>(r));
     }
     stage += stage_bytes;
     if (stage == end) stage = memory;
@@ -675,8 +662,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
   const int64_t blocks = CLUSTER ? a.groups : gridDim.x;
   A* out = a.partial + (CLUSTER ? group : static_cast<int64_t>(blockIdx.x)) * n;
   const auto write = [&](const auto& column_sums, A* to) {
-    if (!CLUSTER && a.lanes <= 32) {
-      sum_groups(column_sums, reinterpret_cast<A*>(memory), to, n, a.lanes, a.lane_bits, element);
+    if (!CLUSTER && groups_of_block > 1) {
+      sum_groups(column_sums, reinterpret_cast<A*>(memory), to, n, groups_of_block, group_of_block, element);
       return;
     }
 #pragma unroll
@@ -689,7 +676,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
         Vec<A, U> part;
 #pragma unroll
         for (int j = 0; j < U; ++j) part.v[j] = column_sums[i].v[u + j];
-        if (a.ragged) {
+        if constexpr (RAGGED) {
 #pragma unroll
           for (int j = 0; j < U; ++j)
             if (e + u + j >= 0 && e + u + j < n) to[e + u + j] = part.v[j];
@@ -1050,15 +1037,15 @@ void launch_kernel(Kernel kernel, int64_t blocks, int threads, int cluster, size
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 
-// How a backward's resident grid is made. `threads` of an SM at most, in blocks of `block` where a warp or less holds a row,
-// with up to `stages` rows of a group in shared memory.
+// How a backward's resident grid is made for rows of up to `words` 16-byte words: `threads` of an SM at most, in blocks of up
+// to `block`, which hold as many groups as fit, with up to `stages` rows of each in shared memory. Fewer and larger blocks
+// leave fewer partial sums.
 struct BackwardRule {
   int64_t words;
   int threads, block, stages;
 };
 constexpr BackwardRule kBackwardRules[] = {
-    {128, 512, 256, 3},
-    {INT64_MAX, 512, 256, 3},
+    {INT64_MAX, 512, 512, 3},
 };
 constexpr int kBackwardWords = 4;     // of a thread: 64 sums of layer_norm in 16 bits, half of its registers
 constexpr int kSharedReserve = 1024;  // of each block, for the driver
@@ -1077,10 +1064,15 @@ int shared_of_processor(int device) {
   return bytes[device];
 }
 
+// What a block of the backward may take of shared memory, where `resident` of them share a multiprocessor. `slots`: bytes of
+// one block's exchange, or of that of a whole cluster.
+int64_t shared_of_block(int resident, int cluster, int slots, int device) {
+  return shared_of_processor(device) / resident - kSharedReserve - (cluster > 1 ? kMaxCluster : 1) * slots;
+}
+
 // `period`: rows after which a row starts at the same place of a word. `word_bytes`: what a stage holds for each word, and
 // `weight_bytes` what lies beside the stages.
-BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word_bytes, int weight_bytes, size_t static_shared,
-                               const Launch& on) {
+BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word_bytes, int weight_bytes, int slots, const Launch& on) {
   const DeviceTraits& device = device_traits(on.device());
   BackwardLaunch launch;
   RowLaunch& row = launch.row;
@@ -1089,8 +1081,7 @@ BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word
   row.words = rule("FL_BACKWARD_WORDS", kBackwardWords);
   const int most = rule("FL_BACKWARD_THREADS", found->threads);
   // Two stages of the widest types may leave room for fewer threads than that.
-  const int64_t memory = shared_of_processor(on.device()) - kSharedReserve - static_cast<int64_t>(static_shared);
-  const int fit = static_cast<int>(memory / (row.words * (2 * word_bytes + weight_bytes)) / 32 * 32);
+  const int fit = static_cast<int>(shared_of_block(1, kMaxCluster, slots, on.device()) / (row.words * (2 * word_bytes + weight_bytes)) / 32 * 32);
   const int widest = std::min({kBackwardThreads, most, fit});
   if (words > static_cast<int64_t>(widest) * row.words) {
     row.cluster = static_cast<int>(next_power_of_2(ceil_div(words, static_cast<int64_t>(widest) * row.words)));
@@ -1098,16 +1089,14 @@ BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word
     row.threads = row.block = static_cast<int>(ceil_div(ceil_div(words, row.words * row.cluster), 32) * 32);
   } else {
     row.threads = row_threads(words, row.words);
-    row.block = row.threads <= 32 ? rule("FL_BACKWARD_BLOCK", found->block) : row.threads;
-    while (row.block > widest) row.block /= 2;
+    const int block = std::min(widest, rule("FL_BACKWARD_BLOCK", found->block));
+    row.block = std::max(1, row.threads < 32 ? block / 32 * 32 / row.threads : block / row.threads) * row.threads;
   }
-  const int together = row.cluster > 1 || row.threads > 32 ? 1 : row.block / row.threads;  // groups of a block
+  const int together = row.cluster > 1 ? 1 : row.block / row.threads;  // groups of a block
   const int64_t bytes = static_cast<int64_t>(row.block) * row.words;
   int resident = std::max(1, most / row.block);
-  while (resident > 1 && resident * (bytes * (2 * word_bytes + weight_bytes) + kSharedReserve + static_cast<int64_t>(static_shared)) >
-                             shared_of_processor(on.device()))
-    --resident;
-  const int64_t share = shared_of_processor(on.device()) / resident - kSharedReserve - static_cast<int64_t>(static_shared);
+  while (resident > 1 && bytes * (2 * word_bytes + weight_bytes) > shared_of_block(resident, row.cluster, slots, on.device())) --resident;
+  const int64_t share = shared_of_block(resident, row.cluster, slots, on.device());
   launch.stages = static_cast<int>(std::clamp<int64_t>((share - bytes * weight_bytes) / (bytes * word_bytes), 2,
                                                        std::min(kMaxStages, rule("FL_BACKWARD_STAGES", found->stages))));
   launch.shared = static_cast<size_t>(bytes * (launch.stages * word_bytes + weight_bytes));
@@ -1116,7 +1105,7 @@ BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word
   const int64_t units = std::max<int64_t>(1, static_cast<int64_t>(device.processors) * resident / row.cluster);
   const int64_t each = std::max<int64_t>(1, ceil_div(rows, units * together));
   int64_t blocks = ceil_div(rows, each * together);
-  if (each > 1) blocks = ceil_div(blocks * together, period) * period / together;
+  while (each > 1 && blocks * together % period != 0) ++blocks;
   launch.groups = static_cast<int>(blocks * together);
   launch.blocks = blocks * row.cluster;
   return launch;
@@ -1220,8 +1209,8 @@ void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& spl
   constexpr bool ALWAYS_MIXED = sizeof(sum_t<X, R>) != sizeof(X);
   const DeviceTraits& device = device_traits(on.device());
   const bool mixed = args.wide_weight || args.wide_out;
-  args.ragged = n % V != 0;
-  const RowLaunch shape = forward_launch(ceil_div(n + (args.ragged ? V - 1 : 0), V), args.rows, kForwardThreads<X, R, false>, device);
+  const bool ragged = n % V != 0;
+  const RowLaunch shape = forward_launch(ceil_div(n + (ragged ? V - 1 : 0), V), args.rows, kForwardThreads<X, R, false>, device);
   if (shape.threads == 0) {
     SplitArgs<A> split = split_args;
     set_pieces(split, device.processors);
@@ -1236,18 +1225,24 @@ void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& spl
   args.lanes = shape.threads;
   args.lane_bits = log2_of(shape.threads);
   const int64_t blocks = shape.cluster > 1 ? args.rows * shape.cluster : ceil_div(args.rows, shape.block / shape.threads);
-  const auto run = [&](auto is_mixed) {
-    constexpr bool MIXED = decltype(is_mixed)::value;
+  const auto run = [&](auto is_mixed, auto is_ragged) {
+    constexpr bool MIXED = decltype(is_mixed)::value, RAGGED = decltype(is_ragged)::value;
     if (shape.cluster > 1)
-      return launch_kernel(layer_norm_forward_rows<X, R, MIXED, 4, true>, blocks, shape.block, shape.cluster, 0, on.stream(), args);
+      return launch_kernel(layer_norm_forward_rows<X, R, MIXED, RAGGED, 4, true>, blocks, shape.block, shape.cluster, 0, on.stream(), args);
     with_words<!MIXED && sizeof(X) != 8>(shape.words, [&](auto k) {
-      launch_kernel(layer_norm_forward_rows<X, R, MIXED, k.value, false>, blocks, shape.block, 1, 0, on.stream(), args);
+      launch_kernel(layer_norm_forward_rows<X, R, MIXED, RAGGED, k.value, false>, blocks, shape.block, 1, 0, on.stream(), args);
     });
   };
+  // Rare types have the ragged kernels only, which serve all rows.
   if constexpr (sizeof(X) == 2) {
-    if (ALWAYS_MIXED || mixed) return run(std::true_type{});
+    if (ALWAYS_MIXED || mixed) return run(std::true_type{}, std::true_type{});
   }
-  if constexpr (!ALWAYS_MIXED) run(std::false_type{});
+  if constexpr (!ALWAYS_MIXED) {
+    if constexpr (sizeof(X) != 8) {
+      if (!ragged) return run(std::false_type{}, std::false_type{});
+    }
+    run(std::false_type{}, std::true_type{});
+  }
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in, const std::optional<Tensor>& residual_in,
@@ -1352,34 +1347,41 @@ bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight
   using A = compute_t<X>;
   constexpr int V = kVectorBytes / sizeof(X);
   if (n > INT32_MAX / 2) return false;
-  args.ragged = n % V != 0;
+  const bool ragged = n % V != 0;
   int period = 1;
   while (period * n % V != 0) period *= 2;
   const int word_bytes = static_cast<int>(V * ((args.dsum != nullptr ? 2 : 1) * sizeof(X) + sizeof(D)));
   const int weight_bytes = static_cast<int>(V * (args.wide_weight ? sizeof(A) : sizeof(X)));
-  const int64_t words = ceil_div(n + (args.ragged ? V - 1 : 0), V);
-  constexpr size_t kStatic = 2 * sizeof(RowSums<A>) * kBackwardThreads / 32;
-  BackwardLaunch launch = backward_launch(words, args.rows, period, word_bytes, weight_bytes, kStatic * kMaxCluster, on);
+  const int64_t words = ceil_div(n + (ragged ? V - 1 : 0), V);
+  constexpr int kSlots = 2 * sizeof(RowSums<A>) * kBackwardThreads / 32;
+  const BackwardLaunch launch = backward_launch(words, args.rows, period, word_bytes, weight_bytes, kSlots, on);
   if (launch.groups == 0) return false;
   args.n = static_cast<int>(n);
   args.lanes = launch.row.threads;
-  args.lane_bits = log2_of(launch.row.threads);
   args.groups = launch.groups;
   args.stages = launch.stages;
   const int64_t partials = launch.blocks / launch.row.cluster;
   const Tensor partial = empty_of({args.want_weight || args.want_bias ? 2 * partials * n : 0}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, like);
   args.partial = static_cast<A*>(partial.mutable_data_ptr());
-  const auto run = [&](auto kernel, bool (&prepared)[kMaxDevices]) {
+  static bool all_prepared[4][kMaxDevices];
+  const auto run = [&](auto kernel) {
+    bool* prepared = all_prepared[(launch.row.cluster > 1 ? 2 : 0) + (ragged ? 1 : 0)];
     if (!prepared[on.device()]) {
       STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          shared_of_processor(on.device()) - kSharedReserve - static_cast<int>(kStatic * kMaxCluster)));
+                                          static_cast<int>(shared_of_block(1, launch.row.cluster, kSlots, on.device()))));
       prepared[on.device()] = true;
     }
     launch_kernel(kernel, launch.blocks, launch.row.block, launch.row.cluster, launch.shared, on.stream(), args);
   };
-  static bool prepared[2][kMaxDevices];
-  if (launch.row.cluster > 1) run(layer_norm_backward_rows<X, D, LAYER, K, true>, prepared[1]);
-  else run(layer_norm_backward_rows<X, D, LAYER, K, false>, prepared[0]);
+  const auto choose = [&](auto is_ragged) {
+    constexpr bool RAGGED = decltype(is_ragged)::value;
+    if (launch.row.cluster > 1) run(layer_norm_backward_rows<X, D, LAYER, RAGGED, K, true>);
+    else run(layer_norm_backward_rows<X, D, LAYER, RAGGED, K, false>);
+  };
+  constexpr bool kRare = sizeof(D) < sizeof(X) || sizeof(X) == 8;  // the ragged kernels serve all rows
+  if constexpr (kRare) choose(std::true_type{});
+  else if (ragged) choose(std::true_type{});
+  else choose(std::false_type{});
   sum_partials(args.partial, dweight, dbias, args.want_weight, args.want_bias, static_cast<int>(partials), n, on.stream());
   return true;
 }
