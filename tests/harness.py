@@ -157,7 +157,9 @@ def answer(
 ) -> Answer:
     outs = outputs(function(*call.args, **call.kwargs))
     leaves = call.leaves()
-    grads = torch.autograd.grad(outs, leaves, gradients_of(outs, layout, draw)) if leaves else ()
+    dys = gradients_of(outs, layout, draw)
+    sent = [(out, dy) for out, dy in zip(outs, dys, strict=True) if out.requires_grad]
+    grads = torch.autograd.grad([out for out, _ in sent], leaves, [dy for _, dy in sent]) if leaves else ()
     return Answer(tuple(out.detach() for out in outs), grads)
 
 

@@ -96,6 +96,8 @@ class _AddLayerNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y, s, stats = kernels.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, True)
         ctx.save_for_backward(s, weight, stats)
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            ctx.mark_non_differentiable(s)
         ctx.set_materialize_grads(False)  # a result that nothing uses has no gradient, not one of zeros
         ctx.rest = dims, eps, kind
         ctx.kernels = kernels
