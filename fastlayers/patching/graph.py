@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from fastlayers.patching.spelling import (
 )
 from fastlayers.patching.trace import Recording, record_child
 
-__all__ = ["Op", "View", "hooked", "is_barrier", "original_class"]
+__all__ = ["Attribute", "Op", "View", "hooked", "is_barrier", "original_class"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,18 @@ class Op:
     operands: dict[str, Any]
     inplace: bool = False
     child: str | None = None
+    #: Of a child of some class of its own: the recording that shows it to be this operation, for its guards.
+    recording: Recording | None = None
 
     def __getitem__(self, operand: str) -> Any:
         return self.operands.get(operand)
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An operand that is an attribute of the module or of something inside it, read on every call."""
+
+    path: str
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -83,6 +92,7 @@ class View:
         self.deep = deep
         #: Children of unknown classes whose own forward was looked at, by path, with what was recorded of it.
         self.children: dict[str, tuple[Recording, tuple[str, ...]] | None] = {}
+        self.wrapped: dict[str, Op | None] = {}
         self.refresh()
 
     def thread_inplace(self) -> None:
@@ -138,7 +148,7 @@ class View:
         if len(node.args) != 1 or node.kwargs or not is_plain_layer(child):
             return None
         if original not in LAYERS:
-            return self._written_norm(node, child)
+            return self._written_norm(node, child) or self._wrapped(node, child)
         name, attributes = LAYERS[original]
         operands = {"input": node.args[0], **{attribute: getattr(child, attribute) for attribute in attributes}}
         return Op(name, node, operands, bool(getattr(child, "inplace", False)), str(node.target))
@@ -150,6 +160,32 @@ class View:
             return None
         name = "rms_norm" if found.body.function is calls.rms_norm else "layer_norm"
         return Op(name, node, {"input": node.args[0], "fingerprint": found}, child=str(node.target))
+
+    def _wrapped(self, node: Node, child: nn.Module) -> Op | None:
+        """A child of some class of its own, whose forward is one known operation: timm's LayerNorm and GELU, say."""
+        path = str(node.target)
+        if child._modules or original_class(child).__module__.startswith("torch."):
+            return None
+        if path not in self.wrapped:
+            self.wrapped[path] = self._unwrap(path, child)
+        op = self.wrapped[path]
+        return replace(op, node=node, operands={**op.operands, "input": node.args[0]}) if op is not None else None
+
+    def _unwrap(self, path: str, child: nn.Module) -> Op | None:
+        recording = record_child(self.root, child, 1)
+        if recording is None:
+            return None
+        argument, *nodes, output = recording.graph.nodes
+        op = View(recording.graph, self.root).op(output.args[0])
+        if op is None or op["input"] is not argument:
+            return None
+        if any(node is not op.node and node.op != "get_attr" for node in nodes):
+            return None
+        operands = {
+            name: Attribute(str(value.target)) if isinstance(value, Node) else value
+            for name, value in op.operands.items()
+        }
+        return Op(op.name, op.node, operands, op.inplace, path, recording)
 
     def child(self, node: Node) -> nn.Module:
         return self.root.get_submodule(str(node.target))
@@ -310,6 +346,9 @@ class View:
         original = original_class(child)
         if not is_plain_layer(child) or hooked(child):
             return False
+        op = self.op(node)
+        if op is not None and op.recording is not None and not op.inplace:
+            return True
         if is_fresh(original) or original in DROP_IN or original is nn.Identity:
             return True
         return getattr(child, "inplace", None) is False and original.__module__.startswith("torch.nn.")

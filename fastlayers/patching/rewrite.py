@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from fastlayers.patching import calls
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
-from fastlayers.patching.graph import Op, View, hooked, is_barrier, original_class
+from fastlayers.patching.graph import Attribute, Op, View, hooked, is_barrier, original_class
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules import GRAPH_RULES, Deferred, Match, ModuleRule
 from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE
@@ -221,6 +221,8 @@ def child_guards(view: View, op: Op, recording: Recording) -> list[str]:
     layer = original_class(child)
     expression = module_expression(path)
     guards = [f"{bind(recording, calls.plain)}({expression}, {bind(recording, layer)})"]
+    if op.recording is not None:
+        return guards + inner_guards(op.recording, recording)
     if isinstance(op["fingerprint"], Fingerprint):
         return guards + scale_guards(op["fingerprint"], expression, child)
     for attribute in (*LAYERS[layer][1], *(("inplace",) if hasattr(child, "inplace") else ())):
@@ -251,12 +253,20 @@ def maker_guards(view: View, path: str, recording: Recording) -> list[str]:
         guards.append(f"len({expression}._modules) == {len(child._modules)}")
     inspected = view.children.get(path)
     if inspected is not None:
-        inner = inspected[0]
-        for name, value in inner.namespace.items():
-            if recording.namespace.setdefault(name, value) is not value:
-                raise Refusal(Reason.TRACE_FAILED, f"two objects are called {name}")
-        guards += inner.guards
+        guards += inner_guards(inspected[0], recording)
     return guards
+
+
+def inner_guards(inner: Recording, recording: Recording) -> list[str]:
+    """The guards of what was recorded of a child, and what they call."""
+    add_names(recording.namespace, inner.namespace)
+    return list(inner.guards)
+
+
+def add_names(namespace: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        if namespace.setdefault(name, value) is not value:
+            raise Refusal(Reason.TRACE_FAILED, f"two objects are called {name}")
 
 
 def module_expression(path: str) -> str:
@@ -274,8 +284,8 @@ def bind(recording: Recording, value: Any, hint: str | None = None) -> str:
 def replace(graph: fx.Graph, match: Match) -> None:
     root = match.root
     with graph.inserting_before(root):
-        args = tuple(arg.make(graph) if isinstance(arg, Deferred) else arg for arg in match.args)
-        kwargs = {name: arg.make(graph) if isinstance(arg, Deferred) else arg for name, arg in match.kwargs.items()}
+        args = tuple(argument(graph, arg) for arg in match.args)
+        kwargs = {name: argument(graph, arg) for name, arg in match.kwargs.items()}
         fused = graph.call_function(match.target, args, kwargs)
         if match.kept is not None:
             if set(match.kept.users) - {op.node for op in match.ops}:
@@ -284,6 +294,13 @@ def replace(graph: fx.Graph, match: Match) -> None:
     root.replace_all_uses_with(fused)
     for op in reversed(match.ops):
         graph.erase_node(op.node)
+
+
+def argument(graph: fx.Graph, value: Any) -> Any:
+    """An argument of a fused call, with the node that it needs."""
+    if isinstance(value, Attribute):
+        return graph.get_attr(value.path)
+    return value.make(graph) if isinstance(value, Deferred) else value
 
 
 # -- writing the class ------------------------------------------------------------------------------------------------
@@ -393,9 +410,7 @@ def body_source(recording: Recording) -> str:
     code = recording.graph.python_code("self")
     function = next(node for node in ast.parse(code.src).body if isinstance(node, ast.FunctionDef))
     lines = code.src.splitlines()[function.body[0].lineno - 1 : function.body[-1].end_lineno]
-    for name, value in code.globals.items():
-        if recording.namespace.setdefault(name, value) is not value:
-            raise Refusal(Reason.TRACE_FAILED, f"two objects are called {name}")
+    add_names(recording.namespace, code.globals)
     return textwrap.dedent("\n".join(lines))
 
 
@@ -450,9 +465,7 @@ def generate_class(
 ) -> type[nn.Module]:
     namespace: dict[str, Any] = {}
     for recording, _ in variants:
-        for name, value in recording.namespace.items():
-            if namespace.setdefault(name, value) is not value:
-                raise Refusal(Reason.TRACE_FAILED, f"two objects are called {name}")
+        add_names(namespace, recording.namespace)
     source = class_source(original, variants, namespace)
     key = (original, source, *sorted((name, id(value)) for name, value in namespace.items()))
     if key in known:

@@ -29,7 +29,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.ADD_LAYER_NORM,
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,
-    norm.NORM_FUNCTION,
+    *norm.NORM_FUNCTIONS,
     elementwise.RELU_ADD_BIAS,
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,

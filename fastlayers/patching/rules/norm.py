@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import fx
 from torch.fx import Node
 
 from fastlayers import functional
 from fastlayers.patching import calls
 from fastlayers.patching.fingerprints import Fingerprint
-from fastlayers.patching.graph import Op, View
+from fastlayers.patching.graph import Attribute, Op, View
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rules.base import Deferred, GraphRule, Match
+from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.elementwise import addition
 from fastlayers.patching.spelling import NORM_ATTRIBUTES
 
@@ -25,27 +24,23 @@ __all__ = [
     "BATCH_NORM_ADD_ACT",
     "CHANNEL_LAYER_NORM",
     "GROUP_NORM_ACT",
-    "NORM_FUNCTION",
+    "NORM_FUNCTIONS",
 ]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read(path: str) -> Deferred:
-    """A child, or an attribute of it, as the forward finds it on every call."""
-
-    def make(graph: fx.Graph) -> Any:
-        return graph.get_attr(path)
-
-    return Deferred(make)
-
-
 def options(op: Op) -> dict[str, Any]:
     """The operands of a norm but its input, by the names that torch's function has for them."""
-    if op.child is None:
+    if is_function(op):
         return {name: value for name, value in op.operands.items() if name != "input"}
-    return {name: read(f"{op.child}.{name}") for name in NORM_ATTRIBUTES[op.name]}
+    return {name: Attribute(f"{op.child}.{name}") for name in NORM_ATTRIBUTES[op.name]}
+
+
+def is_function(op: Op) -> bool:
+    """Whether the operands of an operation are its own; those of a layer of torch are attributes of it."""
+    return op.child is None or op.recording is not None
 
 
 def activation(view: View, node: Any) -> tuple[Op, str] | None:
@@ -90,8 +85,8 @@ def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Call
 
 
 def batch_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
-    if norm.child is not None:
-        return calls.batch_norm_layer, (read(norm.child), norm["input"]), {"act": act}
+    if not is_function(norm):
+        return calls.batch_norm_layer, (Attribute(norm.child), norm["input"]), {"act": act}
     return functional.batch_norm, (norm["input"],), {**options(norm), "act": act}
 
 
@@ -118,8 +113,8 @@ def find_batch_norm_add(view: View, node: Any) -> Iterator[Match | Refusal]:
             continue
         kwargs = {"written": written} if add.inplace else {}
         x = norm["input"]
-        if norm.child is not None:
-            args: tuple[Any, ...] = (read(norm.child), x, residual)
+        if not is_function(norm):
+            args: tuple[Any, ...] = (Attribute(norm.child), x, residual)
             yield Match((norm, *passed, add), calls.batch_norm_layer, args, kwargs, (x, residual))
         else:
             target = calls.batch_norm if add.inplace else functional.batch_norm
@@ -167,8 +162,8 @@ def find_add_norm(name: str) -> Callable[..., Iterator[Match | Refusal]]:
 
 def add_written_norm(norm: Op, mark: Fingerprint, add: Op) -> tuple[Any, ...]:
     body = mark.body
-    weight = read(f"{norm.child}.{mark.weight}") if mark.weight is not None else None
-    args = (read(str(norm.child)), add["input"], add["other"], weight, read(f"{norm.child}.{mark.eps}"))
+    weight = Attribute(f"{norm.child}.{mark.weight}") if mark.weight is not None else None
+    args = (Attribute(str(norm.child)), add["input"], add["other"], weight, Attribute(f"{norm.child}.{mark.eps}"))
     kwargs = {"inplace": add.inplace, "function": body.function, "casting": body.casting, "same": body.same}
     return calls.add_written_norm, args, kwargs
 
@@ -189,7 +184,7 @@ def find_channel_layer_norm(view: View, node: Node) -> Iterator[Match | Refusal]
     back = permutation(view, node)
     norm = view.op(back[0]["input"], "layer_norm") if back is not None else None
     forth = permutation(view, norm["input"]) if norm is not None else None
-    if back is None or norm is None or forth is None or norm.child is not None:
+    if back is None or norm is None or forth is None or not is_function(norm):
         return
     rank = len(forth[1])
     if forth[1] != (0, *range(2, rank), 1) or back[1] != (0, rank - 1, *range(1, rank - 1)):
@@ -203,13 +198,13 @@ def find_channel_layer_norm(view: View, node: Node) -> Iterator[Match | Refusal]
     yield Match((forth[0], norm, back[0]), functional.channel_layer_norm, (x,), given, (x,))
 
 
-NORM_FUNCTIONS = {name: getattr(functional, name) for name in ("batch_norm", "group_norm", "layer_norm", "rms_norm")}
+def find_norm_function(name: str) -> Callable[..., Iterator[Match | Refusal]]:
+    def find(view: View, node: Node) -> Iterator[Match | Refusal]:
+        op = view.op(node, name)
+        if op is not None and op.child is None:  # a layer is for the module rules
+            yield Match((op,), getattr(functional, name), (op["input"],), options(op), (op["input"],))
 
-
-def find_norm_function(view: View, node: Node) -> Iterator[Match | Refusal]:
-    op = view.op(node)
-    if op is not None and op.name in NORM_FUNCTIONS and op.child is None:  # a layer is for the module rules
-        yield Match((op,), NORM_FUNCTIONS[op.name], (op["input"],), options(op), (op["input"],))
+    return find
 
 
 BATCH_NORM_ADD_ACT = GraphRule("batch_norm_add_act", "act(batch_norm(x) + residual)", find_batch_norm_add_act)
@@ -221,4 +216,7 @@ ADD_RMS_NORM = GraphRule("add_rms_norm", "s = x + residual and rms_norm(s)", fin
 CHANNEL_LAYER_NORM = GraphRule(
     "channel_layer_norm", "layer_norm of an image over its channels, between two permutes", find_channel_layer_norm
 )
-NORM_FUNCTION = GraphRule("norm", "F.batch_norm, F.group_norm, F.layer_norm or F.rms_norm", find_norm_function)
+NORM_FUNCTIONS = tuple(
+    GraphRule(name, f"F.{name}", find_norm_function(name))
+    for name in ("batch_norm", "group_norm", "layer_norm", "rms_norm")
+)
