@@ -31,14 +31,16 @@ from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
 from fastlayers.kernels.reductions import accumulator, merge, sum_rows, unit, welford
 
 # Elements of a tile and its warps. 16 to 32 elements a thread keep two to four 16-byte loads of 16-bit elements in
-# flight; the forward's longest rows take 64, which 512 threads of 128 registers hold.
-FORWARD = {2048: 4, 8192: 8, 32768: 16}
-# The backward holds x, dy and, where they are wanted, the sums of dweight and dbias: 16 elements a thread.
+# flight. float64 takes two registers an element and more for its divisions: a quarter of these elements. 32768 elements
+# of float32 spilled, as did the backward, which holds x and dy, past 16 elements a thread, with or without the sums.
+FORWARD = {2048: 4, 8192: 8, 16384: 16, 32768: 32}
 BACKWARD = {2048: 4, 4096: 8, 8192: 16}
-# Without these sums.
-BACKWARD_DX = {2048: 4, 8192: 8, 16384: 16}
+MAX_ROW_BYTES = 65536
+
 # Past the registers: 16384 16-bit elements a step, by 1024 threads of 64 registers, and half of it in the backward.
+# Wider elements: half as many, an eighth of float64.
 LONG_FORWARD, LONG_BACKWARD, LONG_WARPS = 16384, 8192, 32
+LONG_SHARE = {2: 1, 4: 2, 8: 8}
 
 # Threads of an SM that walk the rows in a backward with sums: their registers are what limits it.
 THREADS_PER_MULTIPROCESSOR = 512
@@ -58,12 +60,12 @@ class Tile:
     warps: int
 
 
-def tile_for(n: int, table: dict[int, int], double: bool) -> Tile | None:
-    """The tile of whole rows of n elements; None where the registers do not hold one."""
+def tile_for(n: int, table: dict[int, int], itemsize: int) -> Tile | None:
+    """The tile of whole rows of n elements of ``itemsize`` bytes; None where the registers do not hold one."""
     block = triton.next_power_of_2(n)
     for elements, warps in table.items():
-        elements //= 2 if double else 1
-        if block <= elements:
+        elements //= 4 if itemsize == 8 else 1
+        if block <= elements and block * itemsize <= MAX_ROW_BYTES:
             return Tile(elements // block, block, warps)
     return None
 
@@ -110,8 +112,6 @@ def _whole_forward(
     inside = (row < rows) & (column < n)
     offset = row * n + column
     x = _normed(x_ptr, sum_ptr, residual_ptr, offset, inside, ACC)
-    weight = None if weight_ptr is None else _load(weight_ptr, column, column < n, ACC)
-    bias = None if bias_ptr is None else _load(bias_ptr, column, column < n, ACC)
     if sum_ptr is not None:
         tl.store(sum_ptr + offset, x.to(sum_ptr.dtype.element_ty), mask=inside)
     if KIND == 0:
@@ -124,6 +124,8 @@ def _whole_forward(
             tl.store(stats_ptr + rows + row, rstd, mask=row < rows)
         else:
             tl.store(stats_ptr + row, rstd, mask=row < rows)
+    weight = None if weight_ptr is None else _load(weight_ptr, column, column < n, ACC)
+    bias = None if bias_ptr is None else _load(bias_ptr, column, column < n, ACC)
     y = _scaled(x * rstd, weight, bias, KIND, INNER, PRODUCT, ACC)
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -202,18 +204,20 @@ def _long_forward(
 @triton.jit
 def _statistics(stats_ptr, row, rows, inside, KIND: tl.constexpr):
     """(mean, rstd) of rows."""
-    first = tl.load(stats_ptr + row, mask=inside, other=0.0)
+    rstd = tl.load(stats_ptr + row, mask=inside, other=0.0)
+    mean = tl.zeros_like(rstd)
     if KIND == 0:
-        return first, tl.load(stats_ptr + rows + row, mask=inside, other=0.0)
-    return 0.0, first
+        mean = rstd
+        rstd = tl.load(stats_ptr + rows + row, mask=inside, other=0.0)
+    return mean, rstd
 
 
 @triton.jit
 def _times_weight(dy, weight, KIND: tl.constexpr):
     """The gradient of what weight multiplies."""
-    if weight is None:
-        return dy
-    return dy * (weight + 1.0 if KIND == 3 else weight)
+    if weight is not None:
+        dy = dy * (weight + 1.0 if KIND == 3 else weight)
+    return dy
 
 
 @triton.jit
@@ -233,14 +237,15 @@ def _whole_backward(
     dweight = tl.full((ROWS, BLOCK), 0.0, ACC)
     dbias = tl.full((ROWS, BLOCK), 0.0, ACC)
     for first in range(tl.program_id(0).to(INDEX) * ROWS, rows, programs * ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        inside = (row < rows) & (column < n)
-        offset = row * n + column
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < n)
+        offset = row[:, None] * n + column
         x = _load(x_ptr, offset, inside, ACC)
         dy = _load(dy_ptr, offset, inside, ACC)
         dsum = None if dsum_ptr is None else tl.load(dsum_ptr + offset, mask=inside, other=0.0)
         mean, rstd = _statistics(stats_ptr, row, rows, row < rows, KIND)
-        normal = (x - mean) * rstd
+        rstd = rstd[:, None]
+        normal = (x - mean[:, None]) * rstd
         if DWEIGHT:
             dweight += dy * normal
         if DBIAS:
@@ -253,12 +258,12 @@ def _whole_backward(
         if dsum is not None:
             dx += dsum.to(ACC)
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    partial_column = tl.program_id(0).to(INDEX) * n + tl.arange(0, BLOCK)
+    program = tl.program_id(0).to(INDEX)
     if DWEIGHT:
-        tl.store(partial_ptr + partial_column, tl.sum(dweight, 0), mask=tl.arange(0, BLOCK) < n)
+        tl.store(partial_ptr + program * n + column, tl.sum(dweight, 0, keep_dims=True), mask=column < n)
+        program += programs
     if DBIAS:
-        skipped = programs.to(INDEX) * n if DWEIGHT else 0
-        tl.store(partial_ptr + skipped + partial_column, tl.sum(dbias, 0), mask=tl.arange(0, BLOCK) < n)
+        tl.store(partial_ptr + program * n + column, tl.sum(dbias, 0, keep_dims=True), mask=column < n)
 
 
 @triton.jit
@@ -328,21 +333,23 @@ def _column_sums(
     dweight = tl.full((ROWS, COLUMNS), 0.0, ACC)
     dbias = tl.full((ROWS, COLUMNS), 0.0, ACC)
     for first in range(start, stop, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        inside = (row < stop) & (column < n)
-        dy = _load(dy_ptr, row * n + column, inside, ACC)
+        row = first + tl.arange(0, ROWS)
+        inside = (row < stop)[:, None] & (column < n)
+        offset = row[:, None] * n + column
+        dy = _load(dy_ptr, offset, inside, ACC)
         if DWEIGHT:
-            x = _load(x_ptr, row * n + column, inside, ACC)
+            x = _load(x_ptr, offset, inside, ACC)
             mean, rstd = _statistics(stats_ptr, row, rows, row < stop, KIND)
-            dweight += dy * ((x - mean) * rstd)
+            dweight += dy * ((x - mean[:, None]) * rstd[:, None])
         if DBIAS:
             dbias += dy
     partial_column = part.to(INDEX) * n + column
     if DWEIGHT:
         tl.store(partial_ptr + partial_column, tl.sum(dweight, 0, keep_dims=True), mask=column < n)
     if DBIAS:
-        skipped = parts.to(INDEX) * n if DWEIGHT else 0
-        tl.store(partial_ptr + skipped + partial_column, tl.sum(dbias, 0, keep_dims=True), mask=column < n)
+        if DWEIGHT:
+            partial_column = (part.to(INDEX) + parts) * n + column
+        tl.store(partial_ptr + partial_column, tl.sum(dbias, 0, keep_dims=True), mask=column < n)
 
 
 # ------------------------------------------------------------------------------------------------------------- wrappers
@@ -415,9 +422,9 @@ def _forward_plan(
     product = sum_dtype if weight is None else torch.promote_types(sum_dtype, weight)
     acc, acc_dtype = accumulator(x)
     constants = (kind, _TL[sum_dtype], _TL[product], unit(n), acc, index_type(numel))
-    tile = tile_for(n, FORWARD, x == torch.float64)
+    tile = tile_for(n, FORWARD, sum_dtype.itemsize)
     if tile is None:
-        block = LONG_FORWARD // (2 if x == torch.float64 else 1)
+        block = LONG_FORWARD // LONG_SHARE[sum_dtype.itemsize]
         return _long_plan(_long_forward, n, rows, block, (eps,), constants, (acc_dtype, sum_dtype), device)
     launch = Launch(
         _whole_forward, cdiv(rows, tile.rows), (rows, n // unit(n), eps), (*constants, tile.rows, tile.block), tile.warps
@@ -484,9 +491,9 @@ def _dx_plan(
     x = dtypes[1]
     assert x is not None
     acc, acc_dtype = accumulator(x)
-    tile = tile_for(n, BACKWARD_DX, x == torch.float64)
+    tile = tile_for(n, BACKWARD, x.itemsize)
     if tile is None:
-        block = LONG_BACKWARD // (2 if x == torch.float64 else 1)
+        block = LONG_BACKWARD // LONG_SHARE[x.itemsize]
         constants = (kind, unit(n), acc, index_type(numel))
         return _long_plan(_long_backward, n, rows, block, (), constants, (acc_dtype, x), device)
     constants = (kind, False, False, unit(n), acc, index_type(numel), tile.rows, tile.block)
@@ -507,7 +514,7 @@ def _sums_plan(
     assert x is not None
     acc, acc_dtype = accumulator(x)
     outputs = dweight + dbias
-    tile = tile_for(n, BACKWARD, x == torch.float64)
+    tile = tile_for(n, BACKWARD, x.itemsize)
     if tile is not None:
         resident = max(THREADS_PER_MULTIPROCESSOR // (32 * tile.warps), 1) * multiprocessors(device)
         programs = min(cdiv(rows, tile.rows), resident)

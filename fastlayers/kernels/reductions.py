@@ -13,8 +13,9 @@ from torch import Tensor
 from fastlayers.kernels.indexing import index_type
 from fastlayers.kernels.launch import KEPT, Launch, cdiv
 
-# A program adds up COLUMNS columns: a sector of float32 where there are few of them, else a cache line.
-SUM_TILE, SUM_WARPS = 4096, 8
+# A program adds up COLUMNS columns: a sector of float32 where there are few of them, else a cache line, and more where
+# few rows would leave the tile small.
+SUM_TILE, SUM_LEAST, SUM_WARPS = 4096, 1024, 8
 SUM_COLUMNS = {2048: 8, math.inf: 32}
 
 FLOAT64 = (tl.float64, torch.float64)
@@ -82,6 +83,7 @@ def _sum_launch(shape: tuple[int, int, int], dtype: torch.dtype, partial_dtype: 
     outputs, rows, n = shape
     columns = next(columns for most, columns in SUM_COLUMNS.items() if n <= most)
     tile_rows = min(triton.next_power_of_2(rows), SUM_TILE // columns)
+    columns = max(columns, SUM_LEAST // tile_rows)
     constants = (accumulator(partial_dtype)[0], index_type(math.prod(shape)), tile_rows, columns)
     return Launch(_sum_rows, outputs * cdiv(n, columns), (rows, n), constants, SUM_WARPS)
 

@@ -32,10 +32,9 @@ def few_registers(monkeypatch):
     for plan in plans:
         plan.cache_clear()
     monkeypatch.setattr(layer_norm, "FORWARD", {512: 4})
-    monkeypatch.setattr(layer_norm, "BACKWARD", {256: 4})
-    monkeypatch.setattr(layer_norm, "BACKWARD_DX", {512: 4})
-    monkeypatch.setattr(layer_norm, "LONG_FORWARD", 256)
-    monkeypatch.setattr(layer_norm, "LONG_BACKWARD", 256)
+    monkeypatch.setattr(layer_norm, "BACKWARD", {512: 4})
+    monkeypatch.setattr(layer_norm, "LONG_FORWARD", 512)
+    monkeypatch.setattr(layer_norm, "LONG_BACKWARD", 512)
     yield
     for plan in plans:
         plan.cache_clear()
@@ -147,9 +146,9 @@ def test_with_residual(dtype, kind):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-@pytest.mark.parametrize(("rows", "n"), [(2, 1500), (5, 1001), (3, 300)])
+@pytest.mark.parametrize(("rows", "n"), [(2, 1500), (5, 1001)])
 def test_long(few_registers, rows, n, dtype, kind):
-    """Past the registers: split among several programs, in one, and where only the sums do not fit."""
+    """Past the registers: split among several programs, and in one."""
     x, residual, dsum = (torch.randn(rows, n).to(dtype) for _ in range(3))
     weight, bias = parameters((n,), kind, dtype)
     check(x, weight, bias, 1, kind)
@@ -158,16 +157,15 @@ def test_long(few_registers, rows, n, dtype, kind):
 
 def test_all_ways_of_a_long_row_are_tested(few_registers):
     device = torch.device("cpu")
-    assert layer_norm._splits(1500, 2, layer_norm.LONG_FORWARD, device)[0] > 1
+    assert layer_norm._splits(1500, 2, layer_norm.LONG_FORWARD // 2, device)[0] > 1
     assert layer_norm._splits(1001, 5, layer_norm.LONG_FORWARD, device)[0] == 1
-    assert layer_norm.tile_for(1001, layer_norm.FORWARD, False) is None
-    assert layer_norm.tile_for(300, layer_norm.BACKWARD, False) is None
-    assert layer_norm.tile_for(300, layer_norm.BACKWARD_DX, False) is not None
+    assert layer_norm.tile_for(1001, layer_norm.FORWARD, 2) is None
+    assert layer_norm.tile_for(1001, layer_norm.BACKWARD, 2) is None
 
 
 def test_a_row_that_is_long_by_the_rules_of_a_gpu():
     x = torch.randn(2, 33001).half()
-    assert layer_norm.tile_for(33001, layer_norm.FORWARD, False) is None
+    assert layer_norm.tile_for(33001, layer_norm.FORWARD, 2) is None
     y, stats = layer_norm_forward(x, None, None, 1, EPS, 0, x.dtype, True)
     assert_close(y, reference(x.double(), None, None, (33001,), 0), x.dtype)
     dx, _, _ = layer_norm_backward(y, None, x, stats, None, 1, 0, False, False)
@@ -214,13 +212,13 @@ def test_nan_and_infinities(kind):
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("table", ["FORWARD", "BACKWARD", "BACKWARD_DX"])
-@pytest.mark.parametrize("double", [False, True])
-def test_launch_rule(table, double):
+@pytest.mark.parametrize("table", ["FORWARD", "BACKWARD"])
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_launch_rule(table, itemsize):
     for n in [*range(1, 300), 4095, 4096, 4097, 16384, 32768, 32769]:
-        tile = layer_norm.tile_for(n, getattr(layer_norm, table), double)
+        tile = layer_norm.tile_for(n, getattr(layer_norm, table), itemsize)
         if tile is not None:
             assert tile.block & (tile.block - 1) == 0
             assert tile.block >= n
-            assert 1 <= tile.rows <= 4096
-            assert tile.rows * tile.block <= 64 * 32 * tile.warps
+            assert tile.rows >= 1
+            assert tile.rows * tile.block * max(itemsize, 4) <= 128 * 32 * tile.warps
