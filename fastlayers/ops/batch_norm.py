@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
@@ -177,8 +176,6 @@ def batch_norm(
     if kernels is not None:
         reason = unsupported(x, running_mean, running_var, weight, bias, training, eps, residual)
         if reason is None:
-            if training and running_mean is not None and running_var is not None:
-                increment_version((running_mean, running_var))
             if torch.is_grad_enabled() and (
                 x.requires_grad
                 or (weight is not None and weight.requires_grad)

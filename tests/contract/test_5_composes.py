@@ -8,7 +8,21 @@ import pickle
 import pytest
 import torch
 from harness import DEVICES, answer, assert_close, cases, gradients_of, needs_gpu, outputs, plain, same_bits
-from ops import ADD_RELU, LAYERS, OPS, SOFTMAX, Call
+from ops import (
+    ADD_LAYER_NORM,
+    ADD_RELU,
+    ADD_RMS_NORM,
+    BATCH_NORM,
+    GROUP_NORM,
+    INSTANCE_NORM,
+    LAYER_NORM,
+    LAYERS,
+    LOG_SOFTMAX,
+    OPS,
+    RMS_NORM,
+    SOFTMAX,
+    Call,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -72,8 +86,14 @@ def test_exports(op, layer, device):
     assert not any("fastlayers" in target for target in targets)
 
 
+REDUCTIONS = [
+    SOFTMAX, LOG_SOFTMAX, LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, GROUP_NORM, INSTANCE_NORM, BATCH_NORM,
+]  # fmt: skip
+
+
 @needs_gpu
-def test_compiled_softmax_keeps_its_kernel():
+@pytest.mark.parametrize("op", REDUCTIONS, **BY_NAME)
+def test_compiled_reduction_keeps_its_kernel(op):
     torch._dynamo.reset()
     graphs = []
 
@@ -81,9 +101,9 @@ def test_compiled_softmax_keeps_its_kernel():
         graphs.append(graph)
         return graph.forward
 
-    call = SOFTMAX.samples[0].make("cuda", torch.float32)
-    ours = answer(torch.compile(functional.softmax, fullgraph=True, backend=look), call)
-    assert_close(ours.grads, answer(SOFTMAX.reference, call).grads)
+    call = op.samples[0].make("cuda", torch.float32)
+    ours = answer(torch.compile(op.fused, fullgraph=True, backend=look), call)
+    assert_close(ours.grads, answer(op.reference, call).grads)
     assert "fastlayers" in graphs[0].code
 
 
@@ -125,10 +145,17 @@ class Net(nn.Module):
             fastlayers.FusedSoftmax(-1),
             fastlayers.FusedLogSoftmax(0),
         )
+        self.layer_norm, self.rms_norm = fastlayers.FusedLayerNorm(12), fastlayers.FusedRMSNorm(12)
+        self.add_layer_norm, self.add_rms_norm = fastlayers.FusedAddLayerNorm(12), fastlayers.FusedAddRMSNorm(12)
+        self.batch_norm, self.batch_norm_act = fastlayers.FusedBatchNorm1d(12), fastlayers.FusedBatchNormAct1d(12)
+        self.group_norm, self.group_norm_act = fastlayers.FusedGroupNorm(3, 12), fastlayers.FusedGroupNormAct(3, 12)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.relu_add(self.first(x), x)
         h = self.add_relu(self.second(h), x)
+        h, s = self.add_layer_norm(self.batch_norm(h), self.layer_norm(x))
+        h, s = self.add_rms_norm(self.batch_norm_act(self.group_norm(h), x), self.rms_norm(s))
+        h = self.group_norm_act(h + s)
         return self.mul(self.softmax(h), self.log_softmax(h))
 
 
@@ -234,6 +261,33 @@ def registered_calls(device: str):
         "softmax_backward": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
         "softmax": (x.clone().requires_grad_(), keep, 1, 0.5, False, torch.float32),
         "softmax_grad": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
+        **registered_norms(device),
+    }
+
+
+def registered_norms(device: str):
+    x, y, dy = matrices(device, 3)
+    weight, bias = torch.ones(16, device=device), torch.zeros(16, device=device)
+    leaf, stats = x.clone().requires_grad_(), torch.stack((x.mean(1), x.var(1)))
+    mean, var = torch.zeros(16, device=device), torch.ones(16, device=device)
+    of_columns, of_groups = torch.stack((x.mean(0), x.var(0))), torch.rand(2, 20, device=device)
+    bits = torch.full((10,), 0b1010110, dtype=torch.uint8, device=device)
+    return {
+        "layer_norm_forward": (x, weight, bias, 1, 1e-5, 0, torch.float32, True),
+        "add_layer_norm_forward": (x, y, weight, bias, 1, 1e-5, 0, torch.float32, False),
+        "layer_norm_backward": (dy, y, x, stats, weight, 1, 0, True, False),
+        "layer_norm": (leaf, weight, bias, 1, 1e-5, 0, torch.float32, True),
+        "add_layer_norm": (leaf, y, weight, None, 1, 1e-5, 2, torch.float32, True),
+        "layer_norm_grad": (dy, None, x, stats, weight, 1, 0, False, True),
+        "batch_norm_train": (x, y, weight, bias, mean, var, 0.1, 1e-5, 1, True),
+        "batch_norm_eval": (x, None, weight, bias, mean, var, 1e-5, 2, False, True),
+        "batch_norm_backward": (dy, x, None, bits, weight, None, of_columns, True, 1, True),
+        "batch_norm": (leaf, y, weight, bias, 1e-5, 1),
+        "batch_norm_grad": (dy, x, y, None, weight, bias, of_columns, False, 2, False),
+        "group_norm_forward": (x, weight, bias, 4, 1e-5, 2, torch.float32, True),
+        "group_norm_backward": (dy, x, of_groups, weight, bias, 4, 2),
+        "group_norm": (leaf, weight, bias, 4, 1e-5, 2, torch.float32, True),
+        "group_norm_grad": (dy, x, of_groups, weight, None, 4, 0),
     }
 
 

@@ -1,0 +1,382 @@
+"""What the norms do besides the answer of one call: running statistics, casting orders, autocast, dropout, layers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import DEVICES, PLACES, Place, assert_close, needs_gpu, same_bits
+from torch import Tensor, nn
+
+import fastlayers
+from fastlayers import backends, functional
+from fastlayers.ops import reference
+
+EVERYWHERE = pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend != "cpu"]
+)
+
+
+def images(device: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+# ---- batch norm: running statistics ----------------------------------------------------------------------------------
+
+SETTINGS = {
+    "as usual": {},
+    "cumulative average": {"momentum": None},
+    "momentum 1": {"momentum": 1.0},
+    "momentum 0": {"momentum": 0.0},
+    "not tracked": {"track_running_stats": False},
+    "not affine": {"affine": False},
+    "eps": {"eps": 0.1},
+}
+BATCH_NORMS = {
+    (nn.BatchNorm1d, fastlayers.FusedBatchNorm1d): (7, 6),
+    (nn.BatchNorm2d, fastlayers.FusedBatchNorm2d): (3, 6, 5, 4),
+    (nn.BatchNorm3d, fastlayers.FusedBatchNorm3d): (3, 6, 2, 3, 2),
+}
+
+
+def step(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A result, and the gradients of x and the parameters."""
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    return out.detach(), list(torch.autograd.grad(out.sin().sum(), [x, *layer.parameters()]))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("layers", "shape"), BATCH_NORMS.items(), ids=[s.__name__ for s, _ in BATCH_NORMS])
+def test_running_statistics(layers, shape, settings, place):
+    """Through training and eval, gradients included, every result and every buffer is torch's."""
+    stock, fused = (layer(6, **SETTINGS[settings]).to(place.device) for layer in layers)
+    for i, training in enumerate((True, True, False, True, False)):
+        x = images(place.device, *shape, seed=i) * (i + 1) + i
+        expected = step(stock.train(training), x)
+        with backends.backend(place.backend):
+            ours = step(fused.train(training), x)
+        assert_close(ours, expected)
+        assert_close(fused.state_dict(), stock.state_dict())
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_running_statistics_of_bfloat16(dtype, place):
+    """x in bfloat16, as autocast leaves it, with parameters and statistics of float32 or of its own dtype."""
+    if place == Place("cpu", "triton"):
+        pytest.skip("the interpreter rounds to 16 bits in its own way")
+    stock, fused = nn.BatchNorm2d(8).to(place.device, dtype), fastlayers.FusedBatchNorm2d(8).to(place.device, dtype)
+    for seed in range(3):
+        x = images(place.device, 4, 8, 5, 5, seed=seed, dtype=torch.bfloat16)
+        expected = stock(x)
+        with backends.backend(place.backend):
+            ours = fused(x)
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
+    for name, mine in fused.state_dict().items():
+        torch.testing.assert_close(mine, stock.state_dict()[name], rtol=0.01, atol=0.01)
+
+
+@EVERYWHERE
+def test_no_statistics_are_written_in_eval(place):
+    layer = fastlayers.FusedBatchNorm1d(6).to(place.device).eval()
+    before = copy.deepcopy(layer.state_dict())
+    with backends.backend(place.backend):
+        step(layer, images(place.device, 5, 6))
+    assert all(same_bits(now, before[name]) for name, now in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("stock", "fused", "shape"),
+    [
+        (nn.BatchNorm1d, fastlayers.FusedBatchNorm1d, (1, 6)),
+        (nn.BatchNorm2d, fastlayers.FusedBatchNorm2d, (1, 6, 1, 1)),
+        (nn.BatchNorm2d, fastlayers.FusedBatchNorm2d, (2, 6)),
+        (nn.BatchNorm2d, fastlayers.FusedBatchNorm2d, (2, 5, 3, 3)),
+        (nn.InstanceNorm2d, fastlayers.FusedInstanceNorm2d, (2, 6, 1, 1)),
+        (nn.InstanceNorm1d, fastlayers.FusedInstanceNorm1d, (2, 6, 1, 1)),
+    ],
+)
+def test_errors_are_torchs(stock, fused, shape, device):
+    x = torch.ones(shape, device=device)
+    messages = []
+    for layer in (stock(6).to(device), fused(6).to(device)):
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            layer(x)
+        messages.append((error.type, str(error.value)))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_layer_updates_its_statistics(device, backend):
+    """One graph, in training and in eval, with torch's statistics after every call."""
+    torch._dynamo.reset()
+    stock = nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()).to(device)
+    fused = fastlayers.FusedBatchNormAct2d(6).to(device)
+    compiled = torch.compile(fused, fullgraph=True, backend=backend)
+    for i, training in enumerate((True, True, False)):
+        x = images(device, 3, 6, 5, 4, seed=i) + i
+        stock.train(training)
+        fused.train(training)
+        out, expected = compiled(x), stock(x)
+        assert_close(out, expected)
+        parameters = zip(fused.parameters(), stock.parameters(), strict=True)
+        grads = [torch.autograd.grad(y.sin().sum(), p) for y, p in zip((out, expected), zip(*parameters, strict=True))]  # noqa: B905
+        assert_close(*grads)
+        assert_close(list(fused.state_dict().values()), list(stock.state_dict().values()))
+
+
+def test_sync_batch_norm_takes_the_fused_layer():
+    """convert_sync_batchnorm replaces it as it does torch's: the same parameters and buffers, the same answer."""
+    fused = nn.Sequential(nn.Conv2d(3, 6, 1), fastlayers.FusedBatchNorm2d(6, momentum=0.3))
+    fused(images("cpu", 4, 3, 5, 5))
+    state = copy.deepcopy(fused.state_dict())
+    x = images("cpu", 2, 3, 4, 4)
+    expected = fused.eval()(x)
+    weight = fused[1].weight
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(fused)
+    assert type(synced[1]) is nn.SyncBatchNorm
+    assert synced[1].weight is weight
+    assert synced[1].momentum == 0.3
+    assert_close(synced.state_dict(), state)
+    assert_close(synced(x), expected)
+
+
+# ---- casting orders --------------------------------------------------------------------------------------------------
+
+
+class LlamaRMSNorm(nn.Module):
+    """The code of transformers' Llama, word for word in what it computes."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class GemmaRMSNorm(nn.Module):
+    """The code of transformers' Gemma."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(dim))
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self._norm(x.float())
+        output = output * (1.0 + self.weight.float())
+        return output.type_as(x)
+
+
+CASTING = {"llama": LlamaRMSNorm, "gemma": GemmaRMSNorm}
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parameters", ["same", "float32"])
+@pytest.mark.parametrize("casting", CASTING)
+def test_casting_order(casting, parameters, dtype, place):
+    """The dtype and, to one unit in the last place, the values of the code of the model libraries."""
+    if place == Place("cpu", "triton") and dtype != torch.float32:
+        pytest.skip("the interpreter rounds to 16 bits in its own way")
+    layer = CASTING[casting](96).to(place.device, dtype if parameters == "same" else torch.float32)
+    with torch.no_grad():
+        layer.weight.add_(images(place.device, 96, seed=5, dtype=layer.weight.dtype))
+    x = images(place.device, 33, 96, dtype=dtype)
+    expected = layer(x)
+    with backends.backend(place.backend):
+        ours = functional.rms_norm(x, (96,), layer.weight, 1e-6, casting=casting)
+    assert ours.dtype == expected.dtype
+    if place.backend == "eager":
+        assert torch.equal(ours, expected)
+    else:
+        # x·rstd may round to the neighbour, and then so may its product.
+        torch.testing.assert_close(ours, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("function", [functional.rms_norm, lambda x, *a, **k: functional.add_rms_norm(x, x, *a, **k)])
+def test_unknown_casting_order(function):
+    with pytest.raises(ValueError, match=r"unknown casting order 'mistral'; expected one of 'torch', 'llama', 'gemma'"):
+        function(torch.ones(2, 3), (3,), casting="mistral")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@EVERYWHERE
+def test_default_eps(dtype, place):
+    """eps=None: the epsilon of the type that is computed in, which shows on tiny values."""
+    if place == Place("cpu", "triton") and dtype in (torch.float16, torch.bfloat16):
+        pytest.skip("the interpreter rounds to 16 bits in its own way")
+    x = images(place.device, 4, 32, dtype=dtype) * (1e-8 if dtype == torch.float64 else 3e-4)
+    weight = torch.ones(32, device=place.device, dtype=dtype)
+    with backends.backend(place.backend):
+        ours = functional.rms_norm(x, (32,), weight)
+    torch.testing.assert_close(ours, F.rms_norm(x, (32,), weight))
+
+
+# ---- autocast --------------------------------------------------------------------------------------------------------
+
+AUTOCAST = {
+    "layer_norm": (functional.layer_norm, F.layer_norm),
+    "rms_norm": (lambda x, s, w, b: functional.rms_norm(x, s, w), lambda x, s, w, b: F.rms_norm(x, s, w)),
+    "group_norm": (
+        lambda x, s, w, b: functional.group_norm(x, 4, w, b),
+        lambda x, s, w, b: F.group_norm(x, 4, w, b),
+    ),
+    "batch_norm": (
+        lambda x, s, w, b: functional.batch_norm(x, None, None, w, b, True),
+        lambda x, s, w, b: F.batch_norm(x, None, None, w, b, True),
+    ),
+    "instance_norm": (
+        lambda x, s, w, b: functional.instance_norm(x[:, :, None].expand(-1, -1, 3), None, None, w, b),
+        lambda x, s, w, b: F.instance_norm(x[:, :, None].expand(-1, -1, 3), None, None, w, b),
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast_of_half_with_float32_parameters(name, device):
+    """What AMP sends into a norm: a bfloat16 x, parameters of float32."""
+    ours, stock = AUTOCAST[name]
+    x = images(device, 6, 32, dtype=torch.bfloat16)
+    weight, bias = images(device, 32, seed=1), images(device, 32, seed=2)
+    with torch.autocast(device, torch.bfloat16):
+        got, expected = ours(x, (32,), weight, bias), stock(x, (32,), weight, bias)
+    assert got.dtype == expected.dtype
+    assert (got.dtype == torch.float32) == (name in reference.FLOAT32_UNDER_AUTOCAST[device])
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_half_with_float32_parameters(name):
+    """Outside autocast the result has x's dtype, whether torch's own kernel takes the mixture or not."""
+    ours, stock = AUTOCAST[name]
+    x = images("cuda", 6, 32, dtype=torch.bfloat16)
+    weight, bias = images("cuda", 32, seed=1), images("cuda", 32, seed=2)
+    expected = stock(x.float(), (32,), weight, bias).bfloat16()
+    for backend in (None, "eager"):
+        with backends.backend(backend):
+            got = ours(x, (32,), weight, bias)
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, expected, rtol=0.01, atol=0.01)
+
+
+# ---- with a residual -------------------------------------------------------------------------------------------------
+
+ADDS = {
+    "layer_norm": (functional.add_layer_norm, F.layer_norm),
+    "rms_norm": (functional.add_rms_norm, F.rms_norm),
+}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("used", ["norm", "sum", "both"])
+@pytest.mark.parametrize("name", ADDS)
+def test_gradients_of_either_result(name, used, place):
+    fused, norm = ADDS[name]
+    x, residual = (images(place.device, 5, 16, seed=seed).requires_grad_() for seed in range(2))
+    weight = images(place.device, 16, seed=2).requires_grad_()
+
+    def gradients(y: Tensor, s: Tensor) -> tuple[Tensor | None, ...]:
+        loss = {"norm": y.sin().sum(), "sum": s.cos().sum(), "both": (y * s).sum()}[used]
+        return torch.autograd.grad(loss, (x, residual, weight), allow_unused=True)
+
+    expected = gradients(norm(x + residual, (16,), weight), x + residual)
+    with backends.backend(place.backend):
+        ours = gradients(*fused(x, residual, (16,), weight))
+    assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("name", ADDS)
+def test_dropout_before_the_sum(name):
+    """torch's dropout, drawn from torch's generator, in training only."""
+    fused, norm = ADDS[name]
+    x, residual = images("cpu", 5, 16), images("cpu", 5, 16, seed=1)
+    torch.manual_seed(3)
+    s = F.dropout(x, 0.4) + residual
+    torch.manual_seed(3)
+    assert_close(fused(x, residual, (16,), dropout=0.4, training=True), (norm(s, (16,)), s))
+    assert_close(fused(x, residual, (16,), dropout=0.4), (norm(x + residual, (16,)), x + residual))
+
+
+@pytest.mark.parametrize("layer", [fastlayers.FusedAddLayerNorm, fastlayers.FusedAddRMSNorm])
+def test_dropout_of_a_layer(layer):
+    x, residual = images("cpu", 5, 16), images("cpu", 5, 16, seed=1)
+    module = layer(16, dropout=0.5)
+    assert_close(module.eval()(x, residual)[1], x + residual)
+    torch.manual_seed(3)
+    s = F.dropout(x, 0.5) + residual
+    torch.manual_seed(3)
+    assert_close(module.train()(x, residual)[1], s)
+
+
+# ---- activations, layers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda act: functional.batch_norm(torch.ones(4, 3), None, None, training=True, act=act),
+        lambda act: functional.group_norm(torch.ones(4, 3), 1, act=act),
+        lambda act: fastlayers.FusedBatchNormAct2d(3, act=act),
+        lambda act: fastlayers.FusedGroupNormAct(1, 3, act=act),
+    ],
+)
+@pytest.mark.parametrize("act", ["swish", ["relu"], nn.ReLU()], ids=str)
+def test_unknown_activation(call, act):
+    with pytest.raises(ValueError, match=r"unknown activation .*; expected one of None, 'relu', 'silu'"):
+        call(act)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_with_residual_and_activation(training, device):
+    x, residual = images(device, 3, 6, 5, 4), images(device, 3, 6, 5, 4, seed=1)
+    fused = fastlayers.FusedBatchNormAct2d(6, act="gelu").to(device).train(training)
+    stock = nn.BatchNorm2d(6).to(device).train(training)
+    assert_close(fused(x, residual), F.gelu(stock(x) + residual))
+    assert_close(fused(x), F.gelu(stock(x)))
+    assert_close(fused.state_dict(), stock.state_dict())
+
+
+def test_reprs():
+    assert repr(fastlayers.FusedBatchNormAct2d(6)) == repr(nn.BatchNorm2d(6)).replace(
+        "BatchNorm2d", "FusedBatchNormAct2d"
+    ).replace(")", ", act=relu)")
+    assert repr(fastlayers.FusedGroupNormAct(2, 6, act="gelu_tanh")).endswith(", act=gelu_tanh)")
+    assert repr(fastlayers.FusedAddLayerNorm(6)) == "FusedAdd" + repr(nn.LayerNorm(6))
+    assert repr(fastlayers.FusedAddLayerNorm(6, dropout=0.1)).endswith(", dropout=0.1)")
+    assert repr(fastlayers.FusedAddRMSNorm(6, casting="llama")).endswith(", casting=llama)")
+    assert repr(fastlayers.FusedLayerNorm2d(6)) == repr(nn.LayerNorm(6, 1e-6)).replace("LayerNorm", "FusedLayerNorm2d")
+
+
+@EVERYWHERE
+def test_rows_in_the_order_of_memory(place):
+    """A query that was split and transposed goes through Llama's norm as it lies, and comes out so."""
+    x = images(place.device, 2, 5, 12, 16)[:, :, :4].transpose(1, 2)
+    weight = images(place.device, 16, seed=1)
+    expected = reference.rms_norm(x, (16,), weight, 1e-6, "llama")
+    with backends.backend(place.backend):
+        ours = functional.rms_norm(x, (16,), weight, 1e-6, casting="llama")
+    assert_close(ours, expected)
+    assert ours.stride() == expected.stride()
+    assert ours.transpose(1, 2).is_contiguous()
