@@ -16,6 +16,7 @@
 #include <cooperative_groups.h>
 
 #include <cstdlib>
+#include <numeric>
 
 #include "device.cuh"
 
@@ -129,10 +130,12 @@ __device__ __forceinline__ void store_word(T* row, int e, int n, const Vec<T, V>
 // Zeroes what a word holds of the neighbouring rows.
 template <bool RAGGED, typename A, int V>
 __device__ __forceinline__ void blank_neighbours(Vec<A, V>& v, int e, int n) {
-  if (!RAGGED || (e >= 0 && e + V <= n)) return;
+  if constexpr (RAGGED) {
+    if (e >= 0 && e + V <= n) return;
 #pragma unroll
-  for (int j = 0; j < V; ++j)
-    if (e + j < 0 || e + j >= n) v.v[j] = A(0);
+    for (int j = 0; j < V; ++j)
+      if (e + j < 0 || e + j >= n) v.v[j] = A(0);
+  }
 }
 
 // 16 bytes, from byte `shift` on, of two words that follow one another.
@@ -235,12 +238,13 @@ template <typename X, typename R>
 using sum_t = std::conditional_t<std::is_same_v<R, float> && sizeof(X) == 2, float, X>;
 
 // Rows held in float32 though x has 16 bits, and float64 ones, take more registers.
-template <typename X, typename R, bool CLUSTER>
-constexpr int kForwardThreads = CLUSTER || sizeof(sum_t<X, R>) != sizeof(X) || sizeof(X) == 8 ? 512 : kMaxThreads;
+template <typename X, typename R>
+constexpr int kForwardThreads = sizeof(sum_t<X, R>) != sizeof(X) || sizeof(X) == 8 ? 512 : kMaxThreads;
 
 // R: the residual's type, or void. MIXED: weight, bias and result may be float32 where x has 16 bits. RAGGED: rows may be so.
-template <typename X, typename R, bool MIXED, bool RAGGED, int K, bool CLUSTER>
-__global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>, 1) layer_norm_forward_rows(const ForwardArgs<compute_t<X>> a) {
+// THREADS: of a block at most.
+template <typename X, typename R, bool MIXED, bool RAGGED, int K, bool CLUSTER, int THREADS>
+__global__ void __launch_bounds__(THREADS, 1) layer_norm_forward_rows(const ForwardArgs<compute_t<X>> a) {
   using A = compute_t<X>;
   using S = sum_t<X, R>;
   constexpr int V = kVectorBytes / sizeof(X);
@@ -292,6 +296,17 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>, 1) layer_norm_
     for (int i = 0; i < K; ++i) held[i] = loaded[i];
   }
 
+  // Weight and bias are requested before the threads wait for one another, as far as registers allow.
+  constexpr bool EARLY = !MIXED && (K <= 2 || THREADS <= 512);
+  [[maybe_unused]] Vec<X, V> early_weight[K], early_bias[K];
+  if constexpr (EARLY) {
+    if (a.weight != nullptr) {
+#pragma unroll
+      for (int i = 0; i < K; ++i)
+        if (element(i) < n) early_weight[i] = load_weight<RAGGED, X, V>(static_cast<const X*>(a.weight), element(i), n);
+    }
+  }
+
   const bool layer = a.kind == kLayer;
   const int lanes = a.lanes < 32 ? a.lanes : 32;
   Moments<A> part{A(0), A(0), static_cast<A>(n)};
@@ -335,6 +350,13 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>, 1) layer_norm_
     using Out = decltype(out_type);
     const W* weight = static_cast<const W*>(a.weight);
     const W* bias = static_cast<const W*>(a.bias);
+    if constexpr (EARLY) {
+      if (bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < K; ++i)
+          if (element(i) < n) early_bias[i] = load_weight<RAGGED, W, V>(bias, element(i), n);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < K; ++i) {
       const int e = element(i);
@@ -343,7 +365,9 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>, 1) layer_norm_
 #pragma unroll
       for (int j = 0; j < V; ++j) r.v[j] = (r.v[j] - mean) * rstd;
       if (weight != nullptr) {
-        Vec<A, V> w = unpack<A>(load_weight<RAGGED, W, V>(weight, e, n));
+        Vec<A, V> w;
+        if constexpr (EARLY) w = unpack<A>(early_weight[i]);
+        else w = unpack<A>(load_weight<RAGGED, W, V>(weight, e, n));
         if (a.kind == kGemma) {
 #pragma unroll
           for (int j = 0; j < V; ++j) w.v[j] += A(1);
@@ -355,7 +379,9 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>, 1) layer_norm_
         if (!std::is_same_v<Out, S> && std::is_same_v<W, S> && a.kind == kLlama) r = unpack<A>(pack<S>(r));
       }
       if (bias != nullptr) {
-        const Vec<A, V> b = unpack<A>(load_weight<RAGGED, W, V>(bias, e, n));
+        Vec<A, V> b;
+        if constexpr (EARLY) b = unpack<A>(early_bias[i]);
+        else b = unpack<A>(load_weight<RAGGED, W, V>(bias, e, n));
 #pragma unroll
         for (int j = 0; j < V; ++j) r.v[j] += b.v[j];
       }
@@ -375,6 +401,9 @@ __global__ void __launch_bounds__(kForwardThreads<X, R, CLUSTER>, 1) layer_norm_
 // ---- backward -----------------------------------------------------------------------------------------------------------
 
 constexpr int kBackwardThreads = 512;  // of a block at most; registers for as many on an SM
+// The ragged kernel of layer_norm for 16 bits does not get by with the 128 registers that this leaves a thread.
+template <typename X, bool LAYER, bool RAGGED>
+constexpr int kBackwardThreadsOf = sizeof(X) == 2 && LAYER && RAGGED ? 384 : kBackwardThreads;
 constexpr int kMaxStages = 4;
 
 template <typename A>
@@ -385,11 +414,13 @@ struct BackwardArgs {
   A* partial;       // [2, blocks or clusters, n]: what they summed for dweight and for dbias
   int64_t rows;
   int n;
+  A inverse_n;
   int lanes;        // threads of a block that share a row: a group. A power of two up to a warp, then whole warps
   int groups;       // of all blocks; each takes every groups-th row
   int stages;       // rows of a group in shared memory
   bool wide_weight, small_weight;  // float32 for x of 16 bits; of 16 bits for x of float32
   bool bfloat;      // what a small weight is
+  bool stage_wide;  // keep the weight, or 1 + weight, in float32: x has 16 bits that may not hold it
   bool gemma, want_weight, want_bias;
 };
 
@@ -445,8 +476,16 @@ struct Staged {
 
 template <typename A>
 struct RowSums {
-  A gx, g;  // of g·x̂ and of g, where g = dy·weight
+  A gx, g;  // of g·x̂ and of g, where g = dy·weight; the latter for layer_norm only
 };
+
+template <bool LAYER, typename A>
+__device__ __forceinline__ void lanes_sum(RowSums<A>& sums, int lanes) {
+  for (int o = lanes >> 1; o > 0; o >>= 1) {
+    sums.gx += __shfl_xor_sync(0xffffffffu, sums.gx, o);
+    if constexpr (LAYER) sums.g += __shfl_xor_sync(0xffffffffu, sums.g, o);
+  }
+}
 
 // Adds up what the groups of a block hold for each column, through shared memory, and writes it.
 template <typename A, int V, int K, typename Element>
@@ -483,7 +522,7 @@ __device__ __forceinline__ void sum_groups(const Vec<A, V> (&sums)[K], A* shared
 
 // D: dy's type.
 template <typename X, typename D, bool LAYER, bool RAGGED, int K, bool CLUSTER>
-__global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(const BackwardArgs<compute_t<X>> a) {
+__global__ void __launch_bounds__(kBackwardThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_backward_rows(const BackwardArgs<compute_t<X>> a) {
   using A = compute_t<X>;
   constexpr int V = kVectorBytes / sizeof(X);
   constexpr int kSlots = kBackwardThreads / 32 * (CLUSTER ? kMaxCluster : 1);
@@ -492,16 +531,15 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
   if constexpr (CLUSTER) this_cluster().barrier_arrive();
 
   // Where the thread stands: the group, and with it the rows; the words, `lanes` apart, and with them the columns.
-  int group = blockIdx.x, first = threadIdx.x, group_of_block = 0, groups_of_block = 1;
+  int group = blockIdx.x, first = threadIdx.x, group_of_block = 0;
   if constexpr (CLUSTER) {
     auto cluster = this_cluster();
     group /= cluster.num_blocks();
     first += static_cast<int>(cluster.block_rank()) * K * a.lanes;
   } else {
-    groups_of_block = blockDim.x / a.lanes;
     group_of_block = first / a.lanes;
     first -= group_of_block * a.lanes;
-    group = group * groups_of_block + group_of_block;
+    group = group * (blockDim.x / a.lanes) + group_of_block;
   }
   const int n = a.n;
   const int head = RAGGED ? static_cast<int>(group * static_cast<int64_t>(n) & (V - 1)) : 0;
@@ -531,38 +569,37 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
   char* const end = memory + a.stages * stage_bytes;
   for (int i = 0; i + 1 < a.stages; ++i) request(group + static_cast<int64_t>(i) * a.groups, memory + i * stage_bytes);
 
-  // The weight of the thread's columns, as it came where x's type holds it, else in float32.
+  // The weight of the thread's columns, in x's type where that holds it, else in float32.
   const Staged<X, V, K> weight{end};
   const Staged<A, V, K> wide_weight{end};
 #pragma unroll 1
   for (int i = 0; i < K; ++i) {
     const int e = element(i);
     if (e >= n) continue;
-    Vec<X, V> w = filled<X, V>(convert<X>(1.f));
-    if (a.weight == nullptr) {
-      weight.store(i, w);
-    } else if (a.wide_weight) {
-      wide_weight.store(i, load_weight<RAGGED, A, V>(static_cast<const A*>(a.weight), e, n));
-    } else if (a.small_weight) {
-      if constexpr (std::is_same_v<X, float>) {
+    Vec<A, V> w = filled<A, V>(A(1));
+    if (a.weight != nullptr) {
+      if (a.small_weight) {
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           const int column = min(max(e + j, 0), n - 1);
-          w.v[j] = a.bfloat ? convert<float>(static_cast<const __nv_bfloat16*>(a.weight)[column])
-                            : convert<float>(static_cast<const __half*>(a.weight)[column]);
+          w.v[j] = a.bfloat ? convert<A>(static_cast<const __nv_bfloat16*>(a.weight)[column])
+                            : convert<A>(static_cast<const __half*>(a.weight)[column]);
         }
+      } else if (a.wide_weight) {
+        w = load_weight<RAGGED, A, V>(static_cast<const A*>(a.weight), e, n);
+      } else {
+        w = unpack<A>(load_weight<RAGGED, X, V>(static_cast<const X*>(a.weight), e, n));
       }
-      weight.store(i, w);
-    } else {
-      weight.store(i, load_weight<RAGGED, X, V>(static_cast<const X*>(a.weight), e, n));
+      if (a.gemma) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) w.v[j] += A(1);
+      }
     }
+    if (a.stage_wide) wide_weight.store(i, w);
+    else weight.store(i, pack<X>(w));
   }
   const auto load_g = [&](int i, const Vec<A, V>& dy) {
-    Vec<A, V> w = sizeof(X) < sizeof(A) && a.wide_weight ? wide_weight.load(i) : unpack<A>(weight.load(i));
-    if (a.gemma) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) w.v[j] += A(1);
-    }
+    Vec<A, V> w = sizeof(X) < sizeof(A) && a.stage_wide ? wide_weight.load(i) : unpack<A>(weight.load(i));
 #pragma unroll
     for (int j = 0; j < V; ++j) w.v[j] *= dy.v[j];
     return w;
@@ -587,9 +624,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
 
   char* stage = memory;
   int turn = 0;
-  const A each = A(1) / static_cast<A>(n);
   // The threads of a warp go on together until the last of their rows, with nothing to do past it.
-  for (int64_t row = group, here = CLUSTER || a.lanes >= 32 ? group : 0; here < a.rows; row += a.groups, here += a.groups) {
+  const int64_t warp_rows = a.rows - (CLUSTER || a.lanes >= 32 ? group : 0);
+  int64_t row = group;
+  for (int steps = warp_rows > 0 ? static_cast<int>((warp_rows + a.groups - 1) / a.groups) : 0; steps > 0; --steps, row += a.groups) {
     // Into the stage that the row before this one has left.
     request(row + static_cast<int64_t>(a.stages - 1) * a.groups, (stage == memory ? end : stage) - stage_bytes);
     const A mean = next_mean, rstd = next_rstd;
@@ -622,9 +660,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
         sums.g += tree_sum(g);
       }
     }
-    const int lanes = a.lanes < 32 ? a.lanes : 32;
-    sums.gx = lanes_sum(sums.gx, lanes);
-    if constexpr (LAYER) sums.g = lanes_sum(sums.g, lanes);
+    lanes_sum<LAYER>(sums, a.lanes < 32 ? a.lanes : 32);
     if (CLUSTER || a.lanes > 32) {
       RowSums<A>* here_slots = slots[turn] + group_of_block * (a.lanes >> 5);
       turn ^= 1;
@@ -634,11 +670,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
 #pragma unroll 1
         for (int i = lane + 32; i < count; i += 32) sums.gx += here_slots[i].gx, sums.g += here_slots[i].g;
       }
-      sums.gx = lanes_sum(sums.gx, 32);
-      if constexpr (LAYER) sums.g = lanes_sum(sums.g, 32);
+      lanes_sum<LAYER>(sums, 32);
     }
 
-    const A gx = sums.gx * each * rstd * rstd, g_mean = LAYER ? sums.g * each * rstd : A(0);
+    const A gx = sums.gx * a.inverse_n * rstd * rstd, g_mean = LAYER ? sums.g * a.inverse_n * rstd : A(0);
     X* dx = static_cast<X*>(a.dx) + row * n;
 #pragma unroll
     for (int i = 0; i < K; ++i) {
@@ -661,8 +696,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) layer_norm_backward_rows(
 
   const int64_t blocks = CLUSTER ? a.groups : gridDim.x;
   A* out = a.partial + (CLUSTER ? group : static_cast<int64_t>(blockIdx.x)) * n;
+  const int groups_of_block = CLUSTER ? 1 : blockDim.x / a.lanes;
   const auto write = [&](const auto& column_sums, A* to) {
-    if (!CLUSTER && groups_of_block > 1) {
+    if (groups_of_block > 1) {
       sum_groups(column_sums, reinterpret_cast<A*>(memory), to, n, groups_of_block, group_of_block, element);
       return;
     }
@@ -1072,7 +1108,8 @@ int64_t shared_of_block(int resident, int cluster, int slots, int device) {
 
 // `period`: rows after which a row starts at the same place of a word. `word_bytes`: what a stage holds for each word, and
 // `weight_bytes` what lies beside the stages.
-BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word_bytes, int weight_bytes, int slots, const Launch& on) {
+BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word_bytes, int weight_bytes, int slots, int most_threads,
+                               const Launch& on) {
   const DeviceTraits& device = device_traits(on.device());
   BackwardLaunch launch;
   RowLaunch& row = launch.row;
@@ -1082,7 +1119,7 @@ BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word
   const int most = rule("FL_BACKWARD_THREADS", found->threads);
   // Two stages of the widest types may leave room for fewer threads than that.
   const int fit = static_cast<int>(shared_of_block(1, kMaxCluster, slots, on.device()) / (row.words * (2 * word_bytes + weight_bytes)) / 32 * 32);
-  const int widest = std::min({kBackwardThreads, most, fit});
+  const int widest = std::min({most_threads, most, fit});
   if (words > static_cast<int64_t>(widest) * row.words) {
     row.cluster = static_cast<int>(next_power_of_2(ceil_div(words, static_cast<int64_t>(widest) * row.words)));
     if (device.capability < 90 || row.cluster > kMaxCluster) return BackwardLaunch{};
@@ -1105,7 +1142,8 @@ BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word
   const int64_t units = std::max<int64_t>(1, static_cast<int64_t>(device.processors) * resident / row.cluster);
   const int64_t each = std::max<int64_t>(1, ceil_div(rows, units * together));
   int64_t blocks = ceil_div(rows, each * together);
-  while (each > 1 && blocks * together % period != 0) ++blocks;
+  const int64_t step = period / std::gcd(period, together);
+  if (each > 1) blocks = ceil_div(blocks, step) <= units / step ? ceil_div(blocks, step) * step : std::max<int64_t>(units / step, 1) * step;
   launch.groups = static_cast<int>(blocks * together);
   launch.blocks = blocks * row.cluster;
   return launch;
@@ -1210,7 +1248,7 @@ void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& spl
   const DeviceTraits& device = device_traits(on.device());
   const bool mixed = args.wide_weight || args.wide_out;
   const bool ragged = n % V != 0;
-  const RowLaunch shape = forward_launch(ceil_div(n + (ragged ? V - 1 : 0), V), args.rows, kForwardThreads<X, R, false>, device);
+  const RowLaunch shape = forward_launch(ceil_div(n + (ragged ? V - 1 : 0), V), args.rows, kForwardThreads<X, R>, device);
   if (shape.threads == 0) {
     SplitArgs<A> split = split_args;
     set_pieces(split, device.processors);
@@ -1228,9 +1266,15 @@ void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& spl
   const auto run = [&](auto is_mixed, auto is_ragged) {
     constexpr bool MIXED = decltype(is_mixed)::value, RAGGED = decltype(is_ragged)::value;
     if (shape.cluster > 1)
-      return launch_kernel(layer_norm_forward_rows<X, R, MIXED, RAGGED, 4, true>, blocks, shape.block, shape.cluster, 0, on.stream(), args);
+      return launch_kernel(layer_norm_forward_rows<X, R, MIXED, RAGGED, 4, true, kForwardClusterThreads>, blocks, shape.block,
+                           shape.cluster, 0, on.stream(), args);
+    constexpr int kMost = kForwardThreads<X, R>;
     with_words<!MIXED && sizeof(X) != 8>(shape.words, [&](auto k) {
-      launch_kernel(layer_norm_forward_rows<X, R, MIXED, RAGGED, k.value, false>, blocks, shape.block, 1, 0, on.stream(), args);
+      if constexpr (k.value == 4 && kMost > 512 && !MIXED) {
+        if (shape.block <= 512)
+          return launch_kernel(layer_norm_forward_rows<X, R, MIXED, RAGGED, 4, false, 512>, blocks, shape.block, 1, 0, on.stream(), args);
+      }
+      launch_kernel(layer_norm_forward_rows<X, R, MIXED, RAGGED, k.value, false, kMost>, blocks, shape.block, 1, 0, on.stream(), args);
     });
   };
   // Rare types have the ragged kernels only, which serve all rows.
@@ -1346,18 +1390,21 @@ template <typename X, typename D, bool LAYER, int K>
 bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight, const Tensor& dbias, const Launch& on, const Tensor& like) {
   using A = compute_t<X>;
   constexpr int V = kVectorBytes / sizeof(X);
+  constexpr bool kRare = sizeof(D) < sizeof(X) || sizeof(X) == 8;  // the ragged kernels serve all rows
   if (n > INT32_MAX / 2) return false;
   const bool ragged = n % V != 0;
   int period = 1;
   while (period * n % V != 0) period *= 2;
   const int word_bytes = static_cast<int>(V * ((args.dsum != nullptr ? 2 : 1) * sizeof(X) + sizeof(D)));
-  const int weight_bytes = static_cast<int>(V * (args.wide_weight ? sizeof(A) : sizeof(X)));
+  const int weight_bytes = static_cast<int>(V * (args.stage_wide ? sizeof(A) : sizeof(X)));
   const int64_t words = ceil_div(n + (ragged ? V - 1 : 0), V);
   constexpr int kSlots = 2 * sizeof(RowSums<A>) * kBackwardThreads / 32;
-  const BackwardLaunch launch = backward_launch(words, args.rows, period, word_bytes, weight_bytes, kSlots, on);
+  const BackwardLaunch launch = backward_launch(words, args.rows, period, word_bytes, weight_bytes, kSlots,
+                                                ragged ? kBackwardThreadsOf<X, LAYER, true> : kBackwardThreadsOf<X, LAYER, kRare>, on);
   if (launch.groups == 0) return false;
   args.n = static_cast<int>(n);
   args.lanes = launch.row.threads;
+  args.inverse_n = A(1) / static_cast<A>(n);
   args.groups = launch.groups;
   args.stages = launch.stages;
   const int64_t partials = launch.blocks / launch.row.cluster;
@@ -1378,7 +1425,6 @@ bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight
     if (launch.row.cluster > 1) run(layer_norm_backward_rows<X, D, LAYER, RAGGED, K, true>);
     else run(layer_norm_backward_rows<X, D, LAYER, RAGGED, K, false>);
   };
-  constexpr bool kRare = sizeof(D) < sizeof(X) || sizeof(X) == 8;  // the ragged kernels serve all rows
   if constexpr (kRare) choose(std::true_type{});
   else if (ragged) choose(std::true_type{});
   else choose(std::false_type{});
@@ -1476,6 +1522,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, cons
     args.small_weight = small_weight;
     args.bfloat = weight_dtype == ScalarType::BFloat16;
     args.gemma = kind == kGemma && weight.has_value();
+    args.stage_wide = sizeof(X) == 2 && (wide_weight || args.gemma);
     args.want_weight = want_weight;
     args.want_bias = want_bias;
     const auto served = [&](auto layer) {
