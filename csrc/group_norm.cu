@@ -30,6 +30,12 @@ constexpr int kWideThreads = 1024;  // and where the group fills the SM's shared
 constexpr int kShortThreads = 128;  // of a block that holds several groups, each in a part of a warp
 constexpr int kMaxWarps = kWideThreads / 32;
 
+// float64 needs twice the registers and more: fewer threads and blocks on an SM.
+template <typename In>
+constexpr int wide_threads() { return sizeof(In) == 8 ? kWideThreads / 4 : kWideThreads; }
+template <typename In>
+constexpr int pass_blocks() { return sizeof(In) == 8 ? 1 : 2; }
+
 // ---- arguments ----------------------------------------------------------------------------------------------------------
 
 // Quotients of numbers below 2^31 by a multiplication.
@@ -335,7 +341,7 @@ __device__ __forceinline__ Vec<Out, V> forward_word(const HoldArgs<In>& a, const
 }
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kWideThreads, 1) group_norm_forward_block(const HoldArgs<In> a) {
+__global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_forward_block(const HoldArgs<In> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr int kPhases = 4;  // the statistics of the first words are computed while the last are on their way
@@ -457,6 +463,7 @@ __device__ __forceinline__ Sums<compute_t<In>> sum_items(const Items<In, V>& ite
       const int c = live ? first_channel + channel : 0;
       const Channel<A> constants(mean, rstd, a.affine, c);
       Sums<A> sums{A(0), A(0)};
+#pragma unroll 1  // registers; other warps hide the latency
       for (int w = first; w < last; w += a.item_lanes)
         sums = sums + word_sums<decltype(act)::value>(held.x[w - items.base], held.dy[w - items.base], constants,
                                                       items.element(w, channel), a.hw);
@@ -483,6 +490,7 @@ __device__ __forceinline__ void finish_items(const Items<In, V>& items, const He
     items.for_each([&](bool live, int channel, int, int first, int last) {
       if (!live) return;
       const Channel<A> constants(mean, rstd, a.affine, first_channel + channel);
+#pragma unroll 1
       for (int w = first; w < last; w += a.item_lanes)
         store_inside(dx + w * V, items.element(w, channel), a.hw,
                      input_gradient<decltype(act)::value>(held.x[w - items.base], held.dy[w - items.base], constants, gradient));
@@ -491,7 +499,7 @@ __device__ __forceinline__ void finish_items(const Items<In, V>& items, const He
 }
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kWideThreads, 1) group_norm_backward_block(const HoldArgs<In> a) {
+__global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_backward_block(const HoldArgs<In> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   extern __shared__ __align__(16) char memory[];
@@ -520,7 +528,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) group_norm_backward_block(con
 // its partial, and writes out the one before, whose partials have arrived by then: memory is never idle while a group waits for
 // its sums. Each member adds up all partials of a group itself, in the same order.
 
-constexpr int kTeamThreads = 512;
+constexpr int kTeamThreads = 384;  // leaves each 80 registers with two blocks on an SM
 constexpr int kTeamBlocks = 2;  // resident on an SM
 constexpr int kTeamStages = 3;
 constexpr int kLookUps = 4;     // partials that a lane asks for together
@@ -752,7 +760,7 @@ __device__ __forceinline__ Channel<compute_t<In>> channel_of(const PassArgs<In>&
 }
 
 template <typename In>
-__global__ void __launch_bounds__(kSplitThreads) group_norm_split_moments(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_split_moments(const PassArgs<In> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   __shared__ Moments<A> slots[kMaxWarps];
@@ -767,7 +775,7 @@ __global__ void __launch_bounds__(kSplitThreads) group_norm_split_moments(const 
 }
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kSplitThreads) group_norm_split_forward(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_split_forward(const PassArgs<In> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   const Part<V> part(a, gridDim.x - 1 - blockIdx.x);
@@ -785,7 +793,7 @@ __global__ void __launch_bounds__(kSplitThreads) group_norm_split_forward(const 
 }
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kSplitThreads) group_norm_split_sums(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_split_sums(const PassArgs<In> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   __shared__ Sums<A> slots[kMaxWarps];
@@ -804,7 +812,7 @@ __global__ void __launch_bounds__(kSplitThreads) group_norm_split_sums(const Pas
 }
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kSplitThreads) group_norm_split_backward(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_split_backward(const PassArgs<In> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   const Part<V> part(a, gridDim.x - 1 - blockIdx.x);
@@ -988,7 +996,7 @@ __global__ void __launch_bounds__(kPixelThreads) group_norm_pixels_moments(const
 }
 
 template <typename In, typename Out, int V>
-__global__ void __launch_bounds__(kPixelThreads, 2) group_norm_pixels_forward(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_pixels_forward(const PassArgs<In> a) {
   using A = compute_t<In>;
   const Column<V> column(a, gridDim.x - 1 - blockIdx.x);
   if (!column.active) return;
@@ -1013,7 +1021,7 @@ __global__ void __launch_bounds__(kPixelThreads, 2) group_norm_pixels_forward(co
 }
 
 template <typename In, typename Out, int V>
-__global__ void __launch_bounds__(kPixelThreads, 2) group_norm_pixels_sums(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_pixels_sums(const PassArgs<In> a) {
   using A = compute_t<In>;
   extern __shared__ __align__(16) char memory[];
   const Column<V> column(a, blockIdx.x);
@@ -1055,7 +1063,7 @@ __global__ void __launch_bounds__(kPixelThreads, 2) group_norm_pixels_sums(const
 }
 
 template <typename In, typename Out, int V>
-__global__ void __launch_bounds__(kPixelThreads, 2) group_norm_pixels_backward(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_pixels_backward(const PassArgs<In> a) {
   using A = compute_t<In>;
   const Column<V> column(a, gridDim.x - 1 - blockIdx.x);
   if (!column.active) return;
@@ -1162,10 +1170,10 @@ void choose_items(HoldArgs<In>& a, int channel_words, int threads, int64_t membe
 }
 
 // Threads of a block that holds a group: `thread_words` each, but fewer words where that leaves the GPU empty.
-int group_threads(int64_t words, int64_t groups, int64_t bytes, bool power_of_2, const Launch& launch) {
+int group_threads(int64_t words, int64_t groups, int64_t bytes, int wide, bool power_of_2, const Launch& launch) {
   const int64_t room = static_cast<int64_t>(device_traits(launch.device()).processors) * kWideThreads;
   const int64_t each = std::clamp<int64_t>(words * groups / room, 1, choices().thread_words);
-  const int64_t most = 2 * (bytes + kStaticShared) > shared_memory(launch.device()).processor ? kWideThreads : kBlockThreads;
+  const int64_t most = 2 * (bytes + kStaticShared) > shared_memory(launch.device()).processor ? wide : std::min(wide, kBlockThreads);
   int64_t threads = ceil_div(words, each);
   threads = threads <= 32 || power_of_2 ? next_power_of_2(threads) : ceil_div(threads, 32) * 32;
   return static_cast<int>(std::min(threads, most));
@@ -1177,7 +1185,7 @@ bool launch_block(HoldArgs<In>& a, int64_t words, int word_bytes, const Launch& 
   const SharedMemory& memory = shared_memory(launch.device());
   const int64_t bytes = words * word_bytes;
   if (bytes > memory.block || bytes > choices().block_bytes) return false;
-  a.lanes = group_threads(words, a.total, bytes, BACKWARD, launch);
+  a.lanes = group_threads(words, a.total, bytes, wide_threads<In>(), BACKWARD, launch);
   a.lane_bits = log2_of(std::min(a.lanes, 32));
   a.held = static_cast<int>(words);
   a.each = static_cast<int>(ceil_div(words, a.lanes));
@@ -1347,8 +1355,8 @@ HoldArgs<In> make_hold(const Args<In>& args) {
 template <int V>
 int64_t group_words(int64_t n) { return ceil_div(n + (n % V != 0 ? V - 1 : 0), V); }
 
-// The two passes over a contiguous tensor: its channels are cut where there are too few of them to fill the GPU, or into parts of 
-// kPartWords.
+// The two passes over a contiguous tensor: its channels are cut where there are too few of them to fill the GPU, or into parts
+// that blocks of even size can share.
 template <typename In>
 PassArgs<In> split_pass(const Args<In>& args, int64_t blocks) {
   constexpr int64_t kLeast = 4 * kSplitThreads, kMost = 16 * kSplitThreads;  // words of a part
