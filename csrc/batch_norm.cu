@@ -417,8 +417,17 @@ struct ForwardArgs {
   bool bits_shared;
 };
 
-// The moments of this thread's part of the piece: sums of deviations from its first element, which has about the size of
-// the others.
+// The first element of each of the thread's channels. All means are merged as differences from it, so that a mean far from
+// zero costs no digits.
+template <typename T, bool LAST, int K>
+__device__ __forceinline__ void load_origin(compute_t<T> (&origin)[K], const T* x, const Grid& g, const Place<T, LAST>& place) {
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+    origin[k] = place.active ? convert<compute_t<T>>(x[LAST ? channel_of(g, place.column + k) : place.column * g.plane]) : 0;
+}
+
+// The moments of this thread's part of the piece: sums of deviations from its own first element, which has about the size of
+// the others; one for all threads might be an outlier.
 template <typename T, bool LAST, int K>
 __device__ __forceinline__ Moments<compute_t<T>, K> gather_moments(const T* x, const Grid& g, const Place<T, LAST>& place,
                                                                    const Policies& policies, int kept) {
@@ -474,10 +483,12 @@ __device__ __forceinline__ Moments<compute_t<T>, K> gather_moments(const T* x, c
   Moments<A, K> m;
   m.v[0] = static_cast<A>(LAST ? count / V : count);
   if (count > 0) {
+    A origin[K];
+    load_origin<T, LAST, K>(origin, x, g, place);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const A mean = s[k] / m.v[0], squares = q[k] - s[k] * mean;
-      m.v[1 + k] = convert<A>(shift.v[k]) + mean;
+      m.v[1 + k] = convert<A>(shift.v[k]) - origin[k] + mean;
       m.v[1 + K + k] = squares < A(0) ? A(0) : squares;  // NaN stays
     }
   }
@@ -516,12 +527,14 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
         m.merge(other);
       }
       if constexpr (LAST) {
+        A origin[K];
+        if (g.tail > 0) load_origin<T, LAST, K>(origin, x, g, place);
 #pragma unroll 1
         for (int64_t i = g.rows * g.columns + place.ty * g.channels; i < g.rows * g.columns + g.tail; i += down * g.channels) {
           Moments<A, K> pixel;
           pixel.v[0] = 1;
 #pragma unroll
-          for (int k = 0; k < K; ++k) pixel.v[1 + k] = convert<A>(x[i + channel_of(g, place.column + k)]);
+          for (int k = 0; k < K; ++k) pixel.v[1 + k] = convert<A>(x[i + channel_of(g, place.column + k)]) - origin[k];
           m.merge(pixel);
         }
       }
@@ -529,13 +542,15 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
     merge_down(m, shared.merging, place, across, down);
   }
   if (place.ty == 0 && place.active) {
+    A origin[K];
+    load_origin<T, LAST, K>(origin, x, g, place);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const int64_t c = channel_of(g, place.column + k);
       A mean, rstd;
       const bool writes = place.piece == 0 && place.column + k < g.channels;  // one thread of all that have the channel
       if (a.training) {
-        mean = m.v[1 + k];
+        mean = origin[k] + m.v[1 + k];
         const A var = m.v[1 + K + k] / static_cast<A>(a.count);
         rstd = var == A(0) && a.eps == A(0) ? A(0) : A(1) / sqrt(var + a.eps);  // as torch
         if (writes && a.running_mean.data != nullptr)
@@ -718,11 +733,7 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
     for (int step = 0; step < steps; step += U)
       walk.template group<true, false>(a, place, step, dy, step >= late ? policies.late : policies.early,
                                        [&](const Spot& spot, Vec<A, V>& dz, const Vec<A, V>& d) {
-        if (dresidual != nullptr) {
-          const Vec<T, V> rounded = pack<T>(dz);
-          store_spot(dresidual, spot, rounded, policies.late);
-          dz = unpack<A>(rounded);  // what the second pass will read
-        }
+        if (dresidual != nullptr) store_spot(dresidual, spot, pack<T>(dz), policies.late);
         if constexpr (LAST) {
 #pragma unroll
           for (int j = 0; j < V; ++j) sums.v[j] += dz.v[j], sums.v[K + j] += dz.v[j] * d.v[j];
@@ -895,7 +906,7 @@ void launch_passes(Args& args, bool both, int64_t resident, int threads, const L
   STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::batch_norm: ", g.groups, " groups of channels are more than one launch takes");
   const bool waits = both && !args.direct;
   cudaLaunchConfig_t config = {};
-  if (const int shared = tuned("FASTLAYERS_BN_SHARED", 0)) {  // fewer blocks an SM
+  if (const int shared = waits ? 0 : tuned("FASTLAYERS_BN_SHARED", 0)) {  // fewer blocks an SM
     STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
     config.dynamicSmemBytes = shared;
   }
