@@ -19,13 +19,24 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fastlayers.patching.folding import forget
 from fastlayers.patching.graph import original_class
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
-from fastlayers.patching.rewrite import fuse, is_patched, swap_class
-from fastlayers.patching.rules import MODULE_RULES, ModuleRule
+from fastlayers.patching.rewrite import Fused, fuse, is_folded, is_patched, swap_class
+from fastlayers.patching.rules import FOLDING_RULE, GRAPH_RULES, MODULE_RULES, ModuleRule
 
-__all__ = ["Pattern", "patch_model", "patch_report", "patched", "plan_patch", "unpatch_model"]
+__all__ = [
+    "Pattern",
+    "fold_batch_norm",
+    "patch_model",
+    "patch_report",
+    "patched",
+    "plan_fold",
+    "plan_patch",
+    "unfold_batch_norm",
+    "unpatch_model",
+]
 
 Pattern: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
@@ -120,8 +131,13 @@ class Plan:
 
 
 def make_plan(
-    model: nn.Module, include: Pattern | None = None, exclude: Pattern | None = None, filter_fn: FilterFn | None = None
+    model: nn.Module,
+    include: Pattern | None = None,
+    exclude: Pattern | None = None,
+    filter_fn: FilterFn | None = None,
+    folding: bool = False,
 ) -> Plan:
+    plan_one, done = (plan_folding, is_folded) if folding else (plan_module, is_patched)
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     selection = Selection(include, exclude, filter_fn)
@@ -143,16 +159,16 @@ def make_plan(
             continue
         if isinstance(module, torch.jit.ScriptModule):
             scripted = (*scripted, f"{name}." if name else "")
-        if is_patched(module):
+        if done(module):
             steps.append(Step(module, already(row, module)))
         elif not selection.takes(lineages[key]):
             steps.append(Step(module, left_alone(row, Refusal(Reason.NOT_SELECTED))))
         else:
             excluded = frozenset(path for path, child in module.named_modules() if id(child) in banned)
-            steps.append(plan_module(module, row, excluded, classes))
+            steps.append(plan_one(module, row, excluded, classes))
     unmatched = tuple(p if isinstance(p, str) else p.__name__ for p in selection.unmatched)
     report = PatchReport(tuple(step.row for step in steps), original_class(model).__name__, unmatched)
-    return Plan(steps, report, plan_warnings(report, steps))
+    return Plan(steps, report, plan_warnings(report, steps, "folded" if folding else "patched"))
 
 
 def left_alone(row: Row, refusal: Refusal) -> Row:
@@ -162,6 +178,8 @@ def left_alone(row: Row, refusal: Refusal) -> Row:
 def already(row: Row, module: nn.Module) -> Row:
     cls = type(module)
     fused, left = getattr(cls, "__fastlayers_rules__", ()), getattr(cls, "__fastlayers_left__", ())
+    if is_folded(module) and cls.__fastlayers_unfolded__ is original_class(module):  # type: ignore[attr-defined]
+        left = (*left, (Reason.FOLDED, ""))
     return Row(row.fqn, row.was, cls.__name__, fused, left=left, aliases=row.aliases)
 
 
@@ -176,6 +194,26 @@ def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: 
         outcome = fuse(module, excluded, classes)
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
+    return step_of(module, row, outcome)
+
+
+def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, type[nn.Module]]) -> Step:
+    """As :func:`plan_module`, for folding BatchNorms. A patched module stays patched where they are not folded."""
+    original = original_class(module)
+    try:
+        refuse_kind(module)
+        if not has_own_forward(original):
+            raise Refusal(Reason.NO_RULE)
+        rules = (FOLDING_RULE, *(GRAPH_RULES if is_patched(module) else ()))
+        outcome = fuse(module, excluded, classes, rules, needed=FOLDING_RULE.name, prefix="Folded")
+    except Refusal as refusal:
+        return Step(module, left_alone(row, refusal))
+    if outcome.cls is not None:
+        outcome.cls.__fastlayers_unfolded__ = type(module)  # type: ignore[attr-defined]
+    return step_of(module, row, outcome)
+
+
+def step_of(module: nn.Module, row: Row, outcome: Fused) -> Step:
     left = tuple((refusal.reason, refusal.detail) for refusal in outcome.left)
     if outcome.cls is None:
         reason, detail = left[0] if left else (Reason.SUBCLASS if is_subclass(module) else Reason.NOTHING_TO_FUSE, "")
@@ -235,7 +273,7 @@ WARN_ABOUT = {
 }
 
 
-def plan_warnings(report: PatchReport, steps: list[Step]) -> list[str]:
+def plan_warnings(report: PatchReport, steps: list[Step], done: str) -> list[str]:
     messages = [f"the pattern {pattern!r} matched no module of the model" for pattern in report.unmatched]
     for reason, message in WARN_ABOUT.items():
         kinds = dict.fromkeys(type(step.module).__name__ for step in steps if step.row.reason is reason)
@@ -244,7 +282,7 @@ def plan_warnings(report: PatchReport, steps: list[Step]) -> list[str]:
     if not report.patched:
         reasons = Counter(row.reason.name for row in report.refused if row.reason is not None)
         why = "".join(f"; {count} modules refused: {reason}" for reason, count in reasons.items())
-        messages.append(f"nothing in {report.model} was patched{why}. plan_patch(model) says more")
+        messages.append(f"nothing in {report.model} was {done}{why}. The report says more")
     return messages
 
 
@@ -344,6 +382,8 @@ def patch_report(model: nn.Module) -> PatchReport:
 def unpatch_model(model: nn.Module) -> nn.Module:
     """Give every patched module its own class back; parameters keep the values that they have now.
 
+    What :func:`fold_batch_norm` did is taken back too.
+
     Returns:
         The same model. Nothing happens to a model that is not patched.
 
@@ -354,6 +394,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     stuck = []
     for name, module in model.named_modules():
+        forget(module)
         if is_patched(module):
             module.__class__ = original_class(module)
         elif hasattr(type(module), "__fastlayers_original__"):
@@ -383,3 +424,82 @@ def patched(
         for module in changed:
             if is_patched(module):
                 module.__class__ = original_class(module)
+
+
+# -- folding ----------------------------------------------------------------------------------------------------------
+
+
+def plan_fold(
+    model: nn.Module,
+    *,
+    include: Pattern | None = None,
+    exclude: Pattern | None = None,
+    filter_fn: FilterFn | None = None,
+) -> PatchReport:
+    """What :func:`fold_batch_norm` would do with the same arguments, or has done. Changes nothing.
+
+    Returns:
+        A report with a row for every module; a module whose forward holds a BatchNorm after a convolution has the
+        number of those, or the reason why not.
+
+    Raises:
+        TypeError: as :func:`patch_model`.
+    """
+    return make_plan(model, include, exclude, filter_fn, folding=True).report
+
+
+def fold_batch_norm(
+    model: nn.Module,
+    *,
+    include: Pattern | None = None,
+    exclude: Pattern | None = None,
+    filter_fn: FilterFn | None = None,
+    strict: bool = False,
+) -> nn.Module:
+    """For inference: compute each BatchNorm that follows a convolution or a linear layer as part of that layer.
+
+    Only classes change, and only the results' rounding does: parameters, buffers and state-dict keys stay, patches by
+    :func:`patch_model` stay where they are, and :func:`unfold_batch_norm` takes it back. The folded weights are kept
+    beside the model, as much memory again as the weights of those layers, and are made anew where a parameter or a
+    running statistic has changed; writes that torch does not count, ``p.data.copy_(...)``, call for unfolding and
+    folding again, as :func:`load_model` and ``load_state_dict`` do not.
+
+    In training mode, and where a gradient of a folded parameter is wanted, the unfolded forward answers: a folded model
+    that is trained trains as it did before, and is folded with its new weights when it is back in eval.
+
+    Args:
+        model: in eval mode. BatchNorms that are in training mode are left alone.
+        include, exclude, filter_fn: which modules to look at, the blocks or ``nn.Sequential`` that hold the layers, as
+            for :func:`patch_model`.
+        strict: raise instead of leaving anything out, as for :func:`patch_model`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: the model, a pattern or ``filter_fn`` is of the wrong type.
+        PatchError: ``strict`` and something was left out.
+
+    Warns:
+        PatchWarning: nothing was folded, or as :func:`patch_model`.
+    """
+    apply(make_plan(model, include, exclude, filter_fn, folding=True), strict)
+    return model
+
+
+def unfold_batch_norm(model: nn.Module) -> nn.Module:
+    """Take back what :func:`fold_batch_norm` did; patches stay.
+
+    Returns:
+        The same model. Nothing happens to a model that is not folded.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        forget(module)
+        if is_folded(module):
+            module.__class__ = type(module).__fastlayers_unfolded__  # type: ignore[attr-defined]
+    return model

@@ -186,9 +186,7 @@ def _low_first(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return x, residual
 
 
-def add_layer_norm(
-    x: Tensor, residual: Tensor, inplace: bool = False, **options: Any
-) -> tuple[Tensor, Tensor]:
+def add_layer_norm(x: Tensor, residual: Tensor, inplace: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
     """(F.layer_norm(s, ...), s) for s = x + residual, which was written to x where ``inplace``."""
     if inplace and not _stays(x, residual):
         x = x.add_(residual)
@@ -196,9 +194,7 @@ def add_layer_norm(
     return functional.add_layer_norm(*_low_first(x, residual), **options)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, inplace: bool = False, **options: Any
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, inplace: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
     """(F.rms_norm(s, ...), s) for s = x + residual, which was written to x where ``inplace``."""
     if inplace and not _stays(x, residual):
         x = x.add_(residual)

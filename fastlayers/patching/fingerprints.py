@@ -230,7 +230,8 @@ class Reader:
 
     def read(self, node: ast.expr) -> Expression:
         if isinstance(node, ast.Constant):
-            return ("constant", float(node.value)) if type(node.value) in (int, float) else ("constant", node.value)
+            number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
+            return ("constant", float(node.value)) if number else ("constant", node.value)  # type: ignore[arg-type]
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             value = self.read(node.operand)
             if value[0] == "constant" and isinstance(value[1], float):
@@ -299,7 +300,8 @@ def operation(name: str, operands: list[Expression], options: dict[str, Expressi
     if name == "type_as" and len(rest) == 1:
         return ("cast", x, ("dtype", rest[0]))
     if name == "mean" and len(rest) < 2 and options.get("keepdim") == ("constant", True):
-        if (*rest, *(options[option] for option in ("dim",) if option in options)) in ((last,) for last in LAST):
+        dims = [*rest, *(options[name] for name in options if name == "dim")]
+        if len(dims) == 1 and dims[0] in LAST and set(options) <= {"dim", "keepdim"}:
             return ("mean", x)
     elif options:
         raise UnreadableError

@@ -22,6 +22,7 @@ class Reason(str, Enum):
     GRAPH_MODULE = "a torch.fx GraphModule, which rewrites its own class"
     QUANTIZED = "quantised"
     WRAPPER = "a wrapper; only what is inside is patched"
+    FOLDED = "its BatchNorms are folded: unfold, patch, and fold again"
     CLASS_HOOKS = "its class reacts to being subclassed (a metaclass or __init_subclass__)"
 
     # Its forward cannot be rewritten safely
@@ -47,6 +48,8 @@ class Reason(str, Enum):
     FINITE_FILL = "the masked positions get a finite value, not minus infinity"
     TENSOR_SCALE = "the scale is a tensor, not a number"
     IMPLICIT_DIM = "the dimension of the softmax is not given"
+    TRAINING = "in training mode, where a BatchNorm uses the statistics of its batch: call eval() first"
+    NO_STATISTICS = "a BatchNorm without running statistics"
     HOOKED_CHILD = "a hook on a child layer would not run"
     EXCLUDED_CHILD = "a child layer that would be absorbed is excluded"
 

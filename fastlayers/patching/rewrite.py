@@ -29,11 +29,11 @@ from fastlayers.patching import calls
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
 from fastlayers.patching.graph import Attribute, Op, View, hooked, is_barrier, original_class
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rules import GRAPH_RULES, Deferred, Match, ModuleRule
+from fastlayers.patching.rules import GRAPH_RULES, Deferred, GraphRule, Match, ModuleRule
 from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE
 from fastlayers.patching.trace import Recording, equality, optional_parameters, record
 
-__all__ = ["Fused", "fuse", "is_patched", "swap_class"]
+__all__ = ["Fused", "fuse", "is_folded", "is_patched", "swap_class"]
 
 #: With more optional tensors than this, a forward is recorded with none, each alone and all of them.
 ALL_COMBINATIONS = 2
@@ -62,12 +62,16 @@ class Fused:
 # -- applying rules to one recording ------------------------------------------------------------------------------
 
 
-def apply_rules(recording: Recording, module: nn.Module, excluded: frozenset[str]) -> Fused:
+def apply_rules(
+    recording: Recording, module: nn.Module, excluded: frozenset[str], rules: tuple[GraphRule, ...]
+) -> Fused:
     """Rewrite the graph of a recording in place; adds the guards that the rewritten steps need."""
     view = View(recording.graph, module)
     view.thread_inplace()
     outcome = Fused(None)
-    for rule in GRAPH_RULES:
+    unseen: dict[str, None] = {}
+    conditions: dict[Callable[..., bool], dict[str, None]] = {}
+    for rule in rules:
         for node in reversed(list(recording.graph.nodes)):
             if node not in view.position:
                 continue  # went into a match that was applied before
@@ -76,20 +80,31 @@ def apply_rules(recording: Recording, module: nn.Module, excluded: frozenset[str
                 try:
                     if isinstance(found, Refusal):
                         raise found
-                    guards = check_deeper(view, found, recording, excluded)
+                    guards, children = check_deeper(view, found, recording, excluded)
                 except Refusal as refusal:
                     refusals.append(refusal)
                     continue
                 recording.guards.update(dict.fromkeys(guards))
+                unseen.update(dict.fromkeys(children))
+                if found.condition is not None:
+                    function, *paths = found.condition
+                    conditions.setdefault(function, {}).update(dict.fromkeys(paths))
                 replace(recording.graph, found)
                 view.refresh()
                 outcome.rules[rule.name] += 1
                 break
             outcome.left.extend(refusals)
+    if unseen:
+        conditions[calls.no_hooks] = unseen
+    for function, given in conditions.items():
+        modules = ", ".join(map(module_expression, given))
+        recording.guards[f"{bind(recording, function)}({modules})"] = None
     return outcome
 
 
-def check_deeper(view: View, match: Match, recording: Recording, excluded: frozenset[str]) -> list[str]:
+def check_deeper(
+    view: View, match: Match, recording: Recording, excluded: frozenset[str]
+) -> tuple[list[str], list[str]]:
     """:func:`check`, and where it needs to know what children of unknown classes do, again with a look at them."""
     try:
         return check(view, match, recording, excluded)
@@ -99,8 +114,11 @@ def check_deeper(view: View, match: Match, recording: Recording, excluded: froze
     return check(View(view.graph, view.root, deep=True), match, recording, excluded)
 
 
-def check(view: View, match: Match, recording: Recording, excluded: frozenset[str]) -> list[str]:
-    """Raise unless the match can be replaced without anyone noticing; the guards under which that stays so."""
+def check(view: View, match: Match, recording: Recording, excluded: frozenset[str]) -> tuple[list[str], list[str]]:
+    """Raise unless the match can be replaced without anyone noticing.
+
+    Returns the guards under which that stays so, and the children that must have no hooks.
+    """
     nodes = {op.node for op in match.ops}
     for op in match.ops[:-1]:
         if op.node is not match.kept and not set(op.node.users) <= nodes:
@@ -132,10 +150,7 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
     for path in unseen:
         if hooked(view.root.get_submodule(path)):
             raise Refusal(Reason.HOOKED_CHILD, path)
-    if unseen:
-        children = ", ".join(module_expression(path) for path in dict.fromkeys(unseen))
-        guards.append(f"{bind(recording, calls.no_hooks)}({children})")
-    return guards
+    return guards, unseen
 
 
 def check_operands_keep(view: View, node: Node, root: Node, nodes: set[Node]) -> None:
@@ -157,10 +172,10 @@ def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> N
     if op.name != "batch_norm":
         return
     if op.child is not None:
-        owners, written = {op.child}, {f"{op.child}.{name}" for name in ("running_mean", "running_var")}
+        shared = {view.root.get_submodule(op.child)}
+        written: set[Any] = {f"{op.child}.{name}" for name in ("running_mean", "running_var")}
     else:
-        owners, written = set(), {getattr(op[name], "target", None) for name in ("running_mean", "running_var")}
-    shared = {view.root.get_submodule(path) for path in owners}
+        shared, written = set(), {getattr(op[name], "target", None) for name in ("running_mean", "running_var")}
     for node in view.position:
         read = node.op == "get_attr" and node.target in written and not set(node.users) <= nodes
         between = view.position[op.node] < view.position[node] < view.position[root]
@@ -225,7 +240,8 @@ def child_guards(view: View, op: Op, recording: Recording) -> list[str]:
         return guards + inner_guards(op.recording, recording)
     if isinstance(op["fingerprint"], Fingerprint):
         return guards + scale_guards(op["fingerprint"], expression, child)
-    for attribute in (*LAYERS[layer][1], *(("inplace",) if hasattr(child, "inplace") else ())):
+    attributes = LAYERS[layer][1] if layer in LAYERS else ()
+    for attribute in (*attributes, *(("inplace",) if hasattr(child, "inplace") else ())):
         value = getattr(child, attribute)
         guards.append(equality(f"{expression}.{attribute}", value, lambda value, hint: bind(recording, value, hint)))
     return guards
@@ -307,41 +323,52 @@ def argument(graph: fx.Graph, value: Any) -> Any:
 
 
 def fuse(
-    module: nn.Module, excluded: frozenset[str] = frozenset(), known: dict[Any, type[nn.Module]] | None = None
+    module: nn.Module,
+    excluded: frozenset[str] = frozenset(),
+    known: dict[Any, type[nn.Module]] | None = None,
+    rules: tuple[GraphRule, ...] = GRAPH_RULES,
+    needed: str | None = None,
+    prefix: str = "Fused",
 ) -> Fused:
     """Trace a module, rewrite its graph, and generate its class.
 
     Args:
-        module: any module whose class has a Python forward. It is not changed.
+        module: any module whose own class has a Python forward. It is not changed.
         excluded: paths of children that no fusion may absorb.
         known: classes generated so far; modules with the same class and the same rewritten code share one.
+        rules: what to look for.
+        needed: a rule without which a rewritten forward is not worth having.
+        prefix: of the name of the class.
+
+    Returns:
+        What was found, and a subclass of the class that the module has now.
 
     Raises:
         Refusal: the forward cannot be recorded.
     """
-    original = type(module)
+    original = original_class(module)
     check_subclassing(original)
     known = {} if known is None else known
-    written = fingerprint(original)
+    written = fingerprint(original) if needed is None else None
     if written is not None:
         return fuse_written_norm(module, written, known)
-    recordings, refusals = record_all(module)
+    recordings, refusals = record_all(module, original.forward)
     outcome = Fused(None)
     variants: list[tuple[Recording, str]] = []
     for recording in recordings:
-        applied = apply_rules(recording, module, excluded)
+        applied = apply_rules(recording, module, excluded, rules)
         outcome.left.extend(refusal for refusal in applied.left if str(refusal) not in map(str, outcome.left))
-        if applied.rules:
+        if applied.rules if needed is None else needed in applied.rules:
             outcome.rules |= applied.rules
             variants.append((recording, body_source(recording)))
     if not variants:
-        if not outcome.left and looks_like_a_norm(original):
+        if needed is None and not outcome.left and looks_like_a_norm(original):
             raise Refusal(Reason.UNKNOWN_NORM)
         if not recordings:
             raise refusals[0]
         return outcome
     outcome.left.extend(refusals)  # in some mode, or with some optional argument, the original forward answers
-    outcome.cls = generate_class(original, merge_modes(variants), known)
+    outcome.cls = generate_class(type(module), f"{prefix}{original.__name__}", merge_modes(variants), known)
     return outcome
 
 
@@ -359,33 +386,35 @@ def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, ty
     guards = scale_guards(found, "self", module)
     guards.append(f"{bind(recording, calls.knows)}({operands}, same={body.same}, autocast={heeds})")
     recording.guards = dict.fromkeys(guards)
-    generated = generate_class(type(module), [(recording, body_source(recording))], known)
+    name = f"Fused{type(module).__name__}"
+    generated = generate_class(type(module), name, [(recording, body_source(recording))], known)
     return Fused(generated, Counter({f"{body.function.__name__} ({body.name})": 1}))
 
 
-def record_all(module: nn.Module) -> tuple[list[Recording], list[Refusal]]:
+def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:
     """Recordings for each set of optional tensors and, where the forward branches on it, for both modes."""
     recordings: list[Recording] = []
     refusals: list[Refusal] = []
-    forward = type(module).forward
     optional = optional_parameters(forward) if isinstance(forward, types.FunctionType) else []
     sizes = range(len(optional) + 1) if len(optional) <= ALL_COMBINATIONS else (0, 1, len(optional))
     for tensors in itertools.chain.from_iterable(itertools.combinations(optional, size) for size in sizes):
         try:
-            recordings.append(record(module, training=None, tensors=frozenset(tensors)))
+            recordings.append(record(module, forward, training=None, tensors=frozenset(tensors)))
         except Refusal as refusal:
             if refusal.reason is not Reason.DATA_DEPENDENT and refusal.reason is not Reason.IDENTITY_TEST:
                 refusals.append(refusal)
                 continue
-            recordings.extend(record_modes(module, frozenset(tensors), refusals))
+            recordings.extend(record_modes(module, forward, frozenset(tensors), refusals))
     return recordings, refusals
 
 
-def record_modes(module: nn.Module, tensors: frozenset[str], refusals: list[Refusal]) -> Iterator[Recording]:
+def record_modes(
+    module: nn.Module, forward: Any, tensors: frozenset[str], refusals: list[Refusal]
+) -> Iterator[Recording]:
     """A recording for ``self.training`` and one for eval, each with the mode as its first guard."""
     for training in (True, False):
         try:
-            recording = record(module, training=training, tensors=tensors)
+            recording = record(module, forward, training=training, tensors=tensors)
         except Refusal as refusal:
             refusals.append(refusal)
             continue
@@ -442,12 +471,14 @@ class Name(str):
         return str(self)
 
 
-def class_source(original: type[nn.Module], variants: list[tuple[Recording, str]], namespace: dict[str, Any]) -> str:
-    base = original.__name__ if original.__name__.isidentifier() else "Original"
-    while namespace.setdefault(base, original) is not original:
+def class_source(
+    name: str, present: type[nn.Module], variants: list[tuple[Recording, str]], namespace: dict[str, Any]
+) -> str:
+    base = present.__name__ if present.__name__.isidentifier() else "Original"
+    while namespace.setdefault(base, present) is not present:
         base += "_"
-    declared, handed = signature_source(original.forward, namespace)  # type: ignore[arg-type]
-    lines = [f"class Fused{base}({base}):", f"    def forward{declared}:"]
+    declared, handed = signature_source(present.forward, namespace)  # type: ignore[arg-type]
+    lines = [f"class {name}({base}):", f"    def forward{declared}:"]
     for recording, body in variants:
         if recording.guards:
             lines.append("        if (")
@@ -461,19 +492,24 @@ def class_source(original: type[nn.Module], variants: list[tuple[Recording, str]
 
 
 def generate_class(
-    original: type[nn.Module], variants: list[tuple[Recording, str]], known: dict[Any, type[nn.Module]]
+    present: type[nn.Module], name: str, variants: list[tuple[Recording, str]], known: dict[Any, type[nn.Module]]
 ) -> type[nn.Module]:
+    """A subclass of the class that a module has now, which may be a generated one, standing for its own class."""
+    original = present.__dict__.get("__fastlayers_original__", present)
     namespace: dict[str, Any] = {}
     for recording, _ in variants:
         add_names(namespace, recording.namespace)
-    source = class_source(original, variants, namespace)
-    key = (original, source, *sorted((name, id(value)) for name, value in namespace.items()))
+    name = name if name.isidentifier() else "Fused"
+    while name in namespace:
+        name += "_"
+    source = class_source(name, present, variants, namespace)
+    key = (present, source, *sorted((name, id(value)) for name, value in namespace.items()))
     if key in known:
         return known[key]
     filename = f"<fastlayers {original.__qualname__} {next(_serial)}>"
     scope = dict(namespace)
     exec(compile(source, filename, "exec"), scope)
-    generated = next(value for name, value in scope.items() if name.startswith("Fused") and name not in namespace)
+    generated = scope[name]
     names = generated.__dict__["forward"].__code__.co_varnames
     if clash := set(names) & (set(namespace) | GUARD_BUILTINS):
         raise Refusal(Reason.SIGNATURE, f"a variable called {', '.join(sorted(clash))} hides what the guards use")
@@ -489,6 +525,10 @@ def generate_class(
 
 def is_patched(module: nn.Module) -> bool:
     return "__fastlayers_original__" in type(module).__dict__
+
+
+def is_folded(module: nn.Module) -> bool:
+    return "__fastlayers_unfolded__" in type(module).__dict__
 
 
 def check_subclassing(original: type[nn.Module]) -> None:
@@ -545,6 +585,6 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
         setattr(generated, name, value)
     if source is not None:
         generated.__module__ = original.__module__
-        generated.__qualname__ = f"Fused{original.__qualname__.rpartition('.')[2]}"
+        generated.__qualname__ = generated.__name__
         generated.__doc__ = original.__doc__
     return generated

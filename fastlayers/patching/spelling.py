@@ -16,6 +16,7 @@ from torch import nn
 
 from fastlayers import functional
 from fastlayers.patching import calls
+from fastlayers.patching.folding import folded
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,11 @@ FRESH_FUNCTIONS = frozenset(
         torch.full_like, torch.rand_like, torch.randn_like,
         F.relu, F.linear, F.conv1d, F.conv2d, F.conv3d, F.batch_norm, F.layer_norm, F.rms_norm, F.group_norm, F.softmax,
         F.log_softmax,
-        F.gelu, F.silu, F.hardswish, F.relu6, F.leaky_relu, F.sigmoid, F.tanh, F.avg_pool2d, F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
+        F.gelu, F.silu, F.hardswish, F.relu6, F.leaky_relu, F.sigmoid, F.tanh, F.avg_pool2d,
+        F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
         calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked,
-        calls.batch_norm, calls.batch_norm_layer, calls.add_layer_norm, calls.add_rms_norm,
+        calls.batch_norm, calls.batch_norm_layer, calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm,
+        folded,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

@@ -789,11 +789,18 @@ def equality(expression: str, value: Any, bind: Callable[[object, str], str]) ->
         return f"{expression} is {value!r}"
     if isinstance(value, enum.Enum | torch.dtype | torch.memory_format | torch.layout):
         return f"{expression} is {bind(value, 'constant')}"
-    if type(value) in (int, str) or (type(value) is float and math.isfinite(value)):
+    if has_literal(value):
         literal = repr(value)
     else:
         literal = bind(copy.deepcopy(value), "constant")
     return f"type({expression}) is {type_name(value, bind)} and {expression} == {literal}"
+
+
+def has_literal(value: Any) -> bool:
+    """Whether the repr of a value is Python source for it."""
+    if type(value) in (tuple, list):
+        return all(map(has_literal, value))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
 def type_name(value: Any, bind: Callable[[object, str], str]) -> str:
@@ -819,12 +826,14 @@ def record_child(module: nn.Module, child: nn.Module, arguments: int) -> Recordi
         return None
 
 
-def record(module: nn.Module, *, training: bool | None, tensors: frozenset[str] = frozenset()) -> Recording:
-    """Trace ``module.forward`` with its children as leaves.
+def record(
+    module: nn.Module, forward: Any, *, training: bool | None, tensors: frozenset[str] = frozenset()
+) -> Recording:
+    """Trace the forward of a module with its children as leaves.
 
     Args:
-        module: a module whose class has a Python forward. It is not changed, and none of its code with a side effect
-            runs.
+        module: it is not changed, and none of its code with a side effect runs.
+        forward: that of its class; of a patched module's, that of its own class.
         training: what the forward sees as ``self.training``; with None it is read on every call, which serves a forward
             that only hands it on, to ``F.dropout`` say. One that branches on it is refused then, and is recorded in
             each mode.
@@ -833,7 +842,6 @@ def record(module: nn.Module, *, training: bool | None, tensors: frozenset[str] 
     Raises:
         Refusal: with the reason why the forward cannot be recorded.
     """
-    forward = type(module).forward
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
     try:

@@ -10,10 +10,10 @@ between, no hook of an absorbed child would be skipped) is checked for every rul
 from __future__ import annotations
 
 from fastlayers.modules import DROP_IN
-from fastlayers.patching.rules import elementwise, norm, softmax
+from fastlayers.patching.rules import elementwise, fold, norm, softmax
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule
 
-__all__ = ["GRAPH_RULES", "MODULE_RULES", "Deferred", "GraphRule", "Match", "ModuleRule"]
+__all__ = ["FOLDING_RULE", "GRAPH_RULES", "MODULE_RULES", "Deferred", "GraphRule", "Match", "ModuleRule"]
 
 MODULE_RULES: tuple[ModuleRule, ...] = tuple(
     ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused)
@@ -35,3 +35,6 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     elementwise.RELU_ADD,
     softmax.SOFTMAX,
 )
+
+#: What :func:`fastlayers.fold_batch_norm` looks for; no part of patching.
+FOLDING_RULE = fold.FOLD_BATCH_NORM

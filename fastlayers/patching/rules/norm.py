@@ -11,7 +11,7 @@ from fastlayers import functional
 from fastlayers.patching import calls
 from fastlayers.patching.fingerprints import Fingerprint
 from fastlayers.patching.graph import Attribute, Op, View
-from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.elementwise import addition
 from fastlayers.patching.spelling import NORM_ATTRIBUTES
@@ -86,7 +86,7 @@ def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Call
 
 def batch_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
     if not is_function(norm):
-        return calls.batch_norm_layer, (Attribute(norm.child), norm["input"]), {"act": act}
+        return calls.batch_norm_layer, (Attribute(str(norm.child)), norm["input"]), {"act": act}
     return functional.batch_norm, (norm["input"],), {**options(norm), "act": act}
 
 
@@ -114,7 +114,7 @@ def find_batch_norm_add(view: View, node: Any) -> Iterator[Match | Refusal]:
         kwargs = {"written": written} if add.inplace else {}
         x = norm["input"]
         if not is_function(norm):
-            args: tuple[Any, ...] = (Attribute(norm.child), x, residual)
+            args: tuple[Any, ...] = (Attribute(str(norm.child)), x, residual)
             yield Match((norm, *passed, add), calls.batch_norm_layer, args, kwargs, (x, residual))
         else:
             target = calls.batch_norm if add.inplace else functional.batch_norm

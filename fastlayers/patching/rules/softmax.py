@@ -131,6 +131,4 @@ def softmax_match(
     return Match(ops, functional.log_softmax if log else functional.softmax, (x, op["dim"]), options, (x,))
 
 
-SOFTMAX = GraphRule(
-    "softmax", "softmax or log_softmax of x, x * scale, x + mask, masked x and both", find_softmax
-)
+SOFTMAX = GraphRule("softmax", "softmax or log_softmax of x, x * scale, x + mask, masked x and both", find_softmax)
