@@ -54,9 +54,9 @@ def step(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize(("layers", "shape"), BATCH_NORMS.items(), ids=[s.__name__ for s, _ in BATCH_NORMS])
 def test_running_statistics(layers, shape, settings, place):
     """Through training and eval, gradients included, every result and every buffer is torch's."""
-    stock, fused = (layer(6, **SETTINGS[settings]).to(place.device) for layer in layers)
+    stock, fused = (layer(6, **SETTINGS[settings]).to(place.device, torch.float64) for layer in layers)
     for i, training in enumerate((True, True, False, True, False)):
-        x = images(place.device, *shape, seed=i) * (i + 1) + i
+        x = images(place.device, *shape, seed=i, dtype=torch.float64) * (i + 1) + i
         expected = step(stock.train(training), x)
         with backends.backend(place.backend):
             ours = step(fused.train(training), x)
@@ -194,7 +194,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 @pytest.mark.parametrize("parameters", ["same", "float32"])
 @pytest.mark.parametrize("casting", CASTING)
 def test_casting_order(casting, parameters, dtype, place):
-    """The dtype and, to one unit in the last place, the values of the code of the model libraries."""
+    """The dtype of the code of the model libraries, and its values where a sum in another order lets them be."""
     if place == Place("cpu", "triton") and dtype != torch.float32:
         pytest.skip("the interpreter rounds to 16 bits in its own way")
     layer = CASTING[casting](96).to(place.device, dtype if parameters == "same" else torch.float32)
@@ -207,9 +207,11 @@ def test_casting_order(casting, parameters, dtype, place):
     assert ours.dtype == expected.dtype
     if place.backend == "eager":
         assert torch.equal(ours, expected)
-    else:
-        # x·rstd may round to the neighbour, and then so may its product.
-        torch.testing.assert_close(ours, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+        return
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, expected, rtol=4 * unit, atol=0)
+    if dtype != torch.float32:  # of halves another order gives other bits in every third element
+        assert (ours == expected).float().mean() > 0.97
 
 
 @pytest.mark.parametrize("function", [functional.rms_norm, lambda x, *a, **k: functional.add_rms_norm(x, x, *a, **k)])
