@@ -1118,10 +1118,13 @@ BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word
   row.words = rule("FL_BACKWARD_WORDS", kBackwardWords);
   const int most = rule("FL_BACKWARD_THREADS", found->threads);
   // Two stages of the widest types may leave room for fewer threads than that.
-  const int fit = static_cast<int>(shared_of_block(1, kMaxCluster, slots, on.device()) / (row.words * (2 * word_bytes + weight_bytes)) / 32 * 32);
-  const int widest = std::min({most_threads, most, fit});
+  const auto widest_of = [&](int cluster) {
+    const int64_t fit = shared_of_block(1, cluster, slots, on.device()) / (row.words * (2 * word_bytes + weight_bytes));
+    return std::min({most_threads, most, static_cast<int>(fit / 32 * 32)});
+  };
+  const int widest = widest_of(1);
   if (words > static_cast<int64_t>(widest) * row.words) {
-    row.cluster = static_cast<int>(next_power_of_2(ceil_div(words, static_cast<int64_t>(widest) * row.words)));
+    row.cluster = static_cast<int>(next_power_of_2(ceil_div(words, static_cast<int64_t>(widest_of(kMaxCluster)) * row.words)));
     if (device.capability < 90 || row.cluster > kMaxCluster) return BackwardLaunch{};
     row.threads = row.block = static_cast<int>(ceil_div(ceil_div(words, row.words * row.cluster), 32) * 32);
   } else {
