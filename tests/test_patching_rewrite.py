@@ -2,130 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from patching_harness import builder, fused, reasons, same, tensors
 from torch import nn
 
 from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
 
 
-def spelled(body, inputs="x, y", init=""):
-    """A module class whose forward has this body. Written to a file, since patching reads the source."""
-    return pytest.param(init, inputs, body, id=body.replace("\n", "; ")[:70])
-
-
 @pytest.fixture
 def build(tmp_path):
-    def build(init, inputs, body):
-        lines = ["import math, operator, torch", "import torch.nn as nn", "import torch.nn.functional as F"]
-        lines += ["class Block(nn.Module):", "    def __init__(self):", "        super().__init__()"]
-        lines += [f"        {line}" for line in init.splitlines()]
-        lines += [f"    def forward(self, {inputs}):", *(f"        {line}" for line in body.splitlines())]
-        path = tmp_path / "block.py"
-        path.write_text("\n".join(lines) + "\n")
-        scope = {"__name__": "block", "cached": cached, "keep": keep}
-        exec(compile("\n".join(lines) + "\n", str(path), "exec"), scope)
-        torch.manual_seed(0)
-        return scope["Block"]()
-
-    return build
-
-
-STORE = torch.ones(3, 4)
-
-
-def cached(x):
-    with torch.no_grad():  # so that it is recorded, not followed
-        return STORE
-
-
-def keep(x):
-    with torch.no_grad():
-        STORE.sum()
-
-
-def fused(module):
-    return dict(plan_patch(module)[""].fused)
-
-
-def reasons(module):
-    row = plan_patch(module)[""]
-    return {row.reason, *(reason for reason, _ in row.left)} - {None}
-
-
-def clone(values):
-    return [v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in values]
-
-
-def outcome(module, inputs, grad):
-    """Output, gradients, and the inputs as they are afterwards; or the error."""
-    STORE.fill_(1)
-    with torch.set_grad_enabled(grad):
-        return outcome_of(module, clone(inputs))
-
-
-def outcome_of(module, given):
-    # Not leaves, so that a forward may write them in place.
-    passed = [v * 1 if isinstance(v, torch.Tensor) and v.requires_grad else v for v in given]
-    try:
-        out = module(*passed)
-    except Exception as error:  # the kind of error is what is compared
-        return type(error)
-    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
-    leaves = [v for v in (*given, *module.parameters()) if isinstance(v, torch.Tensor) and v.requires_grad]
-    floats = [o for o in outs if o.requires_grad]
-    torch.manual_seed(1)
-    try:
-        grads = (
-            torch.autograd.grad(floats, leaves, [torch.randn_like(o) for o in floats], allow_unused=True)
-            if floats
-            else []
-        )
-    except RuntimeError:
-        grads = None  # torch itself has no gradient where an in-place operation destroyed what relu had saved
-    return [*outs, *(v.detach().clone() for v in passed if isinstance(v, torch.Tensor))], grads
-
-
-def same(module, *inputs):
-    """The patched module does what the unpatched one does, also to its inputs; in both modes."""
-    patched = copy.deepcopy(module)
-    with pytest.warns() if not plan_patch(module).patched else nullcontext():
-        patch_model(patched)
-    for mode, grad in itertools.product((True, False), (True, False)):
-        module.train(mode), patched.train(mode)
-        torch.manual_seed(2)
-        expected = outcome(module, inputs, grad)
-        torch.manual_seed(2)
-        actual = outcome(patched, inputs, grad)
-        if isinstance(expected, type):
-            assert actual is expected
-            continue
-        assert not isinstance(actual, type), actual
-        for a, b in zip(
-            [*expected[0], *(expected[1] or ())], [*actual[0], *(actual[1] or ())], strict=expected[1] is not None
-        ):
-            assert (a is None) == (b is None)
-            if a is not None:
-                torch.testing.assert_close(b, a, equal_nan=True)
-
-
-class nullcontext:  # noqa: N801
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
-
-
-def tensors(*shapes):
-    torch.manual_seed(3)
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+    return builder(tmp_path)
 
 
 RELU_ADD = [

@@ -7,7 +7,6 @@ otherwise does what the original code did.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,11 +37,10 @@ __all__ = [
     "plain",
     "plain_any",
     "relu_add_",
-    "rms_norm",
     "softmax_added",
     "softmax_masked",
     "unpack",
-    "weighted_layer_norm",
+    "written_norm",
 ]
 
 MINUS_INFINITY = float("-inf")
@@ -205,30 +203,27 @@ def add_rms_norm(x: Tensor, residual: Tensor, inplace: bool = False, **options: 
 # -- norms that a library wrote out: fingerprints.py -------------------------------------------------------------------
 
 
-def knows(x: Any, weight: Tensor | None, *, same: bool, autocast: bool) -> bool:
+def knows(x: Any, weight: Tensor | None, *, casting: str | None, same: bool) -> bool:
     """Whether a written-out norm computes what its casting order says, for this x and weight.
 
     Args:
         x: what it is called with; these forwards cast it to float32, so not float64.
         weight: its weight, of the last dimension alone.
+        casting: as :func:`written_norm` has it. Those of torch heed autocast, which elementwise code does not.
         same: whether they must have one dtype.
-        autocast: whether the fused function heeds autocast, which elementwise code does not.
     """
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, *HALF):
         return False
-    if autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
+    if casting in (None, "torch") and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
         return False
     return weight is None or (weight.shape == x.shape[-1:] and (not same or weight.dtype == x.dtype))
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str) -> Tensor:
-    """RMSNorm over the last dimension."""
+def written_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str | None) -> Tensor:
+    """RMSNorm over the last dimension in a casting order; LayerNorm without a bias where that is None."""
+    if casting is None:
+        return functional.layer_norm(x, x.shape[-1:], weight, None, eps)
     return functional.rms_norm(x, x.shape[-1:], weight, eps, casting=casting)
-
-
-def weighted_layer_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str) -> Tensor:
-    """LayerNorm over the last dimension, without a bias. There is one casting order."""
-    return functional.layer_norm(x, x.shape[-1:], weight, None, eps)
 
 
 def add_written_norm(
@@ -239,21 +234,20 @@ def add_written_norm(
     eps: float,
     *,
     inplace: bool,
-    function: Callable[..., Tensor],
-    casting: str,
+    casting: str | None,
     same: bool,
 ) -> tuple[Tensor, Tensor]:
     """(layer(s), s) for s = x + residual, where the layer is a norm that a library wrote out."""
-    if (
+    if not (
         isinstance(residual, Tensor)
         and x.shape == residual.shape
-        and (x.dtype == residual.dtype if inplace or same else {x.dtype, residual.dtype} <= {torch.float32, *HALF})
-        and knows(x, weight, same=same, autocast=casting == "torch")
+        and (x.dtype == residual.dtype if inplace or same else residual.dtype in (torch.float32, *HALF))
+        and knows(x, weight, casting=casting, same=same)
     ):
-        shape = x.shape[-1:]
-        x, residual = _low_first(x, residual)
-        if function is rms_norm:
-            return functional.add_rms_norm(x, residual, shape, weight, eps, casting=casting)
+        s = x.add_(residual) if inplace else x + residual
+        return layer(s), s
+    shape = x.shape[-1:]
+    x, residual = _low_first(x, residual)
+    if casting is None:
         return functional.add_layer_norm(x, residual, shape, weight, None, eps)
-    s = x.add_(residual) if inplace else x + residual
-    return layer(s), s
+    return functional.add_rms_norm(x, residual, shape, weight, eps, casting=casting)

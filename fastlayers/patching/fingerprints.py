@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import inspect
 import types
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -20,7 +19,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fastlayers.patching import calls
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.trace import parse
 
@@ -52,45 +50,44 @@ class Body:
 
     Attributes:
         name: a library or model that writes it so.
-        function: what computes it: of (x, weight, eps), and of ``casting`` where that is not None.
-        casting: the casting order of :func:`fastlayers.functional.rms_norm`.
-        same: only where x and weight have one dtype is the casting order that one.
+        casting: the casting order of :func:`fastlayers.functional.rms_norm` that it has; None for a layer_norm.
         code: the forward as one expression. ``self.weight``, ``self.eps`` and ``self.scaled`` stand for attributes of
             any name.
+        same: only where x and weight have one dtype is the casting order that one.
     """
 
     name: str
-    function: Callable[..., Any]
-    casting: str
+    casting: str | None
     code: str
     same: bool = False
 
+    @property
+    def op(self) -> str:
+        return "layer_norm" if self.casting is None else "rms_norm"
+
 
 BODIES = (
-    Body("llama", calls.rms_norm, "llama", f"self.weight * {WIDE}.to(x.dtype)"),
-    Body("gemma", calls.rms_norm, "gemma", f"({WIDE} * (1.0 + self.weight.float())).to(x.dtype)"),
+    Body("llama", "llama", f"self.weight * {WIDE}.to(x.dtype)"),
+    Body("gemma", "gemma", f"({WIDE} * (1.0 + self.weight.float())).to(x.dtype)"),
     Body(
         "t5",
-        calls.rms_norm,
         "llama",
         f"self.weight * (({HALF_T5}).to(self.weight.dtype) "
         f"if self.weight.dtype in [torch.float16, torch.bfloat16] else {HALF_T5})",
         same=True,
     ),
-    Body("olmo", calls.rms_norm, "torch", f"(self.weight * {WIDE}).to(x.dtype)", same=True),
-    Body("helium", calls.rms_norm, "torch", f"(self.weight.float() * {WIDE}).to(x.dtype)", same=True),
+    Body("olmo", "torch", f"(self.weight * {WIDE}).to(x.dtype)", same=True),
+    Body("helium", "torch", f"(self.weight.float() * {WIDE}).to(x.dtype)", same=True),
     Body(
         "gemma3n",
-        calls.rms_norm,
         "torch",
         f"({WIDE} * self.weight.float() if self.scaled else {WIDE}).to(x.dtype)",
         same=True,
     ),
-    Body("llama4_l2", calls.rms_norm, "torch", f"{WIDE}.to(x.dtype)", same=True),
+    Body("llama4_l2", "torch", f"{WIDE}.to(x.dtype)", same=True),
     Body(
         "cohere",
-        calls.weighted_layer_norm,
-        "torch",
+        None,
         f"(self.weight.float() * ({CENTERED} * torch.rsqrt({CENTERED}.pow(2).mean(-1, keepdim=True) + self.eps)))"
         ".to(x.dtype)",
         same=True,

@@ -158,8 +158,7 @@ class View:
         found = fingerprint(original_class(child))
         if found is None or (found.scaled is not None and not getattr(child, found.scaled)):
             return None
-        name = "rms_norm" if found.body.function is calls.rms_norm else "layer_norm"
-        return Op(name, node, {"input": node.args[0], "fingerprint": found}, child=str(node.target))
+        return Op(found.body.op, node, {"input": node.args[0], "fingerprint": found}, child=str(node.target))
 
     def _wrapped(self, node: Node, child: nn.Module) -> Op | None:
         """A child of some class of its own, whose forward is one known operation: timm's LayerNorm and GELU, say."""

@@ -379,16 +379,15 @@ def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, ty
     x = graph.placeholder(found.parameter)
     scaled = found.weight is not None and (found.scaled is None or bool(getattr(module, found.scaled)))
     weight = graph.get_attr(str(found.weight)) if scaled else None
-    call = graph.call_function(body.function, (x, weight, graph.get_attr(found.eps), body.casting))
+    call = graph.call_function(calls.written_norm, (x, weight, graph.get_attr(found.eps), body.casting))
     graph.output(call)
     operands = f"{found.parameter}, {f'self.{found.weight}' if scaled else None}"
-    heeds = body.casting == "torch"
     guards = scale_guards(found, "self", module)
-    guards.append(f"{bind(recording, calls.knows)}({operands}, same={body.same}, autocast={heeds})")
+    guards.append(f"{bind(recording, calls.knows)}({operands}, casting={body.casting!r}, same={body.same})")
     recording.guards = dict.fromkeys(guards)
     name = f"Fused{type(module).__name__}"
     generated = generate_class(type(module), name, [(recording, body_source(recording))], known)
-    return Fused(generated, Counter({f"{body.function.__name__} ({body.name})": 1}))
+    return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
 
 
 def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:

@@ -302,7 +302,7 @@ def compare_values(name: str, expected: Any, actual: Any, nudged: Any) -> Compar
 
 
 def compares(value: Any) -> bool:
-    """Whether an object says itself what it is equal to; a cache that a model returns is equal to nothing but itself."""
+    """Whether an object says itself what it is equal to; a cache that a model returns, say, equals only itself."""
     return any("__eq__" in cls.__dict__ for cls in type(value).__mro__[:-1])
 
 

@@ -164,7 +164,7 @@ def add_written_norm(norm: Op, mark: Fingerprint, add: Op) -> tuple[Any, ...]:
     body = mark.body
     weight = Attribute(f"{norm.child}.{mark.weight}") if mark.weight is not None else None
     args = (Attribute(str(norm.child)), add["input"], add["other"], weight, Attribute(f"{norm.child}.{mark.eps}"))
-    kwargs = {"inplace": add.inplace, "function": body.function, "casting": body.casting, "same": body.same}
+    kwargs = {"inplace": add.inplace, "casting": body.casting, "same": body.same}
     return calls.add_written_norm, args, kwargs
 
 

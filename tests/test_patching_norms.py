@@ -1,0 +1,791 @@
+"""Norms with what surrounds them: every spelling found, what is not safe left alone, the same answers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from patching_harness import builder, fused, reasons, same, tensors
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
+
+
+@pytest.fixture
+def build(tmp_path):
+    return builder(tmp_path)
+
+
+BN = "self.conv = nn.Conv2d(3, 4, 3, padding=1)\nself.bn = nn.BatchNorm2d(4)\n"
+ACTS = {
+    "nn.ReLU()": "F.relu(y)",
+    "nn.ReLU(inplace=True)": "F.relu(y, inplace=True)",
+    "nn.SiLU()": "F.silu(y)",
+    "nn.SiLU(inplace=True)": "F.silu(y, inplace=True)",
+    "nn.GELU()": "F.gelu(y)",
+    "nn.GELU('tanh')": "F.gelu(y, approximate='tanh')",
+    "nn.Hardswish()": "F.hardswish(y)",
+    "nn.ReLU6(inplace=True)": "F.relu6(y, True)",
+    "nn.LeakyReLU()": "F.leaky_relu(y)",
+    "nn.LeakyReLU(0.01, inplace=True)": "F.leaky_relu(y, 0.01, True)",
+}
+OTHER_ACTS = {
+    "nn.LeakyReLU(0.2)": "F.leaky_relu(y, 0.2)",
+    "nn.ELU()": "F.elu(y)",
+    "nn.Tanh()": "torch.tanh(y)",
+    "nn.Sequential()": "y * 2",
+}
+
+
+def image(*shape):
+    torch.manual_seed(3)
+    return torch.randn(shape or (2, 3, 5, 4), requires_grad=True)
+
+
+# -- norm and activation ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layer", "call"), ACTS.items())
+@pytest.mark.parametrize("norm", ["nn.BatchNorm2d(4)", "nn.GroupNorm(2, 4)"])
+def test_norm_and_activation(build, layer, call, norm):
+    name = "batch_norm_act" if "Batch" in norm else "group_norm_act"
+    init = BN + f"self.norm = {norm}\nself.act = {layer}\nself.skip = nn.Identity()"
+    for body in (
+        "return self.act(self.norm(self.conv(x)))",
+        f"y = self.norm(self.conv(x))\nreturn {call}",
+        "return self.act(self.skip(self.norm(self.conv(x))))",
+    ):
+        block = build(init, "x", body)
+        assert fused(block) == {name: 1}, body
+        same(block, image())
+
+
+@pytest.mark.parametrize(("layer", "call"), OTHER_ACTS.items())
+def test_other_activations_are_left_alone(build, layer, call):
+    block = build(BN + f"self.act = {layer}", "x", "return self.act(self.bn(self.conv(x)))")
+    assert not fused(block)
+    block = build(BN, "x", f"y = self.bn(self.conv(x))\nreturn {call}")
+    assert not fused(block)
+    same(block, image())
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        "nn.BatchNorm2d(4, momentum=None)",
+        "nn.BatchNorm2d(4, momentum=0.5, eps=1e-2)",
+        "nn.BatchNorm2d(4, track_running_stats=False)",
+        "nn.BatchNorm2d(4, affine=False)",
+        "nn.BatchNorm2d(4, affine=False, track_running_stats=False)",
+    ],
+)
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ("return F.relu(self.norm(self.conv(x)))", "batch_norm_act"),
+        ("y = self.conv(x)\nreturn F.relu(self.norm(y) + y)", "batch_norm_add_act"),
+    ],
+)
+def test_every_kind_of_batch_norm(build, norm, body, rule):
+    block = build(BN + f"self.norm = {norm}", "x", body)
+    assert fused(block) == {rule: 1}
+    patched = patch_model(copy.deepcopy(block))
+    for _ in range(3):
+        block(image()), patched(image())
+    for (name, a), (_, b) in zip(block.named_buffers(), patched.named_buffers(), strict=True):
+        torch.testing.assert_close(b, a, msg=name)
+    assert block.norm.num_batches_tracked is None or patched.norm.num_batches_tracked == 3
+    same(block, image())
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [("nn.BatchNorm1d(3)", (4, 3)), ("nn.BatchNorm1d(3)", (4, 3, 5)), ("nn.BatchNorm3d(3)", (2, 3, 2, 3, 4))],
+)
+def test_batch_norm_of_other_dimensions(build, norm, shape):
+    block = build(f"self.bn = {norm}", "x", "return F.relu(self.bn(x * 2) + x)")
+    assert fused(block) == {"batch_norm_add_act": 1}
+    same(block, image(*shape))
+    with pytest.raises(ValueError, match=r"expected [235]D"):
+        patch_model(block)(torch.randn(2, 3, 4, 4))
+
+
+# -- batch_norm, residual, activation ----------------------------------------------------------------------------------
+
+RESIDUAL = [
+    "out = self.bn(self.conv(x))\nout += y\nreturn self.act(out)",
+    "out = self.bn(self.conv(x))\nout += y\nreturn self.inner(out)",
+    "out = self.bn(self.conv(x)).add_(y)\nreturn F.relu(out, inplace=True)",
+    "return F.relu(self.bn(self.conv(x)) + y)",
+    "return self.act(y + self.bn(self.conv(x)))",
+    "return torch.add(y, self.bn(self.conv(x)), alpha=1).relu()",
+    "z = y * 2\nz += self.bn(self.conv(x))\nreturn self.inner(z)",
+    "return self.act(self.skip(self.skip(self.bn(self.conv(x))) + y))",
+    "out = self.bn(self.conv(x))\nif self.none is not None:\n    y = self.none(y)\nout += y\nreturn out.relu_()",
+    "out = self.bn(self.conv(x))\ny = self.down(y)\nout += y\nreturn out.relu_()",
+    "return self.act(self.bn(self.conv(x)) + self.other(y))",
+]
+INIT = (
+    BN
+    + """self.act = nn.ReLU()
+self.inner = nn.ReLU(inplace=True)
+self.skip = nn.Identity()
+self.other = nn.BatchNorm2d(4)
+self.down = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+self.none = None"""
+)
+
+
+@pytest.mark.parametrize("body", RESIDUAL)
+def test_batch_norm_residual_activation(build, body):
+    block = build(INIT, "x, y", body)
+    assert fused(block) == {"batch_norm_add_act": 1}
+    same(block, image(), image(2, 4, 5, 4))
+
+
+@pytest.mark.parametrize("body", RESIDUAL)
+@pytest.mark.parametrize("shape", [(2, 4, 1, 1), (4, 1, 1), (1, 4, 5, 4), (3, 4, 5, 4), (2, 1, 5, 4)])
+def test_a_residual_that_broadcasts_or_does_not_fit(build, body, shape):
+    same(build(INIT, "x, y", body), image(), image(*shape))
+
+
+@pytest.mark.parametrize("body", RESIDUAL[:7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
+def test_a_residual_of_another_dtype(build, body, dtype):
+    y = image(2, 4, 5, 4).detach().to(dtype).requires_grad_(dtype.is_floating_point)
+    same(build(INIT, "x, y", body), image(), y)
+
+
+def test_batch_norm_and_residual_alone(build):
+    block = build(INIT, "x, y", "return torch.tanh(self.bn(self.conv(x)) + y)")
+    assert fused(block) == {"batch_norm_add": 1}
+    same(block, image(), image(2, 4, 5, 4))
+
+
+def test_the_largest_fusion_wins(build):
+    body = """out = self.act(self.bn(self.conv(x)))
+out = self.other(out) + y
+z = F.relu(out)
+return F.relu(z + y)"""
+    block = build(INIT, "x, y", body)
+    assert fused(block) == {"batch_norm_add_act": 1, "batch_norm_act": 1, "add_relu": 1}
+    same(block, image(), image(2, 4, 5, 4))
+
+
+@pytest.mark.parametrize(
+    ("body", "rules", "reason"),
+    [
+        ("out = self.bn(self.conv(x))\nreturn F.relu(out), out", {}, Reason.USED_ELSEWHERE),
+        ("out = self.bn(self.conv(x)) + y\nreturn F.relu(out), out", {"batch_norm_add": 1}, Reason.USED_ELSEWHERE),
+        ("out = self.bn(self.conv(x))\nreturn F.relu(out + y) + out", {"add_relu": 1}, Reason.USED_ELSEWHERE),
+        ("out = torch.add(self.bn(self.conv(x)), y, alpha=2)\nreturn F.relu(out)", {}, Reason.ALPHA),
+        ("y += self.bn(self.conv(x))\nreturn F.relu(y)", {}, Reason.VISIBLE_MUTATION),
+        (
+            "out = self.bn(self.conv(x))\nm = self.bn.running_mean * 1\nreturn F.relu(out), m",
+            {},
+            Reason.WRITTEN_BETWEEN,
+        ),
+        ("out = self.bn(y)\nz = self.bn(y * 2)\nreturn F.relu(out) + z.tanh()", {}, Reason.WRITTEN_BETWEEN),
+        ("out = self.bn(z := y * 2)\nz.mul_(3)\nreturn F.relu(out)", {}, Reason.WRITTEN_BETWEEN),
+    ],
+)
+def test_what_is_not_safe_is_left_alone(build, body, rules, reason):
+    block = build(INIT, "x, y", body)
+    if reason is not Reason.WRITTEN_BETWEEN or "mul_" in body or "running" in body:
+        assert fused(block) == rules
+    assert reason in reasons(block)
+    same(block, image(), image(2, 4, 5, 4))
+
+
+def test_a_norm_called_twice(build):
+    """Statistics are updated in the order of the calls, and counted twice."""
+    block = build(INIT, "x", "return F.relu(self.bn(F.relu(self.bn(self.conv(x)))))")
+    assert fused(block) == {"batch_norm_act": 2}
+    same(block, image())
+
+
+@pytest.mark.parametrize("name", ["bn", "act", "skip"])
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_a_norm_run(build, name, register, when):
+    block = build(INIT, "x, y", "return self.act(self.skip(self.bn(self.conv(x))) + y)")
+    seen = []
+    hook = {"register_full_backward_hook": lambda m, a, b: seen.append(name)}.get(
+        register, lambda *a: seen.append(name)
+    )
+    if when == "before":
+        getattr(getattr(block, name), register)(hook)
+        assert Reason.HOOKED_CHILD in reasons(block)
+    with pytest.warns() if not plan_patch(block).patched else _nothing():
+        patch_model(block)
+    if when == "after":
+        getattr(getattr(block, name), register)(hook)
+    block(image(), image(2, 4, 5, 4)).sum().backward()
+    assert seen == [name]
+
+
+class _nothing:  # noqa: N801
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+
+def test_a_hook_that_changes_what_a_norm_gives(build):
+    block = build(INIT, "x", "return self.act(self.bn(self.conv(x)))")
+    patched = patch_model(copy.deepcopy(block))
+    for module in (block, patched):
+        module.bn.register_forward_hook(lambda module, args, out: out * 0 + 7)
+    assert torch.equal(patched(image()), block(image()))
+    assert patched(image()).unique().tolist() == [7]
+
+
+@pytest.mark.parametrize("other", [nn.GroupNorm(2, 4), nn.Identity(), nn.SyncBatchNorm(4), nn.InstanceNorm2d(4)])
+def test_a_norm_that_is_replaced_afterwards(build, other):
+    block = build(INIT, "x", "return self.act(self.bn(self.conv(x)))").eval()
+    patch_model(block)
+    block.bn = other.eval()
+    actual = block(image())
+    unpatch_model(block)
+    torch.testing.assert_close(actual, block(image()))
+
+
+def test_sync_batch_norm_is_left_alone():
+    class Norm(nn.SyncBatchNorm):
+        def forward(self, x):
+            return F.relu(super().forward(x))
+
+    for model in (nn.SyncBatchNorm(4), Norm(4), nn.Sequential(nn.SyncBatchNorm(4), nn.ReLU())):
+        assert not plan_patch(model).patched
+
+
+# -- nn.Sequential ----------------------------------------------------------------------------------------------------
+
+
+class ConvNormAct(nn.Sequential):
+    """As torchvision's: without a forward of its own."""
+
+    def __init__(self, act):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act)
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(inplace=True), nn.Hardswish(), nn.SiLU(), nn.GELU()])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda act: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), act),
+        lambda act: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Identity(), act, nn.Conv2d(4, 4, 1)),
+        ConvNormAct,
+    ],
+)
+def test_sequential(make, act):
+    model = make(act)
+    keys, children = list(model.state_dict()), list(model._modules)
+    assert len(fused(model)) == 1
+    same(model, image())
+    patch_model(model)
+    assert list(model.state_dict()) == keys
+    assert list(model._modules) == children
+    assert model[1] is model._modules["1"]
+    assert isinstance(model, nn.Sequential)
+    assert len(model) == len(children)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded).__name__ == ("ConvNormAct" if make is ConvNormAct else "Sequential")
+    torch.testing.assert_close(loaded.eval()(image()), model.eval()(image()))
+    model.append(nn.Conv2d(4, 2, 1))  # afterwards
+    assert model(image()).shape[1] == 2
+
+
+# -- the sum that is normalised ---------------------------------------------------------------------------------------
+
+SUMS = [
+    ("x = x + y\nz = self.norm(x)\nreturn x + z * 2", "add_layer_norm"),
+    ("x = self.fc(x)\nx += y\nreturn x, self.norm(x)", "add_layer_norm"),
+    ("x = self.fc(x)\nx += y\nz = self.norm(x)\nx = x + z\nreturn x", "add_layer_norm"),
+    ("return self.norm(x + y)", "add_layer_norm"),
+    ("return self.norm(torch.add(x, y))", "add_layer_norm"),
+    ("return F.layer_norm(x + y, (4,), self.norm.weight, self.norm.bias, self.norm.eps)", "add_layer_norm"),
+    ("x = x + y\nreturn x, F.layer_norm(x, (4,))", "add_layer_norm"),
+    ("x = x + y\nreturn x, F.layer_norm(x, (3, 4))", "add_layer_norm"),
+    ("x = x + y\nreturn x, self.rms(x)", "add_rms_norm"),
+    ("x = self.fc(x)\nx += y\nreturn x, self.rms(x)", "add_rms_norm"),
+    ("x = x + y\nreturn x, F.rms_norm(x, [4])", "add_rms_norm"),
+    (
+        "x = x + y\nreturn F.rms_norm(input=x, normalized_shape=[4], weight=self.rms.weight, eps=1e-3), x * 3",
+        "add_rms_norm",
+    ),
+]
+NORMS = "self.fc = nn.Linear(4, 4)\nself.norm = nn.LayerNorm(4)\nself.rms = nn.RMSNorm(4)\nself.keep = nn.Identity()"
+
+
+@pytest.mark.parametrize(("body", "rule"), SUMS)
+@pytest.mark.parametrize(
+    "shapes", [((2, 3, 4), (2, 3, 4)), ((2, 3, 4), (3, 4)), ((3, 4), (2, 3, 4)), ((2, 3, 4), (4,))]
+)
+def test_sum_and_norm(build, body, rule, shapes):
+    block = build(NORMS, "x, y", body)
+    assert fused(block) == {rule: 1}
+    same(block, *tensors(*shapes))
+
+
+@pytest.mark.parametrize(("body", "rule"), SUMS)
+@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("y", [torch.float32, torch.bfloat16, torch.float64])
+def test_sum_and_norm_of_several_dtypes(build, body, rule, x, y):
+    block = build(NORMS, "x, y", body).to(torch.promote_types(x, y))
+    a, b = (t.detach().to(d).requires_grad_() for t, d in zip(tensors((2, 3, 4), (2, 3, 4)), (x, y), strict=True))
+    same(block, a, b)
+
+
+def test_a_chain_of_residuals(build):
+    body = "x = x + self.fc(y)\nx = x + self.fc(self.norm(x))\nx = x + self.rms(x)\nreturn self.norm(x)"
+    block = build(NORMS, "x, y", body)
+    assert fused(block) == {"add_layer_norm": 2, "add_rms_norm": 1}
+    same(block, *tensors((2, 3, 4), (2, 3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("s = x + y\nt = self.fc(s)\nreturn self.norm(s) + t", Reason.USED_BETWEEN),
+        ("s = torch.add(x, y, alpha=2)\nreturn self.norm(s)", Reason.ALPHA),
+        ("x += y\nreturn self.norm(x)", Reason.VISIBLE_MUTATION),
+        ("z = x * 2\ns = z + y\nz.mul_(2)\nreturn self.norm(s) + z", Reason.WRITTEN_BETWEEN),
+    ],
+)
+def test_sums_that_are_left_alone(build, body, reason):
+    block = build(NORMS, "x, y", body)
+    assert not fused(block)
+    assert reasons(block) == {reason}
+    same(block, *tensors((2, 3, 4), (2, 3, 4)))
+
+
+def test_a_sum_with_a_number_is_not_one(build):
+    block = build(NORMS, "x", "return self.norm(x + 1)")
+    assert not fused(block)
+
+
+# -- norms as functions -----------------------------------------------------------------------------------------------
+
+FUNCTIONS = [
+    ("return F.layer_norm(x, x.shape[1:])", "layer_norm"),
+    ("return F.layer_norm(x, normalized_shape=(5, 4), eps=1e-3)", "layer_norm"),
+    ("return F.rms_norm(x, (4,))", "rms_norm"),
+    ("return F.group_norm(x, 3)", "group_norm"),
+    ("return F.group_norm(x, 1, self.w, self.b, 1e-3)", "group_norm"),
+    ("return F.silu(F.group_norm(x, 1, weight=self.w, bias=self.b))", "group_norm_act"),
+    ("return F.batch_norm(x, self.m, self.v, self.w, self.b, self.training, 0.3, 1e-3)", "batch_norm"),
+    ("return F.batch_norm(x, None, None, training=True)", "batch_norm"),
+    ("return F.relu(F.batch_norm(x, self.m, self.v, training=self.training))", "batch_norm_act"),
+    ("return F.relu(F.batch_norm(x, self.m, self.v, self.w, training=self.training) + x)", "batch_norm_add_act"),
+    (
+        "y = F.batch_norm(x, self.m, self.v, self.w, training=self.training)\ny += x\nreturn F.relu(y)",
+        "batch_norm_add_act",
+    ),
+    ("y = F.batch_norm(x, self.m, self.v)\ny += x\nreturn y", "batch_norm_add"),
+    (
+        "return F.layer_norm(x.permute(0, 2, 3, 1), (3,), self.w, self.b, 1e-3).permute(0, 3, 1, 2)",
+        "channel_layer_norm",
+    ),
+    ("return torch.permute(F.layer_norm(x.permute((0, 2, 3, 1)), [3]), (0, -1, 1, 2))", "channel_layer_norm"),
+    ("return F.layer_norm(x.permute(0, 2, 3, 1), (4, 3)).permute(0, 3, 1, 2)", "layer_norm"),
+    ("return F.layer_norm(x.permute(0, 3, 2, 1), (3,)).permute(0, 3, 1, 2)", "layer_norm"),
+    ("y = x.permute(0, 2, 3, 1)\nreturn F.layer_norm(y, (3,)).permute(0, 3, 1, 2), y", "layer_norm"),
+]
+TENSORS = """self.w = nn.Parameter(torch.randn(3))
+self.b = nn.Parameter(torch.randn(3))
+self.register_buffer("m", torch.randn(3))
+self.register_buffer("v", torch.rand(3) + 1)"""
+
+
+@pytest.mark.parametrize(("body", "rule"), FUNCTIONS)
+def test_norms_as_functions(build, body, rule):
+    block = build(TENSORS, "x", body)
+    assert fused(block) == {rule: 1}
+    same(block, image())
+    channels_last = image().detach().to(memory_format=torch.channels_last)
+    expected = block.eval()(channels_last)
+    actual = patch_model(block)(channels_last)
+    if isinstance(actual, torch.Tensor):
+        assert actual.stride() == expected.stride()
+
+
+class LayerNorm(nn.LayerNorm):
+    """As timm's: one known operation in a class of its own."""
+
+    fast = False
+
+    def forward(self, x):
+        if self.fast:
+            return x
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Swish(nn.Module):
+    def forward(self, x):
+        return F.silu(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.other = nn.Linear(4, 4), LayerNorm(4, eps=1e-3), LayerNorm(4, eps=1e-2)
+        self.bn, self.act = nn.BatchNorm1d(3), Swish()
+
+    def forward(self, x):
+        x = x + self.fc(x)
+        y = self.norm(x)
+        x = x + y
+        return self.other(x) + self.act(self.bn(x))
+
+
+def test_children_that_are_one_operation():
+    torch.manual_seed(0)
+    block = Block()
+    nn.init.normal_(block.norm.weight)
+    assert fused(block) == {"add_layer_norm": 2, "batch_norm_act": 1}
+    assert Reason.USED_BETWEEN not in reasons(block)
+    same(block, *tensors((2, 3, 4)))
+    patch_model(block)
+    x = torch.randn(2, 3, 4)
+    for change in ("eps", "fast", "weight", "forward"):
+        value = {"eps": 0.5, "fast": True, "weight": nn.Parameter(torch.ones(4) * 3), "forward": lambda x: x * 2}[
+            change
+        ]
+        setattr(block.norm, change, value)
+        actual = block(x)
+        torch.testing.assert_close(actual, unpatch_model(copy.deepcopy(block))(x), msg=change)
+
+
+# -- modes, compilers, autocast ---------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=None), nn.ReLU(inplace=True)
+        )
+        self.conv, self.bn, self.relu = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.group, self.act = nn.GroupNorm(2, 4), nn.SiLU()
+        self.norm, self.rms, self.fc = nn.LayerNorm(4), nn.RMSNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        out = self.bn(self.conv(x))
+        out += x
+        out = self.relu(out)
+        x = self.act(self.group(out)).flatten(2).mT
+        x = x + self.fc(x)
+        x = x + self.fc(self.norm(x))
+        return self.rms(x)
+
+
+RULES = {"batch_norm_add_act": 1, "group_norm_act": 1, "add_layer_norm": 1, "add_rms_norm": 1}
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_network_is_equal_in_both_modes(net, dtype):
+    assert fused(net) == RULES
+    for training in (True, False, True):
+        report = verify_patch(net.to(dtype).train(training), image().detach().to(dtype))
+        assert report, report
+    assert any(c.name == "buffer stem.1.running_mean" for c in report.comparisons)
+
+
+def test_undo_copies_and_state(net):
+    keys, types = list(net.state_dict()), {name: type(module) for name, module in net.named_modules()}
+    patch_model(net)
+    assert list(net.state_dict()) == keys
+    copied, loaded = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
+    assert type(copied) is type(net)
+    assert {name: type(module) for name, module in loaded.named_modules()} == types
+    for model in (net, copied, loaded):
+        model.eval()
+        torch.testing.assert_close(model(image()), net(image()))
+    Net().load_state_dict(net.state_dict())
+    unpatch_model(net)
+    assert {name: type(module) for name, module in net.named_modules()} == types
+    assert torch.equal(net(image()), loaded(image()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("training", [True, False])
+def test_autocast(net, dtype, training):
+    net.train(training)
+    patched = patch_model(copy.deepcopy(net))
+    with torch.autocast("cpu", dtype):
+        expected, actual = net(image()), patched(image())
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2)  # roundings of 16 bits, layer after layer
+    (expected.float().sum() + actual.float().sum()).backward()
+    for (name, a), b in zip(net.named_parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=5e-2, atol=0.3, msg=name)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_compile_in_one_graph(net, training):
+    net.stem[1].momentum = 0.1  # 1 / float(num_batches_tracked) breaks the graph of torch's own layer too
+    net.train(training)
+    patched = patch_model(copy.deepcopy(net))
+    compiled = torch.compile(patched, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(image()), net(image()))
+    assert net.bn.num_batches_tracked == patched.bn.num_batches_tracked == int(training)
+    patched.train(not training), net.train(not training)
+    torch.testing.assert_close(compiled(image()), net(image()))
+
+
+def test_checkpointing(net):
+    patched = patch_model(copy.deepcopy(net))
+    x, y = image(), image()
+    checkpoint(net, x, use_reentrant=False).sum().backward()
+    checkpoint(patched, y, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    assert net.bn.num_batches_tracked == patched.bn.num_batches_tracked
+    torch.testing.assert_close(patched.bn.running_var, net.bn.running_var)
+
+
+def test_gradients_in_eval(net):
+    net.eval()
+    patched = patch_model(copy.deepcopy(net))
+    for model in (net, patched):
+        model(image()).square().sum().backward()
+    for (name, a), b in zip(net.named_parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, msg=name)
+
+
+# -- norms that libraries write out ------------------------------------------------------------------------------------
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(hidden_size))
+        self.variance_epsilon = eps
+
+
+class Llama(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """A docstring."""
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class LlamaAsMetaWroteIt(LlamaRMSNorm):
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, x):
+        output = self._norm(x.float()).type_as(x)
+        return output * self.weight
+
+
+class Gemma(LlamaRMSNorm):
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, x):
+        output = self._norm(x.float())
+        # Llama does x.to(float16) * w whilst Gemma is (x * w).to(float16)
+        output = output * (1.0 + self.weight.float())
+        return output.type_as(x)
+
+
+class T5(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            hidden_states = hidden_states.to(self.weight.dtype)
+        return self.weight * hidden_states
+
+
+class Olmo(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.square().mean(dim=-1, keepdim=True)
+        hidden_states = hidden_states * (variance + self.variance_epsilon).rsqrt()
+        return (self.weight * hidden_states).to(input_dtype)
+
+
+class Helium(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = (hidden_states**2).mean(-1, keepdim=True)
+        hidden_states = torch.rsqrt(variance + self.variance_epsilon) * hidden_states
+        return (self.weight.to(torch.float32) * hidden_states).to(input_dtype)
+
+
+class Gemma3n(LlamaRMSNorm):
+    def __init__(self, hidden_size, with_scale=True):
+        super().__init__(hidden_size)
+        self.with_scale = with_scale
+
+    def _norm(self, hidden_states: torch.Tensor):
+        mean_squared = hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon
+        return hidden_states * torch.pow(mean_squared, -0.5)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        normed_output = self._norm(hidden_states.float())
+        if self.with_scale:
+            normed_output = normed_output * self.weight.float()
+        return normed_output.type_as(hidden_states)
+
+
+class Llama4L2(LlamaRMSNorm):
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, x):
+        return self._norm(x.float()).type_as(x)
+
+
+class Cohere(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        mean = hidden_states.mean(-1, keepdim=True)
+        variance = (hidden_states - mean).pow(2).mean(-1, keepdim=True)
+        hidden_states = (hidden_states - mean) * torch.rsqrt(variance + self.variance_epsilon)
+        hidden_states = self.weight.to(torch.float32) * hidden_states
+        return hidden_states.to(input_dtype)
+
+
+WRITTEN = {
+    Llama: "rms_norm (llama)",
+    LlamaAsMetaWroteIt: "rms_norm (llama)",
+    Gemma: "rms_norm (gemma)",
+    T5: "rms_norm (t5)",
+    Olmo: "rms_norm (olmo)",
+    Helium: "rms_norm (helium)",
+    Gemma3n: "rms_norm (gemma3n)",
+    Llama4L2: "rms_norm (llama4_l2)",
+    Cohere: "layer_norm (cohere)",
+}
+
+
+def rounding(*dtypes):
+    """The written-out code rounds gradients more often than a fused one: to 16 bits, once for each use of x."""
+    coarse = max(torch.finfo(dtype).eps for dtype in dtypes)
+    return {"rtol": 16 * coarse, "atol": 16 * coarse} if coarse > 1e-6 else {}
+
+
+def half(x, dtype):
+    return x.detach().to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize(("cls", "rule"), WRITTEN.items())
+def test_written_out_norms(cls, rule):
+    torch.manual_seed(0)
+    norm = cls(8)
+    assert fused(norm) == {rule: 1}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for weight in (torch.float32, torch.bfloat16):
+            same(norm.to(weight), half(tensors((3, 5, 8))[0], dtype), **rounding(dtype, weight))
+    with pytest.raises(RuntimeError):
+        patch_model(cls(8))(torch.randn(3, 7)) if cls is not Llama4L2 else torch.ones(2) @ torch.ones(3)
+    same(cls(1), *tensors((3, 5, 8)))  # a weight that broadcasts
+    patched = patch_model(norm)
+    norm.variance_epsilon = 0.5
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(patched(x), unpatch_model(copy.deepcopy(norm))(x))
+
+
+@pytest.mark.parametrize("cls", WRITTEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_written_out_norms_under_autocast(cls, dtype):
+    norm = cls(8)
+    patched = patch_model(copy.deepcopy(norm))
+    x = torch.randn(3, 8, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, actual = norm(x), patched(x)
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_norm_whose_scale_is_switched():
+    norm = Gemma3n(8, with_scale=False)
+    patched = patch_model(copy.deepcopy(norm))
+    x = torch.randn(3, 8)
+    for scaled in (False, True, False):
+        norm.with_scale = patched.with_scale = scaled
+        torch.testing.assert_close(patched(x), norm(x))
+
+
+class Pow3(LlamaRMSNorm):
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+class AlongAnotherDimension(LlamaRMSNorm):
+    def forward(self, x):
+        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(0, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Uncast(LlamaRMSNorm):
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class InPlace(LlamaRMSNorm):
+    def forward(self, x):
+        x = x.to(torch.float32)
+        x *= torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x
+
+
+class InAMethod(LlamaRMSNorm):
+    def scale(self, x):
+        return torch.rsqrt(x.var(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, x):
+        return x * self.scale(x)
+
+
+@pytest.mark.parametrize("cls", [Pow3, AlongAnotherDimension, Uncast, InPlace, InAMethod])
+def test_unknown_bodies_are_left_alone_and_said_so(cls):
+    row = plan_patch(cls(8))[""]
+    assert (row.became, row.reason) == (None, Reason.UNKNOWN_NORM)
+
+
+@pytest.mark.parametrize("cls", WRITTEN)
+@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("y", [torch.float32, torch.bfloat16])
+def test_a_sum_and_a_written_out_norm(cls, x, y):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.norm = nn.Linear(8, 8), cls(8)
+
+        def forward(self, hidden_states, other):
+            residual = hidden_states
+            hidden_states = residual + other
+            residual = hidden_states
+            hidden_states = self.norm(hidden_states)
+            return residual + self.fc(hidden_states.to(self.fc.weight.dtype))
+
+    torch.manual_seed(0)
+    layer = Layer()
+    assert fused(layer) == {"add_layer_norm" if cls is Cohere else "add_rms_norm": 1}
+    a, b = (half(t, d) for t, d in zip(tensors((3, 5, 8), (3, 5, 8)), (x, y), strict=True))
+    same(layer, a, b, **rounding(x, y))
+    same(layer, a, half(tensors((8,))[0], y), **rounding(x, y))
+    same(layer.to(torch.bfloat16), a, b, **rounding(torch.bfloat16))
