@@ -33,13 +33,15 @@ __device__ __forceinline__ A act_exp(A v) {
   }
 }
 
+template <bool FAST, typename A>
+__device__ __forceinline__ A reciprocal(A v) {
+  if constexpr (FAST && std::is_same_v<A, float>) return __fdividef(1.f, v);
+  else return A(1) / v;
+}
+
 // 1 / (1 + exp(-v))
 template <bool FAST, typename A>
-__device__ __forceinline__ A sigmoid(A v) {
-  const A below = A(1) + act_exp<FAST>(-v);
-  if constexpr (FAST && std::is_same_v<A, float>) return __fdividef(1.f, below);
-  else return A(1) / below;
-}
+__device__ __forceinline__ A sigmoid(A v) { return reciprocal<FAST>(A(1) + act_exp<FAST>(-v)); }
 
 template <typename A>
 __device__ __forceinline__ A gaussian_cdf(A z) {
@@ -94,8 +96,9 @@ __device__ __forceinline__ A act_gradient(A g, A z) {
     const A density = act_exp<FAST>(A(-0.5) * z * z) * A(0.39894228040143267794);
     return g * (gaussian_cdf(z) + z * density);
   } else if constexpr (ACT == Act::gelu_tanh) {
-    const A s = sigmoid<FAST>(gelu_tanh_2u(z));
-    return g * (s + z * s * (A(1) - s) * gelu_tanh_2u_derivative(z));
+    const A e = act_exp<FAST>(-gelu_tanh_2u(z)), s = reciprocal<FAST>(A(1) + e);
+    const A rest = z > A(0) ? e * s : A(1) - s;  // 1 - s without its cancellation
+    return g * (s + z * s * rest * gelu_tanh_2u_derivative(z));
   } else if constexpr (ACT == Act::hardswish) {
     return z <= A(-3) ? A(0) : z < A(3) ? g * (z / A(3) + A(0.5)) : g;
   } else if constexpr (ACT == Act::relu6) {
