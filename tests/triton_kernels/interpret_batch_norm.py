@@ -1,0 +1,227 @@
+"""The Triton kernels of BatchNorm in the interpreter, against float64."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+
+from fastlayers.kernels import batch_norm, channels
+from fastlayers.kernels.batch_norm import batch_norm_backward, batch_norm_eval, batch_norm_train
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
+
+F = torch.nn.functional
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-13}
+EPS, MOMENTUM = 1e-3, 0.2
+#: By code.
+ACTIVATIONS = [
+    lambda z: z,
+    F.relu,
+    F.silu,
+    F.gelu,
+    lambda z: F.gelu(z, approximate="tanh"),
+    F.hardswish,
+    F.relu6,
+    lambda z: F.leaky_relu(z, 0.01),
+]
+RELU, SILU = 1, 2
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def assert_close(actual, expected, dtype, magnitude=0.0, of=None):
+    """Within the tolerance (``of`` a dtype) of the largest result or, where terms cancel, of their ``magnitude``."""
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
+    atol = TOLERANCE[of or dtype] * max(magnitude, expected.abs().max().item())
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
+def layout_of(t):
+    """Strides of the dimensions that have more than one element; those of others mean nothing."""
+    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+
+
+def in_memory(t):
+    return t.as_strided((t.numel(),), (1,))
+
+
+def unpack(bits, n):
+    return (bits[:, None] >> torch.arange(8) & 1).flatten()[:n].bool()
+
+
+def check(x, act=0, residual=None, parameters=None, running=None, training=True, bits=False, dy=None):
+    """All three ops; ``parameters`` is the dtype of weight and bias, ``running`` that of the running statistics."""
+    channels = x.shape[1]
+    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weight = bias = mean = var = None
+    if parameters is not None:
+        weight, bias = torch.randn(channels).to(parameters), torch.randn(channels).to(parameters)
+    if running is not None:
+        mean, var = torch.randn(channels).to(running), (torch.rand(channels) + 0.5).to(running)
+    leaves = [None if t is None else t.double().requires_grad_() for t in (x, residual, weight, bias)]
+    exact_mean, exact_var = (None if t is None else t.double() for t in (mean, var))
+    z = F.batch_norm(leaves[0], exact_mean, exact_var, leaves[2], leaves[3], training, MOMENTUM, EPS)
+    z = z if residual is None else z + leaves[1]
+    expected = ACTIVATIONS[act](z)
+    if training:
+        y, stats, packed = batch_norm_train(x, residual, weight, bias, mean, var, MOMENTUM, EPS, act, bits)
+        if running is not None:
+            assert_close(mean, exact_mean, running, 1.0)
+            assert_close(var, exact_var, running, 1.0)
+    else:
+        before = (mean.clone(), var.clone())
+        y, stats, packed = batch_norm_eval(x, residual, weight, bias, mean, var, EPS, act, bits, True)
+        again, empty, _ = batch_norm_eval(x, residual, weight, bias, mean, var, EPS, act, bits, False)
+        assert torch.equal(y, again)
+        assert empty.shape == (0,)
+        assert torch.equal(mean, before[0])
+        assert torch.equal(var, before[1])
+    assert_close(y, expected.detach(), x.dtype, z.abs().max().item())
+    dense, _ = globals()["channels"].dense(x)
+    assert layout_of(y) == layout_of(dense)
+    other = [d for d in range(x.dim()) if d != 1]
+    used = torch.stack(
+        [x.double().mean(other), (x.double().var(other, correction=0) + EPS).rsqrt()]
+        if training
+        else [mean.double(), (var.double() + EPS).rsqrt()]
+    )
+    assert_close(stats, used, accumulator, of=torch.float32 if accumulator == torch.float32 else None)
+    if bits:
+        sure = in_memory(torch.empty_like(y, dtype=torch.float64).copy_(z.detach()))
+        assert packed.shape == ((x.numel() + 7) // 8,)
+        assert torch.equal(unpack(packed, x.numel())[sure.abs() > 1e-5], (sure > 0)[sure.abs() > 1e-5])
+    else:
+        assert packed.shape == (0,)
+
+    dy = torch.randn(x.shape).to(x.dtype) if dy is None else dy
+    if bits:  # where the last digit decides, the forward's decision is the one that counts
+        passes = torch.empty_like(y, dtype=torch.float64)
+        in_memory(passes).copy_(unpack(packed, x.numel()))
+        expected = z * passes
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    gradients = dict(zip(map(id, wanted), torch.autograd.grad(expected, wanted, dy.double()), strict=True))
+    exact = [None if leaf is None else gradients[id(leaf)] for leaf in leaves]
+    for dresidual in {False, residual is not None}:
+        keep = residual if residual is not None and not bits else None
+        actual = batch_norm_backward(
+            dy, x, keep, packed if bits else None, weight, bias, stats, training, act, dresidual
+        )
+        scale = stats[1].max().item() * (1.0 if weight is None else weight.abs().max().item())
+        assert_close(actual[0], exact[0], x.dtype, 2 * scale * dy.abs().max().item())
+        assert layout_of(actual[0]) == layout_of(y)
+        if dresidual:
+            assert_close(actual[1], exact[1], x.dtype, 1.0)
+            assert layout_of(actual[1]) == layout_of(y)
+        else:
+            assert actual[1].shape == (0,)
+        if parameters is not None:
+            for gradient, wanted in zip(actual[2:], exact[2:], strict=True):
+                assert_close(gradient, wanted, parameters, x.numel() / channels)
+        else:
+            assert actual[2].dtype == actual[3].dtype == accumulator
+            assert actual[2].shape == actual[3].shape == (channels,)
+
+
+SHAPES = [(2, 1), (7, 3), (5, 130), (2, 3, 5), (1, 70, 9), (2, 5, 3, 4), (3, 24, 7, 1), (2, 3, 2, 3, 2), (9, 2, 600)]
+#: The bits of a byte next to each other in one tile, contiguous or channels last, and across channels and rows.
+BITS = [(2, 8, 4, 2), (3, 72, 2, 2), (2, 5, 3, 3), (2, 3, 5, 8), (3, 2, 24, 31), (5, 16), (3, 7), (2, 3, 16, 80)]
+
+
+def last(x):
+    """x with its channels fastest in memory."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(shape, layout, dtype):
+    x = layout(torch.randn(shape).to(dtype))
+    check(x, parameters=dtype, running=dtype)
+    check(x, training=False, running=dtype)
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("act", range(8))
+def test_activations(act, training, layout):
+    x, residual = layout(torch.randn(2, 10, 4, 5)), layout(torch.randn(2, 10, 4, 5))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for other in (None, residual.to(dtype)):
+            check(x.to(dtype) * 2, act, other, torch.float32 if dtype == torch.bfloat16 else dtype, dtype, training)
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", BITS)
+def test_bits(shape, training, layout):
+    for dtype in (torch.float32, torch.float16):
+        x, residual = (layout(torch.randn(shape).to(dtype)) for _ in range(2))
+        check(x, RELU, residual, torch.float32, torch.float32, training, bits=True)
+        check(x, RELU, residual, None, torch.float32, training, bits=True)
+
+
+def views():
+    yield torch.randn(6, 40)[:, 3:36]
+    yield torch.randn(40, 6).t()
+    yield torch.randn(2, 3, 8, 5)[:, :, ::2]
+    yield torch.randn(2, 8, 3, 5).to(memory_format=torch.channels_last)[:, :6]
+    yield torch.randn(2, 3, 4, 5).transpose(0, 1)
+    yield torch.randn(241)[1:].view(6, 10, 2, 2)
+    yield torch.randn(1, 4, 2, 2).expand(3, 4, 2, 2)
+    yield torch.randn(3, 1, 2, 5)
+    yield torch.randn(3, 4, 1, 1).to(memory_format=torch.channels_last)
+    yield torch.randn(2, 4, 3, 2, 3).to(memory_format=torch.channels_last_3d)
+
+
+@pytest.mark.parametrize("number", range(len(list(views()))))
+def test_views(number):
+    x = list(views())[number]
+    before = x.clone()
+    y = torch.randn(x.shape)
+    check(x, SILU, y, x.dtype, x.dtype)
+    check(y, SILU, x, x.dtype, x.dtype, dy=x)
+    check(y, RELU, x, x.dtype, x.dtype, bits=True, dy=torch.tensor(0.5).expand(x.shape))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
+@pytest.mark.parametrize("shape", [(40, 70, 10, 11), (600, 3), (3, 2, 1500)])
+def test_several_tiles_and_splits(shape, layout, monkeypatch):
+    for plan in (batch_norm._forward_plan, batch_norm._backward_plan):
+        plan.cache_clear()
+    monkeypatch.setattr(batch_norm, "FORWARD_TILE", 512)
+    monkeypatch.setattr(batch_norm, "BACKWARD_TILE", 512)
+    x, residual = layout(torch.randn(shape) + 30), layout(torch.randn(shape))
+    g = channels.geometry(x.shape, channels.is_channels_last(x), True, 1, 512, x.dtype, x.device)
+    assert (g.splits > 1) == (shape != (40, 70, 10, 11) or layout is last)
+    assert max(g.inner_steps, g.outer_steps) > 1
+    check(x, 0, None, x.dtype, x.dtype)
+    check(x, RELU, residual, x.dtype, x.dtype, bits=True)
+    for plan in (batch_norm._forward_plan, batch_norm._backward_plan):
+        plan.cache_clear()
+
+
+def test_nan_and_infinities():
+    x = torch.randn(3, 4, 5)
+    x[0, 1, 2], x[1, 2, 3] = float("nan"), float("inf")
+    for layout, act in itertools.product([torch.Tensor.contiguous, last], [0, RELU]):
+        y, _, _ = batch_norm_train(layout(x), None, None, None, None, None, 0.1, EPS, act, False)
+        expected = ACTIVATIONS[act](F.batch_norm(x, None, None, None, None, True, 0.1, EPS))
+        torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mean_far_from_zero_does_not_cancel():
+    x = torch.randn(20, 4, 30) + 1000
+    for layout in (torch.Tensor.contiguous, last):
+        y, _, _ = batch_norm_train(layout(x), None, None, None, None, None, 0.1, EPS, 0, False)
+        expected = F.batch_norm(x.double(), None, None, None, None, True, 0.1, EPS).float()
+        torch.testing.assert_close(y, expected, rtol=0, atol=2e-4)
