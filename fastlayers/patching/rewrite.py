@@ -70,7 +70,7 @@ def apply_rules(
     view.thread_inplace()
     outcome = Fused(None)
     unseen: dict[str, None] = {}
-    conditions: dict[Callable[..., bool], dict[str, None]] = {}
+    conditions: dict[Callable[..., bool], dict[tuple[str, ...], None]] = {}
     for rule in rules:
         for node in reversed(list(recording.graph.nodes)):
             if node not in view.position:
@@ -88,16 +88,16 @@ def apply_rules(
                 unseen.update(dict.fromkeys(children))
                 if found.condition is not None:
                     function, *paths = found.condition
-                    conditions.setdefault(function, {}).update(dict.fromkeys(paths))
+                    conditions.setdefault(function, {})[tuple(paths)] = None
                 replace(recording.graph, found)
                 view.refresh()
                 outcome.rules[rule.name] += 1
                 break
             outcome.left.extend(refusals)
     if unseen:
-        conditions[calls.no_hooks] = unseen
+        conditions[calls.no_hooks] = {tuple(unseen): None}
     for function, given in conditions.items():
-        modules = ", ".join(map(module_expression, given))
+        modules = ", ".join(map(module_expression, itertools.chain.from_iterable(given)))
         recording.guards[f"{bind(recording, function)}({modules})"] = None
     return outcome
 

@@ -1,0 +1,412 @@
+"""fold_batch_norm: equal in eval, never stale, never in the way of training, and undone exactly."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
+
+from fastlayers.patching import (
+    PatchError,
+    PatchWarning,
+    Reason,
+    fold_batch_norm,
+    folding,
+    patch_model,
+    plan_fold,
+    plan_patch,
+    unfold_batch_norm,
+    unpatch_model,
+)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.conv2, self.bn2 = nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x
+        return self.relu(out)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.block = Block()
+        self.head = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+
+    def forward(self, x):
+        return self.head(self.block(self.stem(x)).mean((2, 3)))
+
+
+def image():
+    torch.manual_seed(3)
+    return torch.randn(4, 3, 6, 5)
+
+
+def warmed(model, *inputs):
+    """In eval, with statistics, weights and offsets that a fold has to get right."""
+    torch.manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+            nn.init.uniform_(module.weight, 0.5, 2)
+            nn.init.normal_(module.bias)
+    with torch.no_grad():
+        for _ in range(3):
+            model.train()(*inputs)
+    return model.eval()
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return warmed(Net(), image() * 3 + 1)
+
+
+def infer(model, *inputs):
+    with torch.no_grad():
+        return model(*inputs)
+
+
+def state(model):
+    return {name: (dict(vars(module)), type(module)) for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("patch", [False, True])
+def test_equal_and_undone_exactly(net, patch):
+    expected, keys = infer(net, image()), list(net.state_dict())
+    if patch:
+        patch_model(net)
+    before, unfolded = state(net), infer(net, image())
+    assert plan_fold(net).counts()["fold_batch_norm"] == 4
+    assert state(net) == before
+    assert fold_batch_norm(net) is net
+    assert [row.fqn for row in plan_fold(net).patched] == ["stem", "block", "head"]
+    assert list(net.state_dict()) == keys
+    assert type(net.block).__name__ == "FoldedBlock"
+    assert isinstance(net.block, Block)
+    torch.testing.assert_close(infer(net, image()), expected)
+    assert not torch.equal(infer(net, image()), expected)  # it was another computation
+    fold_batch_norm(net)  # twice changes nothing
+    assert unfold_batch_norm(net) is net
+    assert state(net) == before
+    assert torch.equal(infer(net, image()), unfolded)
+    unfold_batch_norm(net)
+
+
+def test_with_patches_both_ways(net):
+    expected = infer(net, image())
+    fold_batch_norm(patch_model(net))
+    assert "add_relu" in dict(plan_fold(net)["block"].fused)
+    torch.testing.assert_close(infer(net, image()), expected)
+    unpatch_model(net)
+    assert type(net.block) is Block
+    fold_batch_norm(net)
+    assert plan_patch(net)["block"].left == ((Reason.FOLDED, ""),)
+    patch_model(net)
+    assert type(net.block).__name__ == "FoldedBlock"
+    unfold_batch_norm(net)
+    assert type(net.block) is Block
+
+
+LAYERS = [
+    (lambda: nn.Conv1d(4, 6, 3, groups=2), nn.BatchNorm1d(6), (2, 4, 9)),
+    (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(6, affine=False), (2, 4, 9, 8)),
+    (lambda: nn.Conv2d(4, 8, 3, padding=1, groups=4), nn.BatchNorm2d(8, eps=0.1), (2, 4, 9, 8)),
+    (lambda: nn.Conv2d(4, 8, 3, padding="same", padding_mode="reflect"), nn.BatchNorm2d(8), (2, 4, 9, 8)),
+    (lambda: nn.Conv3d(4, 6, 2), nn.BatchNorm3d(6), (2, 4, 4, 5, 3)),
+    (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), nn.BatchNorm1d(6), (2, 4, 5)),
+    (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, groups=2), nn.BatchNorm2d(6), (2, 4, 5, 4)),
+    (lambda: nn.ConvTranspose3d(4, 6, 2, groups=2, bias=False), nn.BatchNorm3d(6), (2, 4, 3, 4, 5)),
+    (lambda: nn.Linear(4, 6), nn.BatchNorm1d(6), (5, 4)),
+    (lambda: nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), (5, 4)),
+]
+
+
+@pytest.mark.parametrize(("make", "norm", "shape"), LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_layer(make, norm, shape, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    model = warmed(nn.Sequential(make(), copy.deepcopy(norm)), x).to(dtype)
+    x = x.to(dtype)
+    expected = infer(model, x)
+    fold_batch_norm(model, strict=True)
+    actual = infer(model, x)
+    assert (actual.dtype, actual.stride()) == (expected.dtype, expected.stride())
+    tolerance = 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def test_a_sequence_to_a_linear_layer():
+    """BatchNorm1d takes the middle dimension for the channels, whatever Linear made the last one of."""
+    x = torch.randn(3, 6, 4)
+    model = warmed(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), x)
+    expected = infer(model, x)
+    assert torch.equal(infer(fold_batch_norm(model), x), expected)
+
+
+def test_without_a_batch_it_raises_as_before():
+    model = fold_batch_norm(warmed(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), image()))
+    with pytest.raises(ValueError, match="expected 4D"):
+        infer(model, image()[0])
+
+
+# -- what changes afterwards -------------------------------------------------------------------------------------------
+
+CHANGES = {
+    "weight": lambda net: net.block.conv1.weight.mul_(2),
+    "bias": lambda net: net.block.conv2.bias.add_(1),
+    "gain": lambda net: net.block.bn1.weight.mul_(-1),
+    "shift": lambda net: net.block.bn1.bias.add_(1),
+    "mean": lambda net: net.block.bn2.running_mean.add_(1),
+    "variance": lambda net: net.block.bn2.running_var.mul_(3),
+    "eps": lambda net: setattr(net.block.bn1, "eps", 0.5),
+    "new weight": lambda net: setattr(net.block.conv1, "weight", nn.Parameter(torch.randn(6, 4, 3, 3))),
+    "data": lambda net: setattr(net.block.conv1.weight, "data", torch.randn(6, 4, 3, 3)),
+    "no bias": lambda net: setattr(net.block.conv2, "bias", None),
+    "state dict": lambda net: net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()}),
+    "dtype": lambda net: net.half().float(),
+    "there and back": lambda net: net.double() and net.float(),
+    "statistics": lambda net: net.block.bn1.reset_running_stats(),
+    "another norm": lambda net: setattr(net.block, "bn1", nn.BatchNorm2d(6).eval()),
+    "another layer": lambda net: setattr(net.block, "conv1", nn.Conv2d(4, 6, 3, padding=1)),
+    "another kind": lambda net: setattr(net.block, "bn1", nn.GroupNorm(2, 6)),
+    "no norm": lambda net: setattr(net.block, "bn1", nn.Identity()),
+    "a hook": lambda net: net.block.conv1.register_forward_hook(lambda module, args, out: out * 2),
+    "no statistics": lambda net: net.block.bn1.__dict__["_buffers"].update(running_mean=None, running_var=None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("patch", [False, True])
+def test_weights_are_never_stale(net, change, patch):
+    if patch:
+        patch_model(net)
+    fold_batch_norm(net)
+    infer(net, image())
+    with torch.no_grad():
+        CHANGES[change](net)
+        torch.manual_seed(0)
+    actual = infer(net, image())
+    expected = infer(unpatch_model(copy.deepcopy(net)), image())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max() + 1))
+
+
+@pytest.mark.parametrize("patch", [False, True])
+def test_training_a_folded_model_is_training_the_model(net, patch):
+    if patch:
+        patch_model(net)
+    folded = fold_batch_norm(copy.deepcopy(net))
+    infer(folded, image())
+    for model in (net, folded):
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(image()).square().mean().backward()
+            optimizer.step()
+    for (name, a), (_, b) in zip(net.state_dict().items(), folded.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    torch.testing.assert_close(infer(folded.eval(), image()), infer(net.eval(), image()), rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_that_a_forward_in_training_writes(net):
+    """F.batch_norm does not tell the buffers it writes; nor is there a count to go by where momentum was 0."""
+    fold_batch_norm(net)
+    infer(net, image())
+    infer(net.train(), image() * 5)
+    torch.testing.assert_close(infer(net.eval(), image()), infer(unfold_batch_norm(copy.deepcopy(net)), image()))
+
+
+def test_gradients_in_eval_are_those_of_the_parameters(net):
+    folded = fold_batch_norm(copy.deepcopy(net))
+    for model in (net, folded):
+        model(image()).square().sum().backward()
+    for (name, a), b in zip(net.named_parameters(), folded.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    frozen = folded.requires_grad_(False)
+    x, y = image().requires_grad_(), image().requires_grad_()
+    frozen(x).sum().backward()  # of the input, through the folded weights
+    net(y).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_one_norm_in_training(net):
+    """Others of the block may be frozen: what is folded is decided where all of it is in eval."""
+    fold_batch_norm(net)
+    net.block.bn1.train()
+    other = unfold_batch_norm(copy.deepcopy(net))
+    assert torch.equal(infer(net.block, torch.ones(2, 4, 3, 3)), infer(other.block, torch.ones(2, 4, 3, 3)))
+    assert torch.equal(net.block.bn1.running_mean, other.block.bn1.running_mean)
+
+
+def test_inference_mode_and_autocast(net):
+    plain = copy.deepcopy(net)
+    fold_batch_norm(net)
+    with torch.inference_mode():
+        first = net(image())
+    torch.testing.assert_close(infer(net, image()), first)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        actual, expected = net(image()), plain(image())
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)
+    with torch.inference_mode():
+        born = fold_batch_norm(warmed(Net(), image()))
+        torch.testing.assert_close(born(image()), unfold_batch_norm(copy.deepcopy(born))(image()))
+
+
+@pytest.mark.parametrize("patch", [False, True])
+def test_compile_and_export(net, patch):
+    expected = infer(net, image())
+    if patch:
+        patch_model(net)
+    fold_batch_norm(net.requires_grad_(False))
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    torch.testing.assert_close(infer(compiled, image()), expected)
+    with torch.no_grad():
+        exported = torch.export.export(net, (image(),)).module()
+        torch.testing.assert_close(exported(image()), expected)
+
+
+def test_functional_call_and_vmap(net):
+    fold_batch_norm(net)
+    expected = infer(net, image())
+    doubled = {name: p.detach() * 2 for name, p in net.named_parameters()}
+    unfolded = unfold_batch_norm(copy.deepcopy(net))
+    with torch.no_grad():
+        actual, other = (torch.func.functional_call(model, doubled, (image(),)) for model in (net, unfolded))
+        torch.testing.assert_close(actual, other, rtol=1e-4, atol=1e-4)
+        stacked = torch.vmap(net)(image().unsqueeze(1))
+    torch.testing.assert_close(stacked[:, 0], expected)
+    torch.testing.assert_close(infer(net, image()), expected)
+
+
+def test_copies_and_pickles(net):
+    fold_batch_norm(patch_model(net))
+    expected = infer(net, image())
+    copied = copy.deepcopy(net)
+    assert type(copied.block) is type(net.block)
+    with torch.no_grad():
+        copied.block.conv1.weight.zero_()
+    assert torch.equal(infer(net, image()), expected)
+    assert not torch.allclose(infer(copied, image()), expected)
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        loaded = pickle.loads(pickle.dumps(net, protocol))
+        assert type(loaded.block) is Block
+        torch.testing.assert_close(infer(loaded, image()), expected)
+    assert type(unfold_batch_norm(copied).block).__name__ == "FusedBlock"
+
+
+def test_memory_is_given_back():
+    net = fold_batch_norm(Net().eval())
+    infer(net, image())
+    assert len([norm for norm in net.modules() if norm in folding._folded]) == 4
+    unfold_batch_norm(net)
+    assert not [norm for norm in net.modules() if norm in folding._folded]
+    fold_batch_norm(net)
+    infer(net, image())
+    kept = weakref.ref(net.block.bn1)
+    del net
+    gc.collect()
+    assert kept() is None
+
+
+def test_shared_layers_are_right_too():
+    """Nothing is overwritten, so one convolution may fold into several norms."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.a, self.b = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.b(self.conv(self.a(self.conv(x))))
+
+    model = warmed(Shared(), image())
+    expected = infer(model, image())
+    assert plan_fold(model).counts() == {"fold_batch_norm": 2}
+    torch.testing.assert_close(infer(fold_batch_norm(model), image()), expected)
+
+
+# -- what is left alone ------------------------------------------------------------------------------------------------
+
+
+class UsedTwice(Block):
+    def forward(self, x):
+        out = self.conv1(x)
+        return self.bn1(out) + out
+
+
+def pair(conv=None, norm=None):
+    return nn.Sequential(conv or nn.Conv2d(3, 4, 3), norm or nn.BatchNorm2d(4)).eval()
+
+
+def hooked():
+    model = pair()
+    model[0].register_forward_hook(lambda *args: None)
+    return model
+
+
+class Own(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: pair().train(), Reason.TRAINING),
+        (lambda: pair(norm=nn.BatchNorm2d(4, track_running_stats=False)), Reason.NO_STATISTICS),
+        (hooked, Reason.HOOKED_CHILD),
+        (lambda: UsedTwice().eval(), Reason.USED_ELSEWHERE),
+        (lambda: pair(conv=parametrizations.weight_norm(nn.Conv2d(3, 4, 3))), Reason.PARAMETRIZED),
+        (lambda: pair(conv=weight_norm(nn.Conv2d(3, 4, 3))), Reason.HOOKED_CHILD),
+        (lambda: pair(conv=Own(3, 4, 3)), Reason.SUBCLASS),
+        (lambda: pair(norm=nn.BatchNorm3d(4)), Reason.SUBCLASS),
+        (lambda: pair(norm=nn.SyncBatchNorm(4)), Reason.NOTHING_TO_FUSE),
+        (lambda: pair(norm=nn.GroupNorm(2, 4)), Reason.NOTHING_TO_FUSE),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.BatchNorm2d(4)).eval(), Reason.NOTHING_TO_FUSE),
+        (lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)).eval(), Reason.NOTHING_TO_FUSE),
+    ],
+)
+def test_what_is_left_alone_and_why(make, reason):
+    model = make()
+    row = plan_fold(model)[""]
+    assert row.became is None
+    assert reason in (row.reason, *(why for why, _ in row.left))
+    before = state(model)
+    with pytest.warns(PatchWarning, match="nothing in .* was folded"):
+        fold_batch_norm(model)
+    assert state(model) == before
+    with pytest.raises(PatchError, match="nothing was changed"):
+        fold_batch_norm(model, strict=True)
+
+
+def test_selection(net):
+    fold_batch_norm(net, include="block")
+    assert [row.fqn for row in plan_fold(net).patched if "Folded" in type(net.get_submodule(row.fqn)).__name__] == [
+        "block"
+    ]
+    unfold_batch_norm(net)
+    assert plan_fold(net, exclude="block.bn1").counts() == {"fold_batch_norm": 3}
+    with pytest.raises(TypeError, match="Module"):
+        fold_batch_norm("net")
+    with pytest.raises(TypeError, match="Module"):
+        unfold_batch_norm("net")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fold_batch_norm(net, strict=True)

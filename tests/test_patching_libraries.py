@@ -1,0 +1,159 @@
+"""Models of torchvision, timm and transformers: what is found in them, and that they stay equal."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fastlayers.patching import (
+    fold_batch_norm,
+    patch_model,
+    plan_patch,
+    unfold_batch_norm,
+    unpatch_model,
+    verify_patch,
+)
+
+
+def images(size=32):
+    torch.manual_seed(1)
+    return torch.randn(2, 3, size, size)
+
+
+def check(model, counts, *inputs, **kwargs):
+    """Patched and unpatched agree in training and eval; undoing, copying, saving are exact; these things are found."""
+    found = plan_patch(model).counts()
+    assert {rule: found.get(rule, 0) for rule in counts} == counts, plan_patch(model)
+    keys, types = list(model.state_dict()), [type(module) for module in model.modules()]
+    patch_model(model)
+    assert list(model.state_dict()) == keys
+    for training in (True, False):
+        report = verify_patch(model.train(training), *inputs, **kwargs)
+        assert report, report
+    loaded = pickle.loads(pickle.dumps(model))
+    assert [type(module) for module in loaded.modules()] == types
+    assert [type(m) for m in copy.deepcopy(model).modules()] == [type(m) for m in model.modules()]
+    unpatch_model(model)
+    assert [type(module) for module in model.modules()] == types
+
+
+def check_fold(model, x):
+    """Folded in eval, patched or not."""
+    with torch.no_grad():
+        model.train()(x), model(x * 2)  # statistics
+        expected = model.eval()(x)
+        for prepare in (lambda model: model, patch_model):
+            folded = fold_batch_norm(prepare(copy.deepcopy(model)))
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(folded(x), expected, rtol=1e-3, atol=1e-4 * scale)
+            assert list(folded.state_dict()) == list(model.state_dict())
+            torch.testing.assert_close(unfold_batch_norm(folded)(x), expected, rtol=1e-3, atol=1e-4 * scale)
+
+
+TORCHVISION = {
+    "resnet18": {"batch_norm_act": 9, "batch_norm_add_act": 8, "BatchNorm2d": 20},
+    "mobilenet_v3_small": {"batch_norm_act": 23, "BatchNorm2d": 34},
+    "efficientnet_b0": {"batch_norm_act": 33, "BatchNorm2d": 49},
+}
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_torchvision(name):
+    models = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    model = models.get_model(name, weights=None, num_classes=4)
+    check(model, TORCHVISION[name], images())
+    check_fold(model, images())
+
+
+def test_torchvision_convnext():
+    convnext = pytest.importorskip("torchvision.models.convnext")
+    torch.manual_seed(0)
+    stages = [convnext.CNBlockConfig(8, 16, 1), convnext.CNBlockConfig(16, None, 1)]
+    model = convnext.ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=4)
+    check(model, {"channel_layer_norm": 3, "LayerNorm": 2}, images())
+
+
+TIMM = {
+    "resnet10t": ({}, {"batch_norm_act": 7, "batch_norm_add_act": 4}),
+    "convnext_atto": ({"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}, {"channel_layer_norm": 9}),
+    "vit_tiny_patch16_224": ({"img_size": 32, "depth": 2}, {"add_layer_norm": 2, "layer_norm": 5}),
+    "regnetx_002": ({}, {"batch_norm_act": 27, "batch_norm": 17}),
+    "efficientnet_b0": ({}, {"batch_norm_act": 33, "batch_norm": 16}),
+}
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timm(name):
+    timm = pytest.importorskip("timm")
+    options, counts = TIMM[name]
+    torch.manual_seed(0)
+    check(timm.create_model(name, pretrained=False, num_classes=4, **options), counts, images())
+
+
+def test_timm_layers():
+    layers = pytest.importorskip("timm.layers")
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 5, 4)
+    check(layers.BatchNormAct2d(8), {"batch_norm_act": 1}, x)
+    check(layers.BatchNormAct2d(8, act_layer="silu", momentum=None), {"batch_norm_act": 1}, x)
+    check(layers.BatchNormAct2d(8, apply_act=False), {"batch_norm": 1}, x)
+    check(layers.BatchNormAct2d(8, track_running_stats=False), {"batch_norm_act": 1}, x)
+    check(layers.GroupNormAct(8, 2, act_layer="hard_swish"), {"group_norm_act": 1}, x)
+    check(layers.GroupNorm1Act(8), {"group_norm_act": 1}, x)
+    check(layers.LayerNorm2d(8), {"channel_layer_norm": 1}, x)
+    check(layers.LayerNorm2dFp32(8), {"layer_norm": 1}, x)
+    check(layers.LayerNormAct2d(8), {"channel_layer_norm": 1}, x)
+    check(layers.LayerNorm(8), {"layer_norm": 1}, torch.randn(2, 3, 8))
+    check(layers.RmsNorm(8), {"rms_norm": 1}, torch.randn(2, 3, 8))
+    check(layers.RmsNormFp32(8), {"rms_norm": 1}, torch.randn(2, 3, 8))
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+TRANSFORMERS = {
+    "Llama": (SMALL, "ForCausalLM", {"rms_norm (llama)": 5}),
+    "Mistral": (SMALL, "ForCausalLM", {"rms_norm (llama)": 5}),
+    "Qwen2": (SMALL, "ForCausalLM", {"rms_norm (llama)": 5}),
+    "Qwen3": (SMALL | {"head_dim": 8}, "ForCausalLM", {"rms_norm (llama)": 9}),
+    "Gemma2": (SMALL | {"head_dim": 8}, "ForCausalLM", {"rms_norm (gemma)": 9}),
+    "Olmo2": (SMALL, "ForCausalLM", {"rms_norm (olmo)": 9}),
+    "Cohere": (SMALL, "ForCausalLM", {"layer_norm (cohere)": 3}),
+    "T5": (T5, "EncoderModel", {"rms_norm (t5)": 5}),
+    "Bert": ({k: v for k, v in SMALL.items() if "key" not in k}, "Model", {"add_layer_norm": 5, "LayerNorm": 5}),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    options, head, counts = TRANSFORMERS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**options)
+    model = getattr(transformers, f"{name}{head}")(config)
+    check(model, counts, input_ids=torch.randint(3, 60, (2, 7)))
+
+
+def test_no_library_is_imported():
+    code = (
+        "import sys, torch; from torch import nn; import fastlayers; "
+        "fastlayers.patch_model(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())); "
+        "assert not {'timm', 'torchvision', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
