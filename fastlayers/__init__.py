@@ -26,7 +26,17 @@ from fastlayers.modules import (
     FusedRMSNorm,
     FusedSoftmax,
 )
-from fastlayers.patching import patch_model, patch_report, patched, plan_patch, unpatch_model, verify_patch
+from fastlayers.patching import (
+    fold_batch_norm,
+    patch_model,
+    patch_report,
+    patched,
+    plan_fold,
+    plan_patch,
+    unfold_batch_norm,
+    unpatch_model,
+    verify_patch,
+)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,14 +62,17 @@ __all__ = [
     "FusedRMSNorm",
     "FusedReLUAdd",
     "FusedSoftmax",
+    "fold_batch_norm",
     "functional",
     "load_model",
     "modules",
     "patch_model",
     "patch_report",
     "patched",
+    "plan_fold",
     "plan_patch",
     "save_model",
+    "unfold_batch_norm",
     "unpatch_model",
     "verify_patch",
 ]
