@@ -417,13 +417,36 @@ struct ForwardArgs {
   bool bits_shared;
 };
 
-// The first element of each of the thread's channels. All means are merged as differences from it, so that a mean far from
-// zero costs no digits.
+// The mean of the first few elements of each of the thread's channels (the last one repeated where there are fewer). All means
+// are merged as differences from it, so that a mean far from zero costs no digits.
 template <typename T, bool LAST, int K>
 __device__ __forceinline__ void load_origin(compute_t<T> (&origin)[K], const T* x, const Grid& g, const Place<T, LAST>& place) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>, kElements = 8;
 #pragma unroll
-  for (int k = 0; k < K; ++k)
-    origin[k] = place.active ? convert<compute_t<T>>(x[LAST ? channel_of(g, place.column + k) : place.column * g.plane]) : 0;
+  for (int k = 0; k < K; ++k) origin[k] = 0;
+  if (!place.active) return;
+  const int64_t count = LAST ? g.rows * g.copies + g.tail / g.channels : g.plane;
+  const int last = static_cast<int>(min(count, static_cast<int64_t>(kElements))) - 1;
+  if (LAST && g.copies > 1) {
+#pragma unroll 1
+    for (int i = 0; i < kElements; ++i)
+#pragma unroll
+      for (int k = 0; k < K; ++k) origin[k] += convert<A>(x[min(i, last) * g.channels + channel_of(g, place.column + k)]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if constexpr (LAST) {
+        const Vec<A, V> v = unpack<A>(load_vec<T, V>(x + min(i, last) * g.columns + place.column));
+#pragma unroll
+        for (int k = 0; k < K; ++k) origin[k] += v.v[k];
+      } else {
+        origin[0] += convert<A>(x[place.column * g.plane + min(i, last)]);
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < K; ++k) origin[k] *= A(1) / kElements;
 }
 
 // The moments of this thread's part of the piece: sums of deviations from its own first element, which has about the size of
