@@ -3,7 +3,9 @@
     python examples/digits_resnet.py [--epochs N] [--device cpu|cuda] [--out DIR]
 
 The network is a small ResNet of stock torch layers, on scikit-learn's handwritten digits. It knows nothing of
-fastlayers: ``patch_model`` finds the ``relu(out + identity)`` at the end of its blocks.
+fastlayers: ``patch_model`` finds each BatchNorm with the ReLU that follows, in the blocks and in the stem, an
+``nn.Sequential``, and the ``relu(bn2(out) + identity)`` at the end of the blocks. For inference, ``fold_batch_norm``
+makes the BatchNorms part of the convolutions.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from digits import Digits, accuracy, console, draw_curves, set_up, train, train_step
-from fastlayers import patch_model, patch_report, verify_patch
+from fastlayers import fold_batch_norm, patch_model, patch_report, unfold_batch_norm, verify_patch
 from fastlayers.backends import choose
 from fastlayers.checkpoint import load_model, save_model
 
@@ -113,6 +115,9 @@ def compare_speed(stock: nn.Module, patched: nn.Module, digits: Digits) -> Table
     rows = {"training step": in_turns(step(stock), step(patched), device)}
     stock.eval(), patched.eval()
     rows["inference"] = in_turns(lambda: infer(stock), lambda: infer(patched), device)
+    fold_batch_norm(patched)
+    rows["inference, folded"] = in_turns(lambda: infer(stock), lambda: infer(patched), device)
+    unfold_batch_norm(patched)
     for name, (before, after) in rows.items():
         table.add_row(f"{name}, {len(images)} images", f"{before:.2f}", f"{after:.2f}", f"{before / after:.2f}x")
     return table
@@ -148,7 +153,8 @@ def main(epochs: int, device: str | None, out: Path) -> None:
     console.print(f"backend: {choose(where)}, and plain PyTorch where it has no kernel or is not faster")
 
     console.rule("4. Verify outputs and gradients", align="left")
-    console.print(str(verify_patch(network, digits.test_images[:64])))
+    for training in (True, False):
+        console.print(str(verify_patch(network.train(training), digits.test_images[:64])))
     before, after = accuracy(stock, digits), accuracy(network, digits)
     console.print(f"test accuracy: stock {before:.2%}, patched {after:.2%}")
 
