@@ -281,6 +281,14 @@ def test_compile_and_export(net, patch):
         torch.testing.assert_close(exported(image()), expected)
 
 
+def test_compile_in_training(net):
+    fold_batch_norm(net)
+    infer(net, image())
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    infer(net.train() and compiled, image() * 5)
+    torch.testing.assert_close(infer(net.eval(), image()), infer(unfold_batch_norm(copy.deepcopy(net)), image()))
+
+
 def test_functional_call_and_vmap(net):
     fold_batch_norm(net)
     expected = infer(net, image())

@@ -46,7 +46,8 @@ def may_fold(*layers: nn.Module) -> bool:
 
 def pair_may_fold(layer: Any, norm: Any) -> bool:
     if norm.training or norm.running_mean is None or norm.running_var is None:
-        forget(norm)
+        if not torch.compiler.is_compiling():  # compiled code writes buffers in ways that they do notice
+            forget(norm)
         return False
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in sources(layer, norm)):
         return False
