@@ -567,7 +567,7 @@ MUL = Op(
 def layer_norm(
     x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    if x.dtype in HALF and weight is not None and weight.dtype == torch.float32:  # torch's CUDA kernels refuse it
+    if weight is not None and weight.dtype == torch.float32 and x.dtype in HALF:  # torch's CUDA kernels refuse it
         return F.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)
     return F.layer_norm(x, shape, weight, bias, eps)
 
@@ -857,7 +857,7 @@ def group_norm(
     *,
     act: str | None = None,
 ) -> Tensor:
-    if x.dtype in HALF and weight is not None and weight.dtype == torch.float32:  # torch's CUDA kernels refuse it
+    if weight is not None and weight.dtype == torch.float32 and x.dtype in HALF:  # torch's CUDA kernels refuse it
         return ACTIVATIONS[act](F.group_norm(x.float(), groups, weight, bias, eps)).to(x.dtype)
     return ACTIVATIONS[act](F.group_norm(x, groups, weight, bias, eps))
 

@@ -112,10 +112,10 @@ def parameter_problem(parameter: Tensor, x: Tensor, dtype: torch.dtype, shape: t
     """Why the norm kernels do not take this weight or bias to an x that counts as of ``dtype``, None where they do."""
     own = parameter.dtype
     if (
-        type(parameter) in _PLAIN
-        and (own == dtype or (own == torch.float32 and dtype in reference.HALF))
+        (own is dtype or (own is torch.float32 and dtype in reference.HALF))
+        and type(parameter) in _PLAIN
         and parameter.shape == shape
-        and parameter.device == x.device
+        and parameter.get_device() == x.get_device()
         and parameter.is_contiguous()
     ):
         return None

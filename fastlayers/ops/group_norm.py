@@ -131,7 +131,9 @@ def group_norm(
     if kernels is not None:
         reason = unsupported(x, groups, weight, bias)
         if reason is None:
-            dtype = reference.norm_dtype("group_norm", x)
+            dtype = x.dtype
+            if dtype in reference.HALF:
+                dtype = reference.norm_dtype("group_norm", x)
             return _norm(x, groups, weight, bias, eps, code, dtype, _layout(x), kernels)
         backends.refuse(reason)
     return dispatch.answer("group_norm", x, groups, weight, bias, eps, act)  # type: ignore[no-any-return]

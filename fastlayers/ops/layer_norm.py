@@ -184,7 +184,9 @@ def _norm(
             return y.permute([order.index(d) for d in range(x.dim())])
     if eps is None:
         eps = _default_eps(x.dtype)
-    dtype = result_dtype(kind, x, weight)
+    dtype = x.dtype
+    if dtype in reference.HALF:
+        dtype = result_dtype(kind, x, weight)
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)))
     ):
