@@ -38,7 +38,7 @@ def test_in_the_interpreter(name):
         cwd=FOLDER.parents[1],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert " passed" in run.stdout.splitlines()[-1]
