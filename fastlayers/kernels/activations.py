@@ -32,7 +32,7 @@ def activate(z, ACT: tl.constexpr):
     if ACT == 1:
         z = tl.where(z <= 0, 0.0, z)
     elif ACT == 2:
-        z = z / (1.0 + tl.exp(-z))
+        z = z * _sigmoid(z)
     elif ACT == 3:
         z = z * _normal_cdf(z)
     elif ACT == 4:

@@ -10,7 +10,7 @@ A tile is OUTER x CHANNELS x INNER, so channels last it is CHANNELS wide, otherw
 = (sample, split, block of channels), and a split is a share of outer and inner that the program walks in tiles. Each
 forward is ``_statistics`` (a mean and a sum of squared deviations a channel and split, without cancellation),
 ``_finish_statistics`` (merged over splits and groups) and ``_normalise``; each backward ``_sums``, ``_finish_sums`` and
-``_gradient``. The third kernel walks as the first did, but backwards, to meet the cache where that left it.
+``_gradient``. The third kernel walks as the first did, but all backwards, to meet the cache where that left it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from fastlayers.kernels.indexing import index_type
 from fastlayers.kernels.launch import Launch, cdiv, multiprocessors
 from fastlayers.kernels.reductions import accumulator, merge, unit, welford
 
-# Elements of a tile, all of 8 warps. The forward's 16 elements a thread (its mean and squares are 32 registers) and the
-# backward's 8 (two tensors, two sums) leave 64 registers a thread, so that four programs of an SM run at once: 32 KB of
-# loads in flight either way. float64: half. Channels last, 64 channels are 128 contiguous bytes of 16-bit elements.
+# Elements of a tile, all of 8 warps: 16 a thread in the forward, whose mean and squares are 32 registers, and 8 in the
+# backward, with two tensors and two sums. float64: half. So a thread has 64 to 80 registers, three or four programs of an
+# SM run at once, and 12 of them a multiprocessor are whole rounds either way. Channels last, 64 channels are 128
+# contiguous bytes of 16-bit elements.
 FORWARD_TILE, BACKWARD_TILE, WARPS, MAX_CHANNELS = 4096, 2048, 8, 64
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR = 12
 
 # Splits x groups x channels of a group that a program merges at a time; 8 channels of float32 are a sector.
 FINISH_TILE, FINISH_WIDTH, MAX_FINISH_CHANNELS, FINISH_WARPS = 2048, 8, 64, 4
@@ -51,13 +52,13 @@ def _load(pointer, offset, inside, ACC: tl.constexpr):
 
 @triton.jit
 def _share(
-    outer, channels, inner, splits, inner_splits, outer_steps, inner_steps,
+    program, outer, channels, inner, splits, inner_splits, outer_steps, inner_steps,
     INDEX: tl.constexpr, OUTER: tl.constexpr, CHANNELS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """This program's (sample, split, channels, first of outer and inner, the ends of both)."""
+    """A program's (sample, split, channels, first of outer and inner, the ends of both)."""
     blocks = tl.cdiv(channels, CHANNELS)
-    program = tl.program_id(0) // blocks
-    channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
+    channel = program % blocks * CHANNELS + tl.arange(0, CHANNELS)
+    program = program // blocks
     split = program % splits
     first_outer = (split // inner_splits).to(INDEX) * (outer_steps * OUTER)
     first_inner = (split % inner_splits).to(INDEX) * (inner_steps * INNER)
@@ -88,8 +89,9 @@ def _statistics(
     """part[0 or 1, sample, split, channel] = the mean, or the squared deviations from it, of a split."""
     channels, inner = channel_units * CHANNEL_UNIT, inner_units * INNER_UNIT
     sample, split, channel, first_outer, first_inner, last_outer, last_inner = _share(
-        outer, channels, inner, splits, inner_splits, outer_steps, inner_steps, INDEX, OUTER, CHANNELS, INNER
-    )
+        tl.program_id(0), outer, channels, inner, splits, inner_splits, outer_steps, inner_steps,
+        INDEX, OUTER, CHANNELS, INNER,
+    )  # fmt: skip
     # Tiles that hold anything of a lane along either axis: all of them, or but the last.
     lane_outer = (last_outer - first_outer - 1 - tl.arange(0, OUTER) + OUTER) // OUTER
     lane_inner = (last_inner - first_inner - 1 - tl.arange(0, INNER) + INNER) // INNER
@@ -139,15 +141,19 @@ def _finish_statistics(
     group = tl.program_id(0).to(INDEX) * GROUPS + tl.arange(0, GROUPS)
     half = tl.full((), 1, INDEX) * groups * per * splits
     total = tl.full((), 1.0, ACC) * outer * inner * per
+    # The mean of all is summed as the difference from one of them: a large one would lose digits.
+    channel = group * per
+    some_offset = channel // channels * splits * channels + channel % channels
+    some = tl.load(part_ptr + some_offset, mask=group < groups, other=0.0)
     mean = tl.full((GROUPS,), 0.0, ACC)
     for first in range(0, per, PER):
         for first_split in range(0, splits, SPLITS):
             split = first_split + tl.arange(0, SPLITS)
             offset, inside = _part_offset(group, first + tl.arange(0, PER), split, groups, per, channels, splits)
             count = _count(split, outer, inner, inner_splits, outer_chunk, inner_chunk, ACC)
-            part = tl.load(part_ptr + offset, mask=inside, other=0.0)
-            mean += tl.sum(tl.sum(part * count, 2), 0)
-    mean = mean / total
+            part = count * (tl.load(part_ptr + offset, mask=inside, other=0.0) - some[None, :, None])
+            mean += tl.sum(tl.sum(tl.where(inside, part, 0.0), 2), 0)
+    mean = some + mean / total
     squares = tl.full((GROUPS,), 0.0, ACC)
     for first in range(0, per, PER):
         for first_split in range(0, splits, SPLITS):
@@ -225,9 +231,11 @@ def _normalise(
     With var_ptr, stats are running means; then ``kept`` gets means and rstds, if it is given.
     """
     channels, inner = channel_units * CHANNEL_UNIT, inner_units * INNER_UNIT
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample, split, channel, first_outer, first_inner, last_outer, last_inner = _share(
-        outer, channels, inner, splits, inner_splits, outer_steps, inner_steps, INDEX, OUTER, CHANNELS, INNER
-    )
+        program, outer, channels, inner, splits, inner_splits, outer_steps, inner_steps,
+        INDEX, OUTER, CHANNELS, INNER,
+    )  # fmt: skip
     mean, rstd, scale, bias = _parameters(
         stats_ptr, var_ptr, weight_ptr, bias_ptr, sample, channel, channels, groups, per, eps, ACC
     )
@@ -326,8 +334,9 @@ def _sums(
     """
     channels, inner = channel_units * CHANNEL_UNIT, inner_units * INNER_UNIT
     sample, split, channel, first_outer, first_inner, last_outer, last_inner = _share(
-        outer, channels, inner, splits, inner_splits, outer_steps, inner_steps, INDEX, OUTER, CHANNELS, INNER
-    )
+        tl.program_id(0), outer, channels, inner, splits, inner_splits, outer_steps, inner_steps,
+        INDEX, OUTER, CHANNELS, INNER,
+    )  # fmt: skip
     mean, rstd, scale, bias = _parameters(
         stats_ptr, None, weight_ptr, bias_ptr, sample, channel, channels, groups, per, 0.0, ACC
     )
@@ -407,9 +416,11 @@ def _gradient(
 ):  # fmt: skip
     """dx = dz * weight * rstd - means[0] - (x - mean) * means[1], and dresidual = dz, if that is given."""
     channels, inner = channel_units * CHANNEL_UNIT, inner_units * INNER_UNIT
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample, split, channel, first_outer, first_inner, last_outer, last_inner = _share(
-        outer, channels, inner, splits, inner_splits, outer_steps, inner_steps, INDEX, OUTER, CHANNELS, INNER
-    )
+        program, outer, channels, inner, splits, inner_splits, outer_steps, inner_steps,
+        INDEX, OUTER, CHANNELS, INNER,
+    )  # fmt: skip
     mean, rstd, scale, bias = _parameters(
         stats_ptr, None, weight_ptr, bias_ptr, sample, channel, channels, groups, per, 0.0, ACC
     )
@@ -472,7 +483,7 @@ def _inner_tile(inner: int, most: int) -> int:
     """The power of two, of those that make a good run of memory, that covers ``inner`` with the least padding."""
     whole = triton.next_power_of_2(inner)
     candidates = [whole] if whole <= most else []
-    candidates += [size for size in (512, 1024, 2048, 4096) if size <= most and size < whole]
+    candidates += [most >> k for k in range(4) if most >> k < whole]
     return min(candidates, key=lambda size: (cdiv(inner, size) * size, -size))
 
 

@@ -48,10 +48,12 @@ def welford(x, inside, mean, m2, reciprocal):
 def merge(count, mean, m2, AXIS: tl.constexpr):
     """(mean, sum of squared deviations) of the union along AXIS (Chan); a part of no elements may hold anything finite.
 
-    No elements at all have the mean 0.
+    No elements at all have the mean 0. The mean is taken twice, the second time of what is left over: a large one
+    would lose digits in the sum.
     """
-    total = tl.sum(count, AXIS)
-    mean_all = tl.sum(count * mean, AXIS) / tl.maximum(total, 1.0)
+    total = tl.maximum(tl.sum(count, AXIS), 1.0)
+    mean_all = tl.sum(count * mean, AXIS) / total
+    mean_all += tl.sum(count * (mean - tl.expand_dims(mean_all, AXIS)), AXIS) / total
     deviation = mean - tl.expand_dims(mean_all, AXIS)
     return mean_all, tl.sum(m2 + count * deviation * deviation, AXIS)
 

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastlayers.kernels import elementwise, launch, layer_norm, softmax
+from fastlayers.kernels import batch_norm, channels, elementwise, group_norm, launch, layer_norm, softmax
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -63,7 +63,7 @@ def compiled(request, monkeypatch, tmp_path):
         names.append(kernel.metadata.name)
 
     monkeypatch.setattr(launch.Launch, "__call__", compile_instead)
-    for family in (softmax, elementwise, layer_norm):
+    for family in (softmax, elementwise, layer_norm, channels, group_norm):
         monkeypatch.setattr(family, "multiprocessors", lambda device: 132)
     yield names
     assert not spills, spills
@@ -181,3 +181,62 @@ def test_layer_norm_of_few_long_rows(compiled):
     compile_layer_norm(meta(2, 2**31), None, None, None, 0, BF16)
     compile_layer_norm(meta(2**22, 1024), None, x[0, :1024], x[0, :1024], 0, BF16)
     assert set(compiled) == LAYER_NORM
+
+
+NORMS = {"_statistics", "_finish_statistics", "_normalise", "_sums", "_finish_sums", "_gradient"}
+#: (N, C, height, width): of image models and of a few odd ones, of which the last has more than 2^31 elements.
+IMAGES = [(64, 64, 56, 56), (64, 24, 28, 28), (32, 2048, 7, 7), (2, 3, 333, 333), (256, 1000, 1, 1), (8, 64, 2048, 2048)]
+
+
+def layouts(shape, dtype):
+    x = meta(*shape, dtype=dtype)
+    return (x, x.to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+def test_batch_norm(compiled, last, dtype):
+    for shape in IMAGES if dtype == BF16 else IMAGES[:3]:
+        x = layouts(shape, dtype)[last]
+        weight = meta(shape[1], dtype=F64 if dtype == F64 else F32)
+        for residual, act, bits in [(None, 0, False), (None, 1, False), (x, 1, True), (x, 5, False)]:
+            y, stats, packed = batch_norm.batch_norm_train(
+                x, residual, weight, weight, weight, weight, 0.1, 1e-5, act, bits
+            )
+            batch_norm.batch_norm_eval(x, residual, weight, weight, weight, weight, 1e-5, act, bits, bits)
+            for training in (True, False):
+                batch_norm.batch_norm_backward(
+                    y, x, None if bits else residual, packed if bits else None, weight, weight, stats, training, act,
+                    residual is not None,
+                )  # fmt: skip
+    assert NORMS <= set(compiled) <= NORMS | {"_normalise_flat"}
+
+
+#: (shape, groups): in the registers, and not.
+GROUPS = [((8, 320, 64, 64), 32), ((8, 640, 16, 16), 32), ((4, 128, 512, 512), 32), ((2, 96, 7, 7), 96), ((64, 512), 8)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+def test_group_norm(compiled, last, dtype):
+    for shape, groups in GROUPS:
+        x = meta(*shape, dtype=dtype)
+        if last and len(shape) == 4:
+            x = x.to(memory_format=torch.channels_last)
+        weight = meta(shape[1], dtype=dtype)
+        for act in (0, 2):
+            y, stats = group_norm.group_norm_forward(x, weight, weight, groups, 1e-5, act, dtype, True)
+            group_norm.group_norm_backward(y, x, stats, weight, weight if act else None, groups, act)
+        if dtype == BF16:
+            group_norm.group_norm_forward(x, weight.float(), weight.float(), groups, 1e-5, 0, F32, False)
+    assert set(compiled) == NORMS | {"_whole_forward", "_whole_backward", "_sum_rows"}
+
+
+def test_activations(compiled):
+    x, weight = meta(8, 64, 28, 28), meta(64)
+    for act in range(8):
+        y, stats = group_norm.group_norm_forward(x, weight, weight, 64, 1e-5, act, BF16, True)
+        group_norm.group_norm_backward(y, x, stats, weight, weight, 64, act)
+        y, stats, _ = batch_norm.batch_norm_train(x, None, weight, weight, None, None, 0.1, 1e-5, act, False)
+        batch_norm.batch_norm_backward(y, x, None, None, weight, weight, stats, True, act, False)
+    assert len(compiled) == 8 * 9

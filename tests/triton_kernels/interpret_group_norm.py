@@ -1,0 +1,198 @@
+"""The Triton kernels of GroupNorm in the interpreter, against float64."""
+
+import itertools
+
+import pytest
+import torch
+import triton
+
+from fastlayers.kernels import group_norm
+from fastlayers.kernels.group_norm import group_norm_backward, group_norm_forward
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
+
+F = torch.nn.functional
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-13}
+EPS = 1e-3
+SILU = 2
+#: By code.
+ACTIVATIONS = [
+    lambda z: z,
+    F.relu,
+    F.silu,
+    F.gelu,
+    lambda z: F.gelu(z, approximate="tanh"),
+    F.hardswish,
+    F.relu6,
+    lambda z: F.leaky_relu(z, 0.01),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["whole", "split"])
+def way(request, monkeypatch):
+    """Groups in the registers, or by the kernels of ``channels`` with tiles so small that there are several."""
+    plans = (group_norm._forward_plan, group_norm._backward_plan)
+    for plan in plans:
+        plan.cache_clear()
+    if request.param == "split":
+        monkeypatch.setattr(group_norm, "FORWARD", {})
+        monkeypatch.setattr(group_norm, "BACKWARD", {})
+        monkeypatch.setattr(group_norm, "FORWARD_TILE", 512)
+        monkeypatch.setattr(group_norm, "BACKWARD_TILE", 512)
+    yield request.param
+    for plan in plans:
+        plan.cache_clear()
+
+
+def assert_close(actual, expected, dtype, magnitude=0.0, of=None):
+    """Within the tolerance (``of`` a dtype) of the largest result or, where terms cancel, of their ``magnitude``."""
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
+    atol = TOLERANCE[of or dtype] * max(magnitude, expected.abs().max().item())
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+
+def layout_of(t):
+    """Strides of the dimensions that have more than one element; those of others mean nothing."""
+    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+
+
+def check(x, groups, act=0, parameters=None, dtype=None, dy=None):
+    dtype = dtype or x.dtype
+    n, channels = x.shape[:2]
+    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weight = bias = None
+    if parameters is not None:
+        weight, bias = torch.randn(channels).to(parameters), torch.randn(channels).to(parameters)
+    leaves = [None if t is None else t.double().requires_grad_() for t in (x, weight, bias)]
+    z = F.group_norm(leaves[0], groups, leaves[1], leaves[2], EPS)
+    expected = ACTIVATIONS[act](z)
+    y, stats = group_norm_forward(x, weight, bias, groups, EPS, act, dtype, True)
+    again, empty = group_norm_forward(x, weight, bias, groups, EPS, act, dtype, False)
+    assert torch.equal(y, again)
+    assert empty.shape == (0,)
+    assert empty.dtype == accumulator
+    assert_close(y, expected.detach(), dtype, z.abs().max().item(), of=x.dtype)
+    dense, _ = group_norm.dense(x)
+    assert layout_of(y) == layout_of(dense)
+    rows = x.double().reshape(n * groups, -1)
+    assert_close(stats, torch.stack([rows.mean(1), (rows.var(1, correction=0) + EPS).rsqrt()]), accumulator)
+
+    dy = torch.randn(x.shape).to(dtype) if dy is None else dy
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    gradients = dict(zip(map(id, wanted), torch.autograd.grad(expected, wanted, dy.double()), strict=True))
+    exact = [None if leaf is None else gradients[id(leaf)] for leaf in leaves]
+    actual = group_norm_backward(dy, x, stats, weight, bias, groups, act)
+    scale = stats[1].max().item() * (1.0 if weight is None else weight.abs().max().item())
+    assert_close(actual[0], exact[0], x.dtype, 2 * scale * dy.abs().max().item())
+    assert layout_of(actual[0]) == layout_of(y)
+    for gradient, value in zip(actual[1:], exact[1:], strict=True):
+        if value is None:
+            assert gradient.dtype == accumulator
+            assert gradient.shape == (channels,)
+        else:
+            assert_close(gradient, value, parameters, x.numel() / channels)
+
+
+def last(x):
+    """x with its channels fastest in memory."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+SHAPES = [
+    ((2, 4), 2),
+    ((3, 6, 5), 3),
+    ((1, 70, 9), 1),
+    ((2, 12, 3, 7), 4),
+    ((2, 16, 4, 6), 2),
+    ((3, 5, 4, 4), 5),
+    ((2, 6, 2, 3, 2), 1),
+    ((1, 2, 700), 1),
+    ((1, 64, 3, 3), 2),
+]
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
+@pytest.mark.parametrize(("shape", "groups"), SHAPES)
+def test_shapes(way, shape, groups, layout):
+    for dtype in DTYPES:
+        x = layout(torch.randn(shape).to(dtype))
+        check(x, groups, parameters=dtype)
+        check(x, groups, act=SILU)
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
+@pytest.mark.parametrize("act", range(8))
+def test_activations(way, act, layout):
+    for dtype, parameters in [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, None)]:
+        check(layout(torch.randn(2, 20, 4, 5).to(dtype)) * 2, 2, act, parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_float32_result(way, dtype):
+    for parameters in (None, dtype, torch.float32):
+        check(torch.randn(2, 6, 9).to(dtype), 3, SILU, parameters, torch.float32)
+
+
+def test_the_larger_groups_are_split(way):
+    x = torch.randn(1, 8, 15, 40)
+    for memory, groups in itertools.product([x, last(x)], [1, 2]):
+        plan = group_norm._forward_plan(x.shape, memory is not x, (x.dtype, None, None, x.dtype), groups, EPS, 0, x.device)
+        assert (plan.whole is None) == (way == "split")
+        assert plan.geometry.splits > 1 or way == "whole"
+        check(memory, groups, SILU, x.dtype)
+
+
+def test_channels_far_apart_are_not_read_group_by_group():
+    x = torch.randn(2, 8, 3, 5)
+    arguments = ((x.dtype, None, None, x.dtype), 8, EPS, 0, x.device)
+    assert group_norm._forward_plan(x.shape, True, *arguments).whole is None
+    assert group_norm._forward_plan(x.shape, False, *arguments).whole is not None
+
+
+def views():
+    yield torch.randn(6, 40)[:, 3:36], 11
+    yield torch.randn(2, 6, 8, 5)[:, :, ::2], 2
+    yield torch.randn(2, 8, 3, 5).to(memory_format=torch.channels_last)[:, :6], 3
+    yield torch.randn(4, 2, 4, 5).transpose(0, 1), 2
+    yield torch.randn(241)[1:].view(6, 10, 2, 2), 5
+    yield torch.randn(1, 4, 2, 2).expand(3, 4, 2, 2), 2
+    yield torch.randn(3, 1, 2, 5), 1
+    yield torch.randn(2, 4, 3, 2, 3).to(memory_format=torch.channels_last_3d), 1
+
+
+@pytest.mark.parametrize("number", range(len(list(views()))))
+def test_views(way, number):
+    x, groups = list(views())[number]
+    before = x.clone()
+    y = torch.randn(x.shape)
+    check(x, groups, SILU, x.dtype)
+    check(y, groups, SILU, x.dtype, dy=x)
+    check(y, groups, dy=torch.tensor(0.5).expand(x.shape))
+    assert torch.equal(x, before)
+
+
+def test_a_mean_far_from_zero_does_not_cancel(way):
+    x = torch.randn(2, 4, 300) + 1000
+    for layout in (torch.Tensor.contiguous, last):
+        y, _ = group_norm_forward(layout(x), None, None, 2, EPS, 0, x.dtype, False)
+        torch.testing.assert_close(y, F.group_norm(x.double(), 2, eps=EPS).float(), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("table", ["FORWARD", "BACKWARD"])
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_launch_rule(table, itemsize):
+    for per, inner, groups in itertools.product([1, 3, 40], [1, 49, 64, 4096], [1, 1000]):
+        tile = group_norm.tile_for(per, inner, groups, getattr(group_norm, table), itemsize, 264)
+        if tile is not None:
+            assert tile.per >= per
+            assert tile.inner >= inner
+            assert tile.groups * tile.per * tile.inner * max(itemsize, 4) <= 128 * 32 * tile.warps
