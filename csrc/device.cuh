@@ -176,6 +176,18 @@ __device__ __forceinline__ void forget(Vec<T, N>& v) {
   }
 }
 
+// Division by a number that the host knows, of what is less than 2^31: a multiplication and a shift (Granlund and Montgomery).
+struct Divider {
+  uint32_t divisor = 1, magic = 1, shift = 0;
+
+  Divider() = default;
+  explicit Divider(uint32_t d) : divisor(d) {
+    while ((uint64_t{1} << shift) < d) ++shift;
+    magic = static_cast<uint32_t>((((uint64_t{1} << shift) - d) << 32) / d + 1);
+  }
+  __device__ __forceinline__ uint32_t quotient(uint32_t n) const { return (__umulhi(n, magic) + n) >> shift; }
+};
+
 // Calls f(T{}) with the C++ type of a floating dtype that the kernels take.
 template <typename F>
 inline void dispatch_floating(ScalarType dtype, const char* op, F&& f) {

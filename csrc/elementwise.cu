@@ -76,6 +76,25 @@ __device__ __forceinline__ unsigned load_bits(const uint8_t* bits, int64_t i, in
   return i < n ? bits[i / kBits] >> (i % kBits) : 0;
 }
 
+// The same for a word that begins anywhere in a byte.
+template <bool WHOLE, int V>
+__device__ __forceinline__ unsigned gather_bits(const uint8_t* bits, int64_t i, int64_t n) {
+  if constexpr (WHOLE) return load_bits<V>(bits, i, n);
+  unsigned kept = 0;
+#pragma unroll
+  for (int j = 0; j < V; ++j)
+    if (i + j < n) kept |= (bits[(i + j) / kBits] >> ((i + j) % kBits) & 1u) << j;
+  return kept;
+}
+
+template <typename T, int V>
+__device__ __forceinline__ Vec<T, V> gated(Vec<T, V> w, unsigned kept) {
+#pragma unroll
+  for (int j = 0; j < V; ++j)
+    if (!(kept >> j & 1)) w.v[j] = convert<T>(0.f);
+  return w;
+}
+
 // Where element i of the result finds its operands.
 template <int OPERANDS>
 __device__ __forceinline__ void locate(const Walk<OPERANDS>& walk, int64_t i, int64_t (&at)[OPERANDS]) {
@@ -95,17 +114,16 @@ __device__ __forceinline__ void locate(const Walk<OPERANDS>& walk, int64_t i, in
 }
 
 // Where words of a flat tensor find a small dense operand that is repeated along one run of its memory, [outer, repeat,
-// columns]: two 32-bit divisions a word. A word lies within one row of columns, or within one repeat where columns is 1.
+// columns]: two divisions a word, each a multiplication. A word lies within one row of columns, or within one repeat where columns is 1.
 struct Repeats {
-  uint32_t columns = 0, block = 0;  // block: repeat·columns
-
-  __host__ __device__ bool served() const { return block != 0; }
+  bool served = false;
+  Divider columns, block;  // block: repeat·columns
 
   template <typename T>
   __device__ __forceinline__ Vec<T, kVector<T>> load(const T* p, int64_t i) const {
-    const uint32_t at = static_cast<uint32_t>(i), outer = at / block;
-    if (columns == 1) return filled<T, kVector<T>>(p[outer]);
-    return load_vec<T, kVector<T>>(p + outer * columns + at % columns);
+    const uint32_t at = static_cast<uint32_t>(i), outer = block.quotient(at);
+    if (columns.divisor == 1) return filled<T, kVector<T>>(p[outer]);
+    return load_vec<T, kVector<T>>(p + outer * columns.divisor + at - columns.quotient(at) * columns.divisor);
   }
 };
 
@@ -121,6 +139,16 @@ struct Bias {
     locate(walk, i, at);
     return at[1];
   }
+  // The word at element i of n.
+  template <typename T>
+  __device__ __forceinline__ Vec<T, kVector<T>> gather(int64_t i, int64_t n) const {
+    Vec<T, kVector<T>> w = filled<T, kVector<T>>(convert<T>(0.f));
+    const int64_t start = vector && i < n ? offset(i) : 0, step = walk.stride[1][walk.dims - 1];
+#pragma unroll
+    for (int j = 0; j < kVector<T>; ++j)
+      if (i + j < n) w.v[j] = static_cast<const T*>(data)[vector ? start + j * step : offset(i + j)];
+    return w;
+  }
 };
 
 template <typename T, bool SUM_FIRST, bool TRAIN, bool BIAS>
@@ -132,22 +160,26 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
     constexpr int U = words.value;
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wx[U], wy[U];
+    [[maybe_unused]] Vec<T, V> wb[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t i = flat_index<T>(first + u);
       wx[u] = load_flat<T, WHOLE>(x, i, n);
       wy[u] = load_flat<T, WHOLE>(y, i, n);
     }
+    if constexpr (BIAS) {
+      if (WHOLE && bias.repeats.served) {
+#pragma unroll
+        for (int u = 0; u < U; ++u) wb[u] = bias.repeats.load(static_cast<const T*>(bias.data), flat_index<T>(first + u));
+      } else {
+#pragma unroll
+        for (int u = 0; u < U; ++u) wb[u] = bias.gather<T>(flat_index<T>(first + u), n);
+      }
+    }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t i = flat_index<T>(first + u);
       [[maybe_unused]] unsigned kept = 0;
-      [[maybe_unused]] int64_t at = 0;
-      [[maybe_unused]] Vec<A, V> wb;
-      if constexpr (BIAS) {
-        if (WHOLE && bias.repeats.served()) wb = unpack<A>(bias.repeats.load(static_cast<const T*>(bias.data), i));
-        else at = bias.vector && i < n ? bias.offset(i) : 0;
-      }
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         const A vx = convert<A>(wx[u].v[j]), vy = convert<A>(wy[u].v[j]);
@@ -155,12 +187,7 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
         const bool keep = !(v <= A(0));  // NaN is kept, as by torch
         A r = keep ? v : A(0);
         if constexpr (!SUM_FIRST) r += vy + alpha;
-        if (BIAS && WHOLE && bias.repeats.served()) {
-          r += wb.v[j];
-        } else if constexpr (BIAS) {
-          const int64_t k = bias.vector ? at + j * bias.walk.stride[1][bias.walk.dims - 1] : i + j < n ? bias.offset(i + j) : 0;
-          r += convert<A>(static_cast<const T*>(bias.data)[k]);
-        }
+        if constexpr (BIAS) r += convert<A>(wb[u].v[j]);
         wx[u].v[j] = convert<T>(r);
         if constexpr (TRAIN) kept |= static_cast<unsigned>(keep && (WHOLE || i + j < n)) << j;
       }
@@ -185,12 +212,7 @@ __global__ void __launch_bounds__(kThreads) relu_backward_flat(const T* dy, cons
       kept[u] = load_bits<V>(bits, i, n);
     }
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-#pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (!(kept[u] >> j & 1)) w[u].v[j] = convert<T>(0.f);
-      store_flat<T, WHOLE>(dx, flat_index<T>(first + u), n, w[u]);
-    }
+    for (int u = 0; u < U; ++u) store_flat<T, WHOLE>(dx, flat_index<T>(first + u), n, gated(w[u], kept[u]));
   });
 }
 
@@ -317,8 +339,9 @@ __global__ void __launch_bounds__(kThreads) mul_broadcast(const T* __restrict__ 
   else store_flat<T, false>(out, i, n, pack<T>(r));
 }
 
-// Both gradients of x·s in one pass, s repeated along the middle of [outer, repeat, columns]: dx = dy·s, and ds, the sum of
-// dy·x over the repeats, of which a block leaves a partial sum.
+// The gradients of x and of an s that is repeated along the middle of [outer, repeat, columns], in one pass: of x·s they are
+// dx = dy·s and ds, the sum of dy·x over the repeats; of relu(x) + s dx is dy where the bits of x say so, and ds sums dy. A
+// block leaves a partial sum.
 struct ScaleArgs {
   int64_t outer, repeat, columns;
   int64_t outer_stride, column_stride;  // of s
@@ -326,11 +349,14 @@ struct ScaleArgs {
   int across, down;                     // threads of a block over the columns, and over the repeats
 };
 
+template <typename T, bool RELU>
+using Factor = std::conditional_t<RELU, uint8_t, T>;  // x, or bits
+
 // columns > 1: a block takes a tile of columns over one piece of the repeats.
-template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, 4) mul_backward_columns(const T* __restrict__ dy, const T* __restrict__ x,
-                                                            const T* __restrict__ s, T* __restrict__ dx, compute_t<T>* partial,
-                                                            const ScaleArgs a) {
+template <typename T, int V, bool RELU>
+__global__ void __launch_bounds__(kThreads, 4) repeated_backward_columns(const T* __restrict__ dy, const Factor<T, RELU>* __restrict__ x,
+                                                                 const T* __restrict__ s, T* __restrict__ dx,
+                                                                 compute_t<T>* partial, const ScaleArgs a) {
   using A = compute_t<T>;
   extern __shared__ char memory[];
   A* shared = reinterpret_cast<A*>(memory);
@@ -344,18 +370,27 @@ __global__ void __launch_bounds__(kThreads, 4) mul_backward_columns(const T* __r
   A sum[V] = {}, scale[V] = {};
   if (active) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) scale[j] = convert<A>(s[outer * a.outer_stride + (column + j) * a.column_stride]);
+    for (int j = 0; j < V; ++j)
+      if constexpr (!RELU) scale[j] = convert<A>(s[outer * a.outer_stride + (column + j) * a.column_stride]);
     const int64_t base = outer * a.repeat * a.columns + column;
 #pragma unroll 4
     for (int64_t r = piece * each + ty; r < last; r += a.down) {
       const int64_t i = base + r * a.columns;
-      Vec<A, V> g = unpack<A>(load_vec<T, V>(dy + i));
-      const Vec<A, V> w = unpack<A>(load_vec<T, V>(x + i));
+      const Vec<T, V> packed = load_vec<T, V>(dy + i);
+      Vec<A, V> g = unpack<A>(packed);
+      if constexpr (RELU) {
+        const unsigned kept = load_bits<V>(x, i, i + 1);
 #pragma unroll
-      for (int j = 0; j < V; ++j) sum[j] += g.v[j] * w.v[j];
+        for (int j = 0; j < V; ++j) sum[j] += g.v[j];
+        store_vec<T, V>(dx + i, gated(packed, kept));
+      } else {
+        const Vec<A, V> w = unpack<A>(load_vec<T, V>(x + i));
 #pragma unroll
-      for (int j = 0; j < V; ++j) g.v[j] *= scale[j];
-      store_vec<T, V>(dx + i, pack<T>(g));
+        for (int j = 0; j < V; ++j) sum[j] += g.v[j] * w.v[j];
+#pragma unroll
+        for (int j = 0; j < V; ++j) g.v[j] *= scale[j];
+        store_vec<T, V>(dx + i, pack<T>(g));
+      }
     }
   }
 #pragma unroll
@@ -371,9 +406,10 @@ __global__ void __launch_bounds__(kThreads, 4) mul_backward_columns(const T* __r
 }
 
 // columns == 1, s constant along the fastest dimension: a row of `repeat`, or a piece of it, to `across` threads.
-template <typename T, bool WHOLE>
-__global__ void __launch_bounds__(kThreads) mul_backward_rows(const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ s,
-                                                      T* __restrict__ dx, compute_t<T>* partial, const ScaleArgs a) {
+template <typename T, bool WHOLE, bool RELU>
+__global__ void __launch_bounds__(kThreads) repeated_backward_rows(const T* __restrict__ dy, const Factor<T, RELU>* __restrict__ x,
+                                                           const T* __restrict__ s, T* __restrict__ dx, compute_t<T>* partial,
+                                                           const ScaleArgs a) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
   __shared__ A shared[kThreads / 32];
@@ -384,19 +420,26 @@ __global__ void __launch_bounds__(kThreads) mul_backward_rows(const T* __restric
   const bool active = row < a.outer;
   A sum = 0;
   if (active) {
-    const A scale = convert<A>(s[row * a.outer_stride]);
+    const A scale = RELU ? A(1) : convert<A>(s[row * a.outer_stride]);
     const int64_t base = row * a.repeat;
 #pragma unroll 4
     for (int64_t word = piece * each + lane; word < last; word += a.across) {
-      Vec<A, V> g = unpack<A>(load_flat<T, WHOLE>(dy + base, word * V, a.repeat));
-      const Vec<A, V> w = unpack<A>(load_flat<T, WHOLE>(x + base, word * V, a.repeat));
+      const Vec<T, V> packed = load_flat<T, WHOLE>(dy + base, word * V, a.repeat);
+      Vec<A, V> g = unpack<A>(packed);
       A part = 0;
+      if constexpr (RELU) {
 #pragma unroll
-      for (int j = 0; j < V; ++j) part += g.v[j] * w.v[j];
+        for (int j = 0; j < V; ++j) part += g.v[j];
+        store_flat<T, WHOLE>(dx + base, word * V, a.repeat, gated(packed, gather_bits<WHOLE, V>(x, base + word * V, base + a.repeat)));
+      } else {
+        const Vec<A, V> w = unpack<A>(load_flat<T, WHOLE>(x + base, word * V, a.repeat));
+#pragma unroll
+        for (int j = 0; j < V; ++j) part += g.v[j] * w.v[j];
+#pragma unroll
+        for (int j = 0; j < V; ++j) g.v[j] *= scale;
+        store_flat<T, WHOLE>(dx + base, word * V, a.repeat, pack<T>(g));
+      }
       sum += part;
-#pragma unroll
-      for (int j = 0; j < V; ++j) g.v[j] *= scale;
-      store_flat<T, WHOLE>(dx + base, word * V, a.repeat, pack<T>(g));
     }
   }
   for (int o = (a.across < 32 ? a.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
@@ -482,7 +525,7 @@ struct Scale {
     const int64_t vector = kVectorBytes / element_size;
     const bool whole = columns == 1 ? repeat % vector == 0 : columns % vector == 0 && aligned(p);
     if (!whole || n > INT32_MAX) return {};
-    return {static_cast<uint32_t>(columns), static_cast<uint32_t>(repeat * columns)};
+    return {true, Divider(static_cast<uint32_t>(columns)), Divider(static_cast<uint32_t>(repeat * columns))};
   }
 };
 
@@ -553,11 +596,16 @@ std::tuple<Tensor, Tensor> add_relu_train(const Tensor& x, const Tensor& y) {
   return relu_forward_op<true, true>(x, y, std::nullopt, 0.0, "add_relu");
 }
 
+void check_bits(const Tensor& dy, const Tensor& bits, const char* op) {
+  const int64_t n = dy.numel();
+  STD_TORCH_CHECK(bits.numel() == (n + kBits - 1) / kBits, "fastlayers::", op, ": expected a bit for each of ", n,
+                  " elements, but got ", bits.numel(), " bytes");
+}
+
 // dy has the strides of the forward's result, so that the bits match its memory order: the caller sees to that.
 Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
   const int64_t n = dy.numel();
-  STD_TORCH_CHECK(bits.numel() == (n + kBits - 1) / kBits, "fastlayers::relu_backward: expected a bit for each of ", n,
-                  " elements, but got ", bits.numel(), " bytes");
+  check_bits(dy, bits, "relu_backward");
   const Launch launch(dy);
   Tensor dx = empty_strided(dims_of(dy.sizes()), dims_of(dy.strides()), dy.scalar_type(), dy);
   if (n == 0) return dx;
@@ -589,10 +637,12 @@ bool fills(const Tensor& t, const Dims& sizes, const Dims& strides) {
   return dims_of(t.sizes()) == sizes && same_layout(sizes, dims_of(t.strides()), strides);
 }
 
-// The gradients of x·s, dy and x dense in one layout.
-void mul_backward_repeated(const Tensor& dy, const Tensor& x, const Tensor& s_in, const Scale& view, Tensor& dx, Tensor& ds,
-                           const Launch& launch) {
-  const Tensor s = with_strides(s_in, view.sizes, view.strides);
+// The gradients of x·s, dy and x dense in one layout; RELU: of relu(x) + s, x being the bits in the memory order of dy, and s
+// not looked at.
+template <bool RELU>
+void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, const Scale& view, Tensor& dx, Tensor& ds,
+                       const Launch& launch) {
+  const Tensor s = RELU ? s_in : with_strides(s_in, view.sizes, view.strides);
   const int64_t outer = view.outer, repeat = view.repeat, columns = view.columns;
   ScaleArgs a{outer, repeat, columns, columns, columns == 1 ? 0 : 1, 1, 0, 0};
   const int64_t wanted = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);  // blocks that are resident
@@ -601,10 +651,10 @@ void mul_backward_repeated(const Tensor& dy, const Tensor& x, const Tensor& s_in
     using A = compute_t<T>;
     constexpr int V = kVector<T>;
     const T* g = static_cast<const T*>(dy.const_data_ptr());
-    const T* px = static_cast<const T*>(x.const_data_ptr());
+    const auto* px = static_cast<const Factor<T, RELU>*>(x.const_data_ptr());
     const T* ps = static_cast<const T*>(s.const_data_ptr());
     T* d = static_cast<T*>(dx.mutable_data_ptr());
-    const bool flat = aligned(g) && aligned(px);
+    const bool flat = aligned(g) && (RELU || aligned(px));
     std::optional<Tensor> partial;
     const auto partials = [&] {
       partial = empty_contiguous({outer * a.pieces * columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, dy);
@@ -618,8 +668,8 @@ void mul_backward_repeated(const Tensor& dy, const Tensor& x, const Tensor& s_in
       a.pieces = std::clamp<int64_t>(wanted / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
       A* pp = partials();
       const unsigned grid = blocks_for(row_blocks * a.pieces, 1);
-      if (flat && repeat % V == 0) mul_backward_rows<T, true><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, a);
-      else mul_backward_rows<T, false><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, a);
+      if (flat && repeat % V == 0) repeated_backward_rows<T, true, RELU><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, a);
+      else repeated_backward_rows<T, false, RELU><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, a);
     } else {
       const bool words = flat && columns % V == 0;
       const int64_t lanes = words ? columns / V : columns, tiles = ceil_div(lanes, 128);
@@ -630,8 +680,8 @@ void mul_backward_repeated(const Tensor& dy, const Tensor& x, const Tensor& s_in
       const unsigned grid = blocks_for(tiles * a.pieces * outer, 1);
       const int threads = a.across * a.down;
       const size_t shared = sizeof(A) * threads * (words ? V : 1);
-      if (words) mul_backward_columns<T, V><<<grid, threads, shared, launch.stream()>>>(g, px, ps, d, pp, a);
-      else mul_backward_columns<T, 1><<<grid, threads, shared, launch.stream()>>>(g, px, ps, d, pp, a);
+      if (words) repeated_backward_columns<T, V, RELU><<<grid, threads, shared, launch.stream()>>>(g, px, ps, d, pp, a);
+      else repeated_backward_columns<T, 1, RELU><<<grid, threads, shared, launch.stream()>>>(g, px, ps, d, pp, a);
     }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     add_pieces<T><<<blocks_for(outer * columns, 32), kThreads, 0, launch.stream()>>>(
@@ -669,7 +719,7 @@ Tensor mul(const Tensor& x, const Tensor& y) {
     if (view) {
       const Tensor s = with_strides(small, view->sizes, view->strides);
       const Repeats repeats = view->repeats(n, static_cast<int64_t>(s.element_size()), s.const_data_ptr());
-      if (repeats.served() && aligned(big.const_data_ptr())) {
+      if (repeats.served && aligned(big.const_data_ptr())) {
         dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
           using T = decltype(zero);
           mul_repeated<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(
@@ -709,6 +759,20 @@ Tensor sum_to(const Tensor& t, const Dims& sizes) {
   return torch::stable::reshape(sum, sizes);
 }
 
+// The gradients of relu(x) + y + bias for x and for a bias of this shape, in one pass. dy as for relu_backward.
+std::tuple<Tensor, Tensor> relu_add_backward(const Tensor& dy, const Tensor& bits, std::vector<int64_t> bias_shape) {
+  const Dims sizes = dims_of(dy.sizes()), strides = dims_of(dy.strides());
+  Tensor dbias = empty_contiguous(bias_shape, dy.scalar_type(), dy);
+  const std::optional<Scale> view = Scale::along(dbias, sizes, memory_order(sizes, {&strides}));
+  if (!view || dy.numel() == 0) return {relu_backward(dy, bits), sum_to(dy, bias_shape)};
+  check_bits(dy, bits, "relu_add_backward");
+  const Launch launch(dy);
+  Tensor dx = empty_strided(sizes, strides, dy.scalar_type(), dy);
+  dbias = empty_strided(view->sizes, view->strides, dy.scalar_type(), dy);
+  repeated_backward<true>(dy, bits, dy, *view, dx, dbias, launch);
+  return {dx, dbias};
+}
+
 std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x, const Tensor& y) {
   check_same(x, y, "mul_backward", "y");
   check_same(x, dy_in, "mul_backward", "dy");
@@ -744,7 +808,7 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x, co
   if (!view) return composed();
   Tensor d_big = empty_strided(sizes, strides, x.scalar_type(), x);
   Tensor d_small = empty_strided(view->sizes, view->strides, x.scalar_type(), x);
-  mul_backward_repeated(dy, dense_big, small, *view, d_big, d_small, launch);
+  repeated_backward<false>(dy, dense_big, small, *view, d_big, d_small, launch);
   return full_x ? std::make_tuple(d_big, d_small) : std::make_tuple(d_small, d_big);
 }
 
@@ -757,6 +821,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
   m.impl("add_relu", TORCH_BOX(&fastlayers::add_relu));
   m.impl("add_relu_train", TORCH_BOX(&fastlayers::add_relu_train));
   m.impl("relu_backward", TORCH_BOX(&fastlayers::relu_backward));
+  m.impl("relu_add_backward", TORCH_BOX(&fastlayers::relu_add_backward));
   m.impl("mul", TORCH_BOX(&fastlayers::mul));
   m.impl("mul_backward", TORCH_BOX(&fastlayers::mul_backward));
 }

@@ -10,6 +10,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("add_relu(Tensor x, Tensor y) -> Tensor");
   m.def("add_relu_train(Tensor x, Tensor y) -> (Tensor, Tensor)");
   m.def("relu_backward(Tensor dy, Tensor bits) -> Tensor");
+  m.def("relu_add_backward(Tensor dy, Tensor bits, int[] bias_shape) -> (Tensor, Tensor)");
   m.def("mul(Tensor x, Tensor y) -> Tensor");
   m.def("mul_backward(Tensor dy, Tensor x, Tensor y) -> (Tensor, Tensor)");
   m.def("layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int dims, float eps, int kind, ScalarType dtype, bool keep) -> (Tensor, Tensor)");

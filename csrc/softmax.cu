@@ -40,9 +40,12 @@ __device__ inline OneBlock this_cluster() { return {}; }
 
 constexpr int kRowThreads = 256;   // most threads of a block that holds 8 words a thread: several fit an SM and their phases overlap
 constexpr int kWideThreads = 1024;  // and of one that holds up to 4
-// Blocks that an SM should hold: the registers that this leaves a thread are those that K words of its row need.
-constexpr int blocks_resident(int words) { return words > 4 ? 2 : words > 2 ? 1 : 6; }
-constexpr int most_threads(int words) { return words > 2 && words <= 4 ? kWideThreads : kRowThreads; }
+// Blocks that an SM should hold: the registers that this leaves a thread are those that K words of its row need. A masked row
+// is held in float32, its mask beside it.
+template <bool MASKED>
+constexpr int blocks_resident(int words) { return MASKED ? (words > 2 ? 2 : 4) : words > 4 ? 2 : words > 2 ? 1 : 6; }
+template <bool MASKED>
+constexpr int most_threads(int words) { return !MASKED && words > 2 && words <= 4 ? kWideThreads : kRowThreads; }
 constexpr int kMaxCluster = 16;    // 8 is portable; 16 fits a GPC of every sm_90 part
 constexpr int kMaxWarps = kWideThreads / 32;
 constexpr int kMaskDims = 4;
@@ -55,6 +58,8 @@ struct Mask {
   MaskKind kind = MaskKind::none;
   int dims = 0;
   int64_t size[kMaskDims] = {}, stride[kMaskDims] = {};
+  Divider divider[kMaskDims];  // by those sizes, where rows are few enough for it
+  bool divides = false;
   int64_t step = 0;
 
   __device__ int64_t row_offset(int64_t row) const {
@@ -62,9 +67,7 @@ struct Mask {
 #pragma unroll
     for (int d = kMaskDims - 1; d >= 0; --d) {
       if (d >= dims) continue;
-      int64_t next;
-      if ((row | size[d]) >> 32 == 0) next = static_cast<uint32_t>(row) / static_cast<uint32_t>(size[d]);  // several times cheaper
-      else next = row / size[d];
+      const int64_t next = d == 0 ? 0 : divides ? divider[d].quotient(static_cast<uint32_t>(row)) : row / size[d];
       offset += (row - next * size[d]) * stride[d];
       row = next;
     }
@@ -268,6 +271,42 @@ struct Finish {
   }
 };
 
+// Calls f with the function v -> exp(v·scale - base). FAST, and with a base that leaves 16-bit results their precision (the
+// error is that of float32 at v and base), that is one multiply-add and one exp2.
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kFoldable = 256.f;
+
+__device__ __forceinline__ float exp2_fast(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
+template <bool FAST, typename A, typename F>
+__device__ __forceinline__ void with_exponential(A scale, A base, F&& f) {
+  if constexpr (FAST) {
+    if (fabsf(base) < kFoldable) {
+      const float factor = scale * kLog2E, offset = base * kLog2E;
+      return f([=](float v) { return exp2_fast(fmaf(v, factor, -offset)); });
+    }
+  }
+  f([=](A v) { return exponential<FAST>(v * scale - base); });
+}
+
+// Calls f with the function from a value of a row to its result, `all` being those of the row. The quotient by the sum of a
+// FAST one is folded into its exponent.
+template <bool LOG, bool FAST, typename A, typename F>
+__device__ __forceinline__ void with_result(A scale, const Pair<A>& all, F&& f) {
+  if constexpr (FAST && !LOG) {
+    if (fabsf(all.m) < kFoldable) {
+      const float factor = scale * kLog2E, offset = all.m * kLog2E + __log2f(all.s);
+      return f([=](float v) { return exp2_fast(fmaf(v, factor, -offset)); });
+    }
+  }
+  const Finish<A, LOG, FAST> finish(all);
+  f([=](A v) { return finish(v * scale - all.m); });
+}
+
 // Adds the words' own sums: a tree of few roundings where a running sum over the row would have one an element.
 template <typename A, int V>
 __device__ __forceinline__ A tree_sum(const Vec<A, V>& v) {
@@ -294,21 +333,14 @@ struct Place {
 
   __device__ int word(int i) const { return first + i * stride; }
 
-  template <int K, int V, bool CLUSTER, typename Args>
+  template <int V, typename Args>
   __device__ static Place find(const Args& a) {
     Place p;
-    int lane = a.lanes <= 32 ? threadIdx.x & (a.lanes - 1) : threadIdx.x;
+    const int lane = a.lanes <= 32 ? threadIdx.x & (a.lanes - 1) : threadIdx.x;
     p.stride = a.lanes;
-    if constexpr (CLUSTER) {
-      auto cluster = this_cluster();
-      p.row = blockIdx.x / cluster.num_blocks();
-      p.first = static_cast<int>(cluster.block_rank()) * K * a.lanes + lane;
-      if (cluster.block_rank() != 0) lane = INT32_MAX;  // the first block takes the singles
-    } else {
-      p.row = blockIdx.x;
-      if (a.lanes <= 32) p.row = p.row * (blockDim.x >> a.lane_bits) + (threadIdx.x >> a.lane_bits);
-      p.first = lane;
-    }
+    p.row = blockIdx.x;
+    if (a.lanes <= 32) p.row = p.row * (blockDim.x >> a.lane_bits) + (threadIdx.x >> a.lane_bits);
+    p.first = lane;
     p.start = p.row * a.n;
     p.single = -1;
     int n = static_cast<int>(a.n);
@@ -338,43 +370,99 @@ __device__ __forceinline__ void store_word(T* p, int64_t e, int64_t n, const Vec
   }
 }
 
-// The V elements of a mask from `offset` on, in one load where they are neighbours and aligned.
-template <typename M, int V>
-__device__ __forceinline__ Vec<M, V> load_mask(const Mask& mask, int64_t offset) {
-  const M* p = static_cast<const M*>(mask.data) + offset;
-  Vec<M, V> m;
-  if (V > 1 && mask.step == 1 && reinterpret_cast<uintptr_t>(p) % sizeof(m) == 0) return load_vec<M, V>(p);
-#pragma unroll
-  for (int j = 0; j < V; ++j) m.v[j] = p[j * mask.step];
-  return m;
+// One element's score with its mask.
+template <typename In, typename A>
+__device__ __forceinline__ A masked(A score, const Mask& mask, int64_t offset) {
+  if (mask.kind == MaskKind::boolean) return static_cast<const bool*>(mask.data)[offset] ? score : minus_infinity<A>();
+  if (mask.kind == MaskKind::float32) return score + static_cast<A>(static_cast<const float*>(mask.data)[offset]);
+  return score + convert<A>(static_cast<const In*>(mask.data)[offset]);
 }
 
-// Masks V scores, of which the first has its mask at `offset`.
-template <typename In, typename A, int V>
-__device__ __forceinline__ void apply_mask(Vec<A, V>& v, const Mask& mask, int64_t offset) {
-  if (mask.kind == MaskKind::boolean) {
-    const Vec<bool, V> m = load_mask<bool, V>(mask, offset);
+template <typename A, typename M, int V>
+__device__ __forceinline__ auto unpack_mask(const Vec<M, V>& m) {
+  if constexpr (std::is_same_v<M, bool>) return m;
+  else return unpack<A>(m);
+}
+
+// Calls apply(i, m) for K words of a mask, all of them loaded before the first is used. element(i) is the place in the row of
+// word i, or kNoWord; unless `whole`, a word may begin before the row and end past it. Whether words can be loaded as such is
+// asked once, for a thread's words are whole multiples of the vector apart: asked for each, the load would have to arrive
+// before the next.
+constexpr int64_t kNoWord = INT64_MIN;
+
+template <typename M, int K, int V, typename Element, typename Apply>
+__device__ __forceinline__ void with_mask(const Mask& mask, int64_t offset, int64_t n, bool whole, Element&& element, Apply&& apply) {
+  const M* p = static_cast<const M*>(mask.data) + offset;
+  Vec<M, V> m[K];
+  if (whole && mask.step == 1 && reinterpret_cast<uintptr_t>(p + element(0)) % sizeof(m[0]) == 0) {
+#pragma unroll
+    for (int i = 0; i < K; ++i)
+      if (element(i) != kNoWord) m[i] = load_vec<M, V>(p + element(i));
+#pragma unroll
+    for (int i = 0; i < K; ++i)
+      if (element(i) != kNoWord) apply(i, unpack_mask<compute_t<M>>(m[i]));
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    const int64_t e = element(i);
+    m[i] = filled<M, V>(M{});
+    if (e == kNoWord) continue;
 #pragma unroll
     for (int j = 0; j < V; ++j)
-      if (!m.v[j]) v.v[j] = minus_infinity<A>();
-  } else if (mask.kind == MaskKind::float32) {
-    const Vec<float, V> m = load_mask<float, V>(mask, offset);
-#pragma unroll
-    for (int j = 0; j < V; ++j) v.v[j] += static_cast<A>(m.v[j]);
-  } else {
-    const Vec<A, V> m = unpack<A>(load_mask<In, V>(mask, offset));
-#pragma unroll
-    for (int j = 0; j < V; ++j) v.v[j] += m.v[j];
+      if (whole || (e + j >= 0 && e + j < n)) m[i].v[j] = p[(e + j) * mask.step];
   }
+#pragma unroll
+  for (int i = 0; i < K; ++i)
+    if (element(i) != kNoWord) apply(i, unpack_mask<compute_t<M>>(m[i]));
+}
+
+// scores = loaded·scale + mask. Where there is no word, and before and after the row, minus infinity.
+template <typename In, typename A, int K, int V, typename Element>
+__device__ __forceinline__ void to_scores(Vec<A, V> (&scores)[K], const Vec<In, V> (&loaded)[K], A scale, const Mask& mask,
+                                          int64_t offset, int64_t n, bool whole, Element&& element) {
+#pragma unroll
+  for (int i = 0; i < K; ++i) scores[i] = filled<A, V>(minus_infinity<A>());
+  const auto add = [&](int i, const auto& m) {
+    const Vec<A, V> x = unpack<A>(loaded[i]);
+    const int64_t e = element(i);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (!whole && (e + j < 0 || e + j >= n)) continue;
+      if constexpr (std::is_same_v<std::decay_t<decltype(m)>, Vec<bool, V>>) {
+        if (m.v[j]) scores[i].v[j] = x.v[j] * scale;
+      } else {
+        scores[i].v[j] = x.v[j] * scale + static_cast<A>(m.v[j]);
+      }
+    }
+  };
+  if (mask.kind == MaskKind::boolean) with_mask<bool, K, V>(mask, offset, n, whole, element, add);
+  else if (mask.kind == MaskKind::float32) with_mask<float, K, V>(mask, offset, n, whole, element, add);
+  else with_mask<In, K, V>(mask, offset, n, whole, element, add);
 }
 
 // Zeroes the gradient where a boolean mask is False.
 template <typename A, int V>
-__device__ __forceinline__ void drop_masked(Vec<A, V>& r, const Mask& mask, int64_t offset) {
-  const Vec<bool, V> m = load_mask<bool, V>(mask, offset);
+__device__ __forceinline__ void drop_masked(Vec<A, V>& r, const Mask& mask, int64_t offset, int64_t e, int64_t n, bool whole) {
+  with_mask<bool, 1, V>(mask, offset, n, whole, [&](int) { return e; }, [&](int, const Vec<bool, V>& m) {
 #pragma unroll
-  for (int j = 0; j < V; ++j)
-    if (!m.v[j]) r.v[j] = A(0);
+    for (int j = 0; j < V; ++j)
+      if (!m.v[j]) r.v[j] = A(0);
+  });
+}
+
+// Element by element. Packed 16-bit values are compared two at a time, unconverted.
+template <typename T, int V>
+__device__ __forceinline__ Vec<T, V> maxima(Vec<T, V> a, const Vec<T, V>& b) {
+  if constexpr (sizeof(T) == 2) {
+    using T2 = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+#pragma unroll
+    for (int j = 0; j < V / 2; ++j) reinterpret_cast<T2*>(a.v)[j] = __hmax2(reinterpret_cast<T2*>(a.v)[j], reinterpret_cast<const T2*>(b.v)[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) a.v[j] = maximum(a.v[j], b.v[j]);
+  }
+  return a;
 }
 
 // The largest of the elements that a thread holds. Packed 16-bit values are compared two at a time, unconverted.
@@ -398,16 +486,15 @@ __device__ __forceinline__ T largest(const Vec<T, V> (&held)[K]) {
   }
 }
 
-template <typename In, typename Out, int K, bool LOG, bool MASKED, bool CLUSTER>
-__global__ void __launch_bounds__(most_threads(K), blocks_resident(K)) softmax_forward_rows(const ForwardArgs<compute_t<In>> a) {
+template <typename In, typename Out, int K, bool LOG, bool MASKED>
+__global__ void __launch_bounds__(most_threads<MASKED>(K), blocks_resident<MASKED>(K)) softmax_forward_rows(const ForwardArgs<compute_t<In>> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr bool FAST = sizeof(Out) == 2;
-  __shared__ Pair<A> slots[CLUSTER ? kMaxWarps * kMaxCluster : kMaxWarps];
-  Exchange<Pair<A>, CLUSTER> exchange{slots};
-  exchange.arrive();
+  __shared__ Pair<A> slots[kMaxWarps];
+  Exchange<Pair<A>, false> exchange{slots};
 
-  const Place at = Place::find<K, V, CLUSTER>(a);
+  const Place at = Place::find<V>(a);
   const In* row = static_cast<const In*>(a.x) + at.row * a.row_stride;
   const In* x = row + (at.start - at.row * a.n);
   // All loads before anything that waits for one of them.
@@ -428,19 +515,9 @@ __global__ void __launch_bounds__(most_threads(K), blocks_resident(K)) softmax_f
   A to_score = A(1);
   if constexpr (MASKED) {
     const int64_t offset = at.row < a.rows ? a.mask.row_offset(at.row) : 0;
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      held[i] = filled<A, V>(minus_infinity<A>());
-      if (at.word(i) >= at.words) continue;
-      held[i] = unpack<A>(loaded[i]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) held[i].v[j] *= a.scale;
-      apply_mask<In>(held[i], a.mask, offset + (x - row + at.word(i) * V) * a.mask.step);
-    }
-    if (at.single >= 0) {
-      single.v[0] = convert<A>(loaded_single) * a.scale;
-      apply_mask<In>(single, a.mask, offset + at.single * a.mask.step);
-    }
+    to_scores(held, loaded, a.scale, a.mask, offset, a.n, true,
+              [&](int i) { return at.word(i) < at.words ? (x - row) + at.word(i) * V : kNoWord; });
+    if (at.single >= 0) single.v[0] = masked<In>(convert<A>(loaded_single) * a.scale, a.mask, offset + at.single * a.mask.step);
   } else {
 #pragma unroll
     for (int i = 0; i < K; ++i) held[i] = loaded[i];
@@ -459,15 +536,17 @@ __global__ void __launch_bounds__(most_threads(K), blocks_resident(K)) softmax_f
   const A base = finite_or_zero(m);
   A s = 0;
   Vec<A, V> e[K];  // exponentials relative to the warp's maximum; for log_softmax they only add up
+  with_exponential<FAST>(to_score, base, [&](auto exp_of) {
 #pragma unroll
-  for (int i = 0; i < K; ++i) {
-    e[i] = unpack<A>(held[i]);
+    for (int i = 0; i < K; ++i) {
+      e[i] = unpack<A>(held[i]);
 #pragma unroll
-    for (int j = 0; j < V; ++j) e[i].v[j] = exponential<FAST>(e[i].v[j] * to_score - base);
-    s += tree_sum(e[i]);
-  }
+      for (int j = 0; j < V; ++j) e[i].v[j] = exp_of(e[i].v[j]);
+      s += tree_sum(e[i]);
+    }
+  });
   if (a.ragged) s += exponential<FAST>(single.v[0] - base);
-  const Pair<A> all = row_merge<FAST, CLUSTER>(Pair<A>{m, lanes_sum(s, lanes)}, exchange, a.lanes);
+  const Pair<A> all = row_merge<FAST, false>(Pair<A>{m, lanes_sum(s, lanes)}, exchange, a.lanes);
   if constexpr (LOG) {
 #pragma unroll
     for (int i = 0; i < K; ++i) forget(held[i]);
@@ -490,16 +569,15 @@ __global__ void __launch_bounds__(most_threads(K), blocks_resident(K)) softmax_f
 }
 
 // dx = scale·y·(dy - sum(y·dy)); for log_softmax scale·(dy - exp(y)·sum(dy)). Where a boolean mask is False, 0.
-template <typename In, typename Out, int K, bool LOG, bool MASKED, bool CLUSTER>
+template <typename In, typename Out, int K, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const BackwardArgs<compute_t<In>> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr bool FAST = sizeof(In) == 2;
-  __shared__ A slots[CLUSTER ? kMaxWarps * kMaxCluster : kMaxWarps];
-  Exchange<A, CLUSTER> exchange{slots};
-  exchange.arrive();
+  __shared__ A slots[kMaxWarps];
+  Exchange<A, false> exchange{slots};
 
-  const Place at = Place::find<K, V, CLUSTER>(a);
+  const Place at = Place::find<V>(a);
   const Out* dy = static_cast<const Out*>(a.dy);
   const Out* y = static_cast<const Out*>(a.y);
 
@@ -517,485 +595,479 @@ __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const Ba
     single_g.v[0] = dy[at.row * a.n + at.single];
     single_p.v[0] = y[at.row * a.n + at.single];
   }
+  [[maybe_unused]] unsigned kept[K];  // a bit an element
+  [[maybe_unused]] bool kept_single = true;
+  if constexpr (MASKED) {
+    const int64_t offset = at.row < a.rows ? a.mask.row_offset(at.row) : 0;
+    with_mask<bool, K, V>(
+        a.mask, offset, a.n, true, [&](int i) { return at.word(i) < at.words ? at.start - at.row * a.n + at.word(i) * V : kNoWord; },
+        [&](int i, const Vec<bool, V>& m) {
+          kept[i] = 0;
+#pragma unroll
+          for (int j = 0; j < V; ++j) kept[i] |= static_cast<unsigned>(m.v[j]) << j;
+        });
+    if (at.single >= 0) kept_single = static_cast<const bool*>(a.mask.data)[offset + at.single * a.mask.step];
+  }
 
   A s = sum_terms<LOG, A>(single_g, single_p).v[0];
 #pragma unroll
   for (int i = 0; i < K; ++i) s += tree_sum(sum_terms<LOG, A>(g[i], p[i]));
-  s = row_sum<CLUSTER>(lanes_sum(s, a.lanes < 32 ? a.lanes : 32), exchange, a.lanes);
+  s = row_sum<false>(lanes_sum(s, a.lanes < 32 ? a.lanes : 32), exchange, a.lanes);
 #pragma unroll
   for (int i = 0; i < K; ++i) forget(g[i]), forget(p[i]);
 
   In* dx = static_cast<In*>(a.dx);
   const A scale = a.scale;
-  const int64_t mask_offset = MASKED && at.row < a.rows ? a.mask.row_offset(at.row) : 0;
 #pragma unroll
   for (int i = 0; i < K; ++i) {
     const int word = at.word(i);
     if (word >= at.words) continue;
     Vec<A, V> r = score_gradient<LOG, FAST, A>(g[i], p[i], s, scale);
-    if constexpr (MASKED) drop_masked(r, a.mask, mask_offset + (at.start - at.row * a.n + word * V) * a.mask.step);
+    if constexpr (MASKED) {
+#pragma unroll
+      for (int j = 0; j < V; ++j)
+        if (!(kept[i] >> j & 1)) r.v[j] = A(0);
+    }
     store_vec<In, V>(dx + at.start + word * V, pack<In>(r));
   }
   if (at.single >= 0) {
-    Vec<A, 1> r = score_gradient<LOG, FAST, A>(single_g, single_p, s, scale);
-    if constexpr (MASKED) drop_masked(r, a.mask, mask_offset + at.single * a.mask.step);
-    dx[at.row * a.n + at.single] = convert<In>(r.v[0]);
+    const Vec<A, 1> r = score_gradient<LOG, FAST, A>(single_g, single_p, s, scale);
+    dx[at.row * a.n + at.single] = convert<In>(kept_single ? r.v[0] : A(0));
   }
 }
 
-// ---- rows too long to hold ----------------------------------------------------------------------------------------------
+// ---- a row in the shared memory of a cluster ----------------------------------------------------------------------------
+//
+// Longer rows go to shared memory, which takes no registers and so leaves three blocks on an SM even of 72 KiB each: while one
+// waits for its loads or for its cluster the others compute and write. A thread reads back only words that it requested itself,
+// so the exchange over the cluster is the one barrier.
 
-constexpr int kSplitThreads = 512;
+constexpr int kHeldThreads = 256;
+constexpr int kHeldBytes = 72 * 1024;  // of one row that a block holds, of all operands together
 
-// The piece of a row that a block of the split kernels owns, in words.
-struct Piece {
-  int64_t row, first, last;
-  int head;
+// Overwrites what a word at element e of a row of n holds of the neighbouring rows.
+template <typename T, int V>
+__device__ __forceinline__ void blank_neighbours(Vec<T, V>& v, int64_t e, int64_t n, T value) {
+  if (e >= 0 && e + V <= n) return;
+#pragma unroll
+  for (int j = 0; j < V; ++j)
+    if (e + j < 0 || e + j >= n) v.v[j] = value;
+}
 
-  template <int V>
-  __device__ static Piece find(int64_t n, int pieces, bool ragged) {
-    Piece p;
-    p.row = blockIdx.x / pieces;
-    p.head = ragged ? static_cast<int>((p.row * n) & (V - 1)) : 0;
-    const int64_t words = (n + p.head + V - 1) / V, each = (words + pieces - 1) / pieces;
-    p.first = (blockIdx.x % pieces) * each;
-    p.last = p.first + each < words ? p.first + each : words;
-    return p;
+// The words of a row that a block of a cluster holds, `each` of them but for the last block.
+template <int V>
+struct Share {
+  int64_t row, start;  // of its first word in the row, in elements; in a ragged row 0 to -(V - 1) for the first block
+  int words;
+
+  __device__ static Share find(int64_t n, int each, bool ragged) {
+    auto cluster = this_cluster();
+    Share s;
+    s.row = blockIdx.x / cluster.num_blocks();
+    const int head = ragged ? static_cast<int>((s.row * n) & (V - 1)) : 0;
+    const int words = (static_cast<int>(n) + head + V - 1) / V, first = static_cast<int>(cluster.block_rank()) * each;
+    s.start = static_cast<int64_t>(first) * V - head;
+    s.words = max(0, min(each, words - first));
+    return s;
+  }
+
+  // Calls f(w) for every word of this thread.
+  template <typename F>
+  __device__ __forceinline__ void for_words(F&& f) const {
+#pragma unroll 4
+    for (int w = threadIdx.x; w < words; w += kHeldThreads) f(w);
   }
 };
-
-template <typename In, bool MASKED, bool FAST>
-struct RowReader {
-  using A = compute_t<In>;
-  static constexpr int V = kVectorBytes / sizeof(In);
-  const ForwardArgs<compute_t<In>>& a;
-  const In* x;
-  int head;
-  int64_t mask_offset;
-  A scale;
-
-  __device__ RowReader(const ForwardArgs<compute_t<In>>& args, int64_t row, int head_)
-      : a(args), x(static_cast<const In*>(args.x) + row * args.row_stride - head_), head(head_),
-        mask_offset(MASKED ? args.mask.row_offset(row) : 0), scale(args.scale) {}
-
-  __device__ Vec<A, V> load(int64_t word) const {
-    Vec<A, V> v = unpack<A>(load_vec<In, V>(x + word * V));
-#pragma unroll
-    for (int j = 0; j < V; ++j) v.v[j] *= scale;
-    const int64_t e = word * V - head;
-    if (e >= 0 && e + V <= a.n) {
-      if constexpr (MASKED) apply_mask<In>(v, a.mask, mask_offset + e * a.mask.step);
-      return v;
-    }
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      Vec<A, 1> one{{minus_infinity<A>()}};
-      if (e + j >= 0 && e + j < a.n) {
-        one.v[0] = v.v[j];
-        if constexpr (MASKED) apply_mask<In>(one, a.mask, mask_offset + (e + j) * a.mask.step);
-      }
-      v.v[j] = one.v[0];
-    }
-    return v;
-  }
-};
-
-template <bool FAST, typename A, int V>
-__device__ __forceinline__ Pair<A> extend(Pair<A> p, const Vec<A, V>& v) {
-  A m = p.m;
-#pragma unroll
-  for (int j = 0; j < V; ++j) m = maximum(m, v.v[j]);
-  const A base = finite_or_zero(m);
-  Vec<A, V> e;
-#pragma unroll
-  for (int j = 0; j < V; ++j) e.v[j] = exponential<FAST>(v.v[j] - base);
-  return {m, p.s * exponential<FAST>(p.m - base) + tree_sum(e)};
-}
-
-template <typename In, typename Out, bool MASKED>
-__global__ void __launch_bounds__(kSplitThreads) softmax_forward_split_reduce(const ForwardArgs<compute_t<In>> a, int pieces,
-                                                                             Pair<compute_t<In>>* partial) {
-  using A = compute_t<In>;
-  constexpr bool FAST = sizeof(Out) == 2;
-  constexpr int V = kVectorBytes / sizeof(In);
-  __shared__ Pair<A> slots[kMaxWarps];
-  Exchange<Pair<A>, false> exchange{slots};
-  const Piece piece = Piece::find<V>(a.n, pieces, a.ragged);
-  const RowReader<In, MASKED, FAST> row(a, piece.row, piece.head);
-  Pair<A> p{minus_infinity<A>(), A(0)};
-#pragma unroll 4
-  for (int64_t word = piece.first + threadIdx.x; word < piece.last; word += kSplitThreads) p = extend<FAST>(p, row.load(word));
-  p = row_merge<FAST, false>(lanes_merge<FAST>(p, 32), exchange, kSplitThreads);
-  if (threadIdx.x == 0) partial[blockIdx.x] = p;
-}
-
-template <typename In, typename Out, bool LOG, bool MASKED>
-__global__ void __launch_bounds__(kSplitThreads) softmax_forward_split_apply(const ForwardArgs<compute_t<In>> a, int pieces,
-                                                                            const Pair<compute_t<In>>* partial) {
-  using A = compute_t<In>;
-  constexpr bool FAST = sizeof(Out) == 2;
-  constexpr int V = kVectorBytes / sizeof(In);
-  const Piece piece = Piece::find<V>(a.n, pieces, a.ragged);
-  Pair<A> all{minus_infinity<A>(), A(0)};
-  for (int i = threadIdx.x & 31; i < pieces; i += 32) all = merge<FAST>(all, partial[piece.row * pieces + i]);
-  all = lanes_merge<FAST>(all, 32);
-  const RowReader<In, MASKED, FAST> row(a, piece.row, piece.head);
-  Out* y = static_cast<Out*>(a.y) + piece.row * a.n - piece.head;
-  const Finish<A, LOG, FAST> finish(all);
-  for (int64_t word = piece.first + threadIdx.x; word < piece.last; word += kSplitThreads) {
-    Vec<A, V> v = row.load(word);
-#pragma unroll
-    for (int j = 0; j < V; ++j) v.v[j] = finish(v.v[j] - all.m);
-    store_word(y + word * V, word * V - piece.head, a.n, pack<Out>(v));
-  }
-}
-
-template <typename In, typename Out, bool LOG>
-__global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_reduce(const BackwardArgs<compute_t<In>> a, int pieces,
-                                                                              compute_t<In>* partial) {
-  using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
-  __shared__ A slots[kMaxWarps];
-  Exchange<A, false> exchange{slots};
-  const Piece piece = Piece::find<V>(a.n, pieces, a.ragged);
-  const int64_t start = piece.row * a.n - piece.head;
-  const Out* dy = static_cast<const Out*>(a.dy) + start;
-  const Out* y = static_cast<const Out*>(a.y) + start;
-  A s = 0;
-#pragma unroll 4
-  for (int64_t word = piece.first + threadIdx.x; word < piece.last; word += kSplitThreads) {
-    const Vec<Out, V> g = load_vec<Out, V>(dy + word * V), p = load_vec<Out, V>(y + word * V);
-    const int64_t e = word * V - piece.head;
-    Vec<A, V> terms = sum_terms<LOG, A>(g, p);
-    if (e < 0 || e + V > a.n) {
-#pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (e + j < 0 || e + j >= a.n) terms.v[j] = A(0);
-    }
-    s += tree_sum(terms);
-  }
-  s = row_sum<false>(lanes_sum(s, 32), exchange, kSplitThreads);
-  if (threadIdx.x == 0) partial[blockIdx.x] = s;
-}
-
-template <typename In, typename Out, bool LOG>
-__global__ void __launch_bounds__(kSplitThreads) softmax_backward_split_apply(const BackwardArgs<compute_t<In>> a, int pieces,
-                                                                             const compute_t<In>* partial) {
-  using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
-  const Piece piece = Piece::find<V>(a.n, pieces, a.ragged);
-  A s = 0;
-  for (int i = threadIdx.x & 31; i < pieces; i += 32) s += partial[piece.row * pieces + i];
-  s = lanes_sum(s, 32);
-  const int64_t start = piece.row * a.n - piece.head;
-  const Out* dy = static_cast<const Out*>(a.dy) + start;
-  const Out* y = static_cast<const Out*>(a.y) + start;
-  In* dx = static_cast<In*>(a.dx) + start;
-  const A scale = a.scale;
-  const int64_t mask_offset = a.mask.kind == MaskKind::none ? 0 : a.mask.row_offset(piece.row);
-  for (int64_t word = piece.first + threadIdx.x; word < piece.last; word += kSplitThreads) {
-    const Vec<Out, V> g = load_vec<Out, V>(dy + word * V), p = load_vec<Out, V>(y + word * V);
-    const int64_t e = word * V - piece.head;
-    Vec<A, V> r = score_gradient<LOG, sizeof(In) == 2, A>(g, p, s, scale);
-    if (a.mask.kind != MaskKind::none) {
-#pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (e + j >= 0 && e + j < a.n && !static_cast<const bool*>(a.mask.data)[mask_offset + (e + j) * a.mask.step]) r.v[j] = A(0);
-    }
-    store_word(dx + word * V, e, a.n, pack<In>(r));
-  }
-}
-
-// ---- one row over a team of blocks --------------------------------------------------------------------------------------
-//
-// The grid is resident as a whole (a cooperative launch) and divided into teams; a team takes every teams-th row. Row r goes
-// through a block in stages, of which each step of its loop does one for different rows: the slice of row r + kAhead is
-// requested from memory, that of row r is reduced and its partial published, and row r - kBehind, whose sum has arrived
-// by then, is written out. So memory is never idle while a row waits for its reduction. A thread reads back from shared
-// memory only what it requested itself: there is one barrier a step. The last warp does nothing but talk to the other blocks:
-// under full load a look-up takes microseconds, which are spent while the others compute.
-//
-// Requests in flight past what memory needs only lengthen the queue that those look-ups stand in: kAhead is small.
-
-constexpr int kTeamThreads = 256;  // that hold words; the talking warp comes on top
-constexpr int kTeamBlocks = 2;     // resident on an SM
-constexpr int kTeamBytes = 16384;  // of one row that a block holds, of all operands together
-constexpr int kAhead = 2;
-constexpr int kBehind = 4;
-constexpr int kStages = kAhead + kBehind + 1;
-constexpr int kTeamShared = kStages * kTeamBytes;
-constexpr int kLookUps = 9;  // partials a lane of the talking warp reads, together
-constexpr int kTeamMembers = 32 * kLookUps;
-constexpr unsigned long long kUnpublished = ~0ull;  // no partial: maxima and sums that are NaN are the canonical one
 
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(global)
                : "memory");
 }
 
-__device__ __forceinline__ unsigned long long await(const volatile unsigned long long* slot) {
-  unsigned long long word;
-  do word = *slot;
-  while (word == kUnpublished);
-  return word;
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
+template <typename In, typename Out, bool LOG, bool MASKED>
+__global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const ForwardArgs<compute_t<In>> a, int each) {
+  using A = compute_t<In>;
+  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr bool FAST = sizeof(Out) == 2;
+  extern __shared__ __align__(16) char memory[];
+  __shared__ Pair<A> slots[kHeldThreads / 32 * kMaxCluster];
+  Exchange<Pair<A>, true> exchange{slots};
+  exchange.arrive();
+  const Share<V> at = Share<V>::find(a.n, each, a.ragged);
+  const In* x = static_cast<const In*>(a.x) + at.row * a.row_stride + at.start;
+  Vec<In, V>* held = reinterpret_cast<Vec<In, V>*>(memory);
+  at.for_words([&](int w) { copy_async(held + w, x + w * V); });
+  await_copies();
+
+  // A masked row is looked at as scores, each time anew; another as it came, negated where the scale is negative so that the
+  // largest value has the largest score.
+  using Held = std::conditional_t<MASKED, A, In>;
+  const Held lowest = convert<Held>(minus_infinity<A>());
+  const A to_score = MASKED ? A(1) : a.scale < A(0) ? -a.scale : a.scale;
+  const int64_t mask_offset = MASKED ? a.mask.row_offset(at.row) : 0;
+  const auto values = [&](int w) {
+    if constexpr (MASKED) {
+      Vec<A, V> scores[1];
+      const Vec<In, V> loaded[1] = {held[w]};
+      to_scores(scores, loaded, a.scale, a.mask, mask_offset, a.n, !a.ragged, [&](int) { return at.start + w * V; });
+      return scores[0];
+    } else {
+      Vec<In, V> v = held[w];
+      if (a.scale < A(0)) v = negated(v);
+      if (a.ragged) blank_neighbours(v, at.start + w * V, a.n, lowest);
+      return v;
+    }
+  };
+  Vec<Held, V> best[1] = {filled<Held, V>(lowest)};
+  at.for_words([&](int w) { best[0] = maxima(best[0], values(w)); });
+  const A m = lanes_max(convert<A>(largest(best)) * to_score, 32), base = finite_or_zero(m);
+  A s = 0;
+  with_exponential<FAST>(to_score, base, [&](auto exp_of) {
+    at.for_words([&](int w) {
+      Vec<A, V> e = unpack<A>(values(w));
+#pragma unroll
+      for (int j = 0; j < V; ++j) e.v[j] = exp_of(e.v[j]);
+      s += tree_sum(e);
+    });
+  });
+  const Pair<A> all = row_merge<FAST, true>(Pair<A>{m, lanes_sum(s, 32)}, exchange, kHeldThreads);
+  Out* y = static_cast<Out*>(a.y) + at.row * a.n;
+  with_result<LOG, FAST>(to_score, all, [&](auto result) {
+    at.for_words([&](int w) {
+      Vec<A, V> v = unpack<A>(values(w));
+#pragma unroll
+      for (int j = 0; j < V; ++j) v.v[j] = result(v.v[j]);
+      const int64_t e = at.start + w * V;
+      if (a.ragged) store_word(y + e, e, a.n, pack<Out>(v));
+      else store_vec<Out, V>(y + e, pack<Out>(v));
+    });
+  });
+}
+
+template <typename In, typename Out, bool LOG, bool MASKED>
+__global__ void __launch_bounds__(kHeldThreads, 3) softmax_backward_held(const BackwardArgs<compute_t<In>> a, int each) {
+  using A = compute_t<In>;
+  constexpr int V = kVectorBytes / sizeof(Out);
+  extern __shared__ __align__(16) char memory[];
+  __shared__ A slots[kHeldThreads / 32 * kMaxCluster];
+  Exchange<A, true> exchange{slots};
+  exchange.arrive();
+  const Share<V> at = Share<V>::find(a.n, each, a.ragged);
+  const int64_t start = at.row * a.n + at.start;
+  const Out* dy = static_cast<const Out*>(a.dy) + start;
+  const Out* y = static_cast<const Out*>(a.y) + start;
+  Vec<Out, V>* g = reinterpret_cast<Vec<Out, V>*>(memory);
+  Vec<Out, V>* p = g + each;
+  at.for_words([&](int w) {
+    copy_async(g + w, dy + w * V);
+    copy_async(p + w, y + w * V);
+  });
+  await_copies();
+  A s = 0;
+  at.for_words([&](int w) {
+    Vec<A, V> terms = sum_terms<LOG, A>(g[w], p[w]);
+    if (a.ragged) blank_neighbours(terms, at.start + w * V, a.n, A(0));
+    s += tree_sum(terms);
+  });
+  s = row_sum<true>(lanes_sum(s, 32), exchange, kHeldThreads);
+  In* dx = static_cast<In*>(a.dx) + at.row * a.n;
+  const int64_t mask_offset = MASKED ? a.mask.row_offset(at.row) : 0;
+  at.for_words([&](int w) {
+    const int64_t e = at.start + w * V;
+    Vec<A, V> r = score_gradient<LOG, sizeof(In) == 2, A>(g[w], p[w], s, a.scale);
+    if constexpr (MASKED) drop_masked(r, a.mask, mask_offset, e, a.n, !a.ragged);
+    if (a.ragged) store_word(dx + e, e, a.n, pack<In>(r));
+    else store_vec<In, V>(dx + e, pack<In>(r));
+  });
+}
+
+// ---- a row in pieces ----------------------------------------------------------------------------------------------------
+//
+// What no cluster can hold is read twice: by blocks that reduce a piece of a row each, and by blocks that write one. The grid
+// has both, in the order in which they can run: the blocks that reduce a row come `lag` rows before those that write it.
+// Blocks start in the order of their indices, so whatever a block waits for was started before it, and `lag` is such that it has
+// nearly always ended, while the row is still in the L2 cache: memory is read once.
+
+constexpr int kPieceThreads = 256;
+// Words of each operand, a thread, at a time: a masked row is held in float32, its mask beside it.
+template <bool MASKED>
+constexpr int kPieceWords = MASKED ? 2 : 8;
+constexpr int kMostPieces = 1024;  // of a row: every block that writes adds up the partials of all
+constexpr unsigned long long kUnpublished = ~0ull;
+
+// What L2 is told of a word: to keep it for the second read, or to drop it before others.
+__device__ __forceinline__ uint64_t keep_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t drop_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> load_hinted(const T* p, uint64_t policy) {
+  static_assert(sizeof(Vec<T, N>) == sizeof(uint4));
+  uint4 w;
+  asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "l"(p), "l"(policy));
+  Vec<T, N> v;
+  memcpy(&v, &w, sizeof(v));
+  return v;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store_hinted(T* p, const Vec<T, N>& v, uint64_t policy) {
+  if constexpr (sizeof(v) % sizeof(uint4) == 0) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(uint4)); ++i) {
+      const uint4 w = reinterpret_cast<const uint4*>(&v)[i];
+      asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(reinterpret_cast<uint4*>(p) + i), "r"(w.x),
+                   "r"(w.y), "r"(w.z), "r"(w.w), "l"(policy));
+    }
+  } else {
+    *reinterpret_cast<Vec<T, N>*>(p) = v;
+  }
+}
+
+// One piece of one row, for a block that reduces it or writes it.
+struct Piece {
+  int64_t row, start;  // of its first word in the row, in elements; in a ragged row 0 to -(V - 1) for the first
+  int words;
+  int index;           // among those of the row
+  bool writes;
+
+  template <int V>
+  __device__ static Piece find(int64_t rows, int64_t n, int pieces, int64_t lag, bool ragged) {
+    Piece p;
+    const int64_t lead = lag * pieces, both = (rows - lag) * pieces * 2;
+    int64_t i = blockIdx.x;  // of the piece among those of all rows
+    p.writes = i >= lead + both || (i >= lead && (i - lead) % 2 == 1);
+    if (i >= lead + both) i -= lead + both / 2;
+    else if (i >= lead) i = (i - lead) / 2 + (p.writes ? 0 : lead);
+    p.row = i / pieces;
+    p.index = static_cast<int>(i - p.row * pieces);
+    const int head = ragged ? static_cast<int>((p.row * n) & (V - 1)) : 0;
+    const int64_t words = (n + head + V - 1) / V, each = (words + pieces - 1) / pieces, first = p.index * each;
+    p.start = first * V - head;
+    p.words = static_cast<int>(max(int64_t{0}, min(each, words - first)));
+    return p;
+  }
+
+  // Calls f(first) for K words of each thread at a time, of which the i-th is first + i·kPieceThreads; at least once.
+  template <int K, typename F>
+  __device__ __forceinline__ void for_words(F&& f) const {
+    int begin = 0;
+    do f(begin + static_cast<int>(threadIdx.x));
+    while ((begin += kPieceThreads * K) < words);
+  }
+};
+
+// A partial crosses blocks as words of 8 bytes, each of which says by itself that it has arrived.
 template <typename Partial>
-__device__ __forceinline__ void publish(unsigned long long* slot, const Partial& p) {
-  unsigned long long word;
-  memcpy(&word, &p, sizeof(p));
-  *const_cast<volatile unsigned long long*>(slot) = word;
-}
+struct Message {
+  static constexpr int kWords = sizeof(Partial) / sizeof(unsigned long long);
+  unsigned long long word[kWords];
 
-// All partials of one row, by a whole warp.
-template <typename Row>
-__device__ __forceinline__ typename Row::Partial gather_partials(const volatile unsigned long long* slots, int members) {
-  using Partial = typename Row::Partial;
-  const int lane = threadIdx.x & 31;
-  unsigned long long word[kLookUps];
+  __device__ static void publish(Partial p, unsigned long long* slot) {
+    Message m;
+    memcpy(&m, &p, sizeof(p));
 #pragma unroll
-  for (int k = 0; k < kLookUps; ++k) word[k] = lane + 32 * k < members ? slots[lane + 32 * k] : 0;
-  Partial all = Row::nothing();
-#pragma unroll
-  for (int k = 0; k < kLookUps; ++k) {
-    if (lane + 32 * k >= members) continue;
-    if (word[k] == kUnpublished) word[k] = await(slots + lane + 32 * k);
-    Partial one;
-    memcpy(&one, &word[k], sizeof(one));
-    all = Row::combine(all, one);
+    for (int k = 0; k < kWords; ++k) static_cast<volatile unsigned long long*>(slot)[k] = m.word[k];
   }
-  return Row::combine_lanes(all);
+  __device__ static Partial await(const unsigned long long* slot) {
+    Message m;
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) {
+      do m.word[k] = static_cast<const volatile unsigned long long*>(slot)[k];
+      while (m.word[k] == kUnpublished);
+    }
+    Partial p;
+    memcpy(&p, &m, sizeof(p));
+    return p;
+  }
+};
+
+// No NaN but this one is published: kUnpublished is one too.
+template <typename A>
+__device__ __forceinline__ A canonical(A v) { return v == v ? v : static_cast<A>(NAN); }
+
+template <typename A, bool FAST>
+struct ForwardPartial {
+  using Type = Pair<A>;
+  __device__ static Type nothing() { return {minus_infinity<A>(), A(0)}; }
+  __device__ static Type combine(Type p, Type q) { return merge<FAST>(p, q); }
+  __device__ static Type combine_lanes(Type p) { return lanes_merge<FAST>(p, 32); }
+};
+
+template <typename A>
+struct BackwardPartial {
+  struct Type {
+    A sum, unused;  // of whole 8-byte words
+  };
+  __device__ static Type nothing() { return {A(0), A(0)}; }
+  __device__ static Type combine(Type p, Type q) { return {p.sum + q.sum, A(0)}; }
+  __device__ static Type combine_lanes(Type p) { return {lanes_sum(p.sum, 32), A(0)}; }
+};
+
+// The partials of a row, added up in their order by the first warp for the whole block.
+template <typename Row>
+__device__ __forceinline__ typename Row::Type gather_partials(const unsigned long long* board, const Piece& at, int pieces) {
+  using Type = typename Row::Type;
+  constexpr int kWords = Message<Type>::kWords;
+  __shared__ Type total;
+  if (threadIdx.x < 32) {
+    Type all = Row::nothing();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < pieces; i += 32) all = Row::combine(all, Message<Type>::await(board + (at.row * pieces + i) * kWords));
+    all = Row::combine_lanes(all);
+    if (threadIdx.x == 0) total = all;
+  }
+  __syncthreads();
+  return total;
 }
 
-// The loop above, for any reduction whose partial is 8 bytes. `Row` gives what differs between forward and backward:
-// request(row, stage), reduce(row, stage) -> the partial of this warp, how partials combine, and finish(row, stage, total).
-template <typename Row>
-__device__ __forceinline__ void team_loop(Row& self, int64_t rows, int teams, int members, unsigned long long* board) {
-  using Partial = typename Row::Partial;
-  static_assert(sizeof(Partial) == sizeof(unsigned long long));
-  constexpr int kWarps = kTeamThreads / 32;
-  __shared__ Partial partials[2][kWarps];
-  __shared__ Partial totals[2];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int team = blockIdx.x / members, member = blockIdx.x % members;
-  const int count = static_cast<int>((rows - team + teams - 1) / teams);  // there are no more teams than rows
-
-  if (warp == kWarps) {
-    // The members of a row take turns in adding its partials up for all of them: if each did, the look-ups would be
-    // members² a row. It is done two steps after the row was reduced, and asked for another two steps later.
-    const auto slots = [&](int i) { return board + (team + static_cast<int64_t>(i) * teams) * (members + 1); };
-    constexpr int kGather = 2;
-    for (int i = 0, turn = 0; i < count + kBehind; ++i) {
-      const int gathered = i - kGather, done = i - kBehind;
-      if (gathered >= 0 && gathered < count) {
-        if (turn == member) {
-          const Partial total = gather_partials<Row>(slots(gathered), members);
-          if (lane == 0) publish(slots(gathered) + members, total);
+template <typename In, typename Out, bool LOG, bool MASKED>
+__global__ void __launch_bounds__(kPieceThreads, MASKED ? 2 : 3)
+    softmax_forward_pieces(const ForwardArgs<compute_t<In>> a, int pieces, int64_t lag, unsigned long long* board) {
+  using A = compute_t<In>;
+  constexpr int V = kVectorBytes / sizeof(In), K = kPieceWords<MASKED>;
+  constexpr bool FAST = sizeof(Out) == 2;
+  using Row = ForwardPartial<A, FAST>;
+  const Piece at = Piece::find<V>(a.rows, a.n, pieces, lag, a.ragged);
+  const In* x = static_cast<const In*>(a.x) + at.row * a.row_stride + at.start;
+  const int64_t mask_offset = MASKED ? a.mask.row_offset(at.row) : 0;
+  const A to_score = MASKED ? A(1) : a.scale < A(0) ? -a.scale : a.scale;
+  using Held = std::conditional_t<MASKED, A, In>;
+  const Held lowest = convert<Held>(minus_infinity<A>());
+  const uint64_t drop = drop_policy(), policy = at.writes ? drop : keep_policy();
+  Pair<A> mine = Row::nothing(), all;
+  bool gathered = false;
+  at.for_words<K>([&](int first) {
+    const auto has = [&](int i) { return first + i * kPieceThreads < at.words; };
+    const auto element = [&](int i) { return (first + i * kPieceThreads) * V; };
+    Vec<In, V> loaded[K];
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      loaded[i] = filled<In, V>(convert<In>(minus_infinity<A>()));
+      if (has(i)) loaded[i] = load_hinted<In, V>(x + element(i), policy);
+    }
+    Vec<Held, V> held[K];
+    if constexpr (MASKED) {
+      to_scores(held, loaded, a.scale, a.mask, mask_offset, a.n, !a.ragged,
+                [&](int i) { return has(i) ? at.start + element(i) : kNoWord; });
+    } else {
+#pragma unroll
+      for (int i = 0; i < K; ++i) {
+        held[i] = loaded[i];
+        if (!has(i)) continue;
+        if (a.scale < A(0)) held[i] = negated(held[i]);
+        if (a.ragged) blank_neighbours(held[i], at.start + element(i), a.n, lowest);
+      }
+    }
+    if (!at.writes) {
+      const A m = lanes_max(convert<A>(largest(held)) * to_score, 32);
+      A s = 0;
+      with_exponential<FAST>(to_score, finite_or_zero(m), [&](auto exp_of) {
+#pragma unroll
+        for (int i = 0; i < K; ++i) {
+          forget(held[i]);
+          Vec<A, V> e = unpack<A>(held[i]);
+#pragma unroll
+          for (int j = 0; j < V; ++j) e.v[j] = exp_of(e.v[j]);
+          s += tree_sum(e);
         }
-        turn = turn + 1 == members ? 0 : turn + 1;
+      });
+      mine = merge<FAST>(mine, Pair<A>{m, s});
+      return;
+    }
+    if (!gathered) all = gather_partials<Row>(board, at, pieces);
+    gathered = true;
+    Out* y = static_cast<Out*>(a.y) + at.row * a.n;
+    with_result<LOG, FAST>(to_score, all, [&](auto result) {
+#pragma unroll
+      for (int i = 0; i < K; ++i) {
+        if (!has(i)) continue;
+        forget(held[i]);
+        Vec<A, V> v = unpack<A>(held[i]);
+#pragma unroll
+        for (int j = 0; j < V; ++j) v.v[j] = result(v.v[j]);
+        const int64_t e = at.start + element(i);
+        if (e >= 0 && e + V <= a.n) store_hinted<Out, V>(y + e, pack<Out>(v), drop);
+        else store_word(y + e, e, a.n, pack<Out>(v));
       }
-      if (done >= 0 && lane == 0) {
-        const unsigned long long word = await(slots(done) + members);
-        memcpy(&totals[i & 1], &word, sizeof(word));
-      }
-      __syncthreads();
-      if (i < count) {
-        const Partial p = Row::combine_lanes(lane < kWarps ? partials[i & 1][lane] : Row::nothing());
-        if (lane == 0) publish(slots(i) + member, p);
-      }
-    }
-    return;
-  }
-
-  // The row and the stage of each of the three things that a step does.
-  struct Cursor {
-    int64_t row;
-    int stage = 0;
-    __device__ void advance(int by) {
-      row += by;
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-    }
-  };
-  Cursor ahead{team}, here{team}, behind{team};
-  for (int i = 0; i < kAhead; ++i) {
-    if (i < count) self.request(ahead.row, ahead.stage);
-    ahead.advance(teams);
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  }
-  for (int i = 0; i < count + kBehind; ++i) {
-    if (i + kAhead < count) self.request(ahead.row, ahead.stage);
-    ahead.advance(teams);
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    if (i < count) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kAhead) : "memory");
-      const Partial p = self.reduce(here.row, here.stage);
-      if (lane == 0) partials[i & 1][warp] = p;
-      here.advance(teams);
-    }
-    __syncthreads();
-    if (i >= kBehind) {
-      self.finish(behind.row, behind.stage, totals[i & 1]);
-      behind.advance(teams);
-    }
-  }
+    });
+  });
+  if (at.writes) return;
+  __shared__ Pair<A> slots[kPieceThreads / 32];
+  Exchange<Pair<A>, false> exchange{slots};
+  mine = row_merge<FAST, false>(Pair<A>{mine.m, lanes_sum(mine.s, 32)}, exchange, kPieceThreads);
+  using Sent = Message<Pair<A>>;
+  if (threadIdx.x == 0) Sent::publish({canonical(mine.m), canonical(mine.s)}, board + (at.row * pieces + at.index) * Sent::kWords);
 }
 
-// The words of every row that this thread owns in its block of the team, at most W, kTeamThreads apart.
-template <int V, int W, bool RAGGED>
-struct Slice {
-  int n;  // 32 bits do: what a team holds is at most some megabytes
-  int first, count;
-
-  __device__ Slice(int64_t n_, int64_t words, int members) : n(static_cast<int>(n_)) {
-    const int each = static_cast<int>((words + members - 1) / members);
-    const int begin = static_cast<int>(blockIdx.x % members) * each;
-    const int end = min(begin + each, static_cast<int>(words));
-    first = begin + static_cast<int>(threadIdx.x);
-    count = first < end ? (end - first + kTeamThreads - 1) / kTeamThreads : 0;
-  }
-
-  // Calls f(i, e) for each word of this thread: the i-th of its own, which begins with element e of the row. In a ragged row
-  // that may be before the row, and the word may reach past it.
-  template <typename F>
-  __device__ __forceinline__ void for_words(int64_t row, F&& f) const {
-    const int head = RAGGED ? static_cast<int>((row * n) & (V - 1)) : 0;
+template <typename In, typename Out, bool LOG, bool MASKED>
+__global__ void __launch_bounds__(kPieceThreads, 2)
+    softmax_backward_pieces(const BackwardArgs<compute_t<In>> a, int pieces, int64_t lag, unsigned long long* board) {
+  using A = compute_t<In>;
+  constexpr int V = kVectorBytes / sizeof(Out), K = kPieceWords<MASKED>;
+  using Row = BackwardPartial<A>;
+  const Piece at = Piece::find<V>(a.rows, a.n, pieces, lag, a.ragged);
+  const int64_t start = at.row * a.n + at.start;
+  const Out* dy = static_cast<const Out*>(a.dy) + start;
+  const Out* y = static_cast<const Out*>(a.y) + start;
+  const int64_t mask_offset = MASKED ? a.mask.row_offset(at.row) : 0;
+  const uint64_t drop = drop_policy(), policy = at.writes ? drop : keep_policy();
+  A mine = 0, sum = 0;
+  bool gathered = false;
+  at.for_words<K>([&](int first) {
+    const auto has = [&](int i) { return first + i * kPieceThreads < at.words; };
+    const auto element = [&](int i) { return (first + i * kPieceThreads) * V; };
+    Vec<Out, V> g[K], p[K];
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
-      const int e = (first + i * kTeamThreads) * V - head;
-      if (i < count && (!RAGGED || e < n)) f(i, e);
+    for (int i = 0; i < K; ++i) {
+      g[i] = p[i] = filled<Out, V>(convert<Out>(0.f));
+      if (has(i)) {
+        g[i] = load_hinted<Out, V>(dy + element(i), policy);
+        p[i] = load_hinted<Out, V>(y + element(i), policy);
+      }
     }
-  }
-  template <typename T>
-  __device__ __forceinline__ void store(T* row, int e, const Vec<T, V>& w) const {
-    if constexpr (RAGGED) store_word(row + e, e, n, w);
-    else store_vec<T, V>(row + e, w);
-  }
-  // Overwrites what a word at e holds of the neighbouring rows.
-  template <typename T>
-  __device__ __forceinline__ void blank_neighbours(Vec<T, V>& v, int e, T value) const {
-    if (RAGGED && (e < 0 || e + V > n)) {
+    if (!at.writes) {
 #pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (e + j < 0 || e + j >= n) v.v[j] = value;
+      for (int i = 0; i < K; ++i) {
+        Vec<A, V> terms = sum_terms<LOG, A>(g[i], p[i]);
+        if (a.ragged && has(i)) blank_neighbours(terms, at.start + element(i), a.n, A(0));
+        mine += tree_sum(terms);
+      }
+      return;
     }
-  }
-};
-
-template <typename In, typename Out, bool LOG, bool RAGGED>
-struct TeamForward {
-  using Partial = Pair<float>;
-  static constexpr int V = kVectorBytes / sizeof(In);
-  static constexpr bool FAST = sizeof(Out) == 2;
-  static constexpr int W = kTeamBytes / kVectorBytes / kTeamThreads;
-  const ForwardArgs<float>& a;
-  Slice<V, W, RAGGED> slice;
-  Vec<In, V>* shared;  // of this thread
-
-  __device__ static Partial nothing() { return {minus_infinity<float>(), 0.f}; }
-  __device__ static Partial combine(Partial p, Partial q) { return merge<FAST>(p, q); }
-  __device__ static Partial combine_lanes(Partial p) { return lanes_merge<FAST>(p, 32); }
-  __device__ Vec<In, V>& at(int stage, int i) const { return shared[(stage * W + i) * kTeamThreads]; }
-
-  __device__ void request(int64_t row, int stage) const {
-    const In* x = static_cast<const In*>(a.x) + row * a.row_stride;
-    slice.for_words(row, [&](int i, int e) { copy_async(&at(stage, i), x + e); });
-  }
-  // As in the row kernel: negated where the scale is negative, so that the largest value has the largest score.
-  __device__ Vec<In, V> values(int stage, int i, int e) const {
-    Vec<In, V> v = at(stage, i);
-    if (a.scale < 0.f) v = negated(v);
-    slice.blank_neighbours(v, e, convert<In>(minus_infinity<float>()));
-    return v;
-  }
-  __device__ Partial reduce(int64_t row, int stage) const {
-    Vec<In, V> held[W];
+    if (!gathered) sum = gather_partials<Row>(board, at, pieces).sum;
+    gathered = true;
+    In* dx = static_cast<In*>(a.dx) + at.row * a.n;
 #pragma unroll
-    for (int i = 0; i < W; ++i) held[i] = filled<In, V>(convert<In>(minus_infinity<float>()));
-    slice.for_words(row, [&](int i, int e) { held[i] = values(stage, i, e); });
-    const float scale = fabsf(a.scale);
-    const float m = lanes_max(convert<float>(largest(held)) * scale, 32), base = finite_or_zero(m);
-    float s = 0;
-#pragma unroll
-    for (int i = 0; i < W; ++i) {
-      Vec<float, V> v = unpack<float>(held[i]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) v.v[j] = exponential<FAST>(v.v[j] * scale - base);
-      s += tree_sum(v);
+    for (int i = 0; i < K; ++i) {
+      if (!has(i)) continue;
+      const int64_t e = at.start + element(i);
+      Vec<A, V> r = score_gradient<LOG, sizeof(In) == 2, A>(g[i], p[i], sum, a.scale);
+      if constexpr (MASKED) drop_masked(r, a.mask, mask_offset, e, a.n, !a.ragged);
+      if (e >= 0 && e + V <= a.n) store_hinted<In, V>(dx + e, pack<In>(r), drop);
+      else store_word(dx + e, e, a.n, pack<In>(r));
     }
-    return {m, lanes_sum(s, 32)};
-  }
-  __device__ void finish(int64_t row, int stage, Partial total) const {
-    Out* y = static_cast<Out*>(a.y) + row * a.n;
-    const float scale = fabsf(a.scale);
-    const Finish<float, LOG, FAST> last(total);
-    slice.for_words(row, [&](int i, int e) {
-      Vec<float, V> v = unpack<float>(values(stage, i, e));
-#pragma unroll
-      for (int j = 0; j < V; ++j) v.v[j] = last(v.v[j] * scale - total.m);
-      slice.store(y, e, pack<Out>(v));
-    });
-  }
-};
-
-template <typename In, typename Out, bool LOG, bool RAGGED>
-__global__ void __launch_bounds__(kTeamThreads + 32, kTeamBlocks)
-    softmax_forward_team(const ForwardArgs<float> a, int64_t words, int teams, int members, unsigned long long* board) {
-  extern __shared__ __align__(16) char memory[];
-  using Row = TeamForward<In, Out, LOG, RAGGED>;
-  Row row{a, {a.n, words, members}, reinterpret_cast<Vec<In, Row::V>*>(memory) + threadIdx.x};
-  team_loop<Row>(row, a.rows, teams, members, board);
-}
-
-template <typename In, typename Out, bool LOG, bool RAGGED>
-struct TeamBackward {
-  struct Partial {
-    float sum, unused;  // 8 bytes, as the forward's, and never those of kUnpublished
-  };
-  static constexpr int V = kVectorBytes / sizeof(Out);
-  static constexpr int W = kTeamBytes / (2 * kVectorBytes) / kTeamThreads;
-  const BackwardArgs<float>& a;
-  Slice<V, W, RAGGED> slice;
-  Vec<Out, V>* shared;  // of this thread
-
-  __device__ static Partial nothing() { return {0.f, 0.f}; }
-  __device__ static Partial combine(Partial p, Partial q) { return {p.sum + q.sum, 0.f}; }
-  __device__ static Partial combine_lanes(Partial p) { return {lanes_sum(p.sum, 32), 0.f}; }
-  __device__ Vec<Out, V>& at(int stage, int operand, int i) const { return shared[((stage * 2 + operand) * W + i) * kTeamThreads]; }
-
-  __device__ void request(int64_t row, int stage) const {
-    const Out* dy = static_cast<const Out*>(a.dy) + row * a.n;
-    const Out* y = static_cast<const Out*>(a.y) + row * a.n;
-    slice.for_words(row, [&](int i, int e) {
-      copy_async(&at(stage, 0, i), dy + e);
-      copy_async(&at(stage, 1, i), y + e);
-    });
-  }
-  __device__ Partial reduce(int64_t row, int stage) const {
-    float s = 0;
-    slice.for_words(row, [&](int i, int e) {
-      Vec<float, V> terms = sum_terms<LOG, float>(at(stage, 0, i), at(stage, 1, i));
-      slice.blank_neighbours(terms, e, 0.f);
-      s += tree_sum(terms);
-    });
-    return {lanes_sum(s, 32), 0.f};
-  }
-  __device__ void finish(int64_t row, int stage, Partial total) const {
-    In* dx = static_cast<In*>(a.dx) + row * a.n;
-    slice.for_words(row, [&](int i, int e) {
-      const Vec<float, V> r =
-          score_gradient<LOG, sizeof(In) == 2, float>(at(stage, 0, i), at(stage, 1, i), total.sum, a.scale);
-      slice.store(dx, e, pack<In>(r));
-    });
-  }
-};
-
-template <typename In, typename Out, bool LOG, bool RAGGED>
-__global__ void __launch_bounds__(kTeamThreads + 32, kTeamBlocks)
-    softmax_backward_team(const BackwardArgs<float> a, int64_t words, int teams, int members, unsigned long long* board) {
-  extern __shared__ __align__(16) char memory[];
-  using Row = TeamBackward<In, Out, LOG, RAGGED>;
-  Row row{a, {a.n, words, members}, reinterpret_cast<Vec<Out, Row::V>*>(memory) + threadIdx.x};
-  team_loop<Row>(row, a.rows, teams, members, board);
+  });
+  if (at.writes) return;
+  __shared__ A slots[kPieceThreads / 32];
+  Exchange<A, false> exchange{slots};
+  mine = row_sum<false>(lanes_sum(mine, 32), exchange, kPieceThreads);
+  using Sent = Message<typename Row::Type>;
+  if (threadIdx.x == 0) Sent::publish({canonical(mine), A(0)}, board + (at.row * pieces + at.index) * Sent::kWords);
 }
 
 // ---- columns ------------------------------------------------------------------------------------------------------------
@@ -1025,6 +1097,18 @@ __device__ __forceinline__ void merge_down(T (&value)[V], T* shared, const Colum
     for (int k = 1; k < a.down; ++k) all = combine(all, shared[(k * V + j) * a.across + x]);
     value[j] = all;
   }
+}
+
+template <bool FAST, typename A, int V>
+__device__ __forceinline__ Pair<A> extend(Pair<A> p, const Vec<A, V>& v) {
+  A m = p.m;
+#pragma unroll
+  for (int j = 0; j < V; ++j) m = maximum(m, v.v[j]);
+  const A base = finite_or_zero(m);
+  Vec<A, V> e;
+#pragma unroll
+  for (int j = 0; j < V; ++j) e.v[j] = exponential<FAST>(v.v[j] - base);
+  return {m, p.s * exponential<FAST>(p.m - base) + tree_sum(e)};
 }
 
 template <typename In, typename Out, int V, bool LOG>
@@ -1112,103 +1196,82 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_backward_columns(const
 
 // ---- launch rules -------------------------------------------------------------------------------------------------------
 
-// How a row of `words` 16-byte words is shared out.
+// How a row of `words` 16-byte words is shared out over the threads that hold it in registers.
 struct RowLaunch {
   int threads;  // of a block that share the row
   int block;    // threads of a block
   int words;    // held by each thread
-  int cluster;  // blocks that share the row
-  bool split;   // the row is too long for all that
 };
 
-// `most`: words that a thread can hold (its registers). More words in flight hide more latency, more threads a row cost
-// more exchange: a short row wants few words a thread so that enough blocks are resident, a long one as many as fit. From a
-// warp on, a row gets just the warps that it fills. `wide`: rows up to 4 words in each of 1024 threads go to one block.
-RowLaunch row_launch(int64_t words, int most, bool ragged, bool wide, int capability) {
-  const int target = std::min(most, words <= 32 ? 1 : words <= 128 ? 2 : words <= 1024 ? 4 : most);
-  RowLaunch launch{};
-  launch.cluster = 1;
+// More words in flight hide more latency, more threads a row cost more exchange: a short row wants few words a thread so that
+// enough blocks are resident, a long one as many as fit, `most`. A masked one wants more, for what each thread spends on finding
+// its mask. From a warp on, a row gets just the warps that it fills.
+RowLaunch row_launch(int64_t words, int most, bool ragged, bool masked) {
+  const int target = std::min(most, words <= 32 ? 1 : words <= 128 && !masked ? 2 : words <= 1024 || words > kRowThreads * most ? 4 : most);
   int64_t threads = ceil_div(words, target);
-  if (wide && threads > kRowThreads && words <= 4 * kWideThreads) threads = ceil_div(words, 4);
-  else if (threads > kRowThreads && capability >= 90) {
-    launch.cluster = static_cast<int>(std::min<int64_t>(kMaxCluster, next_power_of_2(ceil_div(threads, kRowThreads))));
-    threads = ceil_div(threads, launch.cluster);
-  }
   if (ragged) threads = std::max<int64_t>(threads, 16);  // up to 14 single elements, one a thread
-  threads = threads <= 32 && launch.cluster == 1 ? next_power_of_2(threads) : ceil_div(threads, 32) * 32;
-  launch.split = threads > (wide && launch.cluster == 1 && words <= 4 * kWideThreads ? kWideThreads : kRowThreads);
-  launch.threads = static_cast<int>(std::min<int64_t>(threads, kWideThreads));
-  launch.block = launch.threads <= 32 ? 128 : launch.threads;
-  launch.words = static_cast<int>(next_power_of_2(std::max<int64_t>(1, ceil_div(words, static_cast<int64_t>(launch.threads) * launch.cluster))));
-  if (launch.cluster > 1) launch.words = most;  // the only cluster kernel that is built
+  RowLaunch launch{};
+  launch.threads = static_cast<int>(threads <= 32 ? next_power_of_2(threads) : ceil_div(threads, 32) * 32);
+  launch.block = launch.threads > 32 ? launch.threads : masked ? 64 : 128;  // masked: .88 for .86 of the bandwidth with 128
+  launch.words = static_cast<int>(next_power_of_2(std::max<int64_t>(1, ceil_div(words, launch.threads))));
   return launch;
 }
 
-// Pieces of a row for the split kernels: at least 4 blocks an SM, but no piece under 4 words a thread.
-int split_pieces(int64_t rows, int64_t words, int processors) {
-  const int64_t wanted = ceil_div(4 * static_cast<int64_t>(processors), rows);
-  const int64_t longest = std::max<int64_t>(1, words / (4 * kSplitThreads));
-  return static_cast<int>(std::clamp<int64_t>(wanted, 1, longest));
+// Whether a row of that many words is held in registers: by `most` words a thread of a small block; or, unmasked and forward,
+// by a block of 832 to 1024 threads. On an H100, bfloat16 forward: .95 and 1.00 of the copy bandwidth at 28672 and 32768 columns
+// for .93 and .98 from shared memory, but .86 and .94 at 20480 and 24576 for .92 and .94.
+bool in_registers(int64_t words, int most, bool wide) {
+  return words <= kRowThreads * most || (wide && words > 3328 && words <= 4 * kWideThreads);
 }
 
 template <typename Kernel, typename... Args>
 void launch_rows(Kernel kernel, const RowLaunch& shape, int64_t rows, cudaStream_t stream, const Args&... args) {
-  const int64_t blocks = shape.cluster > 1 ? rows * shape.cluster : ceil_div(rows, shape.block / shape.threads);
+  const int64_t blocks = ceil_div(rows, shape.block / shape.threads);
   STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::softmax: ", rows, " rows are more than one launch takes");
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(shape.block);
-  config.stream = stream;
-  cudaLaunchAttribute attribute;
-  if (shape.cluster > 1) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    if (shape.cluster > 8) STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-  }
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
+  kernel<<<static_cast<unsigned>(blocks), shape.block, 0, stream>>>(args...);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// Words of a row past which a team takes it. Forward, against clusters on an H100: .86 of the copy bandwidth at 128 KiB a row of
-// bfloat16 for .79, .89 and .91 at 256 and 512 KiB of bfloat16 and float32 for .75 and .69. Backward a cluster is ahead as
-// long as it can hold a row of float32 (.97 for .94 at 512 KiB), and in 16 bits to 256 KiB (.95 for .93).
-constexpr int64_t kTeamForwardPast = 4 * kWideThreads;
-template <typename T>
-constexpr int64_t kTeamBackwardPast = sizeof(T) == 2 ? 16384 : 32768;
-
-// Launches a team kernel if the blocks that fit the GPU at once can hold a row, `per_block` words each.
+// Launches a kernel that holds rows of `words` words, each `bytes` in all operands, in the shared memory of clusters, if they fit.
 template <auto kernel, typename Args>
-bool launch_team(const Args& args, int64_t words, int per_block, const Launch& launch, const Tensor& like) {
-  static int resident[kMaxDevices];
-  const DeviceTraits& device = device_traits(launch.device());
-  int& blocks = resident[launch.device()];  // 0: not asked yet; -1: none
-  if (blocks == 0) {
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTeamShared));
-    int each = 0;
-    STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kTeamThreads + 32, kTeamShared));
-    blocks = each > 0 ? each * device.processors : -1;
+bool launch_held(const Args& args, int64_t words, int bytes, const Launch& launch) {
+  int64_t cluster = ceil_div(words * bytes, kHeldBytes);
+  if (cluster > 8 && cluster < kMaxCluster) cluster = kMaxCluster;  // others leave gaps: .94 for 1.00 with 15 and 16 blocks
+  if (device_traits(launch.device()).capability < 90 || cluster > kMaxCluster || args.rows * cluster > INT32_MAX) return false;
+  static bool prepared[kMaxDevices];
+  if (!prepared[launch.device()]) {
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kHeldBytes));
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    prepared[launch.device()] = true;
   }
-  const int64_t needed = ceil_div(words, per_block);
-  if (needed > std::min(blocks, kTeamMembers)) return false;
-  const int teams = static_cast<int>(std::min<int64_t>(blocks / needed, args.rows));
-  const int members = std::min(blocks / teams, kTeamMembers);
-  const int64_t slots_of_board = args.rows * (members + 1);  // the partials of a row, and their sum
-  const Tensor board = empty_contiguous({slots_of_board}, ScalarType::Long, like);
-  auto* slots = static_cast<unsigned long long*>(board.mutable_data_ptr());
-  STD_CUDA_CHECK(cudaMemsetAsync(slots, 0xff, sizeof(*slots) * slots_of_board, launch.stream()));
+  const int each = static_cast<int>(ceil_div(words, cluster));
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(teams * members));
-  config.blockDim = dim3(kTeamThreads + 32);
-  config.dynamicSmemBytes = kTeamShared;
+  config.gridDim = dim3(static_cast<unsigned>(args.rows * cluster));
+  config.blockDim = dim3(kHeldThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(each) * bytes;
   config.stream = launch.stream();
   cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   config.attrs = &attribute;
   config.numAttrs = 1;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args, words, teams, members, slots));
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args, each));
   return true;
+}
+
+// Launches a kernel of pieces, whose partials are `partial` bytes. `ahead`: how many blocks an SM reduce what is not yet written.
+template <bool MASKED, typename Kernel, typename Args>
+void launch_pieces(Kernel kernel, const Args& args, int64_t words, int64_t partial, double ahead, const Launch& launch, const Tensor& like) {
+  const int64_t pieces = std::min<int64_t>(kMostPieces, ceil_div(words, kPieceWords<MASKED> * kPieceThreads));
+  const int64_t blocks = args.rows * pieces * 2;
+  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::softmax: ", args.rows, " rows of ", args.n, " are more than one launch takes");
+  const auto lead = static_cast<int64_t>(ahead * device_traits(launch.device()).processors);
+  const int64_t lag = std::min(args.rows, ceil_div(lead, pieces)), bytes = args.rows * pieces * partial;
+  const Tensor board = empty_contiguous({bytes}, ScalarType::Byte, like);
+  auto* slots = static_cast<unsigned long long*>(board.mutable_data_ptr());
+  STD_CUDA_CHECK(cudaMemsetAsync(slots, 0xff, bytes, launch.stream()));
+  kernel<<<static_cast<unsigned>(blocks), kPieceThreads, 0, launch.stream()>>>(args, static_cast<int>(pieces), lag, slots);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 // Calls f(std::integral_constant<int, K>) for the K = 1, 2, 4, 8 words of a launch.
@@ -1294,6 +1357,10 @@ Mask make_mask(const Tensor& mask, const Dims& sizes, ScalarType x_dtype, const 
     }
     m.stride[m.dims - 1] = strides[d];
   }
+  int64_t rows = 1;
+  for (int d = 0; d < m.dims; ++d) rows *= m.size[d];
+  m.divides = rows <= INT32_MAX;
+  for (int d = 0; m.divides && d < m.dims; ++d) m.divider[d] = Divider(static_cast<uint32_t>(m.size[d]));
   return m;
 }
 
@@ -1316,78 +1383,39 @@ void forward_rows(ForwardArgs<compute_t<In>>& args, const Launch& launch, const 
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr int kMost = MASKED && sizeof(In) == 2 ? 4 : 8;  // a masked row is held in float32
-  const DeviceTraits& device = device_traits(launch.device());
   args.ragged = args.n % V != 0;
-  const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
-  const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, !MASKED && kMost == 8, device.capability);
-  args.lanes = shape.threads;
-  args.lane_bits = log2_of(shape.threads);
-  if constexpr (!MASKED && std::is_same_v<A, float>) {
-    if (args.n / V > kTeamForwardPast) {
-      constexpr int kHeld = TeamForward<In, Out, LOG, false>::W * kTeamThreads;
-      if (args.ragged ? launch_team<softmax_forward_team<In, Out, LOG, true>>(args, words, kHeld, launch, like)
-                      : launch_team<softmax_forward_team<In, Out, LOG, false>>(args, words, kHeld, launch, like))
-        return;
-    }
-  }
-  if (shape.split) {
-    const int pieces = split_pieces(args.rows, words, device.processors);
-    const Tensor partial = empty_contiguous({args.rows * pieces * 2}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, like);
-    auto* pairs = static_cast<Pair<A>*>(partial.mutable_data_ptr());
-    const dim3 grid(static_cast<unsigned>(args.rows * pieces));
-    softmax_forward_split_reduce<In, Out, MASKED><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, pairs);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    softmax_forward_split_apply<In, Out, LOG, MASKED><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, pairs);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-  } else if (shape.cluster > 1) {
-    launch_rows(softmax_forward_rows<In, Out, kMost, LOG, MASKED, true>, shape, args.rows, launch.stream(), args);
-  } else {
-    with_words(shape.words, [&](auto k) {
+  if (in_registers(args.n / V, kMost, !MASKED)) {
+    const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, MASKED);
+    args.lanes = shape.threads;
+    args.lane_bits = log2_of(shape.threads);
+    return with_words(shape.words, [&](auto k) {
       if constexpr (k.value <= kMost)
-        launch_rows(softmax_forward_rows<In, Out, k.value, LOG, MASKED, false>, shape, args.rows, launch.stream(), args);
+        launch_rows(softmax_forward_rows<In, Out, k.value, LOG, MASKED>, shape, args.rows, launch.stream(), args);
     });
   }
+  const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
+  if (launch_held<softmax_forward_held<In, Out, LOG, MASKED>>(args, words, kVectorBytes, launch)) return;
+  launch_pieces<MASKED>(softmax_forward_pieces<In, Out, LOG, MASKED>, args, words, sizeof(Pair<A>), 2.0, launch, like);
 }
 
 template <typename In, typename Out, bool LOG, bool MASKED>
 void backward_rows(BackwardArgs<compute_t<In>>& args, const Launch& launch, const Tensor& like) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
-  constexpr int kMost = sizeof(In) == sizeof(Out) ? 8 : 4;
-  const DeviceTraits& device = device_traits(launch.device());
+  constexpr int V = kVectorBytes / sizeof(In), kOutV = kVectorBytes / sizeof(Out);
+  constexpr int kMost = sizeof(In) == sizeof(Out) ? (MASKED ? 4 : 8) : (MASKED ? 2 : 4);
   args.ragged = args.n % V != 0;
-  const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
-  const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, false, device.capability);
-  args.lanes = shape.threads;
-  args.lane_bits = log2_of(shape.threads);
-  if constexpr (!MASKED && std::is_same_v<A, float>) {
-    if (args.n / V > kTeamBackwardPast<Out>) {
-      using Row = TeamBackward<In, Out, LOG, false>;
-      constexpr int kHeld = Row::W * kTeamThreads;
-      const bool team_ragged = args.n % Row::V != 0;
-      const int64_t team_words = ceil_div(args.n + (team_ragged ? Row::V - 1 : 0), Row::V);
-      if (team_ragged ? launch_team<softmax_backward_team<In, Out, LOG, true>>(args, team_words, kHeld, launch, like)
-                      : launch_team<softmax_backward_team<In, Out, LOG, false>>(args, team_words, kHeld, launch, like))
-        return;
-    }
-  }
-  if (shape.split) {
-    const int pieces = split_pieces(args.rows, words, device.processors);
-    const Tensor partial = empty_contiguous({args.rows * pieces}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, like);
-    auto* sums = static_cast<A*>(partial.mutable_data_ptr());
-    const dim3 grid(static_cast<unsigned>(args.rows * pieces));
-    softmax_backward_split_reduce<In, Out, LOG><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, sums);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    softmax_backward_split_apply<In, Out, LOG><<<grid, kSplitThreads, 0, launch.stream()>>>(args, pieces, sums);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-  } else if (shape.cluster > 1) {
-    launch_rows(softmax_backward_rows<In, Out, kMost, LOG, MASKED, true>, shape, args.rows, launch.stream(), args);
-  } else {
-    with_words(shape.words, [&](auto k) {
+  if (in_registers(args.n / V, kMost, false)) {
+    const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, false);
+    args.lanes = shape.threads;
+    args.lane_bits = log2_of(shape.threads);
+    return with_words(shape.words, [&](auto k) {
       if constexpr (k.value <= kMost)
-        launch_rows(softmax_backward_rows<In, Out, k.value, LOG, MASKED, false>, shape, args.rows, launch.stream(), args);
+        launch_rows(softmax_backward_rows<In, Out, k.value, LOG, MASKED>, shape, args.rows, launch.stream(), args);
     });
   }
+  const int64_t words = ceil_div(args.n + (args.ragged ? kOutV - 1 : 0), kOutV);
+  if (launch_held<softmax_backward_held<In, Out, LOG, MASKED>>(args, words, 2 * kVectorBytes, launch)) return;
+  launch_pieces<MASKED>(softmax_backward_pieces<In, Out, LOG, MASKED>, args, words, 2 * sizeof(A), 1.0, launch, like);
 }
 
 // Vector of the columns kernels where the columns allow it, with the threads of a block laid out over them.

@@ -340,6 +340,12 @@ SOFTMAX_SAMPLES = (
     # A number added to a whole row changes nothing: the gradient of these two masks is 0, and what comes out is noise.
     Sample("mask of a column", (Input((2, 5, 40)),), {"mask": mask(5, 1, values=normal, grad=False)}),
     Sample("boolean mask, long row", (Input((2, 4100)),), {"mask": mask(2, 4100)}),
+    *(
+        Sample(f"{kind} mask, length {n}", (Input((3, n)),), {"mask": given}, gpu_only=True)
+        for n in (20000, 20001, 1_400_000, 1_400_001)  # held by clusters; in pieces
+        for kind, given in (("boolean", mask(3, n)), ("additive", Input((n,))))
+    ),
+    Sample("more pieces than partials", (Input((1, 2**24 + 9)),), gpu_only=True),
     Sample("additive mask", (Input((4, 3, 21)),), {"mask": mask(3, 21, values=normal), "scale": 2.0}, smooth=True),
     Sample("additive mask of -inf", (Input((2, 3, 5, 40)),),
            {"mask": mask(5, 40, values=minus_infinity_mask, grad=False)}),

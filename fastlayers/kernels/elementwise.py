@@ -323,6 +323,11 @@ def relu_backward(dy: Tensor, bits: Tensor) -> Tensor:
     return dx
 
 
+def relu_add_backward(dy: Tensor, bits: Tensor, bias_shape: list[int]) -> tuple[Tensor, Tensor]:
+    """:func:`relu_backward`, and the gradient of a bias of that shape; its sum is torch's."""
+    return relu_backward(dy, bits), dy.sum_to_size(bias_shape)
+
+
 def mul(x: Tensor, y: Tensor) -> Tensor:
     """x * y with broadcasting, in the layout that torch gives it."""
     out = _empty_result(x, y)

@@ -81,7 +81,8 @@ class Family:
             module = importlib.import_module(f"fastlayers.kernels.{self.name}")
             kernels = SimpleNamespace(backend=backend, **{op: getattr(module, op) for op in self._ops})
         elif backend == "cuda" or (backend == "cpu" and self._cpu):
-            packets = {op: getattr(torch.ops.fastlayers, op).default for op in self._ops}
+            # What an OpOverload calls, without the Python call around it: 0.3 us.
+            packets = {op: getattr(torch.ops.fastlayers, op).default._op for op in self._ops}
             kernels = SimpleNamespace(backend=backend, **packets)
         elif backend == "cpu":
             backends.refuse(f"csrc has no {self.name} for CPU tensors; torch's own serves them")

@@ -15,7 +15,16 @@ from fastlayers.ops import dispatch, reference
 
 FAMILY = dispatch.Family(
     "elementwise",
-    ("relu_add", "relu_add_train", "add_relu", "add_relu_train", "relu_backward", "mul", "mul_backward"),
+    (
+        "relu_add",
+        "relu_add_train",
+        "relu_add_backward",
+        "add_relu",
+        "add_relu_train",
+        "relu_backward",
+        "mul",
+        "mul_backward",
+    ),
     cpu=True,
 )
 
@@ -114,13 +123,18 @@ class _ReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (bits,) = ctx.saved_tensors
-        gated = None
+        gated = dbias = None
+        for_bias = ctx.needs_input_grad[2]
         if bits is not None:
             if dispatch.differentiating(dy):
                 gated = torch.where(unpack_bits(bits, dy.shape, ctx.strides), dy, 0.0)
+            elif for_bias:
+                dense = dispatch.with_strides(dy, ctx.strides)
+                gated, dbias = ctx.kernels.relu_add_backward(dense, bits, ctx.bias_shape)
             else:
                 gated = ctx.kernels.relu_backward(dispatch.with_strides(dy, ctx.strides), bits)
-        dbias = dy.sum_to_size(ctx.bias_shape) if ctx.needs_input_grad[2] else None
+        if for_bias and dbias is None:
+            dbias = dy.sum_to_size(ctx.bias_shape)
         to_x = gated if ctx.needs_input_grad[0] else None
         to_y = (gated if ctx.sum_first else dy) if ctx.needs_input_grad[1] else None
         return to_x, to_y, dbias, None, None
@@ -216,6 +230,7 @@ dispatch.register_fakes(
         "relu_add_train": lambda x, y, bias, alpha: _with_bits(reference.relu_add(x, y, 0.0 if bias is None else bias)),
         "add_relu": reference.add_relu,
         "add_relu_train": lambda x, y: _with_bits(reference.add_relu(x, y)),
+        "relu_add_backward": lambda dy, bits, shape: (torch.empty_like(dy), dy.new_empty(shape)),
         "relu_backward": lambda dy, bits: torch.empty_like(dy),
         "mul": reference.mul,
         "mul_backward": lambda dy, x, y: (torch.empty_like(x), torch.empty_like(y)),

@@ -254,6 +254,7 @@ def registered_calls(device: str):
         "relu_add_train": (x, y, None, 0.5),
         "add_relu": (x, y),
         "add_relu_train": (x, y),
+        "relu_add_backward": (dy, bits, [16]),
         "relu_backward": (dy, bits),
         "mul": (x, y),
         "mul_backward": (dy, x, y),

@@ -10,6 +10,7 @@ from fastlayers.kernels.elementwise import (
     mul,
     mul_backward,
     relu_add,
+    relu_add_backward,
     relu_add_train,
     relu_backward,
 )
@@ -113,6 +114,9 @@ def test_bits_of_any_number_of_elements(n):
     assert torch.equal(out, x.relu() + y)
     assert torch.equal(relu_backward(dy, bits), torch.where(x > 0, dy, 0.0))
     assert torch.equal(relu_backward(torch.cat([dy[:1], dy])[1:], bits), torch.where(x > 0, dy, 0.0))
+    dx, dbias = relu_add_backward(dy, bits, [1])
+    assert torch.equal(dx, torch.where(x > 0, dy, 0.0))
+    torch.testing.assert_close(dbias, dy.sum().reshape(1))
 
 
 def test_nan_infinities_and_zeros():
