@@ -1,14 +1,12 @@
 // softmax and log_softmax of x·scale + mask over any dimension, forward and backward.
 //
 // The stock composition reads and writes the scores once for the scale, once for the mask and two to three times for the
-// softmax. Here a row is read once and written once: it stays in registers between the reduction and the result.
+// softmax. Here a row is read once and written once: it stays on the chip between the reduction and the result.
 //
-//   rows    the dimension is contiguous. A part of a warp, a block, or up to 16 blocks of a cluster (sm_90) hold one row. Each
-//           warp reduces its part to (maximum, sum of exponentials below it), and those pairs cross warps and blocks in one
-//           exchange.
-//   team    a row too long for that: many blocks, all resident, hold a slice each in shared memory and tell each other their
-//           pairs through global memory, while the next rows are already on their way.
-//   split   what neither can hold: two passes, with every row cut into pieces so that few rows still fill the GPU.
+//   rows    the dimension is contiguous, and a row fits in the registers of a part of a warp or of a block. Each warp reduces its
+//           part to (maximum, sum of exponentials below it), and those pairs cross warps in one exchange.
+//   held    a longer row is held in the shared memory of up to 16 blocks of a cluster (sm_90), which exchange their pairs.
+//   pieces  what no cluster can hold is read twice, the second time from the L2 cache.
 //   columns the dimension is strided: a thread owns neighbouring columns and walks down them.
 //
 // A row whose length is not a multiple of the vector starts anywhere in a 16-byte word ("ragged"). All tensors being contiguous
