@@ -38,20 +38,6 @@ constexpr int pass_blocks() { return sizeof(In) == 8 ? 1 : 2; }
 
 // ---- arguments ----------------------------------------------------------------------------------------------------------
 
-// Quotients of numbers below 2^31 by a multiplication.
-struct Divider {
-  uint32_t multiplier = 1, shift = 0;
-
-  Divider() = default;
-  explicit Divider(int64_t by) {
-    while ((int64_t{1} << shift) < by) ++shift;
-    multiplier = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << shift) - by) / by + 1);
-  }
-  __device__ __forceinline__ int operator()(int v) const {
-    return static_cast<int>((__umulhi(static_cast<uint32_t>(v), multiplier) + static_cast<uint32_t>(v)) >> shift);
-  }
-};
-
 // weight and bias of a channel. Both are of x's dtype, or both float32 for 16-bit x.
 template <typename In>
 struct Affine {
@@ -325,7 +311,7 @@ __device__ __forceinline__ Vec<Out, V> forward_word(const HoldArgs<In>& a, const
                                                     compute_t<In> mean, compute_t<In> rstd) {
   using A = compute_t<In>;
   Vec<A, V> z = unpack<A>(word);
-  int c = a.by_hw(e < 0 ? 0 : e), edge = (c + 1) * a.hw;
+  int c = static_cast<int>(a.by_hw.quotient(e < 0 ? 0 : e)), edge = (c + 1) * a.hw;
   if (e >= 0 && e + V <= edge) {
     const Channel<A> channel(mean, rstd, a.affine, first_channel + c);
 #pragma unroll
@@ -845,7 +831,7 @@ __global__ void __launch_bounds__(kMergeThreads) group_norm_merge_moments(const 
   const int count = static_cast<int>(a.parts * a.depth);
 #pragma unroll 4
   for (int i = threadIdx.x & 31; i < count; i += 32) {
-    const int part = a.by_depth(i);
+    const int part = static_cast<int>(a.by_depth.quotient(i));
     m = merge(m, moments[part * a.channels + (i - part * a.depth)]);
   }
   m = lanes_merge(m, 32);
@@ -881,7 +867,7 @@ __global__ void __launch_bounds__(kMergeThreads) group_norm_merge_sums(const Mer
     const int count = static_cast<int>(a.parts * a.depth);
 #pragma unroll 4
     for (int i = threadIdx.x & 31; i < count; i += 32) {
-      const int part = a.by_depth(i), channel = i - part * a.depth;
+      const int part = static_cast<int>(a.by_depth.quotient(i)), channel = i - part * a.depth;
       const Sums<A> s = partial[part * a.channels + channel];
       const A weight = a.affine.weight(first + channel);
       total = total + Sums<A>{weight * s.dz, weight * s.dz_xhat};
@@ -1005,7 +991,7 @@ __global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_p
   A mean[V], scale[V], bias[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const int64_t group = column.sample * a.groups + a.by_depth(column.channel + j);
+    const int64_t group = column.sample * a.groups + a.by_depth.quotient(column.channel + j);
     const Channel<A> c(a.stats[group], a.stats[a.total() + group], a.affine, column.channel + j);
     mean[j] = c.mean, scale[j] = c.scale, bias[j] = c.bias;
   }
@@ -1032,7 +1018,7 @@ __global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_p
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int channel = column.active ? column.channel + j : 0;
-    const int64_t group = column.sample * a.groups + a.by_depth(channel);
+    const int64_t group = column.sample * a.groups + a.by_depth.quotient(channel);
     const Channel<A> c(a.stats[group], a.stats[a.total() + group], a.affine, channel);
     mean[j] = c.mean, rstd[j] = c.rstd, scale[j] = c.scale, bias[j] = c.bias;
     sums[j] = {A(0), A(0)};
@@ -1073,7 +1059,7 @@ __global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_p
   A mean[V], scale[V], bias[V], constant[V], slope[V];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const int64_t group = column.sample * a.groups + a.by_depth(column.channel + j);
+    const int64_t group = column.sample * a.groups + a.by_depth.quotient(column.channel + j);
     const Channel<A> c(a.stats[group], a.stats[a.total() + group], a.affine, column.channel + j);
     const GroupGradient<A> g = a.gradients[group];
     mean[j] = c.mean, scale[j] = c.scale, bias[j] = c.bias, constant[j] = g.constant, slope[j] = g.slope;
@@ -1347,7 +1333,7 @@ HoldArgs<In> make_hold(const Args<In>& args) {
   a.total = args.samples * args.groups;
   a.n = static_cast<int>(args.depth * args.pixels);
   a.hw = static_cast<int>(args.pixels);
-  a.by_hw = Divider(args.pixels);
+  a.by_hw = Divider(static_cast<uint32_t>(args.pixels));
   return a;
 }
 
@@ -1366,7 +1352,7 @@ PassArgs<In> split_pass(const Args<In>& args, int64_t blocks) {
   const int64_t words = ceil_div(args.pixels, V) + (args.pixels % V != 0);
   a.part_size = std::clamp(words * args.samples * args.channels / blocks, kLeast, kMost);
   a.parts = ceil_div(words, a.part_size);
-  a.by_depth = Divider(args.depth);
+  a.by_depth = Divider(static_cast<uint32_t>(args.depth));
   return a;
 }
 
@@ -1383,7 +1369,7 @@ PassArgs<In> pixel_pass(const Args<In>& args, int64_t blocks, int vector) {
   const int64_t wanted = std::max<int64_t>(1, blocks / (args.samples * a.tiles));
   a.part_size = std::max(ceil_div(args.pixels, wanted), std::min<int64_t>(args.pixels, kLeast * a.down));
   a.parts = ceil_div(args.pixels, a.part_size);
-  a.by_depth = Divider(args.depth);
+  a.by_depth = Divider(static_cast<uint32_t>(args.depth));
   return a;
 }
 
