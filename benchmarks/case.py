@@ -41,15 +41,23 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class Input:
-    """One input tensor. ``make(shape, dtype, device)`` fills it; never with zeros, which can run faster than data."""
+    """One input tensor.
+
+    Args:
+        make: fills it, as ``make(shape, dtype, device)``; never with zeros, which can run faster than data.
+        dtype: its own, where it is not that of the case.
+        parameter: a weight, a bias or a running statistic, which has no part in the shape of the output.
+    """
 
     shape: tuple[int, ...]
     make: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor] = normal
     grad: bool = True
     channels_last: bool = False
+    dtype: torch.dtype | None = None
+    parameter: bool = False
 
     def tensor(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        tensor = self.make(self.shape, dtype, device)
+        tensor = self.make(self.shape, self.dtype or dtype, device)
         if self.channels_last:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
         return tensor.requires_grad_(self.grad)
@@ -61,13 +69,15 @@ class Case:
 
     Args:
         op: what is computed, as ``function(*inputs, **options)``.
-        inputs: the tensors; the output has the shape that they broadcast to.
+        inputs: the tensors; the output has the shape that they broadcast to, parameters aside. Where none of them wants
+            a gradient, there is no backward.
         forward_bytes, backward_bytes: what a call cannot avoid reading and writing, e.g. ``"2b+1bit"``: ``b`` is
             the bytes of the output, ``bit`` one bit per element of it.
         bars: what has to be reached, by metric. ``forward`` and ``backward``: least fraction of the copy bandwidth.
             ``host_forward``, ``host_training``, ``forward_ratio``: greatest ratio to eager's time.
         suite: ``bars`` (the rows that an issue names), ``sweep`` (a line of a plot) or ``cpu``.
         contestants: implementations that make sense for this case; those absent from a machine say so in the result.
+        tolerance: greatest relative error against float64, where the one for the dtype does not suit.
         host: measure the host time of a call. For inputs so small that the GPU never is the one waited for.
         extra: only with ``--all``.
     """
@@ -76,18 +86,19 @@ class Case:
     inputs: tuple[Input, ...]
     dtype: torch.dtype
     forward_bytes: str
-    backward_bytes: str
+    backward_bytes: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
     bars: Mapping[str, float] = field(default_factory=dict)
     suite: str = "bars"
     contestants: tuple[str, ...] = ("eager", "compile", "fastlayers", "triton", "cuda", "liger")
+    tolerance: float | None = None
     host: bool = False
     extra: bool = False
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        return tuple(torch.broadcast_shapes(*(spec.shape for spec in self.inputs)))
+        return tuple(torch.broadcast_shapes(*(spec.shape for spec in self.inputs if not spec.parameter)))
 
     @property
     def title(self) -> str:

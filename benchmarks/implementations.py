@@ -25,8 +25,9 @@ TITLES = {
 }
 #: Those that are fastlayers with one backend forced.
 FORCED = ("triton", "cuda", "cpu")
-#: Those that fastlayers must never be slower than.
+#: Those that fastlayers must never be slower than, and those that its GPU time is held against as well.
 RIVALS = ("eager", "compile")
+GPU_RIVALS = (*RIVALS, "liger")
 
 
 def contestants(case: Case, everything: bool = False) -> tuple[str, ...]:
@@ -56,13 +57,18 @@ def function(name: str, case: Case) -> Callable[..., Any]:
     return chosen
 
 
-def liger(name: str) -> Callable[..., Any] | None:
-    """Liger's function of that name, without the options of torch's; None where Liger is not installed."""
+def liger(name: str, **fixed: Any) -> Callable[..., Any] | None:
+    """Liger's function of that name, with these options and none of the case's; None where Liger is not installed."""
     try:
         functions = import_module("liger_kernel.transformers.functional")
     except ImportError:
         return None
-    return lambda *inputs, **options: getattr(functions, name)(*inputs)
+    return lambda *inputs, **options: getattr(functions, name)(*inputs, **fixed)
+
+
+def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
+    """What a contestant returned, one output or several."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 def forced(name: str) -> str | None:

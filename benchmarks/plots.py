@@ -157,7 +157,7 @@ def bars(rows: list[Row], results: dict[str, Any], family: str) -> Figure:
     )
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
         for place, name in enumerate(names):
-            mine = [row for row in rows if row["implementation"] == name]
+            mine = [row for row in rows if row["implementation"] == name and direction in row]
             at = [cases.index(row["case"]) + (place - (len(names) - 1) / 2) * height for row in mine]
             length = [row[direction]["fraction"] for row in mine]
             axes.barh(at, length, height * 0.92, color=COLOURS[name], label=TITLES[name])

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
-from benchmarks.implementations import function
+from benchmarks.implementations import as_tuple, function
 
 MAX_PROCESSES = 12  # each holds the tensors of one case: up to 4 GiB
 
@@ -41,8 +41,10 @@ def compile_case(case_id: str, device_type: str) -> float:
     started = time.perf_counter()
     with torch.no_grad():
         compiled(*inputs, **case.options)
-    out = compiled(*inputs, **case.options)
-    torch.autograd.grad(out, [x for x in inputs if x.requires_grad], torch.randn_like(out))
+    wanted = [x for x in inputs if x.requires_grad]
+    if wanted:
+        outputs = as_tuple(compiled(*inputs, **case.options))
+        torch.autograd.grad(outputs, wanted, [torch.randn_like(out) for out in outputs])
     if device_type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

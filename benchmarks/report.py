@@ -1,7 +1,7 @@
 """Tables from a result file: every row, those that lose included, for the terminal and for Markdown.
 
 A line of a table is one case and one metric, with a cell for each contestant and a verdict on ``fastlayers``, the
-default choice: whether it reached its bar, and whether eager or torch.compile was faster.
+default choice: whether it reached its bar, and whether eager, torch.compile or, in GPU time, Liger was faster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.implementations import RIVALS, TITLES
+from benchmarks.implementations import GPU_RIVALS, RIVALS, TITLES
 
 #: A rival within this factor is as fast: run to run, the same kernel differs by about that much.
 NOISE = 1.03
@@ -115,7 +115,8 @@ def verdicts(contestants: dict[str, Row], metric: Metric) -> Iterable[tuple[str,
     mine = metric.value(ours) if ours else None
     if ours is None or mine is None:
         return
-    times = {name: metric.value(contestants[name]) for name in RIVALS if name in contestants}
+    against = GPU_RIVALS if metric in DEVICE_METRICS else RIVALS
+    times = {name: metric.value(contestants[name]) for name in against if name in contestants}
     rivals = {name: value for name, value in times.items() if value is not None}
     yield from bar_verdicts(ours, metric, mine, rivals.get("eager"))
     if rivals:
@@ -178,7 +179,8 @@ def summary(results: dict[str, Any]) -> str:
     losing = sum("loses to" in text for text in marks)
     failed = sum(row["status"] == "failed" for row in results["rows"])
     skipped = f", {len(results['skipped'])} cases not run" if results["skipped"] else ""
-    return f"{met} bars met, {missed} missed; {losing} lines lose to torch or torch.compile; {failed} failures{skipped}"
+    lose = f"{losing} lines lose to torch, torch.compile or Liger"
+    return f"{met} bars met, {missed} missed; {lose}; {failed} failures{skipped}"
 
 
 def caption(results: dict[str, Any]) -> str:

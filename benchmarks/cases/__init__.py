@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.case import Case
-from benchmarks.cases import elementwise, softmax
+from benchmarks.cases import batch_norm, elementwise, group_norm, layer_norm, softmax
 
-FAMILIES = (softmax, elementwise)
+FAMILIES = (softmax, elementwise, layer_norm, batch_norm, group_norm)
 
 
 def all_cases() -> list[Case]:
