@@ -212,8 +212,8 @@ __device__ __forceinline__ Vec<A, V> deviations(const Vec<T, V>& v, A center, in
 
 // The moments of a whole row from those of its warps.
 template <bool CLUSTER, typename A>
-__device__ __forceinline__ Moments<A> row_moments(const Moments<A>& part, Moments<A>* slots, int lanes, int n, bool layer) {
-  const int lane = threadIdx.x & 31, count = exchange<CLUSTER>(slots, part, lanes, 0);
+__device__ __forceinline__ Moments<A> row_moments(const Moments<A>& part, Moments<A>* slots, int lanes, int group, int n, bool layer) {
+  const int lane = threadIdx.x & 31, count = exchange<CLUSTER>(slots, part, lanes, group);
   Moments<A> row{A(0), A(0), static_cast<A>(n)};
   if (layer) {
 #pragma unroll 1
@@ -305,6 +305,11 @@ __global__ void __launch_bounds__(THREADS, 1) layer_norm_forward_rows(const Forw
       for (int i = 0; i < K; ++i)
         if (element(i) < n) early_weight[i] = load_weight<RAGGED, X, V>(static_cast<const X*>(a.weight), element(i), n);
     }
+    if (a.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < K; ++i)
+        if (element(i) < n) early_bias[i] = load_weight<RAGGED, X, V>(static_cast<const X*>(a.bias), element(i), n);
+    }
   }
 
   const bool layer = a.kind == kLayer;
@@ -334,7 +339,7 @@ __global__ void __launch_bounds__(THREADS, 1) layer_norm_forward_rows(const Forw
   part.m2 = lanes_sum(part.m2, lanes);
   if constexpr (CLUSTER) this_cluster().barrier_wait();  // every block has started: its memory may be written
   if (CLUSTER || a.lanes > 32) {
-    part = row_moments<CLUSTER>(part, slots, a.lanes, n, layer);
+    part = row_moments<CLUSTER>(part, slots, a.lanes, 0, n, layer);
     mean = layer ? part.sum / part.count : A(0);
   }
   const A rstd = rsqrt(part.m2 / static_cast<A>(n) + a.eps);
@@ -350,13 +355,6 @@ __global__ void __launch_bounds__(THREADS, 1) layer_norm_forward_rows(const Forw
     using Out = decltype(out_type);
     const W* weight = static_cast<const W*>(a.weight);
     const W* bias = static_cast<const W*>(a.bias);
-    if constexpr (EARLY) {
-      if (bias != nullptr) {
-#pragma unroll
-        for (int i = 0; i < K; ++i)
-          if (element(i) < n) early_bias[i] = load_weight<RAGGED, W, V>(bias, element(i), n);
-      }
-    }
 #pragma unroll
     for (int i = 0; i < K; ++i) {
       const int e = element(i);
@@ -398,31 +396,17 @@ __global__ void __launch_bounds__(THREADS, 1) layer_norm_forward_rows(const Forw
   }
 }
 
-// ---- backward -----------------------------------------------------------------------------------------------------------
+// ---- rows that follow one another through a resident grid ---------------------------------------------------------------
+//
+// A group of threads walks down the rows, and the next ones are on their way to shared memory while it works on one. What
+// belongs to the columns (weight, bias, their gradients' sums) stays with the threads.
 
-constexpr int kBackwardThreads = 512;  // of a block at most; registers for as many on an SM
+constexpr int kResidentThreads = 512;  // of a block at most; registers for as many on an SM
 // The ragged kernel of layer_norm for 16 bits does not get by with the 128 registers that this leaves a thread.
 template <typename X, bool LAYER, bool RAGGED>
-constexpr int kBackwardThreadsOf = sizeof(X) == 2 && LAYER && RAGGED ? 384 : kBackwardThreads;
+constexpr int kBackwardThreadsOf = sizeof(X) == 2 && LAYER && RAGGED ? 384 : kResidentThreads;
 constexpr int kMaxStages = 4;
-
-template <typename A>
-struct BackwardArgs {
-  const void *dy, *dsum, *x, *weight;  // dsum and weight may be null
-  const A* stats;
-  void* dx;
-  A* partial;       // [2, blocks or clusters, n]: what they summed for dweight and for dbias
-  int64_t rows;
-  int n;
-  A inverse_n;
-  int lanes;        // threads of a block that share a row: a group. A power of two up to a warp, then whole warps
-  int groups;       // of all blocks; each takes every groups-th row
-  int stages;       // rows of a group in shared memory
-  bool wide_weight, small_weight;  // float32 for x of 16 bits; of 16 bits for x of float32
-  bool bfloat;      // what a small weight is
-  bool stage_wide;  // keep the weight, or 1 + weight, in float32: x has 16 bits that may not hold it
-  bool gemma, want_weight, want_bias;
-};
+constexpr int kResidentWords = 4;  // of a thread: in the backward 64 sums of layer_norm in 16 bits, half of its registers
 
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned shared, const void* global) {
@@ -472,6 +456,177 @@ struct Staged {
     for (int part = 0; part < kParts; ++part)
       *reinterpret_cast<Vec<T, U>*>(at(i, part)) = *reinterpret_cast<const Vec<T, U>*>(v.v + part * U);
   }
+};
+
+template <typename A>
+struct StreamArgs {
+  const void *x, *weight, *bias;  // weight and bias may be null
+  void* y;
+  A* stats;  // or null
+  int64_t rows;
+  int n, kind;
+  int lanes;   // threads of a block that share a row: a group. A power of two up to a warp, then whole warps
+  int groups;  // of all blocks; each takes every groups-th row
+  int stages;  // rows of a group in shared memory
+  bool wide_weight, wide_out;  // float32, where x has 16 bits
+  A eps;
+};
+
+template <typename X, bool LAYER, bool RAGGED, bool CLUSTER>
+__global__ void __launch_bounds__(kResidentThreads, 1) layer_norm_forward_stream(const StreamArgs<compute_t<X>> a) {
+  using A = compute_t<X>;
+  constexpr int V = kVectorBytes / sizeof(X), K = kResidentWords;
+  __shared__ Moments<A> slots[2][kResidentThreads / 32 * (CLUSTER ? kMaxCluster : 1)];
+  extern __shared__ __align__(16) char memory[];
+  if constexpr (CLUSTER) this_cluster().barrier_arrive();
+
+  int group = blockIdx.x, first = threadIdx.x, group_of_block = 0;
+  if constexpr (CLUSTER) {
+    auto cluster = this_cluster();
+    group /= cluster.num_blocks();
+    first += static_cast<int>(cluster.block_rank()) * K * a.lanes;
+  } else {
+    group_of_block = first / a.lanes;
+    first -= group_of_block * a.lanes;
+    group = group * (blockDim.x / a.lanes) + group_of_block;
+  }
+  const int n = a.n;
+  const int head = RAGGED ? static_cast<int>(group * static_cast<int64_t>(n) & (V - 1)) : 0;
+  const auto element = [&](int i) { return (first + i * a.lanes) * V - head; };
+
+  using StagedX = Staged<X, V, K>;
+  using StagedWide = Staged<A, V, K>;
+  const int threads = blockDim.x, stage_bytes = threads * StagedX::kThread;
+  const auto request = [&](int64_t row, char* stage) {
+    if (row < a.rows) {
+#pragma unroll
+      for (int i = 0; i < K; ++i)
+        if (element(i) < n) StagedX{stage}.request(i, static_cast<const X*>(a.x) + row * n, element(i), n);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  char* const end = memory + a.stages * stage_bytes;
+  for (int i = 0; i + 1 < a.stages; ++i) request(group + static_cast<int64_t>(i) * a.groups, memory + i * stage_bytes);
+
+  // Weight and bias of the thread's columns, behind the stages.
+  char* const bias_at = end + (a.weight == nullptr ? 0 : threads * (a.wide_weight ? StagedWide::kThread : StagedX::kThread));
+  int elements = 0;
+#pragma unroll 1
+  for (int i = 0; i < K; ++i) {
+    const int e = element(i);
+    if (e >= n) continue;
+    elements += RAGGED ? min(e + V, n) - max(e, 0) : V;
+    if (a.wide_weight) {
+      if (a.weight != nullptr) StagedWide{end}.store(i, load_weight<RAGGED, A, V>(static_cast<const A*>(a.weight), e, n));
+      if (a.bias != nullptr) StagedWide{bias_at}.store(i, load_weight<RAGGED, A, V>(static_cast<const A*>(a.bias), e, n));
+    } else {
+      if (a.weight != nullptr) StagedX{end}.store(i, load_weight<RAGGED, X, V>(static_cast<const X*>(a.weight), e, n));
+      if (a.bias != nullptr) StagedX{bias_at}.store(i, load_weight<RAGGED, X, V>(static_cast<const X*>(a.bias), e, n));
+    }
+  }
+  const auto parameter = [&](char* base, int i) {
+    return sizeof(X) < sizeof(A) && a.wide_weight ? StagedWide{base}.load(i) : unpack<A>(StagedX{base}.load(i));
+  };
+  const int lanes = a.lanes < 32 ? a.lanes : 32;
+  const A count = lanes_sum(static_cast<A>(elements), lanes);
+  if constexpr (CLUSTER) this_cluster().barrier_wait();  // every block has started: its memory may be written
+
+  char* stage = memory;
+  int turn = 0;
+  // The threads of a warp go on together until the last of their rows, with nothing to do past it.
+  const int64_t warp_rows = a.rows - (CLUSTER || a.lanes >= 32 ? group : 0);
+  int64_t row = group;
+  for (int steps = warp_rows > 0 ? static_cast<int>((warp_rows + a.groups - 1) / a.groups) : 0; steps > 0; --steps, row += a.groups) {
+    // Into the stage that the row before this one has left.
+    request(row + static_cast<int64_t>(a.stages - 1) * a.groups, (stage == memory ? end : stage) - stage_bytes);
+    await_copies(a.stages - 1);
+    const int length = row < a.rows ? n : -V;  // a word may begin before its row
+    Vec<X, V> held[K];
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      held[i] = filled<X, V>(convert<X>(0.f));
+      if (element(i) < length) held[i] = StagedX{stage}.load(i);
+    }
+    Moments<A> part{A(0), A(0), count};
+    A mean = 0;  // of the warp's part, then of the row
+    if constexpr (LAYER) {
+#pragma unroll
+      for (int i = 0; i < K; ++i) part.sum += tree_sum(deviations<RAGGED>(held[i], A(0), element(i), n));
+      part.sum = lanes_sum(part.sum, lanes);
+      mean = count > A(0) ? part.sum / count : A(0);
+#pragma unroll
+      for (int i = 0; i < K; ++i) forget(held[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      const Vec<A, V> d = deviations<RAGGED>(held[i], mean, element(i), n);
+      if (element(i) < length) part.m2 += tree_dot(d, d);
+    }
+    part.m2 = lanes_sum(part.m2, lanes);
+    if (CLUSTER || a.lanes > 32) {
+      part = row_moments<CLUSTER>(part, slots[turn] + group_of_block * (a.lanes >> 5), a.lanes, group_of_block, n, LAYER);
+      turn ^= 1;
+      if constexpr (LAYER) mean = part.sum / part.count;
+    }
+    const A rstd = rsqrt(part.m2 / static_cast<A>(n) + a.eps);
+#pragma unroll
+    for (int i = 0; i < K; ++i) forget(held[i]);
+    if (a.stats != nullptr && first == 0 && length > 0) {
+      a.stats[row] = LAYER ? mean : rstd;
+      if constexpr (LAYER) a.stats[a.rows + row] = rstd;
+    }
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      const int e = element(i);
+      if (e >= length) continue;
+      Vec<A, V> r = unpack<A>(held[i]);
+#pragma unroll
+      for (int j = 0; j < V; ++j) r.v[j] = (r.v[j] - mean) * rstd;
+      if (a.weight != nullptr) {
+        Vec<A, V> w = parameter(end, i);
+        if constexpr (!LAYER) {
+          if (a.kind == kGemma) {
+#pragma unroll
+            for (int j = 0; j < V; ++j) w.v[j] += A(1);
+          }
+          if (a.kind == kLlama) r = unpack<A>(pack<X>(r));
+        }
+#pragma unroll
+        for (int j = 0; j < V; ++j) r.v[j] *= w.v[j];
+        // Llama's product has the dtype that its factors promote to.
+        if (!LAYER && a.wide_out && !a.wide_weight && a.kind == kLlama) r = unpack<A>(pack<X>(r));
+      }
+      if (LAYER && a.bias != nullptr) {
+        const Vec<A, V> b = parameter(bias_at, i);
+#pragma unroll
+        for (int j = 0; j < V; ++j) r.v[j] += b.v[j];
+      }
+      if (sizeof(X) < sizeof(A) && a.wide_out) store_word<RAGGED>(static_cast<A*>(a.y) + row * n, e, n, r);
+      else store_word<RAGGED>(static_cast<X*>(a.y) + row * n, e, n, pack<X>(r));
+    }
+    stage += stage_bytes;
+    if (stage == end) stage = memory;
+  }
+}
+
+// ---- backward -----------------------------------------------------------------------------------------------------------
+
+template <typename A>
+struct BackwardArgs {
+  const void *dy, *dsum, *x, *weight;  // dsum and weight may be null
+  const A* stats;
+  void* dx;
+  A* partial;       // [2, blocks or clusters, n]: what they summed for dweight and for dbias
+  int64_t rows;
+  int n;
+  A inverse_n;
+  int lanes;        // threads of a block that share a row: a group. A power of two up to a warp, then whole warps
+  int groups;       // of all blocks; each takes every groups-th row
+  int stages;       // rows of a group in shared memory
+  bool wide_weight, small_weight;  // float32 for x of 16 bits; of 16 bits for x of float32
+  bool bfloat;      // what a small weight is
+  bool stage_wide;  // keep the weight, or 1 + weight, in float32: x has 16 bits that may not hold it
+  bool gemma, want_weight, want_bias;
 };
 
 template <typename A>
@@ -525,7 +680,7 @@ template <typename X, typename D, bool LAYER, bool RAGGED, int K, bool CLUSTER>
 __global__ void __launch_bounds__(kBackwardThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_backward_rows(const BackwardArgs<compute_t<X>> a) {
   using A = compute_t<X>;
   constexpr int V = kVectorBytes / sizeof(X);
-  constexpr int kSlots = kBackwardThreads / 32 * (CLUSTER ? kMaxCluster : 1);
+  constexpr int kSlots = kResidentThreads / 32 * (CLUSTER ? kMaxCluster : 1);
   __shared__ RowSums<A> slots[2][kSlots];
   extern __shared__ __align__(16) char memory[];
   if constexpr (CLUSTER) this_cluster().barrier_arrive();
@@ -630,11 +785,11 @@ __global__ void __launch_bounds__(kBackwardThreadsOf<X, LAYER, RAGGED>, 1) layer
   for (int steps = warp_rows > 0 ? static_cast<int>((warp_rows + a.groups - 1) / a.groups) : 0; steps > 0; --steps, row += a.groups) {
     // Into the stage that the row before this one has left.
     request(row + static_cast<int64_t>(a.stages - 1) * a.groups, (stage == memory ? end : stage) - stage_bytes);
-    const A mean = next_mean, rstd = next_rstd;
+    const A mean = next_mean, rstd = LAYER && n == 1 ? A(0) : next_rstd;  // one element is its mean: exactly no gradient
     load_stats(row + a.groups);
     await_copies(a.stages - 1);
     const bool live = row < a.rows;
-    const int length = live ? n : 0;
+    const int length = live ? n : -V;  // a word may begin before its row
     const StagedX staged_x{stage};
     const StagedDy staged_dy{stage + threads * StagedX::kThread};
     const StagedX staged_dsum{stage + threads * (StagedX::kThread + StagedDy::kThread)};
@@ -1073,20 +1228,19 @@ void launch_kernel(Kernel kernel, int64_t blocks, int threads, int cluster, size
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 
-// How a backward's resident grid is made for rows of up to `words` 16-byte words: `threads` of an SM at most, in blocks of up
+// How a resident grid is made for rows of up to `words` 16-byte words: `threads` of an SM at most, in blocks of up
 // to `block`, which hold as many groups as fit, with up to `stages` rows of each in shared memory. Fewer and larger blocks
 // leave fewer partial sums.
-struct BackwardRule {
+struct ResidentRule {
   int64_t words;
   int threads, block, stages;
 };
-constexpr BackwardRule kBackwardRules[] = {
+constexpr ResidentRule kResidentRules[] = {
     {INT64_MAX, 512, 512, 3},
 };
-constexpr int kBackwardWords = 4;     // of a thread: 64 sums of layer_norm in 16 bits, half of its registers
 constexpr int kSharedReserve = 1024;  // of each block, for the driver
 
-struct BackwardLaunch {
+struct ResidentLaunch {
   RowLaunch row;
   int groups = 0, stages = 0;
   int64_t blocks = 0;
@@ -1108,14 +1262,14 @@ int64_t shared_of_block(int resident, int cluster, int slots, int device) {
 
 // `period`: rows after which a row starts at the same place of a word. `word_bytes`: what a stage holds for each word, and
 // `weight_bytes` what lies beside the stages.
-BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word_bytes, int weight_bytes, int slots, int most_threads,
+ResidentLaunch resident_launch(int64_t words, int64_t rows, int period, int word_bytes, int weight_bytes, int slots, int most_threads,
                                const Launch& on) {
   const DeviceTraits& device = device_traits(on.device());
-  BackwardLaunch launch;
+  ResidentLaunch launch;
   RowLaunch& row = launch.row;
-  const BackwardRule* found = kBackwardRules;
+  const ResidentRule* found = kResidentRules;
   while (found->words < words) ++found;
-  row.words = rule("FL_BACKWARD_WORDS", kBackwardWords);
+  row.words = rule("FL_BACKWARD_WORDS", kResidentWords);
   const int most = rule("FL_BACKWARD_THREADS", found->threads);
   // Two stages of the widest types may leave room for fewer threads than that.
   const auto widest_of = [&](int cluster) {
@@ -1125,7 +1279,7 @@ BackwardLaunch backward_launch(int64_t words, int64_t rows, int period, int word
   const int widest = widest_of(1);
   if (words > static_cast<int64_t>(widest) * row.words) {
     row.cluster = static_cast<int>(next_power_of_2(ceil_div(words, static_cast<int64_t>(widest_of(kMaxCluster)) * row.words)));
-    if (device.capability < 90 || row.cluster > kMaxCluster) return BackwardLaunch{};
+    if (device.capability < 90 || row.cluster > kMaxCluster) return ResidentLaunch{};
     row.threads = row.block = static_cast<int>(ceil_div(ceil_div(words, row.words * row.cluster), 32) * 32);
   } else {
     row.threads = row_threads(words, row.words);
@@ -1243,11 +1397,62 @@ void with_words(int words, F&& f) {
   f(std::integral_constant<int, 4>{});
 }
 
+// The period after which a row of n starts at the same place of a word.
+int period_of(int64_t n, int vector) {
+  int period = 1;
+  while (period * n % vector != 0) period *= 2;
+  return period;
+}
+
+// Bytes from which rows stream through a resident grid. Fewer are over before the weights have been fetched for it.
+constexpr int kStreamPast = 4 << 20;
+
+template <typename X>
+bool stream_forward(const ForwardArgs<compute_t<X>>& args, int64_t n, const Launch& on) {
+  using A = compute_t<X>;
+  constexpr int V = kVectorBytes / sizeof(X);
+  if (n > INT32_MAX / 2 || args.rows * n * static_cast<int64_t>(sizeof(X)) < rule("FL_STREAM_PAST", kStreamPast)) return false;
+  const bool ragged = n % V != 0, layer = args.kind == kLayer;
+  const int parameters = (args.weight != nullptr ? 1 : 0) + (args.bias != nullptr ? 1 : 0);
+  const int parameter_bytes = parameters * V * static_cast<int>(args.wide_weight ? sizeof(A) : sizeof(X));
+  constexpr int kSlots = 2 * sizeof(Moments<A>) * kResidentThreads / 32;
+  const ResidentLaunch launch = resident_launch(ceil_div(n + (ragged ? V - 1 : 0), V), args.rows, period_of(n, V), kVectorBytes,
+                                                parameter_bytes, kSlots, kResidentThreads, on);
+  if (launch.groups == 0) return false;
+  StreamArgs<A> stream{args.x, args.weight, args.bias, args.y, args.stats, args.rows, static_cast<int>(n), args.kind, launch.row.threads,
+                       launch.groups, launch.stages, args.wide_weight, args.wide_out, args.eps};
+  static bool all_prepared[8][kMaxDevices];
+  const auto run = [&](auto is_layer, auto is_ragged, auto is_cluster) {
+    constexpr bool LAYER = decltype(is_layer)::value, RAGGED = decltype(is_ragged)::value, CLUSTER = decltype(is_cluster)::value;
+    const auto kernel = layer_norm_forward_stream<X, LAYER, RAGGED, CLUSTER>;
+    bool& prepared = all_prepared[LAYER + 2 * RAGGED + 4 * CLUSTER][on.device()];
+    if (!prepared)
+      STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(shared_of_block(1, CLUSTER ? kMaxCluster : 1, kSlots, on.device()))));
+    prepared = true;
+    launch_kernel(kernel, launch.blocks, launch.row.block, launch.row.cluster, launch.shared, on.stream(), stream);
+  };
+  const auto choose = [&](auto is_layer, auto is_ragged) {
+    if (launch.row.cluster > 1) run(is_layer, is_ragged, std::true_type{});
+    else run(is_layer, is_ragged, std::false_type{});
+  };
+  const auto choose_ragged = [&](auto is_layer) {
+    if (ragged) choose(is_layer, std::true_type{});
+    else choose(is_layer, std::false_type{});
+  };
+  if (layer) choose_ragged(std::true_type{});
+  else choose_ragged(std::false_type{});
+  return true;
+}
+
 template <typename X, typename R>
 void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& split_args, int64_t n, const Launch& on, const Tensor& like) {
   using A = compute_t<X>;
   constexpr int V = kVectorBytes / sizeof(X);
   constexpr bool ALWAYS_MIXED = sizeof(sum_t<X, R>) != sizeof(X);
+  if constexpr (std::is_void_v<R> && sizeof(X) != 8) {
+    if (stream_forward<X>(args, n, on)) return;
+  }
   const DeviceTraits& device = device_traits(on.device());
   const bool mixed = args.wide_weight || args.wide_out;
   const bool ragged = n % V != 0;
@@ -1396,13 +1601,11 @@ bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight
   constexpr bool kRare = sizeof(D) < sizeof(X) || sizeof(X) == 8;  // the ragged kernels serve all rows
   if (n > INT32_MAX / 2) return false;
   const bool ragged = n % V != 0;
-  int period = 1;
-  while (period * n % V != 0) period *= 2;
   const int word_bytes = static_cast<int>(V * ((args.dsum != nullptr ? 2 : 1) * sizeof(X) + sizeof(D)));
   const int weight_bytes = static_cast<int>(V * (args.stage_wide ? sizeof(A) : sizeof(X)));
   const int64_t words = ceil_div(n + (ragged ? V - 1 : 0), V);
-  constexpr int kSlots = 2 * sizeof(RowSums<A>) * kBackwardThreads / 32;
-  const BackwardLaunch launch = backward_launch(words, args.rows, period, word_bytes, weight_bytes, kSlots,
+  constexpr int kSlots = 2 * sizeof(RowSums<A>) * kResidentThreads / 32;
+  const ResidentLaunch launch = resident_launch(words, args.rows, period_of(n, V), word_bytes, weight_bytes, kSlots,
                                                 ragged ? kBackwardThreadsOf<X, LAYER, true> : kBackwardThreadsOf<X, LAYER, kRare>, on);
   if (launch.groups == 0) return false;
   args.n = static_cast<int>(n);
@@ -1531,9 +1734,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, cons
     const auto served = [&](auto layer) {
       constexpr bool LAYER = decltype(layer)::value;
 #ifdef FASTLAYERS_TUNE
-      if (rule("FL_BACKWARD_WORDS", kBackwardWords) == 2) return backward<X, D, LAYER, 2>(args, s.n, dweight, dbias, on, x);
+      if (rule("FL_BACKWARD_WORDS", kResidentWords) == 2) return backward<X, D, LAYER, 2>(args, s.n, dweight, dbias, on, x);
 #endif
-      return backward<X, D, LAYER, kBackwardWords>(args, s.n, dweight, dbias, on, x);
+      return backward<X, D, LAYER, kResidentWords>(args, s.n, dweight, dbias, on, x);
     };
     if (kind == kLayer ? served(std::true_type{}) : served(std::false_type{})) return;
     SplitArgs<A> split{};
