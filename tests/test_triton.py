@@ -17,10 +17,11 @@ import pytest
 pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parent / "triton_kernels"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["interpret_softmax", "interpret_elementwise", "compile_all", "launch_cache"])
+@pytest.mark.parametrize("name", NAMES)
 def test_triton_kernels(name: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1" if name.startswith("interpret") else "0"}
     # numpy warns of every NaN that the interpreter meets on purpose.

@@ -112,9 +112,7 @@ class Backward:
 
 
 @lru_cache(KEPT)
-def _backward_plan(
-    shape: torch.Size, last: bool, dtypes: DTypes, training: bool, act: int, device: torch.device
-) -> Backward:
+def _backward_plan(shape: torch.Size, last: bool, dtypes: DTypes, act: int, device: torch.device) -> Backward:
     """``dtypes``: of x, residual, weight and bias."""
     dtype = dtypes[0]
     assert dtype is not None
@@ -136,7 +134,7 @@ def batch_norm_backward(
     if residual is not None:
         residual = in_layout(residual, x)
     dtypes = (x.dtype, *[None if t is None else t.dtype for t in (residual, weight, bias)])
-    plan = _backward_plan(x.shape, last, dtypes, training, act, x.device)
+    plan = _backward_plan(x.shape, last, dtypes, act, x.device)
     dx = torch.empty_like(x)
     for_residual = torch.empty_like(x) if dresidual else None
     dtype = plan.accumulator if weight is None else weight.dtype

@@ -29,14 +29,15 @@ from fastlayers.kernels.indexing import index_type
 from fastlayers.kernels.launch import Launch, cdiv, multiprocessors
 from fastlayers.kernels.reductions import accumulator, merge, unit, welford
 
-# Elements of a tile, all of 8 warps: 16 a thread in the forward, whose mean and squares are 32 registers, and 8 in the
-# backward, with two tensors and two sums. float64: half. So a thread has 64 to 80 registers, three or four programs of an
-# SM run at once, and 12 of them a multiprocessor are whole rounds either way. Channels last, 64 channels are 128
-# contiguous bytes of 16-bit elements.
+# Elements of 16 bits of a tile, of wider ones as many bytes, and all of 8 warps: 16 a thread in the forward, whose mean
+# and squares are 32 registers, and 8 in the backward, with two tensors and two sums. So a thread has 64 to 80
+# registers, three or four programs of an SM run at once, and 12 of them a multiprocessor are whole rounds either way.
+# Channels last, 64 channels are 128 contiguous bytes of 16-bit elements.
 FORWARD_TILE, BACKWARD_TILE, WARPS, MAX_CHANNELS = 4096, 2048, 8, 64
 PROGRAMS_PER_MULTIPROCESSOR = 12
 
-# Splits x groups x channels of a group that a program merges at a time; 8 channels of float32 are a sector.
+# Splits x groups x channels of a group that a program merges at a time, of float64 a quarter; 8 channels of float32
+# are a sector.
 FINISH_TILE, FINISH_WIDTH, MAX_FINISH_CHANNELS, FINISH_WARPS = 2048, 8, 64, 4
 
 # Bytes of bits of a program where neighbours in memory are not of one tile.
@@ -109,7 +110,9 @@ def _statistics(
         x = _load(x_ptr, offset, inside, ACC)
         # One division a tile: how many elements a lane has had is one of two numbers.
         reciprocal = tl.where(
-            full, 1.0 / (along * steps_inner + across + 1).to(ACC), 1.0 / (along * (steps_inner - 1) + across + 1).to(ACC)
+            full,
+            1.0 / (along * steps_inner + across + 1).to(ACC),
+            1.0 / (along * (steps_inner - 1) + across + 1).to(ACC),
         )
         mean, squares = welford(x, inside, mean, squares, reciprocal)
     count = (lane_outer[:, None, None] * lane_inner[None, None, :]).to(ACC)
@@ -173,7 +176,9 @@ def _finish_statistics(
     if var_ptr is not None:
         variance = squares / tl.maximum(total - 1.0, 1.0)
         running = _load(var_ptr, group, inside, ACC)
-        tl.store(var_ptr + group, ((1.0 - share) * running + share * variance).to(var_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            var_ptr + group, ((1.0 - share) * running + share * variance).to(var_ptr.dtype.element_ty), mask=inside
+        )
 
 
 @triton.jit
@@ -207,7 +212,7 @@ def _byte_tile(
     sample, o, channel, i, outer, channels, inner, last_outer, last_inner,
     OUTER: tl.constexpr, CHANNELS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of the bytes of bits of a tile, and which are there: eight neighbours along the axis that is contiguous."""
+    """Offsets of the bytes of bits of a tile, each of eight neighbours in memory, and which are there."""
     o = o + tl.arange(0, OUTER)[:, None, None]
     if INNER == 1:
         c = tl.min(channel, 0) + 8 * tl.arange(0, CHANNELS // 8)[None, :, None]
@@ -273,7 +278,7 @@ def _normalise_flat(
     y_ptr, bits_ptr, kept_ptr, x_ptr, residual_ptr, weight_ptr, bias_ptr, stats_ptr, var_ptr,
     n, channels, inner, eps: tl.float64, ACT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_normalise` of one sample with bits, where the eight elements of a byte are of several channels or rows."""
+    """`_normalise` of one sample, with bits, where the eight elements of a byte are of several channels or rows."""
     byte = tl.program_id(0).to(INDEX) * (TILE // 8) + tl.arange(0, TILE // 8)
     element = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = element < n
@@ -337,7 +342,7 @@ def _sums(
         tl.program_id(0), outer, channels, inner, splits, inner_splits, outer_steps, inner_steps,
         INDEX, OUTER, CHANNELS, INNER,
     )  # fmt: skip
-    mean, rstd, scale, bias = _parameters(
+    mean, _, scale, bias = _parameters(
         stats_ptr, None, weight_ptr, bias_ptr, sample, channel, channels, groups, per, 0.0, ACC
     )
     mean, scale, bias = mean[None, :, None], scale[None, :, None], bias[None, :, None]
@@ -355,8 +360,7 @@ def _sums(
             sample, o, channel, i, outer, channels, inner, last_outer, last_inner,
             ACT, PACKED, ACC, OUTER, CHANNELS, INNER,
         )  # fmt: skip
-        dz = tl.where(inside, dz, 0.0)
-        plain += dz
+        plain += dz  # 0 outside, where dy is
         along += dz * deviation
         if dx_ptr is not None:
             tl.store(dx_ptr + offset, (dz * scale).to(dx_ptr.dtype.element_ty), mask=inside)
@@ -417,11 +421,11 @@ def _gradient(
     """dx = dz * weight * rstd - means[0] - (x - mean) * means[1], and dresidual = dz, if that is given."""
     channels, inner = channel_units * CHANNEL_UNIT, inner_units * INNER_UNIT
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    sample, split, channel, first_outer, first_inner, last_outer, last_inner = _share(
+    sample, _, channel, first_outer, first_inner, last_outer, last_inner = _share(
         program, outer, channels, inner, splits, inner_splits, outer_steps, inner_steps,
         INDEX, OUTER, CHANNELS, INNER,
     )  # fmt: skip
-    mean, rstd, scale, bias = _parameters(
+    mean, _, scale, bias = _parameters(
         stats_ptr, None, weight_ptr, bias_ptr, sample, channel, channels, groups, per, 0.0, ACC
     )
     mean, scale, bias = mean[None, :, None], scale[None, :, None], bias[None, :, None]
@@ -533,8 +537,9 @@ class Geometry:
     def finish(self, function: Any, scalars: tuple[Any, ...], dtype: torch.dtype) -> Launch:
         """A launch of one of the kernels that merge the splits."""
         per = min(triton.next_power_of_2(self.per), MAX_FINISH_CHANNELS)
-        groups = max(FINISH_WIDTH // per, 1)
-        splits = min(triton.next_power_of_2(self.splits), FINISH_TILE // (groups * per))
+        share = 4 if dtype == torch.float64 else 1
+        groups = max(FINISH_WIDTH // share // per, 1)
+        splits = min(triton.next_power_of_2(self.splits), FINISH_TILE // share // (groups * per))
         index = index_type(2 * math.prod(self.part_shape))
         constants = (accumulator(dtype)[0], index, splits, groups, per)
         arguments = (self.groups, self.per, self.outer, self.channels, self.inner, self.splits, *scalars)
@@ -548,7 +553,7 @@ def geometry(
     n, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
     samples = 1 if batch else n
     outer, inner = (n // samples * pixels, 1) if last else (n // samples, pixels)
-    elements //= 2 if dtype == torch.float64 else 1
+    elements = elements * 2 // dtype.itemsize
     inner_tile = _inner_tile(inner, elements)
     if last:
         channel_tile = min(triton.next_power_of_2(channels), MAX_CHANNELS)

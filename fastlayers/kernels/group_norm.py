@@ -34,8 +34,9 @@ from fastlayers.kernels.indexing import index_type
 from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
 from fastlayers.kernels.reductions import accumulator, sum_rows, unit
 
-# Elements of a tile, padded to powers of two, and its warps: 16 to 32 a thread in the forward, 16 in the backward, which
-# holds x and dy. Small groups share a tile as long as there are two programs for each multiprocessor. float64: a quarter.
+# Elements of a tile, padded to powers of two, and its warps: 16 to 32 a thread in the forward, 16 in the backward,
+# which holds x and dy. Small groups share a tile as long as there are two programs for each multiprocessor. float64: a
+# quarter.
 FORWARD = {2048: 4, 8192: 8, 16384: 16}
 BACKWARD = {2048: 4, 4096: 8, 8192: 16}
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -72,9 +73,7 @@ def _load(pointer, offset, inside, ACC: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    row, rows, groups, per, inner, LAST: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr
-):
+def _tile(row, rows, groups, per, inner, LAST: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr):
     """Offsets of a tile of groups, and which of it is there; ``row`` counts groups over all samples."""
     c = tl.arange(0, PER)[None, :, None]
     i = tl.arange(0, INNER)[None, None, :]

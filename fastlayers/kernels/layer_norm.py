@@ -11,8 +11,8 @@ read twice, the second time backwards so as to meet the cache where the first le
 registers do not hold the sums of dweight and dbias besides, ``_column_sums`` reads dy and x once more for them.
 One-dimensional grids: program = group of rows, or (row, split), or (part of the rows, block of columns).
 
-``kind``: 0 layer_norm, 1 rms_norm as torch has it, 2 as Llama has it (x * rstd is rounded before weight), 3 as Gemma has
-it (1 + weight).
+``kind``: 0 layer_norm, 1 rms_norm as torch has it, 2 as Llama has it (x * rstd is rounded before weight), 3 as Gemma
+has it (1 + weight).
 """
 
 from __future__ import annotations
@@ -426,9 +426,8 @@ def _forward_plan(
     if tile is None:
         block = LONG_FORWARD // LONG_SHARE[sum_dtype.itemsize]
         return _long_plan(_long_forward, n, rows, block, (eps,), constants, (acc_dtype, sum_dtype), device)
-    launch = Launch(
-        _whole_forward, cdiv(rows, tile.rows), (rows, n // unit(n), eps), (*constants, tile.rows, tile.block), tile.warps
-    )
+    scalars = (rows, n // unit(n), eps)
+    launch = Launch(_whole_forward, cdiv(rows, tile.rows), scalars, (*constants, tile.rows, tile.block), tile.warps)
     return Plan(rows, acc_dtype, sum_dtype, (launch,), long=False)
 
 
@@ -494,8 +493,8 @@ def _dx_plan(
     tile = tile_for(n, BACKWARD, x.itemsize)
     if tile is None:
         block = LONG_BACKWARD // LONG_SHARE[x.itemsize]
-        constants = (kind, unit(n), acc, index_type(numel))
-        return _long_plan(_long_backward, n, rows, block, (), constants, (acc_dtype, x), device)
+        long = (kind, unit(n), acc, index_type(numel))
+        return _long_plan(_long_backward, n, rows, block, (), long, (acc_dtype, x), device)
     constants = (kind, False, False, unit(n), acc, index_type(numel), tile.rows, tile.block)
     launch = Launch(_whole_backward, cdiv(rows, tile.rows), (rows, n // unit(n)), constants, tile.warps)
     return Plan(rows, acc_dtype, x, (launch,), long=False)

@@ -145,7 +145,8 @@ def test_float32_result(way, dtype):
 def test_the_larger_groups_are_split(way):
     x = torch.randn(1, 8, 15, 40)
     for memory, groups in itertools.product([x, last(x)], [1, 2]):
-        plan = group_norm._forward_plan(x.shape, memory is not x, (x.dtype, None, None, x.dtype), groups, EPS, 0, x.device)
+        dtypes = (x.dtype, None, None, x.dtype)
+        plan = group_norm._forward_plan(x.shape, memory is not x, dtypes, groups, EPS, 0, x.device)
         assert (plan.whole is None) == (way == "split")
         assert plan.geometry.splits > 1 or way == "whole"
         check(memory, groups, SILU, x.dtype)
