@@ -1467,7 +1467,7 @@ struct Gradients {
   bool wanted;
 
   Gradients(const Args<In>& a, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const Tensor& x)
-      : dweight(values(weight, a.channels, x)), dbias(values(bias, a.channels, x)), wanted(weight || bias) {}
+      : dweight(values(weight ? weight : bias, a.channels, x)), dbias(values(bias ? bias : weight, a.channels, x)), wanted(weight || bias) {}
   static Tensor values(const std::optional<Tensor>& t, int64_t channels, const Tensor& x) {
     const int64_t size = t ? channels : 0, one = 1;
     return empty_strided(1, &size, &one, t ? t->scalar_type() : x.scalar_type(), x);

@@ -199,7 +199,7 @@ struct ForwardArgs {
 // What a warp knows of its part of a row. `m2`: squared deviations from the mean of the part; from 0 for rms_norm.
 template <typename A>
 struct Moments {
-  A sum, m2, count;
+  A mean, m2, count;
 };
 
 template <bool RAGGED, typename T, typename A, int V>
@@ -211,23 +211,34 @@ __device__ __forceinline__ Vec<A, V> deviations(const Vec<T, V>& v, A center, in
   return r;
 }
 
-// The moments of a whole row from those of its warps.
+// Moves the mean of a part by the mean of the deviations from it, `rest` being their sum: what the rounding of a sum of large
+// values has left out.
+template <typename A>
+__device__ __forceinline__ void correct_mean(Moments<A>& part, A& mean, A rest) {
+  const A delta = part.count > A(0) ? rest / part.count : A(0);
+  part.m2 -= rest * delta;
+  mean += delta;
+  part.mean = mean;
+}
+
+// The moments of a whole row from those of its warps. Their means are added up as differences from the first, so that a mean
+// far from zero costs no digits.
 template <bool CLUSTER, typename A>
 __device__ __forceinline__ Moments<A> row_moments(const Moments<A>& part, Moments<A>* slots, int lanes, int group, int n, bool layer) {
   const int lane = threadIdx.x & 31, count = exchange<CLUSTER>(slots, part, lanes, group);
   Moments<A> row{A(0), A(0), static_cast<A>(n)};
   if (layer) {
+    const A origin = slots[0].mean;
 #pragma unroll 1
-    for (int i = lane; i < count; i += 32) row.sum += slots[i].sum;
-    row.sum = lanes_sum(row.sum, 32);
+    for (int i = lane; i < count; i += 32) row.mean += slots[i].count * (slots[i].mean - origin);
+    row.mean = origin + lanes_sum(row.mean, 32) / row.count;
   }
-  const A mean = row.sum / row.count;
 #pragma unroll 1
   for (int i = lane; i < count; i += 32) {
     const Moments<A> p = slots[i];
     row.m2 += p.m2;
     if (layer && p.count > A(0)) {
-      const A d = p.sum / p.count - mean;
+      const A d = p.mean - row.mean;
       row.m2 += p.count * d * d;
     }
   }
@@ -306,11 +317,6 @@ __global__ void __launch_bounds__(THREADS, 1) layer_norm_forward_rows(const Forw
       for (int i = 0; i < K; ++i)
         if (element(i) < n) early_weight[i] = load_weight<RAGGED, X, V>(static_cast<const X*>(a.weight), element(i), n);
     }
-    if (a.bias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < K; ++i)
-        if (element(i) < n) early_bias[i] = load_weight<RAGGED, X, V>(static_cast<const X*>(a.bias), element(i), n);
-    }
   }
 
   const bool layer = a.kind == kLayer;
@@ -318,9 +324,10 @@ __global__ void __launch_bounds__(THREADS, 1) layer_norm_forward_rows(const Forw
   Moments<A> part{A(0), A(0), static_cast<A>(n)};
   A mean = 0;  // of the warp's part, then of the row
   if (layer) {
+    A sum = 0;
 #pragma unroll
-    for (int i = 0; i < K; ++i) part.sum += tree_sum(deviations<RAGGED>(held[i], A(0), element(i), n));
-    part.sum = lanes_sum(part.sum, lanes);
+    for (int i = 0; i < K; ++i) sum += tree_sum(deviations<RAGGED>(held[i], A(0), element(i), n));
+    sum = lanes_sum(sum, lanes);
     if (CLUSTER || a.lanes > 32) {
       int count = 0;
 #pragma unroll
@@ -328,20 +335,24 @@ __global__ void __launch_bounds__(THREADS, 1) layer_norm_forward_rows(const Forw
         if (element(i) < n) count += RAGGED ? min(element(i) + V, n) - max(element(i), 0) : V;
       part.count = static_cast<A>(__reduce_add_sync(0xffffffffu, count));
     }
-    mean = part.count > A(0) ? part.sum / part.count : A(0);
+    mean = part.count > A(0) ? sum / part.count : A(0);
 #pragma unroll
     for (int i = 0; i < K; ++i) forget(held[i]);
   }
+  A rest = 0;  // what rounding has left out of the mean
 #pragma unroll
   for (int i = 0; i < K; ++i) {
     const Vec<A, V> d = deviations<RAGGED>(held[i], mean, element(i), n);
-    if (element(i) < n) part.m2 += tree_dot(d, d);
+    if (element(i) >= n) continue;
+    part.m2 += tree_dot(d, d);
+    if (layer) rest += tree_sum(d);
   }
   part.m2 = lanes_sum(part.m2, lanes);
+  if (layer) correct_mean(part, mean, lanes_sum(rest, lanes));
   if constexpr (CLUSTER) this_cluster().barrier_wait();  // every block has started: its memory may be written
   if (CLUSTER || a.lanes > 32) {
     part = row_moments<CLUSTER>(part, slots, a.lanes, 0, n, layer);
-    mean = layer ? part.sum / part.count : A(0);
+    mean = part.mean;
   }
   const A rstd = rsqrt(part.m2 / static_cast<A>(n) + a.eps);
 #pragma unroll
@@ -356,6 +367,13 @@ __global__ void __launch_bounds__(THREADS, 1) layer_norm_forward_rows(const Forw
     using Out = decltype(out_type);
     const W* weight = static_cast<const W*>(a.weight);
     const W* bias = static_cast<const W*>(a.bias);
+    if constexpr (EARLY) {
+      if (bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < K; ++i)
+          if (element(i) < n) early_bias[i] = load_weight<RAGGED, W, V>(bias, element(i), n);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < K; ++i) {
       const int e = element(i);
@@ -551,23 +569,28 @@ __global__ void __launch_bounds__(kResidentThreads, 1) layer_norm_forward_stream
     Moments<A> part{A(0), A(0), count};
     A mean = 0;  // of the warp's part, then of the row
     if constexpr (LAYER) {
+      A sum = 0;
 #pragma unroll
-      for (int i = 0; i < K; ++i) part.sum += tree_sum(deviations<RAGGED>(held[i], A(0), element(i), n));
-      part.sum = lanes_sum(part.sum, lanes);
-      mean = count > A(0) ? part.sum / count : A(0);
+      for (int i = 0; i < K; ++i) sum += tree_sum(deviations<RAGGED>(held[i], A(0), element(i), n));
+      sum = lanes_sum(sum, lanes);
+      mean = count > A(0) ? sum / count : A(0);
 #pragma unroll
       for (int i = 0; i < K; ++i) forget(held[i]);
     }
+    A rest = 0;  // what rounding has left out of the mean
 #pragma unroll
     for (int i = 0; i < K; ++i) {
       const Vec<A, V> d = deviations<RAGGED>(held[i], mean, element(i), n);
-      if (element(i) < length) part.m2 += tree_dot(d, d);
+      if (element(i) >= length) continue;
+      part.m2 += tree_dot(d, d);
+      if constexpr (LAYER) rest += tree_sum(d);
     }
     part.m2 = lanes_sum(part.m2, lanes);
+    if constexpr (LAYER) correct_mean(part, mean, lanes_sum(rest, lanes));
     if (CLUSTER || a.lanes > 32) {
       part = row_moments<CLUSTER>(part, slots[turn] + group_of_block * (a.lanes >> 5), a.lanes, group_of_block, n, LAYER);
       turn ^= 1;
-      if constexpr (LAYER) mean = part.sum / part.count;
+      if constexpr (LAYER) mean = part.mean;
     }
     const A rstd = rsqrt(part.m2 / static_cast<A>(n) + a.eps);
 #pragma unroll
@@ -978,9 +1001,15 @@ struct SplitArgs {
   A eps;
 };
 
+// What a piece of a row knows of itself.
+template <typename A>
+struct SplitMoments {
+  A sum, m2, count;
+};
+
 // Mean and squared deviations of two parts together.
 template <typename A>
-__device__ __forceinline__ Moments<A> merge(const Moments<A>& p, const Moments<A>& q, bool layer) {  // `sum` holds a mean here
+__device__ __forceinline__ SplitMoments<A> merge(const SplitMoments<A>& p, const SplitMoments<A>& q, bool layer) {  // `sum` holds a mean here
   const A count = p.count + q.count;
   if (!layer || count == A(0)) return {A(0), p.m2 + q.m2, count};
   const A d = q.sum - p.sum, share = q.count / count;
@@ -988,9 +1017,9 @@ __device__ __forceinline__ Moments<A> merge(const Moments<A>& p, const Moments<A
 }
 
 template <typename A>
-__device__ __forceinline__ Moments<A> merge_lanes(Moments<A> p, bool layer) {
+__device__ __forceinline__ SplitMoments<A> merge_lanes(SplitMoments<A> p, bool layer) {
   for (int o = 16; o > 0; o >>= 1) {
-    const Moments<A> q{__shfl_xor_sync(0xffffffffu, p.sum, o), __shfl_xor_sync(0xffffffffu, p.m2, o),
+    const SplitMoments<A> q{__shfl_xor_sync(0xffffffffu, p.sum, o), __shfl_xor_sync(0xffffffffu, p.m2, o),
                        __shfl_xor_sync(0xffffffffu, p.count, o)};
     p = (threadIdx.x & o) == 0 ? merge(p, q, layer) : merge(q, p, layer);  // both lanes in one order: one result
   }
@@ -999,11 +1028,11 @@ __device__ __forceinline__ Moments<A> merge_lanes(Moments<A> p, bool layer) {
 
 template <typename A>
 __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_moments(const SplitArgs<A> a) {
-  __shared__ Moments<A> slots[32];
+  __shared__ SplitMoments<A> slots[32];
   const int64_t row = blockIdx.x / a.pieces, base = row * a.n;
   const int64_t begin = blockIdx.x % a.pieces * a.piece, end = begin + a.piece < a.n ? begin + a.piece : a.n;
   const bool layer = a.kind == kLayer;
-  Moments<A> all{A(0), A(0), A(0)};
+  SplitMoments<A> all{A(0), A(0), A(0)};
   for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) {
     Vec<A, kBatch> v = load_batch(a.x, base, e, end, A(0));
     if (a.residual.data != nullptr) {
@@ -1012,7 +1041,7 @@ __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_moments(const 
       for (int j = 0; j < kBatch; ++j) v.v[j] += r.v[j];
       store_batch(a.sum, base, e, end, v);
     }
-    Moments<A> batch{A(0), A(0), A(0)};
+    SplitMoments<A> batch{A(0), A(0), A(0)};
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) batch.count += e + j * kSplitThreads < end ? A(1) : A(0);
     if (layer) batch.sum = tree_sum(v) / batch.count;
@@ -1029,8 +1058,8 @@ __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_moments(const 
   if (lane == 0) slots[threadIdx.x >> 5] = all;
   __syncthreads();
   if (threadIdx.x >= 32) return;
-  all = merge_lanes(lane < kSplitThreads / 32 ? slots[lane] : Moments<A>{A(0), A(0), A(0)}, layer);
-  if (lane == 0) reinterpret_cast<Moments<A>*>(a.partial)[blockIdx.x] = all;
+  all = merge_lanes(lane < kSplitThreads / 32 ? slots[lane] : SplitMoments<A>{A(0), A(0), A(0)}, layer);
+  if (lane == 0) reinterpret_cast<SplitMoments<A>*>(a.partial)[blockIdx.x] = all;
 }
 
 template <typename A>
@@ -1038,9 +1067,9 @@ __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_apply(const Sp
   const int64_t row = blockIdx.x / a.pieces, base = row * a.n;
   const int64_t begin = blockIdx.x % a.pieces * a.piece, end = begin + a.piece < a.n ? begin + a.piece : a.n;
   const bool layer = a.kind == kLayer;
-  Moments<A> all{A(0), A(0), A(0)};
+  SplitMoments<A> all{A(0), A(0), A(0)};
   for (int i = threadIdx.x & 31; i < a.pieces; i += 32)
-    all = merge(all, reinterpret_cast<const Moments<A>*>(a.partial)[row * a.pieces + i], layer);
+    all = merge(all, reinterpret_cast<const SplitMoments<A>*>(a.partial)[row * a.pieces + i], layer);
   all = merge_lanes(all, layer);
   const A mean = all.sum, rstd = rsqrt(all.m2 / static_cast<A>(a.n) + a.eps);
   if (a.stats != nullptr && begin == 0 && threadIdx.x == 0) {

@@ -107,6 +107,9 @@ def _whole_forward(
     n = tl.full((), 1.0, ACC) * per * inner
     mean = tl.sum(tl.sum(x, 2), 1) / n
     x = tl.where(inside, x - mean[:, None, None], 0.0)
+    rest = tl.sum(tl.sum(x, 2), 1) / n  # what the rounding of a sum of large values has left out
+    mean += rest
+    x = tl.where(inside, x - rest[:, None, None], 0.0)
     rstd = tl.rsqrt(tl.sum(tl.sum(x * x, 2), 1) / n + tl.full((), eps, ACC))
     if stats_ptr is not None:
         tl.store(stats_ptr + row, mean, mask=row < rows)

@@ -117,6 +117,9 @@ def _whole_forward(
     if KIND == 0:
         mean = tl.sum(x, 1, keep_dims=True) / n
         x = tl.where(column < n, x - mean, 0.0)
+        rest = tl.sum(x, 1, keep_dims=True) / n  # what the rounding of a sum of large values has left out
+        mean += rest
+        x = tl.where(column < n, x - rest, 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / n + tl.full((), eps, ACC))
     if stats_ptr is not None:
         if KIND == 0:
@@ -245,6 +248,8 @@ def _whole_backward(
         dsum = None if dsum_ptr is None else tl.load(dsum_ptr + offset, mask=inside, other=0.0)
         mean, rstd = _statistics(stats_ptr, row, rows, row < rows, KIND)
         rstd = rstd[:, None]
+        if KIND == 0:
+            rstd = tl.where(n > 1, rstd, 0.0)  # one element is its mean: exactly no gradient
         normal = (x - mean[:, None]) * rstd
         if DWEIGHT:
             dweight += dy * normal

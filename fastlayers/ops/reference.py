@@ -146,5 +146,7 @@ def batch_norm(
     residual: Tensor | None,
     act: str | None,
 ) -> Tensor:
+    if weight is None and bias is not None:  # torch's backward on CUDA takes no bias without a weight
+        weight = torch.ones_like(bias)
     z = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     return activation(act).function(z if residual is None else z + residual)
