@@ -16,6 +16,14 @@ def _sigmoid(z):
 
 
 @triton.jit
+def _sigmoid_pair(z):
+    """sigmoid(z) and 1 - sigmoid(z), the latter without its cancellation."""
+    e = tl.exp(-z)
+    s = 1.0 / (1.0 + e)
+    return s, tl.where(z > 0, e * s, 1.0 - s)
+
+
+@triton.jit
 def _normal_cdf(z):
     return 0.5 * (1.0 + tl.erf(z * 0.7071067811865475244))
 
@@ -53,13 +61,13 @@ def activate_backward(dy, z, ACT: tl.constexpr):
     if ACT == 1:
         dy = tl.where(z <= 0, 0.0, dy)
     elif ACT == 2:
-        s = _sigmoid(z)
-        dy = dy * s * (1.0 + z * (1.0 - s))
+        s, rest = _sigmoid_pair(z)
+        dy = dy * s * (1.0 + z * rest)
     elif ACT == 3:
         dy = dy * (_normal_cdf(z) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z))
     elif ACT == 4:
-        s = _sigmoid(_twice_inner(z))
-        dy = dy * (s + z * s * (1.0 - s) * (1.5957691216057307 + 0.2140644488178007 * z * z))
+        s, rest = _sigmoid_pair(_twice_inner(z))
+        dy = dy * (s + z * s * rest * (1.5957691216057307 + 0.2140644488178007 * z * z))
     elif ACT == 5:
         dy = tl.where(z <= -3, 0.0, tl.where(z < 3, dy * (z * 0.3333333333333333 + 0.5), dy))
     elif ACT == 6:

@@ -235,15 +235,15 @@ def group_norm_forward(
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype, dtype)
     plan = _forward_plan(x.shape, last, dtypes, groups, float(eps), act, x.device)
     y = torch.empty_like(x, dtype=dtype)
-    kept = keep or plan.whole is None
-    stats = torch.empty((2, x.shape[0] * groups) if kept else (0,), dtype=plan.accumulator, device=x.device)
+    # Written in any case: a kernel without that is compiled to other roundings, and the result has other bits.
+    stats = torch.empty((2, x.shape[0] * groups), dtype=plan.accumulator, device=x.device)
     if plan.whole is not None:
-        plan.whole(y, stats if keep else None, x, weight, bias)
-        return y, stats
-    part = torch.empty(plan.geometry.part_shape, dtype=plan.accumulator, device=x.device)
-    plan.statistics(part, x)
-    plan.finish(stats, None, None, part)
-    plan.normalise(y, None, None, x, None, weight, bias, stats, None)
+        plan.whole(y, stats, x, weight, bias)
+    else:
+        part = torch.empty(plan.geometry.part_shape, dtype=plan.accumulator, device=x.device)
+        plan.statistics(part, x)
+        plan.finish(stats, None, None, part)
+        plan.normalise(y, None, None, x, None, weight, bias, stats, None)
     return y, stats if keep else stats.new_empty(0)
 
 

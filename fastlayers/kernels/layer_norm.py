@@ -447,10 +447,10 @@ def _forward(
     plan = _forward_plan(x.shape, dims, float(eps), kind, dtypes, x.device)
     y = torch.empty_like(x, dtype=dtype)
     total = None if residual is None else torch.empty_like(x, dtype=plan.sum_dtype)
-    shape = (2 if kind == 0 else 1, plan.rows) if keep else (0,)
-    stats = torch.empty(shape, dtype=plan.accumulator, device=x.device)
-    plan.run(y, total, stats if keep else None, x, residual, weight, bias)
-    return y, total, stats
+    # Written in any case: a kernel without that is compiled to other roundings, and the result has other bits.
+    stats = torch.empty((2 if kind == 0 else 1, plan.rows), dtype=plan.accumulator, device=x.device)
+    plan.run(y, total, stats, x, residual, weight, bias)
+    return y, total, stats if keep else stats.new_empty(0)
 
 
 def layer_norm_forward(

@@ -64,6 +64,14 @@ def test_random_layouts(op, sample, place, dtype, same_shape):
 def test_autocast(op, sample, place, dtype):
     """The dtype that torch gives under autocast, whatever comes in, and an error no greater than torch's."""
     low = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    if dtype == torch.float64:  # no wider type judges it
+        call = sample.make(place.device, dtype)
+        with torch.autocast(place.device, low):
+            stock = answer(op.reference, call)
+            with place.forced(sample):
+                ours = answer(op.fused, call)
+        assert_close((ours.outs, ours.grads), (stock.outs, stock.grads))  # dtypes too
+        return
     allowed: list[float] = []
     for draw in range(DRAWS):
         call = sample.make(place.device, dtype, draw)
