@@ -111,9 +111,8 @@ def _whole_forward(
     mean += rest
     x = tl.where(inside, x - rest[:, None, None], 0.0)
     rstd = tl.rsqrt(tl.sum(tl.sum(x * x, 2), 1) / n + tl.full((), eps, ACC))
-    if stats_ptr is not None:
-        tl.store(stats_ptr + row, mean, mask=row < rows)
-        tl.store(stats_ptr + rows + row, rstd, mask=row < rows)
+    tl.store(stats_ptr + row, mean, mask=row < rows)
+    tl.store(stats_ptr + rows + row, rstd, mask=row < rows)
     if weight_ptr is None:
         z = x * rstd[:, None, None]
     else:

@@ -121,12 +121,11 @@ def _whole_forward(
         mean += rest
         x = tl.where(column < n, x - rest, 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / n + tl.full((), eps, ACC))
-    if stats_ptr is not None:
-        if KIND == 0:
-            tl.store(stats_ptr + row, mean, mask=row < rows)
-            tl.store(stats_ptr + rows + row, rstd, mask=row < rows)
-        else:
-            tl.store(stats_ptr + row, rstd, mask=row < rows)
+    if KIND == 0:
+        tl.store(stats_ptr + row, mean, mask=row < rows)
+        tl.store(stats_ptr + rows + row, rstd, mask=row < rows)
+    else:
+        tl.store(stats_ptr + row, rstd, mask=row < rows)
     weight = None if weight_ptr is None else _load(weight_ptr, column, column < n, ACC)
     bias = None if bias_ptr is None else _load(bias_ptr, column, column < n, ACC)
     y = _scaled(x * rstd, weight, bias, KIND, INNER, PRODUCT, ACC)
@@ -184,7 +183,7 @@ def _long_forward(
         tl.store(part_ptr + (rows + row) * splits + split, squares)
     else:
         rstd = tl.rsqrt(squares / n + tl.full((), eps, ACC))
-        if stats_ptr is not None and split == 0:
+        if split == 0:
             if KIND == 0:
                 tl.store(stats_ptr + row, mean)
                 tl.store(stats_ptr + rows + row, rstd)
