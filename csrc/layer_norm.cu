@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(THREADS, 1) layer_norm_forward_rows(const Forw
     row = row * (blockDim.x >> a.lane_bits) + (threadIdx.x >> a.lane_bits);
     first &= a.lanes - 1;
   }
-  const int n = row < a.rows ? a.n : 0;
+  const int n = row < a.rows ? a.n : -V;  // a word may begin before its row
   const int64_t start = row * a.n;
   const int head = RAGGED ? static_cast<int>(start & (V - 1)) : 0;
   const auto element = [&](int i) { return (first + i * a.lanes) * V - head; };
@@ -1300,8 +1300,8 @@ int64_t shared_of_block(int resident, int cluster, int slots, int device) {
 
 // `period`: rows after which a row starts at the same place of a word. `word_bytes`: what a stage holds for each word, and
 // `weight_bytes` what lies beside the stages.
-ResidentLaunch resident_launch(const ResidentRule& found, int64_t words, int64_t rows, int period, int word_bytes, int weight_bytes, int slots, int most_threads,
-                               const Launch& on) {
+ResidentLaunch resident_launch(const ResidentRule& found, int64_t words, int64_t rows, int period, int word_bytes, int weight_bytes,
+                               int slots, int most_threads, const Launch& on) {
   const DeviceTraits& device = device_traits(on.device());
   ResidentLaunch launch;
   RowLaunch& row = launch.row;
@@ -1456,7 +1456,8 @@ bool stream_forward(const ForwardArgs<compute_t<X>>& args, int64_t n, const Laun
   const int parameters = (args.weight != nullptr ? 1 : 0) + (args.bias != nullptr ? 1 : 0);
   const int parameter_bytes = parameters * V * static_cast<int>(args.wide_weight ? sizeof(A) : sizeof(X));
   constexpr int kSlots = 2 * sizeof(Moments<A>) * kResidentThreads / 32;
-  const ResidentLaunch launch = resident_launch(kForwardStreamRule, words, args.rows, period_of(n, V), kVectorBytes, parameter_bytes, kSlots, kResidentThreads, on);
+  const ResidentLaunch launch = resident_launch(kForwardStreamRule, words, args.rows, period_of(n, V), kVectorBytes, parameter_bytes,
+                                                kSlots, kResidentThreads, on);
   if (launch.groups == 0) return false;
   StreamArgs<A> stream{args.x, args.weight, args.bias, args.y, args.stats, args.rows, static_cast<int>(n), args.kind, launch.row.threads,
                        launch.groups, launch.stages, args.wide_weight, args.wide_out, args.eps};
@@ -1644,9 +1645,9 @@ bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight
   const int weight_bytes = static_cast<int>(V * (args.stage_wide ? sizeof(A) : sizeof(X)));
   const int64_t words = ceil_div(n + (ragged ? V - 1 : 0), V);
   constexpr int kSlots = 2 * sizeof(RowSums<A>) * kResidentThreads / 32;
-  const ResidentRule* rule_of_row = kResidentRules;
-  while (rule_of_row->words < words) ++rule_of_row;
-  const ResidentLaunch launch = resident_launch(ragged ? kRaggedRule : *rule_of_row, words, args.rows, period_of(n, V), word_bytes, weight_bytes, kSlots,
+  const ResidentRule* of_row = kResidentRules;
+  while (of_row->words < words) ++of_row;
+  const ResidentLaunch launch = resident_launch(ragged ? kRaggedRule : *of_row, words, args.rows, period_of(n, V), word_bytes, weight_bytes, kSlots,
                                                 ragged ? kBackwardThreadsOf<X, LAYER, true> : kBackwardThreadsOf<X, LAYER, kRare>, on);
   if (launch.groups == 0) return false;
   args.n = static_cast<int>(n);
