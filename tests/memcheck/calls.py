@@ -1,4 +1,8 @@
-"""Calls of every raw op of csrc on rows and images of awkward sizes, for compute-sanitizer to look at."""
+"""Calls of every raw op of csrc on rows and images of awkward sizes, for compute-sanitizer to look at.
+
+Kernels read whole 16-byte words, of which the last may reach past its tensor; no allocation of CUDA ends within one. So
+tensors here end with a word.
+"""
 
 import torch
 
@@ -7,34 +11,44 @@ import fastlayers  # noqa: F401  (registers the ops)
 ops = torch.ops.fastlayers
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """A copy, in the same layout, of which the storage ends with a 16-byte word."""
+    return t.new_empty(t.numel() + -t.numel() % 8).as_strided(t.shape, t.stride()).copy_(t)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return whole(torch.randn(*shape, device="cuda", dtype=dtype))
+
+
 for dtype in DTYPES:
     for n in (1, 3, 5, 37, 64, 255, 1024, 4095, 20001):
         for rows in (1, 3, 12, 300):
-            x = torch.randn(rows, n, device="cuda", dtype=dtype)
-            p = ops.softmax_forward(x, None, 1, 1.0, False, dtype)
+            x = randn(rows, n)
+            p = whole(ops.softmax_forward(x, None, 1, 1.0, False, dtype))
             ops.softmax_backward(x, p, None, 1, 1.0, False, dtype)
-            weight = torch.randn(n, device="cuda", dtype=dtype)
+            weight = randn(n)
             for kind in (0, 1):
                 bias = weight if kind == 0 else None
                 y, stats = ops.layer_norm_forward(x, weight, bias, 1, 1e-5, kind, dtype, True)
                 ops.add_layer_norm_forward(x, x, weight, bias, 1, 1e-5, kind, dtype, True)
-                ops.layer_norm_backward(y, None, x, stats, weight, 1, kind, True, kind == 0)
-                ops.layer_norm_backward(y, x, x, stats, None, 1, kind, False, False)
+                ops.layer_norm_backward(whole(y), None, x, stats, weight, 1, kind, True, kind == 0)
+                ops.layer_norm_backward(whole(y), x, x, stats, None, 1, kind, False, False)
     for shape in ((2, 4, 3, 2), (3, 5, 7, 3), (4, 64, 9, 8), (301, 4, 3), (4, 6)):
-        x = torch.randn(shape, device="cuda", dtype=dtype)
-        layouts = (x, x.contiguous(memory_format=torch.channels_last)) if x.dim() == 4 else (x,)
-        weight = torch.randn(shape[1], device="cuda", dtype=dtype)
-        for x in layouts:  # noqa: PLW2901
+        x = randn(*shape)
+        layouts = (x, whole(x.contiguous(memory_format=torch.channels_last))) if x.dim() == 4 else (x,)
+        weight = randn(shape[1])
+        for x in layouts:
             for act in (0, 1, 2):
-                for residual in (None, torch.randn_like(x)):
+                for residual in (None, whole(torch.randn_like(x))):
                     mean, var = torch.zeros_like(weight), torch.ones_like(weight)
                     gated = residual is not None and act == 1
                     y, stats, bits = ops.batch_norm_train(x, residual, weight, weight, mean, var, 0.1, 1e-5, act, gated)
                     ops.batch_norm_backward(
-                        y, x, residual if act == 2 else None, bits if gated else None, weight, weight, stats, True, act,
+                        whole(y), x, residual if act == 2 else None, bits if gated else None, weight, weight, stats, True, act,
                         residual is not None,
                     )  # fmt: skip
                 groups = 1 if shape[1] % 2 else 2
                 y, stats = ops.group_norm_forward(x, weight, weight, groups, 1e-5, act, dtype, True)
-                ops.group_norm_backward(y, x, stats, weight, weight, groups, act)
+                ops.group_norm_backward(whole(y), x, stats, weight, weight, groups, act)
 torch.cuda.synchronize()
