@@ -46,10 +46,9 @@ for dtype in DTYPES:
                     if gated and x.numel() % 32 != 0:
                         continue  # bits are or-ed in words of 32, of which the last may reach past them too
                     y, stats, bits = ops.batch_norm_train(x, residual, weight, weight, mean, var, 0.1, 1e-5, act, gated)
-                    ops.batch_norm_backward(
-                        whole(y), x, residual if act == 2 else None, bits if gated else None, weight, weight, stats, True, act,
-                        residual is not None,
-                    )  # fmt: skip
+                    kept = residual if act == 2 else None, bits if gated else None
+                    wanted = residual is not None
+                    ops.batch_norm_backward(whole(y), x, *kept, weight, weight, stats, True, act, wanted)
                 groups = 1 if shape[1] % 2 else 2
                 y, stats = ops.group_norm_forward(x, weight, weight, groups, 1e-5, act, dtype, True)
                 ops.group_norm_backward(whole(y), x, stats, weight, weight, groups, act)
