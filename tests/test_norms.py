@@ -382,3 +382,12 @@ def test_rows_in_the_order_of_memory(place):
     assert_close(ours, expected)
     assert ours.stride() == expected.stride()
     assert ours.transpose(1, 2).is_contiguous()
+
+
+def test_residual_and_relu_after_torchs_batch_norm():
+    """On CPU, where batch_norm is torch's, the sum and the ReLU are add_relu: its kernel where that was built."""
+    x, residual = torch.randn(4, 64, 64, 64, requires_grad=True), torch.randn(4, 64, 64, 64, requires_grad=True)
+    ours = functional.batch_norm(x, None, None, training=True, residual=residual, act="relu")
+    z = F.batch_norm(x, None, None, training=True)
+    assert torch.equal(ours, torch.relu(z + residual))
+    assert type(ours.grad_fn) is type(functional.add_relu(z, residual).grad_fn)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
+from fastlayers.ops import dispatch, elementwise, reference
 from fastlayers.ops.activations import ACTIVATIONS, activation
-from fastlayers.ops.elementwise import unpack_bits
 
 FAMILY = dispatch.Family("batch_norm", ("batch_norm_train", "batch_norm_eval", "batch_norm_backward"), cpu=False)
 
@@ -139,7 +138,7 @@ def compose_backward(
     normalized = centered * rstd
     scale = 1.0 if weight is None else weight.to(stats.dtype).view(channel)
     if bits is not None:
-        dz = torch.where(unpack_bits(bits, x.shape, x.stride()), dz, 0.0)
+        dz = torch.where(elementwise.unpack_bits(bits, x.shape, x.stride()), dz, 0.0)
     elif act:
         z = normalized * scale
         if bias is not None:
@@ -193,6 +192,10 @@ def batch_norm(
                 x, residual, weight, bias, running_mean, running_var, eps, code, False, False
             )[0]
         backends.refuse(reason)
+    if act == "relu" and residual is not None and backends.get_backend() is None:
+        # torch's norm and one pass for the rest: add_relu has a C++ kernel on CPU, where batch_norm has none.
+        z = reference.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, None, None)
+        return elementwise.add_relu(z, residual)
     return dispatch.answer(  # type: ignore[no-any-return]
         "batch_norm", x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act
     )
