@@ -2,30 +2,7 @@
 
 from fastlayers import functional, modules
 from fastlayers.checkpoint import load_model, save_model
-from fastlayers.modules import (
-    DROP_IN,
-    FusedAddLayerNorm,
-    FusedAddReLU,
-    FusedAddRMSNorm,
-    FusedBatchNorm1d,
-    FusedBatchNorm2d,
-    FusedBatchNorm3d,
-    FusedBatchNormAct1d,
-    FusedBatchNormAct2d,
-    FusedBatchNormAct3d,
-    FusedGroupNorm,
-    FusedGroupNormAct,
-    FusedInstanceNorm1d,
-    FusedInstanceNorm2d,
-    FusedInstanceNorm3d,
-    FusedLayerNorm,
-    FusedLayerNorm2d,
-    FusedLogSoftmax,
-    FusedMul,
-    FusedReLUAdd,
-    FusedRMSNorm,
-    FusedSoftmax,
-)
+from fastlayers.modules import *  # noqa: F403  (its __all__: the layers and DROP_IN)
 from fastlayers.patching import (
     fold_batch_norm,
     patch_model,
@@ -40,28 +17,6 @@ from fastlayers.patching import (
 
 __version__ = "0.1.0"
 __all__ = [
-    "DROP_IN",
-    "FusedAddLayerNorm",
-    "FusedAddRMSNorm",
-    "FusedAddReLU",
-    "FusedBatchNorm1d",
-    "FusedBatchNorm2d",
-    "FusedBatchNorm3d",
-    "FusedBatchNormAct1d",
-    "FusedBatchNormAct2d",
-    "FusedBatchNormAct3d",
-    "FusedGroupNorm",
-    "FusedGroupNormAct",
-    "FusedInstanceNorm1d",
-    "FusedInstanceNorm2d",
-    "FusedInstanceNorm3d",
-    "FusedLayerNorm",
-    "FusedLayerNorm2d",
-    "FusedLogSoftmax",
-    "FusedMul",
-    "FusedRMSNorm",
-    "FusedReLUAdd",
-    "FusedSoftmax",
     "fold_batch_norm",
     "functional",
     "load_model",
@@ -76,3 +31,4 @@ __all__ = [
     "unpatch_model",
     "verify_patch",
 ]
+__all__ += modules.__all__

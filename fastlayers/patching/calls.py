@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.ops.activations import activation
+from fastlayers.ops.reference import HALF
 
 __all__ = [
     "add_layer_norm",
@@ -150,8 +151,6 @@ def softmax_masked(
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def _join(normed: Tensor, residual: Tensor, act: str | None, written: str) -> Tensor:
