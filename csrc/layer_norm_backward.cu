@@ -1,0 +1,737 @@
+// layer_norm and rms_norm over the last dimensions, with or without the sum of a residual before them: backward.
+//
+// The stock backward reads its operands once for the gradient of x and once more for those of weight and bias. Here every tensor
+// is read once and written once:
+//
+//   rows   the grid is resident and each group of threads walks down the rows. It keeps the sums of dweight and dbias of its
+//          columns in registers; the next rows are on their way to shared memory while one is worked on. A block writes its
+//          sums once, and a second kernel adds up those of all blocks, in fixed order.
+//   split  rows too long for that: every row cut into pieces, and a pass for each of what the kernel above does at once.
+//
+// A group takes only rows that start at the same place of a 16-byte word, so a thread stays with its columns.
+#include <cstdlib>
+#include <numeric>
+
+#include "layer_norm.cuh"
+
+namespace fastlayers {
+namespace {
+
+template <typename A>
+struct BackwardArgs {
+  const void *dy, *dsum, *x, *weight;  // dsum and weight may be null
+  const A* stats;
+  void* dx;
+  A* partial;       // [2, blocks or clusters, n]: what they summed for dweight and for dbias
+  int64_t rows;
+  int n;
+  A inverse_n;
+  int lanes;        // threads of a block that share a row: a group. A power of two up to a warp, then whole warps
+  int groups;       // of all blocks; each takes every groups-th row
+  int stages;       // rows of a group in shared memory
+  bool wide_weight, small_weight;  // float32 for x of 16 bits; of 16 bits for x of float32
+  bool bfloat;      // what a small weight is
+  bool stage_wide;  // keep the weight, or 1 + weight, in float32: x has 16 bits that may not hold it
+  bool gemma, want_weight, want_bias;
+};
+
+// ---- shared memory ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void await_copies(int ahead) {  // all but those of the last `ahead` rows
+  if (ahead == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+  else if (ahead == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+  else asm volatile("cp.async.wait_group 3;" ::: "memory");
+}
+
+// The words of one operand that a thread has in shared memory, K of them. Words of more than 16 bytes lie in parts, so that
+// the threads of a warp always touch neighbouring 16 bytes.
+template <typename T, int V, int K>
+struct Staged {
+  static constexpr int kBytes = sizeof(T) * V;
+  static constexpr int kPart = kBytes < kVectorBytes ? kBytes : kVectorBytes;
+  static constexpr int kParts = kBytes / kPart;
+  static constexpr int kThread = K * kBytes;  // bytes a thread
+
+  char* base;  // of the block's
+  __device__ __forceinline__ char* at(int i, int part) const {
+    return base + ((i * kParts + part) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * kPart;
+  }
+  __device__ __forceinline__ void request(int i, const T* word) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) copy_async<kPart>(at(i, part), word + part * (V / kParts));
+  }
+  __device__ __forceinline__ Vec<T, V> load(int i) const {
+    Vec<T, V> v;
+    constexpr int U = V / kParts;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      *reinterpret_cast<Vec<T, U>*>(v.v + part * U) = *reinterpret_cast<const Vec<T, U>*>(at(i, part));
+    return v;
+  }
+  __device__ __forceinline__ void store(int i, const Vec<T, V>& v) const {
+    constexpr int U = V / kParts;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      *reinterpret_cast<Vec<T, U>*>(at(i, part)) = *reinterpret_cast<const Vec<T, U>*>(v.v + part * U);
+  }
+};
+
+// ---- rows ---------------------------------------------------------------------------------------------------------------
+
+// Threads of a block at most: the registers of an SM are theirs.
+constexpr int kResidentThreads = 512;
+// The ragged kernel of layer_norm for 16 bits does not get by with the 128 registers that this leaves a thread.
+template <typename X, bool LAYER, bool RAGGED>
+constexpr int kThreadsOf = sizeof(X) == 2 && LAYER && RAGGED ? 384 : kResidentThreads;
+constexpr int kMaxStages = 4;
+constexpr int kMostWords = 4;  // of a thread: 64 sums of layer_norm in 16 bits
+
+// Adds up the sums of a block's groups, [groups, n] in shared memory.
+template <typename A>
+__device__ __forceinline__ void add_groups(A* shared, A* out, int n, int groups) {
+  __syncthreads();
+  // Where there are more threads than columns, several share the groups of a column, and one adds up theirs.
+  const int threads = blockDim.x;
+  const int parts = max(1, min(min(16, groups), threads / n));
+  for (int at = threadIdx.x; at < parts * n; at += threads) {
+    const int column = at % n;
+    A s = 0;
+#pragma unroll 4
+    for (int g = at / n; g < groups; g += parts) s += shared[g * n + column];
+    if (parts == 1) out[column] = s;
+    else shared[(at / n) * n + column] = s;  // that of a group which this thread alone has read
+  }
+  if (parts == 1) return;
+  __syncthreads();
+  for (int column = threadIdx.x; column < n; column += threads) {
+    A s = 0;
+    for (int part = 0; part < parts; ++part) s += shared[part * n + column];
+    out[column] = s;
+  }
+}
+
+// D: dy's type. RAGGED: rows may be so. K: words of a thread.
+template <typename X, typename D, bool LAYER, bool RAGGED, int K, bool CLUSTER>
+__global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_backward_rows(const BackwardArgs<compute_t<X>> a) {
+  using A = compute_t<X>;
+  constexpr int V = kVectorBytes / sizeof(X);
+  constexpr int kSlots = kResidentThreads / 32 * (CLUSTER ? kMaxCluster : 1);
+  __shared__ RowSums<A> slots[2][kSlots];
+  extern __shared__ __align__(16) char memory[];
+  if constexpr (CLUSTER) this_cluster().barrier_arrive();
+
+  // Where the thread stands: the group, and with it the rows; the words, `lanes` apart, and with them the columns.
+  int group = blockIdx.x, first = threadIdx.x, group_of_block = 0;
+  if constexpr (CLUSTER) {
+    auto cluster = this_cluster();
+    group /= cluster.num_blocks();
+    first += static_cast<int>(cluster.block_rank()) * K * a.lanes;
+  } else {
+    group_of_block = first / a.lanes;
+    first -= group_of_block * a.lanes;
+    group = group * (blockDim.x / a.lanes) + group_of_block;
+  }
+  const int n = a.n;
+  int before = 0, single = -1, words = n / V;  // single elements before the whole words; the thread's single element
+  if constexpr (RAGGED) {
+    before = min(n, static_cast<int>(-(group * static_cast<int64_t>(n)) & (V - 1)));
+    words = static_cast<unsigned>(n - before) / V;
+    const int singles = n - words * V;
+    if (first < singles) single = first < before ? first : first + words * V;
+  }
+  const auto has = [&](int i) { return first + i * a.lanes < words; };
+  const auto element = [&](int i) { return before + (first + i * a.lanes) * V; };
+
+  using StagedX = Staged<X, V, K>;
+  using StagedDy = Staged<D, V, K>;
+  const int threads = blockDim.x;
+  const int stage_bytes = threads * (StagedX::kThread * (a.dsum != nullptr ? 2 : 1) + StagedDy::kThread);
+  const auto request = [&](int64_t row, char* stage) {
+    const StagedX x{stage}, dsum{stage + threads * (StagedX::kThread + StagedDy::kThread)};
+    const StagedDy dy{stage + threads * StagedX::kThread};
+    if (row < a.rows) {
+      const int64_t start = row * n;
+#pragma unroll
+      for (int i = 0; i < K; ++i) {
+        if (!has(i)) continue;
+        x.request(i, static_cast<const X*>(a.x) + start + element(i));
+        dy.request(i, static_cast<const D*>(a.dy) + start + element(i));
+        if (a.dsum != nullptr) dsum.request(i, static_cast<const X*>(a.dsum) + start + element(i));
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  char* const end = memory + a.stages * stage_bytes;
+  for (int i = 0; i + 1 < a.stages; ++i) request(group + static_cast<int64_t>(i) * a.groups, memory + i * stage_bytes);
+
+  // The weight of the thread's columns, in x's type where that holds it, else in float32.
+  const StagedX weight{end};
+  const Staged<A, V, K> wide_weight{end};
+  const auto weight_at = [&](int column) {
+    A w = A(1);
+    if (a.weight != nullptr) {
+      if (a.small_weight)
+        w = a.bfloat ? convert<A>(static_cast<const __nv_bfloat16*>(a.weight)[column]) : convert<A>(static_cast<const __half*>(a.weight)[column]);
+      else if (a.wide_weight) w = static_cast<const A*>(a.weight)[column];
+      else w = convert<A>(static_cast<const X*>(a.weight)[column]);
+    }
+    return a.gemma ? w + A(1) : w;
+  };
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    if (!has(i)) continue;
+    if (a.weight != nullptr && !a.stage_wide && !a.small_weight && !a.gemma) {
+      const auto w = load_weights<!RAGGED, X, V>(static_cast<const X*>(a.weight), element(i));
+      weight.store(i, *reinterpret_cast<const Vec<X, V>*>(w.words));
+      continue;
+    }
+    Vec<A, V> w;
+#pragma unroll
+    for (int j = 0; j < V; ++j) w.v[j] = weight_at(element(i) + j);
+    if (a.stage_wide) wide_weight.store(i, w);
+    else weight.store(i, pack<X>(w));
+  }
+  const A single_weight = single >= 0 ? weight_at(single) : A(0);
+  const auto load_g = [&](int i, const Vec<A, V>& dy) {
+    Vec<A, V> w = sizeof(X) < sizeof(A) && a.stage_wide ? wide_weight.load(i) : unpack<A>(weight.load(i));
+#pragma unroll
+    for (int j = 0; j < V; ++j) w.v[j] *= dy.v[j];
+    return w;
+  };
+
+  Vec<A, V> dweight[K], dbias[LAYER ? K : 1];
+#pragma unroll
+  for (int i = 0; i < K; ++i) dweight[i] = filled<A, V>(A(0));
+  if constexpr (LAYER) {
+#pragma unroll
+    for (int i = 0; i < K; ++i) dbias[i] = filled<A, V>(A(0));
+  }
+  A single_dweight = 0, single_dbias = 0;
+
+  A next_mean = 0, next_rstd = 0, next_x = 0, next_dy = 0;
+  const auto load_next = [&](int64_t row) {
+    if (row >= a.rows) return;
+    if constexpr (LAYER) next_mean = a.stats[row];
+    next_rstd = a.stats[LAYER ? a.rows + row : row];
+    if (RAGGED && single >= 0) {
+      next_x = convert<A>(static_cast<const X*>(a.x)[row * n + single]);
+      next_dy = convert<A>(static_cast<const D*>(a.dy)[row * n + single]);
+    }
+  };
+  load_next(group);
+  if constexpr (CLUSTER) this_cluster().barrier_wait();  // every block has started: its memory may be written
+
+  char* stage = memory;
+  int turn = 0;
+  // The threads of a warp go on together until the last of their rows, with nothing to do past it.
+  const int64_t warp_rows = a.rows - (CLUSTER || a.lanes >= 32 ? group : 0);
+  int64_t row = group;
+  for (int steps = warp_rows > 0 ? static_cast<int>((warp_rows + a.groups - 1) / a.groups) : 0; steps > 0; --steps, row += a.groups) {
+    // Into the stage that the row before this one has left.
+    request(row + static_cast<int64_t>(a.stages - 1) * a.groups, (stage == memory ? end : stage) - stage_bytes);
+    const A mean = next_mean, rstd = LAYER && n == 1 ? A(0) : next_rstd;  // one element is its mean: exactly no gradient
+    const A single_x = next_x, single_dy = next_dy;
+    load_next(row + a.groups);
+    await_copies(a.stages - 1);
+    const bool live = row < a.rows;
+    const StagedX staged_x{stage}, staged_dsum{stage + threads * (StagedX::kThread + StagedDy::kThread)};
+    const StagedDy staged_dy{stage + threads * StagedX::kThread};
+    const auto normal = [&](A x) { return LAYER ? (x - mean) * rstd : x * rstd; };
+
+    A gx[2] = {}, g_sum[2] = {};
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      if (!live || !has(i)) continue;
+      const Vec<A, V> x = unpack<A>(staged_x.load(i)), dy = unpack<A>(staged_dy.load(i)), g = load_g(i, dy);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const A hat = normal(x.v[j]);
+        dweight[i].v[j] += dy.v[j] * hat;
+        gx[j & 1] += g.v[j] * hat;
+        if constexpr (LAYER) {
+          dbias[i].v[j] += dy.v[j];
+          g_sum[j & 1] += g.v[j];
+        }
+      }
+    }
+    RowSums<A> sums{gx[0] + gx[1], g_sum[0] + g_sum[1]};  // of g·x̂ and of g, where g = dy·weight
+    const bool has_single = RAGGED && single >= 0 && live;
+    if (has_single) {
+      const A hat = normal(single_x), g = single_dy * single_weight;
+      single_dweight += single_dy * hat;
+      single_dbias += single_dy;
+      sums.first += g * hat;
+      sums.second += g;
+    }
+    add_lanes<LAYER>(sums, a.lanes < 32 ? a.lanes : 32);
+    if (CLUSTER || a.lanes > 32) {
+      add_warps<LAYER, CLUSTER>(sums, slots[turn] + group_of_block * (a.lanes >> 5), a.lanes, group_of_block);
+      turn ^= 1;
+    }
+
+    // dx = rstd·(g - mean(g) - x̂·mean(g·x̂))
+    // 16 bits do not show the rounding of the product of mean and the second term.
+    const A along = -sums.first * a.inverse_n * rstd * rstd, level = LAYER ? -sums.second * a.inverse_n * rstd : A(0), constant = level - along * mean;
+    const auto gradient = [&](A x, A g) {
+      if constexpr (LAYER && sizeof(X) != 2) return fma(g, rstd, fma(x - mean, along, level));
+      else return fma(g, rstd, LAYER ? fma(x, along, constant) : x * along);
+    };
+    X* dx = static_cast<X*>(a.dx) + row * n;
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      if (!live || !has(i)) continue;
+      const Vec<A, V> x = unpack<A>(staged_x.load(i)), dy = unpack<A>(staged_dy.load(i));
+      Vec<A, V> r = load_g(i, dy);
+#pragma unroll
+      for (int j = 0; j < V; ++j) r.v[j] = gradient(x.v[j], r.v[j]);
+      if (a.dsum != nullptr) {
+        const Vec<A, V> d = unpack<A>(staged_dsum.load(i));
+#pragma unroll
+        for (int j = 0; j < V; ++j) r.v[j] += d.v[j];
+      }
+      store_vec<X, V>(dx + element(i), pack<X>(r));
+    }
+    if (has_single) {
+      A r = gradient(single_x, single_dy * single_weight);
+      if (a.dsum != nullptr) r += convert<A>(static_cast<const X*>(a.dsum)[row * n + single]);
+      dx[single] = convert<X>(r);
+    }
+    stage += stage_bytes;
+    if (stage == end) stage = memory;
+  }
+
+  const int64_t blocks = CLUSTER ? a.groups : gridDim.x;
+  A* out = a.partial + (CLUSTER ? group : static_cast<int64_t>(blockIdx.x)) * n;
+  const int groups_of_block = CLUSTER ? 1 : blockDim.x / a.lanes;
+  const auto write_columns = [&](const auto& sums, A of_single, A* to) {
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      if (!has(i)) continue;
+      if constexpr (!RAGGED) {
+        *reinterpret_cast<Vec<A, V>*>(to + element(i)) = sums[i];
+      } else {
+#pragma unroll
+        for (int j = 0; j < V; ++j) to[element(i) + j] = sums[i].v[j];
+      }
+    }
+    if (RAGGED && single >= 0) to[single] = of_single;
+  };
+  // Adds up what the groups of a block hold for each column, through shared memory, and writes it.
+  const auto write = [&](const auto& sums, A of_single, A* to) {
+    if (groups_of_block > 1) {
+      __syncthreads();
+      write_columns(sums, of_single, reinterpret_cast<A*>(memory) + group_of_block * n);
+      add_groups(reinterpret_cast<A*>(memory), to, n, groups_of_block);
+    } else {
+      write_columns(sums, of_single, to);
+    }
+  };
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  if (a.want_weight) write(dweight, single_dweight, out);
+  if constexpr (LAYER) {
+    if (a.want_bias) write(dbias, single_dbias, out + blocks * n);
+  }
+}
+
+constexpr int kSumWarps = 16;
+
+// Adds up the partial sums of all blocks: 32 columns a block, whose warps share the blocks' sums.
+template <typename W, typename A>
+__global__ void __launch_bounds__(kSumWarps * 32) layer_norm_sum_partials(const A* partial, W* dweight, W* dbias, int blocks, int64_t n) {
+  __shared__ A shared[kSumWarps][33];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  // The second half of the grid's second dimension, if any, has the bias.
+  const bool bias = blockIdx.y == 1 || dweight == nullptr;
+  const A* from = partial + (bias ? blocks * n : 0) + column;
+  A s = 0;
+  if (column < n) {
+#pragma unroll 8
+    for (int b = warp; b < blocks; b += kSumWarps) s += from[b * n];
+  }
+  shared[warp][lane] = s;
+  __syncthreads();
+  if (warp != 0 || column >= n) return;
+  for (int w = 1; w < kSumWarps; ++w) s += shared[w][lane];
+  (bias ? dbias : dweight)[column] = convert<W>(s);
+}
+
+// ---- rows too long for a cluster ----------------------------------------------------------------------------------------
+
+
+// x̂ and g of a batch.
+template <typename A>
+__device__ __forceinline__ void load_backward(const SplitArgs<A>& a, int64_t base, int64_t e, int64_t end, A mean, A rstd,
+                                              Vec<A, kBatch>& x, Vec<A, kBatch>& g) {
+  x = load_batch(a.x, base, e, end, mean);
+  g = load_batch(a.dy, base, e, end, A(0));
+  const Vec<A, kBatch> w = load_batch(a.weight, 0, e, end, A(1));
+  const A offset = a.kind == kGemma && a.weight.data != nullptr ? A(1) : A(0);
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    x.v[j] = (x.v[j] - mean) * rstd;
+    g.v[j] *= w.v[j] + offset;
+  }
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kSplitThreads) layer_norm_split_sums(const SplitArgs<A> a) {
+  __shared__ RowSums<A> slots[32];
+  const int64_t row = blockIdx.x / a.pieces, base = row * a.n;
+  const int64_t begin = blockIdx.x % a.pieces * a.piece, end = begin + a.piece < a.n ? begin + a.piece : a.n;
+  const bool layer = a.kind == kLayer;
+  const A mean = layer ? a.stats[row] : A(0), rstd = a.stats[layer ? a.rows + row : row];
+  RowSums<A> all{A(0), A(0)};
+  for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) {
+    Vec<A, kBatch> x, g;
+    load_backward(a, base, e, end, mean, rstd, x, g);
+    all.second += tree_sum(g);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) g.v[j] *= x.v[j];
+    all.first += tree_sum(g);
+  }
+  const int lane = threadIdx.x & 31;
+  all = {lanes_sum(all.first, 32), lanes_sum(all.second, 32)};
+  if (lane == 0) slots[threadIdx.x >> 5] = all;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  all = lane < kSplitThreads / 32 ? slots[lane] : RowSums<A>{A(0), A(0)};
+  all = {lanes_sum(all.first, 32), lanes_sum(all.second, 32)};
+  if (lane == 0) reinterpret_cast<RowSums<A>*>(a.partial)[blockIdx.x] = all;
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kSplitThreads) layer_norm_split_dx(const SplitArgs<A> a) {
+  const int64_t row = blockIdx.x / a.pieces, base = row * a.n;
+  const int64_t begin = blockIdx.x % a.pieces * a.piece, end = begin + a.piece < a.n ? begin + a.piece : a.n;
+  const bool layer = a.kind == kLayer;
+  const A mean = layer ? a.stats[row] : A(0), rstd = a.stats[layer ? a.rows + row : row];
+  RowSums<A> all{A(0), A(0)};
+  for (int i = threadIdx.x & 31; i < a.pieces; i += 32) {
+    const RowSums<A> p = reinterpret_cast<const RowSums<A>*>(a.partial)[row * a.pieces + i];
+    all.first += p.first, all.second += p.second;
+  }
+  const A gx = lanes_sum(all.first, 32) / static_cast<A>(a.n), g_mean = layer ? lanes_sum(all.second, 32) / static_cast<A>(a.n) : A(0);
+  for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) {
+    Vec<A, kBatch> x, g;
+    load_backward(a, base, e, end, mean, rstd, x, g);
+    const Vec<A, kBatch> d = load_batch(a.dsum, base, e, end, A(0));
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) g.v[j] = rstd * (g.v[j] - g_mean - x.v[j] * gx) + d.v[j];
+    store_batch(a.dx, base, e, end, g);
+  }
+}
+
+// Sums down the rows of one slab for kSplitThreads·kBatch columns. `partial`: [2, slabs, n].
+template <typename A>
+__global__ void __launch_bounds__(kSplitThreads) layer_norm_split_columns(const SplitArgs<A> a, int slabs) {
+  const int64_t rows_each = (a.rows + slabs - 1) / slabs, first = blockIdx.y * rows_each;
+  const int64_t last = first + rows_each < a.rows ? first + rows_each : a.rows;
+  const int64_t e = static_cast<int64_t>(blockIdx.x) * kSplitThreads * kBatch + threadIdx.x;
+  const bool layer = a.kind == kLayer;
+  Vec<A, kBatch> dweight = filled<A, kBatch>(A(0)), dbias = dweight;
+  for (int64_t row = first; row < last; ++row) {
+    const A mean = layer ? a.stats[row] : A(0), rstd = a.stats[layer ? a.rows + row : row];
+    const Vec<A, kBatch> x = load_batch(a.x, row * a.n, e, a.n, mean), dy = load_batch(a.dy, row * a.n, e, a.n, A(0));
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      dweight.v[j] += dy.v[j] * (x.v[j] - mean) * rstd;
+      dbias.v[j] += dy.v[j];
+    }
+  }
+  const Operand out{a.partial, sizeof(A) == 8 ? Type::float64 : Type::float32};
+  store_batch(out, blockIdx.y * a.n, e, a.n, dweight);
+  store_batch(out, (slabs + static_cast<int64_t>(blockIdx.y)) * a.n, e, a.n, dbias);
+}
+
+// ---- launch rules -------------------------------------------------------------------------------------------------------
+
+int choice(const char* name, int value) {
+  const char* text = std::getenv(name);
+  return text != nullptr ? std::atoi(text) : value;
+}
+
+// How a resident grid is made for rows of up to `words` 16-byte words: `threads` of an SM at most, in blocks of up
+// to `block`, which hold as many groups as fit, with up to `stages` rows of each in shared memory. Fewer and larger blocks
+// leave fewer partial sums.
+struct ResidentRule {
+  int64_t words;
+  int threads, block, stages;
+};
+// On an H100, bfloat16, backward, in fractions of the copy bandwidth for layer_norm and rms_norm: 768 columns .79 .83 with 384
+// threads, .76 .80 with 512; 1024 columns .81 .85 with 256, .79 .83 with 512; 4096 .85 .91 with 256, .84 .88 with 512; 8192
+// .88 .91 with 384, .81 .86 with 512; 16384 .84 .87 with 512, .56 .76 with fewer.
+constexpr ResidentRule kResidentRules[] = {
+    {96, 384, 384, 2},
+    {512, 256, 256, 3},
+    {1024, 384, 384, 3},
+    {INT64_MAX, 512, 512, 2},
+};
+constexpr ResidentRule kRaggedRule{INT64_MAX, 512, 512, 3};
+constexpr int kSharedReserve = 1024;  // of each block, for the driver
+
+struct ResidentLaunch {
+  int threads = 0;  // of a block that share a row
+  int block = 0;    // threads of a block
+  int words = 0;    // of a thread
+  int cluster = 1;  // blocks that share a row
+  int groups = 0;   // of all blocks; 0: the row is too long
+  int stages = 0;
+  int64_t blocks = 0;
+  size_t shared = 0;
+};
+
+int shared_of_processor(int device) {
+  static int bytes[kMaxDevices];
+  if (bytes[device] == 0)
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&bytes[device], cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  return bytes[device];
+}
+
+// What a block of the backward may take of shared memory, where `resident` of them share a multiprocessor. `slots`: bytes of
+// one block's exchange, or of that of a whole cluster.
+int64_t shared_of_block(int resident, int cluster, int slots, int device) {
+  return shared_of_processor(device) / resident - kSharedReserve - (cluster > 1 ? kMaxCluster : 1) * slots;
+}
+
+// `period`: rows after which a row starts at the same place of a word. `word_bytes`: what a stage holds for each word, and
+// `weight_bytes` what lies beside the stages.
+ResidentLaunch resident_launch(const ResidentRule& found, int64_t words, int64_t rows, int period, int word_bytes, int weight_bytes,
+                               int slots, int most_threads, bool ragged, bool rare, const Launch& on) {
+  const DeviceTraits& device = device_traits(on.device());
+  ResidentLaunch launch;
+  const auto threads_of = [&](int each) { return ragged ? std::max(row_threads(words, each), 16) : row_threads(words, each); };
+  launch.words = !ragged && !rare && threads_of(3) * 3 < threads_of(kMostWords) * kMostWords ? choice("FL_BACKWARD_WORDS", 3) : kMostWords;
+  const int most = choice("FL_BACKWARD_THREADS", found.threads);
+  // Two stages of the widest types may leave room for fewer threads than that.
+  const auto widest_of = [&](int cluster) {
+    const int64_t fit = shared_of_block(1, cluster, slots, on.device()) / (launch.words * (2 * word_bytes + weight_bytes));
+    return std::min({most_threads, most, static_cast<int>(fit / 32 * 32)});
+  };
+  const int widest = widest_of(1);
+  if (words > static_cast<int64_t>(widest) * launch.words) {
+    launch.words = kMostWords;
+    launch.cluster = static_cast<int>(next_power_of_2(ceil_div(words, static_cast<int64_t>(widest_of(kMaxCluster)) * launch.words)));
+    if (device.capability < 90 || launch.cluster > kMaxCluster) return ResidentLaunch{};
+    launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(words, launch.words * launch.cluster), 32) * 32);
+  } else {
+    launch.threads = threads_of(launch.words);
+    const int block = std::min(widest, choice("FL_BACKWARD_BLOCK", found.block));
+    launch.block = std::max(1, launch.threads < 32 ? block / 32 * 32 / launch.threads : block / launch.threads) * launch.threads;
+  }
+  const int together = launch.cluster > 1 ? 1 : launch.block / launch.threads;  // groups of a block
+  const int64_t bytes = static_cast<int64_t>(launch.block) * launch.words;
+  int resident = std::max(1, most / launch.block);
+  while (resident > 1 && bytes * (2 * word_bytes + weight_bytes) > shared_of_block(resident, launch.cluster, slots, on.device())) --resident;
+  const int64_t share = shared_of_block(resident, launch.cluster, slots, on.device());
+  launch.stages = static_cast<int>(std::clamp<int64_t>((share - bytes * weight_bytes) / (bytes * word_bytes), 2,
+                                                       std::min(kMaxStages, choice("FL_BACKWARD_STAGES", found.stages))));
+  launch.shared = static_cast<size_t>(bytes * (launch.stages * word_bytes + weight_bytes));
+
+  // As many groups as are resident, or a few less where each then has as many rows as the next.
+  const int64_t units = std::max<int64_t>(1, static_cast<int64_t>(device.processors) * resident / launch.cluster);
+  const int64_t each = std::max<int64_t>(1, ceil_div(rows, units * together));
+  int64_t blocks = ceil_div(rows, each * together);
+  const int64_t step = period / std::gcd(period, together);
+  if (each > 1) blocks = ceil_div(blocks, step) <= units / step ? ceil_div(blocks, step) * step : std::max<int64_t>(units / step, 1) * step;
+  launch.groups = static_cast<int>(blocks * together);
+  launch.blocks = blocks * launch.cluster;
+  return launch;
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+// The period after which a row of n starts at the same place of a word.
+int period_of(int64_t n, int vector) {
+  int period = 1;
+  while (period * n % vector != 0) period *= 2;
+  return period;
+}
+
+// Adds the blocks' partial sums up into those of dweight and dbias that are wanted.
+template <typename A>
+void sum_partials(const A* partial, const Tensor& dweight, const Tensor& dbias, bool want_weight, bool want_bias, int blocks, int64_t n,
+                  cudaStream_t stream) {
+  if (!want_weight && !want_bias) return;
+  dispatch_floating((want_weight ? dweight : dbias).scalar_type(), "layer_norm_backward", [&](auto tag) {
+    using W = decltype(tag);
+    if constexpr (sizeof(W) <= sizeof(A) && (sizeof(A) == 4 || sizeof(W) == 8)) {
+      const dim3 grid(static_cast<unsigned>(ceil_div(n, 32)), want_weight && want_bias ? 2 : 1);
+      layer_norm_sum_partials<W, A><<<grid, kSumWarps * 32, 0, stream>>>(
+          partial, want_weight ? static_cast<W*>(dweight.mutable_data_ptr()) : nullptr,
+          want_bias ? static_cast<W*>(dbias.mutable_data_ptr()) : nullptr, blocks, n);
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+  });
+}
+
+template <typename X, typename D, bool LAYER>
+bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight, const Tensor& dbias, const Launch& on, const Tensor& like) {
+  using A = compute_t<X>;
+  constexpr int V = kVectorBytes / sizeof(X);
+  constexpr bool kRare = sizeof(D) < sizeof(X) || sizeof(X) == 8;  // the ragged kernels serve all rows
+  if (n > INT32_MAX / 2) return false;
+  const bool ragged = n % V != 0;
+  const int word_bytes = static_cast<int>(V * ((args.dsum != nullptr ? 2 : 1) * sizeof(X) + sizeof(D)));
+  const int weight_bytes = static_cast<int>(V * (args.stage_wide ? sizeof(A) : sizeof(X)));
+  const int64_t words = n / V;
+  constexpr int kSlots = 2 * sizeof(RowSums<A>) * kResidentThreads / 32;
+  const ResidentRule* of_row = kResidentRules;
+  while (of_row->words < words) ++of_row;
+  const ResidentLaunch launch = resident_launch(ragged ? kRaggedRule : *of_row, words, args.rows, period_of(n, V), word_bytes, weight_bytes, kSlots,
+                                                ragged ? kThreadsOf<X, LAYER, true> : kThreadsOf<X, LAYER, kRare>, ragged, kRare, on);
+  if (launch.groups == 0) return false;
+  args.n = static_cast<int>(n);
+  args.lanes = launch.threads;
+  args.inverse_n = A(1) / static_cast<A>(n);
+  args.groups = launch.groups;
+  args.stages = launch.stages;
+  const int64_t partials = launch.blocks / launch.cluster;
+  const Tensor partial = empty_of({args.want_weight || args.want_bias ? 2 * partials * n : 0}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, like);
+  args.partial = static_cast<A*>(partial.mutable_data_ptr());
+  const auto run = [&](auto is_ragged, auto words_each, auto is_cluster) {
+    constexpr bool CLUSTER = decltype(is_cluster)::value;
+    const auto kernel = layer_norm_backward_rows<X, D, LAYER, decltype(is_ragged)::value, decltype(words_each)::value, CLUSTER>;
+    static bool prepared[kMaxDevices];
+    if (!prepared[on.device()]) {
+      STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(shared_of_block(1, CLUSTER ? kMaxCluster : 1, kSlots, on.device()))));
+      prepared[on.device()] = true;
+    }
+    launch_kernel(kernel, launch.blocks, launch.block, launch.cluster, launch.shared, on.stream(), args);
+  };
+  using Most = std::integral_constant<int, kMostWords>;
+  const auto choose = [&](auto is_ragged) {
+    if (launch.cluster > 1) return run(is_ragged, Most{}, std::true_type{});
+    if constexpr (!decltype(is_ragged)::value) {
+      if (launch.words == 3) return run(is_ragged, std::integral_constant<int, 3>{}, std::false_type{});
+    }
+    run(is_ragged, Most{}, std::false_type{});
+  };
+  if constexpr (kRare) choose(std::true_type{});
+  else if (ragged) choose(std::true_type{});
+  else choose(std::false_type{});
+  sum_partials(args.partial, dweight, dbias, args.want_weight, args.want_bias, static_cast<int>(partials), n, on.stream());
+  return true;
+}
+
+template <typename A>
+void split_backward(SplitArgs<A>& args, const Tensor& dweight, const Tensor& dbias, bool want_weight, bool want_bias, const Launch& on,
+                    const Tensor& like) {
+  const DeviceTraits& device = device_traits(on.device());
+  const ScalarType dtype = compute_dtype(like.scalar_type());
+  set_pieces(args, device.processors);
+  const int64_t blocks = args.rows * args.pieces;
+  const Tensor sums = empty_of({blocks * 2}, dtype, like);
+  args.partial = static_cast<A*>(sums.mutable_data_ptr());
+  launch_kernel(layer_norm_split_sums<A>, blocks, kSplitThreads, 1, 0, on.stream(), args);
+  launch_kernel(layer_norm_split_dx<A>, blocks, kSplitThreads, 1, 0, on.stream(), args);
+  if (!want_weight && !want_bias) return;
+  const int64_t across = ceil_div(args.n, kSplitThreads * kBatch);
+  const int64_t slabs = std::clamp<int64_t>(4 * device.processors / across, 1, std::min<int64_t>(args.rows, 64));
+  const Tensor partial = empty_of({2 * slabs * args.n}, dtype, like);
+  args.partial = static_cast<A*>(partial.mutable_data_ptr());
+  const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(slabs));
+  layer_norm_split_columns<A><<<grid, kSplitThreads, 0, on.stream()>>>(args, static_cast<int>(slabs));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  sum_partials<A>(args.partial, dweight, dbias, want_weight, want_bias, static_cast<int>(slabs), args.n, on.stream());
+}
+
+// Calls f(X{}, D{}) for the types of x and dy that are built: the same twice, or one of 16 bits and one float32.
+template <typename F>
+void dispatch_backward(ScalarType x, ScalarType dy, const char* op, F&& f) {
+  dispatch_floating(x, op, [&](auto tag) {
+    using X = decltype(tag);
+    if (dy == x) return f(X{}, X{});
+    if constexpr (sizeof(X) == 2) {
+      if (dy == ScalarType::Float) return f(X{}, float{});
+    }
+    if constexpr (sizeof(X) == 4) {
+      if (dy == ScalarType::Half) return f(X{}, __half{});
+      if (dy == ScalarType::BFloat16) return f(X{}, __nv_bfloat16{});
+    }
+    no_kernel(op, "dy", x, dy);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const std::optional<Tensor>& dsum_in, const Tensor& x_in,
+                                                       const Tensor& stats_in, const std::optional<Tensor>& weight_in, int64_t dims,
+                                                       int64_t kind, bool want_weight, bool want_bias) {
+  const char* op = "layer_norm_backward";
+  const Shape s = shape_of(x_in, dims, op);
+  check_kind(kind, want_bias, op);
+  check_device(x_in, dy_in, op, "dy");
+  STD_TORCH_CHECK(dims_of(x_in.sizes()) == dims_of(dy_in.sizes()), "fastlayers::", op, ": expected dy of x's shape");
+  if (dsum_in) check_same_shape(x_in, *dsum_in, op, "dsum");
+  const ScalarType x_dtype = x_in.scalar_type(), statistics = compute_dtype(x_dtype);
+  check_device(x_in, stats_in, op, "stats");
+  STD_TORCH_CHECK(stats_in.scalar_type() == statistics && stats_in.numel() == (kind == kLayer ? 2 : 1) * s.rows, "fastlayers::", op,
+                  ": expected the stats that the forward keeps");
+  const std::optional<Tensor> weight = checked_weight(weight_in, x_in, s.n, op, "weight");
+  const ScalarType weight_dtype = weight ? weight->scalar_type() : x_dtype;
+  const bool wide_weight = is_half(x_dtype) && weight_dtype == ScalarType::Float;
+  const bool small_weight = x_dtype == ScalarType::Float && is_half(weight_dtype);
+  if (weight_dtype != x_dtype && !wide_weight && !small_weight) no_kernel(op, "weight", x_dtype, weight_dtype);
+  want_weight = want_weight && weight.has_value();
+
+  const Launch on(x_in);
+  Tensor dx = empty_result(x_in, x_dtype);
+  const auto gradient = [&](bool wanted) {
+    if (!wanted) return empty_of({0}, weight_dtype, x_in);
+    return weight ? empty_result(*weight, weight_dtype) : empty_of({s.n}, weight_dtype, x_in);
+  };
+  Tensor dweight = gradient(want_weight), dbias = gradient(want_bias);
+  if (s.n == 0) return {dx, dweight, dbias};
+  if (s.rows == 0) {
+    if (want_weight) torch::stable::zero_(dweight);
+    if (want_bias) torch::stable::zero_(dbias);
+    return {dx, dweight, dbias};
+  }
+  const Tensor x = dense(x_in), dy = dense(dy_in), stats = dense(stats_in);
+  const std::optional<Tensor> dsum = dsum_in ? std::optional<Tensor>(dense(*dsum_in)) : std::nullopt;
+  dispatch_backward(x_dtype, dy.scalar_type(), op, [&](auto x_tag, auto dy_tag) {
+    using X = decltype(x_tag);
+    using D = decltype(dy_tag);
+    using A = compute_t<X>;
+    BackwardArgs<A> args{};
+    args.dy = dy.const_data_ptr();
+    args.dsum = pointer(dsum);
+    args.x = x.const_data_ptr();
+    args.weight = pointer(weight);
+    args.stats = static_cast<const A*>(stats.const_data_ptr());
+    args.dx = dx.mutable_data_ptr();
+    args.rows = s.rows;
+    args.wide_weight = wide_weight;
+    args.small_weight = small_weight;
+    args.bfloat = weight_dtype == ScalarType::BFloat16;
+    args.gemma = kind == kGemma && weight.has_value();
+    args.stage_wide = sizeof(X) == 2 && (wide_weight || args.gemma);
+    args.want_weight = want_weight;
+    args.want_bias = want_bias;
+    const auto served = [&](auto layer) {
+      constexpr bool LAYER = decltype(layer)::value;
+      return backward<X, D, LAYER>(args, s.n, dweight, dbias, on, x);
+    };
+    if (kind == kLayer ? served(std::true_type{}) : served(std::false_type{})) return;
+    SplitArgs<A> split{};
+    split.x = operand(x);
+    split.weight = operand(weight);
+    split.dy = operand(dy);
+    split.dsum = operand(dsum);
+    split.dx = operand(dx);
+    split.stats = const_cast<A*>(args.stats);
+    split.rows = s.rows;
+    split.n = s.n;
+    split.kind = static_cast<int>(kind);
+    split_backward(split, dweight, dbias, want_weight, want_bias, on, x);
+  });
+  return {dx, dweight, dbias};
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
+  m.impl("layer_norm_backward", TORCH_BOX(&fastlayers::layer_norm_backward));
+}
+

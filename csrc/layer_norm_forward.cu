@@ -1,0 +1,621 @@
+// layer_norm and rms_norm over the last dimensions, with or without the sum of a residual before them: forward.
+//
+// The stock sum is written by one kernel and read by the next. Here every tensor is read once and written once:
+//
+//   rows   a part of a warp, a block, or up to 16 blocks of a cluster (sm_90) hold one row in registers between the statistics
+//          and the result.
+//   split  rows too long for that: every row cut into pieces, and a pass for each of what the kernel above does at once.
+#include <cstdlib>
+
+#include "layer_norm.cuh"
+
+namespace fastlayers {
+namespace {
+
+template <typename A>
+struct ForwardArgs {
+  const void *x, *residual, *weight, *bias;  // but for x all may be null
+  void *sum, *y;
+  A* stats;  // or null
+  int64_t rows;
+  int n, kind;
+  int lanes;      // threads of one block that share a row: a power of two up to a warp, or the whole block
+  int lane_bits;  // log2 of them, up to a warp
+  bool ragged;    // n is no multiple of the vector
+  bool wide_weight, wide_out;  // float32, where x has 16 bits
+  A eps, inverse_n;
+};
+
+// ---- statistics ---------------------------------------------------------------------------------------------------------
+//
+// In one pass, as deviations from an origin that is close to the mean of what it serves: for a thread its first element, for
+// the lanes of a warp the mean of the first one, for the warps of a row that of the first. A mean far from zero then costs no
+// digits, and an outlier few: the squared distance of such an origin from the mean is at most the squared deviations of its
+// part, so that of p parts of a row, at worst log2(p) bits are lost, and none if they resemble each other.
+
+// Mean, squared deviations from it and number of elements of a part of a row. For rms_norm `m2` alone: the squares.
+template <typename A>
+struct Moments {
+  A mean, m2, count;
+};
+
+// Of a number of elements; 0 for none.
+template <typename A>
+__device__ __forceinline__ A reciprocal(A count) {
+  if constexpr (std::is_same_v<A, float>) return count > A(0) ? __fdividef(1.f, count) : A(0);
+  else return count > A(0) ? A(1) / count : A(0);
+}
+
+// From the sums of d and d² of deviations d from an origin.
+template <typename A>
+__device__ __forceinline__ Moments<A> from_deviations(A origin, A sum, A squares, A count, A inverse_count) {
+  const A mean = sum * inverse_count, m2 = squares - sum * mean;
+  return {origin + mean, m2 < A(0) ? A(0) : m2, count};  // NaN stays
+}
+
+// The moments of `lanes` neighbouring lanes together, whose elements are `count`.
+template <bool LAYER, typename A>
+__device__ __forceinline__ Moments<A> merge_lanes(const Moments<A>& part, int lanes, A count, A inverse_count) {
+  if constexpr (!LAYER) {
+    return {A(0), lanes_sum(part.m2, lanes), count};
+  } else {
+    const A origin = __shfl_sync(0xffffffffu, part.mean, 0, lanes);
+    const A d = part.mean - origin;
+    A sum = part.count > A(0) ? part.count * d : A(0), squares = part.m2 + sum * d;
+    lanes_sum(sum, squares, lanes);
+    return from_deviations(origin, sum, squares, count, inverse_count);
+  }
+}
+
+constexpr int kRowThreads = 256;    // of a block: several fit an SM, and their phases overlap
+constexpr int kWideThreads = 1024;  // of a block whose threads hold kWideWords each
+constexpr int kWideWords = 4;
+
+// Those of a row from those of its warps, over all blocks of its cluster. One barrier.
+template <bool LAYER, bool CLUSTER, typename A>
+__device__ __forceinline__ Moments<A> merge_warps(const Moments<A>& part, Moments<A>* slots, A n, A inverse_n) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  int count = warps;
+  if constexpr (CLUSTER) {
+    auto cluster = this_cluster();
+    const int blocks = static_cast<int>(cluster.num_blocks());
+    cluster.barrier_wait();  // every block has started: its memory may be written
+    if (lane < blocks) cluster.map_shared_rank(slots, lane)[cluster.block_rank() * warps + warp] = part;
+    cluster.sync();
+    count *= blocks;
+  } else {
+    if (lane == 0) slots[warp] = part;
+    __syncthreads();
+  }
+  const A origin = LAYER ? slots[0].mean : A(0);
+  A sum = 0, squares = 0;
+#pragma unroll 1
+  for (int i = lane; i < count; i += 32) {
+    const Moments<A> p = slots[i];
+    squares += p.m2;
+    if (LAYER && p.count > A(0)) {
+      const A d = p.mean - origin;
+      sum += p.count * d;
+      squares += p.count * d * d;
+    }
+  }
+  if constexpr (!LAYER) return {A(0), lanes_sum(squares, 32), n};
+  lanes_sum(sum, squares, 32);
+  return from_deviations(origin, sum, squares, n, inverse_n);
+}
+
+// ---- rows ---------------------------------------------------------------------------------------------------------------
+
+template <typename X, typename R>
+using sum_t = std::conditional_t<std::is_same_v<R, float> && sizeof(X) == 2, float, X>;
+
+template <typename R, bool WHOLE>
+constexpr int most_threads(int words) {
+  return words == kWideWords && WHOLE && std::is_void_v<R> ? kWideThreads : kRowThreads;
+}
+
+// Blocks that an SM should hold: the registers that this leaves a thread are those that K words of its row need.
+template <typename X, typename R, bool MIXED, bool WHOLE>
+constexpr int blocks_resident(int words) {
+  if (MIXED || sizeof(X) == 8) return words > 4 ? 1 : 2;
+  if (words > 4) return std::is_void_v<R> ? 2 : 1;
+  if (most_threads<R, WHOLE>(words) == kWideThreads) return 1;
+  if (!std::is_void_v<R> || !WHOLE) return words > 2 ? 3 : 4;
+  return words > 2 ? 4 : 6;
+}
+
+// R: the residual's type, or void. MIXED: weight, bias and result may be float32 where x has 16 bits. WHOLE: every thread has K
+// words of its row, and there are no single elements. Otherwise up to K.
+template <typename X, typename R, bool LAYER, bool MIXED, bool WHOLE, int K, bool CLUSTER>
+__global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>(K), blocks_resident<X, R, MIXED, WHOLE>(K))
+    layer_norm_forward_rows(const ForwardArgs<compute_t<X>> a) {
+  using A = compute_t<X>;
+  using S = sum_t<X, R>;
+  constexpr int V = kVectorBytes / sizeof(X);
+  constexpr bool ADD = !std::is_void_v<R>;
+  constexpr int kSlots = CLUSTER ? kRowThreads / 32 * kMaxCluster : most_threads<R, WHOLE>(K) / 32;
+  __shared__ Moments<A> slots[kSlots];
+  if constexpr (CLUSTER) this_cluster().barrier_arrive();
+
+  Place at = Place::find<V, !WHOLE, CLUSTER ? K : 0>(a);
+  if constexpr (WHOLE) {  // threads past the last row repeat that
+    if (at.row >= a.rows) at.row = a.rows - 1, at.start = at.row * a.n;
+  }
+  const auto has = [&](int i) { return WHOLE || at.word(i) < at.words; };
+  const bool has_single = !WHOLE && at.single >= 0;
+  const int64_t first_word = at.start + static_cast<int64_t>(at.first) * V, single = at.row * a.n + at.single;
+  const int step = at.stride * V;
+
+  // All loads before anything that waits for one of them.
+  Vec<S, V> held[K];
+  S held_single = convert<S>(0.f);
+  if constexpr (ADD) {
+    Vec<X, V> loaded[K];
+    Vec<R, V> added[K];
+    const X* x = static_cast<const X*>(a.x) + first_word;
+    const R* residual = static_cast<const R*>(a.residual) + first_word;
+#pragma unroll
+    for (int i = 0; i < K; ++i)
+      if (has(i)) loaded[i] = load_vec<X, V>(x + i * step), added[i] = load_vec<R, V>(residual + i * step);
+    if (has_single)
+      held_single = convert<S>(convert<A>(static_cast<const X*>(a.x)[single]) + convert<A>(static_cast<const R*>(a.residual)[single]));
+    S* sum = static_cast<S*>(a.sum) + first_word;
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      if (!has(i)) continue;
+      Vec<A, V> s = unpack<A>(loaded[i]);
+      const Vec<A, V> r = unpack<A>(added[i]);
+#pragma unroll
+      for (int j = 0; j < V; ++j) s.v[j] += r.v[j];
+      held[i] = pack<S>(s);
+      store_vec<S, V>(sum + i * step, held[i]);
+    }
+    if (has_single) static_cast<S*>(a.sum)[single] = held_single;
+  } else {
+    const X* x = static_cast<const X*>(a.x) + first_word;
+#pragma unroll
+    for (int i = 0; i < K; ++i)
+      if (has(i)) held[i] = load_vec<X, V>(x + i * step);
+    if (has_single) held_single = static_cast<const X*>(a.x)[single];
+  }
+
+  int count = WHOLE ? K * V : 0;
+  if constexpr (!WHOLE) {
+#pragma unroll
+    for (int i = 0; i < K; ++i) count += has(i) ? V : 0;
+    count += has_single ? 1 : 0;
+  }
+  const auto inverse = [](int elements) { return WHOLE ? A(1) / static_cast<A>(elements) : reciprocal(static_cast<A>(elements)); };
+  // The sums of what this thread holds, as deviations from an origin, and of their squares.
+  const auto add_up = [&](A origin) {
+    A sum[2] = {}, squares[2] = {};
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      if (!has(i)) continue;
+      const Vec<A, V> v = unpack<A>(held[i]);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const A d = LAYER ? v.v[j] - origin : v.v[j];
+        if constexpr (LAYER) sum[j & 1] += d;
+        squares[j & 1] += d * d;
+      }
+    }
+    if (has_single) {
+      const A d = convert<A>(held_single) - origin;
+      sum[0] += d;
+      squares[0] += d * d;
+    }
+#pragma unroll
+    for (int i = 0; i < K; ++i) forget(held[i]);
+    return RowSums<A>{squares[0] + squares[1], sum[0] + sum[1]};
+  };
+  const A n = static_cast<A>(a.n);
+  const int lanes = a.lanes < 32 ? a.lanes : 32;
+  Moments<A> part;
+  {
+    const A origin = !LAYER ? A(0) : has(0) ? convert<A>(held[0].v[0]) : convert<A>(held_single);
+    const RowSums<A> sums = add_up(origin);
+    part = LAYER ? from_deviations(origin, sums.second, sums.first, static_cast<A>(count), inverse(count)) : Moments<A>{A(0), sums.first, A(0)};
+  }
+  if (!CLUSTER && a.lanes <= 32) {
+    part = merge_lanes<LAYER>(part, lanes, n, a.inverse_n);
+  } else {
+    const int of_warp = WHOLE ? 32 * K * V : static_cast<int>(__reduce_add_sync(0xffffffffu, count));
+    part = merge_lanes<LAYER>(part, 32, static_cast<A>(of_warp), inverse(of_warp));
+    part = merge_warps<LAYER, CLUSTER>(part, slots, n, a.inverse_n);
+  }
+  // A result of more than 16 bits would show the digits that these origins cost: once more, from the mean.
+  if constexpr (LAYER && (MIXED || sizeof(X) > 2)) {
+    __shared__ RowSums<A> more_slots[kSlots];
+    RowSums<A> sums = add_up(part.mean);
+    add_lanes<true>(sums, lanes);
+    if (CLUSTER || a.lanes > 32) add_warps<true, CLUSTER>(sums, more_slots, a.lanes, 0);
+    part = from_deviations(part.mean, sums.second, sums.first, n, a.inverse_n);
+  }
+  const A mean = part.mean, rstd = rsqrt(part.m2 * a.inverse_n + a.eps);
+  if (a.stats != nullptr && at.first == 0 && at.row < a.rows) {
+    a.stats[at.row] = LAYER ? mean : rstd;
+    if (LAYER) a.stats[a.rows + at.row] = rstd;
+  }
+
+  const auto normal = [&](A v) {
+    if constexpr (!LAYER) return v * rstd;
+    else return (v - mean) * rstd;
+  };
+  const auto finish = [&](auto weight_type, auto out_type) {
+    using W = decltype(weight_type);
+    using Out = decltype(out_type);
+    const W* weight = static_cast<const W*>(a.weight);
+    const W* bias = static_cast<const W*>(a.bias);
+    const int kind = weight == nullptr ? kRms : a.kind;
+    const auto scale = [&](auto r, auto w, const auto& b) {
+      constexpr int N = sizeof(r) / sizeof(A);
+      if constexpr (!LAYER) {
+        if (kind == kGemma) {
+#pragma unroll
+          for (int j = 0; j < N; ++j) w.v[j] += A(1);
+        }
+        if (kind == kLlama) r = unpack<A>(pack<S>(r));
+      }
+#pragma unroll
+      for (int j = 0; j < N; ++j) r.v[j] = LAYER ? fma(r.v[j], w.v[j], b.v[j]) : r.v[j] * w.v[j];
+      // Llama's product has the dtype that its factors promote to.
+      if (!LAYER && !std::is_same_v<Out, S> && std::is_same_v<W, S> && kind == kLlama) r = unpack<A>(pack<S>(r));
+      return r;
+    };
+    const int column = static_cast<int>(first_word - at.row * a.n);
+    Out* y = static_cast<Out*>(a.y) + first_word;
+    constexpr int kTogether = K > 4 ? 4 : K;  // words whose weights are requested before the first is used
+#pragma unroll
+    for (int from = 0; from < K; from += kTogether) {
+      Weights<W, V> w[kTogether], b[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        w[i] = same_weights<W, V>(1.f);
+        if (weight != nullptr && has(from + i)) w[i] = load_weights<WHOLE, W, V>(weight, column + (from + i) * step);
+      }
+      if constexpr (LAYER) {
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          b[i] = same_weights<W, V>(0.f);
+          if (bias != nullptr && has(from + i)) b[i] = load_weights<WHOLE, W, V>(bias, column + (from + i) * step);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (!has(from + i)) continue;
+        Vec<A, V> r = unpack<A>(held[from + i]);
+#pragma unroll
+        for (int j = 0; j < V; ++j) r.v[j] = normal(r.v[j]);
+        r = scale(r, w[i].template values<A>(), b[i].template values<A>());
+        store_vec<Out, V>(y + (from + i) * step, pack<Out>(r));
+      }
+    }
+    if (has_single) {
+      const Vec<A, 1> w{{weight == nullptr ? A(1) : convert<A>(weight[at.single])}}, b{{bias == nullptr ? A(0) : convert<A>(bias[at.single])}};
+      static_cast<Out*>(a.y)[single] = convert<Out>(scale(Vec<A, 1>{{normal(convert<A>(held_single))}}, w, b).v[0]);
+    }
+  };
+  if constexpr (MIXED) {
+    if (a.wide_weight && a.wide_out) finish(A{}, A{});
+    else if (a.wide_weight) finish(A{}, X{});
+    else if (a.wide_out) finish(X{}, A{});
+    else finish(X{}, X{});
+  } else {
+    finish(X{}, X{});
+  }
+}
+
+// ---- rows too long for a cluster ----------------------------------------------------------------------------------------
+
+// What a piece of a row knows of itself.
+template <typename A>
+struct SplitMoments {
+  A sum, m2, count;
+};
+
+// Mean and squared deviations of two parts together.
+template <typename A>
+__device__ __forceinline__ SplitMoments<A> merge(const SplitMoments<A>& p, const SplitMoments<A>& q, bool layer) {  // `sum` holds a mean here
+  const A count = p.count + q.count;
+  if (!layer || count == A(0)) return {A(0), p.m2 + q.m2, count};
+  const A d = q.sum - p.sum, share = q.count / count;
+  return {p.sum + d * share, p.m2 + q.m2 + d * d * p.count * share, count};
+}
+
+template <typename A>
+__device__ __forceinline__ SplitMoments<A> merge_split_lanes(SplitMoments<A> p, bool layer) {
+  for (int o = 16; o > 0; o >>= 1) {
+    const SplitMoments<A> q{__shfl_xor_sync(0xffffffffu, p.sum, o), __shfl_xor_sync(0xffffffffu, p.m2, o),
+                       __shfl_xor_sync(0xffffffffu, p.count, o)};
+    p = (threadIdx.x & o) == 0 ? merge(p, q, layer) : merge(q, p, layer);  // both lanes in one order: one result
+  }
+  return p;
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kSplitThreads) layer_norm_split_moments(const SplitArgs<A> a) {
+  __shared__ SplitMoments<A> slots[32];
+  const int64_t row = blockIdx.x / a.pieces, base = row * a.n;
+  const int64_t begin = blockIdx.x % a.pieces * a.piece, end = begin + a.piece < a.n ? begin + a.piece : a.n;
+  const bool layer = a.kind == kLayer;
+  SplitMoments<A> all{A(0), A(0), A(0)};
+  for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) {
+    Vec<A, kBatch> v = load_batch(a.x, base, e, end, A(0));
+    if (a.residual.data != nullptr) {
+      const Vec<A, kBatch> r = load_batch(a.residual, base, e, end, A(0));
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) v.v[j] += r.v[j];
+      store_batch(a.sum, base, e, end, v);
+    }
+    SplitMoments<A> batch{A(0), A(0), A(0)};
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) batch.count += e + j * kSplitThreads < end ? A(1) : A(0);
+    if (layer) batch.sum = tree_sum(v) / batch.count;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      v.v[j] = e + j * kSplitThreads < end ? v.v[j] - batch.sum : A(0);
+      v.v[j] *= v.v[j];
+    }
+    batch.m2 = tree_sum(v);
+    all = merge(all, batch, layer);
+  }
+  all = merge_split_lanes(all, layer);
+  const int lane = threadIdx.x & 31;
+  if (lane == 0) slots[threadIdx.x >> 5] = all;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  all = merge_split_lanes(lane < kSplitThreads / 32 ? slots[lane] : SplitMoments<A>{A(0), A(0), A(0)}, layer);
+  if (lane == 0) reinterpret_cast<SplitMoments<A>*>(a.partial)[blockIdx.x] = all;
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kSplitThreads) layer_norm_split_apply(const SplitArgs<A> a) {
+  const int64_t row = blockIdx.x / a.pieces, base = row * a.n;
+  const int64_t begin = blockIdx.x % a.pieces * a.piece, end = begin + a.piece < a.n ? begin + a.piece : a.n;
+  const bool layer = a.kind == kLayer;
+  SplitMoments<A> all{A(0), A(0), A(0)};
+  for (int i = threadIdx.x & 31; i < a.pieces; i += 32)
+    all = merge(all, reinterpret_cast<const SplitMoments<A>*>(a.partial)[row * a.pieces + i], layer);
+  all = merge_split_lanes(all, layer);
+  const A mean = all.sum, rstd = rsqrt(all.m2 / static_cast<A>(a.n) + a.eps);
+  if (a.stats != nullptr && begin == 0 && threadIdx.x == 0) {
+    a.stats[row] = layer ? mean : rstd;
+    if (layer) a.stats[a.rows + row] = rstd;
+  }
+  const Operand& from = a.residual.data != nullptr ? a.sum : a.x;
+  for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) {
+    Vec<A, kBatch> v = load_batch(from, base, e, end, A(0));
+    const Vec<A, kBatch> w = load_batch(a.weight, 0, e, end, a.kind == kGemma && a.weight.data != nullptr ? A(0) : A(1));
+    const Vec<A, kBatch> b = load_batch(a.bias, 0, e, end, A(0));
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) v.v[j] = (v.v[j] - mean) * rstd;
+    if (a.kind == kLlama && a.weight.data != nullptr) round_batch(from.type, v);
+    const A offset = a.kind == kGemma && a.weight.data != nullptr ? A(1) : A(0);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) v.v[j] *= w.v[j] + offset;
+    if (a.kind == kLlama && a.weight.type == from.type) round_batch(from.type, v);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) v.v[j] += b.v[j];
+    store_batch(a.y, base, e, end, v);
+  }
+}
+
+// ---- launch rules -------------------------------------------------------------------------------------------------------
+
+struct RowLaunch {
+  int threads = 0;  // of a block that share a row; 0: the row is too long
+  int block = 0;    // threads of a block
+  int words = 0;    // of a thread
+  int cluster = 1;  // blocks that share a row
+};
+
+constexpr int kMostWords = 8;          // of a thread
+constexpr int64_t kManyWordsPast = 1024;  // of a row, for whose threads it pays to hold as many
+constexpr int64_t kWidePast = 3328;
+constexpr int kSharingBlock = 128;     // threads of a block whose warps hold a row or several each
+
+int choice(const char* name, int value) {
+  const char* text = std::getenv(name);
+  return text != nullptr ? std::atoi(text) : value;
+}
+
+// Whether threads of a row hold K words each and nothing else.
+bool is_whole(const RowLaunch& launch, int64_t words) { return words == int64_t{launch.threads} * launch.words * launch.cluster; }
+
+// A row costs its threads an instruction for each of a word's elements, those of words that lie past its end included, and as
+// much as one more word for the statistics: the words a thread with the smallest sum, the larger of equals. Few rows have
+// more threads each, as long as that occupies processors that would idle.
+RowLaunch row_launch(int64_t words, int64_t rows, bool ragged, bool whole, bool wide, std::initializer_list<int> built, const DeviceTraits& device) {
+  RowLaunch launch;
+  // A long row that fills a block of kWideThreads has one of its own.
+  if (wide && words > choice("FL_WIDE", kWidePast) && words <= kWideThreads * kWideWords) {
+    launch.words = kWideWords;
+    launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(words, kWideWords), 32) * 32);
+    return whole && !is_whole(launch, words) ? RowLaunch{} : launch;
+  }
+  if (words > kRowThreads * kMostWords) {
+    launch.cluster = static_cast<int>(next_power_of_2(ceil_div(words, kRowThreads * kMostWords)));
+    if (device.capability < 90 || launch.cluster > kMaxCluster) return RowLaunch{};
+    launch.words = kMostWords;
+    launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(words, kMostWords * launch.cluster), 32) * 32);
+    return whole && !is_whole(launch, words) ? RowLaunch{} : launch;
+  }
+  const int asked = choice("FL_FORWARD_WORDS", 0);
+  int64_t least = INT64_MAX;
+  for (const int each : built) {
+    RowLaunch next;
+    next.words = each;
+    next.threads = row_threads(words, each);
+    if (ragged) next.threads = std::max(next.threads, 16);  // up to 14 single elements, one a thread
+    if (next.threads > kRowThreads || (whole && !is_whole(next, words))) continue;
+    if (asked ? each != asked : each == kMostWords && words <= choice("FL_MANY", kManyWordsPast)) continue;
+    const bool fills = rows * next.threads >= device.processors * int64_t{256};
+    const int64_t cost = fills ? next.threads * (each + 1) : each;
+    if (launch.threads != 0 && cost >= least) continue;
+    least = cost;
+    launch = next;
+  }
+  launch.block = launch.threads <= 32 ? choice("FL_FORWARD_BLOCK", kSharingBlock) : launch.threads;
+  return launch;
+}
+
+// Calls f(std::integral_constant<int, K>) for the words of a launch, one of the kernel's.
+template <int K, int... MORE, typename F>
+void with_words(std::integer_sequence<int, K, MORE...>, int words, F&& f) {
+  if constexpr (sizeof...(MORE) > 0) {
+    if (words != K) return with_words(std::integer_sequence<int, MORE...>{}, words, f);
+  }
+  f(std::integral_constant<int, K>{});
+}
+
+template <int... K>
+std::initializer_list<int> words_of_kernel(std::integer_sequence<int, K...>) {
+  static constexpr std::initializer_list<int> list = {K...};
+  return list;
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+template <typename X, typename R>
+void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& split_args, int64_t n, const Launch& on, const Tensor& like) {
+  using A = compute_t<X>;
+  constexpr int V = kVectorBytes / sizeof(X);
+  constexpr bool kAlwaysMixed = sizeof(sum_t<X, R>) != sizeof(X);
+  // The words of a thread that are built, the preferred first: of the kernel for whole words and of that which serves all rows.
+  using Whole = std::integer_sequence<int, 4, 8, 3, 2, 1>;
+  using All = std::integer_sequence<int, 4, 8, 1>;
+  const DeviceTraits& device = device_traits(on.device());
+  const bool mixed = args.wide_weight || args.wide_out || kAlwaysMixed;
+  const bool ragged = n % V != 0;
+  RowLaunch shape;
+  if (sizeof(X) != 8 && !mixed && !ragged) shape = row_launch(n / V, args.rows, false, true, std::is_void_v<R>, words_of_kernel(Whole{}), device);
+  const bool whole = shape.threads != 0;
+  if (!whole) shape = row_launch(n / V, args.rows, ragged, false, false, words_of_kernel(All{}), device);
+  if (shape.threads == 0) {
+    SplitArgs<A> split = split_args;
+    set_pieces(split, device.processors);
+    const int64_t blocks = split.rows * split.pieces;
+    const Tensor partial = empty_of({blocks * 3}, compute_dtype(like.scalar_type()), like);
+    split.partial = static_cast<A*>(partial.mutable_data_ptr());
+    launch_kernel(layer_norm_split_moments<A>, blocks, kSplitThreads, 1, 0, on.stream(), split);
+    launch_kernel(layer_norm_split_apply<A>, blocks, kSplitThreads, 1, 0, on.stream(), split);
+    return;
+  }
+  args.n = static_cast<int>(n);
+  args.inverse_n = A(1) / static_cast<A>(n);
+  args.ragged = ragged;
+  args.lanes = shape.threads;
+  args.lane_bits = log2_of(shape.threads);
+  const int64_t blocks = shape.cluster > 1 ? args.rows * shape.cluster : ceil_div(args.rows, shape.block / shape.threads);
+  const auto run = [&](auto is_layer, auto is_mixed, auto is_whole, auto built) {
+    constexpr bool LAYER = decltype(is_layer)::value, MIXED = decltype(is_mixed)::value, WHOLE = decltype(is_whole)::value;
+    if (shape.cluster > 1)
+      return launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, kMostWords, true>, blocks, shape.block, shape.cluster, 0,
+                           on.stream(), args);
+    with_words(built, shape.words, [&](auto k) {
+      launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, k.value, false>, blocks, shape.block, 1, 0, on.stream(), args);
+    });
+  };
+  const auto choose = [&](auto is_layer) {
+    if constexpr (sizeof(X) == 2) {
+      if (mixed) return run(is_layer, std::true_type{}, std::false_type{}, All{});
+    }
+    if constexpr (!kAlwaysMixed) {
+      if constexpr (sizeof(X) != 8) {
+        if (whole) return run(is_layer, std::false_type{}, std::true_type{}, Whole{});
+      }
+      run(is_layer, std::false_type{}, std::false_type{}, All{});
+    }
+  };
+  if (args.kind == kLayer) choose(std::true_type{});
+  else choose(std::false_type{});
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in, const std::optional<Tensor>& residual_in,
+                                              const std::optional<Tensor>& weight_in, const std::optional<Tensor>& bias_in,
+                                              int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep) {
+  const Shape s = shape_of(x_in, dims, op);
+  check_kind(kind, bias_in.has_value(), op);
+  const ScalarType x_dtype = x_in.scalar_type();
+  const bool half = is_half(x_dtype);
+  if (dtype != x_dtype && !(half && dtype == ScalarType::Float)) no_kernel(op, "a result", x_dtype, dtype);
+  const std::optional<Tensor> weight = checked_weight(weight_in, x_in, s.n, op, "weight");
+  const std::optional<Tensor> bias = checked_weight(bias_in, x_in, s.n, op, "bias");
+  const ScalarType weight_dtype = weight ? weight->scalar_type() : bias ? bias->scalar_type() : x_dtype;
+  if (weight_dtype != x_dtype && !(half && weight_dtype == ScalarType::Float)) no_kernel(op, "weight", x_dtype, weight_dtype);
+  if (bias && bias->scalar_type() != weight_dtype) no_kernel(op, "bias", x_dtype, bias->scalar_type());
+
+  const Launch on(x_in);
+  Tensor y = empty_result(x_in, dtype);
+  const ScalarType statistics = compute_dtype(x_dtype);
+  Tensor stats = keep ? empty_of({kind == kLayer ? 2 : 1, s.rows}, statistics, x_in) : empty_of({0}, statistics, x_in);
+  Tensor sum;
+  std::optional<Tensor> residual;
+  if (residual_in) {
+    check_device(x_in, *residual_in, op, "residual");
+    STD_TORCH_CHECK(dims_of(x_in.sizes()) == dims_of(residual_in->sizes()), "fastlayers::", op, ": expected residual of x's shape");
+    const ScalarType residual_dtype = residual_in->scalar_type();
+    if (residual_dtype != x_dtype && !(half && residual_dtype == ScalarType::Float)) no_kernel(op, "residual", x_dtype, residual_dtype);
+    sum = empty_result(x_in, residual_dtype);
+    residual = dense(*residual_in);
+  }
+  if (s.rows == 0 || s.n == 0) return {y, sum, stats};
+  const Tensor x = dense(x_in);
+  dispatch_floating(x_dtype, op, [&](auto tag) {
+    using X = decltype(tag);
+    using A = compute_t<X>;
+    A* kept = keep ? static_cast<A*>(stats.mutable_data_ptr()) : nullptr;
+    ForwardArgs<A> args{};
+    args.x = x.const_data_ptr();
+    args.residual = pointer(residual);
+    args.weight = pointer(weight);
+    args.bias = pointer(bias);
+    args.sum = residual ? sum.mutable_data_ptr() : nullptr;
+    args.y = y.mutable_data_ptr();
+    args.stats = kept;
+    args.rows = s.rows;
+    args.kind = static_cast<int>(kind);
+    args.wide_weight = weight_dtype != x_dtype;
+    args.wide_out = dtype != x_dtype;
+    args.eps = static_cast<A>(eps);
+    SplitArgs<A> split{};
+    split.x = operand(x);
+    split.residual = operand(residual);
+    if (residual) split.sum = operand(sum);
+    split.weight = operand(weight);
+    split.bias = operand(bias);
+    split.y = operand(y);
+    split.stats = kept;
+    split.rows = s.rows;
+    split.n = s.n;
+    split.kind = args.kind;
+    split.eps = args.eps;
+    if (!residual) return forward<X, void>(args, split, s.n, on, x);
+    if constexpr (sizeof(X) == 2) {
+      if (residual->scalar_type() == ScalarType::Float) return forward<X, float>(args, split, s.n, on, x);
+    }
+    forward<X, X>(args, split, s.n, on, x);
+  });
+  return {y, sum, stats};
+}
+
+std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                                              int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep) {
+  auto [y, sum, stats] = forward_op("layer_norm_forward", x, std::nullopt, weight, bias, dims, eps, kind, dtype, keep);
+  return {y, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight,
+                                                          const std::optional<Tensor>& bias, int64_t dims, double eps, int64_t kind,
+                                                          ScalarType dtype, bool keep) {
+  return forward_op("add_layer_norm_forward", x, residual, weight, bias, dims, eps, kind, dtype, keep);
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
+  m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm_forward));
+  m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::add_layer_norm_forward));
+}

@@ -1,0 +1,141 @@
+// What the kernels that reduce along rows share: where a thread stands in its row, sums over the threads of a row, clusters,
+// copies to shared memory.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "device.cuh"
+
+namespace fastlayers {
+
+// ---- clusters -----------------------------------------------------------------------------------------------------------
+
+// They begin with sm_90. For older GPUs the kernels that use them must compile too, and are never launched.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline cooperative_groups::cluster_group this_cluster() { return cooperative_groups::this_cluster(); }
+#else
+struct OneBlock {
+  __device__ unsigned num_blocks() const { return 1; }
+  __device__ unsigned block_rank() const { return 0; }
+  __device__ void barrier_arrive() const {}
+  __device__ void barrier_wait() const {}
+  __device__ void sync() const {}
+  template <typename T>
+  __device__ T* map_shared_rank(T* slot, unsigned) const { return slot; }
+};
+__device__ inline OneBlock this_cluster() { return {}; }
+#endif
+
+constexpr int kMaxCluster = 16;  // 8 is portable; 16 fits a GPC of every sm_90 part
+
+// ---- sums ---------------------------------------------------------------------------------------------------------------
+
+template <typename A>
+__device__ __forceinline__ A lanes_sum(A v, int lanes) {
+  for (int o = lanes >> 1; o > 0; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+  return v;
+}
+
+// Two sums at once over `lanes` neighbouring lanes: their shuffles overlap. The usual whole warp has no loop.
+template <typename A>
+__device__ __forceinline__ void lanes_sum(A& u, A& v, int lanes) {
+  if (lanes == 32) {
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) {
+      const A w = __shfl_xor_sync(0xffffffffu, u, o);
+      v += __shfl_xor_sync(0xffffffffu, v, o);
+      u += w;
+    }
+  } else {
+#pragma unroll 1
+    for (int o = lanes >> 1; o > 0; o >>= 1) {
+      const A w = __shfl_xor_sync(0xffffffffu, u, o);
+      v += __shfl_xor_sync(0xffffffffu, v, o);
+      u += w;
+    }
+  }
+}
+
+// Adds the words' own sums: a tree of few roundings where a running sum over the row would have one an element.
+template <typename A, int V>
+__device__ __forceinline__ A tree_sum(const Vec<A, V>& v) {
+  if constexpr (V == 1) {
+    return v.v[0];
+  } else {
+    Vec<A, V / 2> half;
+#pragma unroll
+    for (int j = 0; j < V / 2; ++j) half.v[j] = v.v[2 * j] + v.v[2 * j + 1];
+    return tree_sum(half);
+  }
+}
+
+// ---- where a thread stands ----------------------------------------------------------------------------------------------
+
+// Its row, and the words of it that it owns, `stride` apart. Of a ragged row (one whose length is no multiple of the vector)
+// the whole words begin after up to V - 1 single elements and end before as many; a thread may own one of these.
+struct Place {
+  int64_t row;
+  int64_t start;  // of the first whole word, in elements from that of the tensor
+  int words;      // whole ones; 32 bits do, for a row that fits in registers is short
+  int first, stride;
+  int single;     // its element in the row, or -1
+
+  __device__ __forceinline__ int word(int i) const { return first + i * stride; }
+
+  // RAGGED: rows may be so, as `a` says. SHARE: the words of a thread where the blocks of a cluster share a row, or 0.
+  template <int V, bool RAGGED = true, int SHARE = 0, typename Args>
+  __device__ static Place find(const Args& a) {
+    Place p;
+    p.stride = a.lanes;
+    p.row = blockIdx.x;
+    p.first = threadIdx.x;
+    if constexpr (SHARE > 0) {
+      auto cluster = this_cluster();
+      p.row /= cluster.num_blocks();
+      p.first += static_cast<int>(cluster.block_rank()) * SHARE * a.lanes;
+    } else if (a.lanes <= 32) {
+      p.row = p.row * (blockDim.x >> a.lane_bits) + (threadIdx.x >> a.lane_bits);
+      p.first &= a.lanes - 1;
+    }
+    p.start = p.row * a.n;
+    p.single = -1;
+    int n = static_cast<int>(a.n);
+    if (RAGGED && a.ragged) {
+      const int before = min(n, static_cast<int>(-p.start & (V - 1)));
+      const int after = (n - before) & (V - 1);
+      if (p.first < before) p.single = p.first;
+      else if (p.first < before + after) p.single = n - before - after + p.first;
+      p.start += before;
+      n -= before + after;
+    }
+    p.words = static_cast<unsigned>(n) / V;
+    if (p.row >= a.rows) p.words = 0, p.single = -1;
+    return p;
+  }
+};
+
+// ---- shared memory ------------------------------------------------------------------------------------------------------
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(BYTES) : "memory");
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+// Contiguous and aligned to the vector, by a copy where it is not.
+inline Tensor dense(const Tensor& t) {
+  if (!t.is_contiguous()) return torch::stable::contiguous(t);
+  return aligned(t.const_data_ptr()) ? t : torch::stable::clone(t);
+}
+
+// Contiguous, of t's shape.
+inline Tensor empty_result(const Tensor& t, ScalarType dtype) {
+  const auto sizes = t.sizes();
+  if (t.is_contiguous()) return empty_strided(t.dim(), sizes.data(), t.strides().data(), dtype, t);
+  return empty_contiguous(dims_of(sizes), dtype, t);
+}
+
+}  // namespace fastlayers
