@@ -1,13 +1,15 @@
 // group_norm of x over (N, C, *), with an optional activation, forward and backward. instance_norm is groups = C.
 //
 // The stock composition reads x for the statistics, reads and writes it for the affine part and again for the activation, and its
-// backward passes over x and dy three to four times. Here a group is read once and written once: it stays in shared memory
+// backward passes over x and dy three to four times. Here a group is read once and written once: it stays on the chip
 // between the statistics and the result. z = weight·xhat + bias, which the activation's gradient needs, is computed again.
 //
-//   block   contiguous (N, C, *): a group is one run of memory. A part of a warp or a block holds it.
-//   team    a group too large for a block: many blocks, all resident, hold a slice each and tell each other their part of
+//   block   forward, contiguous (N, C, *): a group is one run of memory, in the shared memory of a block, several groups to a block
+//           or a group to several blocks of a cluster (sm_90), so that one group's words come while another's go.
+//   team    forward, a group too large for a block: many blocks, all resident, hold a slice each and tell each other their part of
 //           the sums through global memory, while the next group is on its way.
-//   split   what neither can hold, and float64: one pass for the sums, one for the result.
+//   items   backward, contiguous: a group in the registers of a part of a warp, of a block or of a cluster.
+//   split   contiguous, what these cannot hold: one pass for the sums, one for the result.
 //   pixels  channels last: groups are interleaved. Two passes as well, each thread with some channels of its own.
 //
 // Statistics are merged as (count, mean, sum of squares about that mean), never as sums of squares about 0: a mean far
@@ -205,8 +207,8 @@ __device__ __forceinline__ T group_merge(T value, T* slots, int lanes) {
   return lanes_merge(value, 32);
 }
 
-// Of the warps of all blocks of a cluster, each of which has arrived at the cluster's barrier if it has more than one block. `slots`:
-// shared, one for each of those warps.
+// Of the warps of all blocks of a cluster, each thread of which has arrived at its barrier where it has more than one block.
+// `slots`: shared, one for each of those warps.
 template <typename T>
 __device__ __forceinline__ T cluster_merge(const T& value, T* slots) {
   auto cluster = this_cluster();
@@ -266,10 +268,9 @@ template <typename A>
 struct Channel {
   A mean, rstd, scale, bias;  // z = (x - mean)·scale + bias, xhat = (x - mean)·rstd
 
-  __device__ __forceinline__ Channel(A mean_, A rstd_, A weight, A bias_) : mean(mean_), rstd(rstd_), scale(rstd_ * weight), bias(bias_) {}
   template <typename In>
   __device__ __forceinline__ Channel(A mean_, A rstd_, const Affine<In>& affine, int channel)
-      : Channel(mean_, rstd_, affine.weight(channel), affine.bias(channel)) {}
+      : mean(mean_), rstd(rstd_), scale(rstd_ * affine.weight(channel)), bias(affine.bias(channel)) {}
   __device__ __forceinline__ A z(A x) const { return (x - mean) * scale + bias; }
 };
 
@@ -297,8 +298,8 @@ __device__ __forceinline__ void clear_outside(Vec<In, V>& x, Vec<Out, V>& dy, in
   replace_outside(dy, e, n, convert<Out>(0.f));
 }
 
-// Words of x and dy that a thread asks for together: K of them, `stride` elements apart, of which the first begins with element e of a
-// run of n; 0 beyond the run.
+// Words of x and dy that a thread asks for together: K of them, `stride` elements apart, of which the first begins with element
+// e of a run of n; 0 beyond the run.
 template <typename In, typename Out, int V, int K>
 struct Step {
   Vec<In, V> x[K];
@@ -379,7 +380,7 @@ struct HoldArgs : Args<In> {
   int64_t total;  // groups in all
   int n, hw;      // elements of a group and of a channel
   Divider by_hw;
-  int lanes, lane_bits;  // block: threads of a block that share a group; a power of two up to a warp, or all. lane_bits: up to a warp
+  int lanes, lane_bits;  // block: threads of a block that share a group, a power of two up to a warp, or all; lane_bits: up to a warp
   int held;              // words of shared memory for a group or a block's slice of it, or for a stage of a team's slice
   int each;              // block: words of a thread. team: words of a member
   int teams, members;
@@ -476,8 +477,8 @@ __global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_forward_bloc
 
 // ---- backward: a group in the registers of a part of a warp, of a block or of a cluster ---------------------------------------
 //
-// It goes by channels, whose sums are dweight and dbias: an item is a part of a channel, and some lanes of a warp share it. Each thread
-// holds up to K words of x as they came, and their dz in the compute type, so that the activation's gradient is computed once.
+// It goes by channels, whose sums are dweight and dbias: an item is a part of a channel, and some lanes of a warp share it. Each
+// thread holds up to K words of x as they came, and their dz in the compute type: the activation's gradient is computed once.
 
 template <typename In>
 struct ItemArgs : Args<In> {
@@ -490,9 +491,10 @@ struct ItemArgs : Args<In> {
   Sums<compute_t<In>>* partial;  // [samples, parts, channels]. Null: neither dweight nor dbias is wanted
 };
 
-// Most words of a thread: float32 dy of 16-bit x, and float64, need twice the registers.
+// Most words of a thread; float32 dy of 16-bit x, and float64, need twice the registers.
 template <typename In, typename Out>
 constexpr int item_words() { return sizeof(Out) > sizeof(In) || sizeof(In) == 8 ? 2 : 4; }
+
 // Most threads of a block with K words each.
 template <typename In>
 constexpr int item_threads(int words) { return sizeof(In) == 8 ? 256 : words > 2 ? 768 : kWideThreads; }
@@ -521,8 +523,8 @@ __global__ void __launch_bounds__(item_threads<In>(K), 1) group_norm_backward_it
   const int channel = live ? static_cast<int>(a.by_parts.quotient(item)) : 0, part = live ? item - channel * a.parts : 0;
   const Words<V> words(group, a.n);
   const int stride = a.item_lanes * V;  // between the words of a thread; a part has K·item_lanes of them
-  const int begin = ((channel * a.hw + words.head) / V + sub) * V + part * K * stride;  // of the thread's first word, from words.start
-  const int e = live ? begin - words.head - channel * a.hw : a.hw;                       // its first element in the channel
+  const int begin = ((channel * a.hw + words.head) / V + sub) * V + part * K * stride;  // of its first word, from words.start
+  const int e = live ? begin - words.head - channel * a.hw : a.hw;                       // that word's place in the channel
   const int64_t offset = words.start + begin;
   Step<In, Out, V, K> step(static_cast<const In*>(a.x) + offset, static_cast<const Out*>(a.dy) + offset, e, stride, a.hw);
 
@@ -1049,6 +1051,7 @@ __global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_p
 // A few neighbouring channels of a thread of the backward: it treats those of all its pixels together.
 template <int V>
 constexpr int kPiece = V > 1 ? 2 : 1;
+
 template <typename T, int V>
 __device__ __forceinline__ Vec<T, kPiece<V>> piece(const Vec<T, V>& v, int q) {
   Vec<T, kPiece<V>> r;
@@ -1071,8 +1074,8 @@ __device__ __forceinline__ void set_piece(Vec<T, V>& v, int q, const Vec<T, kPie
   }
 }
 
-// The constants of a block's channels, COUNT each, in shared memory. A thread reads those of a piece when it treats the piece: in registers
-// those of all its channels would leave no room for words on their way. Neighbouring threads read neighbouring pieces.
+// The constants of a block's channels, COUNT each, in shared memory. A thread reads those of a piece when it treats the piece: in
+// registers, those of all its channels would leave no room for words on their way. Neighbouring threads read neighbouring pieces.
 template <typename A, int V, int COUNT>
 struct ChannelTable {
   static constexpr int P = kPiece<V>;
@@ -1138,7 +1141,8 @@ __global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_p
         x += K * stride, dy += K * stride;
 #pragma unroll
         for (int q = 0; q < V / P; ++q) {
-          const Vec<A, P> mean = table.load(0, q, column.x), scale = table.load(1, q, column.x), bias = table.load(2, q, column.x);
+          const Vec<A, P> mean = table.load(0, q, column.x), scale = table.load(1, q, column.x);
+          const Vec<A, P> bias = table.load(2, q, column.x);
 #pragma unroll
           for (int k = 0; k < K; ++k) {
             const Vec<A, P> v = unpack<A>(piece(pixels.x[k], q)), g = unpack<A>(piece(pixels.dy[k], q));
@@ -1286,7 +1290,8 @@ void launch_with(Kernel kernel, int64_t blocks, int threads, size_t shared, cuda
 
 // Launches a kernel of `cluster` blocks a group, if that is more than one.
 template <typename Kernel, typename KernelArgs>
-void launch_clusters(Kernel kernel, int64_t blocks, int threads, size_t shared, int cluster, const Launch& launch, const KernelArgs& a) {
+void launch_clusters(Kernel kernel, int64_t blocks, int threads, size_t shared, int cluster, const Launch& launch,
+                     const KernelArgs& a) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
@@ -1311,8 +1316,10 @@ bool launch_block(HoldArgs<In>& a, int64_t words, const Launch& launch) {
   const SharedMemory& memory = shared_memory(launch.device());
   if (words * kVectorBytes > memory.block) return false;
   int cluster = 1;
-  if (device_traits(launch.device()).capability >= 90)
-    cluster = static_cast<int>(std::min<int64_t>(kMaxCluster, next_power_of_2(ceil_div(words * kVectorBytes, choices().forward_slice))));
+  if (device_traits(launch.device()).capability >= 90) {
+    const int64_t slices = ceil_div(words * kVectorBytes, choices().forward_slice);
+    cluster = static_cast<int>(std::min<int64_t>(kMaxCluster, next_power_of_2(slices)));
+  }
   a.held = static_cast<int>(ceil_div(words, cluster));
   const int64_t bytes = static_cast<int64_t>(a.held) * kVectorBytes;
   a.lanes = group_threads(a.held, a.total * cluster, bytes, wide_threads<In>(), launch);
@@ -1354,7 +1361,8 @@ bool launch_team(HoldArgs<In>& a, int64_t words, const Launch& launch, const Ten
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
-  launch_with(kernel, a.teams * a.members, kTeamThreads, static_cast<size_t>(kTeamStages) * a.held * kVectorBytes, &attribute, launch, a);
+  const size_t shared = static_cast<size_t>(kTeamStages) * a.held * kVectorBytes;
+  launch_with(kernel, a.teams * a.members, kTeamThreads, shared, &attribute, launch, a);
   return true;
 }
 
