@@ -207,10 +207,10 @@ __device__ __forceinline__ T group_merge(T value, T* slots, int lanes) {
   return lanes_merge(value, 32);
 }
 
-// Of the warps of all blocks of a cluster, each thread of which has arrived at its barrier where it has more than one block.
-// `slots`: shared, one for each of those warps.
+// Brings the value of each warp of a cluster's blocks to all of them; how many there are. Each thread has arrived at the cluster's
+// barrier where it has more than one block. `slots`: shared, one for each of those warps.
 template <typename T>
-__device__ __forceinline__ T cluster_merge(const T& value, T* slots) {
+__device__ __forceinline__ int cluster_exchange(const T& value, T* slots) {
   auto cluster = this_cluster();
   const int warps = blockDim.x >> 5, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int blocks = static_cast<int>(cluster.num_blocks());
@@ -222,10 +222,33 @@ __device__ __forceinline__ T cluster_merge(const T& value, T* slots) {
     if (lane == 0) slots[warp] = value;
     __syncthreads();
   }
-  T all{};
+  return blocks * warps;
+}
+
+template <typename A>
+__device__ __forceinline__ Sums<A> cluster_merge(const Sums<A>& value, Sums<A>* slots) {
+  const int count = cluster_exchange(value, slots);
+  Sums<A> all{A(0), A(0)};
 #pragma unroll 1
-  for (int i = lane; i < blocks * warps; i += 32) all = merge(all, slots[i]);
+  for (int i = threadIdx.x & 31; i < count; i += 32) all = all + slots[i];
   return lanes_merge(all, 32);
+}
+
+// The means as differences from the first one: their merges round less where they are far from 0.
+template <typename A>
+__device__ __forceinline__ Moments<A> cluster_merge(const Moments<A>& value, Moments<A>* slots) {
+  const int count = cluster_exchange(value, slots);
+  const A origin = slots[0].mean;
+  Moments<A> all;
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < count; i += 32) {
+    Moments<A> other = slots[i];
+    if (other.count > A(0)) other.mean -= origin;
+    all = merge(all, other);
+  }
+  all = lanes_merge(all, 32);
+  all.mean += origin;
+  return all;
 }
 
 // ---- words --------------------------------------------------------------------------------------------------------------
