@@ -1,13 +1,15 @@
 // group_norm of x over (N, C, *), with an optional activation, forward and backward. instance_norm is groups = C.
 //
 // The stock composition reads x for the statistics, reads and writes it for the affine part and again for the activation, and its
-// backward passes over x and dy three to four times. Here a group is read once and written once: it stays in shared memory
+// backward passes over x and dy three to four times. Here a group is read once and written once: it stays on the chip
 // between the statistics and the result. z = weight·xhat + bias, which the activation's gradient needs, is computed again.
 //
-//   block   contiguous (N, C, *): a group is one run of memory. A part of a warp or a block holds it.
-//   team    a group too large for a block: many blocks, all resident, hold a slice each and tell each other their part of
+//   block   forward, contiguous (N, C, *): a group is one run of memory, in the shared memory of a block, several groups to a block
+//           or a group to several blocks of a cluster (sm_90), so that one group's words come while another's go.
+//   team    forward, a group too large for a block: many blocks, all resident, hold a slice each and tell each other their part of
 //           the sums through global memory, while the next group is on its way.
-//   split   what neither can hold, and float64: one pass for the sums, one for the result.
+//   items   backward, contiguous: a group in the registers of a part of a warp, of a block or of a cluster.
+//   split   contiguous, what these cannot hold: one pass for the sums, one for the result.
 //   pixels  channels last: groups are interleaved. Two passes as well, each thread with some channels of its own.
 //
 // Statistics are merged as (count, mean, sum of squares about that mean), never as sums of squares about 0: a mean far
@@ -16,6 +18,8 @@
 // In a contiguous tensor whose channels are no multiple of the vector, groups and channels start anywhere in a 16-byte word. All
 // tensors being aligned, element i of each lies at the same place in its word: kernels read the words that cover a
 // group or a channel and ignore what belongs to its neighbours.
+#include <cooperative_groups.h>
+
 #include <cstdlib>
 #include <cstring>
 
@@ -25,6 +29,23 @@
 namespace fastlayers {
 namespace {
 
+// Clusters begin with sm_90. For older GPUs the kernels that use them must compile too, and are launched without.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline cooperative_groups::cluster_group this_cluster() { return cooperative_groups::this_cluster(); }
+#else
+struct OneBlock {
+  __device__ unsigned num_blocks() const { return 1; }
+  __device__ unsigned block_rank() const { return 0; }
+  __device__ void barrier_arrive() const {}
+  __device__ void barrier_wait() const {}
+  __device__ void sync() const {}
+  template <typename T>
+  __device__ T* map_shared_rank(T* slot, unsigned) const { return slot; }
+};
+__device__ inline OneBlock this_cluster() { return {}; }
+#endif
+
+constexpr int kMaxCluster = 8;  // blocks, on any sm_90 part
 constexpr int kBlockThreads = 512;  // most threads of a block that holds a group, where two of them fit an SM
 constexpr int kWideThreads = 1024;  // and where the group fills the SM's shared memory
 constexpr int kShortThreads = 128;  // of a block that holds several groups, each in a part of a warp
@@ -186,6 +207,50 @@ __device__ __forceinline__ T group_merge(T value, T* slots, int lanes) {
   return lanes_merge(value, 32);
 }
 
+// Brings the value of each warp of a cluster's blocks to all of them; how many there are. Each thread has arrived at the cluster's
+// barrier where it has more than one block. `slots`: shared, one for each of those warps.
+template <typename T>
+__device__ __forceinline__ int cluster_exchange(const T& value, T* slots) {
+  auto cluster = this_cluster();
+  const int warps = blockDim.x >> 5, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int blocks = static_cast<int>(cluster.num_blocks());
+  if (blocks > 1) {
+    cluster.barrier_wait();  // every block has started: its memory may be written
+    if (lane < blocks) cluster.map_shared_rank(slots, lane)[static_cast<int>(cluster.block_rank()) * warps + warp] = value;
+    cluster.sync();
+  } else {
+    if (lane == 0) slots[warp] = value;
+    __syncthreads();
+  }
+  return blocks * warps;
+}
+
+template <typename A>
+__device__ __forceinline__ Sums<A> cluster_merge(const Sums<A>& value, Sums<A>* slots) {
+  const int count = cluster_exchange(value, slots);
+  Sums<A> all{A(0), A(0)};
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < count; i += 32) all = all + slots[i];
+  return lanes_merge(all, 32);
+}
+
+// The means as differences from the first one: their merges round less where they are far from 0.
+template <typename A>
+__device__ __forceinline__ Moments<A> cluster_merge(const Moments<A>& value, Moments<A>* slots) {
+  const int count = cluster_exchange(value, slots);
+  const A origin = slots[0].mean;
+  Moments<A> all;
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < count; i += 32) {
+    Moments<A> other = slots[i];
+    if (other.count > A(0)) other.mean -= origin;
+    all = merge(all, other);
+  }
+  all = lanes_merge(all, 32);
+  all.mean += origin;
+  return all;
+}
+
 // ---- words --------------------------------------------------------------------------------------------------------------
 
 // Of elements V of type T, from global to shared memory, without passing through registers.
@@ -232,42 +297,87 @@ struct Channel {
   __device__ __forceinline__ A z(A x) const { return (x - mean) * scale + bias; }
 };
 
-// What the backward sums over the elements of a word that belong to its channel; dz_xhat still lacks the factor rstd.
-template <Act ACT, typename In, typename Out, int V, typename I>
-__device__ __forceinline__ Sums<compute_t<In>> word_sums(const Vec<In, V>& x, const Vec<Out, V>& dy, const Channel<compute_t<In>>& c,
-                                                       I e, I n) {
+// Puts `value` in the place of those elements of a word that lie outside its run of n.
+template <typename T, int V>
+__device__ __forceinline__ void replace_outside(Vec<T, V>& word, int e, int n, T value) {
+  if constexpr (sizeof(T) == 2) {  // in pairs, so that the word stays in whole registers
+    const unsigned pair = words_of(filled<T, 2>(value))[0];
+#pragma unroll
+    for (int i = 0; i < V / 2; ++i) {
+      const unsigned mask = (inside(e, 2 * i, n) ? 0x0000ffffu : 0u) | (inside(e, 2 * i + 1, n) ? 0xffff0000u : 0u);
+      words_of(word)[i] = (words_of(word)[i] & mask) | (pair & ~mask);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) word.v[j] = inside(e, j, n) ? word.v[j] : value;
+  }
+}
+
+// What lies outside the run adds nothing to the backward's sums as x at the mean and dy 0.
+template <typename In, typename Out, int V>
+__device__ __forceinline__ void clear_outside(Vec<In, V>& x, Vec<Out, V>& dy, int e, int n, compute_t<In> mean) {
+  if (all_inside<V>(e, n)) return;
+  replace_outside(x, e, n, convert<In>(mean));
+  replace_outside(dy, e, n, convert<Out>(0.f));
+}
+
+// Words of x and dy that a thread asks for together: K of them, `stride` elements apart, of which the first begins with element
+// e of a run of n; 0 beyond the run.
+template <typename In, typename Out, int V, int K>
+struct Step {
+  Vec<In, V> x[K];
+  Vec<Out, V> dy[K];
+
+  __device__ __forceinline__ Step(const In* x_, const Out* dy_, int e, int stride, int n) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      x[k] = filled<In, V>(convert<In>(0.f));
+      dy[k] = filled<Out, V>(convert<Out>(0.f));
+      if (e + k * stride >= n) continue;
+      x[k] = load_vec<In, V>(x_ + k * stride);
+      dy[k] = load_vec<Out, V>(dy_ + k * stride);
+    }
+  }
+};
+
+// dz of a word
+template <Act ACT, typename In, typename Out, int V>
+__device__ __forceinline__ Vec<compute_t<In>, V> z_gradient(const Vec<In, V>& x, const Vec<Out, V>& dy, const Channel<compute_t<In>>& c) {
   using A = compute_t<In>;
   const Vec<A, V> v = unpack<A>(x);
-  Vec<A, V> dz = unpack<A>(dy), products;
-  const bool whole = all_inside<V>(e, n);
+  Vec<A, V> dz = unpack<A>(dy);
 #pragma unroll
-  for (int j = 0; j < V; ++j) {
-    dz.v[j] = act_gradient<ACT, sizeof(In) == 2>(dz.v[j], c.z(v.v[j]));
-    products.v[j] = dz.v[j] * (v.v[j] - c.mean);
-    if (!whole && !inside(e, j, n)) dz.v[j] = products.v[j] = A(0);
-  }
+  for (int j = 0; j < V; ++j) dz.v[j] = act_gradient<ACT, sizeof(In) == 2>(dz.v[j], c.z(v.v[j]));
+  return dz;
+}
+
+// What a word adds to the sums; dz_xhat still lacks the factor rstd.
+template <typename In, int V>
+__device__ __forceinline__ Sums<compute_t<In>> word_sums(const Vec<In, V>& x, const Vec<compute_t<In>, V>& dz,
+                                                       const Channel<compute_t<In>>& c) {
+  Vec<compute_t<In>, V> products = unpack<compute_t<In>>(x);
+#pragma unroll
+  for (int j = 0; j < V; ++j) products.v[j] = dz.v[j] * (products.v[j] - c.mean);
   return {sum_of(dz), sum_of(products)};
 }
 
-// dx = dz·scale - constant - (x - mean)·slope, the latter two from the group's sums.
+// dx = dz·scale - constant - (x - mean)·slope, the latter two from the group's sums of scale·dz and scale·dz·xhat.
 template <typename A>
 struct GroupGradient {
   A constant, slope;
 
   GroupGradient() = default;
-  __device__ __forceinline__ GroupGradient(const Sums<A>& weighted, A rstd, A count)
-      : constant(rstd * (weighted.dz / count)), slope(rstd * rstd * (weighted.dz_xhat / count)) {}
+  __device__ __forceinline__ GroupGradient(const Sums<A>& scaled, A rstd, A count)
+      : constant(scaled.dz / count), slope(rstd * (scaled.dz_xhat / count)) {}
 };
 
-template <Act ACT, typename In, typename Out, int V>
-__device__ __forceinline__ Vec<In, V> input_gradient(const Vec<In, V>& x, const Vec<Out, V>& dy, const Channel<compute_t<In>>& c,
+template <typename In, int V>
+__device__ __forceinline__ Vec<In, V> input_gradient(const Vec<In, V>& x, const Vec<compute_t<In>, V>& dz, const Channel<compute_t<In>>& c,
                                                    const GroupGradient<compute_t<In>>& g) {
   using A = compute_t<In>;
-  const Vec<A, V> v = unpack<A>(x);
-  Vec<A, V> r = unpack<A>(dy);
+  Vec<A, V> r = unpack<A>(x);
 #pragma unroll
-  for (int j = 0; j < V; ++j)
-    r.v[j] = act_gradient<ACT, sizeof(In) == 2>(r.v[j], c.z(v.v[j])) * c.scale - g.constant - (v.v[j] - c.mean) * g.slope;
+  for (int j = 0; j < V; ++j) r.v[j] = dz.v[j] * c.scale - g.constant - (r.v[j] - c.mean) * g.slope;
   return pack<In>(r);
 }
 
@@ -293,13 +403,9 @@ struct HoldArgs : Args<In> {
   int64_t total;  // groups in all
   int n, hw;      // elements of a group and of a channel
   Divider by_hw;
-  int lanes, lane_bits;  // block: threads that share a group; a power of two up to a warp, or the whole block. lane_bits: up to a warp
-  int held;              // words of shared memory for a group, or for a stage of a team's slice
-  int each;              // forward. block: words of a thread. team: words of a member
-  // Backward: an item is a part of a channel, and `item_lanes` threads share it. A channel has 1 << part_bits parts.
-  int item_lanes, item_bits, part_bits, part_words;
-  int items_each;        // team: items of a member
-  Sums<compute_t<In>>* partial;  // [samples, parts, channels]. Null: neither dweight nor dbias is wanted
+  int lanes, lane_bits;  // block: threads of a block that share a group, a power of two up to a warp, or all; lane_bits: up to a warp
+  int held;              // words of shared memory for a group or a block's slice of it, or for a stage of a team's slice
+  int each;              // block: words of a thread. team: words of a member
   int teams, members;
   unsigned long long* board;
 };
@@ -332,16 +438,30 @@ __global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_forward_bloc
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr int kPhases = 4;  // the statistics of the first words are computed while the last are on their way
   extern __shared__ __align__(16) char memory[];
-  __shared__ Moments<A> slots[kMaxWarps];
+  __shared__ Moments<A> slots[wide_threads<In>() / 32 * kMaxCluster];
 
   const bool whole_block = a.lanes > 32;
-  const int lane = whole_block ? threadIdx.x : threadIdx.x & (a.lanes - 1);
-  const int local = whole_block ? 0 : threadIdx.x >> a.lane_bits;
-  const int64_t group = whole_block ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * (blockDim.x >> a.lane_bits) + local;
+  int lane, rank = 0;
+  int64_t group;
+  char* shared = memory;
+  if (whole_block) {
+    auto cluster = this_cluster();
+    if (cluster.num_blocks() > 1) cluster.barrier_arrive();
+    group = blockIdx.x / cluster.num_blocks();
+    rank = static_cast<int>(cluster.block_rank());
+    lane = threadIdx.x;
+  } else {
+    const int local = threadIdx.x >> a.lane_bits;
+    group = static_cast<int64_t>(blockIdx.x) * (blockDim.x >> a.lane_bits) + local;
+    lane = threadIdx.x & (a.lanes - 1);
+    shared += local * a.held * kVectorBytes;
+  }
   const Words<V> words(group, a.n);
-  const int count = group < a.total ? words.count : 0;
-  Vec<In, V>* const held = reinterpret_cast<Vec<In, V>*>(memory) + local * a.held;
-  const In* x = static_cast<const In*>(a.x) + words.start;
+  const int begin = rank * a.held;  // the block's words of the group
+  const int count = group < a.total ? max(0, min(words.count - begin, a.held)) : 0;
+  Vec<In, V>* const held = reinterpret_cast<Vec<In, V>*>(shared);
+  const In* x = static_cast<const In*>(a.x) + words.start + begin * V;
+  const auto element = [&](int w) { return words.element(begin + w); };
 
   const int phase = (a.each + kPhases - 1) / kPhases * a.lanes;  // words of all threads
 #pragma unroll
@@ -350,161 +470,120 @@ __global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_forward_bloc
     for (int w = p * phase + lane; w < end; w += a.lanes) copy_async<In, V>(held + w, x + w * V);
     commit_copies();
   }
+  const int first_channel = static_cast<int>(group % a.groups) * a.depth;
   Moments<A> m;
   const auto take = [&](int p) {
     const int end = min(count, (p + 1) * phase);
-    for (int w = p * phase + lane; w < end; w += a.lanes) extend(m, held[w], words.element(w), a.n);
+    for (int w = p * phase + lane; w < end; w += a.lanes) extend(m, held[w], element(w), a.n);
   };
   wait_copies<3>(), take(0);
   wait_copies<2>(), take(1);
   wait_copies<1>(), take(2);
   wait_copies<0>(), take(3);
-  m = group_merge(m, slots, a.lanes);
+  m = lanes_merge(m, whole_block ? 32 : a.lanes);
+  if (whole_block) m = cluster_merge(m, slots);
   if (count == 0) return;
 
   const A rstd = reciprocal_root(m.m2 / a.n + a.eps);
-  if (a.stats != nullptr && lane == 0) {
+  if (a.stats != nullptr && lane == 0 && rank == 0) {
     a.stats[group] = m.mean;
     a.stats[a.total + group] = rstd;
   }
-  Out* y = static_cast<Out*>(a.out) + words.start;
-  const int first_channel = static_cast<int>(group % a.groups) * a.depth;
+  Out* y = static_cast<Out*>(a.out) + words.start + begin * V;
   with_act<Act::run_time>(a.act, [&](auto act) {
     for (int w = lane; w < count; w += a.lanes) {
-      const int e = words.element(w);
+      const int e = element(w);
       store_inside(y + w * V, e, a.n, forward_word<decltype(act)::value, Out>(a, held[w], e, first_channel, m.mean, rstd));
     }
   });
 }
 
-// The backward goes by channels, whose sums are dweight and dbias. A thread reads back from shared memory only what it
-// requested itself.
-template <typename In, int V>
-struct Items {
-  const HoldArgs<In>& a;
-  const Words<V>& words;
-  int begin, end;            // items of this block
-  bool active;               // the group exists
-  int slot, slots, sub;      // this thread's place: its row of threads, of so many, and its place in it
-  int base;                  // word of the group with which the shared memory begins
+// ---- backward: a group in the registers of a part of a warp, of a block or of a cluster ---------------------------------------
+//
+// It goes by channels, whose sums are dweight and dbias: an item is a part of a channel, and some lanes of a warp share it. Each
+// thread holds up to K words of x as they came, and their dz in the compute type: the activation's gradient is computed once.
 
-  __device__ Items(const HoldArgs<In>& args, const Words<V>& w, int begin_, int end_, int lane, int lanes, bool active_ = true)
-      : a(args), words(w), begin(begin_), end(end_), active(active_), slot(lane >> args.item_bits), slots(lanes >> args.item_bits),
-        sub(lane & (args.item_lanes - 1)) {
-    base = first_word(begin);
-  }
-  __device__ int first_word(int item) const {
-    return ((item >> a.part_bits) * a.hw + words.head) / V + (item & ((1 << a.part_bits) - 1)) * a.part_words;
-  }
-  // Calls f(live, channel, part, first, last): this thread's words of an item are first, first + item_lanes, ... below last.
-  // All lanes of a warp make the same number of calls.
-  template <typename F>
-  __device__ __forceinline__ void for_each(F&& f) const {
-    for (int at = begin; at < end; at += slots) {
-      const int item = at + slot;
-      const bool live = active && item < end;
-      const int channel = item >> a.part_bits, part = item & ((1 << a.part_bits) - 1);
-      const int start = first_word(item);
-      const int stop = ((channel + 1) * a.hw + words.head + V - 1) / V;
-      f(live, channel, part, start + sub, live ? min(start + a.part_words, stop) : 0);
-    }
-  }
-  // Of a word, its first element's place in the channel.
-  __device__ int element(int word, int channel) const { return words.element(word) - channel * a.hw; }
+template <typename In>
+struct ItemArgs : Args<In> {
+  Divider by_groups, by_parts;
+  int total;                // groups in all
+  int n, hw;                // elements of a group and of a channel
+  int lanes, lane_bits;     // threads that share a group: a power of two up to a warp; more: the block, or the cluster
+  int item_lanes, item_bits;
+  int items, parts;         // items of a group and of a channel
+  Sums<compute_t<In>>* partial;  // [samples, parts, channels]. Null: neither dweight nor dbias is wanted
 };
 
-// Shared memory of a block: the words of x, then those of dy.
-template <typename In, typename Out, int V>
-struct Held {
-  Vec<In, V>* x;
-  Vec<Out, V>* dy;
-
-  __device__ Held(char* memory, int words) : x(reinterpret_cast<Vec<In, V>*>(memory)), dy(reinterpret_cast<Vec<Out, V>*>(x + words)) {}
-};
-
-template <typename In, typename Out, int V>
-__device__ __forceinline__ void request_items(const Items<In, V>& items, const Held<In, Out, V>& held) {
-  const HoldArgs<In>& a = items.a;
-  const In* x = static_cast<const In*>(a.x) + items.words.start;
-  const Out* dy = static_cast<const Out*>(a.dy) + items.words.start;
-  items.for_each([&](bool, int, int, int first, int last) {
-    for (int w = first; w < last; w += a.item_lanes) {
-      copy_async<In, V>(held.x + (w - items.base), x + w * V);
-      copy_async<Out, V>(held.dy + (w - items.base), dy + w * V);
-    }
-  });
-}
-
-// This thread's part of the group's sums of weight·dz and weight·dz·xhat; writes those of its channels.
-template <typename In, typename Out, int V>
-__device__ __forceinline__ Sums<compute_t<In>> sum_items(const Items<In, V>& items, const Held<In, Out, V>& held, int64_t group,
-                                                       compute_t<In> mean, compute_t<In> rstd) {
-  using A = compute_t<In>;
-  const HoldArgs<In>& a = items.a;
-  const int64_t sample = group / a.groups;
-  const int first_channel = static_cast<int>(group - sample * a.groups) * a.depth;
-  Sums<A> total{A(0), A(0)};
-  with_act<Act::run_time>(a.act, [&](auto act) {
-    items.for_each([&](bool live, int channel, int part, int first, int last) {
-      const int c = live ? first_channel + channel : 0;
-      const Channel<A> constants(mean, rstd, a.affine, c);
-      Sums<A> sums{A(0), A(0)};
-#pragma unroll 1  // registers; other warps hide the latency
-      for (int w = first; w < last; w += a.item_lanes)
-        sums = sums + word_sums<decltype(act)::value>(held.x[w - items.base], held.dy[w - items.base], constants,
-                                                      items.element(w, channel), a.hw);
-      sums = lanes_merge(sums, a.item_lanes);
-      sums.dz_xhat *= rstd;
-      if (items.sub != 0 || !live) return;
-      if (a.partial != nullptr) a.partial[((sample << a.part_bits) + part) * a.channels + c] = sums;
-      const A weight = a.affine.weight(c);
-      total = total + Sums<A>{weight * sums.dz, weight * sums.dz_xhat};
-    });
-  });
-  return total;
-}
-
-template <typename In, typename Out, int V>
-__device__ __forceinline__ void finish_items(const Items<In, V>& items, const Held<In, Out, V>& held, int64_t group,
-                                             compute_t<In> mean, compute_t<In> rstd, const Sums<compute_t<In>>& total) {
-  using A = compute_t<In>;
-  const HoldArgs<In>& a = items.a;
-  const int first_channel = static_cast<int>(group % a.groups) * a.depth;
-  const GroupGradient<A> gradient(total, rstd, A(a.n));
-  In* dx = static_cast<In*>(a.out) + items.words.start;
-  with_act<Act::run_time>(a.act, [&](auto act) {
-    items.for_each([&](bool live, int channel, int, int first, int last) {
-      if (!live) return;
-      const Channel<A> constants(mean, rstd, a.affine, first_channel + channel);
-#pragma unroll 1
-      for (int w = first; w < last; w += a.item_lanes)
-        store_inside(dx + w * V, items.element(w, channel), a.hw,
-                     input_gradient<decltype(act)::value>(held.x[w - items.base], held.dy[w - items.base], constants, gradient));
-    });
-  });
-}
-
+// Most words of a thread; float32 dy of 16-bit x, and float64, need twice the registers.
 template <typename In, typename Out>
-__global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_backward_block(const HoldArgs<In> a) {
+constexpr int item_words() { return sizeof(Out) > sizeof(In) || sizeof(In) == 8 ? 2 : 4; }
+
+// Most threads of a block with K words each.
+template <typename In>
+constexpr int item_threads(int words) { return sizeof(In) == 8 ? 256 : words > 2 ? 768 : kWideThreads; }
+
+template <typename In, typename Out, int K>
+__global__ void __launch_bounds__(item_threads<In>(K), 1) group_norm_backward_items(const ItemArgs<In> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
-  extern __shared__ __align__(16) char memory[];
-  __shared__ Sums<A> slots[kMaxWarps];
+  __shared__ Sums<A> slots[kMaxWarps * kMaxCluster];
 
   const bool whole_block = a.lanes > 32;
-  const int lane = whole_block ? threadIdx.x : threadIdx.x & (a.lanes - 1);
-  const int local = whole_block ? 0 : threadIdx.x >> a.lane_bits;
-  const int64_t index = whole_block ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * (blockDim.x >> a.lane_bits) + local;
-  const int64_t group = index < a.total ? index : 0;
+  unsigned group;
+  int thread;
+  if (whole_block) {
+    auto cluster = this_cluster();
+    if (cluster.num_blocks() > 1) cluster.barrier_arrive();
+    group = blockIdx.x / cluster.num_blocks();
+    thread = static_cast<int>(cluster.block_rank() * blockDim.x + threadIdx.x);
+  } else {
+    group = blockIdx.x * (blockDim.x >> a.lane_bits) + (threadIdx.x >> a.lane_bits);
+    thread = static_cast<int>(threadIdx.x) & (a.lanes - 1);
+  }
+  const int item = thread >> a.item_bits, sub = thread & (a.item_lanes - 1);
+  const bool live = group < static_cast<unsigned>(a.total) && item < a.items;
+  if (!live) group = 0;
+  const int channel = live ? static_cast<int>(a.by_parts.quotient(item)) : 0, part = live ? item - channel * a.parts : 0;
   const Words<V> words(group, a.n);
-  const Items<In, V> items(a, words, 0, a.depth << a.part_bits, lane, a.lanes, index < a.total);
-  const Held<In, Out, V> held(memory + static_cast<int64_t>(local) * a.held * (sizeof(Vec<In, V>) + sizeof(Vec<Out, V>)), a.held);
-  request_items(items, held);
-  commit_copies();
-  const A mean = a.stats[group], rstd = a.stats[a.total + group];
-  wait_copies<0>();
-  const Sums<A> total = group_merge(sum_items(items, held, group, mean, rstd), slots, a.lanes);
-  finish_items(items, held, group, mean, rstd, total);
+  const int stride = a.item_lanes * V;  // between the words of a thread; a part has K·item_lanes of them
+  const int begin = ((channel * a.hw + words.head) / V + sub) * V + part * K * stride;  // of its first word, from words.start
+  const int e = live ? begin - words.head - channel * a.hw : a.hw;                       // that word's place in the channel
+  const int64_t offset = words.start + begin;
+  Step<In, Out, V, K> step(static_cast<const In*>(a.x) + offset, static_cast<const Out*>(a.dy) + offset, e, stride, a.hw);
+
+  const int sample = static_cast<int>(a.by_groups.quotient(group));
+  const int c = (static_cast<int>(group) - sample * a.groups) * a.depth + channel;
+  const bool first = live && sub == 0;
+  Sums<A>* const partial =
+      first && a.partial != nullptr ? a.partial + ((static_cast<int64_t>(sample) * a.parts + part) * a.channels + c) : nullptr;
+  const Channel<A> constants(a.stats[group], a.stats[a.total + group], a.affine, c);
+#pragma unroll
+  for (int k = 0; k < K; ++k) clear_outside(step.x[k], step.dy[k], e + k * stride, a.hw, constants.mean);
+
+  Vec<A, V> dz[K];
+  Sums<A> sums{A(0), A(0)};
+  with_act<Act::run_time>(a.act, [&](auto act) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      dz[k] = z_gradient<decltype(act)::value>(step.x[k], step.dy[k], constants);
+      sums = sums + word_sums(step.x[k], dz[k], constants);
+    }
+  });
+#pragma unroll
+  for (int k = 0; k < K; ++k) forget(step.x[k]);
+  sums = lanes_merge(sums, a.item_lanes);
+  sums.dz_xhat *= constants.rstd;
+  Sums<A> total{A(0), A(0)};
+  if (partial != nullptr) *partial = sums;
+  if (first) total = {constants.scale * sums.dz, constants.scale * sums.dz_xhat};
+  total = lanes_merge(total, whole_block ? 32 : a.lanes);
+  if (whole_block) total = cluster_merge(total, slots);
+
+  const GroupGradient<A> gradient(total, constants.rstd, A(a.n));
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+    store_inside(static_cast<In*>(a.out) + offset + k * stride, e + k * stride, a.hw,
+                 input_gradient(step.x[k], dz[k], constants, gradient));
 }
 
 // ---- a group over a team of blocks --------------------------------------------------------------------------------------
@@ -649,56 +728,19 @@ __global__ void __launch_bounds__(kTeamThreads, kTeamBlocks) group_norm_forward_
   team_loop(slice, a.total, a.teams, static_cast<int>(blockIdx.x / a.members));
 }
 
-template <typename In, typename Out>
-struct BackwardSlice {
-  static constexpr int V = kVectorBytes / sizeof(In);
-  using Total = Sums<float>;
-  const HoldArgs<In>& a;
-  char* shared;
-  int member;
-
-  __device__ Items<In, V> items(const Words<V>& words) const {
-    const int all = a.depth << a.part_bits, begin = min(all, member * a.items_each);
-    return Items<In, V>(a, words, begin, min(all, begin + a.items_each), threadIdx.x, kTeamThreads);
-  }
-  __device__ Held<In, Out, V> held(int stage) const {
-    return Held<In, Out, V>(shared + static_cast<int64_t>(stage) * a.held * (sizeof(Vec<In, V>) + sizeof(Vec<Out, V>)), a.held);
-  }
-  __device__ unsigned long long* slots(int64_t group) const { return a.board + group * a.members; }
-
-  __device__ void request(int64_t group, int stage) const {
-    const Words<V> words(group, a.n);
-    request_items(items(words), held(stage));
-  }
-  __device__ Total reduce(int64_t group, int stage) const {
-    const Words<V> words(group, a.n);
-    return sum_items(items(words), held(stage), group, a.stats[group], a.stats[a.total + group]);
-  }
-  __device__ void publish(int64_t group, const Total& s) const { fastlayers::publish(slots(group) + member, s); }
-  __device__ Total gather(int64_t group) const {
-    Total all{0.f, 0.f};
-    fastlayers::gather<Total>(slots(group), a.members, [&](int, const Total& s) { all = all + s; });
-    return lanes_merge(all, 32);
-  }
-  __device__ void finish(int64_t group, int stage, const Total& total) const {
-    const Words<V> words(group, a.n);
-    finish_items(items(words), held(stage), group, a.stats[group], a.stats[a.total + group], total);
-  }
-};
-
-template <typename In, typename Out>
-__global__ void __launch_bounds__(kTeamThreads, kTeamBlocks) group_norm_backward_team(const HoldArgs<In> a) {
-  extern __shared__ __align__(16) char memory[];
-  BackwardSlice<In, Out> slice{a, memory, static_cast<int>(blockIdx.x % a.members)};
-  team_loop(slice, a.total, a.teams, static_cast<int>(blockIdx.x / a.members));
-}
-
 // ---- two passes ---------------------------------------------------------------------------------------------------------
 //
 // The first leaves the moments, or the backward's sums, of each part of each channel: [samples, parts, channels]. A kernel of a
 // warp a group merges them. The last pass goes through the tensor backwards: what the first read last may still be in L2.
 
 constexpr int kSplitThreads = 256;
+// Words of a thread that a step of the backward's passes asks for together.
+template <typename In, typename Out>
+constexpr int step_words() { return sizeof(Out) > sizeof(In) ? 1 : 2; }
+
+// Blocks of the backward's passes on an SM: what keeps enough bytes on their way.
+template <typename In>
+constexpr int step_blocks() { return sizeof(In) == 8 ? 1 : 3; }
 
 template <typename In>
 struct PassArgs : Args<In> {
@@ -708,7 +750,7 @@ struct PassArgs : Args<In> {
   Sums<compute_t<In>>* partial;                 // backward, likewise
   GroupGradient<compute_t<In>>* gradients;      // backward: [samples·groups]
   int across, down, tiles;                      // channels last: threads over words of channels and over pixels; blocks over channels
-  Divider by_depth;
+  Divider by_depth, by_parts, by_channels;
 
   __device__ int64_t total() const { return this->samples * this->groups; }
 };
@@ -716,33 +758,38 @@ struct PassArgs : Args<In> {
 // The part of a channel that a block owns, of a contiguous tensor.
 template <int V>
 struct Part {
-  int64_t row, part, first, last;  // row: sample·channels + channel. Words
-  int64_t start;                   // of the channel's first word, in elements of the tensor
-  int64_t head;
+  int row, part;   // row: sample·channels + channel
+  int64_t start;   // of the first word, in elements of the tensor
+  int head, n;     // the run of n elements begins with element `head` of the first word
+  int words;
 
   template <typename In>
-  __device__ Part(const PassArgs<In>& a, int64_t block) {
-    row = block / a.parts;
-    part = block - row * a.parts;
+  __device__ Part(const PassArgs<In>& a, unsigned block) {
+    row = static_cast<int>(a.by_parts.quotient(block));
+    part = static_cast<int>(block) - row * static_cast<int>(a.parts);
     start = row * a.pixels;
-    head = start & (V - 1);
-    start -= head;
-    const int64_t words = (a.pixels + head + V - 1) / V;
-    first = part * a.part_size;
-    last = first + a.part_size < words ? first + a.part_size : words;
+    const int shift = static_cast<int>(start & (V - 1));
+    const int64_t first = part * a.part_size * V, left = a.pixels + shift - first;
+    start += first - shift;
+    head = part == 0 ? shift : 0;
+    const int span = static_cast<int>(left < 0 ? 0 : left < a.part_size * V ? left : a.part_size * V);
+    n = span - head;
+    words = (span + V - 1) / V;
   }
-  __device__ int64_t element(int64_t word) const { return word * V - head; }
+  __device__ int element(int word) const { return word * V - head; }
   template <typename In>
   __device__ int64_t slot(const PassArgs<In>& a) const {
-    return (row / a.channels * a.parts + part) * a.channels + row % a.channels;
+    const int sample = static_cast<int>(a.by_channels.quotient(row));
+    return (sample * a.parts + part) * a.channels + (row - sample * a.channels);
   }
 };
 
 // The constants of the channel of a part.
 template <typename In>
-__device__ __forceinline__ Channel<compute_t<In>> channel_of(const PassArgs<In>& a, int64_t row) {
-  const int64_t group = row / a.depth;  // of the tensor: channels are groups · depth
-  return Channel<compute_t<In>>(a.stats[group], a.stats[a.total() + group], a.affine, static_cast<int>(row % a.channels));
+__device__ __forceinline__ Channel<compute_t<In>> channel_of(const PassArgs<In>& a, int row) {
+  const int64_t group = a.by_depth.quotient(row);  // of the tensor: channels are groups · depth
+  const int channel = row - static_cast<int>(a.by_channels.quotient(row)) * static_cast<int>(a.channels);
+  return Channel<compute_t<In>>(a.stats[group], a.stats[a.total() + group], a.affine, channel);
 }
 
 template <typename In>
@@ -754,8 +801,7 @@ __global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_s
   const In* x = static_cast<const In*>(a.x) + part.start;
   Moments<A> m;
 #pragma unroll 4
-  for (int64_t w = part.first + threadIdx.x; w < part.last; w += kSplitThreads)
-    extend(m, load_vec<In, V>(x + w * V), part.element(w), a.pixels);
+  for (int w = threadIdx.x; w < part.words; w += kSplitThreads) extend(m, load_vec<In, V>(x + w * V), part.element(w), part.n);
   m = group_merge(m, slots, kSplitThreads);
   if (threadIdx.x == 0) a.moments[part.slot(a)] = m;
 }
@@ -769,49 +815,65 @@ __global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_s
   const In* x = static_cast<const In*>(a.x) + part.start;
   Out* y = static_cast<Out*>(a.out) + part.start;
   with_act<Act::run_time>(a.act, [&](auto act) {
-    for (int64_t w = part.first + threadIdx.x; w < part.last; w += kSplitThreads) {
+    for (int w = threadIdx.x; w < part.words; w += kSplitThreads) {
       Vec<A, V> z = unpack<A>(load_vec<In, V>(x + w * V));
 #pragma unroll
       for (int j = 0; j < V; ++j) z.v[j] = c.z(z.v[j]);
-      store_inside(y + w * V, part.element(w), a.pixels, activated<decltype(act)::value, Out>(z));
+      store_inside(y + w * V, part.element(w), part.n, activated<decltype(act)::value, Out>(z));
     }
   });
 }
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_split_sums(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kSplitThreads, step_blocks<In>()) group_norm_split_sums(const PassArgs<In> a) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVectorBytes / sizeof(In), K = step_words<In, Out>(), kStride = kSplitThreads * V;
   __shared__ Sums<A> slots[kMaxWarps];
   const Part<V> part(a, blockIdx.x);
-  const Channel<A> c = channel_of(a, part.row);
   const In* x = static_cast<const In*>(a.x) + part.start;
   const Out* dy = static_cast<const Out*>(a.dy) + part.start;
+  int at = static_cast<int>(threadIdx.x) * V;  // elements from part.start
+  Step<In, Out, V, K> next(x + at, dy + at, at - part.head, kStride, part.n);
+  const Channel<A> c = channel_of(a, part.row);
   Sums<A> sums{A(0), A(0)};
   with_act<Act::run_time>(a.act, [&](auto act) {
-#pragma unroll 2
-    for (int64_t w = part.first + threadIdx.x; w < part.last; w += kSplitThreads)
-      sums = sums + word_sums<decltype(act)::value>(load_vec<In, V>(x + w * V), load_vec<Out, V>(dy + w * V), c, part.element(w), a.pixels);
+#pragma unroll 1
+    for (; at - part.head < part.n; at += K * kStride) {
+      Step<In, Out, V, K> now = next;
+      next = Step<In, Out, V, K>(x + at + K * kStride, dy + at + K * kStride, at + K * kStride - part.head, kStride, part.n);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        clear_outside(now.x[k], now.dy[k], at + k * kStride - part.head, part.n, c.mean);
+        sums = sums + word_sums(now.x[k], z_gradient<decltype(act)::value>(now.x[k], now.dy[k], c), c);
+      }
+    }
   });
   sums = group_merge(sums, slots, kSplitThreads);
   if (threadIdx.x == 0) a.partial[part.slot(a)] = {sums.dz, sums.dz_xhat * c.rstd};
 }
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_split_backward(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kSplitThreads, step_blocks<In>()) group_norm_split_backward(const PassArgs<In> a) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVectorBytes / sizeof(In), K = step_words<In, Out>(), kStride = kSplitThreads * V;
   const Part<V> part(a, gridDim.x - 1 - blockIdx.x);
-  const Channel<A> c = channel_of(a, part.row);
-  const GroupGradient<A> gradient = a.gradients[part.row / a.depth];
   const In* x = static_cast<const In*>(a.x) + part.start;
   const Out* dy = static_cast<const Out*>(a.dy) + part.start;
   In* dx = static_cast<In*>(a.out) + part.start;
+  int at = static_cast<int>(threadIdx.x) * V;  // elements from part.start
+  Step<In, Out, V, K> next(x + at, dy + at, at - part.head, kStride, part.n);
+  const Channel<A> c = channel_of(a, part.row);
+  const GroupGradient<A> gradient = a.gradients[a.by_depth.quotient(part.row)];
   with_act<Act::run_time>(a.act, [&](auto act) {
-#pragma unroll 2
-    for (int64_t w = part.first + threadIdx.x; w < part.last; w += kSplitThreads)
-      store_inside(dx + w * V, part.element(w), a.pixels,
-                   input_gradient<decltype(act)::value>(load_vec<In, V>(x + w * V), load_vec<Out, V>(dy + w * V), c, gradient));
+#pragma unroll 1
+    for (; at - part.head < part.n; at += K * kStride) {
+      const Step<In, Out, V, K> now = next;
+      next = Step<In, Out, V, K>(x + at + K * kStride, dy + at + K * kStride, at + K * kStride - part.head, kStride, part.n);
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        store_inside(dx + at + k * kStride, at + k * kStride - part.head, part.n,
+                     input_gradient(now.x[k], z_gradient<decltype(act)::value>(now.x[k], now.dy[k], c), c, gradient));
+    }
   });
 }
 
@@ -863,18 +925,19 @@ __global__ void __launch_bounds__(kMergeThreads) group_norm_merge_sums(const Mer
     const int64_t sample = group / a.groups;
     const int first = static_cast<int>(group - sample * a.groups) * a.depth;
     const Sums<A>* partial = m.partial + sample * a.parts * a.channels + first;
+    const A rstd = a.stats[a.total() + group];
     Sums<A> total{A(0), A(0)};
     const int count = static_cast<int>(a.parts * a.depth);
 #pragma unroll 4
     for (int i = threadIdx.x & 31; i < count; i += 32) {
       const int part = static_cast<int>(a.by_depth.quotient(i)), channel = i - part * a.depth;
       const Sums<A> s = partial[part * a.channels + channel];
-      const A weight = a.affine.weight(first + channel);
-      total = total + Sums<A>{weight * s.dz, weight * s.dz_xhat};
+      const A scale = rstd * a.affine.weight(first + channel);
+      total = total + Sums<A>{scale * s.dz, scale * s.dz_xhat};
     }
     total = lanes_merge(total, 32);
     if ((threadIdx.x & 31) == 0)
-      a.gradients[group] = GroupGradient<A>(total, a.stats[a.total() + group], static_cast<A>(a.depth) * static_cast<A>(a.pixels));
+      a.gradients[group] = GroupGradient<A>(total, rstd, static_cast<A>(a.depth) * static_cast<A>(a.pixels));
     return;
   }
   __shared__ Sums<A> slots[kMergeThreads / 32][kMergeAcross];
@@ -910,7 +973,7 @@ template <int V>
 struct Column {
   int64_t sample, part, first, last;  // pixels of the block
   int64_t offset;                     // of the channels at pixel 0 of the sample
-  int channel, y;
+  int base, channel, x, y;            // base: the block's first channel
   bool active;
 
   template <typename In>
@@ -919,7 +982,9 @@ struct Column {
     sample = chunk / a.parts;
     part = chunk - sample * a.parts;
     y = threadIdx.x / a.across;
-    channel = (static_cast<int>(block - chunk * a.tiles) * a.across + static_cast<int>(threadIdx.x) - y * a.across) * V;
+    x = static_cast<int>(threadIdx.x) - y * a.across;
+    base = static_cast<int>(block - chunk * a.tiles) * a.across * V;
+    channel = base + x * V;
     active = channel < a.channels;
     first = part * a.part_size;
     last = first + a.part_size < a.pixels ? first + a.part_size : a.pixels;
@@ -1006,41 +1071,119 @@ __global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_p
   });
 }
 
+// A few neighbouring channels of a thread of the backward: it treats those of all its pixels together.
+template <int V>
+constexpr int kPiece = V > 1 ? 2 : 1;
+
+template <typename T, int V>
+__device__ __forceinline__ Vec<T, kPiece<V>> piece(const Vec<T, V>& v, int q) {
+  Vec<T, kPiece<V>> r;
+  if constexpr (sizeof(r) == 4 && kPiece<V> == 2) {
+    words_of(r)[0] = words_of(v)[q];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPiece<V>; ++i) r.v[i] = v.v[q * kPiece<V> + i];
+  }
+  return r;
+}
+
+template <typename T, int V>
+__device__ __forceinline__ void set_piece(Vec<T, V>& v, int q, const Vec<T, kPiece<V>>& r) {
+  if constexpr (sizeof(r) == 4 && kPiece<V> == 2) {
+    words_of(v)[q] = words_of(r)[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPiece<V>; ++i) v.v[q * kPiece<V> + i] = r.v[i];
+  }
+}
+
+// The constants of a block's channels, COUNT each, in shared memory. A thread reads those of a piece when it treats the piece: in
+// registers, those of all its channels would leave no room for words on their way. Neighbouring threads read neighbouring pieces.
+template <typename A, int V, int COUNT>
+struct ChannelTable {
+  static constexpr int P = kPiece<V>;
+  A* data;
+  int across;
+
+  // Of the channels from `base` on, f(channel, values).
+  template <typename F>
+  __device__ __forceinline__ void fill(int base, int64_t channels, F&& f) const {
+    for (int i = threadIdx.x; i < across * V && base + i < channels; i += blockDim.x) {
+      A values[COUNT];
+      f(base + i, values);
+#pragma unroll
+      for (int c = 0; c < COUNT; ++c) data[((c * (V / P) + i % V / P) * across + i / V) * P + i % P] = values[c];
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ Vec<A, P> load(int c, int q, int x) const {
+    return reinterpret_cast<const Vec<A, P>*>(data)[(c * (V / P) + q) * across + x];
+  }
+};
+
+// A thread's words of the next pixels; beyond the last a repetition of the first, with dy 0.
+template <typename In, typename Out, int V, int K>
+struct Pixels {
+  Vec<In, V> x[K];
+  Vec<Out, V> dy[K];
+
+  __device__ __forceinline__ Pixels(const In* x_, const Out* dy_, int64_t stride, int64_t left, int down) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const bool there = k == 0 || k * down < left;
+      x[k] = load_vec<In, V>(x_ + (there ? k * stride : 0));
+      dy[k] = filled<Out, V>(convert<Out>(0.f));
+      if (there) dy[k] = load_vec<Out, V>(dy_ + k * stride);
+    }
+  }
+};
+
 template <typename In, typename Out, int V>
-__global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_pixels_sums(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_pixels_sums(const PassArgs<In> a) {
   using A = compute_t<In>;
+  constexpr int P = kPiece<V>, K = step_words<In, Out>();
   extern __shared__ __align__(16) char memory[];
   const Column<V> column(a, blockIdx.x);
-  const In* x = static_cast<const In*>(a.x) + column.offset;
-  const Out* dy = static_cast<const Out*>(a.dy) + column.offset;
-  Sums<A> sums[V];
-  A mean[V], rstd[V], scale[V], bias[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    const int channel = column.active ? column.channel + j : 0;
+  const ChannelTable<A, V, 4> table{reinterpret_cast<A*>(memory), a.across};
+  table.fill(column.base, a.channels, [&](int channel, A* values) {
     const int64_t group = column.sample * a.groups + a.by_depth.quotient(channel);
     const Channel<A> c(a.stats[group], a.stats[a.total() + group], a.affine, channel);
-    mean[j] = c.mean, rstd[j] = c.rstd, scale[j] = c.scale, bias[j] = c.bias;
-    sums[j] = {A(0), A(0)};
-  }
-  if (column.active) {
-    with_act<Act::run_time>(a.act, [&](auto act) {
-#pragma unroll 2
-      for (int64_t p = column.first + column.y; p < column.last; p += a.down) {
-        const Vec<A, V> v = unpack<A>(load_vec<In, V>(x + p * a.channels));
-        const Vec<A, V> g = unpack<A>(load_vec<Out, V>(dy + p * a.channels));
+    values[0] = c.mean, values[1] = c.scale, values[2] = c.bias, values[3] = c.rstd;
+  });
+  Sums<A> sums[V];
 #pragma unroll
-        for (int j = 0; j < V; ++j) {
-          const A d = v.v[j] - mean[j];
-          const A dz = act_gradient<decltype(act)::value, sizeof(In) == 2>(g.v[j], d * scale[j] + bias[j]);
-          sums[j].dz += dz;
-          sums[j].dz_xhat += dz * d;
+  for (int j = 0; j < V; ++j) sums[j] = {A(0), A(0)};
+  if (column.active) {
+    const int64_t stride = a.down * a.channels;
+    const In* x = static_cast<const In*>(a.x) + column.offset + (column.first + column.y) * a.channels;
+    const Out* dy = static_cast<const Out*>(a.dy) + column.offset + (column.first + column.y) * a.channels;
+    with_act<Act::run_time>(a.act, [&](auto act) {
+#pragma unroll 1
+      for (int64_t left = column.last - column.first - column.y; left > 0; left -= K * a.down) {
+        const Pixels<In, Out, V, K> pixels(x, dy, stride, left, a.down);
+        x += K * stride, dy += K * stride;
+#pragma unroll
+        for (int q = 0; q < V / P; ++q) {
+          const Vec<A, P> mean = table.load(0, q, column.x), scale = table.load(1, q, column.x);
+          const Vec<A, P> bias = table.load(2, q, column.x);
+#pragma unroll
+          for (int k = 0; k < K; ++k) {
+            const Vec<A, P> v = unpack<A>(piece(pixels.x[k], q)), g = unpack<A>(piece(pixels.dy[k], q));
+#pragma unroll
+            for (int i = 0; i < P; ++i) {
+              const A d = v.v[i] - mean.v[i];
+              const A dz = act_gradient<decltype(act)::value, sizeof(In) == 2>(g.v[i], d * scale.v[i] + bias.v[i]);
+              sums[q * P + i].dz += dz;
+              sums[q * P + i].dz_xhat += dz * d;
+            }
+          }
         }
       }
     });
 #pragma unroll
-    for (int j = 0; j < V; ++j) sums[j].dz_xhat *= rstd[j];
+    for (int j = 0; j < V; ++j) sums[j].dz_xhat *= table.load(3, j / P, column.x).v[j % P];
   }
+  __syncthreads();  // before the table is written over
   merge_down(sums, memory, a.across, a.down, column.y);
   if (!column.active || column.y != 0) return;
   Sums<A>* out = a.partial + column.slot(a);
@@ -1049,31 +1192,48 @@ __global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_p
 }
 
 template <typename In, typename Out, int V>
-__global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_pixels_backward(const PassArgs<In> a) {
+__global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_pixels_backward(const PassArgs<In> a) {
   using A = compute_t<In>;
+  constexpr int P = kPiece<V>, K = step_words<In, Out>();
+  extern __shared__ __align__(16) char memory[];
   const Column<V> column(a, gridDim.x - 1 - blockIdx.x);
-  if (!column.active) return;
-  const In* x = static_cast<const In*>(a.x) + column.offset;
-  const Out* dy = static_cast<const Out*>(a.dy) + column.offset;
-  In* dx = static_cast<In*>(a.out) + column.offset;
-  A mean[V], scale[V], bias[V], constant[V], slope[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    const int64_t group = column.sample * a.groups + a.by_depth.quotient(column.channel + j);
-    const Channel<A> c(a.stats[group], a.stats[a.total() + group], a.affine, column.channel + j);
+  const ChannelTable<A, V, 5> table{reinterpret_cast<A*>(memory), a.across};
+  table.fill(column.base, a.channels, [&](int channel, A* values) {
+    const int64_t group = column.sample * a.groups + a.by_depth.quotient(channel);
+    const Channel<A> c(a.stats[group], a.stats[a.total() + group], a.affine, channel);
     const GroupGradient<A> g = a.gradients[group];
-    mean[j] = c.mean, scale[j] = c.scale, bias[j] = c.bias, constant[j] = g.constant, slope[j] = g.slope;
-  }
+    values[0] = c.mean, values[1] = c.scale, values[2] = c.bias, values[3] = g.constant, values[4] = g.slope;
+  });
+  if (!column.active) return;
+  const int64_t stride = a.down * a.channels, offset = column.offset + (column.first + column.y) * a.channels;
+  const In* x = static_cast<const In*>(a.x) + offset;
+  const Out* dy = static_cast<const Out*>(a.dy) + offset;
+  In* dx = static_cast<In*>(a.out) + offset;
   with_act<Act::run_time>(a.act, [&](auto act) {
-    for (int64_t p = column.first + column.y; p < column.last; p += a.down) {
-      const Vec<A, V> v = unpack<A>(load_vec<In, V>(x + p * a.channels));
-      Vec<A, V> r = unpack<A>(load_vec<Out, V>(dy + p * a.channels));
+#pragma unroll 1
+    for (int64_t left = column.last - column.first - column.y; left > 0; left -= K * a.down) {
+      Pixels<In, Out, V, K> pixels(x, dy, stride, left, a.down);
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const A d = v.v[j] - mean[j];
-        r.v[j] = act_gradient<decltype(act)::value, sizeof(In) == 2>(r.v[j], d * scale[j] + bias[j]) * scale[j] - constant[j] - d * slope[j];
+      for (int q = 0; q < V / P; ++q) {
+        const Vec<A, P> mean = table.load(0, q, column.x), scale = table.load(1, q, column.x), bias = table.load(2, q, column.x);
+        const Vec<A, P> constant = table.load(3, q, column.x), slope = table.load(4, q, column.x);
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          const Vec<A, P> v = unpack<A>(piece(pixels.x[k], q));
+          Vec<A, P> r = unpack<A>(piece(pixels.dy[k], q));
+#pragma unroll
+          for (int i = 0; i < P; ++i) {
+            const A d = v.v[i] - mean.v[i];
+            const A dz = act_gradient<decltype(act)::value, sizeof(In) == 2>(r.v[i], d * scale.v[i] + bias.v[i]);
+            r.v[i] = dz * scale.v[i] - constant.v[i] - d * slope.v[i];
+          }
+          set_piece(pixels.x[k], q, pack<In>(r));
+        }
       }
-      store_vec<In, V>(dx + p * a.channels, pack<In>(r));
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (k == 0 || k * a.down < left) store_vec<In, V>(dx + k * stride, pixels.x[k]);
+      x += K * stride, dy += K * stride, dx += K * stride;
     }
   });
 }
@@ -1087,15 +1247,14 @@ int64_t choice(const char* name, int64_t usual) {
 }
 
 struct Choices {
-  // Bytes of a group (of all operands) up to which one block holds it, if its shared memory allows.
-  int64_t block_bytes = choice("FASTLAYERS_GROUP_NORM_BLOCK_BYTES", 1 << 20);
-  // Words of a group for each thread of its block where there is work for the whole GPU.
-  int64_t thread_words = choice("FASTLAYERS_GROUP_NORM_THREAD_WORDS", 8);
-  // Bytes of a stage of a team's member; 0: as many as the shared memory allows with two blocks an SM.
-  int64_t stage_bytes = choice("FASTLAYERS_GROUP_NORM_STAGE_BYTES", 0);
-  // Blocks an SM of the passes over pixels and channels, forward and backward.
-  int64_t forward_blocks = choice("FASTLAYERS_GROUP_NORM_FORWARD_BLOCKS", 4);
-  int64_t backward_blocks = choice("FASTLAYERS_GROUP_NORM_BACKWARD_BLOCKS", 4);
+  // Bytes of a block's slice of a group, where a cluster may share it.
+  int64_t forward_slice = choice("FASTLAYERS_GROUP_NORM_FORWARD_SLICE", 20480);
+  // Warps of a block of the backward that holds groups in registers, where a cluster may share the group.
+  int64_t backward_warps = choice("FASTLAYERS_GROUP_NORM_BACKWARD_WARPS", 5);
+  // Most words of a thread of the backward's passes over channels.
+  int64_t split_words = choice("FASTLAYERS_GROUP_NORM_SPLIT_WORDS", 8);
+  // Blocks an SM of the backward's passes over pixels and channels: those that are resident at once.
+  int64_t backward_blocks = choice("FASTLAYERS_GROUP_NORM_BACKWARD_BLOCKS", 3);
 };
 
 const Choices& choices() {
@@ -1103,7 +1262,9 @@ const Choices& choices() {
   return c;
 }
 
-constexpr int kStaticShared = 1024;  // what the kernels have besides, and what a block costs
+constexpr int64_t kForwardBlocks = 4;    // an SM, of the forward's passes over pixels and channels
+constexpr int kStaticShared = 4096;      // what the block kernel has besides, and what a block costs
+constexpr int kTeamStaticShared = 1024;  // likewise of the team kernel
 
 struct SharedMemory {
   int block = 0, processor = 0;  // most bytes of a block, and of all blocks of an SM
@@ -1136,108 +1297,95 @@ void allow_shared_memory(int device) {
   allowed[device] = true;
 }
 
-// How the words of a channel are cut into items for the threads of the backward.
-template <typename In>
-void choose_items(HoldArgs<In>& a, int channel_words, int threads, int64_t members) {
-  constexpr int kWordCost = 8, kItemCost = 2;  // relative: the arithmetic of a word, and the reduction of an item
-  int64_t best = INT64_MAX;
-  for (int bits = 0; bits <= 10 && (bits == 0 || channel_words >> bits > 0); ++bits) {
-    const int64_t share = ceil_div(channel_words, int64_t{1} << bits);
-    const int lanes = static_cast<int>(std::min<int64_t>({32, threads, next_power_of_2(share)}));
-    const int64_t rounds = ceil_div(ceil_div(static_cast<int64_t>(a.depth) << bits, members), threads / lanes);
-    const int64_t cost = rounds * (ceil_div(share, lanes) * kWordCost + kItemCost);
-    if (cost >= best) continue;
-    best = cost;
-    a.part_bits = bits;
-    a.item_lanes = lanes;
-    a.item_bits = log2_of(lanes);
-    a.part_words = static_cast<int>(ceil_div(share, lanes) * lanes);
-  }
+// Launches with one attribute, or none.
+template <typename Kernel, typename KernelArgs>
+void launch_with(Kernel kernel, int64_t blocks, int threads, size_t shared, cudaLaunchAttribute* attribute, const Launch& launch,
+                 const KernelArgs& a) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid_of(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = launch.stream();
+  config.attrs = attribute;
+  config.numAttrs = attribute != nullptr ? 1 : 0;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a));
 }
 
-// Threads of a block that holds a group: `thread_words` each, but fewer words where that leaves the GPU empty.
-int group_threads(int64_t words, int64_t groups, int64_t bytes, int wide, bool power_of_2, const Launch& launch) {
+// Launches a kernel of `cluster` blocks a group, if that is more than one.
+template <typename Kernel, typename KernelArgs>
+void launch_clusters(Kernel kernel, int64_t blocks, int threads, size_t shared, int cluster, const Launch& launch,
+                     const KernelArgs& a) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  launch_with(kernel, blocks, threads, shared, cluster > 1 ? &attribute : nullptr, launch, a);
+}
+
+constexpr int64_t kThreadWords = 8;  // of a group for each thread of its blocks, where there is work for the whole GPU
+
+// Threads of a block that holds a group or a slice of one: kThreadWords each, but fewer words where that leaves the GPU empty.
+int group_threads(int64_t words, int64_t groups, int64_t bytes, int wide, const Launch& launch) {
   const int64_t room = static_cast<int64_t>(device_traits(launch.device()).processors) * kWideThreads;
-  const int64_t each = std::clamp<int64_t>(words * groups / room, 1, choices().thread_words);
+  const int64_t each = std::clamp<int64_t>(ceil_div(words * groups, room), 1, kThreadWords);
   const int64_t most = 2 * (bytes + kStaticShared) > shared_memory(launch.device()).processor ? wide : std::min(wide, kBlockThreads);
   int64_t threads = ceil_div(words, each);
-  threads = threads <= 32 || power_of_2 ? next_power_of_2(threads) : ceil_div(threads, 32) * 32;
+  threads = threads <= 32 ? next_power_of_2(threads) : ceil_div(threads, 32) * 32;
   return static_cast<int>(std::min(threads, most));
 }
 
-// Launches a block kernel; false where a block cannot hold a group. `prepare` is called when the items are chosen.
-template <auto kernel, bool BACKWARD, typename In, typename Prepare>
-bool launch_block(HoldArgs<In>& a, int64_t words, int word_bytes, const Launch& launch, Prepare&& prepare) {
+// Launches the block kernel; false where a block cannot hold a group.
+template <typename In, typename Out>
+bool launch_block(HoldArgs<In>& a, int64_t words, const Launch& launch) {
   const SharedMemory& memory = shared_memory(launch.device());
-  const int64_t bytes = words * word_bytes;
-  if (bytes > memory.block || bytes > choices().block_bytes) return false;
-  a.lanes = group_threads(words, a.total, bytes, wide_threads<In>(), BACKWARD, launch);
+  if (words * kVectorBytes > memory.block) return false;
+  int cluster = 1;
+  if (device_traits(launch.device()).capability >= 90) {
+    const int64_t slices = ceil_div(words * kVectorBytes, choices().forward_slice);
+    cluster = static_cast<int>(std::min<int64_t>(kMaxCluster, next_power_of_2(slices)));
+  }
+  a.held = static_cast<int>(ceil_div(words, cluster));
+  const int64_t bytes = static_cast<int64_t>(a.held) * kVectorBytes;
+  a.lanes = group_threads(a.held, a.total * cluster, bytes, wide_threads<In>(), launch);
   a.lane_bits = log2_of(std::min(a.lanes, 32));
-  a.held = static_cast<int>(words);
-  a.each = static_cast<int>(ceil_div(words, a.lanes));
-  constexpr int V = kVectorBytes / sizeof(In);
-  if constexpr (BACKWARD) choose_items(a, static_cast<int>(ceil_div(a.hw, V)) + (a.hw % V != 0), a.lanes, 1);
+  a.each = static_cast<int>(ceil_div(a.held, a.lanes));
   // Short groups, of at most 256 words: several to a block.
   const int threads = a.lanes <= 32 ? kShortThreads : a.lanes;
   const int per_block = threads / a.lanes;
+  constexpr auto kernel = group_norm_forward_block<In, Out>;
   allow_shared_memory<kernel>(launch.device());
-  prepare();
-  kernel<<<grid_of(ceil_div(a.total, per_block)), threads, static_cast<size_t>(per_block * bytes), launch.stream()>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_clusters(kernel, ceil_div(a.total, per_block) * cluster, threads, static_cast<size_t>(per_block * bytes), cluster, launch, a);
   return true;
 }
 
-// Launches a team kernel; false where the blocks that fit the GPU at once cannot hold a group.
-template <auto kernel, bool BACKWARD, typename In, typename Prepare>
-bool launch_team(HoldArgs<In>& a, int64_t words, int word_bytes, const Launch& launch, const Tensor& like, Prepare&& prepare) {
+// Launches the team kernel; false where the blocks that fit the GPU at once cannot hold a group.
+template <typename In, typename Out>
+bool launch_team(HoldArgs<In>& a, int64_t words, const Launch& launch, const Tensor& like) {
   static int resident[kMaxDevices];
+  constexpr auto kernel = group_norm_forward_team<In, Out>;
   const SharedMemory& memory = shared_memory(launch.device());
-  int64_t stage_bytes = std::min(memory.processor / kTeamBlocks - 2 * kStaticShared, memory.block) / kTeamStages;
-  if (choices().stage_bytes > 0) stage_bytes = std::min(stage_bytes, choices().stage_bytes);
-  const int64_t stage_words = stage_bytes / word_bytes;
+  const int64_t stage_bytes = std::min(memory.processor / kTeamBlocks - 2 * kTeamStaticShared, memory.block) / kTeamStages;
+  const int64_t stage_words = stage_bytes / kVectorBytes;
   int& blocks = resident[launch.device()];  // 0: not asked yet; -1: none
   if (blocks == 0) {
     allow_shared_memory<kernel>(launch.device());
     int each = 0;
-    STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kTeamThreads, kTeamStages * stage_words * word_bytes));
+    STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kTeamThreads, kTeamStages * stage_words * kVectorBytes));
     blocks = each > 0 ? each * device_traits(launch.device()).processors : -1;
   }
-  constexpr int V = kVectorBytes / sizeof(In);
-  int64_t teams = std::min<int64_t>(blocks / ceil_div(words, stage_words), a.total);
-  // Items are not cut, so that a member may get more than its share of words: then fewer teams, of more members.
-  for (; blocks > 0 && teams > 0; --teams) {
-    a.members = static_cast<int>(blocks / teams);
-    if constexpr (BACKWARD) {
-      choose_items(a, static_cast<int>(ceil_div(a.hw, V)) + (a.hw % V != 0), kTeamThreads, a.members);
-      const int64_t items = static_cast<int64_t>(a.depth) << a.part_bits;
-      a.items_each = static_cast<int>(ceil_div(items, a.members));
-      a.members = static_cast<int>(ceil_div(items, a.items_each));
-      a.held = static_cast<int>(std::min<int64_t>(words, static_cast<int64_t>(a.items_each) * a.part_words));
-    } else {
-      a.each = static_cast<int>(ceil_div(words, a.members));
-      a.members = static_cast<int>(ceil_div(words, a.each));
-      a.held = a.each;
-    }
-    if (a.held <= stage_words) break;
-  }
-  if (blocks <= 0 || teams <= 0) return false;
-  a.teams = static_cast<int>(teams);
-  prepare();
+  a.teams = static_cast<int>(std::min<int64_t>(blocks / ceil_div(words, stage_words), a.total));
+  if (blocks <= 0 || a.teams <= 0) return false;
+  a.each = static_cast<int>(ceil_div(words, blocks / a.teams));
+  a.members = static_cast<int>(ceil_div(words, a.each));
+  a.held = a.each;
   const int64_t slots = a.total * a.members;
   const Tensor board = empty_contiguous({slots}, ScalarType::Long, like);
   a.board = static_cast<unsigned long long*>(board.mutable_data_ptr());
   STD_CUDA_CHECK(cudaMemsetAsync(a.board, 0xff, sizeof(*a.board) * slots, launch.stream()));
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid_of(teams * a.members));
-  config.blockDim = dim3(kTeamThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(kTeamStages) * a.held * word_bytes;
-  config.stream = launch.stream();
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a));
+  const size_t shared = static_cast<size_t>(kTeamStages) * a.held * kVectorBytes;
+  launch_with(kernel, a.teams * a.members, kTeamThreads, shared, &attribute, launch, a);
   return true;
 }
 
@@ -1342,17 +1490,18 @@ template <int V>
 int64_t group_words(int64_t n) { return ceil_div(n + (n % V != 0 ? V - 1 : 0), V); }
 
 // The two passes over a contiguous tensor: its channels are cut where there are too few of them to fill the GPU, or into parts
-// that blocks of even size can share.
+// that blocks of even size can share, of `most` words a thread.
 template <typename In>
-PassArgs<In> split_pass(const Args<In>& args, int64_t blocks) {
-  constexpr int64_t kLeast = 4 * kSplitThreads, kMost = 16 * kSplitThreads;  // words of a part
+PassArgs<In> split_pass(const Args<In>& args, int64_t blocks, int64_t most) {
+  constexpr int64_t kLeast = 4;
   constexpr int V = kVectorBytes / sizeof(In);
   PassArgs<In> a{};
   static_cast<Args<In>&>(a) = args;
   const int64_t words = ceil_div(args.pixels, V) + (args.pixels % V != 0);
-  a.part_size = std::clamp(words * args.samples * args.channels / blocks, kLeast, kMost);
+  a.part_size = std::clamp(words * args.samples * args.channels / blocks, kLeast * kSplitThreads, most * kSplitThreads);
   a.parts = ceil_div(words, a.part_size);
-  a.by_depth = Divider(static_cast<uint32_t>(args.depth));
+  a.by_depth = Divider(static_cast<uint32_t>(args.depth)), a.by_parts = Divider(static_cast<uint32_t>(a.parts));
+  a.by_channels = Divider(static_cast<uint32_t>(args.channels));
   return a;
 }
 
@@ -1395,8 +1544,8 @@ void forward_passes(const Args<In>& args, bool channels_last, const Launch& laun
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   const int vector = args.channels % V == 0 ? V : 1;
-  const int64_t blocks = choices().forward_blocks * device_traits(launch.device()).processors;
-  PassArgs<In> a = channels_last ? pixel_pass(args, blocks, vector) : split_pass(args, blocks);
+  const int64_t blocks = kForwardBlocks * device_traits(launch.device()).processors;
+  PassArgs<In> a = channels_last ? pixel_pass(args, blocks, vector) : split_pass(args, blocks, 16);
   const Tensor moments = empty_contiguous({a.samples * a.parts * a.channels * 3}, compute_dtype<In>(), like);
   a.moments = static_cast<Moments<A>*>(moments.mutable_data_ptr());
   const unsigned grid = grid_of(blocks_of_pass(a, channels_last));
@@ -1443,9 +1592,9 @@ std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, const std::opt
       constexpr int V = kVectorBytes / sizeof(In);
       HoldArgs<In> a = make_hold(args);
       const int64_t words = group_words<V>(n);
-      if (launch_block<group_norm_forward_block<In, Out>, false>(a, words, kVectorBytes, launch, [] {})) return;
+      if (launch_block<In, Out>(a, words, launch)) return;
       if constexpr (!std::is_same_v<In, double>) {
-        if (launch_team<group_norm_forward_team<In, Out>, false>(a, words, kVectorBytes, launch, x, [] {})) return;
+        if (launch_team<In, Out>(a, words, launch, x)) return;
       }
     }
     const Tensor result = stats;
@@ -1489,14 +1638,60 @@ struct Gradients {
   }
 };
 
+// The backward of groups in registers; false where they are too large for that.
+template <typename In, typename Out>
+bool backward_held(const Args<In>& args, Gradients<In>& gradients, const Launch& launch, const Tensor& like) {
+  constexpr int V = kVectorBytes / sizeof(In);
+  const DeviceTraits& device = device_traits(launch.device());
+  const int64_t total = args.samples * args.groups, n = args.depth * args.pixels;
+  if (total > INT32_MAX || n > kMostHeld) return false;
+  const int64_t channel_words = group_words<V>(args.pixels);
+  const auto parts = [&](int words) { return ceil_div(channel_words, 32 * words); };
+  const auto item_lanes = [&](int words) { return std::min<int64_t>(32, next_power_of_2(ceil_div(channel_words, words))); };
+  const auto group_threads = [&](int words) { return args.depth * parts(words) * item_lanes(words); };
+  // Few words a thread where there is not enough work for the whole GPU.
+  constexpr int kMost = item_words<In, Out>();
+  const bool few = group_threads(2) * total <= static_cast<int64_t>(device.processors) * kWideThreads;
+  const int words = few ? 2 : kMost;
+  const int64_t threads = group_threads(words);
+  int cluster = 1;
+  int64_t block = kShortThreads;
+  if (threads > 32) {
+    const int64_t warps = ceil_div(threads, 32);
+    if (device.capability >= 90)
+      cluster = static_cast<int>(std::min<int64_t>(kMaxCluster, next_power_of_2(ceil_div(warps, choices().backward_warps))));
+    block = ceil_div(warps, cluster) * 32;
+    if (block > item_threads<In>(words)) return false;
+  }
+  ItemArgs<In> a{};
+  static_cast<Args<In>&>(a) = args;
+  a.total = static_cast<int>(total), a.n = static_cast<int>(n), a.hw = static_cast<int>(args.pixels);
+  a.lanes = static_cast<int>(threads > 32 ? block * cluster : next_power_of_2(threads));
+  a.lane_bits = log2_of(std::min(a.lanes, 32));
+  a.item_lanes = static_cast<int>(item_lanes(words)), a.item_bits = log2_of(a.item_lanes);
+  a.parts = static_cast<int>(parts(words)), a.items = a.depth * a.parts;
+  a.by_groups = Divider(static_cast<uint32_t>(args.groups)), a.by_parts = Divider(static_cast<uint32_t>(a.parts));
+  if (gradients.wanted) gradients.make_partial(args.samples * a.parts, args.channels, like);
+  a.partial = gradients.partial;
+  const int64_t blocks = threads > 32 ? total * cluster : ceil_div(total, block / a.lanes);
+  const auto kernel = few ? group_norm_backward_items<In, Out, 2> : group_norm_backward_items<In, Out, kMost>;
+  launch_clusters(kernel, blocks, static_cast<int>(block), 0, cluster, launch, a);
+  PassArgs<In> merged{};
+  static_cast<Args<In>&>(merged) = args;
+  if (gradients.wanted) gradients.merge(merged, false, launch.stream());
+  return true;
+}
+
 template <typename In, typename Out, int V>
 void backward_pixels(const PassArgs<In>& a, Gradients<In>& gradients, unsigned grid, cudaStream_t stream) {
   const int threads = a.across * a.down;
-  const size_t shared = static_cast<size_t>(a.down / 2) * a.across * V * sizeof(Sums<compute_t<In>>);
+  // The table of constants, and the sums that are merged after it has been read.
+  const size_t constants = static_cast<size_t>(a.across) * V * sizeof(compute_t<In>);
+  const size_t shared = std::max(4 * constants, a.down / 2 * 2 * constants);
   group_norm_pixels_sums<In, Out, V><<<grid, threads, shared, stream>>>(a);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   gradients.merge(a, true, stream);
-  group_norm_pixels_backward<In, Out, V><<<grid, threads, 0, stream>>>(a);
+  group_norm_pixels_backward<In, Out, V><<<grid, threads, 5 * constants, stream>>>(a);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -1506,7 +1701,7 @@ void backward_passes(const Args<In>& args, bool channels_last, Gradients<In>& gr
   constexpr int V = kVectorBytes / sizeof(In);
   const int vector = args.channels % V == 0 ? V : 1;
   const int64_t blocks = choices().backward_blocks * device_traits(launch.device()).processors;
-  PassArgs<In> a = channels_last ? pixel_pass(args, blocks, vector) : split_pass(args, blocks);
+  PassArgs<In> a = channels_last ? pixel_pass(args, blocks, vector) : split_pass(args, blocks, choices().split_words);
   const Tensor of_groups = empty_contiguous({a.samples * a.groups * 2}, compute_dtype<In>(), like);
   a.gradients = static_cast<GroupGradient<A>*>(of_groups.mutable_data_ptr());
   gradients.make_partial(a.samples * a.parts, a.channels, like);
@@ -1552,27 +1747,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& dy_in, cons
     args.dy = dy.const_data_ptr();
     args.out = dx.mutable_data_ptr();
     args.stats = static_cast<compute_t<In>*>(const_cast<void*>(stats.const_data_ptr()));
-    if (!layout.channels_last && n <= kMostHeld) {
-      constexpr int V = kVectorBytes / sizeof(In);
-      constexpr int kWordBytes = V * (sizeof(In) + sizeof(Out));
-      HoldArgs<In> a = make_hold(args);
-      const int64_t words = group_words<V>(n);
-      const auto prepare = [&] {
-        if (!gradients.wanted) return;
-        gradients.make_partial(a.samples << a.part_bits, a.channels, x);
-        a.partial = gradients.partial;
-      };
-      bool done = launch_block<group_norm_backward_block<In, Out>, true>(a, words, kWordBytes, launch, prepare);
-      if constexpr (!std::is_same_v<In, double>) {
-        if (!done) done = launch_team<group_norm_backward_team<In, Out>, true>(a, words, kWordBytes, launch, x, prepare);
-      }
-      if (done) {
-        PassArgs<In> merged{};
-        static_cast<Args<In>&>(merged) = args;
-        if (gradients.wanted) gradients.merge(merged, false, launch.stream());
-        return;
-      }
-    }
+    if (!layout.channels_last && backward_held<In, Out>(args, gradients, launch, x)) return;
     backward_passes<In, Out>(args, layout.channels_last, gradients, launch, x);
   });
   return {dx, *dweight, *dbias};
