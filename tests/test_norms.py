@@ -149,6 +149,25 @@ def test_sync_batch_norm_takes_the_fused_layer():
     assert_close(synced(x), expected)
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_sync_batch_norm_does_not_swallow_an_activation(dims):
+    """convert_sync_batchnorm knows parameters and buffers alone: what it would lose, it must not be given."""
+    layer = getattr(fastlayers, f"FusedBatchNormAct{dims}d")
+    model = nn.Sequential(nn.Linear(3, 6), layer(6, act="silu"))
+    with pytest.raises(TypeError, match=rf"FusedBatchNormAct{dims}d .* no activation \(act='silu'\)"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert type(model[1]) is layer
+    assert list(model.train(False).modules()) == [model, *model.children()]
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(layer(6, act=None)))  # nothing to lose
+    assert type(synced[0]) is nn.SyncBatchNorm
+
+
+def test_timms_converter_does_not_swallow_an_activation():
+    convert = pytest.importorskip("timm.layers").convert_sync_batchnorm
+    with pytest.raises(TypeError, match="no activation"):
+        convert(nn.Sequential(fastlayers.FusedBatchNormAct2d(6)))
+
+
 # ---- casting orders --------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from patching_harness import builder, fused, reasons, same, tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
+from fastlayers.patching import Reason, fold_batch_norm, patch_model, plan_patch, unpatch_model, verify_patch
 
 
 @pytest.fixture
@@ -264,6 +264,52 @@ def test_sync_batch_norm_is_left_alone():
 
     for model in (nn.SyncBatchNorm(4), Norm(4), nn.Sequential(nn.SyncBatchNorm(4), nn.ReLU())):
         assert not plan_patch(model).patched
+
+
+class Synchronised(nn.Module):
+    """Every place of a BatchNorm that a patch fuses: with a residual, with an activation, in a Sequential, alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.conv, self.bn, self.relu = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.other, self.alone = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        out = self.bn(self.conv(x))
+        out += x
+        out = F.silu(self.other(self.relu(out)))
+        return self.alone(out)
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_sync_batch_norm_takes_the_place_of_patched_layers(fold):
+    """Converted after patching: the original forwards answer, and what is undone is the rest of the model."""
+    torch.manual_seed(0)
+    model = Synchronised()
+    for layer in (model.stem[1], model.bn, model.other, model.alone):
+        nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
+    model.train()(image())
+    stock = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    expected = model.eval()(image())
+    patch_model(model)
+    if fold:
+        fold_batch_norm(model)
+        with torch.no_grad():
+            model(image())  # so that folded weights are there
+    assert nn.SyncBatchNorm.convert_sync_batchnorm(model) is model
+    synced = {name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)}
+    assert synced == {"bn", "other", "alone", "stem.1"}
+    with torch.no_grad():
+        torch.testing.assert_close(model(image()), expected)
+    for training in (False, True):  # in one process they train on a CPU as well
+        model.train(training), stock.train(training)
+        torch.testing.assert_close(model(image()), stock(image()))
+        torch.testing.assert_close(model.state_dict(), stock.state_dict())
+    unpatch_model(model)
+    assert [type(module) for module in model.modules()] == [type(module) for module in stock.modules()]
+    torch.testing.assert_close(model(image()), stock(image()))
 
 
 # -- nn.Sequential ----------------------------------------------------------------------------------------------------
