@@ -57,7 +57,9 @@ def check_fold(model, x):
 
 TORCHVISION = {
     "resnet18": {"batch_norm_act": 9, "batch_norm_add_act": 8, "BatchNorm2d": 20},
-    "mobilenet_v3_small": {"batch_norm_act": 23, "BatchNorm2d": 34},
+    "mobilenet_v3_small": {"batch_norm_act": 23, "batch_norm_add": 6, "BatchNorm2d": 34},
+    "mnasnet0_5": {"batch_norm_act": 55, "batch_norm_add": 10, "BatchNorm2d": 52},
+    "regnet_x_400mf": {"batch_norm_act": 45, "batch_norm_add_act": 22, "BatchNorm2d": 71},
     "efficientnet_b0": {"batch_norm_act": 33, "BatchNorm2d": 49},
 }
 

@@ -67,6 +67,11 @@ def behind(view: View, node: Any) -> tuple[Any, tuple[Op, ...]]:
     return node, passed
 
 
+def closing(view: View, node: Any, name: str) -> Op | None:
+    """A node as a norm, or as a Sequential that ends with one."""
+    return view.op(node, name) or view.last_op(node, name)
+
+
 # -- batch_norm and group_norm, and what follows ----------------------------------------------------------------------
 
 
@@ -76,7 +81,7 @@ def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Call
         if found is None:
             return
         before, passed = behind(view, found[0]["input"])
-        norm = view.op(before, name)
+        norm = closing(view, before, name)
         if norm is not None:
             target, args, kwargs = call(norm, found[1])
             yield Match((norm, *passed, found[0]), target, args, kwargs, (norm["input"],))
@@ -100,15 +105,15 @@ def find_batch_norm_add(view: View, node: Any) -> Iterator[Match | Refusal]:
     if plain is None:
         return
     operands = [behind(view, plain[name]) for name in ("input", "other")]
-    norms = [view.op(before, "batch_norm") for before, _ in operands]
+    norms = [closing(view, before, "batch_norm") for before, _ in operands]
     add = addition(view, node) if any(norms) else None
     if isinstance(add, Refusal):
         yield add
     if not isinstance(add, Op) or add["input"] is add["other"]:
         return
-    for norm, (_, passed), residual, written in zip(
-        norms, operands, (add["other"], add["input"]), ("norm", "residual"), strict=True
-    ):
+    sides = zip(norms, operands, (add["other"], add["input"]), ("norm", "residual"), strict=True)
+    # One that stands in this forward comes before one that has to be taken out of a Sequential.
+    for norm, (_, passed), residual, written in sorted(sides, key=lambda side: bool(side[0] and side[0].sequentials)):
         if norm is None:
             continue
         kwargs = {"written": written} if add.inplace else {}
