@@ -358,6 +358,7 @@ def test_dropout_of_a_layer(layer):
     [
         lambda act: functional.batch_norm(torch.ones(4, 3), None, None, training=True, act=act),
         lambda act: functional.group_norm(torch.ones(4, 3), 1, act=act),
+        lambda act: functional.instance_norm(torch.ones(4, 3, 2), act=act),
         lambda act: fastlayers.FusedBatchNormAct2d(3, act=act),
         lambda act: fastlayers.FusedGroupNormAct(1, 3, act=act),
     ],

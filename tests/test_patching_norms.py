@@ -115,6 +115,48 @@ def test_batch_norm_of_other_dimensions(build, norm, shape):
         patch_model(block)(torch.randn(2, 3, 4, 4))
 
 
+INSTANCE_NORMS = {
+    "nn.InstanceNorm2d(4)": (2, 4, 5, 4),
+    "nn.InstanceNorm2d(4, affine=True, eps=1e-2)": (2, 4, 5, 4),
+    "nn.InstanceNorm2d(4, affine=True, track_running_stats=True)": (2, 4, 5, 4),
+    "nn.InstanceNorm2d(4, momentum=None, track_running_stats=True)": (2, 4, 5, 4),
+    "nn.InstanceNorm1d(4, affine=True)": (2, 4, 5),
+    "nn.InstanceNorm3d(4)": (2, 4, 3, 2, 2),
+}
+
+
+@pytest.mark.parametrize(("norm", "shape"), INSTANCE_NORMS.items())
+@pytest.mark.parametrize("act", ["nn.ReLU(inplace=True)", "nn.SiLU()", "nn.LeakyReLU()"])
+def test_instance_norm_and_activation(build, norm, shape, act):
+    block = build(
+        f"self.norm, self.act, self.skip = {norm}, {act}, nn.Identity()", "x", "return self.act(self.norm(x))"
+    )
+    assert fused(block) == {"instance_norm_act": 1}
+    same(block, image(*shape))
+    same(block, image(*shape[1:]))  # no batch
+    same(block, image(2, 3, *shape[2:])) if "affine" in norm else None  # other channels: an error
+    same(block, image(2, 4))  # and too few dimensions, but for InstanceNorm1d
+    ended = nn.Sequential(nn.Sequential(nn.Identity(), block.norm), block.skip, block.act)
+    assert fused(ended) == {"instance_norm_act": 1}
+    same(ended, image(*shape))
+
+
+def test_instance_norm_of_other_channels_warns_as_torch(build):
+    block = build("self.norm, self.act = nn.InstanceNorm2d(4), nn.ReLU()", "x", "return self.act(self.norm(x))")
+    expected = block(x := image(2, 3, 5, 4).detach())
+    with pytest.warns(UserWarning, match="does not match num_features"):
+        torch.testing.assert_close(patch_model(block)(x), expected)
+
+
+def test_statistics_of_an_instance_norm_are_not_written_late(build):
+    init = "self.norm = nn.InstanceNorm2d(3, track_running_stats=True)"
+    body = "out = self.norm(x)\nm = self.norm.running_mean * 1\nreturn F.relu(out), m"
+    block = build(init, "x", body)
+    assert not fused(block)
+    assert reasons(block) == {Reason.WRITTEN_BETWEEN}
+    same(block, image())
+
+
 # -- batch_norm, residual, activation ----------------------------------------------------------------------------------
 
 RESIDUAL = [
@@ -529,6 +571,9 @@ FUNCTIONS = [
     ("return F.layer_norm(x, normalized_shape=(5, 4), eps=1e-3)", "layer_norm"),
     ("return F.rms_norm(x, (4,))", "rms_norm"),
     ("return F.group_norm(x, 3)", "group_norm"),
+    ("return F.instance_norm(x, weight=self.w, bias=self.b, eps=1e-3)", "instance_norm"),
+    ("return F.instance_norm(x, self.m, self.v, None, None, self.training, 0.3)", "instance_norm"),
+    ("return F.relu(F.instance_norm(x, None, None, self.w, self.b))", "instance_norm_act"),
     ("return F.group_norm(x, 1, self.w, self.b, 1e-3)", "group_norm"),
     ("return F.silu(F.group_norm(x, 1, weight=self.w, bias=self.b))", "group_norm_act"),
     ("return F.batch_norm(x, self.m, self.v, self.w, self.b, self.training, 0.3, 1e-3)", "batch_norm"),

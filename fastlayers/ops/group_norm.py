@@ -1,4 +1,4 @@
-"""group_norm with an activation, and instance_norm: the choice between kernel and reference, autograd, compile."""
+"""group_norm and instance_norm with an activation: the choice between kernel and reference, autograd, compile."""
 
 from __future__ import annotations
 
@@ -159,23 +159,25 @@ def instance_norm(
     use_input_stats: bool,
     momentum: float,
     eps: float,
+    act: str | None,
 ) -> Tensor:
+    code = activation(act).code
     if torch.compiler.is_compiling():
         if (
             _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats) is None
             and _graph_keeps_kernel(x, x.shape[1], weight, bias)
         ):  # fmt: skip
-            return _norm_compiling(x, x.shape[1], weight, bias, eps, 0, x.dtype)
-        return reference.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+            return _norm_compiling(x, x.shape[1], weight, bias, eps, code, x.dtype)
+        return reference.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act)
     kernels = FAMILY.serving(x)
     if kernels is not None:
         reason = _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats)
         if reason is None:
             layout = None if x.is_contiguous() else torch.contiguous_format
-            return _norm(x, x.shape[1], weight, bias, eps, 0, x.dtype, layout, kernels)
+            return _norm(x, x.shape[1], weight, bias, eps, code, x.dtype, layout, kernels)
         backends.refuse(reason)
     return dispatch.answer(  # type: ignore[no-any-return]
-        "instance_norm", x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+        "instance_norm", x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act
     )
 
 

@@ -173,8 +173,8 @@ def check_operands_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> Non
 
 
 def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
-    """A batch_norm writes its running statistics later than before: nothing may read or write them in between."""
-    if op.name != "batch_norm":
+    """A norm writes its running statistics later than before: nothing may read or write them in between."""
+    if op.name not in ("batch_norm", "instance_norm"):
         return
     if op.child is not None:
         shared = {view.root.get_submodule(op.child)}

@@ -24,6 +24,7 @@ __all__ = [
     "BATCH_NORM_ADD_ACT",
     "CHANNEL_LAYER_NORM",
     "GROUP_NORM_ACT",
+    "INSTANCE_NORM_ACT",
     "NORM_FUNCTIONS",
 ]
 
@@ -72,7 +73,7 @@ def closing(view: View, node: Any, name: str) -> Op | None:
     return view.op(node, name) or view.last_op(node, name)
 
 
-# -- batch_norm and group_norm, and what follows ----------------------------------------------------------------------
+# -- norms over channels, and what follows ----------------------------------------------------------------------
 
 
 def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Callable[..., Iterator[Match | Refusal]]:
@@ -97,6 +98,12 @@ def batch_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
 
 def group_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
     return functional.group_norm, (norm["input"],), {**options(norm), "act": act}
+
+
+def instance_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
+    if not is_function(norm):
+        return calls.instance_norm_layer, (Attribute(str(norm.child)), norm["input"]), {"act": act}
+    return functional.instance_norm, (norm["input"],), {**options(norm), "act": act}
 
 
 def find_batch_norm_add(view: View, node: Any) -> Iterator[Match | Refusal]:
@@ -216,6 +223,9 @@ BATCH_NORM_ADD_ACT = GraphRule("batch_norm_add_act", "act(batch_norm(x) + residu
 BATCH_NORM_ADD = GraphRule("batch_norm_add", "batch_norm(x) + residual", find_batch_norm_add)
 BATCH_NORM_ACT = GraphRule("batch_norm_act", "act(batch_norm(x))", find_norm_act("batch_norm", batch_norm_act))
 GROUP_NORM_ACT = GraphRule("group_norm_act", "act(group_norm(x))", find_norm_act("group_norm", group_norm_act))
+INSTANCE_NORM_ACT = GraphRule(
+    "instance_norm_act", "act(instance_norm(x))", find_norm_act("instance_norm", instance_norm_act)
+)
 ADD_LAYER_NORM = GraphRule("add_layer_norm", "s = x + residual and layer_norm(s)", find_add_norm("layer_norm"))
 ADD_RMS_NORM = GraphRule("add_rms_norm", "s = x + residual and rms_norm(s)", find_add_norm("rms_norm"))
 CHANNEL_LAYER_NORM = GraphRule(
@@ -223,5 +233,5 @@ CHANNEL_LAYER_NORM = GraphRule(
 )
 NORM_FUNCTIONS = tuple(
     GraphRule(name, f"F.{name}", find_norm_function(name))
-    for name in ("batch_norm", "group_norm", "layer_norm", "rms_norm")
+    for name in ("batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm")
 )
