@@ -27,13 +27,14 @@ def unsupported(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | No
     values = x.numel()
     if groups < 1 or channels[0] % groups or values in (0, groups):
         return f"nothing to normalise in {groups} groups of shape {tuple(x.shape)}"
+    device = x.get_device()
     if weight is not None:
-        problem = dispatch.parameter_problem(weight, x, dtype, channels)
+        problem = dispatch.parameter_problem(weight, device, dtype, channels)
         if problem is not None:
             return problem
         if bias is not None and bias.dtype != weight.dtype:
             return f"the weight is {weight.dtype}, and the bias {bias.dtype}"
-    return None if bias is None else dispatch.parameter_problem(bias, x, dtype, channels)
+    return None if bias is None else dispatch.parameter_problem(bias, device, dtype, channels)
 
 
 class _GroupNorm(torch.autograd.Function):
