@@ -13,6 +13,7 @@ import torch
 from fastlayers.patching import (
     fold_batch_norm,
     patch_model,
+    plan_fold,
     plan_patch,
     unfold_batch_norm,
     unpatch_model,
@@ -96,6 +97,16 @@ def test_timm(name):
     options, counts = TIMM[name]
     torch.manual_seed(0)
     check(timm.create_model(name, pretrained=False, num_classes=4, **options), counts, images())
+
+
+@pytest.mark.parametrize(("name", "count"), [("regnetx_002", 44), ("efficientnet_b0", 49)])
+def test_timm_fold(name, count):
+    """Their BatchNormAct2d folds into the convolution, and its activation stays."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model(name, pretrained=False, num_classes=4)
+    assert plan_fold(model.eval()).counts() == {"fold_batch_norm": count}
+    check_fold(model, images())
 
 
 def test_timm_layers():
