@@ -325,10 +325,12 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    *,
+    act: str | None = None,
 ) -> Tensor:
-    """Instance normalisation: :func:`group_norm` with one channel in each group.
+    """Instance normalisation, :func:`group_norm` with one channel in each group, and an activation in the same pass.
 
-    Stands for :func:`torch.nn.functional.instance_norm`, which answers itself where running statistics are updated.
+    Stands for ``act(F.instance_norm(x, ...))``. Torch's function answers itself where there are running statistics.
 
     Args:
         x: (N, C, *).
@@ -337,6 +339,7 @@ def instance_norm(
         use_input_stats: normalise with the statistics of x; otherwise with the running ones.
         momentum: share of x's statistics in the new running ones.
         eps: added to the variance.
+        act: None or the name of an activation, as for :func:`group_norm`.
 
     Returns:
         A contiguous tensor of x's dtype.
@@ -344,9 +347,9 @@ def instance_norm(
     Keeps: what :func:`group_norm` keeps.
 
     Raises:
-        ValueError: one spatial element, where x's statistics are used.
+        ValueError: no such activation, or one spatial element, where x's statistics are used.
     """
-    return _group_norm.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return _group_norm.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act)
 
 
 def batch_norm(

@@ -975,19 +975,30 @@ def instances(name: str, shape: tuple[int, ...], layout: Any = contiguous, **opt
     return replace(sample, args=(x, None, None, *parameters))
 
 
+def instance_norm(x: Tensor, *args: Any, act: str | None = None) -> Tensor:
+    return ACTIVATIONS[act](F.instance_norm(x, *args))
+
+
 def instance_norm_saved(call: Call, out: Tensor) -> int:
-    x, weight = call.args[0], call.args[3]
-    return nbytes(x) + nbytes(weight) + 2 * x.shape[0] * x.shape[1] * (8 if x.dtype == torch.float64 else 4)
+    x, weight, bias = call.args[0], call.args[3], call.args[4] if call.kwargs else None
+    return (
+        nbytes(x)
+        + sum(nbytes(p) for p in (weight, bias) if p is not None)
+        + 2 * x.shape[0] * x.shape[1] * (8 if x.dtype == torch.float64 else 4)
+    )
 
 
 INSTANCE_NORM = Op(
     "instance_norm",
     functional.instance_norm,
-    F.instance_norm,
+    instance_norm,
     kernels=GPU_KERNELS,
     samples=(
         *(sample for sample in images(instances) if sample.name != "empty"),  # torch fails
         instances("transposed", (2, 6, 24), transposed),
+        instances("image, relu", IMAGE, act="relu"),
+        instances("image, silu", (2, 4, 3, 2), act="silu", smooth=True),
+        instances("channels_last, leaky_relu", IMAGE, channels_last, act="leaky_relu"),
         Sample("running statistics", (Input(IMAGE), Input((8,), grad=False),
                Input((8,), values=positive, grad=False), None, None, False), refused=KERNELS),
     ),

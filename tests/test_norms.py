@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import fastlayers
 from fastlayers import backends, functional
-from fastlayers.ops import reference
+from fastlayers.ops import layer_norm, reference
 
 EVERYWHERE = pytest.mark.parametrize(
     "place", [pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend != "cpu"]
@@ -147,6 +148,25 @@ def test_sync_batch_norm_takes_the_fused_layer():
     assert synced[1].momentum == 0.3
     assert_close(synced.state_dict(), state)
     assert_close(synced(x), expected)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_sync_batch_norm_does_not_swallow_an_activation(dims):
+    """convert_sync_batchnorm knows parameters and buffers alone: what it would lose, it must not be given."""
+    layer = getattr(fastlayers, f"FusedBatchNormAct{dims}d")
+    model = nn.Sequential(nn.Linear(3, 6), layer(6, act="silu"))
+    with pytest.raises(TypeError, match=rf"FusedBatchNormAct{dims}d .* no activation \(act='silu'\)"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert type(model[1]) is layer
+    assert list(model.train(False).modules()) == [model, *model.children()]
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(layer(6, act=None)))  # nothing to lose
+    assert type(synced[0]) is nn.SyncBatchNorm
+
+
+def test_timms_converter_does_not_swallow_an_activation():
+    convert = pytest.importorskip("timm.layers").convert_sync_batchnorm
+    with pytest.raises(TypeError, match="no activation"):
+        convert(nn.Sequential(fastlayers.FusedBatchNormAct2d(6)))
 
 
 # ---- casting orders --------------------------------------------------------------------------------------------------
@@ -331,6 +351,57 @@ def test_dropout_of_a_layer(layer):
     assert_close(module.train()(x, residual)[1], s)
 
 
+def stand_in() -> SimpleNamespace:
+    """Kernels of layer_norm in torch ops, for what happens around them."""
+
+    def forward(x, weight, bias, dims, eps, kind, dtype, keep):
+        norm = (
+            F.rms_norm(x, x.shape[-dims:], weight, eps) if kind else F.layer_norm(x, x.shape[-dims:], weight, bias, eps)
+        )
+        return norm, x.new_tensor(eps)
+
+    def add_forward(x, residual, *rest):
+        y, stats = forward(x + residual, *rest)
+        return y, x + residual, stats
+
+    def backward(dy, ds, x, stats, weight, dims, kind, for_weight, for_bias):
+        return layer_norm.compose_backward(dy, ds, x, weight, dims, float(stats), kind, for_weight, for_bias)
+
+    return SimpleNamespace(
+        backend="cuda", layer_norm_forward=forward, add_layer_norm_forward=add_forward, layer_norm_backward=backward
+    )
+
+
+OUTLIVING = {
+    "layer_norm": lambda x, r, w, b: functional.layer_norm(x, (16,), w, b),
+    "rms_norm": lambda x, r, w, b: functional.rms_norm(x, (16,), w),
+    "add_layer_norm": lambda x, r, w, b: functional.add_layer_norm(x, r, (16,), w, b)[0],
+    "add_rms_norm": lambda x, r, w, b: functional.add_rms_norm(x, r, (16,), w)[0],
+}
+
+
+@pytest.mark.parametrize("outlived", range(4))
+@pytest.mark.parametrize("call", OUTLIVING.values(), ids=OUTLIVING)
+def test_a_tensor_that_outlived_its_transform(monkeypatch, call, outlived):
+    """torch.func.grad wraps tensors. One that leaks is part of the graph outside, also where a kernel takes it."""
+    leaves = [
+        images("cpu", *shape, seed=i).requires_grad_() for i, shape in enumerate([(5, 16), (5, 16), (16,), (16,)])
+    ]
+    given = list(leaves)
+
+    def leak(x: Tensor) -> Tensor:
+        given[outlived] = x * 2
+        return x.sum()
+
+    torch.func.grad(leak)(leaves[outlived])
+    gradients = []
+    for kernels in (None, stand_in()):
+        monkeypatch.setitem(layer_norm.FAMILY._by_device, torch.device("cpu"), kernels)
+        loss = call(*given).sin().sum()
+        gradients.append(torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True))
+    assert_close(gradients[1], gradients[0])
+
+
 # ---- activations, layers ---------------------------------------------------------------------------------------------
 
 
@@ -339,6 +410,7 @@ def test_dropout_of_a_layer(layer):
     [
         lambda act: functional.batch_norm(torch.ones(4, 3), None, None, training=True, act=act),
         lambda act: functional.group_norm(torch.ones(4, 3), 1, act=act),
+        lambda act: functional.instance_norm(torch.ones(4, 3, 2), act=act),
         lambda act: fastlayers.FusedBatchNormAct2d(3, act=act),
         lambda act: fastlayers.FusedGroupNormAct(1, 3, act=act),
     ],

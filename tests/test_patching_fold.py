@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
@@ -349,6 +350,126 @@ def test_shared_layers_are_right_too():
     torch.testing.assert_close(infer(fold_batch_norm(model), image()), expected)
 
 
+# -- a norm with an activation of its own ------------------------------------------------------------------------------
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d."""
+
+    def __init__(self, channels, act=None, **options):
+        super().__init__(channels, **options)
+        self.drop, self.act = nn.Identity(), act or nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        average = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                average = 1.0 / float(self.num_batches_tracked)
+        x = F.batch_norm(
+            x,
+            self.running_mean if not self.training or self.track_running_stats else None,
+            self.running_var if not self.training or self.track_running_stats else None,
+            self.weight,
+            self.bias,
+            self.training or (self.running_mean is None and self.running_var is None),
+            average,
+            self.eps,
+        )
+        return self.act(self.drop(x))
+
+
+class ActNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3, padding=1, bias=False), NormAct(4, nn.SiLU(inplace=True))
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 1), NormAct(4, nn.Identity(), eps=0.1, affine=False))
+
+    def forward(self, x):
+        x = self.bn1(self.conv1(x))
+        out = self.block[1](self.block[0](x))
+        out += x
+        return F.relu(out)
+
+
+@pytest.fixture
+def act_net():
+    torch.manual_seed(0)
+    return warmed(ActNet(), image() * 3 + 1)
+
+
+@pytest.mark.parametrize("steps", [[fold_batch_norm], [patch_model, fold_batch_norm], [fold_batch_norm, patch_model]])
+def test_a_norm_with_an_activation(act_net, steps):
+    plain, expected = copy.deepcopy(act_net), infer(act_net, image())
+    assert plan_fold(act_net).counts()["fold_batch_norm"] == 3  # of the block in the Sequential, and in its parent
+    for step in steps:
+        step(act_net)
+    torch.testing.assert_close(infer(act_net, image()), expected)
+    assert not torch.equal(infer(act_net, image()), expected)
+    seen = []
+    act_net.bn1.act.register_forward_hook(lambda module, args, out: seen.append(out.mean()))
+    torch.testing.assert_close(infer(act_net, image()), expected)
+    assert len(seen) == 1
+    act_net.bn1.act = plain.bn1.act = nn.Tanh()
+    torch.testing.assert_close(infer(act_net, image()), infer(plain, image()))
+    act_net.bn1.eps = plain.bn1.eps = 0.5
+    torch.testing.assert_close(infer(act_net, image()), infer(plain, image()))
+    for model in (act_net, plain):
+        model.train()(image()).square().mean().backward()
+    torch.testing.assert_close(act_net.state_dict(), plain.state_dict())
+    torch.testing.assert_close(act_net.conv1.weight.grad, plain.conv1.weight.grad)
+    torch.testing.assert_close(infer(act_net.eval(), image()), infer(plain.eval(), image()))
+    for model in (act_net, plain):
+        with pytest.raises(AssertionError, match="expected 4D"):
+            infer(model, image()[0])
+    unpatch_model(act_net)
+    assert [type(module) for module in act_net.modules()] == [type(module) for module in plain.modules()]
+
+
+class Scaled(NormAct):
+    def forward(self, x):
+        return super().forward(x * 2)
+
+
+class OtherEps(NormAct):
+    def forward(self, x):
+        return self.act(F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, 1e-2))
+
+
+class OtherWeight(NormAct):
+    def forward(self, x):
+        return self.act(
+            F.batch_norm(x, self.running_mean, self.running_var, self.bias, self.weight, False, 0.1, self.eps)
+        )
+
+
+class OfItsBatch(NormAct):
+    def forward(self, x):
+        return self.act(
+            F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 0.0, self.eps)
+        )
+
+
+class UsedAgain(NormAct):
+    def forward(self, x):
+        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, self.eps)
+        return self.act(y) * y
+
+
+class AboutSizes(NormAct):
+    def forward(self, x):
+        torch._assert(x.shape[-1] == 3, "three columns")
+        return self.act(
+            F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, self.eps)
+        )
+
+
+@pytest.mark.parametrize("norm", [Scaled, OtherEps, OtherWeight, OfItsBatch, UsedAgain, AboutSizes])
+def test_norms_that_do_something_else(norm):
+    assert not plan_fold(pair(norm=norm(4))).patched
+
+
 # -- what is left alone ------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +506,8 @@ class Own(nn.Conv2d):
         (lambda: pair(conv=weight_norm(nn.Conv2d(3, 4, 3))), Reason.HOOKED_CHILD),
         (lambda: pair(conv=Own(3, 4, 3)), Reason.SUBCLASS),
         (lambda: pair(norm=nn.BatchNorm3d(4)), Reason.SUBCLASS),
+        (lambda: pair(norm=NormAct(4)).train(), Reason.TRAINING),
+        (lambda: pair(conv=Own(3, 4, 3), norm=NormAct(4)), Reason.SUBCLASS),
         (lambda: pair(norm=nn.SyncBatchNorm(4)), Reason.NOTHING_TO_FUSE),
         (lambda: pair(norm=nn.GroupNorm(2, 4)), Reason.NOTHING_TO_FUSE),
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.BatchNorm2d(4)).eval(), Reason.NOTHING_TO_FUSE),

@@ -13,6 +13,7 @@ import torch
 from fastlayers.patching import (
     fold_batch_norm,
     patch_model,
+    plan_fold,
     plan_patch,
     unfold_batch_norm,
     unpatch_model,
@@ -57,7 +58,9 @@ def check_fold(model, x):
 
 TORCHVISION = {
     "resnet18": {"batch_norm_act": 9, "batch_norm_add_act": 8, "BatchNorm2d": 20},
-    "mobilenet_v3_small": {"batch_norm_act": 23, "BatchNorm2d": 34},
+    "mobilenet_v3_small": {"batch_norm_act": 23, "batch_norm_add": 6, "BatchNorm2d": 34},
+    "mnasnet0_5": {"batch_norm_act": 55, "batch_norm_add": 10, "BatchNorm2d": 52},
+    "regnet_x_400mf": {"batch_norm_act": 45, "batch_norm_add_act": 22, "BatchNorm2d": 71},
     "efficientnet_b0": {"batch_norm_act": 33, "BatchNorm2d": 49},
 }
 
@@ -94,6 +97,16 @@ def test_timm(name):
     options, counts = TIMM[name]
     torch.manual_seed(0)
     check(timm.create_model(name, pretrained=False, num_classes=4, **options), counts, images())
+
+
+@pytest.mark.parametrize(("name", "count"), [("regnetx_002", 44), ("efficientnet_b0", 49)])
+def test_timm_fold(name, count):
+    """Their BatchNormAct2d folds into the convolution, and its activation stays."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model(name, pretrained=False, num_classes=4)
+    assert plan_fold(model.eval()).counts() == {"fold_batch_norm": count}
+    check_fold(model, images())
 
 
 def test_timm_layers():

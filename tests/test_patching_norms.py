@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from patching_harness import builder, fused, reasons, same, tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
+from fastlayers.patching import Reason, fold_batch_norm, patch_model, plan_patch, unpatch_model, verify_patch
 
 
 @pytest.fixture
@@ -112,6 +113,48 @@ def test_batch_norm_of_other_dimensions(build, norm, shape):
     same(block, image(*shape))
     with pytest.raises(ValueError, match=r"expected [235]D"):
         patch_model(block)(torch.randn(2, 3, 4, 4))
+
+
+INSTANCE_NORMS = {
+    "nn.InstanceNorm2d(4)": (2, 4, 5, 4),
+    "nn.InstanceNorm2d(4, affine=True, eps=1e-2)": (2, 4, 5, 4),
+    "nn.InstanceNorm2d(4, affine=True, track_running_stats=True)": (2, 4, 5, 4),
+    "nn.InstanceNorm2d(4, momentum=None, track_running_stats=True)": (2, 4, 5, 4),
+    "nn.InstanceNorm1d(4, affine=True)": (2, 4, 5),
+    "nn.InstanceNorm3d(4)": (2, 4, 3, 2, 2),
+}
+
+
+@pytest.mark.parametrize(("norm", "shape"), INSTANCE_NORMS.items())
+@pytest.mark.parametrize("act", ["nn.ReLU(inplace=True)", "nn.SiLU()", "nn.LeakyReLU()"])
+def test_instance_norm_and_activation(build, norm, shape, act):
+    block = build(
+        f"self.norm, self.act, self.skip = {norm}, {act}, nn.Identity()", "x", "return self.act(self.norm(x))"
+    )
+    assert fused(block) == {"instance_norm_act": 1}
+    same(block, image(*shape))
+    same(block, image(*shape[1:]))  # no batch
+    same(block, image(2, 3, *shape[2:])) if "affine" in norm else None  # other channels: an error
+    same(block, image(2, 4))  # and too few dimensions, but for InstanceNorm1d
+    ended = nn.Sequential(nn.Sequential(nn.Identity(), block.norm), block.skip, block.act)
+    assert fused(ended) == {"instance_norm_act": 1}
+    same(ended, image(*shape))
+
+
+def test_instance_norm_of_other_channels_warns_as_torch(build):
+    block = build("self.norm, self.act = nn.InstanceNorm2d(4), nn.ReLU()", "x", "return self.act(self.norm(x))")
+    expected = block(x := image(2, 3, 5, 4).detach())
+    with pytest.warns(UserWarning, match="does not match num_features"):
+        torch.testing.assert_close(patch_model(block)(x), expected)
+
+
+def test_statistics_of_an_instance_norm_are_not_written_late(build):
+    init = "self.norm = nn.InstanceNorm2d(3, track_running_stats=True)"
+    body = "out = self.norm(x)\nm = self.norm.running_mean * 1\nreturn F.relu(out), m"
+    block = build(init, "x", body)
+    assert not fused(block)
+    assert reasons(block) == {Reason.WRITTEN_BETWEEN}
+    same(block, image())
 
 
 # -- batch_norm, residual, activation ----------------------------------------------------------------------------------
@@ -266,6 +309,52 @@ def test_sync_batch_norm_is_left_alone():
         assert not plan_patch(model).patched
 
 
+class Synchronised(nn.Module):
+    """Every place of a BatchNorm that a patch fuses: with a residual, with an activation, in a Sequential, alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.conv, self.bn, self.relu = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.other, self.alone = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        out = self.bn(self.conv(x))
+        out += x
+        out = F.silu(self.other(self.relu(out)))
+        return self.alone(out)
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_sync_batch_norm_takes_the_place_of_patched_layers(fold):
+    """Converted after patching: the original forwards answer, and what is undone is the rest of the model."""
+    torch.manual_seed(0)
+    model = Synchronised()
+    for layer in (model.stem[1], model.bn, model.other, model.alone):
+        nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
+    model.train()(image())
+    stock = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    expected = model.eval()(image())
+    patch_model(model)
+    if fold:
+        fold_batch_norm(model)
+        with torch.no_grad():
+            model(image())  # so that folded weights are there
+    assert nn.SyncBatchNorm.convert_sync_batchnorm(model) is model
+    synced = {name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)}
+    assert synced == {"bn", "other", "alone", "stem.1"}
+    with torch.no_grad():
+        torch.testing.assert_close(model(image()), expected)
+    for training in (False, True):  # in one process they train on a CPU as well
+        model.train(training), stock.train(training)
+        torch.testing.assert_close(model(image()), stock(image()))
+        torch.testing.assert_close(model.state_dict(), stock.state_dict())
+    unpatch_model(model)
+    assert [type(module) for module in model.modules()] == [type(module) for module in stock.modules()]
+    torch.testing.assert_close(model(image()), stock(image()))
+
+
 # -- nn.Sequential ----------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +390,109 @@ def test_sequential(make, act):
     torch.testing.assert_close(loaded.eval()(image()), model.eval()(image()))
     model.append(nn.Conv2d(4, 2, 1))  # afterwards
     assert model(image()).shape[1] == 2
+
+
+NESTED = """self.conv = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3))
+self.deep = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.5), nn.BatchNorm2d(3)))
+self.flat = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(True), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+self.group = nn.Sequential(nn.Conv2d(3, 3, 1), nn.GroupNorm(3, 3))
+self.bn, self.alone = nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3))
+self.relu, self.inner, self.skip, self.drop = nn.ReLU(), nn.ReLU(inplace=True), nn.Identity(), nn.Dropout(0.5)"""
+ENDS = [
+    ("return self.relu(self.conv(x) + x)", {"batch_norm_add_act": 1}),
+    ("return self.inner(x + self.skip(self.conv(x)))", {"batch_norm_add_act": 1}),
+    ("out = self.conv(x)\nout += x\nreturn self.inner(out)", {"batch_norm_add_act": 1}),
+    ("return x + self.conv(x)", {"batch_norm_add": 1}),
+    ("return F.silu(self.conv(x))", {"batch_norm_act": 1}),
+    ("return F.silu(self.group(x))", {"group_norm_act": 1}),
+    ("return self.relu(self.deep(x) + x)", {"batch_norm_add_act": 1}),
+    ("return self.relu(self.deep(x) + self.drop(x))", {"batch_norm_add_act": 1}),  # in the order of random numbers
+    ("return self.relu(self.flat(x) + x)", {"batch_norm_add_act": 1, "batch_norm_act": 1}),
+    ("return self.relu(self.flat(x))", {"batch_norm_act": 2}),
+    ("out = self.deep(x)\nz = self.conv(x)\nz += out\nreturn self.inner(z)", {"batch_norm_add_act": 1}),
+    ("return self.relu(self.bn(x) + self.conv(x))", {"batch_norm_add_act": 1}),
+    ("return self.relu(self.conv(x) + self.conv(x * 2))", {"batch_norm_add_act": 1}),
+    ("return self.relu(self.conv(self.relu(self.conv(x) + x)) + x)", {"batch_norm_add_act": 2}),
+    ("out = self.conv(x)\nreturn self.relu(out + x), out", {"add_relu": 1}),
+    ("return self.relu(self.alone(x) + x)", {"add_relu": 1}),
+]
+
+
+@pytest.mark.parametrize(("body", "rules"), ENDS)
+def test_a_sequential_that_ends_with_a_norm(build, body, rules):
+    block = build(NESTED, "x", body)
+    assert fused(block) == rules
+    same(block, image())
+    compiled = torch.compile(patch_model(block), backend="eager", fullgraph=True)
+    with torch.random.fork_rng():
+        expected = block.eval()(image())
+    torch.testing.assert_close(compiled(image()), expected)
+
+
+class KeepsItsInput(nn.Conv2d):
+    def forward(self, x):
+        self.seen = x
+        return x.view_as(x)
+
+
+def test_what_a_sequential_hands_to_its_norm_may_be_the_input(build):
+    """The norm would read it later than before: nothing may write it in between."""
+    for body, rules in (
+        ("y = x * 1\nout = self.conv(y)\ny.mul_(3)\nreturn self.relu(out)", {}),
+        ("y = x * 1\nout = self.conv(y)\nreturn self.relu(out + y)", {"batch_norm_add_act": 1}),
+    ):
+        block = build(NESTED, "x", body)
+        block.conv[0] = KeepsItsInput(3, 3, 1)
+        assert fused(block) == rules
+        same(block, image())
+        block = build(NESTED, "x", body)  # a convolution's result is nobody else's
+        assert fused(block)
+        same(block, image())
+
+
+CHANGES = {
+    "append": lambda block: block.conv.append(nn.Tanh()),
+    "another last layer": lambda block: block.conv.__setitem__(1, nn.InstanceNorm2d(3)),
+    "another first layer": lambda block: block.conv.__setitem__(0, nn.Conv2d(3, 3, 1)),
+    "another order": lambda block: block.conv._modules.update({"0": block.conv[1], "1": block.conv[0]}),
+    "other names": lambda block: setattr(block, "conv", nn.Sequential(OrderedDict(a=block.conv[0], b=block.conv[1]))),
+    "no Sequential": lambda block: setattr(block, "conv", nn.Conv2d(3, 3, 1)),
+    "a forward": lambda block: setattr(block.conv, "forward", lambda x: x * 2),
+    "synchronised": lambda block: nn.SyncBatchNorm.convert_sync_batchnorm(block),
+    "hook": lambda block: block.conv.register_forward_hook(lambda module, args, out: out * 2),
+    "hook on a layer": lambda block: block.conv[0].register_forward_hook(lambda module, args, out: out * 2),
+    "hook on the norm": lambda block: block.conv[1].register_forward_hook(lambda module, args, out: out * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_sequential_that_changes(build, change, when):
+    block = build(NESTED, "x", "return self.relu(self.conv(x) + x)").eval()
+    if when == "after":
+        patch_model(block)
+    torch.manual_seed(0)
+    CHANGES[change](block)
+    if when == "before":
+        patch_model(block)
+    actual = block(image())
+    torch.testing.assert_close(actual, unpatch_model(block)(image()))
+
+
+def test_a_sequential_that_is_excluded_or_folded(build):
+    block = build(NESTED, "x", "return self.relu(self.conv(x) + x)").eval()
+    nn.init.normal_(block.conv[1].weight), nn.init.normal_(block.conv[1].running_mean)
+    expected = block(image())
+    for excluded in ("conv", "conv.1", nn.Sequential):
+        row = plan_patch(block, exclude=excluded)[""]
+        assert dict(row.fused) == {"add_relu": 1}
+        assert Reason.EXCLUDED_CHILD in (reason for reason, _ in row.left)
+    for steps in ((patch_model, fold_batch_norm), (fold_batch_norm, patch_model)):
+        model = copy.deepcopy(block)
+        for step in steps:
+            step(model)
+        with torch.no_grad():
+            torch.testing.assert_close(model(image()), expected)
 
 
 # -- the sum that is normalised ---------------------------------------------------------------------------------------
@@ -379,6 +571,9 @@ FUNCTIONS = [
     ("return F.layer_norm(x, normalized_shape=(5, 4), eps=1e-3)", "layer_norm"),
     ("return F.rms_norm(x, (4,))", "rms_norm"),
     ("return F.group_norm(x, 3)", "group_norm"),
+    ("return F.instance_norm(x, weight=self.w, bias=self.b, eps=1e-3)", "instance_norm"),
+    ("return F.instance_norm(x, self.m, self.v, None, None, self.training, 0.3)", "instance_norm"),
+    ("return F.relu(F.instance_norm(x, None, None, self.w, self.b))", "instance_norm_act"),
     ("return F.group_norm(x, 1, self.w, self.b, 1e-3)", "group_norm"),
     ("return F.silu(F.group_norm(x, 1, weight=self.w, bias=self.b))", "group_norm_act"),
     ("return F.batch_norm(x, self.m, self.v, self.w, self.b, self.training, 0.3, 1e-3)", "batch_norm"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,29 +79,21 @@ class _BatchNormAct(_BatchNorm):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, act={self.act}"
 
-
-class FusedBatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
-    """:class:`torch.nn.BatchNorm1d`, a residual where given, an activation: :func:`fastlayers.functional.batch_norm`.
-
-    ``nn.SyncBatchNorm.convert_sync_batchnorm`` takes it for a plain BatchNorm and loses the activation: convert first,
-    or leave it out.
-
-    Args:
-        args, kwargs: as for :class:`torch.nn.BatchNorm1d`.
-        act: name of the activation, or None.
-
-    Shape: input as torch has it, and an optional residual of the same shape.
-
-    Raises:
-        ValueError: no such activation.
-    """
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        # torch's converter, and timm's, put an nn.SyncBatchNorm in the place of whatever is a BatchNorm, and the
+        # activation would be gone without a word. They offer no hook; this call is where they show themselves.
+        if self.act is not None and sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
+            raise TypeError(
+                f"{type(self).__name__} cannot become an nn.SyncBatchNorm, which has no activation (act={self.act!r}); "
+                "in a model whose norms are to be synchronised, write torch's layer and the activation after it"
+            )
+        return super().named_children()
 
 
 class FusedBatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
     """:class:`torch.nn.BatchNorm2d`, a residual where given, an activation: :func:`fastlayers.functional.batch_norm`.
 
-    ``nn.SyncBatchNorm.convert_sync_batchnorm`` takes it for a plain BatchNorm and loses the activation: convert first,
-    or leave it out.
+    ``nn.SyncBatchNorm.convert_sync_batchnorm`` raises a TypeError where it meets one with an activation.
 
     Args:
         args, kwargs: as for :class:`torch.nn.BatchNorm2d`.
@@ -112,18 +106,9 @@ class FusedBatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
     """
 
 
+class FusedBatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
+    """As :class:`FusedBatchNormAct2d`, for the input of :class:`torch.nn.BatchNorm1d`."""
+
+
 class FusedBatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
-    """:class:`torch.nn.BatchNorm3d`, a residual where given, an activation: :func:`fastlayers.functional.batch_norm`.
-
-    ``nn.SyncBatchNorm.convert_sync_batchnorm`` takes it for a plain BatchNorm and loses the activation: convert first,
-    or leave it out.
-
-    Args:
-        args, kwargs: as for :class:`torch.nn.BatchNorm3d`.
-        act: name of the activation, or None.
-
-    Shape: input as torch has it, and an optional residual of the same shape.
-
-    Raises:
-        ValueError: no such activation.
-    """
+    """As :class:`FusedBatchNormAct2d`, for the input of :class:`torch.nn.BatchNorm3d`."""

@@ -44,8 +44,8 @@ class FusedGroupNormAct(nn.GroupNorm):
         return f"{super().extra_repr()}, act={self.act}"
 
 
-def _apply(self: _InstanceNorm, input: Tensor) -> Tensor:
-    """What torch's layers call on a batch, once they have checked its shape."""
+def _apply(self: _InstanceNorm, input: Tensor, act: str | None = None) -> Tensor:
+    """What torch's layers call on a batch, once they have checked its shape; and an activation."""
     return functional.instance_norm(
         input,
         self.running_mean,
@@ -55,6 +55,7 @@ def _apply(self: _InstanceNorm, input: Tensor) -> Tensor:
         self.training or not self.track_running_stats,
         0.0 if self.momentum is None else self.momentum,
         self.eps,
+        act=act,
     )
 
 

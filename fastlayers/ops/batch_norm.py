@@ -48,9 +48,10 @@ def unsupported(
             return "running statistics are missing"
     elif running_mean.dtype != running_var.dtype:
         return f"the running mean is {running_mean.dtype}, and the running variance {running_var.dtype}"
+    device = x.get_device()
     for parameter in (weight, bias, running_mean, running_var):
         if parameter is not None:
-            problem = dispatch.parameter_problem(parameter, x, dtype, channels)
+            problem = dispatch.parameter_problem(parameter, device, dtype, channels)
             if problem is not None:
                 return problem
     if residual is None:

@@ -37,7 +37,21 @@ def composing() -> bool:
 
 def differentiating(dy: Tensor) -> bool:
     """Whether a backward must itself be made of torch ops: under ``create_graph``, vmapped, or on a tensor subclass."""
-    return torch.is_grad_enabled() or not is_plain(dy) or _is_batched(dy) or composing()
+    return torch.is_grad_enabled() or type(dy) not in _PLAIN or _is_batched(dy) or composing()
+
+
+#: A tensor that outlived the functorch transform which wrapped it, without the wrapper; any other as it is.
+unwrap: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
+
+
+def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What ``function.apply`` ends with, for calls that :meth:`Family.serving` let through.
+
+    Before torch 2.14 ``apply`` is Python: it looks for a ``setup_context`` and an active transform, which is known
+    here, and goes through all arguments for tensors to :data:`unwrap`, which the caller does with those that may be
+    some. That is 3 us of a call.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 class Family:
@@ -109,14 +123,17 @@ def broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
     return all(own in (1, size) for own, size in zip(reversed(shape), reversed(target), strict=False))
 
 
-def parameter_problem(parameter: Tensor, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
-    """Why the norm kernels do not take this weight or bias to an x that counts as of ``dtype``, None where they do."""
+def parameter_problem(parameter: Tensor, device: int, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
+    """Why the norm kernels do not take this weight or bias, None where they do.
+
+    ``device`` is x.get_device(), which costs less than a torch.device, and ``dtype`` what x counts as.
+    """
     own = parameter.dtype
     if (
         (own is dtype or (own is torch.float32 and dtype in reference.HALF))
         and type(parameter) in _PLAIN
         and parameter.shape == shape
-        and parameter.get_device() == x.get_device()
+        and parameter.get_device() == device
         and parameter.is_contiguous()
     ):
         return None

@@ -1,4 +1,4 @@
-"""group_norm with an activation, and instance_norm: the choice between kernel and reference, autograd, compile."""
+"""group_norm and instance_norm with an activation: the choice between kernel and reference, autograd, compile."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def unsupported(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | No
     values = x.numel()
     if groups < 1 or channels[0] % groups or values in (0, groups):
         return f"nothing to normalise in {groups} groups of shape {tuple(x.shape)}"
+    device = x.get_device()
     if weight is not None:
-        problem = dispatch.parameter_problem(weight, x, dtype, channels)
+        problem = dispatch.parameter_problem(weight, device, dtype, channels)
         if problem is not None:
             return problem
         if bias is not None and bias.dtype != weight.dtype:
             return f"the weight is {weight.dtype}, and the bias {bias.dtype}"
-    return None if bias is None else dispatch.parameter_problem(bias, x, dtype, channels)
+    return None if bias is None else dispatch.parameter_problem(bias, device, dtype, channels)
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -159,23 +160,25 @@ def instance_norm(
     use_input_stats: bool,
     momentum: float,
     eps: float,
+    act: str | None,
 ) -> Tensor:
+    code = activation(act).code
     if torch.compiler.is_compiling():
         if (
             _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats) is None
             and _graph_keeps_kernel(x, x.shape[1], weight, bias)
         ):  # fmt: skip
-            return _norm_compiling(x, x.shape[1], weight, bias, eps, 0, x.dtype)
-        return reference.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+            return _norm_compiling(x, x.shape[1], weight, bias, eps, code, x.dtype)
+        return reference.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act)
     kernels = FAMILY.serving(x)
     if kernels is not None:
         reason = _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats)
         if reason is None:
             layout = None if x.is_contiguous() else torch.contiguous_format
-            return _norm(x, x.shape[1], weight, bias, eps, 0, x.dtype, layout, kernels)
+            return _norm(x, x.shape[1], weight, bias, eps, code, x.dtype, layout, kernels)
         backends.refuse(reason)
     return dispatch.answer(  # type: ignore[no-any-return]
-        "instance_norm", x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+        "instance_norm", x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from fastlayers.ops.reference import Shape
 FAMILY = dispatch.Family(
     "layer_norm", ("layer_norm_forward", "add_layer_norm_forward", "layer_norm_backward"), cpu=False
 )
+
+#: dims, eps, kind, the dtype of the result and the kernels: what is no tensor goes to autograd as one argument.
+Rest: TypeAlias = tuple[int, float, int, torch.dtype, Any]
 
 # What the kernels call ``kind``.
 LAYER = 0
@@ -28,9 +31,12 @@ def _rms_kind(casting: str) -> int:
         raise ValueError(f"unknown casting order {casting!r}; expected one of {', '.join(map(repr, RMS))}") from None
 
 
+_EPS32, _EPS64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
+
 def _default_eps(dtype: torch.dtype) -> float:
     """eps of an RMSNorm that has none: the epsilon of the type that is computed in, as torch has it."""
-    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    return _EPS64 if dtype == torch.float64 else _EPS32
 
 
 def result_dtype(kind: int, x: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -51,15 +57,19 @@ def unsupported(
     dims = len(shape)
     if dtype not in dispatch.FLOATING:
         return f"no kernel for {dtype}"
-    if not dims or x.shape[-dims:] != shape or x.numel() == 0:
+    sizes = x.shape
+    # Of one dimension, the usual case, without a slice: that is a torch.Size to make.
+    ends = sizes[-1] == shape[0] if dims == 1 <= len(sizes) else dims > 0 and sizes[-dims:] == shape
+    if not ends or x.numel() == 0:
         return f"nothing to normalise over {shape} in shape {tuple(x.shape)}"
     if kind == RMS["torch"] and dispatch.suggests_channels_last(x):
         return "torch's rms_norm keeps channels_last; the kernel's result is contiguous"
     if weight is None:
         return None if bias is None else "a bias without a weight"
-    problem = dispatch.parameter_problem(weight, x, dtype, shape)
+    device = x.get_device()
+    problem = dispatch.parameter_problem(weight, device, dtype, shape)
     if problem is None and bias is not None:
-        problem = dispatch.parameter_problem(bias, x, weight.dtype, shape)
+        problem = dispatch.parameter_problem(bias, device, weight.dtype, shape)
         if problem is None and bias.dtype != weight.dtype:
             return f"the weight is {weight.dtype}, and the bias {bias.dtype}"
     return problem
@@ -69,21 +79,18 @@ class _LayerNorm(torch.autograd.Function):
     """Keeps x, the weight, and the rstd of each row, of a layer_norm the mean too."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
-        dtype: torch.dtype, kernels: Any,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rest: Rest) -> Tensor:
+        dims, eps, kind, dtype, kernels = rest
         y, stats = kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, True)
         ctx.save_for_backward(x, weight, stats)
-        ctx.rest = dims, eps, kind
-        ctx.kernels = kernels
+        ctx.rest = rest
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        _, for_weight, for_bias = ctx.needs_input_grad[:3]
+        _, for_weight, for_bias, _ = ctx.needs_input_grad
         dx, dweight, dbias = gradients(ctx, dy, None, for_weight, for_bias)
-        return dx, dweight, dbias, None, None, None, None, None
+        return dx, dweight, dbias, None
 
 
 class _AddLayerNorm(torch.autograd.Function):
@@ -91,25 +98,28 @@ class _AddLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float,
-        kind: int, dtype: torch.dtype, kernels: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, rest: Rest
+    ) -> tuple[Tensor, Tensor]:
+        dims, eps, kind, dtype, kernels = rest
         y, s, stats = kernels.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, True)
         ctx.save_for_backward(s, weight, stats)
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
             ctx.mark_non_differentiable(s)
         ctx.set_materialize_grads(False)  # a result that nothing uses has no gradient, not one of zeros
-        ctx.rest = dims, eps, kind
-        ctx.kernels = kernels
+        ctx.rest = rest
         return y, s
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
-        _, _, for_weight, for_bias = ctx.needs_input_grad[:4]
         if dy is None:
-            return ds, ds, None, None, None, None, None, None, None
+            return ds, ds, None, None, None
+        _, _, for_weight, for_bias, _ = ctx.needs_input_grad
         dx, dweight, dbias = gradients(ctx, dy, ds, for_weight, for_bias)
-        return dx, dx, dweight, dbias, None, None, None, None, None
+        return dx, dx, dweight, dbias, None
+
+
+_record_norm = dispatch.recorder(_LayerNorm)
+_record_add_norm = dispatch.recorder(_AddLayerNorm)
 
 
 def gradients(
@@ -117,10 +127,10 @@ def gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of what was normalised, of the weight and of the bias, by the kernel or in torch ops."""
     x, weight, stats = ctx.saved_tensors
-    dims, eps, kind = ctx.rest
+    dims, eps, kind, _, kernels = ctx.rest
     if dispatch.differentiating(dy) or (ds is not None and dispatch.differentiating(ds)):
         return compose_backward(dy, ds, x, weight, dims, eps, kind, for_weight, for_bias)
-    dx, dweight, dbias = ctx.kernels.layer_norm_backward(dy, ds, x, stats, weight, dims, kind, for_weight, for_bias)
+    dx, dweight, dbias = kernels.layer_norm_backward(dy, ds, x, stats, weight, dims, kind, for_weight, for_bias)
     return dx, dweight if for_weight else None, dbias if for_bias else None
 
 
@@ -190,7 +200,9 @@ def _norm(
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)))
     ):
-        return _LayerNorm.apply(x, weight, bias, dims, eps, kind, dtype, kernels)  # type: ignore[no-any-return]
+        weight = weight if weight is None else dispatch.unwrap(weight)
+        bias = bias if bias is None else dispatch.unwrap(bias)
+        return _record_norm(dispatch.unwrap(x), weight, bias, (dims, eps, kind, dtype, kernels))  # type: ignore[no-any-return]
     return kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, False)[0]  # type: ignore[no-any-return]
 
 
@@ -210,8 +222,15 @@ def _add_norm(
     if eps is None:
         eps = _default_eps(total)
     dtype = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
-    if dispatch.wants_gradient(x, residual, weight, bias):
-        return _AddLayerNorm.apply(x, residual, weight, bias, len(shape), eps, kind, dtype, kernels)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or residual.requires_grad
+        or (weight is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)))
+    ):
+        weight = weight if weight is None else dispatch.unwrap(weight)
+        bias = bias if bias is None else dispatch.unwrap(bias)
+        rest = len(shape), eps, kind, dtype, kernels
+        return _record_add_norm(dispatch.unwrap(x), dispatch.unwrap(residual), weight, bias, rest)  # type: ignore[no-any-return]
     y, s, _ = kernels.add_layer_norm_forward(x, residual, weight, bias, len(shape), eps, kind, dtype, False)
     return y, s
 
@@ -221,7 +240,7 @@ def _adds(x: Tensor, residual: Tensor) -> bool:
     return (
         dispatch.is_plain(residual)
         and residual.shape == x.shape
-        and residual.device == x.device
+        and residual.get_device() == x.get_device()
         and (residual.dtype == x.dtype or (residual.dtype == torch.float32 and x.dtype in reference.HALF))
         and x.is_contiguous()
         and residual.is_contiguous()

@@ -130,8 +130,10 @@ def instance_norm(
     use_input_stats: bool,
     momentum: float,
     eps: float,
+    act: str | None,
 ) -> Tensor:
-    return F.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    z = F.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return activation(act).function(z)
 
 
 def batch_norm(

@@ -458,6 +458,8 @@ def fold_batch_norm(
 ) -> nn.Module:
     """For inference: compute each BatchNorm that follows a convolution or a linear layer as part of that layer.
 
+    A BatchNorm with an activation of its own, timm's BatchNormAct2d, leaves the activation behind.
+
     Only classes change, and only the results' rounding does: parameters, buffers and state-dict keys stay, patches by
     :func:`patch_model` stay where they are, and :func:`unfold_batch_norm` takes it back. The folded weights are kept
     beside the model, as much memory again as the weights of those layers, and are made anew where a parameter or a

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -22,6 +23,7 @@ from torch.nn.modules.module import (
 
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
+from fastlayers.modules.group_norm import _apply
 from fastlayers.ops.activations import activation
 from fastlayers.ops.reference import HALF
 
@@ -33,6 +35,7 @@ __all__ = [
     "add_written_norm",
     "batch_norm",
     "batch_norm_layer",
+    "instance_norm_layer",
     "knows",
     "no_hooks",
     "plain",
@@ -174,6 +177,13 @@ def batch_norm_layer(
     if written is not None and residual is not None and not _stays(x, residual):
         return _join(_normalize(layer, x), residual, act, written)
     return _normalize(layer, x, residual, act)
+
+
+def instance_norm_layer(layer: _InstanceNorm, x: Tensor, act: str) -> Tensor:
+    """act(layer(x)), with what the layer itself does where x is no batch or has other channels than it was made for."""
+    if x.dim() == layer._get_no_batch_dim() + 1 and x.shape[1] == layer.num_features:
+        return _apply(layer, x, act)
+    return activation(act).function(layer(x))
 
 
 def _low_first(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

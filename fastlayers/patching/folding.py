@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 
-__all__ = ["folded", "forget", "may_fold"]
+__all__ = ["folded", "folded_and_more", "forget", "may_fold"]
 
 TRANSPOSED: dict[int, Callable[..., Tensor]] = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}
 
@@ -66,6 +66,16 @@ def folded(layer: Any, norm: Any, x: Tensor) -> Tensor:
         options = (layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
         return TRANSPOSED[x.dim()](x, weight, bias, *options)
     return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def folded_and_more(layer: Any, norm: Any, x: Tensor, *after: nn.Module) -> Tensor:
+    """norm(layer(x)), in eval, for a norm that hands its result to children of its own: an activation, say."""
+    if x.dim() != layer.weight.dim():
+        return norm(layer(x))  # type: ignore[no-any-return]
+    y = folded(layer, norm, x)
+    for child in after:
+        y = child(y)
+    return y
 
 
 @dataclass(frozen=True)

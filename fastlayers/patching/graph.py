@@ -37,7 +37,7 @@ from fastlayers.patching.spelling import (
 )
 from fastlayers.patching.trace import Recording, record_child
 
-__all__ = ["Attribute", "Op", "View", "hooked", "is_barrier", "original_class"]
+__all__ = ["Attribute", "Leading", "Op", "View", "hooked", "is_barrier", "original_class"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Op:
     child: str | None = None
     #: Of a child of some class of its own: the recording that shows it to be this operation, for its guards.
     recording: Recording | None = None
+    #: The Sequentials that end with the child, the outermost first, where the node calls that one.
+    sequentials: tuple[str, ...] = ()
 
     def __getitem__(self, operand: str) -> Any:
         return self.operands.get(operand)
@@ -61,6 +63,14 @@ class Attribute:
     """An operand that is an attribute of the module or of something inside it, read on every call."""
 
     path: str
+
+
+@dataclass(frozen=True)
+class Leading:
+    """An operand that the layers of a Sequential before its last one compute: the call, and their paths in order."""
+
+    node: Node
+    paths: tuple[str, ...]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -76,6 +86,14 @@ def hooked(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Whether a module calls its children one after the other, as torch's Sequential does, and nothing else."""
+    original = original_class(module)
+    if not issubclass(original, nn.Sequential) or not is_plain_layer(module):
+        return False
+    return original.forward is nn.Sequential.forward and original.__iter__ is nn.Sequential.__iter__
 
 
 def is_fresh(layer: type[nn.Module]) -> bool:
@@ -186,6 +204,24 @@ class View:
         }
         return Op(op.name, op.node, operands, op.inplace, path, recording)
 
+    def last_op(self, node: Any, name: str) -> Op | None:
+        """The operation of the last layer in a call of a Sequential, if it is the one asked for."""
+        if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return None
+        path, child = str(node.target), self.child(node)
+        sequentials: list[str] = []
+        leading: list[str] = []
+        while is_sequential(child) and child._modules:
+            sequentials.append(path)
+            *before, last = (f"{path}.{key}" for key in child._modules)
+            leading += before
+            path, child = last, self.root.get_submodule(last)
+        layer = original_class(child)
+        if not leading or not is_plain_layer(child) or layer not in LAYERS or LAYERS[layer] != (name, ()):
+            return None
+        operands = {"input": Leading(node, tuple(leading))}
+        return Op(name, node, operands, child=path, sequentials=tuple(sequentials))
+
     def child(self, node: Node) -> nn.Module:
         return self.root.get_submodule(str(node.target))
 
@@ -223,6 +259,13 @@ class View:
             if known not in self._memory:  # in order: what a node shares was computed before it
                 self._memory[known] = frozenset(self._allocations(known))
         return self._memory[node]
+
+    def memory_between(self, leading: Leading) -> frozenset[object]:
+        """The same of what the leading layers of a Sequential hand to its last one."""
+        before = self.root.get_submodule(leading.paths[-1])
+        if is_fresh(original_class(before)) and is_plain_layer(before):
+            return frozenset()  # nobody else has it
+        return frozenset({OUTSIDE}).union(*map(self.memory, leading.node.all_input_nodes))
 
     def _allocations(self, node: Node) -> Iterator[object]:
         if node.op in ("placeholder", "get_attr", "output"):
@@ -266,7 +309,7 @@ class View:
         path = str(node.target)
         child = self.child(node)
         chain = [path]
-        while original_class(child) is nn.Sequential and is_plain_layer(child) and child._modules:
+        while is_sequential(child) and child._modules:
             name = next(reversed(child._modules))
             path = f"{path}.{name}"
             child = self.root.get_submodule(path)
@@ -316,7 +359,7 @@ class View:
             original = original_class(child)
             if not is_plain_layer(child):
                 return None
-            if original is nn.Sequential:
+            if is_sequential(child):
                 pending += [f"{path}.{name}" for name in child._modules]
             elif original not in OPTIONAL_INPLACE | PASSING_LAYERS and not is_fresh(original):
                 return None

@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from fastlayers.patching import calls
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
-from fastlayers.patching.graph import Attribute, Op, View, hooked, is_barrier, original_class
+from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules import GRAPH_RULES, Deferred, GraphRule, Match, ModuleRule
 from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE
@@ -72,9 +72,9 @@ def apply_rules(
     unseen: dict[str, None] = {}
     conditions: dict[Callable[..., bool], dict[tuple[str, ...], None]] = {}
     for rule in rules:
-        for node in reversed(list(recording.graph.nodes)):
-            if node not in view.position:
-                continue  # went into a match that was applied before
+        pending = list(recording.graph.nodes)
+        while pending:
+            node = pending.pop()
             refusals: list[Refusal] = []
             for found in rule.find(view, node):
                 try:
@@ -89,8 +89,9 @@ def apply_rules(
                 if found.condition is not None:
                     function, *paths = found.condition
                     conditions.setdefault(function, {})[tuple(paths)] = None
-                replace(recording.graph, found)
+                fused = replace(recording.graph, found)
                 view.refresh()
+                pending = [other for other in view.position if view.position[other] < view.position[fused]]
                 outcome.rules[rule.name] += 1
                 break
             outcome.left.extend(refusals)
@@ -123,7 +124,7 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
     for op in match.ops[:-1]:
         if op.node is not match.kept and not set(op.node.users) <= nodes:
             raise Refusal(Reason.USED_ELSEWHERE, str(op.node))
-        check_operands_keep(view, op.node, match.root, nodes)
+        check_operands_keep(view, op, match.root, nodes)
         check_statistics_keep(view, op, match.root, nodes)
     if match.kept is not None:
         for user in match.kept.users:
@@ -145,31 +146,35 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
         if op.child is not None:
             if op.child in excluded:
                 raise Refusal(Reason.EXCLUDED_CHILD, op.child)
+            for path in op.sequentials:
+                guards += maker_guards(view, path, recording)
             guards += child_guards(view, op, recording)
-            unseen.append(op.child)
+            unseen += [*op.sequentials, op.child]
     for path in unseen:
         if hooked(view.root.get_submodule(path)):
             raise Refusal(Reason.HOOKED_CHILD, path)
     return guards, unseen
 
 
-def check_operands_keep(view: View, node: Node, root: Node, nodes: set[Node]) -> None:
-    """The operands of ``node`` are read later than before, where ``root`` is: nothing may write them in between."""
+def check_operands_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
+    """The operands of ``op`` are read later than before, where ``root`` is: nothing may write them in between."""
     between = [
-        n for n in view.position if view.position[node] < view.position[n] < view.position[root] and n not in nodes
+        n for n in view.position if view.position[op.node] < view.position[n] < view.position[root] and n not in nodes
     ]
     if barrier := next(filter(is_barrier, between), None):
         raise Refusal(Reason.WRITTEN_BETWEEN, f"anything, perhaps by {barrier}")
-    for operand in node.all_input_nodes:
-        if operand not in nodes:
-            for writer in between:
-                if view.written(writer) & view.memory(operand):
-                    raise Refusal(Reason.WRITTEN_BETWEEN, f"{operand}, perhaps by {writer}")
+    operands = {operand: view.memory(operand) for operand in op.node.all_input_nodes if operand not in nodes}
+    if isinstance(op["input"], Leading):  # the other layers of a Sequential stay where they are
+        operands = {op.node: view.memory_between(op["input"])}
+    for operand, memory in operands.items():
+        for writer in between:
+            if view.written(writer) & memory:
+                raise Refusal(Reason.WRITTEN_BETWEEN, f"{operand}, perhaps by {writer}")
 
 
 def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
-    """A batch_norm writes its running statistics later than before: nothing may read or write them in between."""
-    if op.name != "batch_norm":
+    """A norm writes its running statistics later than before: nothing may read or write them in between."""
+    if op.name not in ("batch_norm", "instance_norm"):
         return
     if op.child is not None:
         shared = {view.root.get_submodule(op.child)}
@@ -265,8 +270,8 @@ def maker_guards(view: View, path: str, recording: Recording) -> list[str]:
         guards = [f"{bind(recording, calls.plain)}({expression}, {bind(recording, layer)})"]
     if hasattr(child, "inplace"):
         guards.append(f"{expression}.inplace is {child.inplace}")
-    if layer is nn.Sequential:
-        guards.append(f"len({expression}._modules) == {len(child._modules)}")
+    if is_sequential(child):
+        guards.append(f"tuple({expression}._modules) == {tuple(child._modules)}")
     inspected = view.children.get(path)
     if inspected is not None:
         guards += inner_guards(inspected[0], recording)
@@ -297,25 +302,33 @@ def bind(recording: Recording, value: Any, hint: str | None = None) -> str:
     return name
 
 
-def replace(graph: fx.Graph, match: Match) -> None:
+def replace(graph: fx.Graph, match: Match) -> Node:
+    """Put the call that a match stands for in the place of its operations, and return it."""
     root = match.root
     with graph.inserting_before(root):
         args = tuple(argument(graph, arg) for arg in match.args)
         kwargs = {name: argument(graph, arg) for name, arg in match.kwargs.items()}
-        fused = graph.call_function(match.target, args, kwargs)
+        result = fused = graph.call_function(match.target, args, kwargs)
         if match.kept is not None:
             if set(match.kept.users) - {op.node for op in match.ops}:
                 match.kept.replace_all_uses_with(graph.call_function(operator.getitem, (fused, 1)))
-            fused = graph.call_function(operator.getitem, (fused, 0))
-    root.replace_all_uses_with(fused)
+            result = graph.call_function(operator.getitem, (fused, 0))
+    root.replace_all_uses_with(result)
     for op in reversed(match.ops):
         graph.erase_node(op.node)
+    return fused
 
 
 def argument(graph: fx.Graph, value: Any) -> Any:
     """An argument of a fused call, with the node that it needs."""
     if isinstance(value, Attribute):
         return graph.get_attr(value.path)
+    if isinstance(value, Leading):
+        with graph.inserting_before(value.node):  # where they were called: they may draw random numbers
+            x = value.node.args[0]
+            for path in value.paths:
+                x = graph.call_module(path, (x,))
+        return x
     return value.make(graph) if isinstance(value, Deferred) else value
 
 

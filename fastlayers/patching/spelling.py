@@ -66,6 +66,7 @@ spell("not", "input", operator.invert, torch.bitwise_not, "bitwise_not")
 spell("eq", "input other", operator.eq, torch.eq, "eq")
 spell("batch_norm", "input running_mean running_var weight bias training momentum eps", F.batch_norm)
 spell("group_norm", "input num_groups weight bias eps", F.group_norm, torch.group_norm)
+spell("instance_norm", "input running_mean running_var weight bias use_input_stats momentum eps", F.instance_norm)
 spell("layer_norm", "input normalized_shape weight bias eps", F.layer_norm, torch.layer_norm)
 spell("permute", "input dims", torch.permute)
 spell("permute", "input dims", "permute", gathers=True)
@@ -85,6 +86,9 @@ LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.BatchNorm1d: ("batch_norm", ()),
     nn.BatchNorm2d: ("batch_norm", ()),
     nn.BatchNorm3d: ("batch_norm", ()),
+    nn.InstanceNorm1d: ("instance_norm", ()),
+    nn.InstanceNorm2d: ("instance_norm", ()),
+    nn.InstanceNorm3d: ("instance_norm", ()),
     nn.GroupNorm: ("group_norm", ()),
     nn.LayerNorm: ("layer_norm", ()),
     nn.RMSNorm: ("rms_norm", ()),
@@ -123,12 +127,13 @@ FRESH_FUNCTIONS = frozenset(
         torch.sqrt,
         torch.masked_fill, torch.where, torch.mean, torch.sum, torch.zeros_like, torch.ones_like, torch.empty_like,
         torch.full_like, torch.rand_like, torch.randn_like,
-        F.relu, F.linear, F.conv1d, F.conv2d, F.conv3d, F.batch_norm, F.layer_norm, F.rms_norm, F.group_norm, F.softmax,
-        F.log_softmax,
+        F.relu, F.linear, F.conv1d, F.conv2d, F.conv3d, F.batch_norm, F.layer_norm, F.rms_norm, F.group_norm,
+        F.instance_norm, F.softmax, F.log_softmax,
         F.gelu, F.silu, F.hardswish, F.relu6, F.leaky_relu, F.sigmoid, F.tanh, F.avg_pool2d,
         F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
         calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked,
-        calls.batch_norm, calls.batch_norm_layer, calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm,
+        calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer, calls.add_layer_norm,
+        calls.add_rms_norm, calls.add_written_norm,
         folded,
         *FUSED_FUNCTIONS,
     }

@@ -729,7 +729,7 @@ class Trace:
         """Record the forward of a child as the module's own, so that its guards are ones about the module."""
         self.subject = child
         given = [self.recorder.create_proxy("placeholder", f"{ARGUMENT}{i}", (), {}) for i in range(arguments)]
-        result = self.follow(type(child).forward, (child, *given), {})  # type: ignore[arg-type]
+        result = self.follow(own_forward(child), (child, *given), {})
         self.recorder.create_node("output", "output", (self.recorder.create_arg(result),), {})
         if any(before != lent for _, before, lent in self.lent) or any(
             ARGUMENT in guard for guard in self.recording.guards
@@ -812,16 +812,22 @@ def type_name(value: Any, bind: Callable[[object, str], str]) -> str:
 SCRIPTING = frozenset({torch.jit.is_scripting})
 
 
-def record_child(module: nn.Module, child: nn.Module, arguments: int) -> Recording | None:
-    """Trace the forward of a child called with that many arguments; None where it cannot be.
+def own_forward(module: nn.Module) -> Any:
+    """The forward of a module's class, of a patched one's that of the class it stands for."""
+    cls = type(module)
+    return cls.__dict__.get("__fastlayers_original__", cls).forward
+
+
+def record_child(module: nn.Module, child: nn.Module, arguments: int, training: bool | None = None) -> Recording | None:
+    """Trace the forward of a child called with that many arguments, in that mode or in any; None where it cannot be.
 
     The recording is for looking at, not for running: paths and guards in it are those of ``module``.
     """
-    forward = type(child).forward
+    forward = own_forward(child)
     if not isinstance(forward, types.FunctionType) or from_torch(forward) or "forward" in child.__dict__:
         return None
     try:
-        return Trace(module, None).run_child(child, arguments)
+        return Trace(module, training).run_child(child, arguments)
     except Exception:  # whatever the reason, the child stays a closed box
         return None
 

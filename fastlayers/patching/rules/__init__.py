@@ -26,6 +26,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.BATCH_NORM_ADD,
     norm.BATCH_NORM_ACT,
     norm.GROUP_NORM_ACT,
+    norm.INSTANCE_NORM_ACT,
     norm.ADD_LAYER_NORM,
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,

@@ -24,6 +24,7 @@ __all__ = [
     "BATCH_NORM_ADD_ACT",
     "CHANNEL_LAYER_NORM",
     "GROUP_NORM_ACT",
+    "INSTANCE_NORM_ACT",
     "NORM_FUNCTIONS",
 ]
 
@@ -67,7 +68,12 @@ def behind(view: View, node: Any) -> tuple[Any, tuple[Op, ...]]:
     return node, passed
 
 
-# -- batch_norm and group_norm, and what follows ----------------------------------------------------------------------
+def closing(view: View, node: Any, name: str) -> Op | None:
+    """A node as a norm, or as a Sequential that ends with one."""
+    return view.op(node, name) or view.last_op(node, name)
+
+
+# -- norms over channels, and what follows ----------------------------------------------------------------------
 
 
 def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Callable[..., Iterator[Match | Refusal]]:
@@ -76,7 +82,7 @@ def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Call
         if found is None:
             return
         before, passed = behind(view, found[0]["input"])
-        norm = view.op(before, name)
+        norm = closing(view, before, name)
         if norm is not None:
             target, args, kwargs = call(norm, found[1])
             yield Match((norm, *passed, found[0]), target, args, kwargs, (norm["input"],))
@@ -94,21 +100,27 @@ def group_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
     return functional.group_norm, (norm["input"],), {**options(norm), "act": act}
 
 
+def instance_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
+    if not is_function(norm):
+        return calls.instance_norm_layer, (Attribute(str(norm.child)), norm["input"]), {"act": act}
+    return functional.instance_norm, (norm["input"],), {**options(norm), "act": act}
+
+
 def find_batch_norm_add(view: View, node: Any) -> Iterator[Match | Refusal]:
     """batch_norm(x) + residual; the residual may be the result of a batch_norm too."""
     plain = view.op(node, "add")
     if plain is None:
         return
     operands = [behind(view, plain[name]) for name in ("input", "other")]
-    norms = [view.op(before, "batch_norm") for before, _ in operands]
+    norms = [closing(view, before, "batch_norm") for before, _ in operands]
     add = addition(view, node) if any(norms) else None
     if isinstance(add, Refusal):
         yield add
     if not isinstance(add, Op) or add["input"] is add["other"]:
         return
-    for norm, (_, passed), residual, written in zip(
-        norms, operands, (add["other"], add["input"]), ("norm", "residual"), strict=True
-    ):
+    sides = zip(norms, operands, (add["other"], add["input"]), ("norm", "residual"), strict=True)
+    # One that stands in this forward comes before one that has to be taken out of a Sequential.
+    for norm, (_, passed), residual, written in sorted(sides, key=lambda side: bool(side[0] and side[0].sequentials)):
         if norm is None:
             continue
         kwargs = {"written": written} if add.inplace else {}
@@ -211,6 +223,9 @@ BATCH_NORM_ADD_ACT = GraphRule("batch_norm_add_act", "act(batch_norm(x) + residu
 BATCH_NORM_ADD = GraphRule("batch_norm_add", "batch_norm(x) + residual", find_batch_norm_add)
 BATCH_NORM_ACT = GraphRule("batch_norm_act", "act(batch_norm(x))", find_norm_act("batch_norm", batch_norm_act))
 GROUP_NORM_ACT = GraphRule("group_norm_act", "act(group_norm(x))", find_norm_act("group_norm", group_norm_act))
+INSTANCE_NORM_ACT = GraphRule(
+    "instance_norm_act", "act(instance_norm(x))", find_norm_act("instance_norm", instance_norm_act)
+)
 ADD_LAYER_NORM = GraphRule("add_layer_norm", "s = x + residual and layer_norm(s)", find_add_norm("layer_norm"))
 ADD_RMS_NORM = GraphRule("add_rms_norm", "s = x + residual and rms_norm(s)", find_add_norm("rms_norm"))
 CHANNEL_LAYER_NORM = GraphRule(
@@ -218,5 +233,5 @@ CHANNEL_LAYER_NORM = GraphRule(
 )
 NORM_FUNCTIONS = tuple(
     GraphRule(name, f"F.{name}", find_norm_function(name))
-    for name in ("batch_norm", "group_norm", "layer_norm", "rms_norm")
+    for name in ("batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm")
 )
