@@ -4,11 +4,11 @@
 // backward passes over x and dy three to four times. Here a group is read once and written once: it stays on the chip
 // between the statistics and the result. z = weight·xhat + bias, which the activation's gradient needs, is computed again.
 //
-//   block   forward, contiguous (N, C, *): a group is one run of memory, in the shared memory of a block, several groups to a block
-//           or a group to several blocks of a cluster (sm_90), so that one group's words come while another's go.
+//   block   forward, contiguous (N, C, *): a group is one run of memory. The shared memory of a part of a warp or of a block holds
+//           it.
 //   team    forward, a group too large for a block: many blocks, all resident, hold a slice each and tell each other their part of
 //           the sums through global memory, while the next group is on its way.
-//   items   backward, contiguous: a group in the registers of a part of a warp, of a block or of a cluster.
+//   items   backward, contiguous: a group in the registers of a part of a warp, of a block or of a cluster (sm_90).
 //   split   contiguous, what these cannot hold: one pass for the sums, one for the result.
 //   pixels  channels last: groups are interleaved. Two passes as well, each thread with some channels of its own.
 //
@@ -18,34 +18,15 @@
 // In a contiguous tensor whose channels are no multiple of the vector, groups and channels start anywhere in a 16-byte word. All
 // tensors being aligned, element i of each lies at the same place in its word: kernels read the words that cover a
 // group or a channel and ignore what belongs to its neighbours.
-#include <cooperative_groups.h>
-
-#include <cstdlib>
 #include <cstring>
 
 #include "activations.cuh"
-#include "device.cuh"
+#include "rows.cuh"
 
 namespace fastlayers {
 namespace {
 
-// Clusters begin with sm_90. For older GPUs the kernels that use them must compile too, and are launched without.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-__device__ inline cooperative_groups::cluster_group this_cluster() { return cooperative_groups::this_cluster(); }
-#else
-struct OneBlock {
-  __device__ unsigned num_blocks() const { return 1; }
-  __device__ unsigned block_rank() const { return 0; }
-  __device__ void barrier_arrive() const {}
-  __device__ void barrier_wait() const {}
-  __device__ void sync() const {}
-  template <typename T>
-  __device__ T* map_shared_rank(T* slot, unsigned) const { return slot; }
-};
-__device__ inline OneBlock this_cluster() { return {}; }
-#endif
-
-constexpr int kMaxCluster = 8;  // blocks, on any sm_90 part
+constexpr int kGroupCluster = 8;  // most blocks that share a group: as many as any sm_90 part takes
 constexpr int kBlockThreads = 512;  // most threads of a block that holds a group, where two of them fit an SM
 constexpr int kWideThreads = 1024;  // and where the group fills the SM's shared memory
 constexpr int kShortThreads = 128;  // of a block that holds several groups, each in a part of a warp
@@ -207,10 +188,10 @@ __device__ __forceinline__ T group_merge(T value, T* slots, int lanes) {
   return lanes_merge(value, 32);
 }
 
-// Brings the value of each warp of a cluster's blocks to all of them; how many there are. Each thread has arrived at the cluster's
-// barrier where it has more than one block. `slots`: shared, one for each of those warps.
-template <typename T>
-__device__ __forceinline__ int cluster_exchange(const T& value, T* slots) {
+// Adds up the sums of the warps of a cluster's blocks. Each thread has arrived at the cluster's barrier where it has more than one
+// block. `slots`: shared, one for each of those warps.
+template <typename A>
+__device__ __forceinline__ Sums<A> cluster_merge(const Sums<A>& value, Sums<A>* slots) {
   auto cluster = this_cluster();
   const int warps = blockDim.x >> 5, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int blocks = static_cast<int>(cluster.num_blocks());
@@ -222,47 +203,23 @@ __device__ __forceinline__ int cluster_exchange(const T& value, T* slots) {
     if (lane == 0) slots[warp] = value;
     __syncthreads();
   }
-  return blocks * warps;
-}
-
-template <typename A>
-__device__ __forceinline__ Sums<A> cluster_merge(const Sums<A>& value, Sums<A>* slots) {
-  const int count = cluster_exchange(value, slots);
   Sums<A> all{A(0), A(0)};
 #pragma unroll 1
-  for (int i = threadIdx.x & 31; i < count; i += 32) all = all + slots[i];
+  for (int i = lane; i < blocks * warps; i += 32) all = all + slots[i];
   return lanes_merge(all, 32);
-}
-
-// The means as differences from the first one: their merges round less where they are far from 0.
-template <typename A>
-__device__ __forceinline__ Moments<A> cluster_merge(const Moments<A>& value, Moments<A>* slots) {
-  const int count = cluster_exchange(value, slots);
-  const A origin = slots[0].mean;
-  Moments<A> all;
-#pragma unroll 1
-  for (int i = threadIdx.x & 31; i < count; i += 32) {
-    Moments<A> other = slots[i];
-    if (other.count > A(0)) other.mean -= origin;
-    all = merge(all, other);
-  }
-  all = lanes_merge(all, 32);
-  all.mean += origin;
-  return all;
 }
 
 // ---- words --------------------------------------------------------------------------------------------------------------
 
 // Of elements V of type T, from global to shared memory, without passing through registers.
 template <typename T, int V>
-__device__ __forceinline__ void copy_async(Vec<T, V>* shared, const T* global) {
+__device__ __forceinline__ void copy_word(Vec<T, V>* shared, const T* global) {
   static_assert(sizeof(Vec<T, V>) % kVectorBytes == 0);
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(Vec<T, V>)); i += kVectorBytes)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared)) + i),
-                 "l"(reinterpret_cast<const char*>(global) + i)
-                 : "memory");
+    copy_async<kVectorBytes>(reinterpret_cast<char*>(shared) + i, reinterpret_cast<const char*>(global) + i);
 }
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
@@ -438,61 +395,46 @@ __global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_forward_bloc
   constexpr int V = kVectorBytes / sizeof(In);
   constexpr int kPhases = 4;  // the statistics of the first words are computed while the last are on their way
   extern __shared__ __align__(16) char memory[];
-  __shared__ Moments<A> slots[wide_threads<In>() / 32 * kMaxCluster];
+  __shared__ Moments<A> slots[kMaxWarps];
 
   const bool whole_block = a.lanes > 32;
-  int lane, rank = 0;
-  int64_t group;
-  char* shared = memory;
-  if (whole_block) {
-    auto cluster = this_cluster();
-    if (cluster.num_blocks() > 1) cluster.barrier_arrive();
-    group = blockIdx.x / cluster.num_blocks();
-    rank = static_cast<int>(cluster.block_rank());
-    lane = threadIdx.x;
-  } else {
-    const int local = threadIdx.x >> a.lane_bits;
-    group = static_cast<int64_t>(blockIdx.x) * (blockDim.x >> a.lane_bits) + local;
-    lane = threadIdx.x & (a.lanes - 1);
-    shared += local * a.held * kVectorBytes;
-  }
+  const int lane = whole_block ? threadIdx.x : threadIdx.x & (a.lanes - 1);
+  const int local = whole_block ? 0 : threadIdx.x >> a.lane_bits;
+  const int64_t group = whole_block ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * (blockDim.x >> a.lane_bits) + local;
   const Words<V> words(group, a.n);
-  const int begin = rank * a.held;  // the block's words of the group
-  const int count = group < a.total ? max(0, min(words.count - begin, a.held)) : 0;
-  Vec<In, V>* const held = reinterpret_cast<Vec<In, V>*>(shared);
-  const In* x = static_cast<const In*>(a.x) + words.start + begin * V;
-  const auto element = [&](int w) { return words.element(begin + w); };
+  const int count = group < a.total ? words.count : 0;
+  Vec<In, V>* const held = reinterpret_cast<Vec<In, V>*>(memory) + local * a.held;
+  const In* x = static_cast<const In*>(a.x) + words.start;
 
   const int phase = (a.each + kPhases - 1) / kPhases * a.lanes;  // words of all threads
 #pragma unroll
   for (int p = 0; p < kPhases; ++p) {
     const int end = min(count, (p + 1) * phase);
-    for (int w = p * phase + lane; w < end; w += a.lanes) copy_async<In, V>(held + w, x + w * V);
+    for (int w = p * phase + lane; w < end; w += a.lanes) copy_word<In, V>(held + w, x + w * V);
     commit_copies();
   }
-  const int first_channel = static_cast<int>(group % a.groups) * a.depth;
   Moments<A> m;
   const auto take = [&](int p) {
     const int end = min(count, (p + 1) * phase);
-    for (int w = p * phase + lane; w < end; w += a.lanes) extend(m, held[w], element(w), a.n);
+    for (int w = p * phase + lane; w < end; w += a.lanes) extend(m, held[w], words.element(w), a.n);
   };
   wait_copies<3>(), take(0);
   wait_copies<2>(), take(1);
   wait_copies<1>(), take(2);
   wait_copies<0>(), take(3);
-  m = lanes_merge(m, whole_block ? 32 : a.lanes);
-  if (whole_block) m = cluster_merge(m, slots);
+  m = group_merge(m, slots, a.lanes);
   if (count == 0) return;
 
   const A rstd = reciprocal_root(m.m2 / a.n + a.eps);
-  if (a.stats != nullptr && lane == 0 && rank == 0) {
+  if (a.stats != nullptr && lane == 0) {
     a.stats[group] = m.mean;
     a.stats[a.total + group] = rstd;
   }
-  Out* y = static_cast<Out*>(a.out) + words.start + begin * V;
+  Out* y = static_cast<Out*>(a.out) + words.start;
+  const int first_channel = static_cast<int>(group % a.groups) * a.depth;
   with_act<Act::run_time>(a.act, [&](auto act) {
     for (int w = lane; w < count; w += a.lanes) {
-      const int e = element(w);
+      const int e = words.element(w);
       store_inside(y + w * V, e, a.n, forward_word<decltype(act)::value, Out>(a, held[w], e, first_channel, m.mean, rstd));
     }
   });
@@ -526,7 +468,7 @@ template <typename In, typename Out, int K>
 __global__ void __launch_bounds__(item_threads<In>(K), 1) group_norm_backward_items(const ItemArgs<In> a) {
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
-  __shared__ Sums<A> slots[kMaxWarps * kMaxCluster];
+  __shared__ Sums<A> slots[kMaxWarps * kGroupCluster];
 
   const bool whole_block = a.lanes > 32;
   unsigned group;
@@ -686,7 +628,7 @@ struct ForwardSlice {
   __device__ void request(int64_t group, int stage) const {
     const Words<V> words(group, a.n);
     const In* x = static_cast<const In*>(a.x) + words.start;
-    for_words(words, [&](int w, int) { copy_async<In, V>(&at(stage, w), x + w * V); });
+    for_words(words, [&](int w, int) { copy_word<In, V>(&at(stage, w), x + w * V); });
   }
   __device__ Total reduce(int64_t group, int stage) const {
     Total m;
@@ -1240,28 +1182,14 @@ __global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_p
 
 // ---- launch rules -------------------------------------------------------------------------------------------------------
 
-// Environment overrides for measuring: FASTLAYERS_GROUP_NORM_<name>.
-int64_t choice(const char* name, int64_t usual) {
-  const char* value = std::getenv(name);
-  return value != nullptr ? std::atoll(value) : usual;
-}
-
-struct Choices {
-  // Bytes of a block's slice of a group, where a cluster may share it.
-  int64_t forward_slice = choice("FASTLAYERS_GROUP_NORM_FORWARD_SLICE", 20480);
-  // Warps of a block of the backward that holds groups in registers, where a cluster may share the group.
-  int64_t backward_warps = choice("FASTLAYERS_GROUP_NORM_BACKWARD_WARPS", 5);
-  // Most words of a thread of the backward's passes over channels.
-  int64_t split_words = choice("FASTLAYERS_GROUP_NORM_SPLIT_WORDS", 8);
-  // Blocks an SM of the backward's passes over pixels and channels: those that are resident at once.
-  int64_t backward_blocks = choice("FASTLAYERS_GROUP_NORM_BACKWARD_BLOCKS", 3);
-};
-
-const Choices& choices() {
-  static const Choices c;
-  return c;
-}
-
+// The backward that holds groups in registers: up to kItemWarps warps have a group in a block of their own, more share it in
+// blocks of kClusterWarps. On an H100, of 5b: (8,320,64,64), 40 warps, .84 in blocks of 10, .83 of 5, .79 of 20; (8,640,32,32), 20
+// warps, .79 in one block, .75 in blocks of 10, .68 of 5.
+constexpr int64_t kItemWarps = 20, kClusterWarps = 10;
+// Most words of a thread of the backward's passes over channels, (4,128,512,512): .99 with 8, .96 with 4, .98 with 16.
+constexpr int64_t kSplitWords = 8;
+// Blocks an SM of the backward's passes: those that are resident at once. Channels last (8,320,64,64): .64, with 6 .59.
+constexpr int64_t kBackwardBlocks = 3;
 constexpr int64_t kForwardBlocks = 4;    // an SM, of the forward's passes over pixels and channels
 constexpr int kStaticShared = 4096;      // what the block kernel has besides, and what a block costs
 constexpr int kTeamStaticShared = 1024;  // likewise of the team kernel
@@ -1326,7 +1254,7 @@ constexpr int64_t kThreadWords = 8;  // of a group for each thread of its blocks
 // Threads of a block that holds a group or a slice of one: kThreadWords each, but fewer words where that leaves the GPU empty.
 int group_threads(int64_t words, int64_t groups, int64_t bytes, int wide, const Launch& launch) {
   const int64_t room = static_cast<int64_t>(device_traits(launch.device()).processors) * kWideThreads;
-  const int64_t each = std::clamp<int64_t>(ceil_div(words * groups, room), 1, kThreadWords);
+  const int64_t each = std::clamp<int64_t>(words * groups / room, 1, kThreadWords);
   const int64_t most = 2 * (bytes + kStaticShared) > shared_memory(launch.device()).processor ? wide : std::min(wide, kBlockThreads);
   int64_t threads = ceil_div(words, each);
   threads = threads <= 32 ? next_power_of_2(threads) : ceil_div(threads, 32) * 32;
@@ -1336,24 +1264,19 @@ int group_threads(int64_t words, int64_t groups, int64_t bytes, int wide, const 
 // Launches the block kernel; false where a block cannot hold a group.
 template <typename In, typename Out>
 bool launch_block(HoldArgs<In>& a, int64_t words, const Launch& launch) {
-  const SharedMemory& memory = shared_memory(launch.device());
-  if (words * kVectorBytes > memory.block) return false;
-  int cluster = 1;
-  if (device_traits(launch.device()).capability >= 90) {
-    const int64_t slices = ceil_div(words * kVectorBytes, choices().forward_slice);
-    cluster = static_cast<int>(std::min<int64_t>(kMaxCluster, next_power_of_2(slices)));
-  }
-  a.held = static_cast<int>(ceil_div(words, cluster));
-  const int64_t bytes = static_cast<int64_t>(a.held) * kVectorBytes;
-  a.lanes = group_threads(a.held, a.total * cluster, bytes, wide_threads<In>(), launch);
+  const int64_t bytes = words * kVectorBytes;
+  if (bytes > shared_memory(launch.device()).block) return false;
+  a.lanes = group_threads(words, a.total, bytes, wide_threads<In>(), launch);
   a.lane_bits = log2_of(std::min(a.lanes, 32));
-  a.each = static_cast<int>(ceil_div(a.held, a.lanes));
+  a.held = static_cast<int>(words);
+  a.each = static_cast<int>(ceil_div(words, a.lanes));
   // Short groups, of at most 256 words: several to a block.
   const int threads = a.lanes <= 32 ? kShortThreads : a.lanes;
   const int per_block = threads / a.lanes;
   constexpr auto kernel = group_norm_forward_block<In, Out>;
   allow_shared_memory<kernel>(launch.device());
-  launch_clusters(kernel, ceil_div(a.total, per_block) * cluster, threads, static_cast<size_t>(per_block * bytes), cluster, launch, a);
+  kernel<<<grid_of(ceil_div(a.total, per_block)), threads, static_cast<size_t>(per_block * bytes), launch.stream()>>>(a);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
   return true;
 }
 
@@ -1659,7 +1582,7 @@ bool backward_held(const Args<In>& args, Gradients<In>& gradients, const Launch&
   if (threads > 32) {
     const int64_t warps = ceil_div(threads, 32);
     if (device.capability >= 90)
-      cluster = static_cast<int>(std::min<int64_t>(kMaxCluster, next_power_of_2(ceil_div(warps, choices().backward_warps))));
+      cluster = warps <= kItemWarps ? 1 : static_cast<int>(std::min<int64_t>(kGroupCluster, next_power_of_2(ceil_div(warps, kClusterWarps))));
     block = ceil_div(warps, cluster) * 32;
     if (block > item_threads<In>(words)) return false;
   }
@@ -1700,8 +1623,8 @@ void backward_passes(const Args<In>& args, bool channels_last, Gradients<In>& gr
   using A = compute_t<In>;
   constexpr int V = kVectorBytes / sizeof(In);
   const int vector = args.channels % V == 0 ? V : 1;
-  const int64_t blocks = choices().backward_blocks * device_traits(launch.device()).processors;
-  PassArgs<In> a = channels_last ? pixel_pass(args, blocks, vector) : split_pass(args, blocks, choices().split_words);
+  const int64_t blocks = kBackwardBlocks * device_traits(launch.device()).processors;
+  PassArgs<In> a = channels_last ? pixel_pass(args, blocks, vector) : split_pass(args, blocks, kSplitWords);
   const Tensor of_groups = empty_contiguous({a.samples * a.groups * 2}, compute_dtype<In>(), like);
   a.gradients = static_cast<GroupGradient<A>*>(of_groups.mutable_data_ptr());
   gradients.make_partial(a.samples * a.parts, a.channels, like);

@@ -131,7 +131,7 @@ inline Tensor dense(const Tensor& t) {
   return aligned(t.const_data_ptr()) ? t : torch::stable::clone(t);
 }
 
-// Contiguous, of t's shape.
+// Contiguous, of t's shape: torch gives these operations no other layout.
 inline Tensor empty_result(const Tensor& t, ScalarType dtype) {
   const auto sizes = t.sizes();
   if (t.is_contiguous()) return empty_strided(t.dim(), sizes.data(), t.strides().data(), dtype, t);

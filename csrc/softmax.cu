@@ -13,28 +13,10 @@
 // and aligned, element i of each lies at the same place in its word, so a row is whole words still, but for a few elements
 // at both ends: the row kernels give those to single threads, the others read the words that cover the row and ignore what
 // belongs to its neighbours.
-#include <cooperative_groups.h>
-
-#include "device.cuh"
+#include "rows.cuh"
 
 namespace fastlayers {
 namespace {
-
-// Clusters begin with sm_90. For older GPUs the kernels that use them must compile too, and are never launched.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-__device__ inline cooperative_groups::cluster_group this_cluster() { return cooperative_groups::this_cluster(); }
-#else
-struct OneBlock {
-  __device__ unsigned num_blocks() const { return 1; }
-  __device__ unsigned block_rank() const { return 0; }
-  __device__ void barrier_arrive() const {}
-  __device__ void barrier_wait() const {}
-  __device__ void sync() const {}
-  template <typename T>
-  __device__ T* map_shared_rank(T* slot, unsigned) const { return slot; }
-};
-__device__ inline OneBlock this_cluster() { return {}; }
-#endif
 
 constexpr int kRowThreads = 256;   // most threads of a block that holds 8 words a thread: several fit an SM and their phases overlap
 constexpr int kWideThreads = 1024;  // and of one that holds up to 4
@@ -44,7 +26,6 @@ template <bool MASKED>
 constexpr int blocks_resident(int words) { return MASKED ? (words > 2 ? 2 : 4) : words > 4 ? 2 : words > 2 ? 1 : 6; }
 template <bool MASKED>
 constexpr int most_threads(int words) { return !MASKED && words > 2 && words <= 4 ? kWideThreads : kRowThreads; }
-constexpr int kMaxCluster = 16;    // 8 is portable; 16 fits a GPC of every sm_90 part
 constexpr int kMaxWarps = kWideThreads / 32;
 constexpr int kMaskDims = 4;
 
@@ -164,12 +145,6 @@ struct Pair {
 template <typename A>
 __device__ __forceinline__ A lanes_max(A v, int lanes) {
   for (int o = lanes >> 1; o > 0; o >>= 1) v = maximum(v, __shfl_xor_sync(0xffffffffu, v, o));
-  return v;
-}
-
-template <typename A>
-__device__ __forceinline__ A lanes_sum(A v, int lanes) {
-  for (int o = lanes >> 1; o > 0; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
   return v;
 }
 
@@ -305,56 +280,7 @@ __device__ __forceinline__ void with_result(A scale, const Pair<A>& all, F&& f) 
   f([=](A v) { return finish(v * scale - all.m); });
 }
 
-// Adds the words' own sums: a tree of few roundings where a running sum over the row would have one an element.
-template <typename A, int V>
-__device__ __forceinline__ A tree_sum(const Vec<A, V>& v) {
-  if constexpr (V == 1) {
-    return v.v[0];
-  } else {
-    Vec<A, V / 2> half;
-#pragma unroll
-    for (int j = 0; j < V / 2; ++j) half.v[j] = v.v[2 * j] + v.v[2 * j + 1];
-    return tree_sum(half);
-  }
-}
-
 // ---- one row in registers -----------------------------------------------------------------------------------------------
-
-// Where a thread stands: its row, and the words of it that it owns, `stride` apart. Of a ragged row also one of the single
-// elements before and after the whole words, if any are left for it.
-struct Place {
-  int64_t row;
-  int64_t start;  // of the first whole word, in elements from that of the tensor
-  int words;      // whole ones; 32 bits do, for a row that fits in registers is short
-  int first, stride;
-  int single;     // its element in the row, or -1
-
-  __device__ int word(int i) const { return first + i * stride; }
-
-  template <int V, typename Args>
-  __device__ static Place find(const Args& a) {
-    Place p;
-    const int lane = a.lanes <= 32 ? threadIdx.x & (a.lanes - 1) : threadIdx.x;
-    p.stride = a.lanes;
-    p.row = blockIdx.x;
-    if (a.lanes <= 32) p.row = p.row * (blockDim.x >> a.lane_bits) + (threadIdx.x >> a.lane_bits);
-    p.first = lane;
-    p.start = p.row * a.n;
-    p.single = -1;
-    int n = static_cast<int>(a.n);
-    if (a.ragged) {
-      const int before = min(n, static_cast<int>(-p.start & (V - 1)));
-      const int after = (n - before) & (V - 1);
-      if (lane < before) p.single = lane;
-      else if (lane < before + after) p.single = n - before - after + lane;
-      p.start += before;
-      n -= before + after;
-    }
-    p.words = static_cast<unsigned>(n) / V;
-    if (p.row >= a.rows) p.words = 0, p.single = -1;
-    return p;
-  }
-};
 
 // Writes the part of a word that belongs to the row.
 template <typename T, int V>
@@ -677,11 +603,6 @@ struct Share {
   }
 };
 
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "l"(global)
-               : "memory");
-}
-
 __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
   asm volatile("cp.async.wait_group 0;" ::: "memory");
@@ -699,7 +620,7 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const Fo
   const Share<V> at = Share<V>::find(a.n, each, a.ragged);
   const In* x = static_cast<const In*>(a.x) + at.row * a.row_stride + at.start;
   Vec<In, V>* held = reinterpret_cast<Vec<In, V>*>(memory);
-  at.for_words([&](int w) { copy_async(held + w, x + w * V); });
+  at.for_words([&](int w) { copy_async<kVectorBytes>(held + w, x + w * V); });
   await_copies();
 
   // A masked row is looked at as scores, each time anew; another as it came, negated where the scale is negative so that the
@@ -762,8 +683,8 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_backward_held(const B
   Vec<Out, V>* g = reinterpret_cast<Vec<Out, V>*>(memory);
   Vec<Out, V>* p = g + each;
   at.for_words([&](int w) {
-    copy_async(g + w, dy + w * V);
-    copy_async(p + w, y + w * V);
+    copy_async<kVectorBytes>(g + w, dy + w * V);
+    copy_async<kVectorBytes>(p + w, y + w * V);
   });
   await_copies();
   A s = 0;
@@ -1296,19 +1217,6 @@ Shape shape_of(const Tensor& x, int64_t dim, const char* op) {
   Shape s;
   for (int64_t d = 0; d < static_cast<int64_t>(sizes.size()); ++d) (d < dim ? s.outer : d == dim ? s.n : s.inner) *= sizes[d];
   return s;
-}
-
-// Contiguous, of t's shape: torch gives softmax no other layout.
-Tensor empty_result(const Tensor& t, ScalarType dtype) {
-  const auto sizes = t.sizes();
-  if (t.is_contiguous()) return empty_strided(t.dim(), sizes.data(), t.strides().data(), dtype, t);
-  return empty_contiguous(dims_of(sizes), dtype, t);
-}
-
-// Contiguous and aligned to the vector, by a copy where it is not.
-Tensor dense(const Tensor& t) {
-  if (!t.is_contiguous()) return torch::stable::contiguous(t);
-  return aligned(t.const_data_ptr()) ? t : torch::stable::clone(t);
 }
 
 // The one stride between the rows of x (its last dimension being the reduced one), if the kernel can read them in place.
