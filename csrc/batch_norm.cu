@@ -41,19 +41,6 @@ constexpr int kUnroll = ACT == Act::run_time || sizeof(T) == 8 ? 2 : 4;
 
 constexpr int kMaxAcross = 64;  // words of a row to a block
 
-// ---- division by an invariant -------------------------------------------------------------------------------------------
-
-struct Divisor {
-  uint32_t by = 1, factor = 0, shift = 0;
-
-  Divisor() = default;
-  explicit Divisor(uint32_t d) : by(d) {
-    while ((uint64_t{1} << shift) < d) ++shift;
-    factor = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - d)) / d + 1);
-  }
-  __device__ __forceinline__ uint32_t quotient(uint32_t i) const { return (__umulhi(i, factor) + i) >> shift; }  // i < 2^31
-};
-
 // ---- how the elements are shared out ------------------------------------------------------------------------------------
 
 // A group is the channels of a block, an item what its threads count: rows (LAST), or the words of a channel.
@@ -64,7 +51,7 @@ struct Grid {
   int64_t items;         // of a group, the tail included
   int64_t rows;          // LAST: whole rows, the items without the tail
   int64_t each;          // items of a piece
-  Divisor words;         // planes: 16-byte words that a plane may touch
+  Divider words;         // planes: 16-byte words that a plane may touch
   int pieces, groups;
   int across, down;      // LAST: threads of a block over a row's words, and over rows
   int copies, copy_bits; // LAST: pixels of a row, a power of two
@@ -126,7 +113,7 @@ struct Place {
       s.hi = i < g.rows ? V : static_cast<int>(min(static_cast<int64_t>(V), g.tail - column));
       if (!active || i >= last) s.hi = 0;
     } else {
-      const uint32_t image = g.words.quotient(static_cast<uint32_t>(i)), word = static_cast<uint32_t>(i) - image * g.words.by;
+      const uint32_t image = g.words.quotient(static_cast<uint32_t>(i)), word = static_cast<uint32_t>(i) - image * g.words.divisor;
       const int64_t start = (image * g.channels + column) * g.plane;
       s.at = (start & ~static_cast<int64_t>(V - 1)) + static_cast<int64_t>(word) * V;
       s.lo = static_cast<int>(max(start - s.at, static_cast<int64_t>(0)));
@@ -138,56 +125,26 @@ struct Place {
 
 // ---- memory -------------------------------------------------------------------------------------------------------------
 
-// Cache policies of L2. Numbers of Hints below.
-enum class Policy : int { normal, first, last };  // evict_first: not wanted again; evict_last: wanted
-
-__device__ __forceinline__ uint64_t make_policy(Policy policy) {
-  uint64_t p;
-  if (policy == Policy::first) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
-  else if (policy == Policy::last) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
-  else asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p));
-  return p;
-}
-
-// How the passes use L2. `kept`: of the steps of the first pass, how many (in 1/256) at its end are read as evict_last, the
-// others as evict_first; 0: all of them as usual.
-struct Hints {
-  int kept;
-  Policy second;  // loads of the second pass
-  Policy store;   // results
-};
-
-struct Policies {
-  uint64_t early, late, second, store;
-  __device__ explicit Policies(const Hints& h)
-      : early(make_policy(h.kept > 0 ? Policy::first : Policy::normal)),
-        late(make_policy(h.kept > 0 ? Policy::last : Policy::normal)),
-        second(make_policy(h.second)),
-        store(make_policy(h.store)) {}
-};
-
 // The word at p, or zeros. The predicate is in the assembly so that several loads are issued without a branch between them.
 template <typename T>
-__device__ __forceinline__ Vec<T, kVector<T>> load_if(bool wanted, const T* p, uint64_t policy) {
+__device__ __forceinline__ Vec<T, kVector<T>> load_if(bool wanted, const T* p) {
   Vec<T, kVector<T>> v;
   uint4& w = reinterpret_cast<uint4&>(v);
   asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %6, 0;\n\t"
+      "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %5, 0;\n\t"
       "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
-      "@p ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;\n\t}"
+      "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
       : "=&r"(w.x), "=&r"(w.y), "=&r"(w.z), "=&r"(w.w)
-      : "l"(p), "l"(policy), "r"(static_cast<int>(wanted)));
+      : "l"(p), "r"(static_cast<int>(wanted)));
   return v;
 }
 
 // The part of the word that is ours.
 template <typename T>
-__device__ __forceinline__ void store_spot(T* p, const Spot& s, const Vec<T, kVector<T>>& v, uint64_t policy) {
+__device__ __forceinline__ void store_spot(T* p, const Spot& s, const Vec<T, kVector<T>>& v) {
   constexpr int V = kVector<T>;
   if (s.whole<V>()) {
-    const uint4& w = reinterpret_cast<const uint4&>(v);
-    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p + s.at), "r"(w.x), "r"(w.y), "r"(w.z),
-                 "r"(w.w), "l"(policy));
+    store_vec<T, V>(p + s.at, v);
   } else {
 #pragma unroll
     for (int j = 0; j < V; ++j)
@@ -410,7 +367,6 @@ struct ForwardArgs {
   A momentum, eps;
   int64_t count;  // elements of a channel
   Grid grid;
-  Hints hints;
   Act act;
   Passes passes;
   bool training, direct;  // direct: a block has all of its channels' elements
@@ -452,13 +408,11 @@ __device__ __forceinline__ void load_origin(compute_t<T> (&origin)[K], const T* 
 // The moments of this thread's part of the piece: sums of deviations from its own first element, which has about the size of
 // the others; one for all threads might be an outlier.
 template <typename T, bool LAST, int K>
-__device__ __forceinline__ Moments<compute_t<T>, K> gather_moments(const T* x, const Grid& g, const Place<T, LAST>& place,
-                                                                   const Policies& policies, int kept) {
+__device__ __forceinline__ Moments<compute_t<T>, K> gather_moments(const T* x, const Grid& g, const Place<T, LAST>& place) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>, U = sizeof(T) == 8 ? kStatsUnroll / 2 : kStatsUnroll;
   const int64_t last = LAST ? min(place.end, g.rows) : place.end;  // the tail's few elements are merged one by one
   const int steps = place.steps(g, last);
-  const int late = steps - static_cast<int>(static_cast<int64_t>(steps) * kept >> 8);
   Vec<T, V> shift = filled<T, V>(convert<T>(0.f));
   A s[K] = {}, q[K] = {};
   int64_t count = 0;
@@ -466,11 +420,10 @@ __device__ __forceinline__ Moments<compute_t<T>, K> gather_moments(const T* x, c
   for (int step = 0; step < steps; step += U) {
     Vec<T, V> w[U];
     Spot spots[U];
-    const uint64_t policy = step >= late ? policies.late : policies.early;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       spots[u] = place.spot(g, step + u, last);
-      w[u] = load_if(spots[u].any(), x + spots[u].at, policy);
+      w[u] = load_if(spots[u].any(), x + spots[u].at);
     }
     if (count == 0) {
       if constexpr (LAST) {
@@ -525,7 +478,6 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
   __shared__ Shared<T, LAST> shared;
   const Grid& g = a.grid;
   const Place<T, LAST> place(g);
-  const Policies policies(a.hints);
   const T* x = static_cast<const T*>(a.x);
   const int local = place.tx * V;  // of the thread's first column among the block's
   const int down = place.down(g), across = LAST ? g.across : 1;
@@ -533,7 +485,7 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
 
   Moments<A, K> m;
   if (a.passes & kFirst) {
-    m = gather_moments<T, LAST, K>(x, g, place, policies, a.hints.kept);
+    m = gather_moments<T, LAST, K>(x, g, place);
     merge_down(m, shared.merging, place, across, down);
     if (!a.direct && place.ty == 0 && place.active) write_piece<LAST, K>(a.partial, g, place.piece, place.column, m.v);
     if (!(a.passes & kSecond)) return;
@@ -610,8 +562,8 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
 #pragma unroll
     for (int u = U - 1; u >= 0; --u) {
       spots[u] = place.spot(g, step + u, place.end);
-      w[u] = load_if(spots[u].any(), x + spots[u].at, policies.second);
-      if constexpr (RESIDUAL) r[u] = load_if(spots[u].any(), residual + spots[u].at, policies.second);
+      w[u] = load_if(spots[u].any(), x + spots[u].at);
+      if constexpr (RESIDUAL) r[u] = load_if(spots[u].any(), residual + spots[u].at);
     }
     with_act<ACT>(a.act, [&](auto act) {
       constexpr Act kAct = decltype(act)::value;
@@ -632,7 +584,7 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
         if constexpr (RESIDUAL && kAct == Act::relu) {
           if (a.bits != nullptr) store_bits<V>(a.bits, spots[u], kept, a.bits_shared);
         }
-        store_spot(y, spots[u], pack<T>(z), policies.store);
+        store_spot(y, spots[u], pack<T>(z));
       }
     });
   }
@@ -657,7 +609,6 @@ struct BackwardArgs {
   A* partial;
   int64_t count;
   Grid grid;
-  Hints hints;
   Act act;
   Passes passes;
   bool training, direct;
@@ -672,8 +623,7 @@ struct BackwardWalk {
 
   // GATED: dz is still to be computed from dy; else `dy` has it.
   template <bool GATED, bool REVERSED, typename F>
-  __device__ __forceinline__ void group(const BackwardArgs<A>& a, const Place<T, LAST>& place, int step, const T* dy, uint64_t policy,
-                                        F&& f) const {
+  __device__ __forceinline__ void group(const BackwardArgs<A>& a, const Place<T, LAST>& place, int step, const T* dy, F&& f) const {
     constexpr bool kBits = GATED && GATE == Gate::bits, kResidual = GATED && GATE == Gate::residual;
     const T* x = static_cast<const T*>(a.x);
     Vec<T, V> wg[U], wx[U], wr[U];
@@ -683,9 +633,9 @@ struct BackwardWalk {
     for (int i = 0; i < U; ++i) {
       const int u = REVERSED ? U - 1 - i : i;
       spots[u] = place.spot(a.grid, step + u, place.end);
-      wg[u] = load_if(spots[u].any(), dy + spots[u].at, policy);
-      wx[u] = load_if(spots[u].any(), x + spots[u].at, policy);
-      if constexpr (kResidual) wr[u] = load_if(spots[u].any() && a.residual != nullptr, static_cast<const T*>(a.residual) + spots[u].at, policy);
+      wg[u] = load_if(spots[u].any(), dy + spots[u].at);
+      wx[u] = load_if(spots[u].any(), x + spots[u].at);
+      if constexpr (kResidual) wr[u] = load_if(spots[u].any() && a.residual != nullptr, static_cast<const T*>(a.residual) + spots[u].at);
       if constexpr (kBits) kept[u] = spots[u].any() ? a.bits[spots[u].at >> 3] >> (spots[u].at & 7) : 0;
     }
     with_act<GATED ? ACT : Act::none>(a.act, [&](auto act) {
@@ -728,7 +678,6 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
   __shared__ Shared<T, LAST> shared;
   const Grid& g = a.grid;
   const Place<T, LAST> place(g);
-  const Policies policies(a.hints);
   const int local = place.tx * V;
   const int down = place.down(g), across = LAST ? g.across : 1;
   const T* dy = static_cast<const T*>(a.dy);
@@ -751,12 +700,10 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
 
   Sums<A, K> sums;
   if (a.passes & kFirst) {
-    const int late = steps - static_cast<int>(static_cast<int64_t>(steps) * a.hints.kept >> 8);
 #pragma unroll 1
     for (int step = 0; step < steps; step += U)
-      walk.template group<true, false>(a, place, step, dy, step >= late ? policies.late : policies.early,
-                                       [&](const Spot& spot, Vec<A, V>& dz, const Vec<A, V>& d) {
-        if (dresidual != nullptr) store_spot(dresidual, spot, pack<T>(dz), policies.late);
+      walk.template group<true, false>(a, place, step, dy, [&](const Spot& spot, Vec<A, V>& dz, const Vec<A, V>& d) {
+        if (dresidual != nullptr) store_spot(dresidual, spot, pack<T>(dz));
         if constexpr (LAST) {
 #pragma unroll
           for (int j = 0; j < V; ++j) sums.v[j] += dz.v[j], sums.v[K + j] += dz.v[j] * d.v[j];
@@ -769,7 +716,7 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
         if (!a.training) {  // mean and rstd are constants: nothing to wait for
 #pragma unroll
           for (int j = 0; j < V; ++j) dz.v[j] *= walk.scale[j * kStep];
-          store_spot(dx, spot, pack<T>(dz), policies.store);
+          store_spot(dx, spot, pack<T>(dz));
         }
       });
     merge_down(sums, shared.merging, place, across, down);
@@ -815,12 +762,12 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
 #pragma unroll
     for (int j = 0; j < V; ++j)
       dz.v[j] = fma(dz.v[j], walk.scale[j * kStep], fma(d.v[j], from_x[j * kStep], constant[j * kStep]));
-    store_spot(dx, spot, pack<T>(dz), policies.store);
+    store_spot(dx, spot, pack<T>(dz));
   };
 #pragma unroll 1
   for (int step = (steps - 1) / U * U; step >= 0; step -= U) {
-    if (dresidual != nullptr) walk.template group<false, true>(a, place, step, dresidual, policies.second, result);
-    else walk.template group<true, true>(a, place, step, dy, policies.second, result);
+    if (dresidual != nullptr) walk.template group<false, true>(a, place, step, dresidual, result);
+    else walk.template group<true, true>(a, place, step, dy, result);
   }
 }
 
@@ -891,7 +838,7 @@ Grid share_out(const Image& image, int vector, int64_t resident, bool waits, int
     g.plane = image.plane;
     const bool ragged = image.plane % vector != 0;
     const int64_t words = ceil_div(image.plane + (ragged ? vector - 1 : 0), vector);
-    g.words = Divisor(static_cast<uint32_t>(words));
+    g.words = Divider(static_cast<uint32_t>(words));
     g.items = image.images * words;
     STD_TORCH_CHECK(g.items < INT32_MAX - (1 << 16), "fastlayers::batch_norm: ", image.count(), " elements a channel are more than the kernels take");
     g.groups = static_cast<int>(image.channels);
@@ -955,11 +902,6 @@ void launch_passes(Args& args, bool both, int64_t resident, int threads, const L
   args.passes = both ? kBoth : kSecond;
   if (waits) config.attrs = &attribute, config.numAttrs = 1;
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
-}
-
-Hints hints() {
-  return {tuned("FASTLAYERS_BN_KEPT", 0), static_cast<Policy>(tuned("FASTLAYERS_BN_SECOND", 0)),
-          static_cast<Policy>(tuned("FASTLAYERS_BN_STORE", 0))};
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
@@ -1108,7 +1050,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_in, const std::option
     args.momentum = static_cast<A>(momentum);
     args.eps = static_cast<A>(eps);
     args.count = x.image.count();
-    args.hints = hints();
     args.act = activation;
     args.training = training;
     const auto run = [&](auto last) {
@@ -1200,7 +1141,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& 
     args.dweight = param(dweight, x, op, "weight");
     args.dbias = param(dbias, x, op, "weight");
     args.count = x.image.count();
-    args.hints = hints();
     args.act = activation;
     args.training = training;
     const auto run = [&](auto last) {
