@@ -52,7 +52,7 @@ constexpr int kStatisticsUnroll = sizeof(T) == 8 ? 2 : 4;
 template <typename T>
 constexpr int kApplyUnroll = sizeof(T) == 8 ? 2 : 4;
 template <typename T, int U, bool RESIDUAL>
-constexpr int kApplyResident = sizeof(T) == 8 || U > 4 || RESIDUAL ? 3 : 4;
+constexpr int kApplyResident = U > 4 ? 2 : sizeof(T) == 8 || RESIDUAL ? 3 : 4;
 
 constexpr int kMaxAcross = 64;  // words of a row to a block
 
@@ -438,22 +438,32 @@ __device__ __forceinline__ auto gather_moments(const ForwardShared<T, LAST>& sha
   constexpr int V = kVector<T>, K = LAST ? V : 1;
   const int64_t last = LAST ? min(place.end, g.rows) : place.end;  // the tail's few elements are merged one by one
   const int steps = place.steps(g, last);
+  // LAST: the thread's first row, elements from one to the next, how many; its last step may be the block's last but one.
+  const int64_t row = place.begin + place.ty, hop = place.stride(g) * g.columns;
+  const T* next = x + row * g.columns + place.column;
+  const int mine = !LAST || !place.active ? 0 : row + static_cast<int64_t>(steps - 1) * place.stride(g) < last ? steps : steps - 1;
   Vec<T, V> shift = filled<T, V>(convert<T>(0.f));
   A s[K] = {}, q[K] = {};
-  int64_t count = 0;
+  int64_t count = max(0, mine);
 #pragma unroll 1
   for (int step = 0; step < steps; step += U) {
     Vec<T, V> w[U];
-    Spot spots[U];
+    [[maybe_unused]] Spot spots[U];
+    if constexpr (LAST) {
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      spots[u] = place.spot(g, step + u, last);
-      w[u] = load_if(spots[u].any(), x + spots[u].at);
-    }
-    if (count == 0) {
-      if constexpr (LAST) {
-        shift = w[0];
-      } else {
+      for (int u = 0; u < U; ++u) w[u] = load_if(step + u < mine, next + u * hop);
+      next += U * hop;
+      if (step == 0) shift = w[0];
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        if (step + u >= mine) w[u] = shift;
+    } else {
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        spots[u] = place.spot(g, step + u, last);
+        w[u] = load_if(spots[u].any(), x + spots[u].at);
+      }
+      if (count == 0) {
 #pragma unroll
         for (int u = U - 1; u >= 0; --u)
 #pragma unroll
@@ -461,12 +471,15 @@ __device__ __forceinline__ auto gather_moments(const ForwardShared<T, LAST>& sha
             if (spots[u].has(j)) shift.v[0] = w[u].v[j];
         shift = filled<T, V>(shift.v[0]);
       }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        fill_outside(w[u], spots[u], shift);
+        count += max(0, spots[u].hi - spots[u].lo);
+      }
     }
     const Vec<A, V> from = unpack<A>(shift);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      fill_outside(w[u], spots[u], shift);
-      count += max(0, spots[u].hi - spots[u].lo);
       Vec<A, V> d = unpack<A>(w[u]);
 #pragma unroll
       for (int j = 0; j < V; ++j) d.v[j] -= from.v[j];
@@ -482,7 +495,7 @@ __device__ __forceinline__ auto gather_moments(const ForwardShared<T, LAST>& sha
     }
   }
   Moments<A, K> m;
-  m.v[0] = static_cast<A>(LAST ? count / V : count);
+  m.v[0] = static_cast<A>(count);
   __syncthreads();  // the origin
   if (count > 0) {
 #pragma unroll
@@ -773,11 +786,12 @@ __global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
     bias = load_vec<A, V>(biases + tx * V);
   }
   T* y = static_cast<T*>(a.y) + at;
-  with_act<ACT>(a.act, [&](auto act) {
-    constexpr Act kAct = decltype(act)::value;
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      Vec<A, V> z = unpack<A>(w[u]);
+  // The words move up to the first place, so that the code of all activations is there once. Nothing moves where it is unrolled.
+#pragma unroll (ACT == Act::run_time ? 1 : U)
+  for (int u = 0; u < U; ++u) {
+    with_act<ACT>(a.act, [&](auto act) {
+      constexpr Act kAct = decltype(act)::value;
+      Vec<A, V> z = unpack<A>(w[0]);
       if constexpr (LAST) {
 #pragma unroll
         for (int j = 0; j < V; ++j) z.v[j] = fma(z.v[j] - mean.v[j], scale.v[j], bias.v[j]);
@@ -797,7 +811,7 @@ __global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
         }
       }
       if constexpr (RESIDUAL) {
-        const Vec<A, V> more = unpack<A>(r[u]);
+        const Vec<A, V> more = unpack<A>(r[0]);
 #pragma unroll
         for (int j = 0; j < V; ++j) z.v[j] += more.v[j];
       }
@@ -820,8 +834,13 @@ __global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
         for (int j = 0; j < V; ++j)
           if (j < rest) y[u * step + j] = out.v[j];
       }
+    });
+#pragma unroll
+    for (int i = 0; i + 1 < U; ++i) {
+      w[i] = w[i + 1];
+      if constexpr (RESIDUAL) r[i] = r[i + 1];
     }
-  });
+  }
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------------
