@@ -126,7 +126,9 @@ struct Place {
   }
 
   // The block's columns: how many from which on.
-  __device__ __forceinline__ int64_t first_column(const Grid& g) const { return LAST ? static_cast<int64_t>(group) * g.across * V : group; }
+  __device__ __forceinline__ int64_t first_column(const Grid& g) const {
+    return LAST ? static_cast<int64_t>(group) * g.across * V : group;
+  }
   __device__ __forceinline__ int columns(const Grid& g) const {
     return LAST ? static_cast<int>(min(static_cast<int64_t>(g.across) * V, g.columns - first_column(g))) : 1;
   }
@@ -141,7 +143,7 @@ struct Place {
       s.hi = i < g.rows ? V : static_cast<int>(min(static_cast<int64_t>(V), g.tail - column));
       if (!active || i >= last) s.hi = 0;
     } else {
-      const uint32_t image = g.words.quotient(static_cast<uint32_t>(i)), word = static_cast<uint32_t>(i) - image * g.words.divisor;
+      const uint32_t item = static_cast<uint32_t>(i), image = g.words.quotient(item), word = item - image * g.words.divisor;
       const int64_t start = (image * g.channels + column) * g.plane;
       s.at = (start & ~static_cast<int64_t>(V - 1)) + static_cast<int64_t>(word) * V;
       s.lo = static_cast<int>(max(start - s.at, static_cast<int64_t>(0)));
@@ -441,7 +443,8 @@ __device__ __forceinline__ auto gather_moments(const ForwardShared<T, LAST>& sha
   // LAST: the thread's first row, elements from one to the next, how many; its last step may be the block's last but one.
   const int64_t row = place.begin + place.ty, hop = place.stride(g) * g.columns;
   const T* next = x + row * g.columns + place.column;
-  const int mine = !LAST || !place.active ? 0 : row + static_cast<int64_t>(steps - 1) * place.stride(g) < last ? steps : steps - 1;
+  const bool whole = row + static_cast<int64_t>(steps - 1) * place.stride(g) < last;
+  const int mine = !LAST || !place.active ? 0 : whole ? steps : steps - 1;
   Vec<T, V> shift = filled<T, V>(convert<T>(0.f));
   A s[K] = {}, q[K] = {};
   int64_t count = max(0, mine);
@@ -510,7 +513,8 @@ __device__ __forceinline__ auto gather_moments(const ForwardShared<T, LAST>& sha
 
 // The moments of the block's columns over all pieces, and the tail. Threads with ty == 0 get them.
 template <typename T, bool LAST, typename P>
-__device__ __forceinline__ auto merge_pieces(ForwardShared<T, LAST>& shared, const ForwardArgs<compute_t<T>>& a, const P& place, int down) {
+__device__ __forceinline__ auto merge_pieces(ForwardShared<T, LAST>& shared, const ForwardArgs<compute_t<T>>& a, const P& place,
+                                             int down) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>, K = LAST ? V : 1;
   const Grid& g = a.grid;
@@ -544,8 +548,8 @@ __device__ __forceinline__ auto merge_pieces(ForwardShared<T, LAST>& shared, con
 // barrier), and once a channel to memory with the running statistics. A thread has one column: several would wait for each
 // other's loads and stores of the running ones.
 template <typename T, bool LAST, typename P, int K>
-__device__ __forceinline__ void finish_statistics(ForwardShared<T, LAST>& shared, const ForwardArgs<compute_t<T>>& a, const P& place,
-                                                  const Moments<compute_t<T>, K>& m) {
+__device__ __forceinline__ void finish_statistics(ForwardShared<T, LAST>& shared, const ForwardArgs<compute_t<T>>& a,
+                                                  const P& place, const Moments<compute_t<T>, K>& m) {
   using A = compute_t<T>;
   const Grid& g = a.grid;
   if (place.ty == 0 && place.active) {
@@ -573,7 +577,8 @@ __device__ __forceinline__ void finish_statistics(ForwardShared<T, LAST>& shared
 }
 
 template <typename T, bool LAST>
-__global__ void __launch_bounds__(kThreads<LAST>, kStatisticsResident<LAST, T>) batch_norm_statistics(const ForwardArgs<compute_t<T>> a) {
+__global__ void __launch_bounds__(kThreads<LAST>, kStatisticsResident<LAST, T>)
+    batch_norm_statistics(const ForwardArgs<compute_t<T>> a) {
   constexpr int K = LAST ? kVector<T> : 1;
   __shared__ ForwardShared<T, LAST> shared;
   const Grid& g = a.grid;
@@ -701,7 +706,8 @@ template <typename T, int U>
 constexpr int kTable = std::max(kMaxAcross, 32 * U / 2) * kVector<T> + 8;
 
 template <typename T>
-__device__ __forceinline__ void load_statistics(const ApplyArgs<compute_t<T>>& a, int64_t c, compute_t<T>& mean, compute_t<T>& rstd) {
+__device__ __forceinline__ void load_statistics(const ApplyArgs<compute_t<T>>& a, int64_t c, compute_t<T>& mean,
+                                                compute_t<T>& rstd) {
   using A = compute_t<T>;
   if (a.training) {
     mean = a.stats[c];
@@ -713,14 +719,16 @@ __device__ __forceinline__ void load_statistics(const ApplyArgs<compute_t<T>>& a
 }
 
 template <typename T, bool LAST, Act ACT, bool RESIDUAL, int U>
-__global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>) batch_norm_apply(const ApplyArgs<compute_t<T>> a) {
+__global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
+    batch_norm_apply(const ApplyArgs<compute_t<T>> a) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
   __shared__ alignas(kVectorBytes) A means[kTable<T, U>], scales[kTable<T, U>], biases[kTable<T, U>];
   const Tiles& t = a.tiles;
   const uint32_t block = gridDim.x - 1 - blockIdx.x;  // what the statistics read last comes first
-  int64_t at, step, first;  // the thread's first element, from one of its words to the next; LAST: the block's first column, planes: element
-  int tx = 0, count;        // channels of the block
+  int64_t at, step;   // the thread's first element, elements from one of its words to the next
+  int64_t first;      // of the block: LAST its first column, planes its first element
+  int tx = 0, count;  // channels of the block
   bool active = true;
   if constexpr (LAST) {
     const uint32_t rows = t.tiles == 1 ? block : block / t.tiles, tile = t.tiles == 1 ? 0 : block - rows * t.tiles;
@@ -748,7 +756,7 @@ __global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
     if constexpr (RESIDUAL) r[u] = load_if(u * step < left, residual + u * step);
   }
 
-  // Planes: where the block begins in its first plane, and how many planes on an element is that lies `e` after that plane's begin.
+  // Planes: where the block begins in its first plane, and how many planes further an element is, `e` counted from there.
   int64_t within = 0;
   [[maybe_unused]] const bool near = t.plane < 1 << 30;
   [[maybe_unused]] const auto plane_of = [&](int64_t e) {
@@ -758,11 +766,13 @@ __global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
   if constexpr (!LAST) {
     const int64_t plane = t.small ? t.by_plane.quotient(static_cast<uint32_t>(first)) : first / t.plane;
     within = first - plane * t.plane;
-    channel = static_cast<uint32_t>(t.small ? plane - t.by_channels.quotient(static_cast<uint32_t>(plane)) * t.channels : plane % t.channels);
+    const int64_t image = t.small ? t.by_channels.quotient(static_cast<uint32_t>(plane)) : plane / t.channels;
+    channel = static_cast<uint32_t>(plane - image * t.channels);
     count = plane_of(within + U * step - 1) + 1;
   }
   for (int k = threadIdx.x; k < count; k += blockDim.x) {
-    const uint32_t i = LAST ? static_cast<uint32_t>(first) + k : channel + k, c = i - t.by_channels.quotient(i) * t.by_channels.divisor;
+    const uint32_t i = (LAST ? static_cast<uint32_t>(first) : channel) + k;
+    const uint32_t c = i - t.by_channels.quotient(i) * t.by_channels.divisor;
     A mean, rstd;
     load_statistics<T>(a, c, mean, rstd);
     means[k] = mean;
@@ -770,7 +780,8 @@ __global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
     biases[k] = load_param<T>(a.bias, c, 0.f);
   }
   if (!a.training && a.stats != nullptr) {
-    for (int64_t c = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; c < t.channels; c += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t c = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; c < t.channels; c += threads) {
       A mean, rstd;
       load_statistics<T>(a, c, mean, rstd);
       a.stats[c] = mean;
@@ -1235,7 +1246,7 @@ Tensor empty_partial(int states, const Grid& g, const Tensor& x) {
   return empty_values(states * g.pieces * g.columns, compute_dtype(x), x);
 }
 
-// Bytes of x that may wait in L2 for the second pass of one kernel. Above, the statistics and the result are kernels of their own.
+// Bytes of x that may wait in L2 for the second pass of one kernel. Above, statistics and result are kernels of their own.
 int64_t held_bytes() { return int64_t{tuned("FASTLAYERS_BN_SPLIT", 24)} << 20; }
 
 // Launches the whole forward if x, or what the resident blocks have of it, stays in L2 between the passes.
@@ -1268,7 +1279,8 @@ template <typename T, bool LAST>
 void run_statistics(ForwardArgs<compute_t<T>>& args, const Operand& x, const Launch& launch) {
   constexpr auto kernel = batch_norm_statistics<T, LAST>;
   constexpr int V = kVector<T>;
-  args.grid = share_out(x.image, V, resident_blocks<kernel>(launch, kThreads<LAST>), device_traits(launch.device()).processors, true);
+  const int64_t resident = resident_blocks<kernel>(launch, kThreads<LAST>);
+  args.grid = share_out(x.image, V, resident, device_traits(launch.device()).processors, true);
   Grid& g = args.grid;
   args.direct = g.pieces == 1 && g.copies == 1;
   std::optional<Tensor> partial;
