@@ -1,10 +1,14 @@
 // act(batch_norm(x) + residual), training and eval, forward and backward.
 //
 // Training needs two passes over x, one for the statistics and one for the result, and so does the backward: one for the two
-// sums over a channel, one for dx. Both passes are one kernel. A block has a piece of some channels, all blocks are resident
-// (a cooperative launch), and between the passes each one reads what the others found for its channels: mean and sum of
-// squared deviations of every piece, merged in a fixed order. The second pass walks a piece from its end to its beginning,
-// so that it finds in L2 what the first one read last. Where one block has a whole channel, the blocks do not wait.
+// sums over a channel, one for dx. A block has a piece of some channels, and leaves mean and sum of squared deviations of it;
+// those of all pieces are merged in a fixed order. The second pass walks from the end to the beginning, so that it finds in L2
+// what the first one read last.
+//
+// Small tensors' forwards, and all backwards, are one kernel: all blocks are resident (a cooperative launch), and each merges
+// what the others found for its channels. Where one block has a whole channel, the blocks do not wait. Large forwards are
+// three: the statistics of the pieces, their merging, and the result, an elementwise kernel of few registers that reaches the
+// copy bandwidth where the second half of a kernel of many does not. In eval there is nothing but the last.
 //
 // What is kept for backward is x and the statistics. With a residual the activation's argument cannot be computed from them:
 // relu then keeps one bit an element (bit j of byte i for element 8i + j in memory order), the others the residual. The
@@ -34,25 +38,23 @@ constexpr int kThreads = LAST ? 512 : 256;
 template <bool LAST, typename T>
 constexpr int kResident = LAST ? 1 : sizeof(T) == 8 ? 2 : 3;
 
+// The same of the kernel that takes the statistics alone.
+template <bool LAST, typename T>
+constexpr int kStatisticsResident = LAST ? 2 : sizeof(T) == 8 ? 2 : 4;
+
 // Words of each operand in flight a thread. The activations of a run-time choice need registers of their own.
-constexpr int kStatsUnroll = 8;
 template <typename T, Act ACT>
 constexpr int kUnroll = ACT == Act::run_time || sizeof(T) == 8 ? 2 : 4;
+template <typename T>
+constexpr int kStatisticsUnroll = sizeof(T) == 8 ? 2 : 4;
+
+// Words of each operand of a thread of the result alone, and blocks an SM that its registers must allow.
+template <typename T>
+constexpr int kApplyUnroll = sizeof(T) == 8 ? 2 : 4;
+template <typename T, int U, bool RESIDUAL>
+constexpr int kApplyResident = U > 4 ? 2 : sizeof(T) == 8 || RESIDUAL ? 3 : 4;
 
 constexpr int kMaxAcross = 64;  // words of a row to a block
-
-// ---- division by an invariant -------------------------------------------------------------------------------------------
-
-struct Divisor {
-  uint32_t by = 1, factor = 0, shift = 0;
-
-  Divisor() = default;
-  explicit Divisor(uint32_t d) : by(d) {
-    while ((uint64_t{1} << shift) < d) ++shift;
-    factor = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - d)) / d + 1);
-  }
-  __device__ __forceinline__ uint32_t quotient(uint32_t i) const { return (__umulhi(i, factor) + i) >> shift; }  // i < 2^31
-};
 
 // ---- how the elements are shared out ------------------------------------------------------------------------------------
 
@@ -64,7 +66,7 @@ struct Grid {
   int64_t items;         // of a group, the tail included
   int64_t rows;          // LAST: whole rows, the items without the tail
   int64_t each;          // items of a piece
-  Divisor words;         // planes: 16-byte words that a plane may touch
+  Divider words;         // planes: 16-byte words that a plane may touch
   int pieces, groups;
   int across, down;      // LAST: threads of a block over a row's words, and over rows
   int copies, copy_bits; // LAST: pixels of a row, a power of two
@@ -82,8 +84,9 @@ struct Spot {
   __device__ __forceinline__ bool has(int j) const { return j >= lo && j < hi; }
 };
 
-// Where a thread stands.
-template <typename T, bool LAST>
+// Where a thread stands. Its block has a piece of neighbouring items; or, SPREAD, one of every `pieces` steps, so that all
+// blocks together walk through memory from its beginning to its end.
+template <typename T, bool LAST, bool SPREAD = false>
 struct Place {
   static constexpr int V = kVector<T>;
   int group, piece, tx, ty;
@@ -105,20 +108,34 @@ struct Place {
       column = group;
       active = true;
     }
-    begin = piece * g.each;
-    end = begin + g.each < g.items ? begin + g.each : g.items;
+    if constexpr (SPREAD) {
+      begin = static_cast<int64_t>(piece) * down(g);
+      end = g.items;
+    } else {
+      begin = piece * g.each;
+      end = begin + g.each < g.items ? begin + g.each : g.items;
+    }
   }
 
   __device__ __forceinline__ int down(const Grid& g) const { return LAST ? g.down : kThreads<false>; }
+  __device__ __forceinline__ int stride(const Grid& g) const { return SPREAD ? down(g) * g.pieces : down(g); }
 
   // Steps of the walk, the same for all threads of the block.
   __device__ __forceinline__ int steps(const Grid& g, int64_t last) const {
-    return last > begin ? static_cast<int>((last - begin + down(g) - 1) / down(g)) : 0;
+    return last > begin ? static_cast<int>((last - begin + stride(g) - 1) / stride(g)) : 0;
+  }
+
+  // The block's columns: how many from which on.
+  __device__ __forceinline__ int64_t first_column(const Grid& g) const {
+    return LAST ? static_cast<int64_t>(group) * g.across * V : group;
+  }
+  __device__ __forceinline__ int columns(const Grid& g) const {
+    return LAST ? static_cast<int>(min(static_cast<int64_t>(g.across) * V, g.columns - first_column(g))) : 1;
   }
 
   // The word of one step; below `last`.
   __device__ __forceinline__ Spot spot(const Grid& g, int step, int64_t last) const {
-    const int64_t i = begin + ty + static_cast<int64_t>(step) * down(g);
+    const int64_t i = begin + ty + static_cast<int64_t>(step) * stride(g);
     Spot s;
     if constexpr (LAST) {
       s.at = i * g.columns + column;
@@ -126,7 +143,7 @@ struct Place {
       s.hi = i < g.rows ? V : static_cast<int>(min(static_cast<int64_t>(V), g.tail - column));
       if (!active || i >= last) s.hi = 0;
     } else {
-      const uint32_t image = g.words.quotient(static_cast<uint32_t>(i)), word = static_cast<uint32_t>(i) - image * g.words.by;
+      const uint32_t item = static_cast<uint32_t>(i), image = g.words.quotient(item), word = item - image * g.words.divisor;
       const int64_t start = (image * g.channels + column) * g.plane;
       s.at = (start & ~static_cast<int64_t>(V - 1)) + static_cast<int64_t>(word) * V;
       s.lo = static_cast<int>(max(start - s.at, static_cast<int64_t>(0)));
@@ -138,56 +155,26 @@ struct Place {
 
 // ---- memory -------------------------------------------------------------------------------------------------------------
 
-// Cache policies of L2. Numbers of Hints below.
-enum class Policy : int { normal, first, last };  // evict_first: not wanted again; evict_last: wanted
-
-__device__ __forceinline__ uint64_t make_policy(Policy policy) {
-  uint64_t p;
-  if (policy == Policy::first) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
-  else if (policy == Policy::last) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
-  else asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p));
-  return p;
-}
-
-// How the passes use L2. `kept`: of the steps of the first pass, how many (in 1/256) at its end are read as evict_last, the
-// others as evict_first; 0: all of them as usual.
-struct Hints {
-  int kept;
-  Policy second;  // loads of the second pass
-  Policy store;   // results
-};
-
-struct Policies {
-  uint64_t early, late, second, store;
-  __device__ explicit Policies(const Hints& h)
-      : early(make_policy(h.kept > 0 ? Policy::first : Policy::normal)),
-        late(make_policy(h.kept > 0 ? Policy::last : Policy::normal)),
-        second(make_policy(h.second)),
-        store(make_policy(h.store)) {}
-};
-
 // The word at p, or zeros. The predicate is in the assembly so that several loads are issued without a branch between them.
 template <typename T>
-__device__ __forceinline__ Vec<T, kVector<T>> load_if(bool wanted, const T* p, uint64_t policy) {
+__device__ __forceinline__ Vec<T, kVector<T>> load_if(bool wanted, const T* p) {
   Vec<T, kVector<T>> v;
   uint4& w = reinterpret_cast<uint4&>(v);
   asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %6, 0;\n\t"
+      "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %5, 0;\n\t"
       "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
-      "@p ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;\n\t}"
+      "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
       : "=&r"(w.x), "=&r"(w.y), "=&r"(w.z), "=&r"(w.w)
-      : "l"(p), "l"(policy), "r"(static_cast<int>(wanted)));
+      : "l"(p), "r"(static_cast<int>(wanted)));
   return v;
 }
 
 // The part of the word that is ours.
 template <typename T>
-__device__ __forceinline__ void store_spot(T* p, const Spot& s, const Vec<T, kVector<T>>& v, uint64_t policy) {
+__device__ __forceinline__ void store_spot(T* p, const Spot& s, const Vec<T, kVector<T>>& v) {
   constexpr int V = kVector<T>;
   if (s.whole<V>()) {
-    const uint4& w = reinterpret_cast<const uint4&>(v);
-    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p + s.at), "r"(w.x), "r"(w.y), "r"(w.z),
-                 "r"(w.w), "l"(policy));
+    store_vec<T, V>(p + s.at, v);
   } else {
 #pragma unroll
     for (int j = 0; j < V; ++j)
@@ -209,9 +196,11 @@ __device__ __forceinline__ void fill_outside(Vec<T, kVector<T>>& w, const Spot& 
 // theirs together; all lanes of a warp call this. Where neighbours are of other warps or blocks, into zeros by an atomic or.
 template <int V>
 __device__ __forceinline__ void store_bits(uint8_t* bits, const Spot& s, unsigned mine, bool shared) {
+  if (!s.whole<V>()) {
 #pragma unroll
-  for (int j = 0; j < V; ++j)
-    if (!s.has(j)) mine &= ~(1u << j);
+    for (int j = 0; j < V; ++j)
+      if (!s.has(j)) mine &= ~(1u << j);
+  }
   mine <<= s.at & 7;
   if (shared) {
     constexpr int kSharing = 8 / V;
@@ -325,10 +314,8 @@ __device__ __forceinline__ int64_t channel_of(const Grid& g, int64_t column) {
 template <typename T, bool LAST>
 __device__ __forceinline__ void load_affine(Shared<T, LAST>& shared, const Grid& g, const Place<T, LAST>& place, const Param& weight,
                                             const Param& bias) {
-  const int64_t first = LAST ? static_cast<int64_t>(place.group) * g.across * kVector<T> : place.group;
-  const int count = LAST ? static_cast<int>(min(static_cast<int64_t>(g.across) * kVector<T>, g.columns - first)) : 1;
-  for (int k = threadIdx.x; k < count; k += blockDim.x) {
-    const int64_t c = channel_of(g, first + k);
+  for (int k = threadIdx.x; k < place.columns(g); k += blockDim.x) {
+    const int64_t c = channel_of(g, place.first_column(g) + k);
     shared.weight[k] = load_param<T>(weight, c, 1.f);
     shared.bias[k] = load_param<T>(bias, c, 0.f);
   }
@@ -349,7 +336,7 @@ __device__ __forceinline__ Vec<A, K> load_values(const A* p) {  // another block
   return v;
 }
 
-// A piece's state goes to global memory as two arrays [pieces, columns], and of planes the count as a third. Of LAST it is the
+// A piece's state goes to global memory as two arrays [pieces, columns], and the count as a third: of LAST that of column 0, the
 // piece's rows.
 template <bool LAST, int K, typename A, int N>
 __device__ __forceinline__ void write_piece(A* partial, const Grid& g, int piece, int64_t column, const A (&v)[N]) {
@@ -361,7 +348,7 @@ __device__ __forceinline__ void write_piece(A* partial, const Grid& g, int piece
   for (int k = 0; k < K; ++k) first.v[k] = v[kCount + k], second.v[k] = v[kCount + K + k];
   store_vec<A, K>(to, first);
   store_vec<A, K>(to + step, second);
-  if constexpr (kCount == 1 && !LAST) to[2 * step] = v[0];
+  if (kCount == 1 && (!LAST || column == 0)) to[2 * step] = v[0];
 }
 
 // The state of a piece, in one copy of the channels; `i` counts both.
@@ -386,17 +373,10 @@ __device__ __forceinline__ void read_piece(A (&v)[N], const A* partial, const Gr
   }
 #pragma unroll
   for (int k = 0; k < K; ++k) v[kCount + k] = first.v[k], v[kCount + K + k] = second.v[k];
-  if constexpr (kCount == 1) {
-    if constexpr (LAST) {
-      const int64_t begin = piece * g.each, end = min(begin + g.each, g.rows);
-      v[0] = static_cast<A>(max(end - begin, static_cast<int64_t>(0)));
-    } else {
-      v[0] = __ldcg(from + 2 * step + column);
-    }
-  }
+  if constexpr (kCount == 1) v[0] = __ldcg(from + 2 * step + (LAST ? 0 : column));
 }
 
-// ---- forward ------------------------------------------------------------------------------------------------------------
+// ---- statistics ---------------------------------------------------------------------------------------------------------
 
 template <typename A>
 struct ForwardArgs {
@@ -410,22 +390,25 @@ struct ForwardArgs {
   A momentum, eps;
   int64_t count;  // elements of a channel
   Grid grid;
-  Hints hints;
   Act act;
-  Passes passes;
-  bool training, direct;  // direct: a block has all of its channels' elements
+  bool direct;  // a block has all of its channels' elements
   bool bits_shared;
+};
+
+template <typename T, bool LAST>
+struct ForwardShared : Shared<T, LAST> {
+  compute_t<T> origin[Shared<T, LAST>::kColumns];
 };
 
 // The mean of the first few elements of each of the thread's channels (the last one repeated where there are fewer). All means
 // are merged as differences from it, so that a mean far from zero costs no digits.
-template <typename T, bool LAST, int K>
-__device__ __forceinline__ void load_origin(compute_t<T> (&origin)[K], const T* x, const Grid& g, const Place<T, LAST>& place) {
+// Seen after the next barrier.
+template <typename T, bool LAST, typename P>
+__device__ __forceinline__ void load_origin(ForwardShared<T, LAST>& shared, const T* x, const Grid& g, const P& place) {
   using A = compute_t<T>;
-  constexpr int V = kVector<T>, kElements = 8;
-#pragma unroll
-  for (int k = 0; k < K; ++k) origin[k] = 0;
-  if (!place.active) return;
+  constexpr int V = kVector<T>, K = LAST ? V : 1, kElements = 8;
+  if (place.ty != 0 || !place.active) return;
+  A origin[K] = {};
   const int64_t count = LAST ? g.rows * g.copies + g.tail / g.channels : g.plane;
   const int last = static_cast<int>(min(count, static_cast<int64_t>(kElements))) - 1;
   if (LAST && g.copies > 1) {
@@ -446,36 +429,44 @@ __device__ __forceinline__ void load_origin(compute_t<T> (&origin)[K], const T* 
     }
   }
 #pragma unroll
-  for (int k = 0; k < K; ++k) origin[k] *= A(1) / kElements;
+  for (int k = 0; k < K; ++k) shared.origin[place.tx * V + k] = origin[k] * (A(1) / kElements);
 }
 
 // The moments of this thread's part of the piece: sums of deviations from its own first element, which has about the size of
-// the others; one for all threads might be an outlier.
-template <typename T, bool LAST, int K>
-__device__ __forceinline__ Moments<compute_t<T>, K> gather_moments(const T* x, const Grid& g, const Place<T, LAST>& place,
-                                                                   const Policies& policies, int kept) {
+// the others; one for all threads might be an outlier. U: words in flight.
+template <int U, typename T, bool LAST, typename P>
+__device__ __forceinline__ auto gather_moments(const ForwardShared<T, LAST>& shared, const T* x, const Grid& g, const P& place) {
   using A = compute_t<T>;
-  constexpr int V = kVector<T>, U = sizeof(T) == 8 ? kStatsUnroll / 2 : kStatsUnroll;
+  constexpr int V = kVector<T>, K = LAST ? V : 1;
   const int64_t last = LAST ? min(place.end, g.rows) : place.end;  // the tail's few elements are merged one by one
   const int steps = place.steps(g, last);
-  const int late = steps - static_cast<int>(static_cast<int64_t>(steps) * kept >> 8);
+  // LAST: the thread's first row, elements from one to the next, how many; its last step may be the block's last but one.
+  const int64_t row = place.begin + place.ty, hop = place.stride(g) * g.columns;
+  const T* next = x + row * g.columns + place.column;
+  const bool whole = row + static_cast<int64_t>(steps - 1) * place.stride(g) < last;
+  const int mine = !LAST || !place.active ? 0 : whole ? steps : steps - 1;
   Vec<T, V> shift = filled<T, V>(convert<T>(0.f));
   A s[K] = {}, q[K] = {};
-  int64_t count = 0;
+  int64_t count = max(0, mine);
 #pragma unroll 1
   for (int step = 0; step < steps; step += U) {
     Vec<T, V> w[U];
-    Spot spots[U];
-    const uint64_t policy = step >= late ? policies.late : policies.early;
+    [[maybe_unused]] Spot spots[U];
+    if constexpr (LAST) {
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      spots[u] = place.spot(g, step + u, last);
-      w[u] = load_if(spots[u].any(), x + spots[u].at, policy);
-    }
-    if (count == 0) {
-      if constexpr (LAST) {
-        shift = w[0];
-      } else {
+      for (int u = 0; u < U; ++u) w[u] = load_if(step + u < mine, next + u * hop);
+      next += U * hop;
+      if (step == 0) shift = w[0];
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        if (step + u >= mine) w[u] = shift;
+    } else {
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        spots[u] = place.spot(g, step + u, last);
+        w[u] = load_if(spots[u].any(), x + spots[u].at);
+      }
+      if (count == 0) {
 #pragma unroll
         for (int u = U - 1; u >= 0; --u)
 #pragma unroll
@@ -483,12 +474,15 @@ __device__ __forceinline__ Moments<compute_t<T>, K> gather_moments(const T* x, c
             if (spots[u].has(j)) shift.v[0] = w[u].v[j];
         shift = filled<T, V>(shift.v[0]);
       }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        fill_outside(w[u], spots[u], shift);
+        count += max(0, spots[u].hi - spots[u].lo);
+      }
     }
     const Vec<A, V> from = unpack<A>(shift);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      fill_outside(w[u], spots[u], shift);
-      count += max(0, spots[u].hi - spots[u].lo);
       Vec<A, V> d = unpack<A>(w[u]);
 #pragma unroll
       for (int j = 0; j < V; ++j) d.v[j] -= from.v[j];
@@ -504,93 +498,131 @@ __device__ __forceinline__ Moments<compute_t<T>, K> gather_moments(const T* x, c
     }
   }
   Moments<A, K> m;
-  m.v[0] = static_cast<A>(LAST ? count / V : count);
+  m.v[0] = static_cast<A>(count);
+  __syncthreads();  // the origin
   if (count > 0) {
-    A origin[K];
-    load_origin<T, LAST, K>(origin, x, g, place);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const A mean = s[k] / m.v[0], squares = q[k] - s[k] * mean;
-      m.v[1 + k] = convert<A>(shift.v[k]) - origin[k] + mean;
+      m.v[1 + k] = convert<A>(shift.v[k]) - shared.origin[place.tx * V + k] + mean;
       m.v[1 + K + k] = squares < A(0) ? A(0) : squares;  // NaN stays
     }
   }
   return m;
 }
 
+// The moments of the block's columns over all pieces, and the tail. Threads with ty == 0 get them.
+template <typename T, bool LAST, typename P>
+__device__ __forceinline__ auto merge_pieces(ForwardShared<T, LAST>& shared, const ForwardArgs<compute_t<T>>& a, const P& place,
+                                             int down) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>, K = LAST ? V : 1;
+  const Grid& g = a.grid;
+  Moments<A, K> m;
+  if (place.active) {
+    const int states = LAST ? g.pieces << g.copy_bits : g.pieces;
+#pragma unroll 2
+    for (int i = place.ty; i < states; i += down) {
+      Moments<A, K> other;
+      read_piece<LAST, K>(other.v, a.partial, g, i, place.column);
+      m.merge(other);
+    }
+    if constexpr (LAST) {
+      const T* x = static_cast<const T*>(a.x);
+#pragma unroll 1
+      for (int64_t i = g.rows * g.columns + place.ty * g.channels; i < g.rows * g.columns + g.tail; i += down * g.channels) {
+        Moments<A, K> pixel;
+        pixel.v[0] = 1;
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+          pixel.v[1 + k] = convert<A>(x[i + channel_of(g, place.column + k)]) - shared.origin[place.tx * V + k];
+        m.merge(pixel);
+      }
+    }
+  }
+  merge_down(m, shared.merging, place, LAST ? g.across : 1, down);
+  return m;
+}
+
+// From the moments of the block's columns to mean and rstd, which go to shared.first and shared.second (seen after the next
+// barrier), and once a channel to memory with the running statistics. A thread has one column: several would wait for each
+// other's loads and stores of the running ones.
+template <typename T, bool LAST, typename P, int K>
+__device__ __forceinline__ void finish_statistics(ForwardShared<T, LAST>& shared, const ForwardArgs<compute_t<T>>& a,
+                                                  const P& place, const Moments<compute_t<T>, K>& m) {
+  using A = compute_t<T>;
+  const Grid& g = a.grid;
+  if (place.ty == 0 && place.active) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      shared.first[place.tx * kVector<T> + k] = m.v[1 + k];
+      shared.second[place.tx * kVector<T> + k] = m.v[1 + K + k];
+    }
+  }
+  __syncthreads();
+  for (int k = threadIdx.x; k < place.columns(g); k += blockDim.x) {
+    const int64_t c = place.first_column(g) + k;  // a channel where it is one of the first copy
+    const A mean = shared.origin[k] + shared.first[k], squares = shared.second[k], var = squares / static_cast<A>(a.count);
+    const A rstd = var == A(0) && a.eps == A(0) ? A(0) : A(1) / sqrt(var + a.eps);  // as torch
+    shared.first[k] = mean;
+    shared.second[k] = rstd;
+    if (place.piece > 0 || c >= g.channels) continue;
+    const A old_mean = load_param<T>(a.running_mean, c, 0.f), old_var = load_param<T>(a.running_var, c, 0.f);
+    if (a.running_mean.data != nullptr) store_param<T>(a.running_mean, c, (A(1) - a.momentum) * old_mean + a.momentum * mean);
+    if (a.running_var.data != nullptr)
+      store_param<T>(a.running_var, c, (A(1) - a.momentum) * old_var + a.momentum * (squares / static_cast<A>(a.count - 1)));
+    a.stats[c] = mean;
+    a.stats[g.channels + c] = rstd;
+  }
+}
+
+template <typename T, bool LAST>
+__global__ void __launch_bounds__(kThreads<LAST>, kStatisticsResident<LAST, T>)
+    batch_norm_statistics(const ForwardArgs<compute_t<T>> a) {
+  constexpr int K = LAST ? kVector<T> : 1;
+  __shared__ ForwardShared<T, LAST> shared;
+  const Grid& g = a.grid;
+  const Place<T, LAST, true> place(g);
+  const T* x = static_cast<const T*>(a.x);
+  load_origin(shared, x, g, place);
+  auto m = gather_moments<kStatisticsUnroll<T>>(shared, x, g, place);
+  merge_down(m, shared.merging, place, LAST ? g.across : 1, place.down(g));
+  if (a.direct) finish_statistics(shared, a, place, m);
+  else if (place.ty == 0 && place.active) write_piece<LAST, K>(a.partial, g, place.piece, place.column, m.v);
+}
+
+// Merges the pieces that batch_norm_statistics left. A block has one word of columns, or one channel.
+template <typename T, bool LAST>
+__global__ void __launch_bounds__(kThreads<LAST>) batch_norm_merge(const ForwardArgs<compute_t<T>> a) {
+  __shared__ ForwardShared<T, LAST> shared;
+  const Place<T, LAST> place(a.grid);
+  load_origin(shared, static_cast<const T*>(a.x), a.grid, place);
+  __syncthreads();
+  finish_statistics(shared, a, place, merge_pieces(shared, a, place, LAST ? a.grid.down : static_cast<int>(blockDim.x)));
+}
+
+// ---- forward in one kernel ----------------------------------------------------------------------------------------------
+
 template <typename T, bool LAST, Act ACT, bool RESIDUAL>
 __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm_forward(const ForwardArgs<compute_t<T>> a) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>, K = LAST ? V : 1, U = kUnroll<T, ACT>;
-  __shared__ Shared<T, LAST> shared;
+  __shared__ ForwardShared<T, LAST> shared;
   const Grid& g = a.grid;
   const Place<T, LAST> place(g);
-  const Policies policies(a.hints);
   const T* x = static_cast<const T*>(a.x);
   const int local = place.tx * V;  // of the thread's first column among the block's
-  const int down = place.down(g), across = LAST ? g.across : 1;
   load_affine(shared, g, place, a.weight, a.bias);
+  load_origin(shared, x, g, place);
 
-  Moments<A, K> m;
-  if (a.passes & kFirst) {
-    m = gather_moments<T, LAST, K>(x, g, place, policies, a.hints.kept);
-    merge_down(m, shared.merging, place, across, down);
-    if (!a.direct && place.ty == 0 && place.active) write_piece<LAST, K>(a.partial, g, place.piece, place.column, m.v);
-    if (!(a.passes & kSecond)) return;
-    if (!a.direct) cooperative_groups::this_grid().sync();
+  auto m = gather_moments<sizeof(T) == 8 ? 4 : 8>(shared, x, g, place);
+  merge_down(m, shared.merging, place, LAST ? g.across : 1, place.down(g));
+  if (!a.direct) {
+    if (place.ty == 0 && place.active) write_piece<LAST, K>(a.partial, g, place.piece, place.column, m.v);
+    cooperative_groups::this_grid().sync();
+    m = merge_pieces(shared, a, place, place.down(g));
   }
-  if (a.training && !a.direct) {
-    m = Moments<A, K>();
-    if (place.active) {
-      const int states = LAST ? g.pieces << g.copy_bits : g.pieces;
-#pragma unroll 2
-      for (int i = place.ty; i < states; i += down) {
-        Moments<A, K> other;
-        read_piece<LAST, K>(other.v, a.partial, g, i, place.column);
-        m.merge(other);
-      }
-      if constexpr (LAST) {
-        A origin[K];
-        if (g.tail > 0) load_origin<T, LAST, K>(origin, x, g, place);
-#pragma unroll 1
-        for (int64_t i = g.rows * g.columns + place.ty * g.channels; i < g.rows * g.columns + g.tail; i += down * g.channels) {
-          Moments<A, K> pixel;
-          pixel.v[0] = 1;
-#pragma unroll
-          for (int k = 0; k < K; ++k) pixel.v[1 + k] = convert<A>(x[i + channel_of(g, place.column + k)]) - origin[k];
-          m.merge(pixel);
-        }
-      }
-    }
-    merge_down(m, shared.merging, place, across, down);
-  }
-  if (place.ty == 0 && place.active) {
-    A origin[K];
-    load_origin<T, LAST, K>(origin, x, g, place);
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      const int64_t c = channel_of(g, place.column + k);
-      A mean, rstd;
-      const bool writes = place.piece == 0 && place.column + k < g.channels;  // one thread of all that have the channel
-      if (a.training) {
-        mean = origin[k] + m.v[1 + k];
-        const A var = m.v[1 + K + k] / static_cast<A>(a.count);
-        rstd = var == A(0) && a.eps == A(0) ? A(0) : A(1) / sqrt(var + a.eps);  // as torch
-        if (writes && a.running_mean.data != nullptr)
-          store_param<T>(a.running_mean, c, (A(1) - a.momentum) * load_param<T>(a.running_mean, c, 0.f) + a.momentum * mean);
-        if (writes && a.running_var.data != nullptr) {
-          const A unbiased = m.v[1 + K + k] / static_cast<A>(a.count - 1);
-          store_param<T>(a.running_var, c, (A(1) - a.momentum) * load_param<T>(a.running_var, c, 0.f) + a.momentum * unbiased);
-        }
-      } else {
-        mean = load_param<T>(a.running_mean, c, 0.f);
-        rstd = A(1) / sqrt(load_param<T>(a.running_var, c, 1.f) + a.eps);
-      }
-      shared.first[local + k] = mean;
-      shared.second[local + k] = rstd;
-      if (writes && a.stats != nullptr) a.stats[c] = mean, a.stats[g.channels + c] = rstd;
-    }
-  }
+  finish_statistics(shared, a, place, m);
   __syncthreads();
 
   A mean[K], scale[K], bias[K];
@@ -610,8 +642,8 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
 #pragma unroll
     for (int u = U - 1; u >= 0; --u) {
       spots[u] = place.spot(g, step + u, place.end);
-      w[u] = load_if(spots[u].any(), x + spots[u].at, policies.second);
-      if constexpr (RESIDUAL) r[u] = load_if(spots[u].any(), residual + spots[u].at, policies.second);
+      w[u] = load_if(spots[u].any(), x + spots[u].at);
+      if constexpr (RESIDUAL) r[u] = load_if(spots[u].any(), residual + spots[u].at);
     }
     with_act<ACT>(a.act, [&](auto act) {
       constexpr Act kAct = decltype(act)::value;
@@ -632,9 +664,193 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
         if constexpr (RESIDUAL && kAct == Act::relu) {
           if (a.bits != nullptr) store_bits<V>(a.bits, spots[u], kept, a.bits_shared);
         }
-        store_spot(y, spots[u], pack<T>(z), policies.store);
+        store_spot(y, spots[u], pack<T>(z));
       }
     });
+  }
+}
+
+// ---- the result alone ---------------------------------------------------------------------------------------------------
+
+// The tensor as a flat row of words. LAST: a block has `across` words of `down` rows, as often as a thread has words. planes: a
+// block has neighbouring words.
+struct Tiles {
+  int64_t elements, channels;
+  int64_t columns;              // LAST: elements of a row, whole bytes of bits
+  int64_t plane;                // planes: elements
+  Divider by_across;            // LAST
+  Divider by_plane, by_channels;
+  int across, down, tiles;      // LAST: tiles of a row
+  int threads;
+  bool small;                   // Dividers serve for element numbers
+};
+
+template <typename A>
+struct ApplyArgs {
+  const void* x;
+  const void* residual;
+  void* y;
+  uint8_t* bits;
+  Param weight, bias, running_mean, running_var;
+  A* stats;  // [2, channels]: in training read; in eval written where it is not null
+  A eps;
+  Tiles tiles;
+  Act act;
+  bool training;
+};
+
+constexpr int kApplyThreads = 256;
+
+// Channels of a block. A block of one warp has so many planes of two elements.
+template <typename T, int U>
+constexpr int kTable = std::max(kMaxAcross, 32 * U / 2) * kVector<T> + 8;
+
+template <typename T>
+__device__ __forceinline__ void load_statistics(const ApplyArgs<compute_t<T>>& a, int64_t c, compute_t<T>& mean,
+                                                compute_t<T>& rstd) {
+  using A = compute_t<T>;
+  if (a.training) {
+    mean = a.stats[c];
+    rstd = a.stats[a.tiles.channels + c];
+  } else {
+    mean = load_param<T>(a.running_mean, c, 0.f);
+    rstd = A(1) / sqrt(load_param<T>(a.running_var, c, 1.f) + a.eps);
+  }
+}
+
+template <typename T, bool LAST, Act ACT, bool RESIDUAL, int U>
+__global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
+    batch_norm_apply(const ApplyArgs<compute_t<T>> a) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  __shared__ alignas(kVectorBytes) A means[kTable<T, U>], scales[kTable<T, U>], biases[kTable<T, U>];
+  const Tiles& t = a.tiles;
+  const uint32_t block = gridDim.x - 1 - blockIdx.x;  // what the statistics read last comes first
+  int64_t at, step;   // the thread's first element, elements from one of its words to the next
+  int64_t first;      // of the block: LAST its first column, planes its first element
+  int tx = 0, count;  // channels of the block
+  bool active = true;
+  if constexpr (LAST) {
+    const uint32_t rows = t.tiles == 1 ? block : block / t.tiles, tile = t.tiles == 1 ? 0 : block - rows * t.tiles;
+    const int ty = t.by_across.quotient(threadIdx.x);
+    tx = threadIdx.x - ty * t.across;
+    first = static_cast<int64_t>(tile) * t.across * V;
+    const int64_t column = first + tx * V;
+    active = ty < t.down && column < t.columns;
+    at = (static_cast<int64_t>(rows) * (U * t.down) + ty) * t.columns + column;
+    step = t.down * t.columns;
+    count = static_cast<int>(min(static_cast<int64_t>(t.across) * V, t.columns - first));
+  } else {
+    step = blockDim.x * V;
+    first = static_cast<int64_t>(block) * U * step;
+    at = first + threadIdx.x * V;
+  }
+  const int64_t left = active ? t.elements - at : 0;
+
+  const T* x = static_cast<const T*>(a.x) + at;
+  const T* residual = static_cast<const T*>(a.residual) + at;
+  Vec<T, V> w[U], r[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    w[u] = load_if(u * step < left, x + u * step);
+    if constexpr (RESIDUAL) r[u] = load_if(u * step < left, residual + u * step);
+  }
+
+  // Planes: where the block begins in its first plane, and how many planes further an element is, `e` counted from there.
+  int64_t within = 0;
+  [[maybe_unused]] const bool near = t.plane < 1 << 30;
+  [[maybe_unused]] const auto plane_of = [&](int64_t e) {
+    return near ? static_cast<int>(t.by_plane.quotient(static_cast<uint32_t>(e))) : static_cast<int>(e >= t.plane);
+  };
+  uint32_t channel = 0;  // of the first plane
+  if constexpr (!LAST) {
+    const int64_t plane = t.small ? t.by_plane.quotient(static_cast<uint32_t>(first)) : first / t.plane;
+    within = first - plane * t.plane;
+    const int64_t image = t.small ? t.by_channels.quotient(static_cast<uint32_t>(plane)) : plane / t.channels;
+    channel = static_cast<uint32_t>(plane - image * t.channels);
+    count = plane_of(within + U * step - 1) + 1;
+  }
+  for (int k = threadIdx.x; k < count; k += blockDim.x) {
+    const uint32_t i = (LAST ? static_cast<uint32_t>(first) : channel) + k;
+    const uint32_t c = i - t.by_channels.quotient(i) * t.by_channels.divisor;
+    A mean, rstd;
+    load_statistics<T>(a, c, mean, rstd);
+    means[k] = mean;
+    scales[k] = load_param<T>(a.weight, c, 1.f) * rstd;
+    biases[k] = load_param<T>(a.bias, c, 0.f);
+  }
+  if (!a.training && a.stats != nullptr) {
+    const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t c = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; c < t.channels; c += threads) {
+      A mean, rstd;
+      load_statistics<T>(a, c, mean, rstd);
+      a.stats[c] = mean;
+      a.stats[t.channels + c] = rstd;
+    }
+  }
+  __syncthreads();
+
+  Vec<A, V> mean, scale, bias;
+  if constexpr (LAST) {
+    mean = load_vec<A, V>(means + tx * V);
+    scale = load_vec<A, V>(scales + tx * V);
+    bias = load_vec<A, V>(biases + tx * V);
+  }
+  T* y = static_cast<T*>(a.y) + at;
+  // The words move up to the first place, so that the code of all activations is there once. Nothing moves where it is unrolled.
+#pragma unroll (ACT == Act::run_time ? 1 : U)
+  for (int u = 0; u < U; ++u) {
+    with_act<ACT>(a.act, [&](auto act) {
+      constexpr Act kAct = decltype(act)::value;
+      Vec<A, V> z = unpack<A>(w[0]);
+      if constexpr (LAST) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) z.v[j] = fma(z.v[j] - mean.v[j], scale.v[j], bias.v[j]);
+      } else {
+        const int64_t e = within + threadIdx.x * V + u * step;
+        const int k = plane_of(e);
+        if (e + V <= (k + 1) * t.plane) {
+          const A m = means[k], s = scales[k], b = biases[k];
+#pragma unroll
+          for (int j = 0; j < V; ++j) z.v[j] = fma(z.v[j] - m, s, b);
+        } else {
+#pragma unroll
+          for (int j = 0; j < V; ++j) {
+            const int kj = plane_of(e + j);
+            z.v[j] = fma(z.v[j] - means[kj], scales[kj], biases[kj]);
+          }
+        }
+      }
+      if constexpr (RESIDUAL) {
+        const Vec<A, V> more = unpack<A>(r[0]);
+#pragma unroll
+        for (int j = 0; j < V; ++j) z.v[j] += more.v[j];
+      }
+      const int64_t rest = left - u * step;
+      if constexpr (RESIDUAL && kAct == Act::relu) {
+        unsigned kept = 0;
+#pragma unroll
+        for (int j = 0; j < V; ++j) kept |= static_cast<unsigned>(!(z.v[j] <= A(0))) << j;  // NaN is kept, as by torch
+        // A word's neighbours in its byte are of neighbouring lanes.
+        const Spot spot{at + u * step, 0, static_cast<int>(max(static_cast<int64_t>(0), min(rest, static_cast<int64_t>(V))))};
+        if (a.bits != nullptr) store_bits<V>(a.bits, spot, kept, true);
+      }
+#pragma unroll
+      for (int j = 0; j < V; ++j) z.v[j] = act_value<kAct, sizeof(T) == 2>(z.v[j]);
+      const Vec<T, V> out = pack<T>(z);
+      if (rest >= V) {
+        store_vec<T, V>(y + u * step, out);
+      } else {
+#pragma unroll
+        for (int j = 0; j < V; ++j)
+          if (j < rest) y[u * step + j] = out.v[j];
+      }
+    });
+#pragma unroll
+    for (int i = 0; i + 1 < U; ++i) {
+      w[i] = w[i + 1];
+      if constexpr (RESIDUAL) r[i] = r[i + 1];
+    }
   }
 }
 
@@ -657,7 +873,6 @@ struct BackwardArgs {
   A* partial;
   int64_t count;
   Grid grid;
-  Hints hints;
   Act act;
   Passes passes;
   bool training, direct;
@@ -672,8 +887,7 @@ struct BackwardWalk {
 
   // GATED: dz is still to be computed from dy; else `dy` has it.
   template <bool GATED, bool REVERSED, typename F>
-  __device__ __forceinline__ void group(const BackwardArgs<A>& a, const Place<T, LAST>& place, int step, const T* dy, uint64_t policy,
-                                        F&& f) const {
+  __device__ __forceinline__ void group(const BackwardArgs<A>& a, const Place<T, LAST>& place, int step, const T* dy, F&& f) const {
     constexpr bool kBits = GATED && GATE == Gate::bits, kResidual = GATED && GATE == Gate::residual;
     const T* x = static_cast<const T*>(a.x);
     Vec<T, V> wg[U], wx[U], wr[U];
@@ -683,9 +897,9 @@ struct BackwardWalk {
     for (int i = 0; i < U; ++i) {
       const int u = REVERSED ? U - 1 - i : i;
       spots[u] = place.spot(a.grid, step + u, place.end);
-      wg[u] = load_if(spots[u].any(), dy + spots[u].at, policy);
-      wx[u] = load_if(spots[u].any(), x + spots[u].at, policy);
-      if constexpr (kResidual) wr[u] = load_if(spots[u].any() && a.residual != nullptr, static_cast<const T*>(a.residual) + spots[u].at, policy);
+      wg[u] = load_if(spots[u].any(), dy + spots[u].at);
+      wx[u] = load_if(spots[u].any(), x + spots[u].at);
+      if constexpr (kResidual) wr[u] = load_if(spots[u].any() && a.residual != nullptr, static_cast<const T*>(a.residual) + spots[u].at);
       if constexpr (kBits) kept[u] = spots[u].any() ? a.bits[spots[u].at >> 3] >> (spots[u].at & 7) : 0;
     }
     with_act<GATED ? ACT : Act::none>(a.act, [&](auto act) {
@@ -728,7 +942,6 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
   __shared__ Shared<T, LAST> shared;
   const Grid& g = a.grid;
   const Place<T, LAST> place(g);
-  const Policies policies(a.hints);
   const int local = place.tx * V;
   const int down = place.down(g), across = LAST ? g.across : 1;
   const T* dy = static_cast<const T*>(a.dy);
@@ -751,12 +964,10 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
 
   Sums<A, K> sums;
   if (a.passes & kFirst) {
-    const int late = steps - static_cast<int>(static_cast<int64_t>(steps) * a.hints.kept >> 8);
 #pragma unroll 1
     for (int step = 0; step < steps; step += U)
-      walk.template group<true, false>(a, place, step, dy, step >= late ? policies.late : policies.early,
-                                       [&](const Spot& spot, Vec<A, V>& dz, const Vec<A, V>& d) {
-        if (dresidual != nullptr) store_spot(dresidual, spot, pack<T>(dz), policies.late);
+      walk.template group<true, false>(a, place, step, dy, [&](const Spot& spot, Vec<A, V>& dz, const Vec<A, V>& d) {
+        if (dresidual != nullptr) store_spot(dresidual, spot, pack<T>(dz));
         if constexpr (LAST) {
 #pragma unroll
           for (int j = 0; j < V; ++j) sums.v[j] += dz.v[j], sums.v[K + j] += dz.v[j] * d.v[j];
@@ -769,7 +980,7 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
         if (!a.training) {  // mean and rstd are constants: nothing to wait for
 #pragma unroll
           for (int j = 0; j < V; ++j) dz.v[j] *= walk.scale[j * kStep];
-          store_spot(dx, spot, pack<T>(dz), policies.store);
+          store_spot(dx, spot, pack<T>(dz));
         }
       });
     merge_down(sums, shared.merging, place, across, down);
@@ -815,12 +1026,12 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
 #pragma unroll
     for (int j = 0; j < V; ++j)
       dz.v[j] = fma(dz.v[j], walk.scale[j * kStep], fma(d.v[j], from_x[j * kStep], constant[j * kStep]));
-    store_spot(dx, spot, pack<T>(dz), policies.store);
+    store_spot(dx, spot, pack<T>(dz));
   };
 #pragma unroll 1
   for (int step = (steps - 1) / U * U; step >= 0; step -= U) {
-    if (dresidual != nullptr) walk.template group<false, true>(a, place, step, dresidual, policies.second, result);
-    else walk.template group<true, true>(a, place, step, dy, policies.second, result);
+    if (dresidual != nullptr) walk.template group<false, true>(a, place, step, dresidual, result);
+    else walk.template group<true, true>(a, place, step, dy, result);
   }
 }
 
@@ -847,15 +1058,14 @@ struct Image {
 // line, in eval, 8 steps of a thread took 13 us at (128, 512, 7, 7) for 21 with 4.
 constexpr int64_t kSmall = int64_t{1} << 23;
 
-// How to share out the channels of a launch. `resident`: blocks that the GPU holds at once. `waits`: blocks exchange sums.
-Grid share_out(const Image& image, int vector, int64_t resident, bool waits, int processors) {
+// How to share out the channels of a launch. `resident`: blocks that the GPU holds at once. `fills`: blocks need not be
+// resident, and should be as many as fill the GPU.
+Grid share_out(const Image& image, int vector, int64_t resident, int processors, bool fills = false) {
   Grid g{};
   g.channels = image.channels;
   g.copies = 1;
-  const int waves = tuned("FASTLAYERS_BN_WAVES", 1);
-  const int least = tuned("FASTLAYERS_BN_LEAST", waits ? 4 : 8);  // steps of a thread, below which a piece is not cut
+  const int least = tuned("FASTLAYERS_BN_LEAST", 4);  // steps of a thread, below which a piece is not cut
   const bool small = image.count() * image.channels < kSmall;
-  const int64_t slots = std::max<int64_t>(1, resident * waves);
   if (image.last) {
     const int64_t pixels = image.count();
     while (image.channels * g.copies % vector != 0) g.copies *= 2;
@@ -873,9 +1083,9 @@ Grid share_out(const Image& image, int vector, int64_t resident, bool waits, int
       if (tiles > 1) across = std::min<int64_t>(kMaxAcross, ceil_div(across, sharing) * sharing);  // whole bytes of bits
       const int64_t groups = ceil_div(words, across), down = kThreads<true> / across;
       const int64_t useful = g.items <= 2 * least * down ? 1 : ceil_div(g.items, least * down);
-      const int64_t room = std::max<int64_t>(1, slots / groups), pieces = std::min(useful, room);
-      // The part of the slots that work, if it is they that limit.
-      const double use = pieces < room ? 1.0 : static_cast<double>(groups * pieces) / static_cast<double>(ceil_div(groups * pieces, slots) * slots);
+      const int64_t room = std::max<int64_t>(1, resident / groups), pieces = std::min(useful, room);
+      // The part of the resident blocks that work, if it is they that limit.
+      const double use = pieces < room ? 1.0 : static_cast<double>(groups * pieces) / static_cast<double>(ceil_div(groups * pieces, resident) * resident);
       if (use > best + 0.03) {
         best = use;
         g.across = static_cast<int>(across);
@@ -891,25 +1101,23 @@ Grid share_out(const Image& image, int vector, int64_t resident, bool waits, int
     g.plane = image.plane;
     const bool ragged = image.plane % vector != 0;
     const int64_t words = ceil_div(image.plane + (ragged ? vector - 1 : 0), vector);
-    g.words = Divisor(static_cast<uint32_t>(words));
+    g.words = Divider(static_cast<uint32_t>(words));
     g.items = image.images * words;
     STD_TORCH_CHECK(g.items < INT32_MAX - (1 << 16), "fastlayers::batch_norm: ", image.count(), " elements a channel are more than the kernels take");
     g.groups = static_cast<int>(image.channels);
     const int64_t useful = std::max<int64_t>(1, g.items / (least * kThreads<false>));
-    const int64_t room = std::max<int64_t>(1, slots / image.channels);
+    const int64_t room = std::max<int64_t>(1, (fills ? 4 : 1) * resident / image.channels), unit = fills ? resident : processors;
     // As few pieces as keep the SMs evenly loaded.
     double best = -1;
     for (int64_t pieces = 1; pieces <= std::min(useful, room); ++pieces) {
       const int64_t blocks = image.channels * pieces;
-      const double use = static_cast<double>(blocks) / static_cast<double>(ceil_div(blocks, processors) * processors);
+      const double use = static_cast<double>(blocks) / static_cast<double>(ceil_div(blocks, unit) * unit);
       if (use > best + 0.03) {
         best = use;
         g.pieces = static_cast<int>(pieces);
       }
-      if (best > 0.95 && waits) break;
+      if (best > 0.95) break;
     }
-    if (!waits) g.pieces = static_cast<int>(std::min(useful, room));
-    g.pieces = std::max(1, tuned("FASTLAYERS_BN_PIECES", g.pieces));
     g.each = ceil_div(ceil_div(g.items, g.pieces), kThreads<false>) * kThreads<false>;  // pieces begin at whole bytes of bits
   }
   return g;
@@ -924,42 +1132,21 @@ int64_t resident_blocks(const Launch& launch, int threads) {
     STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, 0));
     each = std::max(each, 1);
   }
-  return static_cast<int64_t>(std::min(each, tuned("FASTLAYERS_BN_BLOCKS", each))) * device_traits(launch.device()).processors;
+  return static_cast<int64_t>(each) * device_traits(launch.device()).processors;
 }
 
-// One launch for both passes where the blocks can wait for each other or need not, else one for each.
 template <auto kernel, typename Args>
-void launch_passes(Args& args, bool both, int64_t resident, int threads, const Launch& launch) {
-  const Grid& g = args.grid;
-  const int64_t blocks = static_cast<int64_t>(g.groups) * g.pieces;
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::batch_norm: ", g.groups, " groups of channels are more than one launch takes");
-  const bool waits = both && !args.direct;
+void launch_blocks(const Args& args, int64_t blocks, int threads, bool cooperative, const Launch& launch) {
+  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::batch_norm: ", blocks, " blocks are more than one launch takes");
   cudaLaunchConfig_t config = {};
-  if (const int shared = waits ? 0 : tuned("FASTLAYERS_BN_SHARED", 0)) {  // fewer blocks an SM
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-    config.dynamicSmemBytes = shared;
-  }
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = launch.stream();
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
-  if (waits && (blocks > resident || tuned("FASTLAYERS_BN_TWO", 0) != 0)) {
-    args.passes = kFirst;
-    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
-    args.passes = kSecond;
-    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
-    return;
-  }
-  args.passes = both ? kBoth : kSecond;
-  if (waits) config.attrs = &attribute, config.numAttrs = 1;
+  if (cooperative) config.attrs = &attribute, config.numAttrs = 1;
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
-}
-
-Hints hints() {
-  return {tuned("FASTLAYERS_BN_KEPT", 0), static_cast<Policy>(tuned("FASTLAYERS_BN_SECOND", 0)),
-          static_cast<Policy>(tuned("FASTLAYERS_BN_STORE", 0))};
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
@@ -1055,25 +1242,107 @@ bool bytes_are_whole(const Image& image, const Grid& g, int vector) {
   return image.last ? g.columns % 8 == 0 && (g.groups == 1 || g.across % (8 / vector) == 0) : image.plane % 8 == 0;
 }
 
+Tensor empty_partial(int states, const Grid& g, const Tensor& x) {
+  return empty_values(states * g.pieces * g.columns, compute_dtype(x), x);
+}
+
+// Bytes of x that may wait in L2 for the second pass of one kernel. Above, statistics and result are kernels of their own.
+int64_t held_bytes() { return int64_t{tuned("FASTLAYERS_BN_SPLIT", 24)} << 20; }
+
+// Launches the whole forward if x, or what the resident blocks have of it, stays in L2 between the passes.
 template <typename T, bool LAST, Act ACT, bool RESIDUAL>
-void run_forward(ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t n, const Launch& launch) {
-  using A = compute_t<T>;
+bool run_in_one(ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t n, const Launch& launch) {
   constexpr auto kernel = batch_norm_forward<T, LAST, ACT, RESIDUAL>;
   constexpr int V = kVector<T>;
   const int64_t resident = resident_blocks<kernel>(launch, kThreads<LAST>);
-  args.grid = share_out(x.image, V, resident, args.training, device_traits(launch.device()).processors);
+  args.grid = share_out(x.image, V, resident, device_traits(launch.device()).processors);
   const Grid& g = args.grid;
+  const int64_t blocks = static_cast<int64_t>(g.groups) * g.pieces;
   args.direct = g.pieces == 1 && g.copies == 1;
+  if (blocks > resident && !args.direct) return false;
+  const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
+  if (std::min(bytes, bytes / blocks * resident) > held_bytes()) return false;
   args.bits_shared = bytes_are_whole(x.image, g, V);
   std::optional<Tensor> partial;
-  if (args.training && !args.direct) {
-    partial = empty_values(3 * g.pieces * g.columns, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, x.x);
-    args.partial = static_cast<A*>(partial->mutable_data_ptr());
+  if (!args.direct) {
+    partial = empty_partial(3, g, x.x);
+    args.partial = static_cast<compute_t<T>*>(partial->mutable_data_ptr());
   }
   // Bytes that several blocks may write are or-ed into zeros.
   const bool whole = V < 8 ? args.bits_shared : LAST ? g.tail == 0 : x.image.plane % 8 == 0;
   if (args.bits != nullptr && !whole) STD_CUDA_CHECK(cudaMemsetAsync(args.bits, 0, (n + 7) / 8, launch.stream()));
-  launch_passes<kernel>(args, args.training, resident, kThreads<LAST>, launch);
+  launch_blocks<kernel>(args, blocks, kThreads<LAST>, !args.direct, launch);
+  return true;
+}
+
+template <typename T, bool LAST>
+void run_statistics(ForwardArgs<compute_t<T>>& args, const Operand& x, const Launch& launch) {
+  constexpr auto kernel = batch_norm_statistics<T, LAST>;
+  constexpr int V = kVector<T>;
+  const int64_t resident = resident_blocks<kernel>(launch, kThreads<LAST>);
+  args.grid = share_out(x.image, V, resident, device_traits(launch.device()).processors, true);
+  Grid& g = args.grid;
+  args.direct = g.pieces == 1 && g.copies == 1;
+  std::optional<Tensor> partial;
+  if (!args.direct) {
+    partial = empty_partial(3, g, x.x);
+    args.partial = static_cast<compute_t<T>*>(partial->mutable_data_ptr());
+  }
+  launch_blocks<kernel>(args, static_cast<int64_t>(g.groups) * g.pieces, kThreads<LAST>, false, launch);
+  if (args.direct) return;
+  const int states = std::min(kThreads<LAST>, LAST ? g.pieces << g.copy_bits : g.pieces);
+  if constexpr (LAST) {
+    g.across = 1;
+    g.down = states;
+    g.groups = static_cast<int>(ceil_div(g.channels, V));
+  }
+  launch_blocks<batch_norm_merge<T, LAST>>(args, g.groups, static_cast<int>(ceil_div(states, 32) * 32), false, launch);
+}
+
+template <typename T, bool LAST, Act ACT, bool RESIDUAL, int U>
+void run_apply(const ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t n, bool training, const Launch& launch) {
+  constexpr int V = kVector<T>;
+  ApplyArgs<compute_t<T>> apply{args.x, args.residual, args.y, args.bits, args.weight, args.bias, args.running_mean, args.running_var,
+                                args.stats, args.eps, {}, args.act, training};
+  Tiles& t = apply.tiles;
+  t.elements = n;
+  t.channels = x.image.channels;
+  t.by_channels = Divider(static_cast<uint32_t>(t.channels));
+  int64_t blocks;
+  if constexpr (LAST) {
+    constexpr int kWhole = std::max(V, 8);  // elements of whole words and whole bytes of bits
+    int64_t copies = 1;
+    while (t.channels * copies % kWhole != 0) copies *= 2;
+    t.columns = t.channels * copies;
+    const int64_t words = t.columns / V;
+    t.tiles = static_cast<int>(ceil_div(words, kMaxAcross));
+    t.across = static_cast<int>(ceil_div(ceil_div(words, t.tiles), kWhole / V) * (kWhole / V));
+    t.tiles = static_cast<int>(ceil_div(words, t.across));
+    t.by_across = Divider(static_cast<uint32_t>(t.across));
+    t.down = kApplyThreads / t.across;
+    t.threads = static_cast<int>(ceil_div(t.across * t.down, 32) * 32);
+    blocks = ceil_div(ceil_div(n, t.columns), U * t.down) * t.tiles;
+  } else {
+    t.plane = x.image.plane;
+    t.small = n < INT32_MAX;
+    if (t.plane < 1 << 30) t.by_plane = Divider(static_cast<uint32_t>(t.plane));
+    t.threads = kApplyThreads;
+    while (t.threads > 32 && U * V * t.threads / t.plane + 2 > kTable<T, U>) t.threads /= 2;
+    blocks = ceil_div(ceil_div(n, V), U * t.threads);
+  }
+  launch_blocks<batch_norm_apply<T, LAST, ACT, RESIDUAL, U>>(apply, blocks, t.threads, false, launch);
+}
+
+template <typename T, bool LAST, Act ACT, bool RESIDUAL>
+void run_forward(ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t n, bool training, const Launch& launch) {
+  if (training) {
+    if (run_in_one<T, LAST, ACT, RESIDUAL>(args, x, n, launch)) return;
+    run_statistics<T, LAST>(args, x, launch);
+  }
+  if constexpr (sizeof(T) == 2 && LAST && ACT == Act::relu && !RESIDUAL) {
+    if (tuned("FASTLAYERS_BN_UNROLL", 4) == 8) return run_apply<T, LAST, ACT, RESIDUAL, 8>(args, x, n, training, launch);
+  }
+  run_apply<T, LAST, ACT, RESIDUAL, kApplyUnroll<T>>(args, x, n, training, launch);
 }
 
 struct Affine {
@@ -1108,18 +1377,16 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_in, const std::option
     args.momentum = static_cast<A>(momentum);
     args.eps = static_cast<A>(eps);
     args.count = x.image.count();
-    args.hints = hints();
     args.act = activation;
-    args.training = training;
     const auto run = [&](auto last) {
       constexpr bool LAST = decltype(last)::value;
       if constexpr (!std::is_same_v<T, double>) {
-        if (!residual && activation == Act::none) return run_forward<T, LAST, Act::none, false>(args, x, n, launch);
-        if (!residual && activation == Act::relu) return run_forward<T, LAST, Act::relu, false>(args, x, n, launch);
-        if (residual && activation == Act::relu) return run_forward<T, LAST, Act::relu, true>(args, x, n, launch);
+        if (!residual && activation == Act::none) return run_forward<T, LAST, Act::none, false>(args, x, n, training, launch);
+        if (!residual && activation == Act::relu) return run_forward<T, LAST, Act::relu, false>(args, x, n, training, launch);
+        if (residual && activation == Act::relu) return run_forward<T, LAST, Act::relu, true>(args, x, n, training, launch);
       }
-      if (residual) return run_forward<T, LAST, Act::run_time, true>(args, x, n, launch);
-      return run_forward<T, LAST, Act::run_time, false>(args, x, n, launch);
+      if (residual) return run_forward<T, LAST, Act::run_time, true>(args, x, n, training, launch);
+      return run_forward<T, LAST, Act::run_time, false>(args, x, n, training, launch);
     };
     if (x.image.last) run(std::true_type{});
     else run(std::false_type{});
@@ -1147,15 +1414,24 @@ void run_backward(BackwardArgs<compute_t<T>>& args, const Operand& x, const Laun
   using A = compute_t<T>;
   constexpr auto kernel = batch_norm_backward<T, LAST, ACT, GATE>;
   const int64_t resident = resident_blocks<kernel>(launch, kThreads<LAST>);
-  args.grid = share_out(x.image, kVector<T>, resident, true, device_traits(launch.device()).processors);
+  args.grid = share_out(x.image, kVector<T>, resident, device_traits(launch.device()).processors);
   const Grid& g = args.grid;
+  const int64_t blocks = static_cast<int64_t>(g.groups) * g.pieces;
   args.direct = g.pieces == 1 && g.copies == 1;
   std::optional<Tensor> partial;
   if (!args.direct) {
-    partial = empty_values(2 * g.pieces * g.columns, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, x.x);
-    args.partial = static_cast<A*>(partial->mutable_data_ptr());
+    partial = empty_partial(2, g, x.x);
+    args.partial = static_cast<compute_t<T>*>(partial->mutable_data_ptr());
   }
-  launch_passes<kernel>(args, true, resident, kThreads<LAST>, launch);
+  if (args.direct || blocks <= resident) {
+    args.passes = kBoth;
+    launch_blocks<kernel>(args, blocks, kThreads<LAST>, !args.direct, launch);
+  } else {  // blocks cannot wait for each other
+    args.passes = kFirst;
+    launch_blocks<kernel>(args, blocks, kThreads<LAST>, false, launch);
+    args.passes = kSecond;
+    launch_blocks<kernel>(args, blocks, kThreads<LAST>, false, launch);
+  }
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& dy_in, const Tensor& x_in,
@@ -1200,7 +1476,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& 
     args.dweight = param(dweight, x, op, "weight");
     args.dbias = param(dbias, x, op, "weight");
     args.count = x.image.count();
-    args.hints = hints();
     args.act = activation;
     args.training = training;
     const auto run = [&](auto last) {
