@@ -21,8 +21,6 @@
 //           may belong to neighbouring channels in part, and then are masked.
 #include <cooperative_groups.h>
 
-#include <cstdlib>
-
 #include "activations.cuh"
 
 namespace fastlayers {
@@ -244,6 +242,7 @@ struct Moments {
 
   // Chan's formula: no difference of large numbers, whatever the means.
   __device__ __forceinline__ void merge(const Moments& o) {
+    if (o.v[0] == A(0)) return;
     const A n = v[0] + o.v[0], share = n > A(0) ? o.v[0] / n : A(0), weight = v[0] * share;
 #pragma unroll
     for (int k = 1; k <= K; ++k) {
@@ -266,11 +265,41 @@ struct Sums {
   }
 };
 
+template <typename State>
+__device__ __forceinline__ void merge_warp(State& state) {
+#pragma unroll 1
+  for (int o = 16; o > 0; o >>= 1) {
+    State other;
+#pragma unroll
+    for (int k = 0; k < State::kSize; ++k) other.v[k] = __shfl_down_sync(0xffffffffu, state.v[k], o);
+    state.merge(other);
+  }
+}
+
 // Merges the states of the threads of one column, of which the first of them (ty == 0) gets the result: a tree, so the
 // same order in every run. `shared` has kSize values for every two threads. Ends with a barrier.
 template <typename State, typename A, typename P>
 __device__ __forceinline__ void merge_down(State& state, A* shared, const P& place, int across, int down) {
   const int slots = blockDim.x / 2;
+  if (across == 1) {  // whole warps have the column, and threads without a part of it an empty state
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    merge_warp(state);
+    if (lane == 0) {
+#pragma unroll
+      for (int k = 0; k < State::kSize; ++k) shared[k * slots + warp] = state.v[k];
+    }
+    __syncthreads();
+    if (warp == 0) {
+      state = State();
+      if (lane < warps) {
+#pragma unroll
+        for (int k = 0; k < State::kSize; ++k) state.v[k] = shared[k * slots + lane];
+      }
+      merge_warp(state);
+    }
+    __syncthreads();
+    return;
+  }
   int half = 1;
   while (half < down) half <<= 1;
 #pragma unroll 1
@@ -511,18 +540,21 @@ __device__ __forceinline__ auto gather_moments(const ForwardShared<T, LAST>& sha
   return m;
 }
 
-// The moments of the block's columns over all pieces, and the tail. Threads with ty == 0 get them.
+// Pieces of a channel, of all copies of it.
+template <bool LAST>
+__device__ __forceinline__ int states_of(const Grid& g) { return LAST ? g.pieces << g.copy_bits : g.pieces; }
+
+// The moments of the block's columns over all pieces, and the tail. `m`: the thread's first piece. Threads with ty == 0 get them.
 template <typename T, bool LAST, typename P>
 __device__ __forceinline__ auto merge_pieces(ForwardShared<T, LAST>& shared, const ForwardArgs<compute_t<T>>& a, const P& place,
-                                             int down) {
+                                             Moments<compute_t<T>, LAST ? kVector<T> : 1> m, int down) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>, K = LAST ? V : 1;
   const Grid& g = a.grid;
-  Moments<A, K> m;
   if (place.active) {
-    const int states = LAST ? g.pieces << g.copy_bits : g.pieces;
+    const int states = states_of<LAST>(g);
 #pragma unroll 2
-    for (int i = place.ty; i < states; i += down) {
+    for (int i = place.ty + down; i < states; i += down) {
       Moments<A, K> other;
       read_piece<LAST, K>(other.v, a.partial, g, i, place.column);
       m.merge(other);
@@ -544,12 +576,26 @@ __device__ __forceinline__ auto merge_pieces(ForwardShared<T, LAST>& shared, con
   return m;
 }
 
+// The running statistics of the thread's column, asked for before anything that has to wait.
+template <typename A>
+struct Running {
+  A mean, var;
+
+  template <typename T, typename P>
+  __device__ static Running load(const ForwardArgs<A>& a, const P& place) {
+    const int64_t c = place.first_column(a.grid) + threadIdx.x;
+    if (static_cast<int>(threadIdx.x) >= place.columns(a.grid) || c >= a.grid.channels) return {A(0), A(0)};
+    return {load_param<T>(a.running_mean, c, 0.f), load_param<T>(a.running_var, c, 0.f)};
+  }
+};
+
 // From the moments of the block's columns to mean and rstd, which go to shared.first and shared.second (seen after the next
 // barrier), and once a channel to memory with the running statistics. A thread has one column: several would wait for each
 // other's loads and stores of the running ones.
 template <typename T, bool LAST, typename P, int K>
 __device__ __forceinline__ void finish_statistics(ForwardShared<T, LAST>& shared, const ForwardArgs<compute_t<T>>& a,
-                                                  const P& place, const Moments<compute_t<T>, K>& m) {
+                                                  const P& place, const Moments<compute_t<T>, K>& m,
+                                                  const Running<compute_t<T>>& old) {
   using A = compute_t<T>;
   const Grid& g = a.grid;
   if (place.ty == 0 && place.active) {
@@ -560,17 +606,17 @@ __device__ __forceinline__ void finish_statistics(ForwardShared<T, LAST>& shared
     }
   }
   __syncthreads();
-  for (int k = threadIdx.x; k < place.columns(g); k += blockDim.x) {
+  static_assert(ForwardShared<T, LAST>::kColumns <= kThreads<LAST>);
+  if (const int k = threadIdx.x; k < place.columns(g)) {
     const int64_t c = place.first_column(g) + k;  // a channel where it is one of the first copy
     const A mean = shared.origin[k] + shared.first[k], squares = shared.second[k], var = squares / static_cast<A>(a.count);
     const A rstd = var == A(0) && a.eps == A(0) ? A(0) : A(1) / sqrt(var + a.eps);  // as torch
     shared.first[k] = mean;
     shared.second[k] = rstd;
-    if (place.piece > 0 || c >= g.channels) continue;
-    const A old_mean = load_param<T>(a.running_mean, c, 0.f), old_var = load_param<T>(a.running_var, c, 0.f);
-    if (a.running_mean.data != nullptr) store_param<T>(a.running_mean, c, (A(1) - a.momentum) * old_mean + a.momentum * mean);
+    if (place.piece > 0 || c >= g.channels) return;
+    if (a.running_mean.data != nullptr) store_param<T>(a.running_mean, c, (A(1) - a.momentum) * old.mean + a.momentum * mean);
     if (a.running_var.data != nullptr)
-      store_param<T>(a.running_var, c, (A(1) - a.momentum) * old_var + a.momentum * (squares / static_cast<A>(a.count - 1)));
+      store_param<T>(a.running_var, c, (A(1) - a.momentum) * old.var + a.momentum * (squares / static_cast<A>(a.count - 1)));
     a.stats[c] = mean;
     a.stats[g.channels + c] = rstd;
   }
@@ -587,7 +633,7 @@ __global__ void __launch_bounds__(kThreads<LAST>, kStatisticsResident<LAST, T>)
   load_origin(shared, x, g, place);
   auto m = gather_moments<kStatisticsUnroll<T>>(shared, x, g, place);
   merge_down(m, shared.merging, place, LAST ? g.across : 1, place.down(g));
-  if (a.direct) finish_statistics(shared, a, place, m);
+  if (a.direct) finish_statistics(shared, a, place, m, Running<compute_t<T>>::template load<T>(a, place));
   else if (place.ty == 0 && place.active) write_piece<LAST, K>(a.partial, g, place.piece, place.column, m.v);
 }
 
@@ -595,10 +641,16 @@ __global__ void __launch_bounds__(kThreads<LAST>, kStatisticsResident<LAST, T>)
 template <typename T, bool LAST>
 __global__ void __launch_bounds__(kThreads<LAST>) batch_norm_merge(const ForwardArgs<compute_t<T>> a) {
   __shared__ ForwardShared<T, LAST> shared;
+  constexpr int K = LAST ? kVector<T> : 1;
   const Place<T, LAST> place(a.grid);
+  const auto old = Running<compute_t<T>>::template load<T>(a, place);
+  // The first piece is asked for before the origin has arrived.
+  Moments<compute_t<T>, K> first;
+  const int down = LAST ? a.grid.down : static_cast<int>(blockDim.x);
+  if (place.active && place.ty < states_of<LAST>(a.grid)) read_piece<LAST, K>(first.v, a.partial, a.grid, place.ty, place.column);
   load_origin(shared, static_cast<const T*>(a.x), a.grid, place);
   __syncthreads();
-  finish_statistics(shared, a, place, merge_pieces(shared, a, place, LAST ? a.grid.down : static_cast<int>(blockDim.x)));
+  finish_statistics(shared, a, place, merge_pieces(shared, a, place, first, down), old);
 }
 
 // ---- forward in one kernel ----------------------------------------------------------------------------------------------
@@ -613,6 +665,7 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
   const T* x = static_cast<const T*>(a.x);
   const int local = place.tx * V;  // of the thread's first column among the block's
   load_affine(shared, g, place, a.weight, a.bias);
+  const auto old = Running<A>::template load<T>(a, place);
   load_origin(shared, x, g, place);
 
   auto m = gather_moments<sizeof(T) == 8 ? 4 : 8>(shared, x, g, place);
@@ -620,9 +673,11 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
   if (!a.direct) {
     if (place.ty == 0 && place.active) write_piece<LAST, K>(a.partial, g, place.piece, place.column, m.v);
     cooperative_groups::this_grid().sync();
-    m = merge_pieces(shared, a, place, place.down(g));
+    Moments<A, K> first;
+    if (place.active && place.ty < states_of<LAST>(g)) read_piece<LAST, K>(first.v, a.partial, g, place.ty, place.column);
+    m = merge_pieces(shared, a, place, first, place.down(g));
   }
-  finish_statistics(shared, a, place, m);
+  finish_statistics(shared, a, place, m, old);
   __syncthreads();
 
   A mean[K], scale[K], bias[K];
@@ -1037,14 +1092,6 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
 
 // ---- launch rules -------------------------------------------------------------------------------------------------------
 
-// Overrides for measurements, read on every call where FASTLAYERS_BN_TUNE is set.
-int tuned(const char* name, int value) {
-  static const bool tuning = std::getenv("FASTLAYERS_BN_TUNE") != nullptr;
-  if (!tuning) return value;
-  const char* text = std::getenv(name);
-  return text != nullptr && *text != 0 ? std::atoi(text) : value;
-}
-
 // An (N, C, *) tensor as the kernels see it.
 struct Image {
   int64_t images, channels, plane;
@@ -1064,7 +1111,7 @@ Grid share_out(const Image& image, int vector, int64_t resident, int processors,
   Grid g{};
   g.channels = image.channels;
   g.copies = 1;
-  const int least = tuned("FASTLAYERS_BN_LEAST", 4);  // steps of a thread, below which a piece is not cut
+  const int least = 4;  // steps of a thread, below which a piece is not cut
   const bool small = image.count() * image.channels < kSmall;
   if (image.last) {
     const int64_t pixels = image.count();
@@ -1077,7 +1124,7 @@ Grid share_out(const Image& image, int vector, int64_t resident, int processors,
     const int64_t words = g.columns / vector;
     const int sharing = std::max(1, 8 / vector);
     double best = -1;
-    for (int wanted = tuned("FASTLAYERS_BN_ACROSS", small ? 8 : 16); wanted <= kMaxAcross; wanted *= 2) {
+    for (int wanted = small ? 8 : 16; wanted <= kMaxAcross; wanted *= 2) {
       const int64_t tiles = ceil_div(words, wanted);
       int64_t across = ceil_div(words, tiles);
       if (tiles > 1) across = std::min<int64_t>(kMaxAcross, ceil_div(across, sharing) * sharing);  // whole bytes of bits
@@ -1093,7 +1140,7 @@ Grid share_out(const Image& image, int vector, int64_t resident, int processors,
         g.groups = static_cast<int>(groups);
         g.pieces = static_cast<int>(pieces);
       }
-      if (wanted >= words || tuned("FASTLAYERS_BN_ACROSS", 0) > 0) break;
+      if (wanted >= words) break;
     }
     g.each = ceil_div(g.items, g.pieces);
   } else {
@@ -1247,7 +1294,7 @@ Tensor empty_partial(int states, const Grid& g, const Tensor& x) {
 }
 
 // Bytes of x that may wait in L2 for the second pass of one kernel. Above, statistics and result are kernels of their own.
-int64_t held_bytes() { return int64_t{tuned("FASTLAYERS_BN_SPLIT", 24)} << 20; }
+constexpr int64_t kHeldBytes = int64_t{24} << 20;
 
 // Launches the whole forward if x, or what the resident blocks have of it, stays in L2 between the passes.
 template <typename T, bool LAST, Act ACT, bool RESIDUAL>
@@ -1261,7 +1308,7 @@ bool run_in_one(ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t n, co
   args.direct = g.pieces == 1 && g.copies == 1;
   if (blocks > resident && !args.direct) return false;
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
-  if (std::min(bytes, bytes / blocks * resident) > held_bytes()) return false;
+  if (std::min(bytes, bytes / blocks * resident) > kHeldBytes) return false;
   args.bits_shared = bytes_are_whole(x.image, g, V);
   std::optional<Tensor> partial;
   if (!args.direct) {
@@ -1338,9 +1385,6 @@ void run_forward(ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t n, b
   if (training) {
     if (run_in_one<T, LAST, ACT, RESIDUAL>(args, x, n, launch)) return;
     run_statistics<T, LAST>(args, x, launch);
-  }
-  if constexpr (sizeof(T) == 2 && LAST && ACT == Act::relu && !RESIDUAL) {
-    if (tuned("FASTLAYERS_BN_UNROLL", 4) == 8) return run_apply<T, LAST, ACT, RESIDUAL, 8>(args, x, n, training, launch);
   }
   run_apply<T, LAST, ACT, RESIDUAL, kApplyUnroll<T>>(args, x, n, training, launch);
 }

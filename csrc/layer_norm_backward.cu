@@ -9,7 +9,6 @@
 //   split  rows too long for that: every row cut into pieces, and a pass for each of what the kernel above does at once.
 //
 // A group takes only rows that start at the same place of a 16-byte word, so a thread stays with its columns.
-#include <cstdlib>
 #include <numeric>
 
 #include "layer_norm.cuh"
@@ -335,25 +334,34 @@ __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_ba
 
 constexpr int kSumWarps = 16;
 
-// Adds up the partial sums of all blocks: 32 columns a block, whose warps share the blocks' sums.
-template <typename W, typename A>
+// Adds up the partial sums of all blocks: C columns a lane, and the warps of a block share the blocks' sums.
+template <typename W, typename A, int C>
 __global__ void __launch_bounds__(kSumWarps * 32) layer_norm_sum_partials(const A* partial, W* dweight, W* dbias, int blocks, int64_t n) {
-  __shared__ A shared[kSumWarps][33];
+  __shared__ A shared[kSumWarps][32 * C + 1];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * 32 + lane) * C;
   // The second half of the grid's second dimension, if any, has the bias.
   const bool bias = blockIdx.y == 1 || dweight == nullptr;
   const A* from = partial + (bias ? blocks * n : 0) + column;
-  A s = 0;
+  Vec<A, C> s = filled<A, C>(A(0));
   if (column < n) {
 #pragma unroll 8
-    for (int b = warp; b < blocks; b += kSumWarps) s += from[b * n];
+    for (int b = warp; b < blocks; b += kSumWarps) {
+      const Vec<A, C> v = load_vec<A, C>(from + b * n);
+#pragma unroll
+      for (int c = 0; c < C; ++c) s.v[c] += v.v[c];
+    }
   }
-  shared[warp][lane] = s;
+#pragma unroll
+  for (int c = 0; c < C; ++c) shared[warp][lane + c * 32] = s.v[c];
   __syncthreads();
-  if (warp != 0 || column >= n) return;
-  for (int w = 1; w < kSumWarps; ++w) s += shared[w][lane];
-  (bias ? dbias : dweight)[column] = convert<W>(s);
+  for (int i = threadIdx.x; i < 32 * C; i += kSumWarps * 32) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * 32 * C + (i & 31) * C + (i >> 5);
+    if (at >= n) continue;
+    A all = shared[0][i];
+    for (int w = 1; w < kSumWarps; ++w) all += shared[w][i];
+    (bias ? dbias : dweight)[at] = convert<W>(all);
+  }
 }
 
 // ---- rows too long for a cluster ----------------------------------------------------------------------------------------
@@ -446,11 +454,6 @@ __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_columns(const 
 
 // ---- launch rules -------------------------------------------------------------------------------------------------------
 
-int choice(const char* name, int value) {
-  const char* text = std::getenv(name);
-  return text != nullptr ? std::atoi(text) : value;
-}
-
 // How a resident grid is made for rows of up to `words` 16-byte words: `threads` of an SM at most, in blocks of up
 // to `block`, which hold as many groups as fit, with up to `stages` rows of each in shared memory. Fewer and larger blocks
 // leave fewer partial sums.
@@ -458,16 +461,16 @@ struct ResidentRule {
   int64_t words;
   int threads, block, stages;
 };
-// On an H100, bfloat16, backward, in fractions of the copy bandwidth for layer_norm and rms_norm: 768 columns .79 .83 with 384
-// threads, .76 .80 with 512; 1024 columns .81 .85 with 256, .79 .83 with 512; 4096 .85 .91 with 256, .84 .88 with 512; 8192
-// .88 .91 with 384, .81 .86 with 512; 16384 .84 .87 with 512, .56 .76 with fewer.
+// On an H100, bfloat16, in fractions of the copy bandwidth for layer_norm and rms_norm: 768 columns .81 .83 with 384 threads, .76 .79
+// with 256; 1024 columns .83 .86 with 256, .82 .84 with 384; 4096 .88 .90 with 256, .86 .89 with 384; 8192 .89 .90 with 384, .84 .88
+// with 512; 16384 .85 .89 with 512, .72 .75 over clusters; 2 to 4 stages within .01 of each other.
 constexpr ResidentRule kResidentRules[] = {
     {96, 384, 384, 2},
     {512, 256, 256, 3},
     {1024, 384, 384, 3},
     {INT64_MAX, 512, 512, 2},
 };
-constexpr ResidentRule kRaggedRule{INT64_MAX, 512, 512, 3};
+constexpr ResidentRule kRaggedRule{INT64_MAX, 512, 512, 3};  // 4095 columns: rms_norm .84 with 512 threads, .78 with 384
 constexpr int kSharedReserve = 1024;  // of each block, for the driver
 
 struct ResidentLaunch {
@@ -501,8 +504,8 @@ ResidentLaunch resident_launch(const ResidentRule& found, int64_t words, int64_t
   const DeviceTraits& device = device_traits(on.device());
   ResidentLaunch launch;
   const auto threads_of = [&](int each) { return ragged ? std::max(row_threads(words, each), 16) : row_threads(words, each); };
-  launch.words = !ragged && !rare && threads_of(3) * 3 < threads_of(kMostWords) * kMostWords ? choice("FL_BACKWARD_WORDS", 3) : kMostWords;
-  const int most = choice("FL_BACKWARD_THREADS", found.threads);
+  launch.words = !ragged && !rare && threads_of(3) * 3 < threads_of(kMostWords) * kMostWords ? 3 : kMostWords;
+  const int most = found.threads;
   // Two stages of the widest types may leave room for fewer threads than that.
   const auto widest_of = [&](int cluster) {
     const int64_t fit = shared_of_block(1, cluster, slots, on.device()) / (launch.words * (2 * word_bytes + weight_bytes));
@@ -516,7 +519,7 @@ ResidentLaunch resident_launch(const ResidentRule& found, int64_t words, int64_t
     launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(words, launch.words * launch.cluster), 32) * 32);
   } else {
     launch.threads = threads_of(launch.words);
-    const int block = std::min(widest, choice("FL_BACKWARD_BLOCK", found.block));
+    const int block = std::min(widest, found.block);
     launch.block = std::max(1, launch.threads < 32 ? block / 32 * 32 / launch.threads : block / launch.threads) * launch.threads;
   }
   const int together = launch.cluster > 1 ? 1 : launch.block / launch.threads;  // groups of a block
@@ -525,7 +528,7 @@ ResidentLaunch resident_launch(const ResidentRule& found, int64_t words, int64_t
   while (resident > 1 && bytes * (2 * word_bytes + weight_bytes) > shared_of_block(resident, launch.cluster, slots, on.device())) --resident;
   const int64_t share = shared_of_block(resident, launch.cluster, slots, on.device());
   launch.stages = static_cast<int>(std::clamp<int64_t>((share - bytes * weight_bytes) / (bytes * word_bytes), 2,
-                                                       std::min(kMaxStages, choice("FL_BACKWARD_STAGES", found.stages))));
+                                                       std::min(kMaxStages, found.stages)));
   launch.shared = static_cast<size_t>(bytes * (launch.stages * word_bytes + weight_bytes));
 
   // As many groups as are resident, or a few less where each then has as many rows as the next.
@@ -548,6 +551,8 @@ int period_of(int64_t n, int vector) {
   return period;
 }
 
+constexpr int64_t kSumWide = 8192;
+
 // Adds the blocks' partial sums up into those of dweight and dbias that are wanted.
 template <typename A>
 void sum_partials(const A* partial, const Tensor& dweight, const Tensor& dbias, bool want_weight, bool want_bias, int blocks, int64_t n,
@@ -556,10 +561,14 @@ void sum_partials(const A* partial, const Tensor& dweight, const Tensor& dbias, 
   dispatch_floating((want_weight ? dweight : dbias).scalar_type(), "layer_norm_backward", [&](auto tag) {
     using W = decltype(tag);
     if constexpr (sizeof(W) <= sizeof(A) && (sizeof(A) == 4 || sizeof(W) == 8)) {
-      const dim3 grid(static_cast<unsigned>(ceil_div(n, 32)), want_weight && want_bias ? 2 : 1);
-      layer_norm_sum_partials<W, A><<<grid, kSumWarps * 32, 0, stream>>>(
-          partial, want_weight ? static_cast<W*>(dweight.mutable_data_ptr()) : nullptr,
-          want_bias ? static_cast<W*>(dbias.mutable_data_ptr()) : nullptr, blocks, n);
+      W* to_weight = want_weight ? static_cast<W*>(dweight.mutable_data_ptr()) : nullptr;
+      W* to_bias = want_bias ? static_cast<W*>(dbias.mutable_data_ptr()) : nullptr;
+      // Words of columns where there are enough of them to occupy the GPU.
+      constexpr int C = kVectorBytes / sizeof(A);
+      const bool wide = n % C == 0 && n >= kSumWide;
+      const dim3 grid(static_cast<unsigned>(ceil_div(n, wide ? 32 * C : 32)), want_weight && want_bias ? 2 : 1);
+      const auto kernel = wide ? layer_norm_sum_partials<W, A, C> : layer_norm_sum_partials<W, A, 1>;
+      kernel<<<grid, kSumWarps * 32, 0, stream>>>(partial, to_weight, to_bias, blocks, n);
       STD_CUDA_KERNEL_LAUNCH_CHECK();
     }
   });
