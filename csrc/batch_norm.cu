@@ -755,10 +755,12 @@ struct ApplyArgs {
 };
 
 constexpr int kApplyThreads = 256;
+// Words of a row to a block. On an H100, eval at (128, 512, 28, 28), bfloat16: .94 of the copy bandwidth with 32, .92 with 64 and with 8.
+constexpr int kApplyAcross = 32;
 
 // Channels of a block. A block of one warp has so many planes of two elements.
 template <typename T, int U>
-constexpr int kTable = std::max(kMaxAcross, 32 * U / 2) * kVector<T> + 8;
+constexpr int kTable = std::max(kApplyAcross, 32 * U / 2) * kVector<T> + 8;
 
 template <typename T>
 __device__ __forceinline__ void load_statistics(const ApplyArgs<compute_t<T>>& a, int64_t c, compute_t<T>& mean,
@@ -1294,7 +1296,7 @@ Tensor empty_partial(int states, const Grid& g, const Tensor& x) {
 }
 
 // Bytes of x that may wait in L2 for the second pass of one kernel. Above, statistics and result are kernels of their own.
-constexpr int64_t kHeldBytes = int64_t{24} << 20;
+constexpr int64_t kHeldBytes = int64_t{28} << 20;
 
 // Launches the whole forward if x, or what the resident blocks have of it, stays in L2 between the passes.
 template <typename T, bool LAST, Act ACT, bool RESIDUAL>
@@ -1362,7 +1364,7 @@ void run_apply(const ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t 
     while (t.channels * copies % kWhole != 0) copies *= 2;
     t.columns = t.channels * copies;
     const int64_t words = t.columns / V;
-    t.tiles = static_cast<int>(ceil_div(words, kMaxAcross));
+    t.tiles = static_cast<int>(ceil_div(words, kApplyAcross));
     t.across = static_cast<int>(ceil_div(ceil_div(words, t.tiles), kWhole / V) * (kWhole / V));
     t.tiles = static_cast<int>(ceil_div(words, t.across));
     t.by_across = Divider(static_cast<uint32_t>(t.across));
