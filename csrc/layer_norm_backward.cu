@@ -85,27 +85,41 @@ constexpr int kThreadsOf = sizeof(X) == 2 && LAYER && RAGGED ? 384 : kResidentTh
 constexpr int kMaxStages = 4;
 constexpr int kMostWords = 4;  // of a thread: 64 sums of layer_norm in 16 bits
 
-// Adds up the sums of a block's groups, [groups, n] in shared memory.
-template <typename A>
-__device__ __forceinline__ void add_groups(A* shared, A* out, int n, int groups) {
+// Adds up what the groups of a block have left in shared memory, [arrays, groups, n], C columns at a time, and writes it to `out`,
+// array `a` of them `step` further than the one before.
+template <int C, typename A>
+__device__ __forceinline__ void add_groups(A* shared, A* out, int64_t step, int arrays, int groups, int n) {
   __syncthreads();
-  // Where there are more threads than columns, several share the groups of a column, and one adds up theirs.
-  const int threads = blockDim.x;
-  const int parts = max(1, min(min(16, groups), threads / n));
-  for (int at = threadIdx.x; at < parts * n; at += threads) {
-    const int column = at % n;
-    A s = 0;
+  const int threads = blockDim.x, columns = n / C, tasks = arrays * columns;
+  // Of group `first` and every `by`-th after it, for C columns of one array.
+  const auto sum_of = [&](int array, int column, int first, int by, int count) {
+    const A* at = shared + static_cast<int64_t>(array) * groups * n + column * C;
+    Vec<A, C> sum = *reinterpret_cast<const Vec<A, C>*>(at + first * n);
 #pragma unroll 4
-    for (int g = at / n; g < groups; g += parts) s += shared[g * n + column];
-    if (parts == 1) out[column] = s;
-    else shared[(at / n) * n + column] = s;  // that of a group which this thread alone has read
+    for (int g = first + by; g < count; g += by) {
+      const Vec<A, C> v = *reinterpret_cast<const Vec<A, C>*>(at + g * n);
+#pragma unroll
+      for (int c = 0; c < C; ++c) sum.v[c] += v.v[c];
+    }
+    return sum;
+  };
+  // Where there are more threads than columns, several share the groups of a column, and one adds up theirs.
+  const int parts = min(min(16, groups), threads / tasks);
+  if (parts > 1) {
+    const int part = threadIdx.x / tasks, task = threadIdx.x - part * tasks, array = task >= columns;
+    if (part < parts) {
+      const Vec<A, C> sum = sum_of(array, task - array * columns, part, parts, groups);
+      // In the place of a group that this thread alone has read.
+      A* const at = shared + (static_cast<int64_t>(array) * groups + part) * n + (task - array * columns) * C;
+      *reinterpret_cast<Vec<A, C>*>(at) = sum;
+    }
+    __syncthreads();
   }
-  if (parts == 1) return;
-  __syncthreads();
-  for (int column = threadIdx.x; column < n; column += threads) {
-    A s = 0;
-    for (int part = 0; part < parts; ++part) s += shared[part * n + column];
-    out[column] = s;
+#pragma unroll 2
+  for (int task = threadIdx.x; task < tasks; task += threads) {
+    const int array = task >= columns, column = task - array * columns;
+    const Vec<A, C> sum = sum_of(array, column, 0, 1, parts > 1 ? parts : groups);
+    *reinterpret_cast<Vec<A, C>*>(out + array * step + column * C) = sum;
   }
 }
 
@@ -315,20 +329,26 @@ __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_ba
     }
     if (RAGGED && single >= 0) to[single] = of_single;
   };
-  // Adds up what the groups of a block hold for each column, through shared memory, and writes it.
-  const auto write = [&](const auto& sums, A of_single, A* to) {
-    if (groups_of_block > 1) {
-      __syncthreads();
-      write_columns(sums, of_single, reinterpret_cast<A*>(memory) + group_of_block * n);
-      add_groups(reinterpret_cast<A*>(memory), to, n, groups_of_block);
-    } else {
-      write_columns(sums, of_single, to);
-    }
-  };
   asm volatile("cp.async.wait_all;" ::: "memory");
-  if (a.want_weight) write(dweight, single_dweight, out);
-  if constexpr (LAYER) {
-    if (a.want_bias) write(dbias, single_dbias, out + blocks * n);
+  const bool want_bias = LAYER && a.want_bias;
+  A* const first_out = a.want_weight ? out : out + blocks * n;
+  if (groups_of_block == 1) {
+    if (a.want_weight) write_columns(dweight, single_dweight, out);
+    if constexpr (LAYER) {
+      if (want_bias) write_columns(dbias, single_dbias, out + blocks * n);
+    }
+  } else if (a.want_weight || want_bias) {
+    A* const shared = reinterpret_cast<A*>(memory);
+    A* to = shared + group_of_block * n;
+    __syncthreads();  // the stages are done with
+    if (a.want_weight) write_columns(dweight, single_dweight, to), to += groups_of_block * n;
+    if constexpr (LAYER) {
+      if (want_bias) write_columns(dbias, single_dbias, to);
+    }
+    constexpr int C = kVectorBytes / sizeof(A);
+    const int arrays = (a.want_weight ? 1 : 0) + (want_bias ? 1 : 0);
+    if (n % C == 0) add_groups<C>(shared, first_out, blocks * n, arrays, groups_of_block, n);
+    else add_groups<1>(shared, first_out, blocks * n, arrays, groups_of_block, n);
   }
 }
 
