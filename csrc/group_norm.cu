@@ -103,18 +103,6 @@ __device__ __forceinline__ A reciprocal_root(A v) {
   else return rsqrtf(v);
 }
 
-template <typename A, int V>
-__device__ __forceinline__ A sum_of(const Vec<A, V>& v) {
-  if constexpr (V == 1) {
-    return v.v[0];
-  } else {
-    Vec<A, V / 2> half;
-#pragma unroll
-    for (int j = 0; j < V / 2; ++j) half.v[j] = v.v[2 * j] + v.v[2 * j + 1];
-    return sum_of(half);
-  }
-}
-
 // Whether element j of a word that begins with element e of a run belongs to the run, of length n.
 template <typename I>
 __device__ __forceinline__ bool inside(I e, int j, I n) { return e + j >= 0 && e + j < n; }
@@ -138,13 +126,13 @@ __device__ __forceinline__ void extend(Moments<compute_t<In>>& m, const Vec<In, 
     }
     if (own.count == A(0)) return;
   }
-  own.mean = whole ? sum_of(v) * A(1.0 / V) : sum_of(v) / own.count;
+  own.mean = whole ? tree_sum(v) * A(1.0 / V) : tree_sum(v) / own.count;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const A d = whole || inside(e, j, n) ? v.v[j] - own.mean : A(0);
     v.v[j] = d * d;
   }
-  own.m2 = sum_of(v);
+  own.m2 = tree_sum(v);
   m = merge(m, own);
 }
 
@@ -315,7 +303,7 @@ __device__ __forceinline__ Sums<compute_t<In>> word_sums(const Vec<In, V>& x, co
   Vec<compute_t<In>, V> products = unpack<compute_t<In>>(x);
 #pragma unroll
   for (int j = 0; j < V; ++j) products.v[j] = dz.v[j] * (products.v[j] - c.mean);
-  return {sum_of(dz), sum_of(products)};
+  return {tree_sum(dz), tree_sum(products)};
 }
 
 // dx = dz·scale - constant - (x - mean)·slope, the latter two from the group's sums of scale·dz and scale·dz·xhat.
