@@ -2,7 +2,7 @@
 //
 // A kernel takes one as a template argument where that pays, the others as Act::run_time and an argument: one kernel for all of
 // them, which chooses once for the words that a thread holds, not for every element. The norms' kernels take the first kNormActs,
-// those of activation.cu and glu.cu all.
+// those of bias_act.cu and glu.cu all.
 //
 // FAST is for 16-bit results: the hardware's exp2 and reciprocal, and a short polynomial for the normal distribution, whose errors
 // stay far below theirs.

@@ -61,21 +61,18 @@ __device__ __forceinline__ void for_block(bool is_aligned, int64_t n, F&& f) {
 }
 
 // A dense tensor of n elements seen as rows of `columns`. Operands that are not dense, but have such rows, are found in it: element i
-// at i + row(i)·skip, where skip is their distance between rows less `columns`. A vector repeated along the rows has that of 0.
+// at i + row(i)·skip, where skip is their distance between rows less `columns`. Several rows have fewer than 2^31 elements: see
+// for_rows.
 struct Rows {
   int64_t columns = 1;
   bool single = true;  // one row
-  bool narrow = true;  // indices fit a Divider
   Divider divider;
 
   Rows() = default;
-  Rows(int64_t n, int64_t columns_) : columns(columns_), single(n == columns_), narrow(n <= INT32_MAX) {
-    if (narrow) divider = Divider(static_cast<uint32_t>(columns));
+  Rows(int64_t n, int64_t columns_) : columns(columns_), single(n == columns_) {
+    if (!single) divider = Divider(static_cast<uint32_t>(columns));
   }
-  __device__ __forceinline__ int64_t row(int64_t i) const {
-    if (single) return 0;
-    return narrow ? divider.quotient(static_cast<uint32_t>(i)) : i / columns;
-  }
+  __device__ __forceinline__ int64_t row(int64_t i) const { return single ? 0 : divider.quotient(static_cast<uint32_t>(i)); }
 };
 
 // The words of such an operand, as load_flat and store_flat. WHOLE words lie within a row, which `row` is.
@@ -154,6 +151,16 @@ inline unsigned blocks_for(int64_t n, int64_t each) {
 
 template <typename T, int UNROLL = kUnroll>
 unsigned flat_blocks(int64_t n) { return blocks_for(n, static_cast<int64_t>(kThreads) * UNROLL * kVector<T>); }
+
+// Calls f(first row, elements, Rows) for the whole of [rows, columns], or for shares of so many rows as Rows takes.
+template <typename F>
+void for_rows(int64_t rows, int64_t columns, F&& f) {
+  const int64_t most = rows == 1 ? 1 : std::max<int64_t>(1, INT32_MAX / columns);
+  for (int64_t first = 0; first < rows; first += most) {
+    const int64_t n = std::min(most, rows - first) * columns;
+    f(first, n, Rows(n, columns));
+  }
+}
 
 }  // namespace
 }  // namespace fastlayers

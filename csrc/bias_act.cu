@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) bias_act_forward(const T* __restrict
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         const int64_t i = flat_index<T, kForwardWords>(first + u);
-        int64_t column = i - rows.row(i) * rows.columns;
+        int64_t column = i < n ? i - rows.row(i) * rows.columns : 0;
         if (WHOLE && bias_words) {
           b[u] = load_vec<T, V>(bias + column);
         } else {
@@ -231,14 +231,17 @@ Tensor bias_act_forward_op(const Tensor& x_in, const std::optional<Tensor>& bias
     const ActParameters<A> p{static_cast<A>(first), static_cast<A>(second)};
     with_compiled<T>(act, [&](auto compiled) {
       constexpr Act kAct = decltype(compiled)::value;
-      const unsigned grid = flat_blocks<T, kForwardWords>(n);
-      if (bias) {
-        const bool words = operand.columns % kVector<T> == 0 && aligned(pb);
-        bias_act_forward<T, kAct, true><<<grid, kThreads, 0, launch.stream()>>>(px, pb, po, n, aligned(px), words,
-                                                                              Rows(n, operand.columns), act, p);
-      } else {
-        bias_act_forward<T, kAct, false><<<grid, kThreads, 0, launch.stream()>>>(px, pb, po, n, aligned(px), false, Rows(), act, p);
+      if (!bias) {
+        bias_act_forward<T, kAct, false>
+            <<<flat_blocks<T, kForwardWords>(n), kThreads, 0, launch.stream()>>>(px, pb, po, n, aligned(px), false, Rows(), act, p);
+        return;
       }
+      const bool words = operand.columns % kVector<T> == 0 && aligned(pb);
+      for_rows(operand.rows, operand.columns, [&](int64_t row, int64_t share, const Rows& rows) {
+        const int64_t start = row * operand.columns;
+        bias_act_forward<T, kAct, true><<<flat_blocks<T, kForwardWords>(share), kThreads, 0, launch.stream()>>>(
+            px + start, pb, po + start, share, aligned(px + start) && aligned(po + start), words, rows, act, p);
+      });
     });
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
