@@ -53,8 +53,9 @@ def _log1p(x):
 
 @triton.jit
 def _tanh(z):
-    e = _expm1(-2.0 * tl.abs(z))
-    t = -e / (e + 2.0)
+    a = tl.abs(z)
+    e = _expm1(-2.0 * tl.minimum(a, 1.0))
+    t = tl.where(a < 0.5, -e / (e + 2.0), 1.0 - 2.0 / (tl.exp(2.0 * a) + 1.0))  # exact near 0, and near 1
     return tl.where(z < 0, -t, t)
 
 

@@ -25,7 +25,7 @@ from fastlayers.kernels.reductions import accumulator, sum_rows
 
 # As the elementwise kernels have it: two 16-byte accesses of 16-bit elements a thread.
 TILE, WARPS = 2048, 4
-# 128 columns a program, 16 rows at a time; the rows are shared among so many programs that there are at least four for
+# 128 columns a program, 16 rows at a time, of float64 half as many; the rows are shared among so many programs that there are at least four for
 # each multiprocessor.
 COLUMNS, ROWS, COLUMN_WARPS, PROGRAMS_PER_MULTIPROCESSOR = 128, 16, 4, 4
 
@@ -115,7 +115,8 @@ def _column_launch(
     wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), blocks)
     chunk = cdiv(cdiv(rows, wanted), ROWS) * ROWS
     chunks = cdiv(rows, chunk)
-    constants = (act, accumulator(dtype)[0], index_type(rows * n), ROWS, COLUMNS)
+    tile_rows = ROWS // 2 if dtype == torch.float64 else ROWS
+    constants = (act, accumulator(dtype)[0], index_type(rows * n), tile_rows, COLUMNS)
     return Launch(_bias_act_backward, blocks * chunks, (rows, n, chunk, first, second), constants, COLUMN_WARPS), chunks
 
 

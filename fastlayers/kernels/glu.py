@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlayers.kernels.activations import activate, activate_backward
-from fastlayers.kernels.flat import Reading, Sizes, empty_result, in_layout, memory_dims, reading
-from fastlayers.kernels.indexing import index_type, pattern_offset
+from fastlayers.kernels.flat import FLAT, Reading, Sizes, empty_result, in_layout, in_memory_order, memory_dims, reading
+from fastlayers.kernels.indexing import extent, index_type, pattern, pattern_offset
 from fastlayers.kernels.launch import KEPT, Launch, cdiv
 from fastlayers.kernels.reductions import accumulator
 
@@ -91,9 +91,19 @@ def gated_forward(gate: Tensor, up: Tensor, act: int) -> Tensor:
     return out
 
 
+def _writing(t: Tensor, out: Tensor) -> Reading:
+    """A half of a dense tensor, of the memory order of out: always a pattern."""
+    if t.stride() == out.stride():
+        return FLAT
+    sizes, strides = in_memory_order(t.shape, t.stride(), out.shape, out.stride())
+    found = pattern(sizes, strides)
+    assert found is not None
+    return Reading(copy=False, flat=False, pattern=found, extent=extent(sizes, strides))
+
+
 def _run_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, act: int, out: Tensor) -> None:
     at = (_reading_of(gate, out), _reading_of(up, out))
-    launch = _launch(out.numel(), out.dtype, (*at, _reading_of(dgate, out)), act)
+    launch = _launch(out.numel(), out.dtype, (*at, _writing(dgate, out)), act)
     launch(dgate, dup, in_layout(dy, out), at[0].of(gate, out), at[1].of(up, out))
 
 
