@@ -143,6 +143,10 @@ struct Layout {
     for (int k = 0; k < OPERANDS; ++k) all[k + 1] = operands[k].strides;
     Walk<OPERANDS + 1> walk;
     if (!merge_dims<OPERANDS + 1>(sizes, memory_order(sizes, {&strides}), all, walk) || walk.dims > 2) return std::nullopt;
+    if (walk.dims == 1 && std::any_of(walk.stride + 1, walk.stride + OPERANDS + 1, [](const int64_t* s) { return s[0] != 1; })) {
+      walk.size[walk.dims] = 1;  // rows of one element
+      ++walk.dims;
+    }
     const int last = walk.dims - 1;
     Layout layout;
     layout.columns = walk.size[last];
