@@ -447,7 +447,7 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str | None, **parameters: floa
     return _bias_act.bias_act(x, bias, act, parameters)
 
 
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     """:func:`torch.nn.functional.gelu`, see :func:`bias_act`.
 
     Keeps: the input.
@@ -478,29 +478,31 @@ def mish(input: Tensor, inplace: bool = False) -> Tensor:
 
     Keeps: the input.
     """
-    return F.mish(input, inplace) if inplace else _bias_act.bias_act(input, None, "mish", {})
+    return _bias_act.in_place(F.mish, input) if inplace else _bias_act.bias_act(input, None, "mish", {})
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
     """:func:`torch.nn.functional.silu`, whose own kernels serve where no backend is forced; see :func:`bias_act`."""
-    return F.silu(input, inplace) if inplace else _bias_act.bias_act(input, None, "silu", {})
+    return _bias_act.in_place(F.silu, input) if inplace else _bias_act.bias_act(input, None, "silu", {})
 
 
 def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
     """:func:`torch.nn.functional.hardswish`, served as :func:`silu` is."""
-    return F.hardswish(input, inplace) if inplace else _bias_act.bias_act(input, None, "hardswish", {})
+    return _bias_act.in_place(F.hardswish, input) if inplace else _bias_act.bias_act(input, None, "hardswish", {})
 
 
 def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """:func:`torch.nn.functional.leaky_relu`, served as :func:`silu` is."""
     if inplace:
-        return F.leaky_relu(input, negative_slope, inplace)
+        return _bias_act.in_place(F.leaky_relu, input, negative_slope)
     return _bias_act.bias_act(input, None, "leaky_relu", {"negative_slope": negative_slope})
 
 
 def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """:func:`torch.nn.functional.elu`, served as :func:`silu` is."""
-    return F.elu(input, alpha, inplace) if inplace else _bias_act.bias_act(input, None, "elu", {"alpha": alpha})
+    return (
+        _bias_act.in_place(F.elu, input, alpha) if inplace else _bias_act.bias_act(input, None, "elu", {"alpha": alpha})
+    )
 
 
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:

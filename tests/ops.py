@@ -1251,10 +1251,6 @@ def bias_act_saved(call: Call, out: Tensor) -> int:
     return nbytes(out) if act == "relu" else nbytes(x) + (0 if bias is None else nbytes(bias))
 
 
-def of_act(name: str, act: str, bias: Any = None, **parameters: float) -> Sample:
-    return with_act(name, (5, 37), act, bias, kwargs=parameters)
-
-
 BIAS_ACT = Op(
     "bias_act",
     functional.bias_act,
@@ -1267,19 +1263,51 @@ BIAS_ACT = Op(
         with_act("parameter of another", A_ROW, "gelu", kwargs={"alpha": 2.0}),
         Sample("not a tensor", ([1.0, 2.0], None, "gelu")),
     ),
-    layers=(
-        Layer(fastlayers.FusedBiasAct(37, "gelu"), of_act("layer", "gelu"), 1),
-        Layer(fastlayers.FusedGELU(), of_act("layer", "gelu"), 1),
-        Layer(fastlayers.FusedMish(), of_act("layer", "mish"), 1),
-        Layer(fastlayers.FusedQuickGELU(), of_act("layer", "quick_gelu"), 1),
-        Layer(fastlayers.FusedReLU2(), of_act("layer", "relu2"), 1),
-        Layer(fastlayers.FusedSiLU(), of_act("layer", "silu"), 1),
-        Layer(fastlayers.FusedHardswish(), of_act("layer", "hardswish"), 1),
-        Layer(fastlayers.FusedLeakyReLU(0.2), of_act("layer", "leaky_relu", negative_slope=0.2), 1),
-        Layer(fastlayers.FusedELU(0.5), of_act("layer", "elu", alpha=0.5), 1),
-        Layer(fastlayers.FusedSoftplus(2.0, 5.0), of_act("layer", "softplus", beta=2.0, threshold=5.0), 1),
-    ),
+    layers=(Layer(fastlayers.FusedBiasAct(37), with_act("layer", (5, 37), "gelu", None), 1),),
     matrix=lambda x: (x, Input(x.shape[-1:]), "gelu"),
+)
+
+
+def bare(
+    fused: Callable[..., Tensor], stock: Callable[..., Tensor], *layers: nn.Module, smooth: bool = False, **other: Any
+) -> Op:
+    """The row of a function of one tensor, and of ``other``, arguments of a second call."""
+
+    def call(name: str, shape: tuple[int, ...], layout: Any = contiguous, **options: Any) -> Sample:
+        return Sample(name, (Input(shape, layout),), options.pop("kwargs", {}), **options)
+
+    return Op(
+        fused.__name__,
+        fused,
+        stock,
+        kernels=GPU_KERNELS,
+        samples=(
+            call("bare matrix", (5, 37), smooth=smooth),
+            call("bare empty", (0, 7), refused=KERNELS),
+            call("bare blocks", (3, 40013)),
+            call("bare image", IMAGE, channels_last),
+            call("bare slice", (5, 33), row_slice),
+            *([call("bare, other parameters", (5, 40), kwargs=other)] if other else []),
+        ),
+        saved_bytes=lambda call, out: nbytes(call.args[0]),
+        mistakes=(Sample("not a tensor", ([1.0, 2.0],)),),
+        layers=tuple(Layer(layer, call("layer", (5, 37), kwargs=other), 1) for layer in layers),
+        matrix=lambda x: (x,),
+    )
+
+
+GELU = bare(functional.gelu, F.gelu, fastlayers.FusedGELU("tanh"), smooth=True, approximate="tanh")
+GELU = replace(GELU, mistakes=(*GELU.mistakes, Sample("approximate", (Input((2, 3)),), {"approximate": "erf"})))
+BARE = (
+    GELU,
+    bare(functional.mish, F.mish, fastlayers.FusedMish(), smooth=True),
+    bare(functional.quick_gelu, STOCK_ACTS["quick_gelu"], fastlayers.FusedQuickGELU(), smooth=True),
+    bare(functional.relu2, STOCK_ACTS["relu2"], fastlayers.FusedReLU2()),
+    bare(functional.silu, F.silu, fastlayers.FusedSiLU(), smooth=True),
+    bare(functional.hardswish, F.hardswish, fastlayers.FusedHardswish()),
+    bare(functional.leaky_relu, F.leaky_relu, fastlayers.FusedLeakyReLU(0.2), negative_slope=0.2),
+    bare(functional.elu, F.elu, fastlayers.FusedELU(0.5), alpha=0.5),
+    bare(functional.softplus, F.softplus, fastlayers.FusedSoftplus(2.0, 5.0), smooth=True, beta=2.0, threshold=5.0),
 )
 
 
@@ -1300,29 +1328,33 @@ SWIGLU = Op(
     matrix=lambda x: (x, x),
 )
 FEW_PAIRS = ("matrix", "several blocks", "y transposed", "misaligned", "NaN", "infinities")
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    return F.gelu(gate, approximate=approximate) * up
+
+
 GEGLU = replace(
     SWIGLU,
     name="geglu",
     fused=functional.geglu,
-    reference=gated("gelu"),
-    samples=tuple(
-        replace(sample, gpu_only=sample.name == "infinities") for sample in pairs() if sample.name in FEW_PAIRS
+    reference=geglu,
+    samples=(
+        *(replace(sample, gpu_only=sample.name == "infinities") for sample in pairs() if sample.name in FEW_PAIRS),
+        Sample("tanh", (Input((5, 37)), Input((5, 37)), "tanh"), smooth=True),
     ),
-    layers=(Layer(fastlayers.FusedGEGLU(), A_PAIR),),
-)
-GEGLU_TANH = replace(
-    GEGLU,
-    name="geglu_tanh",
-    fused=lambda gate, up: functional.geglu(gate, up, "tanh"),
-    reference=gated("gelu_tanh"),
-    layers=(),
+    mistakes=(*GATE_MISTAKES, Sample("approximate", (Input((2, 3)), Input((2, 3)), "erf"))),
+    layers=(
+        Layer(fastlayers.FusedGEGLU(), A_PAIR),
+        Layer(fastlayers.FusedGEGLU("tanh"), Sample("tanh", (Input((5, 37)), Input((5, 37)), "tanh")), 2),
+    ),
 )
 REGLU = replace(
     GEGLU,
     name="reglu",
     fused=functional.reglu,
     reference=gated("relu"),
-    samples=tuple(replace(sample, smooth=False) for sample in GEGLU.samples),
+    samples=tuple(replace(sample, smooth=False) for sample in pairs() if sample.name in FEW_PAIRS),
     layers=(Layer(fastlayers.FusedReGLU(), A_PAIR),),
 )
 
@@ -1381,6 +1413,6 @@ OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
-    BIAS_ACT, SWIGLU, GEGLU, GEGLU_TANH, REGLU, GLU,
+    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GLU,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

@@ -25,8 +25,8 @@ from fastlayers.kernels.reductions import accumulator, sum_rows
 
 # As the elementwise kernels have it: two 16-byte accesses of 16-bit elements a thread.
 TILE, WARPS = 2048, 4
-# 128 columns a program, 16 rows at a time, of float64 half as many; the rows are shared among so many programs that there are at least four for
-# each multiprocessor.
+# 128 columns a program, 16 rows at a time, of float64 half as many; the rows are shared among so many programs that
+# there are at least four for each multiprocessor.
 COLUMNS, ROWS, COLUMN_WARPS, PROGRAMS_PER_MULTIPROCESSOR = 128, 16, 4, 4
 
 # -------------------------------------------------------------------------------------------------------------- kernels

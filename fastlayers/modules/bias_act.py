@@ -52,7 +52,7 @@ class FusedGELU(nn.GELU):
     """:class:`torch.nn.GELU` through :func:`fastlayers.functional.gelu`. Constructor and repr are torch's."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.gelu(input, self.approximate)
+        return functional.gelu(input, approximate=self.approximate)
 
 
 class FusedMish(nn.Mish):

@@ -5,7 +5,7 @@ Under torch.compile it returns its reference: Inductor fuses it with its neighbo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -97,6 +97,12 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str | None, given: Mapping[str
             return kernels.bias_act_forward(x, bias, code, *(*parameters, 0.0, 0.0)[:2])  # type: ignore[no-any-return]
         backends.refuse(reason)
     return dispatch.answer("bias_act", x, bias, act, parameters)  # type: ignore[no-any-return]
+
+
+def in_place(function: Callable[..., Tensor], x: Tensor, *parameters: float) -> Tensor:
+    """torch's own activation with ``inplace=True``: no kernel writes its input."""
+    backends.refuse("it answers with a new tensor, and was called in place")
+    return function(x, *parameters, inplace=True)
 
 
 dispatch.register_fakes(
