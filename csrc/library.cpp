@@ -13,6 +13,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("relu_add_backward(Tensor dy, Tensor bits, int[] bias_shape) -> (Tensor, Tensor)");
   m.def("mul(Tensor x, Tensor y) -> Tensor");
   m.def("mul_backward(Tensor dy, Tensor x, Tensor y) -> (Tensor, Tensor)");
+  m.def("bias_act_forward(Tensor x, Tensor? bias, int act, float first, float second) -> Tensor");
+  m.def("bias_act_backward(Tensor dy, Tensor x, Tensor? bias, int act, float first, float second, bool dbias) -> (Tensor, Tensor)");
+  m.def("gated_forward(Tensor gate, Tensor up, int act) -> Tensor");
+  m.def("gated_backward(Tensor dy, Tensor gate, Tensor up, int act) -> (Tensor, Tensor)");
+  m.def("glu_forward(Tensor x, int dim, bool gate_first, int act) -> Tensor");
+  m.def("glu_backward(Tensor dy, Tensor x, int dim, bool gate_first, int act) -> Tensor");
   m.def("layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int dims, float eps, int kind, ScalarType dtype, bool keep) -> (Tensor, Tensor)");
   m.def("add_layer_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, int dims, float eps, int kind, ScalarType dtype, bool keep) -> (Tensor, Tensor, Tensor)");
   m.def("layer_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor stats, Tensor? weight, int dims, int kind, bool dweight, bool dbias) -> (Tensor, Tensor, Tensor)");

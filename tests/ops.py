@@ -1123,9 +1123,296 @@ BATCH_NORM_EVAL = replace(
     matrix=None,
 )
 
+# ---- activations and gates -------------------------------------------------------------------------------------------
+
+STOCK_ACTS: dict[str | None, Callable[..., Tensor]] = {
+    None: lambda z: z,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "hardswish": F.hardswish,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
+    "relu2": lambda z: F.relu(z) * F.relu(z),
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "elu": F.elu,
+    "softplus": F.softplus,
+}
+SMOOTH_ACTS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "mish", "sigmoid", "tanh", "softplus")
+#: Of hardswish and relu6 the steps lie at 3 and 6.
+WIDE_ACTS = ("hardswish", "relu6")
+
+
+def bias_act(x: Tensor, bias: Tensor | None, act: str | None, **parameters: float) -> Tensor:
+    return STOCK_ACTS[act](x if bias is None else x + bias, **parameters)
+
+
+def times(factor: float) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
+    return lambda shape, generator: torch.randn(shape, generator=generator) * factor
+
+
+def with_act(name: str, shape: tuple[int, ...], act: str | None, bias: Any = "row", **options: Any) -> Sample:
+    """A call with a bias of the last dimension, with None, or with a given one."""
+    x = Input(shape, options.pop("layout", contiguous), options.pop("values", normal), dtype=options.pop("dtype", None))
+    kwargs = options.pop("kwargs", {})
+    given = Input(shape[-1:]) if bias == "row" else bias
+    return Sample(name, (x, given, act), kwargs, refused=options.pop("refused", ()), **options)
+
+
+A_ROW = (5, 40)
+BIAS_ACT_SAMPLES = (
+    with_act("matrix", (5, 37), "gelu", smooth=True),
+    *(
+        with_act(f"{act}, {kind}", A_ROW, act, bias, values=times(4.0 if act in WIDE_ACTS else 2.0))
+        for act in STOCK_ACTS
+        if act is not None
+        for kind, bias in (("biased", "row"), ("bare", None))
+    ),
+    *(with_act(f"{act}, smooth", (3, 5), act, smooth=True) for act in SMOOTH_ACTS[3:]),
+    with_act("leaky_relu of 0.3", A_ROW, "leaky_relu", kwargs={"negative_slope": 0.3}),
+    with_act("leaky_relu of -0.5", A_ROW, "leaky_relu", kwargs={"negative_slope": -0.5}),
+    with_act("elu of 1.7", A_ROW, "elu", kwargs={"alpha": 1.7}),
+    with_act("elu of 0.5, smooth", (3, 5), "elu", kwargs={"alpha": 1.0}, smooth=True),
+    with_act("softplus of 2.5, 3", A_ROW, "softplus", kwargs={"beta": 2.5, "threshold": 3.0}, values=times(3.0)),
+    with_act("softplus of -1", A_ROW, "softplus", kwargs={"beta": -1.0}),
+    with_act("bare, smooth", (4, 6), "gelu_tanh", None, smooth=True),
+    with_act("small values", A_ROW, "tanh", values=times(1e-3)),
+    with_act("small values of elu", A_ROW, "elu", values=times(1e-3)),
+    # The float64 composition of quick_gelu takes 1 - sigmoid by subtraction, and so is no judge of float64.
+    *(
+        with_act(
+            f"large values of {act}",
+            A_ROW,
+            act,
+            None,
+            values=large,
+            dtypes=(*HALF, torch.float32) if act == "quick_gelu" else FLOATING,
+        )
+        for act in STOCK_ACTS
+        if act is not None
+    ),
+    # On CPU torch's own answer depends on whether an element falls into a vector or into the rest.
+    *(
+        with_act(f"NaN in {act}", A_ROW, act, None, values=with_nan, gpu_only=act in ("hardswish", "relu6", "elu"))
+        for act in STOCK_ACTS
+        if act is not None
+    ),
+    *(
+        with_act(f"infinities in {act}", A_ROW, act, None, values=with_infinities, gpu_only=act == "gelu")
+        for act in STOCK_ACTS
+        if act is not None
+    ),
+    with_act("NaN, biased", A_ROW, "silu", values=with_nan),
+    with_act("one element", (1,), "silu"),
+    with_act("0-dim", (), "silu", None),
+    with_act("empty", (0, 7), "silu", refused=KERNELS),
+    with_act("no columns", (7, 0), "silu", refused=KERNELS),
+    *(with_act(f"columns {n}", (7, n), "gelu") for n in (1, 3, 8, 33, 255, 1000, 4097)),
+    *(with_act(f"bare, size {n}", (n,), "mish", None) for n in (7, 9, 4096, 10007)),
+    with_act("several blocks", (3, 40013), "gelu"),
+    with_act("many rows", (4099, 24), "gelu"),
+    with_act("many odd rows", (3001, 7), "silu"),
+    with_act("three dims", (3, 17, 24), "gelu_tanh"),
+    with_act("relu, many rows", (3001, 16), "relu"),
+    with_act("transposed", (24, 33), "gelu", layout=transposed),
+    with_act("bare, transposed", (24, 33), "gelu", None, layout=transposed),
+    with_act("channels_last", IMAGE, "silu", layout=channels_last),
+    with_act("bare, channels_last", IMAGE, "mish", None, layout=channels_last),
+    with_act("row slice", (5, 64), "gelu", layout=row_slice),
+    with_act("strided", (5, 40), "gelu", layout=strided),
+    with_act("bare, strided", (5, 40), "gelu", None, layout=strided),
+    with_act("misaligned", (6, 64), "gelu", layout=misaligned),
+    with_act("bare, misaligned", (6, 65), "gelu", None, layout=misaligned),
+    with_act("expanded rows", A_ROW, "gelu", layout=expanded(0)),
+    with_act("expanded columns", A_ROW, "relu", layout=expanded(1)),
+    with_act("bare, expanded", A_ROW, "gelu", None, layout=expanded(1)),
+    with_act("strided bias", A_ROW, "gelu", Input((40,), strided)),
+    with_act("misaligned bias", A_ROW, "gelu", Input((40,), misaligned)),
+    with_act("expanded bias", A_ROW, "gelu", Input((40,), expanded(0))),
+    with_act("bias without gradient", A_ROW, "gelu", Input((40,), grad=False)),
+    with_act("relu, bias without gradient", A_ROW, "relu", Input((40,), grad=False)),
+    Sample("x without gradient", (Input(A_ROW, grad=False), Input((40,)), "gelu")),
+    Sample("relu, x without gradient", (Input(A_ROW, grad=False), Input((40,)), "relu")),
+    with_act("bias of a matrix", A_ROW, "gelu", Input(A_ROW), refused=KERNELS),
+    with_act("bias of one", A_ROW, "gelu", Input((1,)), refused=KERNELS),
+    with_act("bias that widens", (40,), "gelu", Input(A_ROW), refused=KERNELS),
+    with_act("bias of float32", A_ROW, "gelu", Input((40,), dtype=torch.float32), refused=KERNELS, dtypes=HALF),
+    with_act("no activation", A_ROW, None, refused=KERNELS),
+    with_act("long rows", (2, 2**20 + 8), "gelu", gpu_only=True),
+)
+
+
+def bias_act_saved(call: Call, out: Tensor) -> int:
+    x, bias, act = call.args
+    return nbytes(out) if act == "relu" else nbytes(x) + (0 if bias is None else nbytes(bias))
+
+
+BIAS_ACT = Op(
+    "bias_act",
+    functional.bias_act,
+    bias_act,
+    kernels=GPU_KERNELS,
+    samples=BIAS_ACT_SAMPLES,
+    saved_bytes=bias_act_saved,
+    mistakes=(
+        with_act("bias that does not broadcast", A_ROW, "gelu", Input((7,))),
+        with_act("parameter of another", A_ROW, "gelu", kwargs={"alpha": 2.0}),
+        Sample("not a tensor", ([1.0, 2.0], None, "gelu")),
+    ),
+    layers=(Layer(fastlayers.FusedBiasAct(37), with_act("layer", (5, 37), "gelu", None), 1),),
+    matrix=lambda x: (x, Input(x.shape[-1:]), "gelu"),
+)
+
+
+def bare(
+    fused: Callable[..., Tensor], stock: Callable[..., Tensor], *layers: nn.Module, smooth: bool = False, **other: Any
+) -> Op:
+    """The row of a function of one tensor, and of ``other``, arguments of a second call."""
+
+    def call(name: str, shape: tuple[int, ...], layout: Any = contiguous, **options: Any) -> Sample:
+        return Sample(name, (Input(shape, layout),), options.pop("kwargs", {}), **options)
+
+    return Op(
+        fused.__name__,
+        fused,
+        stock,
+        kernels=GPU_KERNELS,
+        samples=(
+            call("bare matrix", (5, 37), smooth=smooth),
+            call("bare empty", (0, 7), refused=KERNELS),
+            call("bare blocks", (3, 40013)),
+            call("bare image", IMAGE, channels_last),
+            call("bare slice", (5, 33), row_slice),
+            *([call("bare, other parameters", (5, 40), kwargs=other)] if other else []),
+        ),
+        saved_bytes=lambda call, out: nbytes(call.args[0]),
+        mistakes=(Sample("not a tensor", ([1.0, 2.0],)),),
+        layers=tuple(Layer(layer, call("layer", (5, 37), kwargs=other), 1) for layer in layers),
+        matrix=lambda x: (x,),
+    )
+
+
+GELU = bare(functional.gelu, F.gelu, fastlayers.FusedGELU("tanh"), smooth=True, approximate="tanh")
+GELU = replace(GELU, mistakes=(*GELU.mistakes, Sample("approximate", (Input((2, 3)),), {"approximate": "erf"})))
+BARE = (
+    GELU,
+    bare(functional.mish, F.mish, fastlayers.FusedMish(), smooth=True),
+    bare(functional.quick_gelu, STOCK_ACTS["quick_gelu"], fastlayers.FusedQuickGELU(), smooth=True),
+    bare(functional.relu2, STOCK_ACTS["relu2"], fastlayers.FusedReLU2()),
+    bare(functional.silu, F.silu, fastlayers.FusedSiLU(), smooth=True),
+    bare(functional.hardswish, F.hardswish, fastlayers.FusedHardswish()),
+    bare(functional.leaky_relu, F.leaky_relu, fastlayers.FusedLeakyReLU(0.2), negative_slope=0.2),
+    bare(functional.elu, F.elu, fastlayers.FusedELU(0.5), alpha=0.5),
+    bare(functional.softplus, F.softplus, fastlayers.FusedSoftplus(2.0, 5.0), smooth=True, beta=2.0, threshold=5.0),
+)
+
+
+def gated(act: str | None) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda gate, up: STOCK_ACTS[act](gate) * up
+
+
+GATE_MISTAKES = (*PAIR_MISTAKES[:1], PAIR_MISTAKES[2])
+SWIGLU = Op(
+    "swiglu",
+    functional.swiglu,
+    gated("silu"),
+    kernels=GPU_KERNELS,
+    samples=(*pairs(), *broadcasts(refused=KERNELS)),
+    saved_bytes=both,
+    mistakes=GATE_MISTAKES,
+    layers=(Layer(fastlayers.FusedSwiGLU(), A_PAIR),),
+    matrix=lambda x: (x, x),
+)
+FEW_PAIRS = ("matrix", "several blocks", "y transposed", "misaligned", "NaN", "infinities")
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    return F.gelu(gate, approximate=approximate) * up
+
+
+GEGLU = replace(
+    SWIGLU,
+    name="geglu",
+    fused=functional.geglu,
+    reference=geglu,
+    samples=(
+        *(replace(sample, gpu_only=sample.name == "infinities") for sample in pairs() if sample.name in FEW_PAIRS),
+        Sample("tanh", (Input((5, 37)), Input((5, 37)), "tanh"), smooth=True),
+    ),
+    mistakes=(*GATE_MISTAKES, Sample("approximate", (Input((2, 3)), Input((2, 3)), "erf"))),
+    layers=(
+        Layer(fastlayers.FusedGEGLU(), A_PAIR),
+        Layer(fastlayers.FusedGEGLU("tanh"), Sample("tanh", (Input((5, 37)), Input((5, 37)), "tanh")), 2),
+    ),
+)
+REGLU = replace(
+    GEGLU,
+    name="reglu",
+    fused=functional.reglu,
+    reference=gated("relu"),
+    samples=tuple(replace(sample, smooth=False) for sample in pairs() if sample.name in FEW_PAIRS),
+    layers=(Layer(fastlayers.FusedReGLU(), A_PAIR),),
+)
+
+
+def glu(x: Tensor, act: str | None = "sigmoid", dim: int = -1, *, gate_first: bool = False) -> Tensor:
+    if act == "sigmoid" and not gate_first:
+        return F.glu(x, dim)
+    first, second = x.chunk(2, dim)
+    return STOCK_ACTS[act](first) * second if gate_first else first * STOCK_ACTS[act](second)
+
+
+GATE_FIRST = {"gate_first": True}
+A_GLU = Sample("packed matrix", (Input((5, 38)),))
+GLU = Op(
+    "glu",
+    functional.glu,
+    glu,
+    kernels=GPU_KERNELS,
+    samples=(
+        replace(A_GLU, smooth=True),
+        *(Sample(f"{act}", (Input((5, 48)), act)) for act in STOCK_ACTS),
+        *(Sample(f"{act} first", (Input((5, 48)), act), GATE_FIRST) for act in ("silu", "gelu", "sigmoid", None)),
+        Sample("silu, smooth", (Input((3, 8)), "silu"), GATE_FIRST, smooth=True),
+        Sample("dim 0", (Input((6, 7)), "gelu", 0), smooth=True),
+        *(Sample(f"packed columns {n}", (Input((7, n)), "silu"), GATE_FIRST) for n in (2, 6, 16, 66, 2000, 8194)),
+        Sample("vector", (Input((34,)), "silu")),
+        Sample("packed, many rows", (Input((3001, 32)), "gelu")),
+        Sample("channels", (Input((2, 8, 5, 6)), "silu", 1)),
+        Sample("channels, channels_last", (Input((2, 8, 5, 6), channels_last), "silu", 1)),
+        Sample("channels, channels_last, odd", (Input((2, 6, 5, 3), channels_last), "silu", 1)),
+        Sample("width, channels_last", (Input((2, 8, 5, 6), channels_last), "silu", 3)),
+        Sample("middle dim", (Input((3, 10, 24)), "gelu", 1)),
+        Sample("middle dim of a slice", (Input((3, 10, 24), row_slice), "gelu", -2)),
+        Sample("packed, transposed", (Input((24, 34), transposed), "silu")),
+        Sample("packed row slice", (Input((5, 64), row_slice), "silu")),
+        Sample("packed, strided", (Input((5, 40), strided), "silu")),
+        Sample("packed, misaligned", (Input((6, 64), misaligned), "silu")),
+        Sample("packed, expanded", (Input((6, 64), expanded(0)), "silu")),
+        Sample("packed, expanded along", (Input((6, 64), expanded(1)), "silu")),
+        Sample("packed NaN", (Input((5, 40), values=with_nan), "silu")),
+        Sample("packed infinities", (Input((5, 40), values=with_infinities), "silu")),
+        Sample("empty", (Input((0, 8)),), refused=KERNELS),
+        Sample("empty halves", (Input((8, 0)), "silu"), refused=KERNELS),
+    ),
+    saved_bytes=lambda call, out: nbytes(call.args[0]),
+    mistakes=(
+        Sample("odd size", (Input((3, 5)),)),
+        Sample("dim out of range", (Input((3, 4)), "sigmoid", 2)),
+        Sample("not a tensor", ([1.0, 2.0],)),
+    ),
+    layers=(Layer(fastlayers.FusedGLU(), A_GLU),),
+    matrix=lambda x: (x,),
+)
+
 OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
+    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GLU,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

@@ -49,13 +49,30 @@ def mul(x: Tensor, y: Tensor) -> Tensor:
     return x * y
 
 
+def bias_act(x: Tensor, bias: Tensor | None, act: str | None, parameters: tuple[float, ...]) -> Tensor:
+    return activation(act).function(x if bias is None else x + bias, *parameters)
+
+
+def gated(gate: Tensor, up: Tensor, act: str | None) -> Tensor:
+    return activation(act).function(gate) * up
+
+
+def glu(x: Tensor, act: str | None, dim: int, gate_first: bool) -> Tensor:
+    if act == "sigmoid" and not gate_first:
+        return F.glu(x, dim)
+    if x.size(dim) % 2:  # as F.glu has it; the chunks of 3 would broadcast
+        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {x.size(dim)}")
+    first, second = x.chunk(2, dim)
+    return gated(first, second, act) if gate_first else gated(second, first, act)
+
+
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 Shape = Sequence[int]
 
-_WITH_AUTOCAST = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
-#: The norms that autocast runs in float32, by device; they are the same in no two versions of torch. CUDA: layer_norm
-#: and group_norm, since 2.13 rms_norm as well. CPU: none.
+_WITH_AUTOCAST = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "softplus")
+#: The norms and activations that autocast runs in float32, by device; they are the same in no two versions of torch.
+#: CUDA: layer_norm, group_norm and softplus, since 2.13 rms_norm as well. CPU: none.
 FLOAT32_UNDER_AUTOCAST: dict[str, frozenset[str]] = {
     device: frozenset(op for op in _WITH_AUTOCAST if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key))
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
@@ -63,7 +80,7 @@ FLOAT32_UNDER_AUTOCAST: dict[str, frozenset[str]] = {
 
 
 def norm_dtype(op: str, x: Tensor) -> torch.dtype:
-    """dtype in which torch's norm ``op`` computes and answers, autocast included."""
+    """dtype in which torch's norm or activation ``op`` computes and answers, autocast included."""
     if x.dtype in HALF:
         device = x.device.type
         if op in FLOAT32_UNDER_AUTOCAST.get(device, ()) and torch.is_autocast_enabled(device):

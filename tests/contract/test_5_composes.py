@@ -148,6 +148,11 @@ class Net(nn.Module):
         self.layer_norm, self.rms_norm = fastlayers.FusedLayerNorm(12), fastlayers.FusedRMSNorm(12)
         self.add_layer_norm, self.add_rms_norm = fastlayers.FusedAddLayerNorm(12), fastlayers.FusedAddRMSNorm(12)
         self.batch_norm, self.batch_norm_act = fastlayers.FusedBatchNorm1d(12), fastlayers.FusedBatchNormAct1d(12)
+        self.gate, self.bias_act, self.gelu = (
+            fastlayers.FusedSwiGLU(),
+            fastlayers.FusedBiasAct(12),
+            fastlayers.FusedGELU(),
+        )
         self.group_norm, self.group_norm_act = fastlayers.FusedGroupNorm(3, 12), fastlayers.FusedGroupNormAct(3, 12)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,6 +161,7 @@ class Net(nn.Module):
         h, s = self.add_layer_norm(self.batch_norm(h), self.layer_norm(x))
         h, s = self.add_rms_norm(self.batch_norm_act(self.group_norm(h), x), self.rms_norm(s))
         h = self.group_norm_act(h + s)
+        h = self.gate(self.bias_act(h), self.gelu(s))
         return self.mul(self.softmax(h), self.log_softmax(h))
 
 
@@ -262,6 +268,12 @@ def registered_calls(device: str):
         "softmax_backward": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
         "softmax": (x.clone().requires_grad_(), keep, 1, 0.5, False, torch.float32),
         "softmax_grad": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
+        "bias_act_forward": (x, y[0], 3, 0.0, 0.0),
+        "bias_act_backward": (dy, x, y[0], 7, 0.2, 0.0, True),
+        "gated_forward": (x, y, 2),
+        "gated_backward": (dy, x, y, 2),
+        "glu_forward": (x, 1, True, 2),
+        "glu_backward": (dy[:, :8].contiguous(), x, 1, True, 2),
         **registered_norms(device),
     }
 

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastlayers.kernels import batch_norm, channels, elementwise, group_norm, launch, layer_norm, softmax
+from fastlayers.kernels import batch_norm, bias_act, channels, elementwise, glu, group_norm, launch, layer_norm, softmax
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -67,7 +67,7 @@ def compiled(request, monkeypatch, tmp_path):
         names.append(kernel.metadata.name)
 
     monkeypatch.setattr(launch.Launch, "__call__", compile_instead)
-    for family in (softmax, elementwise, layer_norm, channels, group_norm):
+    for family in (softmax, elementwise, layer_norm, channels, group_norm, bias_act):
         monkeypatch.setattr(family, "multiprocessors", lambda device: 132)
     yield names
     assert not spills, spills
@@ -143,6 +143,25 @@ def test_elementwise(compiled, dtype, offset):
         "mul_backward_columns",
     }
     assert set(compiled) == {f"_{name}" for name in expected}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize("act", range(1, 15))
+def test_bias_act_and_gates(compiled, act, dtype):
+    x = meta(16384, 4096, dtype=dtype)
+    for bias in (None, x[0]):
+        bias_act.bias_act_forward(x, bias, act, 1.0, 20.0)
+        bias_act.bias_act_backward(x, x, bias, act, 1.0, 20.0, bias is not None)
+    glu.gated_forward(x, x, act)
+    glu.gated_backward(x, x, x, act)
+    if act == 2:
+        y = glu.glu_forward(x, 1, True, act)
+        glu.glu_backward(y, x, 1, True, act)
+        odd = meta(300, 514, dtype=dtype)
+        glu.glu_backward(glu.glu_forward(odd, 1, False, act), odd, 1, False, act)
+        bias_act.bias_act_backward(odd, odd, odd[0], act, 1.0, 20.0, True)
+    names = {"_bias_act", "_act_backward", "_bias_act_backward", "_sum_rows", "_gated", "_gated_backward"}
+    assert set(compiled) == names
 
 
 #: One length for every row of the launch rules, short and odd ones, and one past the registers; (rows, n).
