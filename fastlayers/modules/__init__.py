@@ -25,6 +25,7 @@ from fastlayers.modules.layer_norm import (
     FusedLayerNorm2d,
     FusedRMSNorm,
 )
+from fastlayers.modules.rotary import FusedRotary
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
 
 #: Torch classes that one fused class replaces, layer for layer. A fused class here adds no attribute to the torch
@@ -65,5 +66,6 @@ __all__ = [
     "FusedMul",
     "FusedRMSNorm",
     "FusedReLUAdd",
+    "FusedRotary",
     "FusedSoftmax",
 ]

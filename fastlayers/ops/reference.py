@@ -160,15 +160,13 @@ def batch_norm(
 def rotate(x: Tensor, interleaved: bool) -> Tensor:
     """A quarter turn of every pair: (a, b) becomes (-b, a). Pairs lie half of x apart, or next to each other."""
     if interleaved:
-        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).reshape(x.shape)  # older vmaps do not flatten
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
-def full_table(table: Tensor, interleaved: bool, rotary_dim: int) -> Tensor:
-    """A column for each element, of a table that may have one for each pair."""
-    if table.shape[-1] == rotary_dim:
-        return table
+def full_table(table: Tensor, interleaved: bool) -> Tensor:
+    """A column for each element, of a table that has one for each pair."""
     return table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
 
 
@@ -187,6 +185,7 @@ def rotary(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    cos, sin = full_table(cos, interleaved, rotary_dim), full_table(sin, interleaved, rotary_dim)
+    if rotary_dim != cos.shape[-1]:
+        cos, sin = full_table(cos, interleaved), full_table(sin, interleaved)
     rotated_q = _rotated(q, cos, sin, interleaved, dtype)
     return rotated_q, None if k is None else _rotated(k, cos, sin, interleaved, dtype)

@@ -48,8 +48,11 @@ def _layout(t: Tensor) -> Layout:
 def _repeats(table: Layout, dims: int) -> list[bool]:
     """For each dimension of q but the last whether all its indices have one entry of the table."""
     sizes, strides, _ = table
-    new = [True] * (dims - len(sizes))
-    return new + [size == 1 or stride == 0 for size, stride in zip(sizes[:-1], strides[:-1], strict=True)]
+    new = [True] * (dims - 1 - len(sizes[:-1]))
+    in_place = strides[-1] == 1  # others are copied, and then repeat in memory
+    return new + [
+        size == 1 or (stride == 0 and in_place) for size, stride in zip(sizes[:-1], strides[:-1], strict=True)
+    ]
 
 
 def _head(q: Layout, k: Layout | None, cos: Layout, sin: Layout) -> int | None:
@@ -120,7 +123,7 @@ def plan(
             strides.append((1,))
             grad_strides.append((1,))
             continue
-        if out.dtype != result or (out.shape[-1] > 1 and out.stride(-1) != 1):
+        if out.stride(-1) != 1:
             return Plan(f"torch's result has strides {out.stride()}; kernels write rows")
         like = torch.empty_like(x).stride()  # what reshaped q for the forward can reshape its gradient without a copy
         strides.append(out.stride())
@@ -134,10 +137,11 @@ def compose_backward(
     dy: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, dtype: torch.dtype
 ) -> Tensor:
     """The backward kernel in torch ops, for whoever differentiates it again."""
-    cos, sin = reference.full_table(cos, interleaved, rotary_dim), reference.full_table(sin, interleaved, rotary_dim)
-    part = dy[..., :rotary_dim]
+    if rotary_dim != cos.shape[-1]:
+        cos, sin = reference.full_table(cos, interleaved), reference.full_table(sin, interleaved)
+    part = dy[..., :rotary_dim] if rotary_dim < dy.shape[-1] else dy
     turned = part * cos - reference.rotate(part * sin, interleaved)
-    if rotary_dim < dy.shape[-1]:
+    if part is not dy:
         turned = torch.cat((turned, dy[..., rotary_dim:]), -1)
     return turned.to(dtype)
 
@@ -158,9 +162,10 @@ class _Rotary(torch.autograd.Function):
         ctx.rest, ctx.dtype = rest, q.dtype
         ctx.set_materialize_grads(False)  # a result that nothing uses has no gradient, not one of zeros
         q_out, k_out = _run(q, k, cos, sin, interleaved, rotary_dim, plan, kernels)
-        for x, out in ((q, q_out), (k, k_out)):
-            if x is not None and not x.requires_grad:
-                ctx.mark_non_differentiable(out)
+        if not ctx.needs_input_grad[0]:  # one of the two wants it, or autograd would not be here
+            ctx.mark_non_differentiable(q_out)
+        elif k is not None and not ctx.needs_input_grad[1]:
+            ctx.mark_non_differentiable(k_out)
         return q_out, k_out
 
     @staticmethod

@@ -262,6 +262,7 @@ def registered_calls(device: str):
         "softmax_backward": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
         "softmax": (x.clone().requires_grad_(), keep, 1, 0.5, False, torch.float32),
         "softmax_grad": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
+        "rotary": (x, y, dy[:1], dy[1:2], 16, True, True, torch.float32, 0, [16, 1], [16, 1]),
         **registered_norms(device),
     }
 
