@@ -1135,7 +1135,8 @@ def rotate_every_two(x: Tensor) -> Tensor:
 
 
 def rotary(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, *, rotary_dim: Any = None, dtype: Any = None
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, *, rotary_dim: Any = None,
+    dtype: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if rotary_dim == 2 * cos.shape[-1]:
         cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin))
@@ -1169,8 +1170,12 @@ def rotations() -> tuple[Sample, ...]:
         **options: Any,
     ) -> Sample:  # fmt: skip
         of_k = q if kv_heads is None else (q[0], kv_heads, *q[2:])
-        table = Input(q[-2:], grad=False) if tables is ... else tables if isinstance(tables, Input) else Input(
-            tables, grad=False
+        table = (
+            Input(q[-2:], grad=False)
+            if tables is ...
+            else tables
+            if isinstance(tables, Input)
+            else Input(tables, grad=False)
         )
         args = (Input(q, layout, values), k or Input(of_k, layout, values), table, table)
         return Sample(name, (*args, True) if interleaved else args, kwargs or {}, **options)
@@ -1204,8 +1209,8 @@ def rotations() -> tuple[Sample, ...]:
                   for part, n in ((2, 16), (4, 7), (16, 17), (16, 24), (32, 80), (20, 80), (64, 128), (32, 1500))),
                 sample(f"half tables of a part{suffix}", (2, 3, 5, 48), tables=(5, 16), interleaved=interleaved,
                        kwargs={"rotary_dim": 32}),
-                *(sample(f"{heads} heads, {kv} of keys{suffix}", (2, heads, 5, 32), kv_heads=kv, interleaved=interleaved)
-                  for heads, kv in ((8, 2), (6, 1), (9, 3), (5, 5), (1, 4), (32, 8))),
+                *(sample(f"{h} heads, {kv} of keys{suffix}", (2, h, 5, 32), kv_heads=kv, interleaved=interleaved)
+                  for h, kv in ((8, 2), (6, 1), (9, 3), (5, 5), (1, 4), (32, 8))),
                 *(sample(f"{name}{suffix}", (2, 6, 5, 32), kv_heads=None if name.startswith("expanded") else 2,
                          layout=layout, interleaved=interleaved) for name, layout in layouts.items()),
                 sample(f"heads last{suffix}", (2, 5, 6, 32), tables=(5, 1, 32), interleaved=interleaved,
@@ -1227,7 +1232,8 @@ def rotations() -> tuple[Sample, ...]:
         sample("tables of a batch", (2, 6, 5, 32), kv_heads=2, tables=(2, 1, 5, 32), layout=heads_last_in_memory),
         sample("tables of a batch, heads last", (2, 5, 6, 32), tables=(2, 5, 1, 32)),
         sample("tables of a batch of one", (2, 6, 5, 32), tables=(1, 5, 32)),
-        sample("sequence first", (5, 2, 6, 32), tables=(5, 1, 1, 32), layout=lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)),
+        sample("sequence first", (5, 2, 6, 32), tables=(5, 1, 1, 32),
+               layout=lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)),
         sample("tables that differ from head to head", (2, 6, 5, 32), tables=(6, 5, 32)),
         sample("tables expanded over the heads", (2, 3, 5, 16), tables=Input((2, 3, 5, 16), expanded(1), grad=False)),
         sample("tables expanded over the sequence", (2, 3, 5, 16), tables=Input((5, 16), expanded(0), grad=False)),

@@ -1,11 +1,11 @@
 """Rotary embedding, x·cos + rotate(x)·sin, and its gradient: each tensor is read once and written once.
 
-Stock PyTorch makes five passes over each of q and k. The tables have a row for each position, the same for all heads: a
-program has a tile of (rows, HEADS, pairs), so that its threads share what they read of the tables. A row is a position and
-a group of heads g, g + groups, ...; rows are walked in the order in which they lie in memory.
+Stock PyTorch makes five passes over each of q and k. The tables have a row for each position, the same for all heads:
+a program has a tile of (rows, HEADS, pairs), so that its threads share what they read of the tables. A row is a
+position and a group of heads g, g + groups, ...; rows are walked in the order in which they lie in memory.
 
-The gradient turns back: the same computation with the sines of a pair exchanged and negated, for any tables. One-dimensional
-grid; q and k are a launch each.
+The gradient turns back: the same computation with the sines of a pair exchanged and negated, for any tables.
+One-dimensional grid; q and k are a launch each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Sizes = tuple[int, ...]
 @triton.jit
 def _load_pairs(ptr, offset, start, inner, inside, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ACC: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """Both sides of pairs start, ..., start + BLOCK - 1 of each row that begins at ``offset``, of shape (rows, heads, 1)."""
+    """Both sides of pairs start, ..., start + BLOCK - 1 of the rows at ``offset``, of shape (rows, heads, 1)."""
     if INTERLEAVED:
         element = (2 * start + tl.arange(0, 2 * BLOCK))[None, None, :]
         both = tl.load(ptr + (offset + element * inner), mask=inside & (element < 2 * PAIRS), other=0.0).to(ACC)
@@ -138,9 +138,11 @@ def _launch(
         rows, sizes[1], sizes[2], heads, groups, *x, of_heads[1] * groups, strides[-1], *out, of_heads[2] * groups,
         *cos, cos_strides[-1], *sin, sin_strides[-1],
     )  # fmt: skip
-    # A tile reaches past the last row and head and, by its masked lanes, past the end of a row.
-    past = tile_rows * max(out) + held * groups * of_heads[2] + 4 * BLOCK
-    index = index_type(rows + tile_rows, extent(shape, strides), extent(shape, out_strides) + past)
+    extents = [
+        extent(*pair)
+        for pair in ((shape, strides), (shape, out_strides), (cos_shape, cos_strides), (sin_shape, sin_strides))
+    ]
+    index = index_type(rows + tile_rows, *extents)
     acc = tl.float64 if torch.float64 in dtypes else tl.float32
     constants = (
         group_fastest, dim, pairs, cos_shape[-1] != rotary_dim, interleaved, backward, acc, index, tile_rows, held,

@@ -28,9 +28,7 @@ class FusedRotary(nn.Module):
         self.dtype = dtype
 
     def forward(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
-        return functional.rotary(
-            q, k, cos, sin, self.interleaved, rotary_dim=self.rotary_dim, dtype=self.dtype
-        )
+        return functional.rotary(q, k, cos, sin, self.interleaved, rotary_dim=self.rotary_dim, dtype=self.dtype)
 
     def extra_repr(self) -> str:
         given = {"interleaved": self.interleaved or None, "rotary_dim": self.rotary_dim, "dtype": self.dtype}

@@ -1,7 +1,7 @@
 """rotary: the choice between kernel and reference, and autograd.
 
-Under torch.compile it returns its reference, which Inductor fuses with its neighbours. Otherwise a call of any size gets
-the kernel: torch launches ten for what is one here.
+Under torch.compile it returns its reference, which Inductor fuses with its neighbours. Otherwise a call of any size
+gets the kernel: torch launches ten for what is one here.
 """
 
 from __future__ import annotations

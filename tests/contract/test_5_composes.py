@@ -149,6 +149,7 @@ class Net(nn.Module):
         self.add_layer_norm, self.add_rms_norm = fastlayers.FusedAddLayerNorm(12), fastlayers.FusedAddRMSNorm(12)
         self.batch_norm, self.batch_norm_act = fastlayers.FusedBatchNorm1d(12), fastlayers.FusedBatchNormAct1d(12)
         self.group_norm, self.group_norm_act = fastlayers.FusedGroupNorm(3, 12), fastlayers.FusedGroupNormAct(3, 12)
+        self.rotary = fastlayers.FusedRotary()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.relu_add(self.first(x), x)
@@ -156,6 +157,7 @@ class Net(nn.Module):
         h, s = self.add_layer_norm(self.batch_norm(h), self.layer_norm(x))
         h, s = self.add_rms_norm(self.batch_norm_act(self.group_norm(h), x), self.rms_norm(s))
         h = self.group_norm_act(h + s)
+        h, _ = self.rotary(h, s, x[:1].detach().cos(), x[:1].detach().sin())
         return self.mul(self.softmax(h), self.log_softmax(h))
 
 
