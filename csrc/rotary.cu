@@ -47,13 +47,14 @@ struct Args {
 template <bool INTERLEAVED, int N>
 __host__ __device__ constexpr int side(int which, int j) { return INTERLEAVED ? 2 * j + which : which * N + j; }
 
-// A unit is N elements from `first` and N from `second`.
+// A unit is N elements from `first` and N from `second`. No load is under a condition: a branch would wait for it, and the
+// loads of a thread would follow one another.
 template <typename T, int N, bool INTERLEAVED>
-__device__ __forceinline__ Vec<T, 2 * N> load_unit(const T* p, int first, int second, bool both) {
+__device__ __forceinline__ Vec<T, 2 * N> load_unit(const T* p, int first, int second) {
   if constexpr (INTERLEAVED && N > 1) {
     return load_vec<T, 2 * N>(p + first);
   } else {
-    const Vec<T, N> one = load_vec<T, N>(p + first), two = both ? load_vec<T, N>(p + second) : one;
+    const Vec<T, N> one = load_vec<T, N>(p + first), two = load_vec<T, N>(p + second);
     Vec<T, 2 * N> unit;
 #pragma unroll
     for (int j = 0; j < N; ++j) unit.v[j] = one.v[j], unit.v[N + j] = two.v[j];
@@ -74,19 +75,20 @@ __device__ __forceinline__ void store_unit(T* p, int first, int second, bool bot
   }
 }
 
-// What a row of a table has for the elements of a unit.
+// What a row of a table has for the elements of a unit: N elements at a time, of HALF tables twice the same.
 template <typename T, int N, bool INTERLEAVED>
 __device__ __forceinline__ Vec<T, 2 * N> load_table(const T* row, int unit, const Args& a) {
-  if (INTERLEAVED && !a.half_tables) return load_unit<T, N, INTERLEAVED>(row, 2 * N * unit, 2 * N * unit + N, true);
-  const Vec<T, N> one = load_vec<T, N>(row + N * unit);
-  const Vec<T, N> two = a.half_tables ? one : load_vec<T, N>(row + a.pairs + N * unit);
-  Vec<T, 2 * N> both;
+  const bool half = a.half_tables;
+  const int first = INTERLEAVED && !half ? 2 * N * unit : N * unit;
+  const Vec<T, 2 * N> flat = load_unit<T, N, false>(row, first, half ? first : first + (INTERLEAVED ? N : a.pairs));
+  if constexpr (INTERLEAVED) {
+    Vec<T, 2 * N> of_both;
 #pragma unroll
-  for (int j = 0; j < N; ++j) {
-    both.v[side<INTERLEAVED, N>(0, j)] = one.v[j];
-    both.v[side<INTERLEAVED, N>(1, j)] = two.v[j];
+    for (int j = 0; j < 2 * N; ++j) of_both.v[j] = half ? flat.v[j / 2] : flat.v[j];
+    return of_both;
+  } else {
+    return flat;
   }
-  return both;
 }
 
 // In is the type of x and Out that of the result; units have N pairs. Those past the rotating ones pass through.
@@ -125,14 +127,18 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args 
   const bool apart = !INTERLEAVED && rotates;
   // Before a unit whose elements are neighbours lie 2N elements for each unit before it, rotating ones or not.
   const int first = (apart ? N : 2 * N) * unit, second = first + (apart ? a.pairs : N);
-  const bool both = rotates || second < a.dim;
+  const bool both = rotates || second < a.dim;  // half a unit may be the last of a row
   const In* in = static_cast<const In*>(x.in) + offset(x.in_stride);
   Out* out = static_cast<Out*>(x.out) + offset(x.out_stride);
 
   Vec<In, 2 * N> v[kHeads];
 #pragma unroll
   for (int i = 0; i < kHeads; ++i)
-    if (has(i)) v[i] = load_unit<In, N, INTERLEAVED>(in + i * x.in_step, first, second, both);
+    v[i] = load_unit<In, N, INTERLEAVED>(in + (has(i) ? i * x.in_step : 0), first, both ? second : first);
+
+  const int column = rotates ? unit : 0;
+  Vec<Table, 2 * N> cos = load_table<Table, N, INTERLEAVED>(static_cast<const Table*>(a.cos) + offset(x.cos_stride), column, a);
+  Vec<Table, 2 * N> sin = load_table<Table, N, INTERLEAVED>(static_cast<const Table*>(a.sin) + offset(x.sin_stride), column, a);
 
   if (!rotates) {
 #pragma unroll
@@ -140,8 +146,6 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args 
       if (has(i)) store_unit<Out, N, INTERLEAVED>(out + i * x.out_step, first, second, both, pack<Out>(unpack<A>(v[i])));
     return;
   }
-  Vec<Table, 2 * N> cos = load_table<Table, N, INTERLEAVED>(static_cast<const Table*>(a.cos) + offset(x.cos_stride), unit, a);
-  Vec<Table, 2 * N> sin = load_table<Table, N, INTERLEAVED>(static_cast<const Table*>(a.sin) + offset(x.sin_stride), unit, a);
   if (a.backward) {
     const Vec<Table, 2 * N> turned = negated(sin);
 #pragma unroll
