@@ -19,6 +19,7 @@ from fastlayers.ops import elementwise as _elementwise
 from fastlayers.ops import glu as _glu
 from fastlayers.ops import group_norm as _group_norm
 from fastlayers.ops import layer_norm as _layer_norm
+from fastlayers.ops import rotary as _rotary
 from fastlayers.ops import softmax as _softmax
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "relu2",
     "relu_add",
     "rms_norm",
+    "rotary",
     "silu",
     "softmax",
     "softplus",
@@ -564,3 +566,44 @@ def glu(x: Tensor, act: str | None = "sigmoid", dim: int = -1, *, gate_first: bo
         RuntimeError: an odd size.
     """
     return _glu.glu(x, act, dim, gate_first)
+def rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    *,
+    rotary_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Rotary position embedding of queries and keys in one kernel.
+
+    .. math:: (a, b) \mapsto (a \cos_a - b \sin_a,\; b \cos_b + a \sin_b)
+
+    for each pair of elements of the last dimension, a and b being half of the rotated part apart. Stands for
+    ``q * cos + rotate_half(q) * sin``, ``rotate_half(x)`` being ``torch.cat((-x2, x1), -1)`` of the halves of x, and
+    the same of k, rounded once. This is how Llama has it; GPT-J and Cohere are ``interleaved``.
+
+    Args:
+        q, k: queries and keys, (batch, heads, seq, head_dim) or (batch, seq, heads, head_dim) or any of their views,
+            the heads of k as many as they are; or k is None. The kernels take up to four dimensions and one floating
+            dtype.
+        cos, sin: tables that broadcast against q and k as in torch: (seq, d) or (batch, 1, seq, d) for heads before
+            the sequence, (seq, 1, d) or (batch, seq, 1, d) for heads behind it. Tables of (batch, seq, d), as model
+            libraries hand them around, take ``cos.unsqueeze(1)`` or ``cos.unsqueeze(2)`` first. The kernels take q's
+            dtype, or float32 where q is float16 or bfloat16, and no table that needs a gradient.
+        interleaved: pairs are neighbours, ``x[..., ::2]`` and ``x[..., 1::2]``.
+        rotary_dim: how many elements of a head rotate, from the first; the others pass through. Default: as many as the
+            tables have columns. Twice as many where these have one column for each pair, as flash-attn's and GPT-J's.
+        dtype: of the results, for code that rotates ``q.float()`` and casts the result: q and k count as float32 where
+            they are narrower. Default: what ``q * cos`` has, which is float32 for a half with float32 tables.
+
+    Returns:
+        (rotated q, rotated k), in the memory order that the torch composition gives them; None for a k of None.
+
+    Keeps: cos and sin.
+
+    Raises:
+        ValueError: rotary_dim is neither the number of columns of the tables nor twice that.
+    """
+    return _rotary.rotary(q, k, cos, sin, interleaved, rotary_dim, dtype)

@@ -38,6 +38,7 @@ from fastlayers.modules.layer_norm import (
     FusedLayerNorm2d,
     FusedRMSNorm,
 )
+from fastlayers.modules.rotary import FusedRotary
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
 
 #: Torch classes that one fused class replaces, layer for layer. A fused class here adds no attribute to the torch
@@ -92,6 +93,7 @@ __all__ = [
     "FusedReGLU",
     "FusedReLU2",
     "FusedReLUAdd",
+    "FusedRotary",
     "FusedSiLU",
     "FusedSoftmax",
     "FusedSoftplus",

@@ -169,3 +169,40 @@ def batch_norm(
         weight = torch.ones_like(bias)
     z = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     return activation(act).function(z if residual is None else z + residual)
+
+
+# ---- rotary embedding ------------------------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, interleaved: bool) -> Tensor:
+    """A quarter turn of every pair: (a, b) becomes (-b, a). Pairs lie half of x apart, or next to each other."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).reshape(x.shape)  # older vmaps do not flatten
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def full_table(table: Tensor, interleaved: bool) -> Tensor:
+    """A column for each element, of a table that has one for each pair."""
+    return table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype | None) -> Tensor:
+    if dtype is not None:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+    rotary_dim = cos.shape[-1]
+    part = x[..., :rotary_dim] if rotary_dim < x.shape[-1] else x
+    turned = part * cos + rotate(part, interleaved) * sin
+    if part is not x:
+        turned = torch.cat((turned, x[..., rotary_dim:]), -1)
+    return turned if dtype is None else turned.to(dtype)
+
+
+def rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if rotary_dim != cos.shape[-1]:
+        cos, sin = full_table(cos, interleaved), full_table(sin, interleaved)
+    rotated_q = _rotated(q, cos, sin, interleaved, dtype)
+    return rotated_q, None if k is None else _rotated(k, cos, sin, interleaved, dtype)

@@ -154,6 +154,7 @@ class Net(nn.Module):
             fastlayers.FusedGELU(),
         )
         self.group_norm, self.group_norm_act = fastlayers.FusedGroupNorm(3, 12), fastlayers.FusedGroupNormAct(3, 12)
+        self.rotary = fastlayers.FusedRotary()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.relu_add(self.first(x), x)
@@ -162,6 +163,7 @@ class Net(nn.Module):
         h, s = self.add_rms_norm(self.batch_norm_act(self.group_norm(h), x), self.rms_norm(s))
         h = self.group_norm_act(h + s)
         h = self.gate(self.bias_act(h), self.gelu(s))
+        h, _ = self.rotary(h, s, x[:1].detach().cos(), x[:1].detach().sin())
         return self.mul(self.softmax(h), self.log_softmax(h))
 
 
@@ -274,6 +276,7 @@ def registered_calls(device: str):
         "gated_backward": (dy, x, y, 2),
         "glu_forward": (x, 1, True, 2),
         "glu_backward": (dy[:, :8].contiguous(), x, 1, True, 2),
+        "rotary": (x, y, dy[:1], dy[1:2], 16, True, True, torch.float32, 0, [16, 1], [16, 1]),
         **registered_norms(device),
     }
 

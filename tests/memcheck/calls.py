@@ -52,4 +52,13 @@ for dtype in DTYPES:
                 groups = 1 if shape[1] % 2 else 2
                 y, stats = ops.group_norm_forward(x, weight, weight, groups, 1e-5, act, dtype, True)
                 ops.group_norm_backward(whole(y), x, stats, weight, weight, groups, act)
+    for dim, width, half in ((16, 16, 8), (80, 20, 10), (64, 32, 16), (7, 4, 2), (6, 6, 3)):
+        for q in (randn(2, 9, 5, dim), whole(randn(2, 5, 9, dim).transpose(1, 2))):
+            k = randn(2, 3, 5, dim)
+            for columns in (width, half):
+                cos, sin = randn(5, columns), randn(5, columns)
+                for interleaved in (False, True):
+                    for backward in (False, True):
+                        rest = (width, interleaved, backward, dtype, 1, q.stride(), k.stride())
+                        ops.rotary(q, k, cos, sin, *rest)
 torch.cuda.synchronize()

@@ -14,7 +14,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastlayers.kernels import batch_norm, bias_act, channels, elementwise, glu, group_norm, launch, layer_norm, softmax
+from fastlayers.kernels import (
+    batch_norm,
+    bias_act,
+    channels,
+    elementwise,
+    glu,
+    group_norm,
+    launch,
+    layer_norm,
+    rotary,
+    softmax,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -270,3 +281,22 @@ def test_activations(compiled):
         y, stats, _ = batch_norm.batch_norm_train(x, None, weight, weight, None, None, 0.1, 1e-5, act, False)
         batch_norm.batch_norm_backward(y, x, None, None, weight, weight, stats, True, act, False)
     assert len(compiled) == 8 * 9
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary(compiled, dtype, interleaved):
+    table_dtypes = [dtype, F32] if dtype in (BF16, F16) else [dtype]
+    for dim, width in [(128, 128), (80, 20), (256, 128)][: 3 if dtype == BF16 else 1]:
+        q, k = meta(4, 2048, 32, dim, dtype=dtype).transpose(1, 2), meta(4, 8, 2048, dim, dtype=dtype)
+        for table in table_dtypes:
+            cos = meta(2048, width, dtype=table)
+            for result in {dtype, table}:
+                for backward in (False, True):
+                    strides = (q.stride(), k.stride())
+                    rotary.rotary(q, k, cos, cos, width, interleaved, backward, result, 1, *strides)
+            rotary.rotary(q, None, cos, cos, 2 * width if 2 * width <= dim else width, interleaved, False, dtype, 1,
+                          q.stride(), (1,))  # fmt: skip
+    q, cos = meta(2, 8, 2**21, 128, dtype=dtype), meta(2**21, 128, dtype=dtype)
+    rotary.rotary(q, None, cos, cos, 128, interleaved, False, dtype, 1, q.stride(), (1,))
+    assert set(compiled) == {"_rotate"}
