@@ -8,10 +8,11 @@
 namespace fastlayers {
 namespace {
 
-constexpr int kRounds = 10;          // of Philox, as torch and Triton have them; kernels/residual.py and ops/residual.py too
-constexpr int kRowsInFlight = 4;     // of scale_backward_columns: rows whose words a thread has on their way
+constexpr int kRounds = 10;  // of Philox, as torch and Triton have them; kernels/residual.py and ops/residual.py too
+constexpr int kBlocksPerProcessor = 3;  // of the backward of gamma, all resident
+// Of scale_backward_columns: the rows of which a thread has words on their way, as many as 80 registers hold.
 template <typename G, typename T>
-constexpr int kBlocksPerProcessor = sizeof(G) > sizeof(T) ? 3 : 4;  // of the backward of gamma, all resident
+constexpr int kRowsInFlight = sizeof(G) > sizeof(T) ? 2 : 4;
 constexpr int kColumnsPerBlock = 8;  // of its second stage: a sector of float32
 
 // The type of which a 16-byte word holds more elements: the threads divide a tensor into its words.
@@ -215,8 +216,8 @@ __global__ void __launch_bounds__(kThreads) scale_flat(const I* x, const O* resi
   }
 }
 
-// The gradients of x and gamma in one pass: dx = dy·gamma·keep·scale, and dgamma the sum of dy·x·keep·scale over all but gamma's
-// dimension. The tensors are [repeat, columns, inner] in memory, gamma along the columns, each of whose rows of `columns` or of
+// The gradients of x and gamma in one pass: dx = dy·gamma·keep·scale, and dgamma the sum of dy·x·keep·scale over all but
+// gamma's dimension. The tensors are [repeat, columns, inner] in memory, gamma along the columns, each of whose rows of `columns` or of
 // `inner` elements is of one sample. A block leaves a partial sum.
 struct GammaArgs {
   const void *gamma, *keep;  // keep: a factor for each sample, or null
@@ -239,13 +240,27 @@ __device__ __forceinline__ A gamma_at(const GammaArgs& a, int64_t column) {
   return convert<A>(static_cast<const T*>(a.gamma)[column]);
 }
 
+// By masks, for behind a branch the compiler puts the loads too, where they wait for one another.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> zero_unless(bool there, Vec<T, N> v) {
+  if constexpr (sizeof(v) % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(v) / 4); ++i) reinterpret_cast<unsigned*>(v.v)[i] &= there ? ~0u : 0u;
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) v.v[j] = there ? v.v[j] : convert<T>(0.f);
+  }
+  return v;
+}
+
 // inner == 1: a block takes a tile of columns, and every pieces-th group of `down` rows, so that the blocks together walk
 // through memory in one front.
 template <typename G, typename T, int V, bool KEEP>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<G, T>)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     scale_backward_columns(const G* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, compute_t<T>* partial,
                            compute_t<T> scale, const __grid_constant__ GammaArgs a) {
   using A = compute_t<T>;
+  constexpr int U = kRowsInFlight<G, T>;
   extern __shared__ char memory[];
   A* shared = reinterpret_cast<A*>(memory);
   const int64_t tiles = (a.columns + static_cast<int64_t>(a.across) * V - 1) / (static_cast<int64_t>(a.across) * V);
@@ -260,30 +275,30 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<G, T>)
     for (int j = 0; j < V; ++j) gamma[j] = gamma_at<A, T>(a, column + j) * (KEEP ? A(1) : scale);
     const int64_t step = a.pieces * a.down;
 #pragma unroll 1
-    for (int64_t row = piece * a.down + ty; row < a.repeat; row += kRowsInFlight * step) {
-      Vec<G, V> wg[kRowsInFlight];
-      Vec<T, V> wx[kRowsInFlight];
-      [[maybe_unused]] A factor[kRowsInFlight];
+    for (int64_t row = piece * a.down + ty; row < a.repeat; row += U * step) {
+      Vec<G, V> wg[U];
+      Vec<T, V> wx[U];
+      [[maybe_unused]] A factor[U];
 #pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) {
-        const int64_t r = min(row + u * step, a.repeat - 1), i = r * a.columns + column;  // past the end a row that is not used
+      for (int u = 0; u < U; ++u) {
+        const int64_t r = min(row + u * step, a.repeat - 1), i = r * a.columns + column;  // past the end, some row
         wg[u] = load_vec<G, V>(dy + i);
         wx[u] = load_vec<T, V>(x + i);
         if constexpr (KEEP) factor[u] = sample_factor<A>(a, r, scale);
       }
 #pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) {
+      for (int u = 0; u < U; ++u) {
         const int64_t r = row + u * step;
-        if (r >= a.repeat) break;
-        Vec<A, V> g = unpack<A>(wg[u]);
-        const Vec<A, V> w = unpack<A>(wx[u]);
+        const bool there = r < a.repeat;
+        Vec<A, V> g = unpack<A>(zero_unless(there, wg[u]));
+        const Vec<A, V> w = unpack<A>(zero_unless(there, wx[u]));
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           if constexpr (KEEP) g.v[j] *= factor[u];
           sum[j] = fma(g.v[j], w.v[j], sum[j]);
           g.v[j] *= gamma[j];
         }
-        store_vec<T, V>(dx + r * a.columns + column, pack<T>(g));
+        if (there) store_vec<T, V>(dx + r * a.columns + column, pack<T>(g));
       }
     }
   }
@@ -365,6 +380,13 @@ void check_residual(const Tensor& x, const Tensor& residual, ScalarType out, con
   STD_TORCH_CHECK(dims_of(x.sizes()) == dims_of(residual.sizes()), "fastlayers::", op, ": expected residual of x's shape");
 }
 
+// A sum may be wider than x, a gradient narrower than what comes in.
+template <typename I, typename O>
+void check_widths(bool adds, const char* op) {
+  STD_TORCH_CHECK(sizeof(I) == sizeof(O) || (sizeof(I) < sizeof(O)) == adds, "fastlayers::", op, ": no kernel ",
+                  adds ? "adds a residual narrower than x" : "widens x alone");
+}
+
 // x and the residual, where there is one, in the memory order of torch's result.
 struct Operands {
   Tensor x;
@@ -406,12 +428,10 @@ Tensor dropout_add(const Tensor& x, const std::optional<Tensor>& residual, const
     const auto run = [&](auto adds) {
       dropout_flat<I, O, decltype(adds)::value><<<flat_blocks<N>(n), kThreads, 0, launch.stream()>>>(
           static_cast<const I*>(operands.x.const_data_ptr()), operands.residual_data<O>(),
-          static_cast<O*>(out.mutable_data_ptr()), n, operands.whole_words<O>(), static_cast<const int64_t*>(seed.const_data_ptr()), threshold,
-          static_cast<compute_t<O>>(1.0 / (1.0 - p)));
+          static_cast<O*>(out.mutable_data_ptr()), n, operands.whole_words<O>(),
+          static_cast<const int64_t*>(seed.const_data_ptr()), threshold, static_cast<compute_t<O>>(1.0 / (1.0 - p)));
     };
-    // A sum may be wider than x, its gradient narrower than what comes in.
-    STD_TORCH_CHECK(sizeof(I) == sizeof(O) || (sizeof(I) < sizeof(O)) == residual.has_value(), "fastlayers::dropout_add: no kernel from ",
-                    torch::headeronly::toString(x.scalar_type()), " to ", torch::headeronly::toString(dtype));
+    check_widths<I, O>(residual.has_value(), "dropout_add");
     if constexpr (sizeof(I) < sizeof(O)) run(std::true_type{});
     else if constexpr (sizeof(I) > sizeof(O)) run(std::false_type{});
     else residual ? run(std::true_type{}) : run(std::false_type{});
@@ -500,9 +520,7 @@ Tensor scale_add(const Tensor& x, const std::optional<Tensor>& gamma, const std:
           static_cast<O*>(out.mutable_data_ptr()), n, operands.whole_words<O>(), factor);
     };
     const auto choose = [&](auto adds) { factor.general() ? run(adds, std::true_type{}) : run(adds, std::false_type{}); };
-    // A sum may be wider than x, its gradient narrower than what comes in.
-    STD_TORCH_CHECK(sizeof(I) == sizeof(O) || (sizeof(I) < sizeof(O)) == residual.has_value(), "fastlayers::scale_add: no kernel from ",
-                    torch::headeronly::toString(x.scalar_type()), " to ", torch::headeronly::toString(dtype));
+    check_widths<I, O>(residual.has_value(), "scale_add");
     if constexpr (sizeof(I) < sizeof(O)) choose(std::true_type{});
     else if constexpr (sizeof(I) > sizeof(O)) choose(std::false_type{});
     else residual ? choose(std::true_type{}) : choose(std::false_type{});
@@ -555,7 +573,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
       constexpr int V = kVector<T>;
       STD_TORCH_CHECK(gamma.scalar_type() == x.scalar_type() || (sizeof(T) == 2 && a.float32), "fastlayers::", op,
                       ": expected a gamma of x's dtype, or of float32 to a half");
-      const int64_t wanted = kBlocksPerProcessor<G, T> * static_cast<int64_t>(device_traits(launch.device()).processors);
+      const int64_t wanted = kBlocksPerProcessor * static_cast<int64_t>(device_traits(launch.device()).processors);
       const G* g = static_cast<const G*>(dy.const_data_ptr());
       const T* px = static_cast<const T*>(x.const_data_ptr());
       T* d = static_cast<T*>(dx.mutable_data_ptr());
@@ -581,7 +599,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
         const int64_t tiles = ceil_div(lanes, 128);
         a.across = static_cast<int>(ceil_div(lanes, tiles));
         a.down = kThreads / a.across;
-        a.pieces = std::clamp<int64_t>(wanted / tiles, 1, ceil_div(a.repeat, kRowsInFlight * a.down));
+        a.pieces = std::clamp<int64_t>(wanted / tiles, 1, ceil_div(a.repeat, kRowsInFlight<G, T> * a.down));
         A* pp = partials(a.pieces);
         const unsigned grid = blocks_for(tiles * a.pieces, 1);
         const int threads = a.across * a.down;
