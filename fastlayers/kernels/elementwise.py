@@ -23,17 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastlayers.kernels.flat import TILE, WARPS, Sizes, in_layout, shares
 from fastlayers.kernels.indexing import collapse, extent, index_type, pattern, pattern_offset
-from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
-
-# 8 elements a thread are one 16-byte access of 16-bit elements; 16 keep two loads a tensor in flight.
-TILE, WARPS = 2048, 4
+from fastlayers.kernels.launch import KEPT, Launch, cdiv
 
 # The reducing backward of mul, along rows: as many rows, padded to a power of two, as fill REDUCE_TILE. Down columns:
 # 128 columns a program (256 contiguous bytes of 16-bit elements), 16 rows at a time. Either way the reduction is shared
 # among so many programs that there are at least four for each multiprocessor.
 REDUCE_TILE, REDUCE_WARPS = 2048, 4
-REDUCE_COLUMNS, REDUCE_ROWS, PROGRAMS_PER_MULTIPROCESSOR = 128, 16, 4
+REDUCE_COLUMNS, REDUCE_ROWS = 128, 16
 
 # -------------------------------------------------------------------------------------------------------------- kernels
 
@@ -182,13 +180,6 @@ def _mul_backward_columns(
 
 # -------------------------------------------------------------------------------------------------------------- layouts
 
-Sizes = tuple[int, ...]
-
-
-def _in_layout(x: Tensor, like: Tensor) -> Tensor:
-    """x, of like's shape, in the memory order of the dense tensor ``like``; a copy where it is not in it already."""
-    return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
-
 
 @lru_cache(KEPT)
 def _result_layout(x_shape: Sizes, x_strides: Sizes, y_shape: Sizes, y_strides: Sizes) -> tuple[Sizes, Sizes]:
@@ -230,7 +221,7 @@ class Reading:
     extent: int = 0
 
     def of(self, t: Tensor, out: Tensor) -> Tensor:
-        return _in_layout(t.expand(out.shape), out) if self.copy else t
+        return in_layout(t.expand(out.shape), out) if self.copy else t
 
 
 FLAT = Reading(copy=False, flat=True)
@@ -276,7 +267,7 @@ def _bits_for(x: Tensor) -> Tensor:
 
 def _run_relu_add(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float, bits: Tensor | None) -> Tensor:
     out = torch.empty_like(x)  # the layout of relu(x), which decides that of the sum
-    x, y = _in_layout(x, out), _in_layout(y, out)
+    x, y = in_layout(x, out), in_layout(y, out)
     reading = FLAT
     if bias is not None:
         reading = _reading(bias.shape, bias.stride(), out.shape, out.stride())
@@ -300,7 +291,7 @@ def relu_add_train(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float) -> t
 
 def _run_add_relu(x: Tensor, y: Tensor, bits: Tensor | None) -> Tensor:
     out = _empty_result(x, y)
-    x, y = _in_layout(x, out), _in_layout(y, out)
+    x, y = in_layout(x, out), in_layout(y, out)
     _flat_launch(_add_relu, x.numel(), x.dtype, absent=(bits is None,))(out, bits, x, y)
     return out
 
@@ -349,7 +340,7 @@ def mul_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         dx = _empty_result(x, y)
         dy = torch.empty_like(dx)
         launch = _flat_launch(_mul_backward, dx.numel(), dx.dtype)
-        launch(dx, dy, _in_layout(grad, dx), _in_layout(x, dx), _in_layout(y, dx))
+        launch(dx, dy, in_layout(grad, dx), in_layout(x, dx), in_layout(y, dx))
         return dx, dy
     if x.shape == grad.shape:
         return _mul_backward_reduced(grad, x, y)
@@ -378,13 +369,6 @@ class Reduction:
         return dy.to(y.dtype).reshape(self.ordered_shape).permute(self.inverse).reshape(y.shape)
 
 
-def _shares(length: int, step: int, others: int, device: torch.device) -> tuple[int, int]:
-    """(chunks, elements of one) of ``length``, in multiples of ``step``; others * chunks programs fill the GPU."""
-    wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), others)
-    chunk = cdiv(cdiv(length, wanted), step) * step
-    return cdiv(length, chunk), chunk
-
-
 @lru_cache(KEPT)
 def _reduction(
     shape: Sizes, strides: Sizes, y_shape: Sizes, y_strides: Sizes, dtype: torch.dtype, device: torch.device
@@ -408,14 +392,14 @@ def _reduction(
         block = min(triton.next_power_of_2(n), REDUCE_TILE)
         tile_rows = REDUCE_TILE // block
         groups = cdiv(outer, tile_rows)
-        chunks, chunk = _shares(n, block, groups, device)
+        chunks, chunk = shares(n, block, groups, device)
         scalars: tuple[int, ...] = (outer, n, chunks, chunk, *y_pattern)
         launch = Launch(_mul_backward_rows, groups * chunks, scalars, (*constants, tile_rows, block), REDUCE_WARPS)
         partial_shape: Sizes = (outer, chunks)
     else:
         rows = dims[-2][0]
         blocks = cdiv(n, REDUCE_COLUMNS)
-        chunks, chunk = _shares(rows, REDUCE_ROWS, outer * blocks, device)
+        chunks, chunk = shares(rows, REDUCE_ROWS, outer * blocks, device)
         scalars = (rows, n, chunks, chunk, *y_pattern, y_column)
         constants = (*constants, REDUCE_ROWS, REDUCE_COLUMNS)
         launch = Launch(_mul_backward_columns, outer * chunks * blocks, scalars, constants, REDUCE_WARPS)
@@ -443,5 +427,5 @@ def _mul_backward_reduced(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, T
     if reduction is None:
         return mul(grad, y), mul(grad, x).sum_to_size(y.shape)
     partial = torch.empty(reduction.partial_shape, dtype=reduction.partial_dtype, device=x.device)
-    reduction.launch(dx, partial, _in_layout(grad, dx), _in_layout(x, dx), y)
+    reduction.launch(dx, partial, in_layout(grad, dx), in_layout(x, dx), y)
     return dx, reduction.finish(partial, y)

@@ -25,6 +25,7 @@ from fastlayers.modules.layer_norm import (
     FusedLayerNorm2d,
     FusedRMSNorm,
 )
+from fastlayers.modules.residual import FusedDropoutAdd, FusedScaleAdd
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
 
 #: Torch classes that one fused class replaces, layer for layer. A fused class here adds no attribute to the torch
@@ -54,6 +55,7 @@ __all__ = [
     "FusedBatchNormAct1d",
     "FusedBatchNormAct2d",
     "FusedBatchNormAct3d",
+    "FusedDropoutAdd",
     "FusedGroupNorm",
     "FusedGroupNormAct",
     "FusedInstanceNorm1d",
@@ -65,5 +67,6 @@ __all__ = [
     "FusedMul",
     "FusedRMSNorm",
     "FusedReLUAdd",
+    "FusedScaleAdd",
     "FusedSoftmax",
 ]

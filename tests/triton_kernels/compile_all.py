@@ -14,7 +14,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastlayers.kernels import batch_norm, channels, elementwise, group_norm, launch, layer_norm, softmax
+from fastlayers.kernels import (
+    batch_norm,
+    channels,
+    elementwise,
+    flat,
+    group_norm,
+    launch,
+    layer_norm,
+    residual,
+    softmax,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -22,7 +32,9 @@ F16 = torch.float16
 # To fit one more block on an SM ptxas keeps a few values, of those that are used outside of the loop, in local memory:
 # so many bytes a thread, of kernels of up to 64 registers. Of others nothing may spill.
 TRADED = 32
-TYPES = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64", torch.uint8: "u8", torch.bool: "i1"}
+TYPES = {
+    F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64", torch.uint8: "u8", torch.bool: "i1", torch.int64: "i64",
+}  # fmt: skip
 
 
 def specialisation(function, arguments, constants):
@@ -67,7 +79,7 @@ def compiled(request, monkeypatch, tmp_path):
         names.append(kernel.metadata.name)
 
     monkeypatch.setattr(launch.Launch, "__call__", compile_instead)
-    for family in (softmax, elementwise, layer_norm, channels, group_norm):
+    for family in (softmax, flat, layer_norm, channels, group_norm):
         monkeypatch.setattr(family, "multiprocessors", lambda device: 132)
     yield names
     assert not spills, spills
@@ -143,6 +155,24 @@ def test_elementwise(compiled, dtype, offset):
         "mul_backward_columns",
     }
     assert set(compiled) == {f"_{name}" for name in expected}
+
+
+@pytest.mark.parametrize(("dtype", "to"), [(BF16, BF16), (BF16, F32), (F16, F32), (F32, F32), (F64, F64)])
+def test_residual(compiled, dtype, to):
+    seed, compute = meta(dtype=torch.int64), F64 if dtype == F64 else F32
+    for shape in [(64, 512, 768), (8, 384, 14, 14), (2**16, 2**16)] if dtype == BF16 else [(64, 512, 768)]:
+        x, y, keep = meta(*shape, dtype=dtype), meta(*shape, dtype=to), meta(shape[0], dtype=compute)
+        for p in (0.1, 0.5):
+            residual.dropout_add(x, y, seed, p, to)
+            residual.dropout_add(y, None, seed, p, dtype)
+        gammas = [meta(shape[-1], dtype=dtype), meta(shape[1], *[1] * (len(shape) - 2), dtype=to)]
+        for gamma, factors in [(gamma, factors) for gamma in gammas for factors in (None, keep)]:
+            residual.scale_add(x, gamma, factors, 0.5, y, to)
+            residual.scale_add(y, gamma, factors, 0.5, None, dtype)
+            residual.scale_add_backward(y, x, gamma, factors, 0.5)
+        residual.scale_add(x, None, keep, 2.0, y, to)
+    names = ("dropout_add", "scale_add", "scale_backward_columns", "scale_backward_rows")
+    assert set(compiled) == {*(f"_{name}" for name in names), "_sum_rows"}
 
 
 #: One length for every row of the launch rules, short and odd ones, and one past the registers; (rows, n).
