@@ -412,9 +412,9 @@ def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = Tr
         training: whether they are.
 
     The kernels draw one seed from torch's generator of the device and derive the mask from it (Philox), element by
-    element in the memory order of the result: the same whatever the dtypes and the layout of the gradient, and the same
-    on every backend that has kernels. It follows :func:`torch.manual_seed`, activation checkpointing and CUDA graphs, of
-    which each replay draws anew; it is not the mask that ``F.dropout`` draws from the same generator.
+    element in the memory order of the result: the same whatever the dtypes and the layout of the gradient, and on every
+    backend that has kernels. It follows :func:`torch.manual_seed`, activation checkpointing and CUDA graphs, of which
+    each replay draws anew; it is not the mask that ``F.dropout`` draws from the same generator.
 
     Keeps: the seed, 8 bytes.
 
@@ -435,8 +435,8 @@ def scale_add(
 
     .. math:: y = \text{residual} + \frac{\text{gamma} \cdot x \cdot m}{1 - \text{drop\_path}}
 
-    Stands for ``residual + drop_path(x * gamma)``, as timm's ConvNeXt and vision transformers and torchvision's ConvNeXt
-    (``StochasticDepth(p, "row")``) have it, rounded once. The gradients of x and gamma come from one kernel.
+    Stands for ``residual + drop_path(x * gamma)``, as timm's models and torchvision's (``StochasticDepth(p, "row")``) have
+    it, rounded once. The gradients of x and gamma come from one kernel.
 
     Args:
         x, residual: tensors that broadcast against each other; the kernels take one shape, and one floating dtype or a

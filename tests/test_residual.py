@@ -10,7 +10,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import DEVICES, PLACES, answer, assert_close, cases, check_answer, gradients_of, needs_gpu, same_bits, steps
+from harness import (
+    DEVICES,
+    PLACES,
+    answer,
+    assert_close,
+    cases,
+    check_answer,
+    gradients_of,
+    needs_gpu,
+    same_bits,
+    steps,
+)
 from ops import DROPOUT_ADD, HALF, Input, Op, Sample, channels_last, expanded, one_value, pairs, strided, transposed
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -156,7 +167,9 @@ def test_one_mask_for_every_dtype_and_alignment(place):
     """Also for a float32 residual, and for the gradient."""
     found = []
     with backends.backend(place.backend):
-        for dtype, offset in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (0, 1, 3)):
+        for dtype, offset in itertools.product(
+            (torch.float16, torch.bfloat16, torch.float32, torch.float64), (0, 1, 3)
+        ):
             x = torch.ones(5000 + offset, device=place.device, dtype=dtype)[offset:].requires_grad_()
             for to in {dtype, torch.float32} if dtype in HALF else {dtype}:
                 out = seeded(x, torch.zeros(5000, device=place.device, dtype=to), 0.3)

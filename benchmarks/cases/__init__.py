@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.case import Case
-from benchmarks.cases import batch_norm, elementwise, group_norm, layer_norm, softmax
+from benchmarks.cases import batch_norm, elementwise, group_norm, layer_norm, residual, softmax
 
-FAMILIES = (softmax, elementwise, layer_norm, batch_norm, group_norm)
+FAMILIES = (softmax, elementwise, layer_norm, batch_norm, group_norm, residual)
 
 
 def all_cases() -> list[Case]:

@@ -40,7 +40,7 @@ def _kept(seed, group, threshold, INDEX: tl.constexpr):
     """Which elements of a (groups, 8) tile are kept: word e % 4 of Philox4x32-10 at counter e // 4 for element e."""
     counter = group * 2
     low = counter.to(tl.uint32)
-    high = (counter >> 32).to(tl.uint32) if INDEX == tl.int64 else tl.zeros_like(low)
+    high = (counter >> 32).to(tl.uint32) if tl.int64 == INDEX else tl.zeros_like(low)
     zero = tl.zeros_like(low)
     p0, p1, p2, p3 = tl.philox(seed, low, high, zero, zero)
     q0, q1, q2, q3 = tl.philox(seed, low + 1, high, zero, zero)  # an even counter plus one carries nothing
@@ -288,9 +288,7 @@ def scale_add_backward(
     """The gradients of x and gamma."""
     dx = torch.empty_like(x)
     dtypes = _dtypes(dx, dy, gamma)
-    reduction = _reduction(
-        tuple(dx.shape), dx.stride(), tuple(gamma.shape), keep is not None, scale, dtypes, dx.device
-    )
+    reduction = _reduction(tuple(dx.shape), dx.stride(), tuple(gamma.shape), keep is not None, scale, dtypes, dx.device)
     if reduction is None:  # the samples are dropped first
         return scale_add_backward(scale_add(dy, None, keep, scale, None, dy.dtype), x, gamma, None, 1.0)
     partial = torch.empty(reduction.partial_shape, dtype=reduction.partial_dtype, device=x.device)

@@ -35,8 +35,8 @@ class FusedDropoutAdd(nn.Module):
 class FusedScaleAdd(nn.Module):
     """residual + drop_path(gamma·x), see :func:`fastlayers.functional.scale_add`.
 
-    Stands for timm's ``LayerScale`` (``LayerScale2d`` with ``channels_first``) and ``DropPath`` and the sum after them; the
-    parameter has their name and shape.
+    Stands for timm's ``LayerScale`` (``LayerScale2d`` with ``channels_first``), ``DropPath`` and the sum after them;
+    the parameter has their name and shape.
 
     Args:
         dim: number of channels, C.
@@ -75,7 +75,7 @@ class FusedScaleAdd(nn.Module):
             nn.init.constant_(self.gamma, self.init_values)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        gamma = self.gamma
+        gamma: Tensor | None = self.gamma
         if self.channels_first and gamma is not None:
             gamma = gamma.view(-1, 1, 1)
         return functional.scale_add(x, gamma, residual, self.drop_path, self.training)

@@ -17,7 +17,7 @@ from fastlayers.ops.elementwise import GPU_LEAST
 
 FAMILY = dispatch.Family("residual", ("dropout_add", "scale_add", "scale_add_backward"), cpu=False)
 
-#: The factors of a product with x, and the kernels: gamma, keep, scale. What is no tensor goes to autograd as one.
+#: p or scale, and the kernels: what is no tensor goes to autograd as one argument.
 Rest: TypeAlias = tuple[float, Any]
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ def _unsupported_gamma(x: Tensor, gamma: object, residual: Tensor) -> str | None
     ):
         return None
     return (
-        f"a gamma of {gamma.dtype}, shape {tuple(gamma.shape)} on {gamma.device}, for {x.dtype}, {tuple(x.shape)}; kernels"
-        " take a contiguous one along one dimension of x, in x's dtype or in float32 where the residual is"
+        f"a gamma of {gamma.dtype}, shape {tuple(gamma.shape)} on {gamma.device}, for {x.dtype}, {tuple(x.shape)};"
+        " kernels take a contiguous one along one dimension of x, in x's dtype or in float32 where the residual is"
     )
 
 
@@ -145,9 +145,7 @@ class _ScaleAdd(torch.autograd.Function):
     """Keeps gamma, a number for each sample that may be dropped, and x where gamma wants its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gamma: Tensor | None, residual: Tensor, keep: Tensor | None, rest: Rest
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gamma: Tensor | None, residual: Tensor, keep: Tensor | None, rest: Rest) -> Tensor:
         scale, kernels = rest
         for_x, for_gamma = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if for_gamma else None, gamma if for_x or for_gamma else None, keep)

@@ -22,9 +22,9 @@ from fastlayers.kernels import (
     group_norm,
     launch,
     layer_norm,
-    residual,
     softmax,
 )
+from fastlayers.kernels import residual as joints
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -163,14 +163,14 @@ def test_residual(compiled, dtype, to):
     for shape in [(64, 512, 768), (8, 384, 14, 14), (2**16, 2**16)] if dtype == BF16 else [(64, 512, 768)]:
         x, y, keep = meta(*shape, dtype=dtype), meta(*shape, dtype=to), meta(shape[0], dtype=compute)
         for p in (0.1, 0.5):
-            residual.dropout_add(x, y, seed, p, to)
-            residual.dropout_add(y, None, seed, p, dtype)
+            joints.dropout_add(x, y, seed, p, to)
+            joints.dropout_add(y, None, seed, p, dtype)
         gammas = [meta(shape[-1], dtype=dtype), meta(shape[1], *[1] * (len(shape) - 2), dtype=to)]
         for gamma, factors in [(gamma, factors) for gamma in gammas for factors in (None, keep)]:
-            residual.scale_add(x, gamma, factors, 0.5, y, to)
-            residual.scale_add(y, gamma, factors, 0.5, None, dtype)
-            residual.scale_add_backward(y, x, gamma, factors, 0.5)
-        residual.scale_add(x, None, keep, 2.0, y, to)
+            joints.scale_add(x, gamma, factors, 0.5, y, to)
+            joints.scale_add(y, gamma, factors, 0.5, None, dtype)
+            joints.scale_add_backward(y, x, gamma, factors, 0.5)
+        joints.scale_add(x, None, keep, 2.0, y, to)
     names = ("dropout_add", "scale_add", "scale_backward_columns", "scale_backward_rows")
     assert set(compiled) == {*(f"_{name}" for name in names), "_sum_rows"}
 
