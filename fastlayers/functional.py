@@ -435,8 +435,8 @@ def scale_add(
 
     .. math:: y = \text{residual} + \frac{\text{gamma} \cdot x \cdot m}{1 - \text{drop\_path}}
 
-    Stands for ``residual + drop_path(x * gamma)``, as timm's models and torchvision's (``StochasticDepth(p, "row")``) have
-    it, rounded once. The gradients of x and gamma come from one kernel.
+    Stands for ``residual + drop_path(x * gamma)``, as timm's models and torchvision's (``StochasticDepth(p, "row")``)
+    have it, rounded once. The gradients of x and gamma come from one kernel.
 
     Args:
         x, residual: tensors that broadcast against each other; the kernels take one shape, and one floating dtype or a
