@@ -14,11 +14,10 @@ constexpr int kUnroll = 4;  // words of each operand in flight a thread, unless 
 template <typename T>
 constexpr int kVector = kVectorBytes / sizeof(T);
 
-// The word at element i of n: WHOLE, or one element at a time where the tensor does not start on a 16-byte boundary, and at
-// its end.
-template <typename T, bool WHOLE>
-__device__ __forceinline__ Vec<T, kVector<T>> load_flat(const T* p, int64_t i, int64_t n) {
-  constexpr int V = kVector<T>;
+// The V elements at element i of n: WHOLE, or one element at a time where the tensor does not start on a 16-byte boundary, and
+// at its end.
+template <typename T, bool WHOLE, int V = kVector<T>>
+__device__ __forceinline__ Vec<T, V> load_flat(const T* p, int64_t i, int64_t n) {
   Vec<T, V> w;
   if constexpr (WHOLE) {
     w = load_vec<T, V>(p + i);
@@ -29,9 +28,8 @@ __device__ __forceinline__ Vec<T, kVector<T>> load_flat(const T* p, int64_t i, i
   return w;
 }
 
-template <typename T, bool WHOLE>
-__device__ __forceinline__ void store_flat(T* p, int64_t i, int64_t n, const Vec<T, kVector<T>>& w) {
-  constexpr int V = kVector<T>;
+template <typename T, bool WHOLE, int V = kVector<T>>
+__device__ __forceinline__ void store_flat(T* p, int64_t i, int64_t n, const Vec<T, V>& w) {
   if constexpr (WHOLE) {
     store_vec<T, V>(p + i, w);
   } else {
@@ -119,25 +117,26 @@ __device__ __forceinline__ void store_partial(const A (&sum)[V], A* shared, int 
   }
 }
 
-// Adds the pieces up: partial [outer, pieces, columns] to ds [outer, columns]. A block has 32 results, and 8 threads for each.
-template <typename T>
+// Adds the pieces up: partial [outer, pieces, columns] to ds [outer, columns], in a fixed order. A block has RESULTS results,
+// and kThreads / RESULTS threads for each.
+template <typename T, int RESULTS = 32>
 __global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* partial, T* ds, int64_t outer, int64_t pieces,
                                                       int64_t columns) {
   using A = compute_t<T>;
-  constexpr int kShares = kThreads / 32;
-  __shared__ A shared[kShares][32];
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * 32 + (threadIdx.x & 31);
-  const int share = threadIdx.x >> 5;
+  constexpr int kShares = kThreads / RESULTS;
+  __shared__ A shared[kShares][RESULTS];
+  const int result = threadIdx.x % RESULTS, share = threadIdx.x / RESULTS;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * RESULTS + result;
   A sum = 0;
   if (i < outer * columns) {
     const A* p = partial + i / columns * pieces * columns + i % columns;
 #pragma unroll 8
     for (int64_t k = share; k < pieces; k += kShares) sum += p[k * columns];
   }
-  shared[share][threadIdx.x & 31] = sum;
+  shared[share][result] = sum;
   __syncthreads();
   if (share != 0 || i >= outer * columns) return;
-  for (int k = 1; k < kShares; ++k) sum += shared[k][threadIdx.x & 31];
+  for (int k = 1; k < kShares; ++k) sum += shared[k][result];
   ds[i] = convert<T>(sum);
 }
 

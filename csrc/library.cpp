@@ -28,4 +28,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("group_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, int act, ScalarType dtype, bool keep) -> (Tensor, Tensor)");
   m.def("group_norm_backward(Tensor dy, Tensor x, Tensor stats, Tensor? weight, Tensor? bias, int groups, int act) -> (Tensor, Tensor, Tensor)");
   m.def("rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, int rotary_dim, bool interleaved, bool backward, ScalarType dtype, int head, int[] q_strides, int[] k_strides) -> (Tensor, Tensor)");
+  m.def("dropout_add(Tensor x, Tensor? residual, Tensor seed, float p, ScalarType dtype) -> Tensor");
+  m.def("scale_add(Tensor x, Tensor? gamma, Tensor? keep, float scale, Tensor? residual, ScalarType dtype) -> Tensor");
+  m.def("scale_add_backward(Tensor dy, Tensor x, Tensor gamma, Tensor? keep, float scale) -> (Tensor, Tensor)");
 }

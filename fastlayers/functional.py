@@ -19,6 +19,7 @@ from fastlayers.ops import elementwise as _elementwise
 from fastlayers.ops import glu as _glu
 from fastlayers.ops import group_norm as _group_norm
 from fastlayers.ops import layer_norm as _layer_norm
+from fastlayers.ops import residual as _residual
 from fastlayers.ops import rotary as _rotary
 from fastlayers.ops import softmax as _softmax
 
@@ -29,6 +30,7 @@ __all__ = [
     "batch_norm",
     "bias_act",
     "channel_layer_norm",
+    "dropout_add",
     "elu",
     "geglu",
     "gelu",
@@ -47,6 +49,7 @@ __all__ = [
     "relu_add",
     "rms_norm",
     "rotary",
+    "scale_add",
     "silu",
     "softmax",
     "softplus",
@@ -607,3 +610,60 @@ def rotary(
         ValueError: rotary_dim is neither the number of columns of the tables nor twice that.
     """
     return _rotary.rotary(q, k, cos, sin, interleaved, rotary_dim, dtype)
+def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    r"""residual + dropout(x) in one pass: how a sublayer of a transformer joins the residual stream.
+
+    .. math:: y = \text{residual} + \frac{x \cdot m}{1 - p}, \qquad m_i = 0 \text{ with probability } p, \text{ else } 1
+
+    Stands for ``residual + F.dropout(x, p, training)``, rounded once instead of twice.
+
+    Args:
+        x, residual: tensors that broadcast against each other; the kernels take one shape, and one floating dtype or a
+            float32 residual to a float16 or bfloat16 x.
+        p: probability with which elements of x are zeroed.
+        training: whether they are.
+
+    The kernels draw one seed from torch's generator of the device and derive the mask from it (Philox), element by
+    element in the memory order of the result: the same whatever the dtypes and the layout of the gradient, and on every
+    backend that has kernels. It follows :func:`torch.manual_seed`, activation checkpointing and CUDA graphs, of which
+    each replay draws anew; it is not the mask that ``F.dropout`` draws from the same generator.
+
+    Keeps: the seed, 8 bytes.
+
+    Raises:
+        ValueError: p is not a probability.
+    """
+    return _residual.dropout_add(x, residual, p, training)
+
+
+def scale_add(
+    x: Tensor,
+    gamma: Tensor | None,
+    residual: Tensor,
+    drop_path: float = 0.0,
+    training: bool = False,
+) -> Tensor:
+    r"""residual + drop_path(gamma·x) in one pass: LayerScale, stochastic depth and the residual.
+
+    .. math:: y = \text{residual} + \frac{\text{gamma} \cdot x \cdot m}{1 - \text{drop\_path}}
+
+    Stands for ``residual + drop_path(x * gamma)``, as timm's models and torchvision's (``StochasticDepth(p, "row")``)
+    have it, rounded once. The gradients of x and gamma come from one kernel.
+
+    Args:
+        x, residual: tensors that broadcast against each other; the kernels take one shape, and one floating dtype or a
+            float32 residual to a float16 or bfloat16 x.
+        gamma: broadcasts to x, or None for no scale. The kernels take a vector along one dimension: (C,) along the last
+            one, (C, 1, 1) along the channels of (N, C, H, W) in either memory format; in x's dtype, or in float32 where
+            the residual is.
+        drop_path: probability with which whole samples (indices of dimension 0) of x·gamma are zeroed; those that stay
+            are divided by 1 - drop_path.
+        training: whether they are. The draw is timm's and torchvision's: after the same ``torch.manual_seed`` the same
+            samples are dropped.
+
+    Keeps: x if gamma needs a gradient, a reference to gamma, and in training with drop_path a number for each sample.
+
+    Raises:
+        ValueError: drop_path is not a probability.
+    """
+    return _residual.scale_add(x, gamma, residual, drop_path, training)

@@ -567,6 +567,126 @@ MUL = Op(
     matrix=lambda x: (x, x),
 )
 
+# ---- residuals -------------------------------------------------------------------------------------------------------
+# What draws random numbers is in test_residual.py.
+
+
+def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    return residual + F.dropout(x, p, training)
+
+
+def fused_scale_add(x: Tensor, residual: Tensor, gamma: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The two large tensors first, as the other rows have them."""
+    return functional.scale_add(x, gamma, residual, *args, **kwargs)
+
+
+def scale_add(x: Tensor, residual: Tensor, gamma: Any, drop_path: float = 0.0, training: bool = False) -> Tensor:
+    if not 0 <= drop_path <= 1:
+        raise ValueError(drop_path)
+    y = x if gamma is None else x * gamma
+    return residual + (torch.zeros_like(y) * y if training and drop_path == 1 else y)
+
+
+def scaled(name: str, shape: tuple[int, ...], gamma: Any, layout: Any = contiguous, **options: Any) -> Sample:
+    other, values = options.pop("other", layout), options.pop("values", normal)
+    residual = options.pop("residual", Input(shape, other))
+    gamma = Input(gamma) if isinstance(gamma, tuple) else gamma
+    return Sample(name, (Input(shape, layout, values), residual, gamma), **options)
+
+
+def scale_saved(call: Call, out: Tensor) -> int:
+    x, _, gamma = call.args
+    return 0 if gamma is None else nbytes(x) + nbytes(gamma)
+
+
+RESIDUAL_KERNELS = ("triton", "cuda")
+FLOAT32_RESIDUAL = Input((5, 37), dtype=torch.float32)
+DROPOUT_ADD = Op(
+    "dropout_add",
+    functional.dropout_add,
+    dropout_add,
+    kernels=RESIDUAL_KERNELS,
+    samples=(
+        *(replace(s, args=(*s.args, 0.3, False), refused=() if s.name == "y of float32" else s.refused)
+          for s in pairs()),
+        *(replace(s, name=f"{s.name}, p 1", args=(*s.args, 1.0)) for s in pairs()[:2]),
+        Sample("p 0", (Input((5, 37)), Input((5, 37)), 0.0)),
+        Sample("residual a row", (Input((6, 40)), Input((40,)), 0.0), refused=KERNELS),
+        Sample("x a column", (Input((6, 1)), Input((6, 40)), 0.0), refused=KERNELS),
+    ),
+    saved_bytes=lambda call, out: 0,
+    mistakes=(
+        *(replace(s, kwargs={"training": False}) for s in PAIR_MISTAKES),
+        Sample("p above 1", (Input((2, 3)), Input((2, 3)), 1.5)),
+        Sample("negative p", (Input((2, 3)), Input((2, 3)), -0.5)),
+    ),
+    layers=(Layer(fastlayers.FusedDropoutAdd(0.0), Sample("matrix", (Input((5, 37)), Input((5, 37)), 0.0)), 2),),
+    matrix=lambda x: (x, x, 0.0),
+)  # fmt: skip
+
+
+SCALE_ADD = Op(
+    "scale_add",
+    fused_scale_add,
+    scale_add,
+    kernels=RESIDUAL_KERNELS,
+    samples=(
+        scaled("matrix", (5, 37), (37,), smooth=True),
+        *(scaled(f"size {n}", (3, n), (n,)) for n in (1, 7, 8, 40, 255, 1024)),
+        scaled("many rows", (3000, 24), (24,)),
+        scaled("several blocks", (3, 40013), (40013,)),
+        scaled("tokens", (3, 5, 24), (24,)),
+        scaled("image", (2, 8, 5, 6), (8, 1, 1), smooth=True),
+        scaled("large image", (2, 3, 33, 40), (3, 1, 1)),
+        scaled("odd image", (2, 5, 7, 7), (5, 1, 1)),
+        scaled("small image", (2, 5, 1, 3), (5, 1, 1)),
+        scaled("channels_last", (2, 8, 5, 6), (8, 1, 1), channels_last),
+        scaled("odd channels_last", (2, 5, 4, 6), (5, 1, 1), channels_last),
+        scaled("x channels_last", (2, 8, 5, 6), (8, 1, 1), channels_last, other=contiguous),
+        scaled("residual channels_last", (2, 8, 5, 6), (8, 1, 1), other=channels_last),
+        scaled("long rows", (3, 9001), (3, 1)),
+        scaled("gamma a column", (6, 40), (6, 1), smooth=True),
+        scaled("gamma of the middle", (3, 7, 24), (7, 1)),
+        scaled("gamma 0-dim", (6, 33), ()),
+        scaled("gamma of one", (6, 33), (1,)),
+        scaled("no gamma", (5, 37), None, smooth=True),
+        scaled("one element", (1,), (1,)),
+        scaled("0-dim", (), ()),
+        scaled("empty", (0, 7), (7,), refused=KERNELS),
+        scaled("transposed", (24, 33), (33,), transposed),
+        scaled("x transposed", (24, 33), (33,), transposed, other=contiguous),
+        scaled("sliced", (5, 33), (33,), row_slice, other=strided),
+        scaled("misaligned", (6, 64), (64,), misaligned),
+        scaled("misaligned odd", (6, 65), (65,), misaligned),
+        scaled("gamma misaligned", (6, 64), Input((64,), misaligned)),
+        scaled("x expanded", (6, 40), (40,), expanded(0), other=contiguous),
+        scaled("both expanded", (6, 40), (40,), one_value, other=expanded(1)),
+        scaled("NaN", (5, 40), (40,), values=with_nan),
+        scaled("infinities", (5, 40), (40,), values=with_infinities),
+        scaled("gamma without gradient", (5, 40), Input((40,), grad=False)),
+        scaled("float32 residual", (5, 37), (37,), residual=FLOAT32_RESIDUAL, dtypes=HALF),
+        scaled("float32 residual and gamma", (5, 37), Input((37,), dtype=torch.float32), residual=FLOAT32_RESIDUAL,
+               dtypes=HALF),
+        scaled("float32 gamma of an image", (2, 8, 5, 6), Input((8, 1, 1), dtype=torch.float32), channels_last,
+               residual=Input((2, 8, 5, 6), channels_last, dtype=torch.float32), dtypes=HALF),
+        scaled("float32 gamma", (5, 37), Input((37,), dtype=torch.float32), refused=KERNELS, dtypes=HALF),
+        scaled("gamma of a matrix", (3, 4, 5), (4, 5), refused=KERNELS),
+        scaled("gamma a strided row", (6, 40), Input((40,), strided), refused=KERNELS),
+        scaled("residual a row", (6, 40), (40,), residual=Input((40,)), refused=KERNELS),
+        scaled("gamma that widens", (1, 40), (6, 40), residual=Input((6, 40)), refused=KERNELS),
+        scaled("all dropped", (5, 37), None, kwargs={"drop_path": 1.0, "training": True}),
+    ),
+    saved_bytes=scale_saved,
+    mistakes=(
+        scaled("shapes that do not broadcast", (2, 3), (4,)),
+        scaled("residual that does not broadcast", (2, 3), (3,), residual=Input((2, 4))),
+        scaled("drop_path above 1", (2, 3), (3,), kwargs={"drop_path": 1.5}),
+        Sample("not tensors", ("a", "b", "c")),
+    ),
+    layers=(Layer(fastlayers.FusedScaleAdd(37, None), scaled("of a layer", (5, 37), None), 2),),
+    matrix=lambda x: (x, x, Input((x.shape[0], 1))),
+)  # fmt: skip
+
 # ---- norms of rows ---------------------------------------------------------------------------------------------------
 
 
@@ -1579,7 +1699,7 @@ ROTARY = Op(
 )
 
 OPS = (
-    SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL,
+    SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
     BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GLU, ROTARY,

@@ -23,18 +23,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlayers.kernels.flat import FLAT, Reading, Sizes, empty_result, in_layout, in_memory_order, memory_dims, reading
+from fastlayers.kernels.flat import (
+    FLAT,
+    TILE,
+    WARPS,
+    Reading,
+    Sizes,
+    empty_result,
+    in_layout,
+    in_memory_order,
+    memory_dims,
+    reading,
+    shares,
+)
 from fastlayers.kernels.indexing import collapse, extent, index_type, pattern, pattern_offset
-from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
-
-# 8 elements a thread are one 16-byte access of 16-bit elements; 16 keep two loads a tensor in flight.
-TILE, WARPS = 2048, 4
+from fastlayers.kernels.launch import KEPT, Launch, cdiv
 
 # The reducing backward of mul, along rows: as many rows, padded to a power of two, as fill REDUCE_TILE. Down columns:
 # 128 columns a program (256 contiguous bytes of 16-bit elements), 16 rows at a time. Either way the reduction is shared
 # among so many programs that there are at least four for each multiprocessor.
 REDUCE_TILE, REDUCE_WARPS = 2048, 4
-REDUCE_COLUMNS, REDUCE_ROWS, PROGRAMS_PER_MULTIPROCESSOR = 128, 16, 4
+REDUCE_COLUMNS, REDUCE_ROWS = 128, 16
 
 # -------------------------------------------------------------------------------------------------------------- kernels
 
@@ -311,13 +320,6 @@ class Reduction:
         return dy.to(y.dtype).reshape(self.ordered_shape).permute(self.inverse).reshape(y.shape)
 
 
-def _shares(length: int, step: int, others: int, device: torch.device) -> tuple[int, int]:
-    """(chunks, elements of one) of ``length``, in multiples of ``step``; others * chunks programs fill the GPU."""
-    wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), others)
-    chunk = cdiv(cdiv(length, wanted), step) * step
-    return cdiv(length, chunk), chunk
-
-
 @lru_cache(KEPT)
 def _reduction(
     shape: Sizes, strides: Sizes, y_shape: Sizes, y_strides: Sizes, dtype: torch.dtype, device: torch.device
@@ -341,14 +343,14 @@ def _reduction(
         block = min(triton.next_power_of_2(n), REDUCE_TILE)
         tile_rows = REDUCE_TILE // block
         groups = cdiv(outer, tile_rows)
-        chunks, chunk = _shares(n, block, groups, device)
+        chunks, chunk = shares(n, block, groups, device)
         scalars: tuple[int, ...] = (outer, n, chunks, chunk, *y_pattern)
         launch = Launch(_mul_backward_rows, groups * chunks, scalars, (*constants, tile_rows, block), REDUCE_WARPS)
         partial_shape: Sizes = (outer, chunks)
     else:
         rows = dims[-2][0]
         blocks = cdiv(n, REDUCE_COLUMNS)
-        chunks, chunk = _shares(rows, REDUCE_ROWS, outer * blocks, device)
+        chunks, chunk = shares(rows, REDUCE_ROWS, outer * blocks, device)
         scalars = (rows, n, chunks, chunk, *y_pattern, y_column)
         constants = (*constants, REDUCE_ROWS, REDUCE_COLUMNS)
         launch = Launch(_mul_backward_columns, outer * chunks * blocks, scalars, constants, REDUCE_WARPS)

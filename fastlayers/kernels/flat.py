@@ -1,4 +1,4 @@
-"""What the elementwise kernels share: results walked flat in memory order, and operands that lie otherwise."""
+"""What the elementwise kernels share: results walked flat in memory order, other operands, sums in shares."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from fastlayers.kernels.indexing import extent, pattern
-from fastlayers.kernels.launch import KEPT
+from fastlayers.kernels.launch import KEPT, cdiv, multiprocessors
 
 Sizes = tuple[int, ...]
+
+# 8 elements a thread are one 16-byte access of 16-bit elements; 16 keep two loads a tensor in flight.
+TILE, WARPS = 2048, 4
+
+PROGRAMS_PER_MULTIPROCESSOR = 4  # at least, of a reduction
 
 
 def in_layout(x: Tensor, like: Tensor) -> Tensor:
     """x, of like's shape, in the memory order of the dense tensor ``like``; a copy where it is not in it already."""
-    return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
+    return x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
 @lru_cache(KEPT)
@@ -75,3 +80,10 @@ def reading(sizes: Sizes, strides: Sizes, out_shape: Sizes, out_strides: Sizes) 
     if found is None or found[4] > 1:
         return Reading(copy=True, flat=True)
     return Reading(copy=False, flat=False, pattern=found, extent=extent(sizes, strides))
+
+
+def shares(length: int, step: int, others: int, device: torch.device) -> tuple[int, int]:
+    """(chunks, elements of one) of ``length``, in multiples of ``step``; others * chunks programs fill the GPU."""
+    wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), others)
+    chunk = cdiv(cdiv(length, wanted), step) * step
+    return cdiv(length, chunk), chunk

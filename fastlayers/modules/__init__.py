@@ -38,6 +38,7 @@ from fastlayers.modules.layer_norm import (
     FusedLayerNorm2d,
     FusedRMSNorm,
 )
+from fastlayers.modules.residual import FusedDropoutAdd, FusedScaleAdd
 from fastlayers.modules.rotary import FusedRotary
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
 
@@ -72,6 +73,7 @@ __all__ = [
     "FusedBatchNormAct2d",
     "FusedBatchNormAct3d",
     "FusedBiasAct",
+    "FusedDropoutAdd",
     "FusedELU",
     "FusedGEGLU",
     "FusedGELU",
@@ -94,6 +96,7 @@ __all__ = [
     "FusedReLU2",
     "FusedReLUAdd",
     "FusedRotary",
+    "FusedScaleAdd",
     "FusedSiLU",
     "FusedSoftmax",
     "FusedSoftplus",

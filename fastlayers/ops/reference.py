@@ -206,3 +206,18 @@ def rotary(
         cos, sin = full_table(cos, interleaved), full_table(sin, interleaved)
     rotated_q = _rotated(q, cos, sin, interleaved, dtype)
     return rotated_q, None if k is None else _rotated(k, cos, sin, interleaved, dtype)
+# ---- residuals -------------------------------------------------------------------------------------------------------
+
+
+def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
+    return residual + F.dropout(x, p, training)
+
+
+def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: float, training: bool) -> Tensor:
+    y = x if gamma is None else x * gamma
+    if training and drop_path > 0.0:
+        keep = 1.0 - drop_path
+        # In place on what is new: the draw that timm and torchvision make, to drop the same samples.
+        factor = y.new_empty((y.shape[0], *[1] * (y.dim() - 1))).bernoulli_(keep)
+        y = y * (factor / keep if keep > 0.0 else factor)
+    return residual + y

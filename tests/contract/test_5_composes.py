@@ -145,6 +145,7 @@ class Net(nn.Module):
             fastlayers.FusedSoftmax(-1),
             fastlayers.FusedLogSoftmax(0),
         )
+        self.dropout_add, self.scale_add = fastlayers.FusedDropoutAdd(0.0), fastlayers.FusedScaleAdd(12, 0.5)
         self.layer_norm, self.rms_norm = fastlayers.FusedLayerNorm(12), fastlayers.FusedRMSNorm(12)
         self.add_layer_norm, self.add_rms_norm = fastlayers.FusedAddLayerNorm(12), fastlayers.FusedAddRMSNorm(12)
         self.batch_norm, self.batch_norm_act = fastlayers.FusedBatchNorm1d(12), fastlayers.FusedBatchNormAct1d(12)
@@ -158,7 +159,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.relu_add(self.first(x), x)
-        h = self.add_relu(self.second(h), x)
+        h = self.scale_add(self.add_relu(self.second(h), x), self.dropout_add(x, h))
         h, s = self.add_layer_norm(self.batch_norm(h), self.layer_norm(x))
         h, s = self.add_rms_norm(self.batch_norm_act(self.group_norm(h), x), self.rms_norm(s))
         h = self.group_norm_act(h + s)
@@ -266,6 +267,9 @@ def registered_calls(device: str):
         "relu_backward": (dy, bits),
         "mul": (x, y),
         "mul_backward": (dy, x, y),
+        "dropout_add": (x, y, torch.tensor(3, device=device), 0.25, torch.float32),
+        "scale_add": (x, y[0], torch.ones(5, device=device), 0.5, dy, torch.float32),
+        "scale_add_backward": (dy, x, y[0], None, 1.0),
         "softmax_forward": (x, keep, 1, 0.5, False, torch.float32),
         "softmax_backward": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
         "softmax": (x.clone().requires_grad_(), keep, 1, 0.5, False, torch.float32),

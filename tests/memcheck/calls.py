@@ -22,12 +22,19 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 for dtype in DTYPES:
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
     for n in (1, 3, 5, 37, 64, 255, 1024, 4095, 20001):
         for rows in (1, 3, 12, 300):
             x = randn(rows, n)
             p = whole(ops.softmax_forward(x, None, 1, 1.0, False, dtype))
             ops.softmax_backward(x, p, None, 1, 1.0, False, dtype)
             weight = randn(n)
+            seed, keep = torch.tensor(3, device="cuda"), torch.ones(rows, device="cuda", dtype=compute)
+            ops.dropout_add(x, x, seed, 0.5, dtype)
+            ops.dropout_add(x, None, seed, 0.5, dtype)
+            for gamma in (weight, randn(rows, 1)):
+                ops.scale_add(x, gamma, keep, 2.0, x, dtype)
+                ops.scale_add_backward(x, x, gamma, keep if gamma is weight else None, 2.0)
             for kind in (0, 1):
                 bias = weight if kind == 0 else None
                 y, stats = ops.layer_norm_forward(x, weight, bias, 1, 1e-5, kind, dtype, True)

@@ -19,6 +19,7 @@ from fastlayers.kernels import (
     bias_act,
     channels,
     elementwise,
+    flat,
     glu,
     group_norm,
     launch,
@@ -26,6 +27,7 @@ from fastlayers.kernels import (
     rotary,
     softmax,
 )
+from fastlayers.kernels import residual as joints
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -33,7 +35,9 @@ F16 = torch.float16
 # To fit one more block on an SM ptxas keeps a few values, of those that are used outside of the loop, in local memory:
 # so many bytes a thread, of kernels of up to 64 registers. Of others nothing may spill.
 TRADED = 32
-TYPES = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64", torch.uint8: "u8", torch.bool: "i1"}
+TYPES = {
+    F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64", torch.uint8: "u8", torch.bool: "i1", torch.int64: "i64",
+}  # fmt: skip
 
 
 def specialisation(function, arguments, constants):
@@ -78,7 +82,7 @@ def compiled(request, monkeypatch, tmp_path):
         names.append(kernel.metadata.name)
 
     monkeypatch.setattr(launch.Launch, "__call__", compile_instead)
-    for family in (softmax, elementwise, layer_norm, channels, group_norm, bias_act):
+    for family in (softmax, flat, layer_norm, channels, group_norm, bias_act):
         monkeypatch.setattr(family, "multiprocessors", lambda device: 132)
     yield names
     assert not spills, spills
@@ -173,6 +177,24 @@ def test_bias_act_and_gates(compiled, act, dtype):
         bias_act.bias_act_backward(odd, odd, odd[0], act, 1.0, 20.0, True)
     names = {"_bias_act", "_act_backward", "_bias_act_backward", "_sum_rows", "_gated", "_gated_backward"}
     assert set(compiled) == names
+
+
+@pytest.mark.parametrize(("dtype", "to"), [(BF16, BF16), (BF16, F32), (F16, F32), (F32, F32), (F64, F64)])
+def test_residual(compiled, dtype, to):
+    seed, compute = meta(dtype=torch.int64), F64 if dtype == F64 else F32
+    for shape in [(64, 512, 768), (8, 384, 14, 14), (2**16, 2**16)] if dtype == BF16 else [(64, 512, 768)]:
+        x, y, keep = meta(*shape, dtype=dtype), meta(*shape, dtype=to), meta(shape[0], dtype=compute)
+        for p in (0.1, 0.5):
+            joints.dropout_add(x, y, seed, p, to)
+            joints.dropout_add(y, None, seed, p, dtype)
+        gammas = [meta(shape[-1], dtype=dtype), meta(shape[1], *[1] * (len(shape) - 2), dtype=to)]
+        for gamma, factors in [(gamma, factors) for gamma in gammas for factors in (None, keep)]:
+            joints.scale_add(x, gamma, factors, 0.5, y, to)
+            joints.scale_add(y, gamma, factors, 0.5, None, dtype)
+            joints.scale_add_backward(y, x, gamma, factors, 0.5)
+        joints.scale_add(x, None, keep, 2.0, y, to)
+    names = ("dropout_add", "scale_add", "scale_backward_columns", "scale_backward_rows")
+    assert set(compiled) == {*(f"_{name}" for name in names), "_sum_rows"}
 
 
 #: One length for every row of the launch rules, short and odd ones, and one past the registers; (rows, n).
