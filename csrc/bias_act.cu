@@ -100,6 +100,8 @@ __global__ void __launch_bounds__(kThreads) act_backward(const T* __restrict__ d
       wg[u] = load_flat<T, WHOLE>(dy, i, n);
       wx[u] = load_flat<T, WHOLE>(x, i, n);
     }
+    const auto nothing = static_cast<unsigned>(n >> 62);
+    wait_for_all(wx, wg, nothing);
     with_act<ACT, true>(act, [&](auto chosen) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
@@ -137,6 +139,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
   const int64_t each = (a.rows + a.pieces - 1) / a.pieces;
   const int64_t last = (piece + 1) * each < a.rows ? (piece + 1) * each : a.rows;
   const bool active = column < a.columns;
+  const auto nothing = static_cast<unsigned>(a.rows >> 62);
   A sum[V] = {};
   if (active) {
     Vec<T, V> b = filled<T, V>(convert<T>(0.f));
@@ -150,6 +153,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
         wg[u] = load_vec<T, V>(dy + i);
         wx[u] = load_vec<T, V>(x + i);
       }
+      wait_for_all(wx, wg, nothing);
       with_act<ACT, true>(act, [&](auto chosen) {
 #pragma unroll
         for (int u = 0; u < U; ++u) {

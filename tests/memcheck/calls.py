@@ -28,6 +28,13 @@ for dtype in DTYPES:
             p = whole(ops.softmax_forward(x, None, 1, 1.0, False, dtype))
             ops.softmax_backward(x, p, None, 1, 1.0, False, dtype)
             weight = randn(n)
+            for act in (1, 3, 12):
+                for bias in (None, weight):
+                    y = ops.bias_act_forward(x, bias, act, 0.0, 0.0)
+                    ops.bias_act_backward(whole(y), x, bias, act, 0.0, 0.0, bias is not None)
+                ops.gated_backward(whole(ops.gated_forward(x, x, act)), x, x, act)
+                packed = randn(rows, 2 * n)
+                ops.glu_backward(whole(ops.glu_forward(packed, 1, False, act)), packed, 1, False, act)
             for kind in (0, 1):
                 bias = weight if kind == 0 else None
                 y, stats = ops.layer_norm_forward(x, weight, bias, 1, 1e-5, kind, dtype, True)
