@@ -20,21 +20,6 @@ template <typename T>
 constexpr int kColumnBlocks = sizeof(T) == 8 ? 2 : 4;
 constexpr int kMostAcross = 128;   // threads of a block along a row; the others of kThreads have further rows
 
-// Calls f(std::integral_constant<Act, ...>{}) with what a kernel is compiled for: the activations between matmuls, in 16 bits,
-// where every instruction counts, and one for all others.
-template <typename T, typename F>
-void with_compiled(Act act, F&& f) {
-  if constexpr (sizeof(T) == 2) {
-    switch (act) {
-      case Act::silu: return f(std::integral_constant<Act, Act::silu>{});
-      case Act::gelu: return f(std::integral_constant<Act, Act::gelu>{});
-      case Act::gelu_tanh: return f(std::integral_constant<Act, Act::gelu_tanh>{});
-      default: break;
-    }
-  }
-  f(std::integral_constant<Act, Act::run_time>{});
-}
-
 // bias_words: a word of x has its biases in one word.
 template <typename T, Act ACT, bool BIAS>
 __global__ void __launch_bounds__(kThreads) bias_act_forward(const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ out,
