@@ -229,4 +229,19 @@ __device__ __forceinline__ void with_act([[maybe_unused]] Act act, F&& f) {
   }
 }
 
+// On the host: calls f with what an elementwise kernel is compiled for, the activations of language models' MLPs in 16 bits, where
+// every instruction counts, and Act::run_time for all others.
+template <typename T, typename F>
+void with_compiled(Act act, F&& f) {
+  if constexpr (sizeof(T) == 2) {
+    switch (act) {
+      case Act::silu: return f(std::integral_constant<Act, Act::silu>{});
+      case Act::gelu: return f(std::integral_constant<Act, Act::gelu>{});
+      case Act::gelu_tanh: return f(std::integral_constant<Act, Act::gelu_tanh>{});
+      default: break;
+    }
+  }
+  f(std::integral_constant<Act, Act::run_time>{});
+}
+
 }  // namespace fastlayers

@@ -20,21 +20,6 @@ template <typename T>
 constexpr int kColumnBlocks = sizeof(T) == 8 ? 2 : 4;
 constexpr int kMostAcross = 128;   // threads of a block along a row; the others of kThreads have further rows
 
-// Calls f(std::integral_constant<Act, ...>{}) with what a kernel is compiled for: the activations between matmuls, in 16 bits,
-// where every instruction counts, and one for all others.
-template <typename T, typename F>
-void with_compiled(Act act, F&& f) {
-  if constexpr (sizeof(T) == 2) {
-    switch (act) {
-      case Act::silu: return f(std::integral_constant<Act, Act::silu>{});
-      case Act::gelu: return f(std::integral_constant<Act, Act::gelu>{});
-      case Act::gelu_tanh: return f(std::integral_constant<Act, Act::gelu_tanh>{});
-      default: break;
-    }
-  }
-  f(std::integral_constant<Act, Act::run_time>{});
-}
-
 // bias_words: a word of x has its biases in one word.
 template <typename T, Act ACT, bool BIAS>
 __global__ void __launch_bounds__(kThreads) bias_act_forward(const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ out,
@@ -100,6 +85,8 @@ __global__ void __launch_bounds__(kThreads) act_backward(const T* __restrict__ d
       wg[u] = load_flat<T, WHOLE>(dy, i, n);
       wx[u] = load_flat<T, WHOLE>(x, i, n);
     }
+    const auto nothing = static_cast<unsigned>(n >> 62);
+    wait_for_all(wx, wg, nothing);
     with_act<ACT, true>(act, [&](auto chosen) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
@@ -137,6 +124,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
   const int64_t each = (a.rows + a.pieces - 1) / a.pieces;
   const int64_t last = (piece + 1) * each < a.rows ? (piece + 1) * each : a.rows;
   const bool active = column < a.columns;
+  const auto nothing = static_cast<unsigned>(a.rows >> 62);
   A sum[V] = {};
   if (active) {
     Vec<T, V> b = filled<T, V>(convert<T>(0.f));
@@ -150,6 +138,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
         wg[u] = load_vec<T, V>(dy + i);
         wx[u] = load_vec<T, V>(x + i);
       }
+      wait_for_all(wx, wg, nothing);
       with_act<ACT, true>(act, [&](auto chosen) {
 #pragma unroll
         for (int u = 0; u < U; ++u) {

@@ -58,6 +58,22 @@ __device__ __forceinline__ void for_block(bool is_aligned, int64_t n, F&& f) {
   }
 }
 
+// Has the words of a and b all in flight before one of a is used: ptxas moves a load down to its first use, behind all that can be
+// computed without it, to save registers. nothing: 0, and the compiler does not know.
+template <typename T, int V, int U>
+__device__ __forceinline__ void wait_for_all(Vec<T, V> (&a)[U], const Vec<T, V> (&b)[U], unsigned nothing) {
+  if constexpr (sizeof(T) == 2 && V % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < V / 2; ++i) {
+      unsigned all = 0;
+#pragma unroll
+      for (int u = 0; u < U; ++u) all |= words_of(b[u])[i] | (u > 0 ? words_of(a[u])[i] : 0);
+#pragma unroll
+      for (int u = 0; u < U; ++u) words_of(a[u])[i] |= all & nothing;
+    }
+  }
+}
+
 // A dense tensor of n elements seen as rows of `columns`. Operands that are not dense, but have such rows, are found in it: element i
 // at i + row(i)·skip, where skip is their distance between rows less `columns`. Several rows have fewer than 2^31 elements: see
 // for_rows.

@@ -13,21 +13,6 @@ namespace {
 constexpr int kForwardWords = 2;   // of gate and up in flight a thread
 constexpr int kBackwardWords = 2;  // of dy, gate and up
 
-// Calls f(std::integral_constant<Act, ...>{}) with what a kernel is compiled for: the gates of language models in 16 bits, and one
-// kernel for all others.
-template <typename T, typename F>
-void with_compiled(Act act, F&& f) {
-  if constexpr (sizeof(T) == 2) {
-    switch (act) {
-      case Act::silu: return f(std::integral_constant<Act, Act::silu>{});
-      case Act::gelu: return f(std::integral_constant<Act, Act::gelu>{});
-      case Act::gelu_tanh: return f(std::integral_constant<Act, Act::gelu_tanh>{});
-      default: break;
-    }
-  }
-  f(std::integral_constant<Act, Act::run_time>{});
-}
-
 // How far rows of the operands lie apart, less their length; see Rows.
 struct Skips {
   int64_t gate = 0, up = 0, dgate = 0, dup = 0;

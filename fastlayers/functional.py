@@ -569,6 +569,8 @@ def glu(x: Tensor, act: str | None = "sigmoid", dim: int = -1, *, gate_first: bo
         RuntimeError: an odd size.
     """
     return _glu.glu(x, act, dim, gate_first)
+
+
 def rotary(
     q: Tensor,
     k: Tensor | None,
@@ -610,6 +612,8 @@ def rotary(
         ValueError: rotary_dim is neither the number of columns of the tables nor twice that.
     """
     return _rotary.rotary(q, k, cos, sin, interleaved, rotary_dim, dtype)
+
+
 def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     r"""residual + dropout(x) in one pass: how a sublayer of a transformer joins the residual stream.
 

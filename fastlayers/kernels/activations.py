@@ -37,10 +37,10 @@ def _twice_inner(z):
 
 @triton.jit
 def _expm1(x):
-    """exp(x) - 1 without its cancellation (Kahan): the logarithm of the rounded exponential corrects its rounding."""
+    """exp(x) - 1 for x <= 0 without its cancellation (Kahan): the logarithm of the rounded exponential corrects it."""
     u = tl.exp(x)
     less = u - 1.0
-    return tl.where(less == 0, x, tl.where(less == -1, -1.0, less * x / tl.log(u)))
+    return tl.where(less == 0, x, tl.where(x < -0.5, less, less * x / tl.log(u)))
 
 
 @triton.jit

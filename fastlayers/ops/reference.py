@@ -206,6 +206,8 @@ def rotary(
         cos, sin = full_table(cos, interleaved), full_table(sin, interleaved)
     rotated_q = _rotated(q, cos, sin, interleaved, dtype)
     return rotated_q, None if k is None else _rotated(k, cos, sin, interleaved, dtype)
+
+
 # ---- residuals -------------------------------------------------------------------------------------------------------
 
 

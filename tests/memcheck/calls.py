@@ -35,6 +35,13 @@ for dtype in DTYPES:
             for gamma in (weight, randn(rows, 1)):
                 ops.scale_add(x, gamma, keep, 2.0, x, dtype)
                 ops.scale_add_backward(x, x, gamma, keep if gamma is weight else None, 2.0)
+            for act in (1, 3, 12):
+                for bias in (None, weight):
+                    y = ops.bias_act_forward(x, bias, act, 0.0, 0.0)
+                    ops.bias_act_backward(whole(y), x, bias, act, 0.0, 0.0, bias is not None)
+                ops.gated_backward(whole(ops.gated_forward(x, x, act)), x, x, act)
+                packed = randn(rows, 2 * n)
+                ops.glu_backward(whole(ops.glu_forward(packed, 1, False, act)), packed, 1, False, act)
             for kind in (0, 1):
                 bias = weight if kind == 0 else None
                 y, stats = ops.layer_norm_forward(x, weight, bias, 1, 1e-5, kind, dtype, True)
