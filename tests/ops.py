@@ -6,6 +6,7 @@ shape, layout and values, so that each can be made on any device and in any dtyp
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -575,6 +576,7 @@ def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = Tr
     return residual + F.dropout(x, p, training)
 
 
+@functools.wraps(functional.scale_add)
 def fused_scale_add(x: Tensor, residual: Tensor, gamma: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The two large tensors first, as the other rows have them."""
     return functional.scale_add(x, gamma, residual, *args, **kwargs)
