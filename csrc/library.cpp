@@ -13,6 +13,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("relu_add_backward(Tensor dy, Tensor bits, int[] bias_shape) -> (Tensor, Tensor)");
   m.def("mul(Tensor x, Tensor y) -> Tensor");
   m.def("mul_backward(Tensor dy, Tensor x, Tensor y) -> (Tensor, Tensor)");
+  m.def("bias_act_forward(Tensor x, Tensor? bias, int act, float first, float second) -> Tensor");
+  m.def("bias_act_backward(Tensor dy, Tensor x, Tensor? bias, int act, float first, float second, bool dbias) -> (Tensor, Tensor)");
+  m.def("gated_forward(Tensor gate, Tensor up, int act) -> Tensor");
+  m.def("gated_backward(Tensor dy, Tensor gate, Tensor up, int act) -> (Tensor, Tensor)");
+  m.def("glu_forward(Tensor x, int dim, bool gate_first, int act) -> Tensor");
+  m.def("glu_backward(Tensor dy, Tensor x, int dim, bool gate_first, int act) -> Tensor");
   m.def("layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int dims, float eps, int kind, ScalarType dtype, bool keep) -> (Tensor, Tensor)");
   m.def("add_layer_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, int dims, float eps, int kind, ScalarType dtype, bool keep) -> (Tensor, Tensor, Tensor)");
   m.def("layer_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor stats, Tensor? weight, int dims, int kind, bool dweight, bool dbias) -> (Tensor, Tensor, Tensor)");
@@ -21,4 +27,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("batch_norm_backward(Tensor dy, Tensor x, Tensor? residual, Tensor? bits, Tensor? weight, Tensor? bias, Tensor stats, bool training, int act, bool dresidual) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("group_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, int act, ScalarType dtype, bool keep) -> (Tensor, Tensor)");
   m.def("group_norm_backward(Tensor dy, Tensor x, Tensor stats, Tensor? weight, Tensor? bias, int groups, int act) -> (Tensor, Tensor, Tensor)");
+  m.def("rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, int rotary_dim, bool interleaved, bool backward, ScalarType dtype, int head, int[] q_strides, int[] k_strides) -> (Tensor, Tensor)");
+  m.def("dropout_add(Tensor x, Tensor? residual, Tensor seed, float p, ScalarType dtype) -> Tensor");
+  m.def("scale_add(Tensor x, Tensor? gamma, Tensor? keep, float scale, Tensor? residual, ScalarType dtype) -> Tensor");
+  m.def("scale_add_backward(Tensor dy, Tensor x, Tensor gamma, Tensor? keep, float scale) -> (Tensor, Tensor)");
 }

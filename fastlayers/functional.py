@@ -14,9 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers.ops import batch_norm as _batch_norm
+from fastlayers.ops import bias_act as _bias_act
 from fastlayers.ops import elementwise as _elementwise
+from fastlayers.ops import glu as _glu
 from fastlayers.ops import group_norm as _group_norm
 from fastlayers.ops import layer_norm as _layer_norm
+from fastlayers.ops import residual as _residual
+from fastlayers.ops import rotary as _rotary
 from fastlayers.ops import softmax as _softmax
 
 __all__ = [
@@ -24,15 +28,32 @@ __all__ = [
     "add_relu",
     "add_rms_norm",
     "batch_norm",
+    "bias_act",
     "channel_layer_norm",
+    "dropout_add",
+    "elu",
+    "geglu",
+    "gelu",
+    "glu",
     "group_norm",
+    "hardswish",
     "instance_norm",
     "layer_norm",
+    "leaky_relu",
     "log_softmax",
+    "mish",
     "mul",
+    "quick_gelu",
+    "reglu",
+    "relu2",
     "relu_add",
     "rms_norm",
+    "rotary",
+    "scale_add",
+    "silu",
     "softmax",
+    "softplus",
+    "swiglu",
 ]
 
 
@@ -303,7 +324,8 @@ def group_norm(
         num_groups: how many groups the channels fall into. Mean and variance are those of a group.
         weight, bias: (C,), in x's dtype, or in float32 where x is float16 or bfloat16.
         eps: added to the variance.
-        act: None, "relu", "silu", "gelu", "gelu_tanh", "hardswish", "relu6" or "leaky_relu".
+        act: None or the name of an activation, as for :func:`bias_act`. One pass with "relu", "silu", "gelu",
+            "gelu_tanh", "hardswish", "relu6" and "leaky_relu"; a pass of its own, of bias_act, with the others.
 
     Returns:
         A tensor in the memory format that torch gives: contiguous on CUDA. Under CUDA autocast float32.
@@ -381,7 +403,8 @@ def batch_norm(
         momentum: share of x's statistics in the new running ones.
         eps: added to the variance.
         residual: added before the activation; the kernels take x's shape and dtype.
-        act: None, "relu", "silu", "gelu", "gelu_tanh", "hardswish", "relu6" or "leaky_relu".
+        act: None or the name of an activation, as for :func:`bias_act`. One pass with "relu", "silu", "gelu",
+            "gelu_tanh", "hardswish", "relu6" and "leaky_relu"; a pass of its own, of bias_act, with the others.
 
     Returns:
         A tensor of x's dtype and memory format.
@@ -393,3 +416,258 @@ def batch_norm(
         ValueError: no such activation, or one value in each channel in training.
     """
     return _batch_norm.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act)
+
+
+# ---- activations and gates -------------------------------------------------------------------------------------------
+
+
+def bias_act(x: Tensor, bias: Tensor | None, act: str | None, **parameters: float) -> Tensor:
+    """act(x + bias) in one pass, and in the backward the bias' gradient in the same pass as x's.
+
+    Stands for ``act(x + bias)``, rounded once instead of twice. What follows a matrix product: that of a linear layer
+    whose bias is left out, and added here.
+
+    Args:
+        x: any shape; kernels take float16, bfloat16, float32 and float64.
+        bias: None, or a tensor that broadcasts against x; the kernels take x's dtype and one value for each index of
+            x's last dimension.
+        act: None, "relu", "silu", "gelu", "gelu_tanh", "hardswish", "relu6", "leaky_relu", "quick_gelu"
+            (x·sigmoid(1.702·x)), "relu2" (relu(x)²), "mish", "sigmoid", "tanh", "elu" or "softplus".
+        parameters: of the activation, by torch's names and with torch's defaults: ``negative_slope`` of leaky_relu,
+            ``alpha`` of elu, ``beta`` and ``threshold`` of softplus.
+
+    Returns:
+        A tensor of the memory format that torch gives. Of softplus under CUDA autocast float32; "relu2" is relu(x)
+        times itself, and stays in x's dtype where autocast would widen ``torch.square``.
+
+    Without a bias torch's own kernels serve all but "gelu", "gelu_tanh", "mish", "quick_gelu" and "relu2": they are at
+    the limit of the memory already.
+
+    Keeps: x and the bias; of "relu" the result.
+
+    Raises:
+        ValueError: no such activation.
+        TypeError: a parameter that the activation does not have.
+    """
+    return _bias_act.bias_act(x, bias, act, parameters)
+
+
+def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
+    """:func:`torch.nn.functional.gelu`, see :func:`bias_act`.
+
+    Keeps: the input.
+    """
+    if approximate not in ("none", "tanh"):
+        return F.gelu(input, approximate=approximate)  # which says what it expected
+    return _bias_act.bias_act(input, None, "gelu" if approximate == "none" else "gelu_tanh", {})
+
+
+def quick_gelu(input: Tensor) -> Tensor:
+    """x·sigmoid(1.702·x), the GELU of CLIP, in one pass; see :func:`bias_act`.
+
+    Keeps: the input.
+    """
+    return _bias_act.bias_act(input, None, "quick_gelu", {})
+
+
+def relu2(input: Tensor) -> Tensor:
+    """relu(x)², the activation of Primer, in one pass; see :func:`bias_act`.
+
+    Keeps: the input.
+    """
+    return _bias_act.bias_act(input, None, "relu2", {})
+
+
+def mish(input: Tensor, inplace: bool = False) -> Tensor:
+    """:func:`torch.nn.functional.mish`, which answers itself in place; see :func:`bias_act`.
+
+    Keeps: the input.
+    """
+    return _bias_act.in_place(F.mish, input) if inplace else _bias_act.bias_act(input, None, "mish", {})
+
+
+def silu(input: Tensor, inplace: bool = False) -> Tensor:
+    """:func:`torch.nn.functional.silu`, whose own kernels serve where no backend is forced; see :func:`bias_act`."""
+    return _bias_act.in_place(F.silu, input) if inplace else _bias_act.bias_act(input, None, "silu", {})
+
+
+def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
+    """:func:`torch.nn.functional.hardswish`, served as :func:`silu` is."""
+    return _bias_act.in_place(F.hardswish, input) if inplace else _bias_act.bias_act(input, None, "hardswish", {})
+
+
+def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+    """:func:`torch.nn.functional.leaky_relu`, served as :func:`silu` is."""
+    if inplace:
+        return _bias_act.in_place(F.leaky_relu, input, negative_slope)
+    return _bias_act.bias_act(input, None, "leaky_relu", {"negative_slope": negative_slope})
+
+
+def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    """:func:`torch.nn.functional.elu`, served as :func:`silu` is."""
+    return (
+        _bias_act.in_place(F.elu, input, alpha) if inplace else _bias_act.bias_act(input, None, "elu", {"alpha": alpha})
+    )
+
+
+def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """:func:`torch.nn.functional.softplus`, served as :func:`silu` is."""
+    return _bias_act.bias_act(input, None, "softplus", {"beta": beta, "threshold": threshold})
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate)·up, the gate of Llama's MLP, in one pass forward and one backward.
+
+    Stands for ``F.silu(gate) * up``, rounded once instead of twice.
+
+    Args:
+        gate, up: tensors that broadcast against each other; the kernels take one shape and one floating dtype. They may
+            be halves of one tensor, which are not copied; for their gradients to be written into one tensor as well,
+            see :func:`glu`.
+
+    Keeps: gate and up; the backward computes silu(gate) anew.
+    """
+    return _glu.gated(gate, up, "silu")
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """gelu(gate)·up in one pass forward and one backward.
+
+    Stands for ``F.gelu(gate, approximate=approximate) * up``. Arguments and what is kept are those of :func:`swiglu`.
+    """
+    if approximate not in ("none", "tanh"):
+        F.gelu(gate, approximate=approximate)  # which says what it expected
+    return _glu.gated(gate, up, "gelu" if approximate == "none" else "gelu_tanh")
+
+
+def reglu(gate: Tensor, up: Tensor) -> Tensor:
+    """relu(gate)·up in one pass forward and one backward.
+
+    Stands for ``F.relu(gate) * up``. Arguments and what is kept are those of :func:`swiglu`.
+    """
+    return _glu.gated(gate, up, "relu")
+
+
+def glu(x: Tensor, act: str | None = "sigmoid", dim: int = -1, *, gate_first: bool = False) -> Tensor:
+    """a·act(b) for the halves a and b of a tensor along one dimension, or act(a)·b, without copies of them.
+
+    Stands for :func:`torch.nn.functional.glu` with any activation: ``a, b = x.chunk(2, dim); a * act(b)``.
+
+    Args:
+        x: of an even size along ``dim``; kernels take float16, bfloat16, float32 and float64.
+        act: name of an activation as for :func:`bias_act`, with torch's parameters where it has some; None for a·b.
+        dim: the dimension that is halved.
+        gate_first: the activation is that of the first half, as in models that pack ``gate`` and ``up`` in this order.
+
+    Returns:
+        A tensor of half the size of x along ``dim``.
+
+    Keeps: x; the backward computes the activation anew, and writes one gradient.
+
+    Raises:
+        ValueError: no such activation.
+        RuntimeError: an odd size.
+    """
+    return _glu.glu(x, act, dim, gate_first)
+
+
+def rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    *,
+    rotary_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Rotary position embedding of queries and keys in one kernel.
+
+    .. math:: (a, b) \mapsto (a \cos_a - b \sin_a,\; b \cos_b + a \sin_b)
+
+    for each pair of elements of the last dimension, a and b being half of the rotated part apart. Stands for
+    ``q * cos + rotate_half(q) * sin``, ``rotate_half(x)`` being ``torch.cat((-x2, x1), -1)`` of the halves of x, and
+    the same of k, rounded once. This is how Llama has it; GPT-J and Cohere are ``interleaved``.
+
+    Args:
+        q, k: queries and keys, (batch, heads, seq, head_dim) or (batch, seq, heads, head_dim) or any of their views,
+            the heads of k as many as they are; or k is None. The kernels take up to four dimensions and one floating
+            dtype.
+        cos, sin: tables that broadcast against q and k as in torch: (seq, d) or (batch, 1, seq, d) for heads before
+            the sequence, (seq, 1, d) or (batch, seq, 1, d) for heads behind it. Tables of (batch, seq, d), as model
+            libraries hand them around, take ``cos.unsqueeze(1)`` or ``cos.unsqueeze(2)`` first. The kernels take q's
+            dtype, or float32 where q is float16 or bfloat16, and no table that needs a gradient.
+        interleaved: pairs are neighbours, ``x[..., ::2]`` and ``x[..., 1::2]``.
+        rotary_dim: how many elements of a head rotate, from the first; the others pass through. Default: as many as the
+            tables have columns. Twice as many where these have one column for each pair, as flash-attn's and GPT-J's.
+        dtype: of the results, for code that rotates ``q.float()`` and casts the result: q and k count as float32 where
+            they are narrower. Default: what ``q * cos`` has, which is float32 for a half with float32 tables.
+
+    Returns:
+        (rotated q, rotated k), in the memory order that the torch composition gives them; None for a k of None.
+
+    Keeps: cos and sin.
+
+    Raises:
+        ValueError: rotary_dim is neither the number of columns of the tables nor twice that.
+    """
+    return _rotary.rotary(q, k, cos, sin, interleaved, rotary_dim, dtype)
+
+
+def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    r"""residual + dropout(x) in one pass: how a sublayer of a transformer joins the residual stream.
+
+    .. math:: y = \text{residual} + \frac{x \cdot m}{1 - p}, \qquad m_i = 0 \text{ with probability } p, \text{ else } 1
+
+    Stands for ``residual + F.dropout(x, p, training)``, rounded once instead of twice.
+
+    Args:
+        x, residual: tensors that broadcast against each other; the kernels take one shape, and one floating dtype or a
+            float32 residual to a float16 or bfloat16 x.
+        p: probability with which elements of x are zeroed.
+        training: whether they are.
+
+    The kernels draw one seed from torch's generator of the device and derive the mask from it (Philox), element by
+    element in the memory order of the result: the same whatever the dtypes and the layout of the gradient, and on every
+    backend that has kernels. It follows :func:`torch.manual_seed`, activation checkpointing and CUDA graphs, of which
+    each replay draws anew; it is not the mask that ``F.dropout`` draws from the same generator.
+
+    Keeps: the seed, 8 bytes.
+
+    Raises:
+        ValueError: p is not a probability.
+    """
+    return _residual.dropout_add(x, residual, p, training)
+
+
+def scale_add(
+    x: Tensor,
+    gamma: Tensor | None,
+    residual: Tensor,
+    drop_path: float = 0.0,
+    training: bool = False,
+) -> Tensor:
+    r"""residual + drop_path(gamma·x) in one pass: LayerScale, stochastic depth and the residual.
+
+    .. math:: y = \text{residual} + \frac{\text{gamma} \cdot x \cdot m}{1 - \text{drop\_path}}
+
+    Stands for ``residual + drop_path(x * gamma)``, as timm's models and torchvision's (``StochasticDepth(p, "row")``)
+    have it, rounded once. The gradients of x and gamma come from one kernel.
+
+    Args:
+        x, residual: tensors that broadcast against each other; the kernels take one shape, and one floating dtype or a
+            float32 residual to a float16 or bfloat16 x.
+        gamma: broadcasts to x, or None for no scale. The kernels take a vector along one dimension: (C,) along the last
+            one, (C, 1, 1) along the channels of (N, C, H, W) in either memory format; in x's dtype, or in float32 where
+            the residual is.
+        drop_path: probability with which whole samples (indices of dimension 0) of x·gamma are zeroed; those that stay
+            are divided by 1 - drop_path.
+        training: whether they are. The draw is timm's and torchvision's: after the same ``torch.manual_seed`` the same
+            samples are dropped.
+
+    Keeps: x if gamma needs a gradient, a reference to gamma, and in training with drop_path a number for each sample.
+
+    Raises:
+        ValueError: drop_path is not a probability.
+    """
+    return _residual.scale_add(x, gamma, residual, drop_path, training)

@@ -6,6 +6,7 @@ shape, layout and values, so that each can be made on any device and in any dtyp
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -567,6 +568,127 @@ MUL = Op(
     matrix=lambda x: (x, x),
 )
 
+# ---- residuals -------------------------------------------------------------------------------------------------------
+# What draws random numbers is in test_residual.py.
+
+
+def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    return residual + F.dropout(x, p, training)
+
+
+@functools.wraps(functional.scale_add)
+def fused_scale_add(x: Tensor, residual: Tensor, gamma: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The two large tensors first, as the other rows have them."""
+    return functional.scale_add(x, gamma, residual, *args, **kwargs)
+
+
+def scale_add(x: Tensor, residual: Tensor, gamma: Any, drop_path: float = 0.0, training: bool = False) -> Tensor:
+    if not 0 <= drop_path <= 1:
+        raise ValueError(drop_path)
+    y = x if gamma is None else x * gamma
+    return residual + (torch.zeros_like(y) * y if training and drop_path == 1 else y)
+
+
+def scaled(name: str, shape: tuple[int, ...], gamma: Any, layout: Any = contiguous, **options: Any) -> Sample:
+    other, values = options.pop("other", layout), options.pop("values", normal)
+    residual = options.pop("residual", Input(shape, other))
+    gamma = Input(gamma) if isinstance(gamma, tuple) else gamma
+    return Sample(name, (Input(shape, layout, values), residual, gamma), **options)
+
+
+def scale_saved(call: Call, out: Tensor) -> int:
+    x, _, gamma = call.args
+    return 0 if gamma is None else nbytes(x) + nbytes(gamma)
+
+
+RESIDUAL_KERNELS = ("triton", "cuda")
+FLOAT32_RESIDUAL = Input((5, 37), dtype=torch.float32)
+DROPOUT_ADD = Op(
+    "dropout_add",
+    functional.dropout_add,
+    dropout_add,
+    kernels=RESIDUAL_KERNELS,
+    samples=(
+        *(replace(s, args=(*s.args, 0.3, False), refused=() if s.name == "y of float32" else s.refused)
+          for s in pairs()),
+        *(replace(s, name=f"{s.name}, p 1", args=(*s.args, 1.0)) for s in pairs()[:2]),
+        Sample("p 0", (Input((5, 37)), Input((5, 37)), 0.0)),
+        Sample("residual a row", (Input((6, 40)), Input((40,)), 0.0), refused=KERNELS),
+        Sample("x a column", (Input((6, 1)), Input((6, 40)), 0.0), refused=KERNELS),
+    ),
+    saved_bytes=lambda call, out: 0,
+    mistakes=(
+        *(replace(s, kwargs={"training": False}) for s in PAIR_MISTAKES),
+        Sample("p above 1", (Input((2, 3)), Input((2, 3)), 1.5)),
+        Sample("negative p", (Input((2, 3)), Input((2, 3)), -0.5)),
+    ),
+    layers=(Layer(fastlayers.FusedDropoutAdd(0.0), Sample("matrix", (Input((5, 37)), Input((5, 37)), 0.0)), 2),),
+    matrix=lambda x: (x, x, 0.0),
+)  # fmt: skip
+
+
+SCALE_ADD = Op(
+    "scale_add",
+    fused_scale_add,
+    scale_add,
+    kernels=RESIDUAL_KERNELS,
+    samples=(
+        scaled("matrix", (5, 37), (37,), smooth=True),
+        *(scaled(f"size {n}", (3, n), (n,)) for n in (1, 7, 8, 40, 255, 1024)),
+        scaled("many rows", (3000, 24), (24,)),
+        scaled("several blocks", (3, 40013), (40013,)),
+        scaled("tokens", (3, 5, 24), (24,)),
+        scaled("image", (2, 8, 5, 6), (8, 1, 1), smooth=True),
+        scaled("large image", (2, 3, 33, 40), (3, 1, 1)),
+        scaled("odd image", (2, 5, 7, 7), (5, 1, 1)),
+        scaled("small image", (2, 5, 1, 3), (5, 1, 1)),
+        scaled("channels_last", (2, 8, 5, 6), (8, 1, 1), channels_last),
+        scaled("odd channels_last", (2, 5, 4, 6), (5, 1, 1), channels_last),
+        scaled("x channels_last", (2, 8, 5, 6), (8, 1, 1), channels_last, other=contiguous),
+        scaled("residual channels_last", (2, 8, 5, 6), (8, 1, 1), other=channels_last),
+        scaled("long rows", (3, 9001), (3, 1)),
+        scaled("gamma a column", (6, 40), (6, 1), smooth=True),
+        scaled("gamma of the middle", (3, 7, 24), (7, 1)),
+        scaled("gamma 0-dim", (6, 33), ()),
+        scaled("gamma of one", (6, 33), (1,)),
+        scaled("no gamma", (5, 37), None, smooth=True),
+        scaled("one element", (1,), (1,)),
+        scaled("0-dim", (), ()),
+        scaled("empty", (0, 7), (7,), refused=KERNELS),
+        scaled("transposed", (24, 33), (33,), transposed),
+        scaled("x transposed", (24, 33), (33,), transposed, other=contiguous),
+        scaled("sliced", (5, 33), (33,), row_slice, other=strided),
+        scaled("misaligned", (6, 64), (64,), misaligned),
+        scaled("misaligned odd", (6, 65), (65,), misaligned),
+        scaled("gamma misaligned", (6, 64), Input((64,), misaligned)),
+        scaled("x expanded", (6, 40), (40,), expanded(0), other=contiguous),
+        scaled("both expanded", (6, 40), (40,), one_value, other=expanded(1)),
+        scaled("NaN", (5, 40), (40,), values=with_nan),
+        scaled("infinities", (5, 40), (40,), values=with_infinities),
+        scaled("gamma without gradient", (5, 40), Input((40,), grad=False)),
+        scaled("float32 residual", (5, 37), (37,), residual=FLOAT32_RESIDUAL, dtypes=HALF),
+        scaled("float32 residual and gamma", (5, 37), Input((37,), dtype=torch.float32), residual=FLOAT32_RESIDUAL,
+               dtypes=HALF),
+        scaled("float32 gamma of an image", (2, 8, 5, 6), Input((8, 1, 1), dtype=torch.float32), channels_last,
+               residual=Input((2, 8, 5, 6), channels_last, dtype=torch.float32), dtypes=HALF),
+        scaled("float32 gamma", (5, 37), Input((37,), dtype=torch.float32), refused=KERNELS, dtypes=HALF),
+        scaled("gamma of a matrix", (3, 4, 5), (4, 5), refused=KERNELS),
+        scaled("gamma a strided row", (6, 40), Input((40,), strided), refused=KERNELS),
+        scaled("residual a row", (6, 40), (40,), residual=Input((40,)), refused=KERNELS),
+        scaled("gamma that widens", (1, 40), (6, 40), residual=Input((6, 40)), refused=KERNELS),
+        scaled("all dropped", (5, 37), None, kwargs={"drop_path": 1.0, "training": True}),
+    ),
+    saved_bytes=scale_saved,
+    mistakes=(
+        scaled("shapes that do not broadcast", (2, 3), (4,)),
+        scaled("residual that does not broadcast", (2, 3), (3,), residual=Input((2, 4))),
+        scaled("drop_path above 1", (2, 3), (3,), kwargs={"drop_path": 1.5}),
+        Sample("not tensors", ("a", "b", "c")),
+    ),
+    layers=(Layer(fastlayers.FusedScaleAdd(37, None), scaled("of a layer", (5, 37), None), 2),),
+    matrix=lambda x: (x, x, Input((x.shape[0], 1))),
+)  # fmt: skip
+
 # ---- norms of rows ---------------------------------------------------------------------------------------------------
 
 
@@ -1123,9 +1245,465 @@ BATCH_NORM_EVAL = replace(
     matrix=None,
 )
 
+# ---- activations and gates -------------------------------------------------------------------------------------------
+
+STOCK_ACTS: dict[str | None, Callable[..., Tensor]] = {
+    None: lambda z: z,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "hardswish": F.hardswish,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
+    "relu2": lambda z: F.relu(z) * F.relu(z),
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "elu": F.elu,
+    "softplus": F.softplus,
+}
+SMOOTH_ACTS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "mish", "sigmoid", "tanh", "softplus")
+#: Of hardswish and relu6 the steps lie at 3 and 6.
+WIDE_ACTS = ("hardswish", "relu6")
+
+
+def bias_act(x: Tensor, bias: Tensor | None, act: str | None, **parameters: float) -> Tensor:
+    return STOCK_ACTS[act](x if bias is None else x + bias, **parameters)
+
+
+def times(factor: float) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
+    return lambda shape, generator: torch.randn(shape, generator=generator) * factor
+
+
+def with_act(name: str, shape: tuple[int, ...], act: str | None, bias: Any = "row", **options: Any) -> Sample:
+    """A call with a bias of the last dimension, with None, or with a given one."""
+    x = Input(shape, options.pop("layout", contiguous), options.pop("values", normal), dtype=options.pop("dtype", None))
+    kwargs = options.pop("kwargs", {})
+    given = Input(shape[-1:]) if bias == "row" else bias
+    return Sample(name, (x, given, act), kwargs, refused=options.pop("refused", ()), **options)
+
+
+A_ROW = (5, 40)
+BIAS_ACT_SAMPLES = (
+    with_act("matrix", (5, 37), "gelu", smooth=True),
+    *(
+        with_act(f"{act}, {kind}", A_ROW, act, bias, values=times(4.0 if act in WIDE_ACTS else 2.0))
+        for act in STOCK_ACTS
+        if act is not None
+        for kind, bias in (("biased", "row"), ("bare", None))
+    ),
+    *(with_act(f"{act}, smooth", (3, 5), act, smooth=True) for act in SMOOTH_ACTS[3:]),
+    with_act("leaky_relu of 0.3", A_ROW, "leaky_relu", kwargs={"negative_slope": 0.3}),
+    with_act("leaky_relu of -0.5", A_ROW, "leaky_relu", kwargs={"negative_slope": -0.5}),
+    with_act("elu of 1.7", A_ROW, "elu", kwargs={"alpha": 1.7}),
+    with_act("elu of 0.5, smooth", (3, 5), "elu", kwargs={"alpha": 1.0}, smooth=True),
+    with_act("softplus of 2.5, 3", A_ROW, "softplus", kwargs={"beta": 2.5, "threshold": 3.0}, values=times(3.0)),
+    with_act("softplus of -1", A_ROW, "softplus", kwargs={"beta": -1.0}),
+    with_act("bare, smooth", (4, 6), "gelu_tanh", None, smooth=True),
+    with_act("small values", A_ROW, "tanh", values=times(1e-3)),
+    with_act("small values of elu", A_ROW, "elu", values=times(1e-3)),
+    # The float64 composition of quick_gelu takes 1 - sigmoid by subtraction, and so is no judge of float64.
+    *(
+        with_act(
+            f"large values of {act}",
+            A_ROW,
+            act,
+            None,
+            values=large,
+            dtypes=(*HALF, torch.float32) if act == "quick_gelu" else FLOATING,
+        )
+        for act in STOCK_ACTS
+        if act is not None
+    ),
+    # On CPU torch's own answer depends on whether an element falls into a vector or into the rest.
+    *(
+        with_act(f"NaN in {act}", A_ROW, act, None, values=with_nan, gpu_only=act in ("hardswish", "relu6", "elu"))
+        for act in STOCK_ACTS
+        if act is not None
+    ),
+    *(
+        with_act(f"infinities in {act}", A_ROW, act, None, values=with_infinities, gpu_only=act == "gelu")
+        for act in STOCK_ACTS
+        if act is not None
+    ),
+    with_act("NaN, biased", A_ROW, "silu", values=with_nan),
+    with_act("one element", (1,), "silu"),
+    with_act("0-dim", (), "silu", None),
+    with_act("empty", (0, 7), "silu", refused=KERNELS),
+    with_act("no columns", (7, 0), "silu", refused=KERNELS),
+    *(with_act(f"columns {n}", (7, n), "gelu") for n in (1, 3, 8, 33, 255, 1000, 4097)),
+    *(with_act(f"bare, size {n}", (n,), "mish", None) for n in (7, 9, 4096, 10007)),
+    with_act("several blocks", (3, 40013), "gelu"),
+    with_act("many rows", (4099, 24), "gelu"),
+    with_act("many odd rows", (3001, 7), "silu"),
+    with_act("three dims", (3, 17, 24), "gelu_tanh"),
+    with_act("relu, many rows", (3001, 16), "relu"),
+    with_act("transposed", (24, 33), "gelu", layout=transposed),
+    with_act("bare, transposed", (24, 33), "gelu", None, layout=transposed),
+    with_act("channels_last", IMAGE, "silu", layout=channels_last),
+    with_act("bare, channels_last", IMAGE, "mish", None, layout=channels_last),
+    with_act("row slice", (5, 64), "gelu", layout=row_slice),
+    with_act("strided", (5, 40), "gelu", layout=strided),
+    with_act("bare, strided", (5, 40), "gelu", None, layout=strided),
+    with_act("misaligned", (6, 64), "gelu", layout=misaligned),
+    with_act("bare, misaligned", (6, 65), "gelu", None, layout=misaligned),
+    with_act("expanded rows", A_ROW, "gelu", layout=expanded(0)),
+    with_act("expanded columns", A_ROW, "relu", layout=expanded(1)),
+    with_act("bare, expanded", A_ROW, "gelu", None, layout=expanded(1)),
+    with_act("strided bias", A_ROW, "gelu", Input((40,), strided)),
+    with_act("misaligned bias", A_ROW, "gelu", Input((40,), misaligned)),
+    with_act("expanded bias", A_ROW, "gelu", Input((40,), expanded(0))),
+    with_act("bias without gradient", A_ROW, "gelu", Input((40,), grad=False)),
+    with_act("relu, bias without gradient", A_ROW, "relu", Input((40,), grad=False)),
+    Sample("x without gradient", (Input(A_ROW, grad=False), Input((40,)), "gelu")),
+    Sample("relu, x without gradient", (Input(A_ROW, grad=False), Input((40,)), "relu")),
+    with_act("bias of a matrix", A_ROW, "gelu", Input(A_ROW), refused=KERNELS),
+    with_act("bias of one", A_ROW, "gelu", Input((1,)), refused=KERNELS),
+    with_act("bias that widens", (40,), "gelu", Input(A_ROW), refused=KERNELS),
+    with_act("bias of float32", A_ROW, "gelu", Input((40,), dtype=torch.float32), refused=KERNELS, dtypes=HALF),
+    with_act("no activation", A_ROW, None, refused=KERNELS),
+    with_act("long rows", (2, 2**20 + 8), "gelu", gpu_only=True),
+)
+
+
+def bias_act_saved(call: Call, out: Tensor) -> int:
+    x, bias, act = call.args
+    return nbytes(out) if act == "relu" else nbytes(x) + (0 if bias is None else nbytes(bias))
+
+
+BIAS_ACT = Op(
+    "bias_act",
+    functional.bias_act,
+    bias_act,
+    kernels=GPU_KERNELS,
+    samples=BIAS_ACT_SAMPLES,
+    saved_bytes=bias_act_saved,
+    mistakes=(
+        with_act("bias that does not broadcast", A_ROW, "gelu", Input((7,))),
+        with_act("parameter of another", A_ROW, "gelu", kwargs={"alpha": 2.0}),
+        Sample("not a tensor", ([1.0, 2.0], None, "gelu")),
+    ),
+    layers=(Layer(fastlayers.FusedBiasAct(37), with_act("layer", (5, 37), "gelu", None), 1),),
+    matrix=lambda x: (x, Input(x.shape[-1:]), "gelu"),
+)
+
+
+def bare(
+    fused: Callable[..., Tensor], stock: Callable[..., Tensor], *layers: nn.Module, smooth: bool = False, **other: Any
+) -> Op:
+    """The row of a function of one tensor, and of ``other``, arguments of a second call."""
+
+    def call(name: str, shape: tuple[int, ...], layout: Any = contiguous, **options: Any) -> Sample:
+        return Sample(name, (Input(shape, layout),), options.pop("kwargs", {}), **options)
+
+    return Op(
+        fused.__name__,
+        fused,
+        stock,
+        kernels=GPU_KERNELS,
+        samples=(
+            call("bare matrix", (5, 37), smooth=smooth),
+            call("bare empty", (0, 7), refused=KERNELS),
+            call("bare blocks", (3, 40013)),
+            call("bare image", IMAGE, channels_last),
+            call("bare slice", (5, 33), row_slice),
+            *([call("bare, other parameters", (5, 40), kwargs=other)] if other else []),
+        ),
+        saved_bytes=lambda call, out: nbytes(call.args[0]),
+        mistakes=(Sample("not a tensor", ([1.0, 2.0],)),),
+        layers=tuple(Layer(layer, call("layer", (5, 37), kwargs=other), 1) for layer in layers),
+        matrix=lambda x: (x,),
+    )
+
+
+GELU = bare(functional.gelu, F.gelu, fastlayers.FusedGELU("tanh"), smooth=True, approximate="tanh")
+GELU = replace(GELU, mistakes=(*GELU.mistakes, Sample("approximate", (Input((2, 3)),), {"approximate": "erf"})))
+BARE = (
+    GELU,
+    bare(functional.mish, F.mish, fastlayers.FusedMish(), smooth=True),
+    bare(functional.quick_gelu, STOCK_ACTS["quick_gelu"], fastlayers.FusedQuickGELU(), smooth=True),
+    bare(functional.relu2, STOCK_ACTS["relu2"], fastlayers.FusedReLU2()),
+    bare(functional.silu, F.silu, fastlayers.FusedSiLU(), smooth=True),
+    bare(functional.hardswish, F.hardswish, fastlayers.FusedHardswish()),
+    bare(functional.leaky_relu, F.leaky_relu, fastlayers.FusedLeakyReLU(0.2), negative_slope=0.2),
+    bare(functional.elu, F.elu, fastlayers.FusedELU(0.5), alpha=0.5),
+    bare(functional.softplus, F.softplus, fastlayers.FusedSoftplus(2.0, 5.0), smooth=True, beta=2.0, threshold=5.0),
+)
+
+
+def gated(act: str | None) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda gate, up: STOCK_ACTS[act](gate) * up
+
+
+GATE_MISTAKES = (*PAIR_MISTAKES[:1], PAIR_MISTAKES[2])
+SWIGLU = Op(
+    "swiglu",
+    functional.swiglu,
+    gated("silu"),
+    kernels=GPU_KERNELS,
+    samples=(*pairs(), *broadcasts(refused=KERNELS)),
+    saved_bytes=both,
+    mistakes=GATE_MISTAKES,
+    layers=(Layer(fastlayers.FusedSwiGLU(), A_PAIR),),
+    matrix=lambda x: (x, x),
+)
+FEW_PAIRS = ("matrix", "several blocks", "y transposed", "misaligned", "NaN", "infinities")
+
+
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    return F.gelu(gate, approximate=approximate) * up
+
+
+GEGLU = replace(
+    SWIGLU,
+    name="geglu",
+    fused=functional.geglu,
+    reference=geglu,
+    samples=(
+        *(replace(sample, gpu_only=sample.name == "infinities") for sample in pairs() if sample.name in FEW_PAIRS),
+        Sample("tanh", (Input((5, 37)), Input((5, 37)), "tanh"), smooth=True),
+    ),
+    mistakes=(*GATE_MISTAKES, Sample("approximate", (Input((2, 3)), Input((2, 3)), "erf"))),
+    layers=(
+        Layer(fastlayers.FusedGEGLU(), A_PAIR),
+        Layer(fastlayers.FusedGEGLU("tanh"), Sample("tanh", (Input((5, 37)), Input((5, 37)), "tanh")), 2),
+    ),
+)
+REGLU = replace(
+    GEGLU,
+    name="reglu",
+    fused=functional.reglu,
+    reference=gated("relu"),
+    samples=tuple(replace(sample, smooth=False) for sample in pairs() if sample.name in FEW_PAIRS),
+    layers=(Layer(fastlayers.FusedReGLU(), A_PAIR),),
+)
+
+
+def glu(x: Tensor, act: str | None = "sigmoid", dim: int = -1, *, gate_first: bool = False) -> Tensor:
+    if act == "sigmoid" and not gate_first:
+        return F.glu(x, dim)
+    first, second = x.chunk(2, dim)
+    return STOCK_ACTS[act](first) * second if gate_first else first * STOCK_ACTS[act](second)
+
+
+GATE_FIRST = {"gate_first": True}
+A_GLU = Sample("packed matrix", (Input((5, 38)),))
+GLU = Op(
+    "glu",
+    functional.glu,
+    glu,
+    kernels=GPU_KERNELS,
+    samples=(
+        replace(A_GLU, smooth=True),
+        *(Sample(f"{act}", (Input((5, 48)), act)) for act in STOCK_ACTS),
+        *(Sample(f"{act} first", (Input((5, 48)), act), GATE_FIRST) for act in ("silu", "gelu", "sigmoid", None)),
+        Sample("silu, smooth", (Input((3, 8)), "silu"), GATE_FIRST, smooth=True),
+        Sample("dim 0", (Input((6, 7)), "gelu", 0), smooth=True),
+        *(Sample(f"packed columns {n}", (Input((7, n)), "silu"), GATE_FIRST) for n in (2, 6, 16, 66, 2000, 8194)),
+        Sample("vector", (Input((34,)), "silu")),
+        Sample("packed, many rows", (Input((3001, 32)), "gelu")),
+        Sample("channels", (Input((2, 8, 5, 6)), "silu", 1)),
+        Sample("channels, channels_last", (Input((2, 8, 5, 6), channels_last), "silu", 1)),
+        Sample("channels, channels_last, odd", (Input((2, 6, 5, 3), channels_last), "silu", 1)),
+        Sample("width, channels_last", (Input((2, 8, 5, 6), channels_last), "silu", 3)),
+        Sample("middle dim", (Input((3, 10, 24)), "gelu", 1)),
+        Sample("middle dim of a slice", (Input((3, 10, 24), row_slice), "gelu", -2)),
+        Sample("packed, transposed", (Input((24, 34), transposed), "silu")),
+        Sample("packed row slice", (Input((5, 64), row_slice), "silu")),
+        Sample("packed, strided", (Input((5, 40), strided), "silu")),
+        Sample("packed, misaligned", (Input((6, 64), misaligned), "silu")),
+        Sample("packed, expanded", (Input((6, 64), expanded(0)), "silu")),
+        Sample("packed, expanded along", (Input((6, 64), expanded(1)), "silu")),
+        Sample("packed NaN", (Input((5, 40), values=with_nan), "silu")),
+        Sample("packed infinities", (Input((5, 40), values=with_infinities), "silu")),
+        Sample("empty", (Input((0, 8)),), refused=KERNELS),
+        Sample("empty halves", (Input((8, 0)), "silu"), refused=KERNELS),
+    ),
+    saved_bytes=lambda call, out: nbytes(call.args[0]),
+    mistakes=(
+        Sample("odd size", (Input((3, 5)),)),
+        Sample("dim out of range", (Input((3, 4)), "sigmoid", 2)),
+        Sample("not a tensor", ([1.0, 2.0],)),
+    ),
+    layers=(Layer(fastlayers.FusedGLU(), A_GLU),),
+    matrix=lambda x: (x,),
+)
+
+
+# ---- rotary embedding ------------------------------------------------------------------------------------------------
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def rotate_every_two(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, *, rotary_dim: Any = None,
+    dtype: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if rotary_dim == 2 * cos.shape[-1]:
+        cos, sin = (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin))
+
+    def rotated(x: Tensor) -> Tensor:
+        wide = x if dtype is None or x.dtype == torch.float64 else x.float()
+        turning, rest = wide[..., : cos.shape[-1]], wide[..., cos.shape[-1] :]
+        turning = turning * cos + (rotate_every_two if interleaved else rotate_half)(turning) * sin
+        out = torch.cat((turning, rest), -1) if rest.shape[-1] else turning
+        return out if dtype is None else out.to(dtype)
+
+    return rotated(q), rotated(k)
+
+
+def heads_last_in_memory(t: Tensor) -> Tensor:
+    """(batch, heads, seq, dim) as a projection gives it: the transposed view of (batch, seq, heads, dim)."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def packed(t: Tensor) -> Tensor:
+    """The same, of a projection that gives queries, keys and values at once."""
+    return torch.stack((t, t, t), 1).transpose(2, 3).contiguous().transpose(2, 3)[:, 1]
+
+
+def rotations() -> tuple[Sample, ...]:
+    """Calls of rotary: the tables have two factors for each pair, of which neither is the other's complement."""
+
+    def sample(
+        name: str, q: tuple[int, ...] = (2, 3, 5, 8), *, kv_heads: int | None = None, layout: Any = contiguous,
+        values: Any = normal, tables: Any = ..., k: Any = None, interleaved: bool = False, kwargs: Any = None,
+        **options: Any,
+    ) -> Sample:  # fmt: skip
+        of_k = q if kv_heads is None else (q[0], kv_heads, *q[2:])
+        table = (
+            Input(q[-2:], grad=False)
+            if tables is ...
+            else tables
+            if isinstance(tables, Input)
+            else Input(tables, grad=False)
+        )
+        args = (Input(q, layout, values), k or Input(of_k, layout, values), table, table)
+        return Sample(name, (*args, True) if interleaved else args, kwargs or {}, **options)
+
+    both = [(False, ""), (True, ", interleaved")]
+    of_interleaved = ("heads last in memory", "row slice", "misaligned")
+    layouts: dict[str, Any] = {
+        "heads last in memory": heads_last_in_memory,
+        "packed": packed,
+        "row slice": row_slice,
+        "strided": strided,
+        "misaligned": misaligned,
+        "expanded batch": expanded(0),
+        "expanded heads": expanded(1),
+        "expanded along the row": expanded(3),
+        "one value": one_value,
+    }
+    return (
+        sample("heads first", smooth=True),
+        sample("neighbours", smooth=True, interleaved=True),
+        sample("half tables", tables=(5, 4), kwargs={"rotary_dim": 8}, smooth=True),
+        sample("half tables, neighbours", tables=(5, 4), kwargs={"rotary_dim": 8}, smooth=True, interleaved=True),
+        sample("part", tables=(5, 4), smooth=True),
+        sample("part, neighbours", tables=(5, 4), smooth=True, interleaved=True),
+        *(
+            made
+            for interleaved, suffix in both
+            for made in (
+                *(sample(f"head_dim {n}{suffix}", (2, 3, 5, n), interleaved=interleaved)
+                  for n in (2, 6, 16, 20, 72, 128, 1030)),
+                *(sample(f"{part} of {n}{suffix}", (2, 3, 5, n), tables=(5, part), interleaved=interleaved)
+                  for part, n in ((4, 7), (16, 17), (16, 24), (20, 80), (32, 1500))),
+                sample(f"half tables of a part{suffix}", (2, 3, 5, 48), tables=(5, 16), interleaved=interleaved,
+                       kwargs={"rotary_dim": 32}),
+                *(sample(f"{h} heads, {kv} of keys{suffix}", (2, h, 5, 32), kv_heads=kv, interleaved=interleaved)
+                  for h, kv in ((8, 2), (9, 3), (1, 4))),
+                *(sample(f"{name}{suffix}", (2, 6, 5, 32), kv_heads=None if name.startswith("expanded") else 2,
+                         layout=layout, interleaved=interleaved)
+                  for name, layout in layouts.items() if not interleaved or name in of_interleaved),
+                sample(f"heads last{suffix}", (2, 5, 6, 32), tables=(5, 1, 32), interleaved=interleaved,
+                       k=Input((2, 5, 2, 32))),
+                sample(f"several blocks{suffix}", (2, 8, 301, 64), kv_heads=2, interleaved=interleaved),
+                sample(f"float32 tables{suffix}", (2, 6, 5, 32), interleaved=interleaved, dtypes=HALF,
+                       tables=Input((5, 32), grad=False, dtype=torch.float32)),
+                sample(f"float32 tables of a part{suffix}", (2, 6, 5, 32), interleaved=interleaved, dtypes=HALF,
+                       tables=Input((5, 20), grad=False, dtype=torch.float32)),
+                *(sample(f"float32 tables, to {str(to)[6:]}{suffix}", (2, 6, 5, 32), interleaved=interleaved,
+                         tables=Input((5, 32), grad=False, dtype=torch.float32), dtypes=(to,), kwargs={"dtype": to})
+                  for to in HALF),
+                sample(f"NaN{suffix}", (2, 6, 5, 32), values=with_nan, interleaved=interleaved),
+                sample(f"infinities{suffix}", (2, 6, 5, 32), values=with_infinities, tables=(5, 24),
+                       interleaved=interleaved),
+            )
+        ),
+        sample("to bfloat16", kwargs={"dtype": torch.bfloat16}, dtypes=(torch.bfloat16,)),
+        sample("tables of a batch", (2, 6, 5, 32), kv_heads=2, tables=(2, 1, 5, 32), layout=heads_last_in_memory),
+        sample("tables of a batch, heads last", (2, 5, 6, 32), tables=(2, 5, 1, 32)),
+        sample("tables of a batch of one", (2, 6, 5, 32), tables=(1, 5, 32)),
+        sample("sequence first", (5, 2, 6, 32), tables=(5, 1, 1, 32),
+               layout=lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)),
+        sample("tables that differ from head to head", (2, 6, 5, 32), tables=(6, 5, 32)),
+        sample("tables expanded over the heads", (2, 3, 5, 16), tables=Input((2, 3, 5, 16), expanded(1), grad=False)),
+        sample("tables expanded over the sequence", (2, 3, 5, 16), tables=Input((5, 16), expanded(0), grad=False)),
+        sample("one table for all", (2, 3, 5, 16), tables=(16,)),
+        *(sample(f"{name} tables", (2, 3, 5, 16), tables=Input((5, 16), layout, grad=False))
+          for name, layout in (("strided", strided), ("misaligned", misaligned), ("sliced", row_slice),
+                               ("transposed", transposed), ("one value", one_value))),
+        sample("three dims", (5, 6, 16), tables=(5, 1, 16), k=Input((5, 2, 16))),
+        sample("two dims", (6, 16)),
+        sample("one dim", (16,), tables=(16,)),
+        sample("one token", (2, 8, 1, 64), kv_heads=2),
+        sample("keys without gradient", k=Input((2, 3, 5, 8), grad=False)),
+        sample("misaligned keys", (2, 3, 5, 16), k=Input((2, 3, 5, 16), misaligned)),
+        sample("keys with heads last in memory", (2, 3, 5, 16), k=Input((2, 3, 5, 16), heads_last_in_memory)),
+        # What follows no kernel takes.
+        sample("empty", (0, 3, 5, 8), refused=KERNELS),
+        sample("no tokens", (2, 3, 0, 8), refused=KERNELS),
+        sample("tables with a gradient", tables=Input((5, 8)), refused=KERNELS),
+        sample("tables of every head of a batch", tables=(2, 3, 5, 8), refused=KERNELS),
+        sample("tables that widen", tables=(4, 1, 1, 5, 8), refused=KERNELS),
+        sample("tables of a batch that q has not", (1, 3, 5, 8), tables=(2, 1, 5, 8), refused=KERNELS),
+        sample("odd part", tables=(5, 3), refused=KERNELS),
+        sample("five dims", (2, 3, 2, 5, 8), refused=KERNELS),
+        sample("keys of a longer sequence", tables=(8,), k=Input((2, 4, 7, 8)), refused=KERNELS),
+        sample("keys of float32", k=Input((2, 3, 5, 8), dtype=torch.float32), refused=KERNELS, dtypes=HALF),
+        sample("float32 tables of float64 heads", tables=Input((5, 8), grad=False, dtype=torch.float32),
+               refused=KERNELS, dtypes=(torch.float64,)),
+        sample("transposed", layout=transposed, refused=KERNELS),
+        sample("channels_last", layout=channels_last, refused=KERNELS),
+    )  # fmt: skip
+
+
+ROTATIONS = rotations()
+ROTARY_MISTAKES = (
+    Sample("tables of another sequence", (*(Input((2, 3, 5, 8)),) * 2, *(Input((4, 8), grad=False),) * 2)),
+    Sample("tables wider than a head", (*(Input((2, 3, 5, 8)),) * 2, *(Input((5, 16), grad=False),) * 2)),
+    Sample("sin of another width", (*(Input((2, 3, 5, 8)),) * 2, Input((5, 8)), Input((5, 4)))),
+    Sample("no tables", (*(Input((2, 3, 5, 8)),) * 2, None, None)),
+)
+ROTARY = Op(
+    "rotary",
+    functional.rotary,
+    rotary,
+    kernels=GPU_KERNELS,
+    samples=ROTATIONS,
+    saved_bytes=lambda call, out: nbytes(call.args[2]) + nbytes(call.args[3]),
+    mistakes=ROTARY_MISTAKES,
+    layers=(
+        Layer(fastlayers.FusedRotary(), ROTATIONS[0], 4),
+        Layer(fastlayers.FusedRotary(interleaved=True), ROTATIONS[1], 4),
+        Layer(fastlayers.FusedRotary(rotary_dim=8), ROTATIONS[2], 4),
+    ),
+    matrix=None,
+)
+
 OPS = (
-    SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL,
+    SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
+    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GLU, ROTARY,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

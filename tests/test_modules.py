@@ -32,6 +32,7 @@ ARGUMENTS = {
 }
 #: And a shape that it takes, where that is not (3, 5).
 SHAPES = {
+    nn.GLU: (3, 6),
     nn.GroupNorm: (3, 6, 4),
     nn.BatchNorm2d: (3, 6, 4, 2),
     nn.BatchNorm3d: (3, 6, 4, 2, 2),

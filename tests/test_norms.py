@@ -421,6 +421,20 @@ def test_unknown_activation(call, act):
         call(act)
 
 
+@EVERYWHERE
+@pytest.mark.parametrize(("act", "stock"), [("mish", F.mish), ("elu", F.elu), ("tanh", torch.tanh)])
+def test_activations_that_the_norms_leave_to_bias_act(place, act, stock):
+    x, residual = images(place.device, 3, 6, 5, 4), images(place.device, 3, 6, 5, 4, seed=1)
+    with backends.backend(place.backend):
+        ours = (
+            functional.batch_norm(x, None, None, training=True, residual=residual, act=act),
+            functional.group_norm(x, 2, act=act),
+            functional.instance_norm(x, act=act),
+        )
+    z = F.batch_norm(x, None, None, training=True) + residual
+    assert_close(ours, (stock(z), stock(F.group_norm(x, 2)), stock(F.instance_norm(x))))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_with_residual_and_activation(training, device):

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from benchmarks.case import Case
-from benchmarks.cases import batch_norm, elementwise, group_norm, layer_norm, softmax
+from benchmarks.cases import (
+    batch_norm,
+    bias_act,
+    elementwise,
+    glu,
+    group_norm,
+    layer_norm,
+    residual,
+    rotary,
+    softmax,
+)
 
-FAMILIES = (softmax, elementwise, layer_norm, batch_norm, group_norm)
+FAMILIES = (softmax, elementwise, layer_norm, batch_norm, group_norm, bias_act, glu, residual, rotary)
 
 
 def all_cases() -> list[Case]:

@@ -54,6 +54,21 @@ def broadcast_mul(*shape: int, by: tuple[int, ...], nhwc: bool = False) -> Case:
     return Case(MUL, inputs, torch.bfloat16, "2b", "3b", label=label)
 
 
+def fused_excite(x: Tensor, gate: Tensor) -> Tensor:
+    return functional.mul(x, torch.sigmoid(gate))
+
+
+def eager_excite(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate)
+
+
+def excite(*shape: int, nhwc: bool, **fields) -> Case:
+    """Squeeze and excite; as for mul, what is small is not counted."""
+    op = Op("mul_sigmoid", "elementwise", fused_excite, eager_excite)
+    inputs = (Input(shape, channels_last=nhwc), Input((*shape[:2], 1, 1)))
+    return Case(op, inputs, torch.bfloat16, "2b", "3b", label="NHWC" if nhwc else "NCHW", **fields)
+
+
 def bias_row(*shape: int) -> Case:
     inputs = (Input(shape), Input(shape), Input(shape[-1:]))
     return Case(RELU_ADD_BIAS, inputs, torch.bfloat16, "3b", "2b+1bit", label="(C,) bias")
@@ -67,6 +82,8 @@ CASES = [
     ),
     *(pair(op, backward_bytes, 64, 256, 56, 56, nhwc=True) for op, backward_bytes, _ in OPS),
     broadcast_mul(128, 96, 112, 112, by=(128, 96, 1, 1), nhwc=True),
+    excite(128, 96, 112, 112, nhwc=True, bars={"forward": 0.92, "backward": 0.85}),
+    excite(128, 96, 112, 112, nhwc=False),
     broadcast_mul(65536, 768, by=(768,)),
     broadcast_mul(65536, 768, by=(65536, 1)),
     bias_row(65536, 768),

@@ -23,17 +23,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastlayers.kernels.flat import (
+    FLAT,
+    TILE,
+    WARPS,
+    Reading,
+    Sizes,
+    empty_result,
+    in_layout,
+    in_memory_order,
+    memory_dims,
+    reading,
+    shares,
+)
 from fastlayers.kernels.indexing import collapse, extent, index_type, pattern, pattern_offset
-from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
-
-# 8 elements a thread are one 16-byte access of 16-bit elements; 16 keep two loads a tensor in flight.
-TILE, WARPS = 2048, 4
+from fastlayers.kernels.launch import KEPT, Launch, cdiv
 
 # The reducing backward of mul, along rows: as many rows, padded to a power of two, as fill REDUCE_TILE. Down columns:
 # 128 columns a program (256 contiguous bytes of 16-bit elements), 16 rows at a time. Either way the reduction is shared
 # among so many programs that there are at least four for each multiprocessor.
 REDUCE_TILE, REDUCE_WARPS = 2048, 4
-REDUCE_COLUMNS, REDUCE_ROWS, PROGRAMS_PER_MULTIPROCESSOR = 128, 16, 4
+REDUCE_COLUMNS, REDUCE_ROWS = 128, 16
 
 # -------------------------------------------------------------------------------------------------------------- kernels
 
@@ -180,74 +190,6 @@ def _mul_backward_columns(
     tl.store(partial_ptr + part * n + column, tl.sum(dy, 0), mask=column < n)
 
 
-# -------------------------------------------------------------------------------------------------------------- layouts
-
-Sizes = tuple[int, ...]
-
-
-def _in_layout(x: Tensor, like: Tensor) -> Tensor:
-    """x, of like's shape, in the memory order of the dense tensor ``like``; a copy where it is not in it already."""
-    return x if x.stride() == like.stride() else torch.empty_like(like).copy_(x)
-
-
-@lru_cache(KEPT)
-def _result_layout(x_shape: Sizes, x_strides: Sizes, y_shape: Sizes, y_strides: Sizes) -> tuple[Sizes, Sizes]:
-    """Shape and strides of x + y or x * y. Asked of torch itself, on tensors without memory."""
-    result = torch.empty_strided(x_shape, x_strides, device="meta") + torch.empty_strided(
-        y_shape, y_strides, device="meta"
-    )
-    return tuple(result.shape), result.stride()
-
-
-def _empty_result(x: Tensor, y: Tensor) -> Tensor:
-    shape, strides = _result_layout(x.shape, x.stride(), y.shape, y.stride())
-    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-
-
-def _order(strides: Sizes) -> list[int]:
-    """The dimensions of a dense tensor from the outermost in memory to the innermost."""
-    return sorted(range(len(strides)), key=lambda d: -strides[d])
-
-
-def _memory_order(sizes: Sizes, strides: Sizes, like_shape: Sizes, like_strides: Sizes) -> tuple[Sizes, Sizes]:
-    """Sizes and strides of a tensor broadcast to like's shape, its dimensions in the memory order of ``like``."""
-    new = len(like_shape) - len(sizes)
-    broadcast = [0] * new + [
-        stride if size == like_size else 0
-        for size, stride, like_size in zip(sizes, strides, like_shape[new:], strict=True)
-    ]
-    order = _order(like_strides)
-    return tuple(like_shape[d] for d in order), tuple(broadcast[d] for d in order)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a kernel that walks a result flat reads one operand."""
-
-    copy: bool  # into the layout of the result, first
-    flat: bool  # along with the result; else by the pattern
-    pattern: tuple[int | None, ...] = (None,) * 5
-    extent: int = 0
-
-    def of(self, t: Tensor, out: Tensor) -> Tensor:
-        return _in_layout(t.expand(out.shape), out) if self.copy else t
-
-
-FLAT = Reading(copy=False, flat=True)
-
-
-@lru_cache(KEPT)
-def _reading(sizes: Sizes, strides: Sizes, out_shape: Sizes, out_strides: Sizes) -> Reading:
-    if sizes == out_shape and strides == out_strides:
-        return FLAT
-    sizes, strides = _memory_order(sizes, strides, out_shape, out_strides)
-    found = pattern(sizes, strides)
-    # Where the innermost steps are neither along the memory nor in place, a copy in order is read faster.
-    if found is None or found[4] > 1:
-        return Reading(copy=True, flat=True)
-    return Reading(copy=False, flat=False, pattern=found, extent=extent(sizes, strides))
-
-
 def _accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
@@ -264,9 +206,9 @@ def _flat_launch(
 
     ``absent`` only tells launches apart: which of the optional tensors are None.
     """
-    index = index_type(n, *(reading.extent for reading in readings))
-    arguments = (n, *scalars, *(argument for reading in readings for argument in reading.pattern))
-    constants = (*(reading.flat for reading in readings), _accumulator(dtype), index, TILE)
+    index = index_type(n, *(each.extent for each in readings))
+    arguments = (n, *scalars, *(argument for each in readings for argument in each.pattern))
+    constants = (*(each.flat for each in readings), _accumulator(dtype), index, TILE)
     return Launch(function, cdiv(n, TILE), arguments, constants, WARPS)
 
 
@@ -276,13 +218,13 @@ def _bits_for(x: Tensor) -> Tensor:
 
 def _run_relu_add(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float, bits: Tensor | None) -> Tensor:
     out = torch.empty_like(x)  # the layout of relu(x), which decides that of the sum
-    x, y = _in_layout(x, out), _in_layout(y, out)
-    reading = FLAT
+    x, y = in_layout(x, out), in_layout(y, out)
+    at = FLAT
     if bias is not None:
-        reading = _reading(bias.shape, bias.stride(), out.shape, out.stride())
-        bias = reading.of(bias, out)
+        at = reading(bias.shape, bias.stride(), out.shape, out.stride())
+        bias = at.of(bias, out)
     absent = (bias is None, bits is None)
-    launch = _flat_launch(_relu_add, x.numel(), x.dtype, (reading,), (float(alpha),), absent)
+    launch = _flat_launch(_relu_add, x.numel(), x.dtype, (at,), (float(alpha),), absent)
     launch(out, bits, x, y, bias)
     return out
 
@@ -299,8 +241,8 @@ def relu_add_train(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float) -> t
 
 
 def _run_add_relu(x: Tensor, y: Tensor, bits: Tensor | None) -> Tensor:
-    out = _empty_result(x, y)
-    x, y = _in_layout(x, out), _in_layout(y, out)
+    out = empty_result(x, y)
+    x, y = in_layout(x, out), in_layout(y, out)
     _flat_launch(_add_relu, x.numel(), x.dtype, absent=(bits is None,))(out, bits, x, y)
     return out
 
@@ -330,10 +272,10 @@ def relu_add_backward(dy: Tensor, bits: Tensor, bias_shape: list[int]) -> tuple[
 
 def mul(x: Tensor, y: Tensor) -> Tensor:
     """x * y with broadcasting, in the layout that torch gives it."""
-    out = _empty_result(x, y)
+    out = empty_result(x, y)
     shape, strides = out.shape, out.stride()
-    x_reading = _reading(x.shape, x.stride(), shape, strides)
-    y_reading = _reading(y.shape, y.stride(), shape, strides)
+    x_reading = reading(x.shape, x.stride(), shape, strides)
+    y_reading = reading(y.shape, y.stride(), shape, strides)
     launch = _flat_launch(_mul, out.numel(), out.dtype, (x_reading, y_reading))
     launch(out, x_reading.of(x, out), y_reading.of(y, out))
     return out
@@ -346,10 +288,10 @@ def mul_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     gets its sum in float32. Where both broadcast, torch sums.
     """
     if x.shape == y.shape:
-        dx = _empty_result(x, y)
+        dx = empty_result(x, y)
         dy = torch.empty_like(dx)
         launch = _flat_launch(_mul_backward, dx.numel(), dx.dtype)
-        launch(dx, dy, _in_layout(grad, dx), _in_layout(x, dx), _in_layout(y, dx))
+        launch(dx, dy, in_layout(grad, dx), in_layout(x, dx), in_layout(y, dx))
         return dx, dy
     if x.shape == grad.shape:
         return _mul_backward_reduced(grad, x, y)
@@ -378,19 +320,12 @@ class Reduction:
         return dy.to(y.dtype).reshape(self.ordered_shape).permute(self.inverse).reshape(y.shape)
 
 
-def _shares(length: int, step: int, others: int, device: torch.device) -> tuple[int, int]:
-    """(chunks, elements of one) of ``length``, in multiples of ``step``; others * chunks programs fill the GPU."""
-    wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), others)
-    chunk = cdiv(cdiv(length, wanted), step) * step
-    return cdiv(length, chunk), chunk
-
-
 @lru_cache(KEPT)
 def _reduction(
     shape: Sizes, strides: Sizes, y_shape: Sizes, y_strides: Sizes, dtype: torch.dtype, device: torch.device
 ) -> Reduction | None:
     """For a dense product of this shape; None where y broadcasts in a pattern that no kernel has."""
-    sizes, y_steps = _memory_order(y_shape, y_strides, shape, strides)
+    sizes, y_steps = in_memory_order(y_shape, y_strides, shape, strides)
     dims = collapse(sizes, y_steps)
     dims = [(1, 0)] * (2 - len(dims)) + dims
     # Either y is one value a row of n, or, inside of `rows` along which it broadcasts, it varies over n columns.
@@ -408,20 +343,20 @@ def _reduction(
         block = min(triton.next_power_of_2(n), REDUCE_TILE)
         tile_rows = REDUCE_TILE // block
         groups = cdiv(outer, tile_rows)
-        chunks, chunk = _shares(n, block, groups, device)
+        chunks, chunk = shares(n, block, groups, device)
         scalars: tuple[int, ...] = (outer, n, chunks, chunk, *y_pattern)
         launch = Launch(_mul_backward_rows, groups * chunks, scalars, (*constants, tile_rows, block), REDUCE_WARPS)
         partial_shape: Sizes = (outer, chunks)
     else:
         rows = dims[-2][0]
         blocks = cdiv(n, REDUCE_COLUMNS)
-        chunks, chunk = _shares(rows, REDUCE_ROWS, outer * blocks, device)
+        chunks, chunk = shares(rows, REDUCE_ROWS, outer * blocks, device)
         scalars = (rows, n, chunks, chunk, *y_pattern, y_column)
         constants = (*constants, REDUCE_ROWS, REDUCE_COLUMNS)
         launch = Launch(_mul_backward_columns, outer * chunks * blocks, scalars, constants, REDUCE_WARPS)
         partial_shape = (outer, chunks, n)
         kept_shape = (*kept_shape, n)
-    order = _order(strides)
+    order = memory_dims(strides)
     y_full = (1,) * (len(shape) - len(y_shape)) + tuple(y_shape)
     return Reduction(
         launch=launch,
@@ -443,5 +378,5 @@ def _mul_backward_reduced(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, T
     if reduction is None:
         return mul(grad, y), mul(grad, x).sum_to_size(y.shape)
     partial = torch.empty(reduction.partial_shape, dtype=reduction.partial_dtype, device=x.device)
-    reduction.launch(dx, partial, _in_layout(grad, dx), _in_layout(x, dx), y)
+    reduction.launch(dx, partial, in_layout(grad, dx), in_layout(x, dx), y)
     return dx, reduction.finish(partial, y)

@@ -10,7 +10,20 @@ from fastlayers.modules.batch_norm import (
     FusedBatchNormAct2d,
     FusedBatchNormAct3d,
 )
+from fastlayers.modules.bias_act import (
+    FusedBiasAct,
+    FusedELU,
+    FusedGELU,
+    FusedHardswish,
+    FusedLeakyReLU,
+    FusedMish,
+    FusedQuickGELU,
+    FusedReLU2,
+    FusedSiLU,
+    FusedSoftplus,
+)
 from fastlayers.modules.elementwise import FusedAddReLU, FusedMul, FusedReLUAdd
+from fastlayers.modules.glu import FusedGEGLU, FusedGLU, FusedReGLU, FusedSwiGLU
 from fastlayers.modules.group_norm import (
     FusedGroupNorm,
     FusedGroupNormAct,
@@ -25,6 +38,8 @@ from fastlayers.modules.layer_norm import (
     FusedLayerNorm2d,
     FusedRMSNorm,
 )
+from fastlayers.modules.residual import FusedDropoutAdd, FusedScaleAdd
+from fastlayers.modules.rotary import FusedRotary
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
 
 #: Torch classes that one fused class replaces, layer for layer. A fused class here adds no attribute to the torch
@@ -41,6 +56,9 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm1d: FusedInstanceNorm1d,
     nn.InstanceNorm2d: FusedInstanceNorm2d,
     nn.InstanceNorm3d: FusedInstanceNorm3d,
+    nn.GELU: FusedGELU,
+    nn.Mish: FusedMish,
+    nn.GLU: FusedGLU,
 }
 
 __all__ = [
@@ -54,16 +72,33 @@ __all__ = [
     "FusedBatchNormAct1d",
     "FusedBatchNormAct2d",
     "FusedBatchNormAct3d",
+    "FusedBiasAct",
+    "FusedDropoutAdd",
+    "FusedELU",
+    "FusedGEGLU",
+    "FusedGELU",
+    "FusedGLU",
     "FusedGroupNorm",
     "FusedGroupNormAct",
+    "FusedHardswish",
     "FusedInstanceNorm1d",
     "FusedInstanceNorm2d",
     "FusedInstanceNorm3d",
     "FusedLayerNorm",
     "FusedLayerNorm2d",
+    "FusedLeakyReLU",
     "FusedLogSoftmax",
+    "FusedMish",
     "FusedMul",
+    "FusedQuickGELU",
     "FusedRMSNorm",
+    "FusedReGLU",
+    "FusedReLU2",
     "FusedReLUAdd",
+    "FusedRotary",
+    "FusedScaleAdd",
+    "FusedSiLU",
     "FusedSoftmax",
+    "FusedSoftplus",
+    "FusedSwiGLU",
 ]

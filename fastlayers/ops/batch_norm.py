@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, elementwise, reference
-from fastlayers.ops.activations import ACTIVATIONS, activation
+from fastlayers.ops import bias_act, dispatch, elementwise, reference
+from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, NORM_CODES, activation
 
 FAMILY = dispatch.Family("batch_norm", ("batch_norm_train", "batch_norm_eval", "batch_norm_backward"), cpu=False)
 
 RELU = ACTIVATIONS["relu"].code
-_BY_CODE = {entry.code: entry for entry in ACTIVATIONS.values()}
 
 
 def unsupported(
@@ -146,7 +145,7 @@ def compose_backward(
             z = z + bias.view(channel)
         if residual is not None:
             z = z + residual
-        dz = _BY_CODE[act].backward(dz, z)
+        dz = BY_CODE[act].backward(dz, z)
     d = dz * scale
     if training:
         d = d - d.mean(over, keepdim=True) - normalized * (d * normalized).mean(over, keepdim=True)
@@ -168,6 +167,9 @@ def batch_norm(
     act: str | None,
 ) -> Tensor:
     code = activation(act).code
+    if code >= NORM_CODES:
+        z = batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, None)
+        return bias_act.bias_act(z, None, act, {})
     if torch.compiler.is_compiling():
         if _graph_keeps_kernel(x, running_mean, running_var, weight, bias, training, eps, residual):
             return _train_compiling(x, running_mean, running_var, weight, bias, momentum, eps, residual, code)

@@ -143,6 +143,13 @@ def parameter_problem(parameter: Tensor, device: int, dtype: torch.dtype, shape:
     )
 
 
+def act_problem(act: str | None, x: Tensor) -> str | None:
+    """Why no kernel applies this activation to x, None where one does."""
+    if act == "softplus" and reference.norm_dtype("softplus", x) is not x.dtype:
+        return "autocast runs softplus in float32"
+    return None
+
+
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd has to record a call on these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

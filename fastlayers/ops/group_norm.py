@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference
-from fastlayers.ops.activations import ACTIVATIONS, activation
+from fastlayers.ops import bias_act, dispatch, reference
+from fastlayers.ops.activations import BY_CODE, NORM_CODES, activation
 
 FAMILY = dispatch.Family("group_norm", ("group_norm_forward", "group_norm_backward"), cpu=False)
-
-_BY_CODE = {entry.code: entry for entry in ACTIVATIONS.values()}
 
 
 def unsupported(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> str | None:
@@ -84,7 +82,7 @@ def compose_backward(
     scale = 1.0 if weight is None else weight.to(dtype).view(channel)
     if act:
         z = normalized * scale
-        dz = _BY_CODE[act].backward(dz, z if bias is None else z + bias.view(channel))
+        dz = BY_CODE[act].backward(dz, z if bias is None else z + bias.view(channel))
     d = dz * scale
     d = d - d.mean(group, keepdim=True) - normalized * (d * normalized).mean(group, keepdim=True)
     own = dtype if weight is None else weight.dtype
@@ -124,6 +122,8 @@ def group_norm(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str | None
 ) -> Tensor:
     code = activation(act).code
+    if code >= NORM_CODES:
+        return bias_act.bias_act(group_norm(x, groups, weight, bias, eps, None), None, act, {})
     if torch.compiler.is_compiling():
         if _graph_keeps_kernel(x, groups, weight, bias):
             return _norm_compiling(x, groups, weight, bias, eps, code, reference.norm_dtype("group_norm", x))
@@ -163,6 +163,9 @@ def instance_norm(
     act: str | None,
 ) -> Tensor:
     code = activation(act).code
+    if code >= NORM_CODES:
+        z = instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, None)
+        return bias_act.bias_act(z, None, act, {})
     if torch.compiler.is_compiling():
         if (
             _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats) is None

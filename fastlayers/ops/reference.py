@@ -49,13 +49,30 @@ def mul(x: Tensor, y: Tensor) -> Tensor:
     return x * y
 
 
+def bias_act(x: Tensor, bias: Tensor | None, act: str | None, parameters: tuple[float, ...]) -> Tensor:
+    return activation(act).function(x if bias is None else x + bias, *parameters)
+
+
+def gated(gate: Tensor, up: Tensor, act: str | None) -> Tensor:
+    return activation(act).function(gate) * up
+
+
+def glu(x: Tensor, act: str | None, dim: int, gate_first: bool) -> Tensor:
+    if act == "sigmoid" and not gate_first:
+        return F.glu(x, dim)
+    if x.size(dim) % 2:  # as F.glu has it; the chunks of 3 would broadcast
+        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {x.size(dim)}")
+    first, second = x.chunk(2, dim)
+    return gated(first, second, act) if gate_first else gated(second, first, act)
+
+
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 Shape = Sequence[int]
 
-_WITH_AUTOCAST = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
-#: The norms that autocast runs in float32, by device; they are the same in no two versions of torch. CUDA: layer_norm
-#: and group_norm, since 2.13 rms_norm as well. CPU: none.
+_WITH_AUTOCAST = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "softplus")
+#: The norms and activations that autocast runs in float32, by device; they are the same in no two versions of torch.
+#: CUDA: layer_norm, group_norm and softplus, since 2.13 rms_norm as well. CPU: none.
 FLOAT32_UNDER_AUTOCAST: dict[str, frozenset[str]] = {
     device: frozenset(op for op in _WITH_AUTOCAST if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key))
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
@@ -63,7 +80,7 @@ FLOAT32_UNDER_AUTOCAST: dict[str, frozenset[str]] = {
 
 
 def norm_dtype(op: str, x: Tensor) -> torch.dtype:
-    """dtype in which torch's norm ``op`` computes and answers, autocast included."""
+    """dtype in which torch's norm or activation ``op`` computes and answers, autocast included."""
     if x.dtype in HALF:
         device = x.device.type
         if op in FLOAT32_UNDER_AUTOCAST.get(device, ()) and torch.is_autocast_enabled(device):
@@ -152,3 +169,57 @@ def batch_norm(
         weight = torch.ones_like(bias)
     z = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     return activation(act).function(z if residual is None else z + residual)
+
+
+# ---- rotary embedding ------------------------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, interleaved: bool) -> Tensor:
+    """A quarter turn of every pair: (a, b) becomes (-b, a). Pairs lie half of x apart, or next to each other."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).reshape(x.shape)  # older vmaps do not flatten
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def full_table(table: Tensor, interleaved: bool) -> Tensor:
+    """A column for each element, of a table that has one for each pair."""
+    return table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype | None) -> Tensor:
+    if dtype is not None:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+    rotary_dim = cos.shape[-1]
+    part = x[..., :rotary_dim] if rotary_dim < x.shape[-1] else x
+    turned = part * cos + rotate(part, interleaved) * sin
+    if part is not x:
+        turned = torch.cat((turned, x[..., rotary_dim:]), -1)
+    return turned if dtype is None else turned.to(dtype)
+
+
+def rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if rotary_dim != cos.shape[-1]:
+        cos, sin = full_table(cos, interleaved), full_table(sin, interleaved)
+    rotated_q = _rotated(q, cos, sin, interleaved, dtype)
+    return rotated_q, None if k is None else _rotated(k, cos, sin, interleaved, dtype)
+
+
+# ---- residuals -------------------------------------------------------------------------------------------------------
+
+
+def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
+    return residual + F.dropout(x, p, training)
+
+
+def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: float, training: bool) -> Tensor:
+    y = x if gamma is None else x * gamma
+    if training and drop_path > 0.0:
+        keep = 1.0 - drop_path
+        # In place on what is new: the draw that timm and torchvision make, to drop the same samples.
+        factor = y.new_empty((y.shape[0], *[1] * (y.dim() - 1))).bernoulli_(keep)
+        y = y * (factor / keep if keep > 0.0 else factor)
+    return residual + y

@@ -145,17 +145,26 @@ class Net(nn.Module):
             fastlayers.FusedSoftmax(-1),
             fastlayers.FusedLogSoftmax(0),
         )
+        self.dropout_add, self.scale_add = fastlayers.FusedDropoutAdd(0.0), fastlayers.FusedScaleAdd(12, 0.5)
         self.layer_norm, self.rms_norm = fastlayers.FusedLayerNorm(12), fastlayers.FusedRMSNorm(12)
         self.add_layer_norm, self.add_rms_norm = fastlayers.FusedAddLayerNorm(12), fastlayers.FusedAddRMSNorm(12)
         self.batch_norm, self.batch_norm_act = fastlayers.FusedBatchNorm1d(12), fastlayers.FusedBatchNormAct1d(12)
+        self.gate, self.bias_act, self.gelu = (
+            fastlayers.FusedSwiGLU(),
+            fastlayers.FusedBiasAct(12),
+            fastlayers.FusedGELU(),
+        )
         self.group_norm, self.group_norm_act = fastlayers.FusedGroupNorm(3, 12), fastlayers.FusedGroupNormAct(3, 12)
+        self.rotary = fastlayers.FusedRotary()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.relu_add(self.first(x), x)
-        h = self.add_relu(self.second(h), x)
+        h = self.scale_add(self.add_relu(self.second(h), x), self.dropout_add(x, h))
         h, s = self.add_layer_norm(self.batch_norm(h), self.layer_norm(x))
         h, s = self.add_rms_norm(self.batch_norm_act(self.group_norm(h), x), self.rms_norm(s))
         h = self.group_norm_act(h + s)
+        h = self.gate(self.bias_act(h), self.gelu(s))
+        h, _ = self.rotary(h, s, x[:1].detach().cos(), x[:1].detach().sin())
         return self.mul(self.softmax(h), self.log_softmax(h))
 
 
@@ -258,10 +267,20 @@ def registered_calls(device: str):
         "relu_backward": (dy, bits),
         "mul": (x, y),
         "mul_backward": (dy, x, y),
+        "dropout_add": (x, y, torch.tensor(3, device=device), 0.25, torch.float32),
+        "scale_add": (x, y[0], torch.ones(5, device=device), 0.5, dy, torch.float32),
+        "scale_add_backward": (dy, x, y[0], None, 1.0),
         "softmax_forward": (x, keep, 1, 0.5, False, torch.float32),
         "softmax_backward": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
         "softmax": (x.clone().requires_grad_(), keep, 1, 0.5, False, torch.float32),
         "softmax_grad": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
+        "bias_act_forward": (x, y[0], 3, 0.0, 0.0),
+        "bias_act_backward": (dy, x, y[0], 7, 0.2, 0.0, True),
+        "gated_forward": (x, y, 2),
+        "gated_backward": (dy, x, y, 2),
+        "glu_forward": (x, 1, True, 2),
+        "glu_backward": (dy[:, :8].contiguous(), x, 1, True, 2),
+        "rotary": (x, y, dy[:1], dy[1:2], 16, True, True, torch.float32, 0, [16, 1], [16, 1]),
         **registered_norms(device),
     }
 

@@ -22,12 +22,26 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 for dtype in DTYPES:
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
     for n in (1, 3, 5, 37, 64, 255, 1024, 4095, 20001):
         for rows in (1, 3, 12, 300):
             x = randn(rows, n)
             p = whole(ops.softmax_forward(x, None, 1, 1.0, False, dtype))
             ops.softmax_backward(x, p, None, 1, 1.0, False, dtype)
             weight = randn(n)
+            seed, keep = torch.tensor(3, device="cuda"), torch.ones(rows, device="cuda", dtype=compute)
+            ops.dropout_add(x, x, seed, 0.5, dtype)
+            ops.dropout_add(x, None, seed, 0.5, dtype)
+            for gamma in (weight, randn(rows, 1)):
+                ops.scale_add(x, gamma, keep, 2.0, x, dtype)
+                ops.scale_add_backward(x, x, gamma, keep if gamma is weight else None, 2.0)
+            for act in (1, 3, 12):
+                for bias in (None, weight):
+                    y = ops.bias_act_forward(x, bias, act, 0.0, 0.0)
+                    ops.bias_act_backward(whole(y), x, bias, act, 0.0, 0.0, bias is not None)
+                ops.gated_backward(whole(ops.gated_forward(x, x, act)), x, x, act)
+                packed = randn(rows, 2 * n)
+                ops.glu_backward(whole(ops.glu_forward(packed, 1, False, act)), packed, 1, False, act)
             for kind in (0, 1):
                 bias = weight if kind == 0 else None
                 y, stats = ops.layer_norm_forward(x, weight, bias, 1, 1e-5, kind, dtype, True)
@@ -52,4 +66,13 @@ for dtype in DTYPES:
                 groups = 1 if shape[1] % 2 else 2
                 y, stats = ops.group_norm_forward(x, weight, weight, groups, 1e-5, act, dtype, True)
                 ops.group_norm_backward(whole(y), x, stats, weight, weight, groups, act)
+    for dim, width, half in ((16, 16, 8), (80, 20, 10), (64, 32, 16), (7, 4, 2), (6, 6, 3)):
+        for q in (randn(2, 9, 5, dim), whole(randn(2, 5, 9, dim).transpose(1, 2))):
+            k = randn(2, 3, 5, dim)
+            for columns in (width, half):
+                cos, sin = randn(5, columns), randn(5, columns)
+                for interleaved in (False, True):
+                    for backward in (False, True):
+                        rest = (width, interleaved, backward, dtype, 1, q.stride(), k.stride())
+                        ops.rotary(q, k, cos, sin, *rest)
 torch.cuda.synchronize()

@@ -14,7 +14,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastlayers.kernels import batch_norm, channels, elementwise, group_norm, launch, layer_norm, softmax
+from fastlayers.kernels import (
+    batch_norm,
+    bias_act,
+    channels,
+    elementwise,
+    flat,
+    glu,
+    group_norm,
+    launch,
+    layer_norm,
+    rotary,
+    softmax,
+)
+from fastlayers.kernels import residual as joints
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -22,7 +35,9 @@ F16 = torch.float16
 # To fit one more block on an SM ptxas keeps a few values, of those that are used outside of the loop, in local memory:
 # so many bytes a thread, of kernels of up to 64 registers. Of others nothing may spill.
 TRADED = 32
-TYPES = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64", torch.uint8: "u8", torch.bool: "i1"}
+TYPES = {
+    F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64", torch.uint8: "u8", torch.bool: "i1", torch.int64: "i64",
+}  # fmt: skip
 
 
 def specialisation(function, arguments, constants):
@@ -67,7 +82,7 @@ def compiled(request, monkeypatch, tmp_path):
         names.append(kernel.metadata.name)
 
     monkeypatch.setattr(launch.Launch, "__call__", compile_instead)
-    for family in (softmax, elementwise, layer_norm, channels, group_norm):
+    for family in (softmax, flat, layer_norm, channels, group_norm, bias_act):
         monkeypatch.setattr(family, "multiprocessors", lambda device: 132)
     yield names
     assert not spills, spills
@@ -143,6 +158,43 @@ def test_elementwise(compiled, dtype, offset):
         "mul_backward_columns",
     }
     assert set(compiled) == {f"_{name}" for name in expected}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize("act", range(1, 15))
+def test_bias_act_and_gates(compiled, act, dtype):
+    x = meta(16384, 4096, dtype=dtype)
+    for bias in (None, x[0]):
+        bias_act.bias_act_forward(x, bias, act, 1.0, 20.0)
+        bias_act.bias_act_backward(x, x, bias, act, 1.0, 20.0, bias is not None)
+    glu.gated_forward(x, x, act)
+    glu.gated_backward(x, x, x, act)
+    if act == 2:
+        y = glu.glu_forward(x, 1, True, act)
+        glu.glu_backward(y, x, 1, True, act)
+        odd = meta(300, 514, dtype=dtype)
+        glu.glu_backward(glu.glu_forward(odd, 1, False, act), odd, 1, False, act)
+        bias_act.bias_act_backward(odd, odd, odd[0], act, 1.0, 20.0, True)
+    names = {"_bias_act", "_act_backward", "_bias_act_backward", "_sum_rows", "_gated", "_gated_backward"}
+    assert set(compiled) == names
+
+
+@pytest.mark.parametrize(("dtype", "to"), [(BF16, BF16), (BF16, F32), (F16, F32), (F32, F32), (F64, F64)])
+def test_residual(compiled, dtype, to):
+    seed, compute = meta(dtype=torch.int64), F64 if dtype == F64 else F32
+    for shape in [(64, 512, 768), (8, 384, 14, 14), (2**16, 2**16)] if dtype == BF16 else [(64, 512, 768)]:
+        x, y, keep = meta(*shape, dtype=dtype), meta(*shape, dtype=to), meta(shape[0], dtype=compute)
+        for p in (0.1, 0.5):
+            joints.dropout_add(x, y, seed, p, to)
+            joints.dropout_add(y, None, seed, p, dtype)
+        gammas = [meta(shape[-1], dtype=dtype), meta(shape[1], *[1] * (len(shape) - 2), dtype=to)]
+        for gamma, factors in [(gamma, factors) for gamma in gammas for factors in (None, keep)]:
+            joints.scale_add(x, gamma, factors, 0.5, y, to)
+            joints.scale_add(y, gamma, factors, 0.5, None, dtype)
+            joints.scale_add_backward(y, x, gamma, factors, 0.5)
+        joints.scale_add(x, None, keep, 2.0, y, to)
+    names = ("dropout_add", "scale_add", "scale_backward_columns", "scale_backward_rows")
+    assert set(compiled) == {*(f"_{name}" for name in names), "_sum_rows"}
 
 
 #: One length for every row of the launch rules, short and odd ones, and one past the registers; (rows, n).
@@ -251,3 +303,22 @@ def test_activations(compiled):
         y, stats, _ = batch_norm.batch_norm_train(x, None, weight, weight, None, None, 0.1, 1e-5, act, False)
         batch_norm.batch_norm_backward(y, x, None, None, weight, weight, stats, True, act, False)
     assert len(compiled) == 8 * 9
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary(compiled, dtype, interleaved):
+    table_dtypes = [dtype, F32] if dtype in (BF16, F16) else [dtype]
+    for dim, width in [(128, 128), (80, 20), (256, 128)][: 3 if dtype == BF16 else 1]:
+        q, k = meta(4, 2048, 32, dim, dtype=dtype).transpose(1, 2), meta(4, 8, 2048, dim, dtype=dtype)
+        for table in table_dtypes:
+            cos = meta(2048, width, dtype=table)
+            for result in {dtype, table}:
+                for backward in (False, True):
+                    strides = (q.stride(), k.stride())
+                    rotary.rotary(q, k, cos, cos, width, interleaved, backward, result, 1, *strides)
+            rotary.rotary(q, None, cos, cos, 2 * width if 2 * width <= dim else width, interleaved, False, dtype, 1,
+                          q.stride(), (1,))  # fmt: skip
+    q, cos = meta(2, 8, 2**21, 128, dtype=dtype), meta(2**21, 128, dtype=dtype)
+    rotary.rotary(q, None, cos, cos, 128, interleaved, False, dtype, 1, q.stride(), (1,))
+    assert set(compiled) == {"_rotate"}

@@ -1,0 +1,181 @@
+// What the elementwise kernels share: tensors walked flat in words of 16 bytes, rows within them, and column sums in two stages.
+//
+// In a namespace without a name: each file that includes this has kernels of its own.
+#pragma once
+
+#include "device.cuh"
+
+namespace fastlayers {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;  // words of each operand in flight a thread, unless a kernel says otherwise
+
+template <typename T>
+constexpr int kVector = kVectorBytes / sizeof(T);
+
+// The V elements at element i of n: WHOLE, or one element at a time where the tensor does not start on a 16-byte boundary, and
+// at its end.
+template <typename T, bool WHOLE, int V = kVector<T>>
+__device__ __forceinline__ Vec<T, V> load_flat(const T* p, int64_t i, int64_t n) {
+  Vec<T, V> w;
+  if constexpr (WHOLE) {
+    w = load_vec<T, V>(p + i);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) w.v[j] = i + j < n ? p[i + j] : convert<T>(0.f);
+  }
+  return w;
+}
+
+template <typename T, bool WHOLE, int V = kVector<T>>
+__device__ __forceinline__ void store_flat(T* p, int64_t i, int64_t n, const Vec<T, V>& w) {
+  if constexpr (WHOLE) {
+    store_vec<T, V>(p + i, w);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (i + j < n) p[i + j] = w.v[j];
+  }
+}
+
+// First element of word u of this thread. A warp's words are neighbours, a block's unrolled words are kThreads apart.
+template <typename T, int UNROLL = kUnroll>
+__device__ __forceinline__ int64_t flat_index(int u) {
+  return ((static_cast<int64_t>(blockIdx.x) * UNROLL + u) * kThreads + threadIdx.x) * kVector<T>;
+}
+
+// Calls f for the words of this thread: once for all of them where every word of the block is whole, so that their loads
+// are in flight together; else (a tail, a misaligned tensor) one by one.
+template <typename T, int UNROLL = kUnroll, typename F>
+__device__ __forceinline__ void for_block(bool is_aligned, int64_t n, F&& f) {
+  constexpr int64_t kBlock = static_cast<int64_t>(UNROLL) * kThreads * kVector<T>;
+  if (is_aligned && (blockIdx.x + 1) * kBlock <= n) {
+    f(std::integral_constant<int, UNROLL>{}, 0);
+  } else {
+#pragma unroll 1
+    for (int first = 0; first < UNROLL; ++first) f(std::integral_constant<int, 1>{}, first);
+  }
+}
+
+// Has the words of a and b all in flight before one of a is used: ptxas moves a load down to its first use, behind all that can be
+// computed without it, to save registers. nothing: 0, and the compiler does not know.
+template <typename T, int V, int U>
+__device__ __forceinline__ void wait_for_all(Vec<T, V> (&a)[U], const Vec<T, V> (&b)[U], unsigned nothing) {
+  if constexpr (sizeof(T) == 2 && V % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < V / 2; ++i) {
+      unsigned all = 0;
+#pragma unroll
+      for (int u = 0; u < U; ++u) all |= words_of(b[u])[i] | (u > 0 ? words_of(a[u])[i] : 0);
+#pragma unroll
+      for (int u = 0; u < U; ++u) words_of(a[u])[i] |= all & nothing;
+    }
+  }
+}
+
+// A dense tensor of n elements seen as rows of `columns`. Operands that are not dense, but have such rows, are found in it: element i
+// at i + row(i)·skip, where skip is their distance between rows less `columns`. Several rows have fewer than 2^31 elements: see
+// for_rows.
+struct Rows {
+  int64_t columns = 1;
+  bool single = true;  // one row
+  Divider divider;
+
+  Rows() = default;
+  Rows(int64_t n, int64_t columns_) : columns(columns_), single(n == columns_) {
+    if (!single) divider = Divider(static_cast<uint32_t>(columns));
+  }
+  __device__ __forceinline__ int64_t row(int64_t i) const { return single ? 0 : divider.quotient(static_cast<uint32_t>(i)); }
+};
+
+// The words of such an operand, as load_flat and store_flat. WHOLE words lie within a row, which `row` is.
+template <typename T, bool WHOLE>
+__device__ __forceinline__ Vec<T, kVector<T>> load_rows(const T* p, int64_t i, int64_t n, const Rows& rows, int64_t row, int64_t skip) {
+  constexpr int V = kVector<T>;
+  if constexpr (WHOLE) {
+    return load_vec<T, V>(p + i + row * skip);
+  } else {
+    Vec<T, V> w;
+#pragma unroll
+    for (int j = 0; j < V; ++j) w.v[j] = i + j < n ? p[i + j + rows.row(i + j) * skip] : convert<T>(0.f);
+    return w;
+  }
+}
+
+template <typename T, bool WHOLE>
+__device__ __forceinline__ void store_rows(T* p, int64_t i, int64_t n, const Rows& rows, int64_t row, int64_t skip,
+                                           const Vec<T, kVector<T>>& w) {
+  constexpr int V = kVector<T>;
+  if constexpr (WHOLE) {
+    store_vec<T, V>(p + i + row * skip, w);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (i + j < n) p[i + j + rows.row(i + j) * skip] = w.v[j];
+  }
+}
+
+// A block of `across` by `down` threads, each with sums of V columns: adds them up over `down` and stores them at `partial`, the
+// place of the thread's columns, which is null for a thread that has none. shared: as many values as the threads have sums.
+template <int V, typename A>
+__device__ __forceinline__ void store_partial(const A (&sum)[V], A* shared, int across, int down, A* partial) {
+  const int tx = threadIdx.x % across, ty = threadIdx.x / across;
+#pragma unroll
+  for (int j = 0; j < V; ++j) shared[(ty * V + j) * across + tx] = sum[j];
+  __syncthreads();
+  if (ty != 0 || partial == nullptr) return;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    A all = 0;
+    for (int k = 0; k < down; ++k) all += shared[(k * V + j) * across + tx];
+    partial[j] = all;
+  }
+}
+
+// Adds the pieces up: partial [outer, pieces, columns] to ds [outer, columns], in a fixed order. A block has RESULTS results,
+// and kThreads / RESULTS threads for each.
+template <typename T, int RESULTS = 32>
+__global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* partial, T* ds, int64_t outer, int64_t pieces,
+                                                      int64_t columns) {
+  using A = compute_t<T>;
+  constexpr int kShares = kThreads / RESULTS;
+  __shared__ A shared[kShares][RESULTS];
+  const int result = threadIdx.x % RESULTS, share = threadIdx.x / RESULTS;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * RESULTS + result;
+  A sum = 0;
+  if (i < outer * columns) {
+    const A* p = partial + i / columns * pieces * columns + i % columns;
+#pragma unroll 8
+    for (int64_t k = share; k < pieces; k += kShares) sum += p[k * columns];
+  }
+  shared[share][result] = sum;
+  __syncthreads();
+  if (share != 0 || i >= outer * columns) return;
+  for (int k = 1; k < kShares; ++k) sum += shared[k][result];
+  ds[i] = convert<T>(sum);
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+inline unsigned blocks_for(int64_t n, int64_t each) {
+  const int64_t blocks = ceil_div(n, each);
+  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers: ", n, " elements are more than one launch takes");
+  return static_cast<unsigned>(blocks);
+}
+
+template <typename T, int UNROLL = kUnroll>
+unsigned flat_blocks(int64_t n) { return blocks_for(n, static_cast<int64_t>(kThreads) * UNROLL * kVector<T>); }
+
+// Calls f(first row, elements, Rows) for the whole of [rows, columns], or for shares of so many rows as Rows takes.
+template <typename F>
+void for_rows(int64_t rows, int64_t columns, F&& f) {
+  const int64_t most = rows == 1 ? 1 : std::max<int64_t>(1, INT32_MAX / columns);
+  for (int64_t first = 0; first < rows; first += most) {
+    const int64_t n = std::min(most, rows - first) * columns;
+    f(first, n, Rows(n, columns));
+  }
+}
+
+}  // namespace
+}  // namespace fastlayers

@@ -1,0 +1,310 @@
+// act(gate)·up, forward and backward: of two tensors, or of the halves of one along a dimension.
+//
+// The stock composition writes act(gate) out and keeps it for backward besides gate and up. Here nothing but the inputs is kept, and
+// the backward computes act(gate) anew while it writes both gradients. Halves of a packed tensor are not copied: they are rows
+// of it, and so are their gradients, which go into one packed tensor.
+#include "activations.cuh"
+#include "elementwise.h"
+#include "flat.cuh"
+
+namespace fastlayers {
+namespace {
+
+constexpr int kForwardWords = 2;   // of gate and up in flight a thread
+constexpr int kBackwardWords = 2;  // of dy, gate and up
+
+// How far rows of the operands lie apart, less their length; see Rows.
+struct Skips {
+  int64_t gate = 0, up = 0, dgate = 0, dup = 0;
+};
+
+// whole: words lie within rows and on 16-byte boundaries.
+template <typename T, Act ACT>
+__global__ void __launch_bounds__(kThreads) gated_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ out,
+                                                          int64_t n, bool whole, const Rows rows, const Skips skips, Act act) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  for_block<T, kForwardWords>(whole, n, [&](auto words, int first) {
+    constexpr int U = words.value;
+    constexpr bool WHOLE = U > 1;
+    Vec<T, V> wg[U], wu[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = flat_index<T, kForwardWords>(first + u), row = rows.row(i);
+      wg[u] = load_rows<T, WHOLE>(gate, i, n, rows, row, skips.gate);
+      wu[u] = load_rows<T, WHOLE>(up, i, n, rows, row, skips.up);
+    }
+    with_act<ACT, true>(act, [&](auto chosen) {
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        Vec<A, V> r = unpack<A>(wg[u]);
+        const Vec<A, V> by = unpack<A>(wu[u]);
+#pragma unroll
+        for (int j = 0; j < V; ++j) r.v[j] = act_value<decltype(chosen)::value, sizeof(T) == 2>(r.v[j]) * by.v[j];
+        store_flat<T, WHOLE>(out, flat_index<T, kForwardWords>(first + u), n, pack<T>(r));
+      }
+    });
+  });
+}
+
+template <typename T, Act ACT>
+__global__ void __launch_bounds__(kThreads) gated_backward(const T* __restrict__ dy, const T* __restrict__ gate, const T* __restrict__ up,
+                                                           T* __restrict__ dgate, T* __restrict__ dup, int64_t n, bool whole,
+                                                           const Rows rows, const Skips skips, Act act) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  for_block<T, kBackwardWords>(whole, n, [&](auto words, int first) {
+    constexpr int U = words.value;
+    constexpr bool WHOLE = U > 1;
+    Vec<T, V> wd[U], wg[U], wu[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = flat_index<T, kBackwardWords>(first + u), row = rows.row(i);
+      wd[u] = load_flat<T, WHOLE>(dy, i, n);
+      wg[u] = load_rows<T, WHOLE>(gate, i, n, rows, row, skips.gate);
+      wu[u] = load_rows<T, WHOLE>(up, i, n, rows, row, skips.up);
+    }
+    with_act<ACT, true>(act, [&](auto chosen) {
+      constexpr Act kAct = decltype(chosen)::value;
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const Vec<A, V> d = unpack<A>(wd[u]);
+        Vec<A, V> g = unpack<A>(wg[u]), by = unpack<A>(wu[u]);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const A z = g.v[j];
+          g.v[j] = act_gradient<kAct, sizeof(T) == 2>(d.v[j] * by.v[j], z);
+          by.v[j] = d.v[j] * act_value<kAct, sizeof(T) == 2>(z);
+        }
+        const int64_t i = flat_index<T, kBackwardWords>(first + u), row = rows.row(i);
+        store_rows<T, WHOLE>(dgate, i, n, rows, row, skips.dgate, pack<T>(g));
+        store_rows<T, WHOLE>(dup, i, n, rows, row, skips.dup, pack<T>(by));
+      }
+    });
+  });
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+// A tensor, or a half of one.
+struct View {
+  char* data;
+  Dims strides;
+};
+
+// Halves of a tensor along a dimension.
+struct Packed {
+  Dims sizes;  // of a half
+  View gate, up;
+
+  Packed(void* data, const Tensor& t, int64_t dim, bool gate_first) : sizes(dims_of(t.sizes())) {
+    sizes[dim] /= 2;
+    const Dims strides = dims_of(t.strides());
+    char* begin = static_cast<char*>(data);
+    char* middle = begin + sizes[dim] * strides[dim] * static_cast<int64_t>(t.element_size());
+    gate = {gate_first ? begin : middle, strides};
+    up = {gate_first ? middle : begin, strides};
+  }
+};
+
+int64_t checked_dim(const Tensor& t, int64_t dim, const char* op) {
+  STD_TORCH_CHECK(dim >= -t.dim() && dim < t.dim(), "fastlayers::", op, ": dimension ", dim, " of a tensor of ", t.dim());
+  if (dim < 0) dim += t.dim();
+  STD_TORCH_CHECK(t.size(dim) % 2 == 0, "fastlayers::", op, ": expected an even size of dimension ", dim, ", but got ", t.size(dim));
+  return dim;
+}
+
+// The operands as rows of a dense tensor of these sizes and strides.
+struct Layout {
+  int64_t rows = 1, columns = 1;
+  std::array<int64_t, 4> skips{};
+  bool words = true;  // none spans two rows
+
+  // Nothing where some are not.
+  template <int OPERANDS>
+  static std::optional<Layout> of(const Dims& sizes, const Dims& strides, const std::array<View, OPERANDS>& operands, int64_t element) {
+    std::array<Dims, OPERANDS + 1> all;
+    all[0] = strides;
+    for (int k = 0; k < OPERANDS; ++k) all[k + 1] = operands[k].strides;
+    Walk<OPERANDS + 1> walk;
+    if (!merge_dims<OPERANDS + 1>(sizes, memory_order(sizes, {&strides}), all, walk) || walk.dims > 2) return std::nullopt;
+    if (walk.dims == 1 && std::any_of(walk.stride + 1, walk.stride + OPERANDS + 1, [](const int64_t* s) { return s[0] != 1; })) {
+      walk.size[walk.dims] = 1;  // rows of one element
+      ++walk.dims;
+    }
+    const int last = walk.dims - 1;
+    Layout layout;
+    layout.columns = walk.size[last];
+    if (walk.dims == 2) layout.rows = walk.size[0];
+    const int64_t vector = kVectorBytes / element;
+    for (int k = 0; k < OPERANDS; ++k) {
+      if (layout.columns > 1 && walk.stride[k + 1][last] != 1) return std::nullopt;
+      if (walk.dims == 2) layout.skips[k] = walk.stride[k + 1][0] - layout.columns;
+      layout.words = layout.words && layout.skips[k] % vector == 0;
+    }
+    layout.words = layout.words && (layout.rows == 1 || layout.columns % vector == 0);
+    return layout;
+  }
+};
+
+template <int OPERANDS>
+Layout layout_of(const Dims& sizes, const Dims& strides, const std::array<View, OPERANDS>& operands, int64_t element) {
+  const std::optional<Layout> layout = Layout::of<OPERANDS>(sizes, strides, operands, element);
+  STD_TORCH_CHECK(layout.has_value(), "fastlayers: operands of a gate that are no rows");
+  return *layout;
+}
+
+View view_of(const Tensor& t) { return {static_cast<char*>(const_cast<void*>(t.const_data_ptr())), dims_of(t.strides())}; }
+
+void run_forward(const View& gate, const View& up, Tensor& out, const Layout& l, Act act, const Launch& launch) {
+  dispatch_floating(out.scalar_type(), "gated_forward", [&](auto zero) {
+    using T = decltype(zero);
+    for_rows(l.rows, l.columns, [&](int64_t row, int64_t n, const Rows& rows) {
+      const T* pg = reinterpret_cast<const T*>(gate.data) + row * (l.columns + l.skips[0]);
+      const T* pu = reinterpret_cast<const T*>(up.data) + row * (l.columns + l.skips[1]);
+      T* po = static_cast<T*>(out.mutable_data_ptr()) + row * l.columns;
+      const bool whole = l.words && aligned(pg) && aligned(pu) && aligned(po);
+      with_compiled<T>(act, [&](auto compiled) {
+        gated_forward<T, decltype(compiled)::value><<<flat_blocks<T, kForwardWords>(n), kThreads, 0, launch.stream()>>>(
+            pg, pu, po, n, whole, rows, Skips{l.skips[0], l.skips[1], 0, 0}, act);
+      });
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+  });
+}
+
+void run_backward(const Tensor& dy, const std::array<View, 4>& operands, const Layout& l, Act act, const Launch& launch) {
+  dispatch_floating(dy.scalar_type(), "gated_backward", [&](auto zero) {
+    using T = decltype(zero);
+    for_rows(l.rows, l.columns, [&](int64_t row, int64_t n, const Rows& rows) {
+      const T* pd = static_cast<const T*>(dy.const_data_ptr()) + row * l.columns;
+      std::array<T*, 4> at;
+      bool whole = l.words && aligned(pd);
+      for (int k = 0; k < 4; ++k) {
+        at[k] = reinterpret_cast<T*>(operands[k].data) + row * (l.columns + l.skips[k]);
+        whole = whole && aligned(at[k]);
+      }
+      with_compiled<T>(act, [&](auto compiled) {
+        gated_backward<T, decltype(compiled)::value><<<flat_blocks<T, kBackwardWords>(n), kThreads, 0, launch.stream()>>>(
+            pd, at[0], at[1], at[2], at[3], n, whole, rows, Skips{l.skips[0], l.skips[1], l.skips[2], l.skips[3]}, act);
+      });
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+  });
+}
+
+// act(gate)·up of two tensors of one shape.
+Tensor gated_forward_op(const Tensor& gate_in, const Tensor& up_in, int64_t act_in) {
+  const char* op = "gated_forward";
+  const Act act = act_of(act_in, op, kActs);
+  check_same_shape(gate_in, up_in, op, "up");
+  const Launch launch(gate_in);
+  const Dims sizes = dims_of(gate_in.sizes());
+  const Dims strides = gate_in.is_contiguous() && up_in.is_contiguous()
+                           ? contiguous_strides(sizes)
+                           : relu_add_strides(sizes, dims_of(gate_in.strides()), dims_of(up_in.strides()));
+  Tensor out = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in);
+  if (out.numel() == 0) return out;
+  const int64_t element = static_cast<int64_t>(gate_in.element_size());
+  std::array<View, 2> operands{view_of(gate_in), view_of(up_in)};
+  if (const auto layout = Layout::of<2>(sizes, strides, operands, element)) {
+    run_forward(operands[0], operands[1], out, *layout, act, launch);
+  } else {
+    const Tensor gate = with_strides(gate_in, sizes, strides), up = with_strides(up_in, sizes, strides);
+    operands = {view_of(gate), view_of(up)};
+    run_forward(operands[0], operands[1], out, layout_of<2>(sizes, strides, operands, element), act, launch);
+  }
+  return out;
+}
+
+// The gradients of gate and up.
+std::tuple<Tensor, Tensor> gated_backward_op(const Tensor& dy_in, const Tensor& gate_in, const Tensor& up_in, int64_t act_in) {
+  const char* op = "gated_backward";
+  const Act act = act_of(act_in, op, kActs);
+  check_same_shape(gate_in, up_in, op, "up");
+  check_same_shape(gate_in, dy_in, op, "dy");
+  const Launch launch(gate_in);
+  const Dims sizes = dims_of(gate_in.sizes());
+  const Dims strides = gate_in.is_contiguous() && up_in.is_contiguous()
+                           ? contiguous_strides(sizes)
+                           : relu_add_strides(sizes, dims_of(gate_in.strides()), dims_of(up_in.strides()));
+  Tensor dgate = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in);
+  Tensor dup = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in);
+  if (dgate.numel() == 0) return {dgate, dup};
+  const int64_t element = static_cast<int64_t>(gate_in.element_size());
+  const Tensor dy = with_strides(dy_in, sizes, strides);
+  std::array<View, 4> operands{view_of(gate_in), view_of(up_in), view_of(dgate), view_of(dup)};
+  if (const auto layout = Layout::of<4>(sizes, strides, operands, element)) {
+    run_backward(dy, operands, *layout, act, launch);
+  } else {
+    const Tensor gate = with_strides(gate_in, sizes, strides), up = with_strides(up_in, sizes, strides);
+    operands[0] = view_of(gate);
+    operands[1] = view_of(up);
+    run_backward(dy, operands, layout_of<4>(sizes, strides, operands, element), act, launch);
+  }
+  return {dgate, dup};
+}
+
+// The same of the halves of x along dim, of which the first is the gate where gate_first says so.
+Tensor glu_forward_op(const Tensor& x_in, int64_t dim, bool gate_first, int64_t act_in) {
+  const char* op = "glu_forward";
+  const Act act = act_of(act_in, op, kActs);
+  dim = checked_dim(x_in, dim, op);
+  const Launch launch(x_in);
+  const auto halves = [&](const Tensor& x) { return Packed(const_cast<void*>(x.const_data_ptr()), x, dim, gate_first); };
+  Packed packed = halves(x_in);
+  const Dims strides = relu_add_strides(packed.sizes, packed.gate.strides, packed.up.strides);
+  Tensor out = empty_strided(packed.sizes, strides, x_in.scalar_type(), x_in);
+  if (out.numel() == 0) return out;
+  const int64_t element = static_cast<int64_t>(x_in.element_size());
+  if (const auto layout = Layout::of<2>(packed.sizes, strides, {packed.gate, packed.up}, element)) {
+    run_forward(packed.gate, packed.up, out, *layout, act, launch);
+  } else {
+    // As one dense tensor in the order of the result, of which both halves are rows.
+    const Dims full = dims_of(x_in.sizes());
+    const Tensor x = with_strides(x_in, full, dense_strides(full, memory_order(packed.sizes, {&strides})));
+    packed = halves(x);
+    run_forward(packed.gate, packed.up, out, layout_of<2>(packed.sizes, strides, {packed.gate, packed.up}, element), act, launch);
+  }
+  return out;
+}
+
+// The gradient of x.
+Tensor glu_backward_op(const Tensor& dy_in, const Tensor& x_in, int64_t dim, bool gate_first, int64_t act_in) {
+  const char* op = "glu_backward";
+  const Act act = act_of(act_in, op, kActs);
+  dim = checked_dim(x_in, dim, op);
+  check_same(x_in, dy_in, op, "dy");
+  const Launch launch(x_in);
+  const auto halves = [&](const Tensor& x) { return Packed(const_cast<void*>(x.const_data_ptr()), x, dim, gate_first); };
+  Packed packed = halves(x_in);
+  STD_TORCH_CHECK(dims_of(dy_in.sizes()) == packed.sizes, "fastlayers::", op, ": expected dy of the shape of a half of x");
+  const Dims strides = relu_add_strides(packed.sizes, packed.gate.strides, packed.up.strides), full = dims_of(x_in.sizes());
+  const Dims packed_strides = dense_strides(full, memory_order(packed.sizes, {&strides}));
+  Tensor dx = empty_strided(full, packed_strides, x_in.scalar_type(), x_in);
+  if (dx.numel() == 0) return dx;
+  const int64_t element = static_cast<int64_t>(x_in.element_size());
+  const Tensor dy = with_strides(dy_in, packed.sizes, strides);
+  const Packed gradients(dx.mutable_data_ptr(), dx, dim, gate_first);
+  std::array<View, 4> operands{packed.gate, packed.up, gradients.gate, gradients.up};
+  if (const auto layout = Layout::of<4>(packed.sizes, strides, operands, element)) {
+    run_backward(dy, operands, *layout, act, launch);
+  } else {
+    const Tensor x = with_strides(x_in, full, packed_strides);
+    packed = halves(x);
+    operands[0] = packed.gate;
+    operands[1] = packed.up;
+    run_backward(dy, operands, layout_of<4>(packed.sizes, strides, operands, element), act, launch);
+  }
+  return dx;
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
+  m.impl("gated_forward", TORCH_BOX(&fastlayers::gated_forward_op));
+  m.impl("gated_backward", TORCH_BOX(&fastlayers::gated_backward_op));
+  m.impl("glu_forward", TORCH_BOX(&fastlayers::glu_forward_op));
+  m.impl("glu_backward", TORCH_BOX(&fastlayers::glu_backward_op));
+}

@@ -1,0 +1,636 @@
+// residual + dropout(x) and residual + droppath(gamma·x), forward and backward.
+//
+// Pure memory traffic, as elementwise.cu has it. The mask of a dropout is stored nowhere: element i keeps what word i % 4 of
+// Philox4x32-10(key seed, counter i / 4) says, i counted in memory order, and the backward draws the same words again. They
+// depend on no load but that of the seed, so a thread computes them while its words are on their way.
+#include "flat.cuh"
+
+namespace fastlayers {
+namespace {
+
+constexpr int kRounds = 10;  // of Philox, as torch and Triton have them; kernels/residual.py and ops/residual.py too
+constexpr int kBlocksPerProcessor = 3;  // of the backward of gamma, all resident
+// Of scale_backward_columns: the rows of which a thread has words on their way, as many as 80 registers hold.
+template <typename G, typename T>
+constexpr int kRowsInFlight = sizeof(G) > sizeof(T) ? 2 : 4;
+constexpr int kColumnsPerBlock = 8;  // of its second stage: a sector of float32
+
+// The type of which a 16-byte word holds more elements: the threads divide a tensor into its words.
+template <typename I, typename O>
+using Narrow = std::conditional_t<sizeof(I) <= sizeof(O), I, O>;
+
+// x·f, plus the residual where there is one.
+template <typename O, int V, typename A, typename I>
+__device__ __forceinline__ Vec<O, V> scaled(const Vec<I, V>& x, const Vec<A, V>& f, const Vec<O, V>* residual) {
+  Vec<A, V> r = unpack<A>(x);
+  if (residual) {
+    const Vec<A, V> to = unpack<A>(*residual);
+#pragma unroll
+    for (int j = 0; j < V; ++j) r.v[j] = fma(r.v[j], f.v[j], to.v[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) r.v[j] *= f.v[j];
+  }
+  return pack<O>(r);
+}
+
+// ---- dropout ------------------------------------------------------------------------------------------------------------
+
+// The four words of Philox4x32 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3) at a 64-bit counter.
+__device__ __forceinline__ uint4 philox(uint64_t key, uint64_t counter) {
+  uint4 c = make_uint4(static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0);
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * c.x, b = static_cast<uint64_t>(0xCD9E8D57u) * c.z;
+    c = make_uint4(static_cast<uint32_t>(b >> 32) ^ c.y ^ k0, static_cast<uint32_t>(b),
+                   static_cast<uint32_t>(a >> 32) ^ c.w ^ k1, static_cast<uint32_t>(a));
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return c;
+}
+
+// Bit j: whether element i + j is kept. i is a multiple of V.
+template <int V>
+__device__ __forceinline__ unsigned kept_bits(uint64_t seed, int64_t i, uint32_t threshold) {
+  static_assert(V == 2 || V % 4 == 0);
+  unsigned kept = 0;
+#pragma unroll
+  for (int first = 0; first < V; first += 4) {
+    const uint4 r = philox(seed, static_cast<uint64_t>(i + first) >> 2);
+    const unsigned four = (r.x >= threshold) | (r.y >= threshold) << 1 | (r.z >= threshold) << 2 | (r.w >= threshold) << 3;
+    kept |= V == 2 ? four >> (i & 2) : four << first;
+  }
+  return kept;
+}
+
+// out = x·(kept ? scale : 0), plus the residual. A product with 0 as by torch: what is not finite becomes NaN.
+template <typename I, typename O, bool RESIDUAL>
+__global__ void __launch_bounds__(kThreads) dropout_flat(const I* x, const O* residual, O* out, int64_t n, bool is_aligned,
+                                                        const int64_t* seed, uint32_t threshold, compute_t<O> scale) {
+  using A = compute_t<O>;
+  using N = Narrow<I, O>;
+  constexpr int V = kVector<N>;
+  const auto key = static_cast<uint64_t>(*seed);
+  for_block<N>(is_aligned, n, [&](auto words, int first) {
+    constexpr int U = words.value;
+    constexpr bool WHOLE = U > 1;
+    Vec<I, V> wx[U];
+    Vec<O, V> wr[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      wx[u] = load_flat<I, WHOLE, V>(x, flat_index<N>(first + u), n);
+      if constexpr (RESIDUAL) wr[u] = load_flat<O, WHOLE, V>(residual, flat_index<N>(first + u), n);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = flat_index<N>(first + u);
+      const unsigned kept = kept_bits<V>(key, i, threshold);
+      Vec<A, V> factor;
+#pragma unroll
+      for (int j = 0; j < V; ++j) factor.v[j] = kept >> j & 1 ? scale : A(0);
+      store_flat<O, WHOLE, V>(out, i, n, scaled<O, V>(wx[u], factor, RESIDUAL ? &wr[u] : nullptr));
+    }
+  });
+}
+
+// ---- scale and drop path ------------------------------------------------------------------------------------------------
+
+// A vector along one dimension of a dense tensor: element i of the tensor has its element (i / inner) % size.
+struct Along {
+  enum Mode : int { kNone, kWords, kRuns, kEach };
+
+  const void* data = nullptr;
+  int64_t inner = 1, size = 1;
+  Divider by_inner, by_size;  // unless it is wide
+  Mode mode = kNone;
+  bool wide = false;     // offsets beyond what a Divider takes
+  bool float32 = false;  // to float16 or bfloat16 tensors
+
+  // What takes looking up element by element, or 64 bits.
+  bool general() const { return mode == kEach || (mode != kNone && wide); }
+
+  template <bool WIDE>
+  __device__ __forceinline__ int64_t run(int64_t i) const {
+    if constexpr (WIDE)
+      if (wide) return i / inner;
+    return by_inner.quotient(static_cast<uint32_t>(i));
+  }
+  template <bool WIDE>
+  __device__ __forceinline__ int64_t wrapped(int64_t run) const {
+    if constexpr (WIDE)
+      if (wide) return run % size;
+    const auto r = static_cast<uint32_t>(run);
+    return r - by_size.quotient(r) * static_cast<uint32_t>(size);
+  }
+
+  // Those of elements i to i + V - 1. G: what data holds.
+  template <typename G, typename A, int V, bool GENERAL>
+  __device__ __forceinline__ Vec<A, V> of(int64_t i) const {
+    const G* p = static_cast<const G*>(data);
+    if (mode == kWords) return unpack<A>(load_vec<G, V>(p + wrapped<GENERAL>(i)));
+    Vec<A, V> r;
+    const int64_t q = run<GENERAL>(i);
+    int64_t at = wrapped<GENERAL>(q), left = (q + 1) * inner - i;
+    if constexpr (GENERAL) {
+      if (mode == kEach) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          r.v[j] = convert<A>(p[at]);
+          if (--left > 0) continue;
+          left = inner;
+          at = at + 1 == size ? 0 : at + 1;
+        }
+        return r;
+      }
+    }
+    r = filled<A, V>(convert<A>(p[at]));
+    if (left < V) {  // two runs to a word, never more
+      const A next = convert<A>(p[at + 1 == size ? 0 : at + 1]);
+#pragma unroll
+      for (int j = 1; j < V; ++j)
+        if (j >= left) r.v[j] = next;
+    }
+    return r;
+  }
+};
+
+// scale·gamma·keep, of which gamma and keep may be absent. T is gamma's type, unless it is float32.
+template <typename A>
+struct Factor {
+  Along gamma, keep;
+  A scale;
+
+  bool general() const { return gamma.general() || keep.general(); }
+
+  template <typename T, int V, bool GENERAL>
+  __device__ __forceinline__ Vec<A, V> of(int64_t i) const {
+    Vec<A, V> f = filled<A, V>(scale);
+    if (gamma.mode != Along::kNone) {
+      const Vec<A, V> g = sizeof(T) == 2 && gamma.float32 ? gamma.of<float, A, V, GENERAL>(i) : gamma.of<T, A, V, GENERAL>(i);
+#pragma unroll
+      for (int j = 0; j < V; ++j) f.v[j] *= g.v[j];
+    }
+    if (keep.mode != Along::kNone) {
+      const Vec<A, V> k = keep.of<A, A, V, GENERAL>(i);
+#pragma unroll
+      for (int j = 0; j < V; ++j) f.v[j] *= k.v[j];
+    }
+    return f;
+  }
+};
+
+// out = x·factor, plus the residual. GENERAL: whatever the factor, a word at a time.
+template <typename I, typename O, bool RESIDUAL, bool GENERAL>
+__global__ void __launch_bounds__(kThreads) scale_flat(const I* x, const O* residual, O* out, int64_t n, bool is_aligned,
+                                                      const __grid_constant__ Factor<compute_t<O>> factor) {
+  using N = Narrow<I, O>;
+  constexpr int V = kVector<N>;
+  const auto take = [&](auto words, auto whole, int first) {
+    constexpr int U = words.value;
+    constexpr bool WHOLE = whole.value;
+    Vec<I, V> wx[U];
+    Vec<O, V> wr[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      wx[u] = load_flat<I, WHOLE, V>(x, flat_index<N>(first + u), n);
+      if constexpr (RESIDUAL) wr[u] = load_flat<O, WHOLE, V>(residual, flat_index<N>(first + u), n);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = flat_index<N>(first + u);
+      const auto f = factor.template of<N, V, GENERAL>(i);
+      store_flat<O, WHOLE, V>(out, i, n, scaled<O, V>(wx[u], f, RESIDUAL ? &wr[u] : nullptr));
+    }
+  };
+  if constexpr (GENERAL) {
+#pragma unroll 1
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = flat_index<N>(u);
+      if (is_aligned && i + V <= n) take(std::integral_constant<int, 1>{}, std::true_type{}, u);
+      else if (i < n) take(std::integral_constant<int, 1>{}, std::false_type{}, u);
+    }
+  } else {
+    for_block<N>(is_aligned, n, [&](auto words, int first) { take(words, std::bool_constant<(words.value > 1)>{}, first); });
+  }
+}
+
+// The gradients of x and gamma in one pass: dx = dy·gamma·keep·scale, and dgamma the sum of dy·x·keep·scale over all but
+// gamma's dimension. The tensors are [repeat, columns, inner] in memory, gamma along the columns, each of whose rows of `columns` or of
+// `inner` elements is of one sample. A block leaves a partial sum.
+struct GammaArgs {
+  const void *gamma, *keep;  // keep: a factor for each sample, or null
+  bool float32;              // gamma, to float16 or bfloat16 tensors
+  int64_t repeat, columns, inner;
+  int64_t pieces;                   // of the sum, a block each
+  int across, down;                 // threads of a block over a row, and over the rows
+  Divider rows_of_sample, samples;  // a row belongs to sample (row / rows_of_sample) % samples
+};
+
+template <typename A>
+__device__ __forceinline__ A sample_factor(const GammaArgs& a, int64_t row, A scale) {
+  const uint32_t sample = a.rows_of_sample.quotient(static_cast<uint32_t>(row));
+  return scale * static_cast<const A*>(a.keep)[sample - a.samples.quotient(sample) * a.samples.divisor];
+}
+
+template <typename A, typename T>
+__device__ __forceinline__ A gamma_at(const GammaArgs& a, int64_t column) {
+  if (sizeof(T) == 2 && a.float32) return static_cast<A>(static_cast<const float*>(a.gamma)[column]);
+  return convert<A>(static_cast<const T*>(a.gamma)[column]);
+}
+
+// By masks, for behind a branch the compiler puts the loads too, where they wait for one another.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> zero_unless(bool there, Vec<T, N> v) {
+  if constexpr (sizeof(v) % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(v) / 4); ++i) reinterpret_cast<unsigned*>(v.v)[i] &= there ? ~0u : 0u;
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) v.v[j] = there ? v.v[j] : convert<T>(0.f);
+  }
+  return v;
+}
+
+// inner == 1: a block takes a tile of columns, and every pieces-th group of `down` rows, so that the blocks together walk
+// through memory in one front.
+template <typename G, typename T, int V, bool KEEP>
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+    scale_backward_columns(const G* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, compute_t<T>* partial,
+                           compute_t<T> scale, const __grid_constant__ GammaArgs a) {
+  using A = compute_t<T>;
+  constexpr int U = kRowsInFlight<G, T>;
+  extern __shared__ char memory[];
+  A* shared = reinterpret_cast<A*>(memory);
+  const int64_t tiles = (a.columns + static_cast<int64_t>(a.across) * V - 1) / (static_cast<int64_t>(a.across) * V);
+  const int64_t tile = blockIdx.x % tiles, piece = blockIdx.x / tiles;
+  const int tx = threadIdx.x % a.across, ty = threadIdx.x / a.across;
+  const int64_t column = (tile * a.across + tx) * V;
+  const bool active = column < a.columns;
+  A sum[V] = {};
+  if (active) {
+    A gamma[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) gamma[j] = gamma_at<A, T>(a, column + j) * (KEEP ? A(1) : scale);
+    const int64_t step = a.pieces * a.down;
+#pragma unroll 1
+    for (int64_t row = piece * a.down + ty; row < a.repeat; row += U * step) {
+      Vec<G, V> wg[U];
+      Vec<T, V> wx[U];
+      [[maybe_unused]] A factor[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const int64_t r = min(row + u * step, a.repeat - 1), i = r * a.columns + column;  // past the end, some row
+        wg[u] = load_vec<G, V>(dy + i);
+        wx[u] = load_vec<T, V>(x + i);
+        if constexpr (KEEP) factor[u] = sample_factor<A>(a, r, scale);
+      }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const int64_t r = row + u * step;
+        const bool there = r < a.repeat;
+        Vec<A, V> g = unpack<A>(zero_unless(there, wg[u]));
+        const Vec<A, V> w = unpack<A>(zero_unless(there, wx[u]));
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          if constexpr (KEEP) g.v[j] *= factor[u];
+          sum[j] = fma(g.v[j], w.v[j], sum[j]);
+          g.v[j] *= gamma[j];
+        }
+        if (there) store_vec<T, V>(dx + r * a.columns + column, pack<T>(g));
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) shared[(ty * V + j) * a.across + tx] = sum[j];
+  __syncthreads();
+  if (ty != 0 || !active) return;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    A all = 0;
+    for (int k = 0; k < a.down; ++k) all += shared[(k * V + j) * a.across + tx];
+    partial[piece * a.columns + column + j] = all * (KEEP ? A(1) : scale);
+  }
+}
+
+// inner > 1: a row of `inner`, or a piece of it, to `across` threads.
+template <typename G, typename T, int V>
+__global__ void __launch_bounds__(kThreads) scale_backward_rows(const G* __restrict__ dy, const T* __restrict__ x,
+                                                               T* __restrict__ dx, compute_t<T>* partial, compute_t<T> scale,
+                                                               const __grid_constant__ GammaArgs a) {
+  using A = compute_t<T>;
+  __shared__ A shared[kThreads / 32];
+  const int lane = threadIdx.x % a.across;
+  const int64_t row = blockIdx.x / a.pieces * a.down + threadIdx.x / a.across, piece = blockIdx.x % a.pieces;
+  const int64_t words = a.inner / V, each = (words + a.pieces - 1) / a.pieces;
+  const int64_t last = (piece + 1) * each < words ? (piece + 1) * each : words;
+  const int64_t column = row % a.columns;
+  const bool active = row < a.repeat * a.columns;
+  A sum = 0;
+  if (active) {
+    const A factor = a.keep ? sample_factor<A>(a, row, scale) : scale;
+    const A to_x = factor * gamma_at<A, T>(a, column);
+    const int64_t base = row * a.inner;
+#pragma unroll 4
+    for (int64_t word = piece * each + lane; word < last; word += a.across) {
+      Vec<A, V> g = unpack<A>(load_vec<G, V>(dy + base + word * V));
+      const Vec<A, V> w = unpack<A>(load_vec<T, V>(x + base + word * V));
+      A part = 0;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        part = fma(g.v[j], w.v[j], part);
+        g.v[j] *= to_x;
+      }
+      store_vec<T, V>(dx + base + word * V, pack<T>(g));
+      sum += part;
+    }
+    sum *= factor;
+  }
+  for (int o = (a.across < 32 ? a.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  if (a.across > 32) {
+    const int warps = a.across / 32, first = threadIdx.x / a.across * warps;
+    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int k = 0; k < warps; ++k) sum += shared[first + k];
+  }
+  if (lane == 0 && active) partial[(row / a.columns * a.pieces + piece) * a.columns + column] = sum;
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+// Calls f with the types of x and of the result: one floating dtype, or a half and float32 either way.
+template <typename F>
+void dispatch_pair(ScalarType x, ScalarType out, const char* op, F&& f) {
+  if (x == out) return dispatch_floating(x, op, [&](auto zero) { f(zero, zero); });
+  const bool widens = out == ScalarType::Float;
+  const ScalarType half = widens ? x : out;
+  STD_TORCH_CHECK((widens || x == ScalarType::Float) && (half == ScalarType::Half || half == ScalarType::BFloat16), "fastlayers::",
+                  op, ": no kernel from ", torch::headeronly::toString(x), " to ", torch::headeronly::toString(out));
+  const auto run = [&](auto narrow) { widens ? f(narrow, float{}) : f(float{}, narrow); };
+  half == ScalarType::Half ? run(__half{}) : run(__nv_bfloat16{});
+}
+
+void check_residual(const Tensor& x, const Tensor& residual, ScalarType out, const char* op) {
+  STD_TORCH_CHECK(residual.scalar_type() == out, "fastlayers::", op, ": expected a residual of the result's dtype ",
+                  torch::headeronly::toString(out), ", but got ", torch::headeronly::toString(residual.scalar_type()));
+  STD_TORCH_CHECK(residual.is_cuda() && x.get_device_index() == residual.get_device_index(), "fastlayers::", op,
+                  ": expected residual on x's device");
+  STD_TORCH_CHECK(dims_of(x.sizes()) == dims_of(residual.sizes()), "fastlayers::", op, ": expected residual of x's shape");
+}
+
+// A sum may be wider than x, a gradient narrower than what comes in.
+template <typename I, typename O>
+void check_widths(bool adds, const char* op) {
+  STD_TORCH_CHECK(sizeof(I) == sizeof(O) || (sizeof(I) < sizeof(O)) == adds, "fastlayers::", op, ": no kernel ",
+                  adds ? "adds a residual narrower than x" : "widens x alone");
+}
+
+// x and the residual, where there is one, in the memory order of torch's result.
+struct Operands {
+  Tensor x;
+  std::optional<Tensor> residual;
+  Dims sizes, strides;
+
+  // `product`: the layout of what is added to the residual.
+  Operands(const Tensor& x_in, const std::optional<Tensor>& residual_in, const Dims& product)
+      : x(x_in), residual(residual_in), sizes(dims_of(x_in.sizes())), strides(product) {
+    if (residual) {
+      const Dims own = dims_of(residual->strides());
+      strides = result_strides(sizes, {&own, &product});
+      residual = with_strides(*residual, sizes, strides);
+    }
+    x = with_strides(x, sizes, strides);
+  }
+  template <typename O>
+  const O* residual_data() const { return residual ? static_cast<const O*>(residual->const_data_ptr()) : nullptr; }
+  template <typename O>
+  bool whole_words() const { return aligned(x.const_data_ptr()) && aligned(residual_data<O>()); }
+};
+
+Tensor dropout_add(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& seed, double p, ScalarType dtype) {
+  STD_TORCH_CHECK(p >= 0 && p < 1, "fastlayers::dropout_add: expected a probability of at least 0 and less than 1, but got ", p);
+  STD_TORCH_CHECK(seed.is_cuda() && seed.scalar_type() == ScalarType::Long && seed.numel() == 1,
+                  "fastlayers::dropout_add: expected a seed of one int64 on the GPU");
+  if (residual) check_residual(x, *residual, dtype, "dropout_add");
+  const Dims own = dims_of(x.strides());
+  const Operands operands(x, residual, result_strides(dims_of(x.sizes()), {&own}));
+  const Launch launch(x);
+  Tensor out = empty_strided(operands.sizes, operands.strides, dtype, x);
+  const int64_t n = out.numel();
+  if (n == 0) return out;
+  const auto threshold = static_cast<uint32_t>(std::min(p * 4294967296.0 + 0.5, 4294967295.0));
+  dispatch_pair(x.scalar_type(), dtype, "dropout_add", [&](auto zero_in, auto zero_out) {
+    using I = decltype(zero_in);
+    using O = decltype(zero_out);
+    using N = Narrow<I, O>;
+    const auto run = [&](auto adds) {
+      dropout_flat<I, O, decltype(adds)::value><<<flat_blocks<N>(n), kThreads, 0, launch.stream()>>>(
+          static_cast<const I*>(operands.x.const_data_ptr()), operands.residual_data<O>(),
+          static_cast<O*>(out.mutable_data_ptr()), n, operands.whole_words<O>(),
+          static_cast<const int64_t*>(seed.const_data_ptr()), threshold, static_cast<compute_t<O>>(1.0 / (1.0 - p)));
+    };
+    check_widths<I, O>(residual.has_value(), "dropout_add");
+    if constexpr (sizeof(I) < sizeof(O)) run(std::true_type{});
+    else if constexpr (sizeof(I) > sizeof(O)) run(std::false_type{});
+    else residual ? run(std::true_type{}) : run(std::false_type{});
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return out;
+}
+
+// The dimension of x along which gamma varies, -1 where it is one value.
+int64_t gamma_dim(const Tensor& gamma, const Tensor& x, const char* op) {
+  broadcast_strides(gamma, dims_of(x.sizes()), op, "gamma");  // or says why not
+  STD_TORCH_CHECK(gamma.is_contiguous(), "fastlayers::", op, ": expected a contiguous gamma");
+  STD_TORCH_CHECK(gamma.is_cuda() && gamma.get_device_index() == x.get_device_index(), "fastlayers::", op,
+                  ": expected gamma on x's device");
+  int64_t dim = -1;
+  for (int64_t d = 0; d < gamma.dim(); ++d) {
+    if (gamma.size(d) == 1) continue;
+    STD_TORCH_CHECK(dim < 0, "fastlayers::", op, ": gamma varies along more than one dimension");
+    dim = d + x.dim() - gamma.dim();
+  }
+  return dim;
+}
+
+void check_keep(const Tensor& keep, const Tensor& x, const char* op) {
+  const ScalarType dtype = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  STD_TORCH_CHECK(keep.scalar_type() == dtype && keep.is_cuda() && keep.get_device_index() == x.get_device_index() &&
+                      keep.is_contiguous() && x.dim() > 0 && keep.numel() == x.size(0),
+                  "fastlayers::", op, ": expected keep to have one ", torch::headeronly::toString(dtype),
+                  " for each index of dimension 0");
+}
+
+// A vector along dimension `dim` of a dense tensor of n elements; -1: one value.
+template <typename N>
+Along make_along(const Tensor& t, int64_t dim, const Dims& sizes, const Dims& strides, int64_t n) {
+  constexpr int64_t V = kVector<N>;
+  constexpr int64_t kBeyond = 1 << 16;  // past the end, of which a block's last words ask too
+  Along along;
+  along.data = t.const_data_ptr();
+  const bool varies = dim >= 0 && sizes[dim] > 1;
+  along.inner = varies ? strides[dim] : std::max(n, V);
+  along.size = varies ? sizes[dim] : 1;
+  along.wide = n > INT32_MAX - kBeyond;
+  if (!along.wide) {
+    along.by_inner = Divider(static_cast<uint32_t>(along.inner));
+    along.by_size = Divider(static_cast<uint32_t>(along.size));
+  }
+  if (along.inner == 1 && along.size % V == 0 && aligned(along.data)) along.mode = Along::kWords;
+  else along.mode = along.inner >= V ? Along::kRuns : Along::kEach;
+  along.float32 = t.scalar_type() == ScalarType::Float;
+  return along;
+}
+
+// x·gamma·keep·scale, plus the residual: gamma a vector along one dimension of x, keep a factor for each index of dimension 0.
+Tensor scale_add(const Tensor& x, const std::optional<Tensor>& gamma, const std::optional<Tensor>& keep, double scale,
+                 const std::optional<Tensor>& residual, ScalarType dtype) {
+  if (residual) check_residual(x, *residual, dtype, "scale_add");
+  const Dims sizes = dims_of(x.sizes()), own = dims_of(x.strides());
+  const int64_t dim = gamma ? gamma_dim(*gamma, x, "scale_add") : -1;
+  if (keep) check_keep(*keep, x, "scale_add");
+  Dims product = own;
+  if (gamma || keep) {
+    const Dims of_gamma = gamma ? broadcast_strides(*gamma, sizes, "scale_add", "gamma") : Dims(sizes.size(), 0);
+    product = dense_strides(sizes, memory_order(sizes, {&own, &of_gamma}));
+  } else if (!residual) {
+    product = result_strides(sizes, {&own});
+  }
+  const Operands operands(x, residual, product);
+  const Launch launch(x);
+  Tensor out = empty_strided(operands.sizes, operands.strides, dtype, x);
+  const int64_t n = out.numel();
+  if (n == 0) return out;
+  dispatch_pair(x.scalar_type(), dtype, "scale_add", [&](auto zero_in, auto zero_out) {
+    using I = decltype(zero_in);
+    using O = decltype(zero_out);
+    using N = Narrow<I, O>;
+    const ScalarType narrow = sizeof(I) <= sizeof(O) ? x.scalar_type() : dtype;
+    STD_TORCH_CHECK(!gamma || gamma->scalar_type() == narrow || (sizeof(N) == 2 && gamma->scalar_type() == ScalarType::Float),
+                    "fastlayers::scale_add: expected a gamma of x's dtype, or of float32 to a half");
+    Factor<compute_t<O>> factor;
+    factor.scale = static_cast<compute_t<O>>(scale);
+    if (gamma) factor.gamma = make_along<N>(*gamma, dim, sizes, operands.strides, n);
+    if (keep) factor.keep = make_along<N>(*keep, 0, sizes, operands.strides, n);
+    const auto run = [&](auto adds, auto general) {
+      scale_flat<I, O, decltype(adds)::value, decltype(general)::value><<<flat_blocks<N>(n), kThreads, 0, launch.stream()>>>(
+          static_cast<const I*>(operands.x.const_data_ptr()), operands.residual_data<O>(),
+          static_cast<O*>(out.mutable_data_ptr()), n, operands.whole_words<O>(), factor);
+    };
+    const auto choose = [&](auto adds) { factor.general() ? run(adds, std::true_type{}) : run(adds, std::false_type{}); };
+    check_widths<I, O>(residual.has_value(), "scale_add");
+    if constexpr (sizeof(I) < sizeof(O)) choose(std::true_type{});
+    else if constexpr (sizeof(I) > sizeof(O)) choose(std::false_type{});
+    else residual ? choose(std::true_type{}) : choose(std::false_type{});
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return out;
+}
+
+// The gradients of x and gamma.
+std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor& x_in, const Tensor& gamma,
+                                              const std::optional<Tensor>& keep, double scale) {
+  constexpr const char* op = "scale_add_backward";
+  const Dims sizes = dims_of(x_in.sizes());
+  STD_TORCH_CHECK(dims_of(dy_in.sizes()) == sizes, "fastlayers::", op, ": expected dy of x's shape");
+  const int64_t dim = gamma_dim(gamma, x_in, op);
+  if (keep) check_keep(*keep, x_in, op);
+  const bool dropping = keep && sizes[0] > 1;
+  const Dims dy_strides = dims_of(dy_in.strides()), x_strides = dims_of(x_in.strides());
+  const Dims strides = dense_strides(sizes, memory_order(sizes, {&dy_strides, &x_strides}));
+  const Tensor dy = with_strides(dy_in, sizes, strides), x = with_strides(x_in, sizes, strides);
+  const int64_t n = x.numel();
+  STD_TORCH_CHECK(n > 0, "fastlayers::", op, ": nothing to compute on");
+  GammaArgs a{};
+  a.columns = dim < 0 ? 1 : sizes[dim];
+  a.inner = dim >= 0 ? strides[dim] : dropping ? strides[0] : n;
+  a.repeat = n / a.columns / a.inner;
+  const int64_t row = a.inner == 1 ? a.columns : a.inner;
+  // Where samples change within a row, or rows are too many to count in 32 bits, the samples are dropped first.
+  if (dropping && (strides[0] < row || dim == 0 || n / row > INT32_MAX)) {
+    const Tensor kept = scale_add(dy, std::nullopt, keep, scale, std::nullopt, dy.scalar_type());
+    return scale_add_backward(kept, x, gamma, std::nullopt, 1.0);
+  }
+  if (dropping) {
+    a.rows_of_sample = Divider(static_cast<uint32_t>(strides[0] / row));
+    a.samples = Divider(static_cast<uint32_t>(sizes[0]));
+  }
+  const Launch launch(x);
+  Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x);
+  Tensor dgamma = empty_contiguous(dims_of(gamma.sizes()), gamma.scalar_type(), gamma);
+  a.gamma = gamma.const_data_ptr();
+  a.keep = keep ? keep->const_data_ptr() : nullptr;
+  a.float32 = gamma.scalar_type() == ScalarType::Float;
+  dispatch_pair(dy.scalar_type(), x.scalar_type(), op, [&](auto zero_in, auto zero_out) {
+    using G = decltype(zero_in);
+    using T = decltype(zero_out);
+    if constexpr (sizeof(G) < sizeof(T)) {
+      STD_TORCH_CHECK(false, "fastlayers::", op, ": no kernel for a dy narrower than x");
+    } else {
+      using A = compute_t<T>;
+      constexpr int V = kVector<T>;
+      STD_TORCH_CHECK(gamma.scalar_type() == x.scalar_type() || (sizeof(T) == 2 && a.float32), "fastlayers::", op,
+                      ": expected a gamma of x's dtype, or of float32 to a half");
+      const int64_t wanted = kBlocksPerProcessor * static_cast<int64_t>(device_traits(launch.device()).processors);
+      const G* g = static_cast<const G*>(dy.const_data_ptr());
+      const T* px = static_cast<const T*>(x.const_data_ptr());
+      T* d = static_cast<T*>(dx.mutable_data_ptr());
+      const A s = static_cast<A>(scale);
+      const bool whole = aligned(g) && aligned(px) && row % V == 0;
+      const int64_t lanes = whole ? row / V : row;
+      std::optional<Tensor> partial;
+      const auto partials = [&](int64_t rows) {
+        partial = empty_contiguous({rows, a.columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, x);
+        return static_cast<A*>(partial->mutable_data_ptr());
+      };
+      if (a.inner > 1) {
+        const int64_t rows = a.repeat * a.columns;
+        a.across = static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(lanes, 4))));
+        a.down = kThreads / a.across;
+        const int64_t row_blocks = ceil_div(rows, a.down);
+        a.pieces = std::clamp<int64_t>(wanted / row_blocks, 1, std::max<int64_t>(1, lanes / (4 * a.across)));
+        A* pp = partials(a.repeat * a.pieces);
+        const unsigned grid = blocks_for(row_blocks * a.pieces, 1);
+        if (whole) scale_backward_rows<G, T, V><<<grid, kThreads, 0, launch.stream()>>>(g, px, d, pp, s, a);
+        else scale_backward_rows<G, T, 1><<<grid, kThreads, 0, launch.stream()>>>(g, px, d, pp, s, a);
+      } else {
+        const int64_t tiles = ceil_div(lanes, 128);
+        a.across = static_cast<int>(ceil_div(lanes, tiles));
+        a.down = kThreads / a.across;
+        a.pieces = std::clamp<int64_t>(wanted / tiles, 1, ceil_div(a.repeat, kRowsInFlight<G, T> * a.down));
+        A* pp = partials(a.pieces);
+        const unsigned grid = blocks_for(tiles * a.pieces, 1);
+        const int threads = a.across * a.down;
+        const auto run = [&](auto words, auto keeps) {
+          constexpr int W = words.value;
+          const size_t shared = sizeof(A) * threads * W;
+          scale_backward_columns<G, T, W, decltype(keeps)::value><<<grid, threads, shared, launch.stream()>>>(g, px, d, pp, s, a);
+        };
+        const auto choose = [&](auto words) { keep ? run(words, std::true_type{}) : run(words, std::false_type{}); };
+        whole ? choose(std::integral_constant<int, V>{}) : choose(std::integral_constant<int, 1>{});
+      }
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+      const int64_t pieces = partial->size(0);
+      const auto finish = [&](auto zero) {
+        using R = decltype(zero);
+        add_pieces<R, kColumnsPerBlock><<<blocks_for(a.columns, kColumnsPerBlock), kThreads, 0, launch.stream()>>>(
+            static_cast<const A*>(partial->const_data_ptr()), static_cast<R*>(dgamma.mutable_data_ptr()), 1, pieces, a.columns);
+        STD_CUDA_KERNEL_LAUNCH_CHECK();
+      };
+      if (sizeof(T) == 2 && a.float32) finish(A{});
+      else finish(T{});
+    }
+  });
+  return {dx, dgamma};
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
+  m.impl("dropout_add", TORCH_BOX(&fastlayers::dropout_add));
+  m.impl("scale_add", TORCH_BOX(&fastlayers::scale_add));
+  m.impl("scale_add_backward", TORCH_BOX(&fastlayers::scale_add_backward));
+}

@@ -1,0 +1,348 @@
+// Rotary embedding of queries and keys, x·cos + rotate(x)·sin, and its gradient: both tensors in one launch.
+//
+// Where stock PyTorch makes five passes over each tensor, here it is read once and written once. The tables of cosines and
+// sines have a row for each position, the same for all heads. A thread takes the same words of several heads and reads the
+// tables once for all of them: they come out of the cache, but for every head they would be twice its own traffic.
+//
+// Elements rotate in pairs, whose sides are half of the rotated part apart, or neighbours (INTERLEAVED). The gradient turns
+// back: the same computation with the sines of a pair exchanged and negated, which is right for any tables.
+#include "device.cuh"
+
+namespace fastlayers {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kHeads = 4;  // of a thread, whose loads are in flight together: two words of each, of interleaved pairs one
+constexpr int kOuter = 3;  // dimensions but the last, as the kernel walks them
+
+// q or k with its result. A thread has the heads g, g + groups, ..., so that neighbouring groups read neighbouring memory
+// where the heads of a position lie together. The outer dimensions, slowest first: a position, then the other position and
+// the group, in the order in which they lie in memory. Strides count elements.
+struct Operand {
+  const void* in = nullptr;
+  void* out = nullptr;
+  int64_t threads = 0;
+  int64_t in_stride[kOuter] = {}, out_stride[kOuter] = {}, cos_stride[kOuter] = {}, sin_stride[kOuter] = {};
+  int64_t in_step = 0, out_step = 0;  // from one head of a thread to its next
+  int64_t middle = 1, fastest = 1;    // sizes of the last two outer dimensions
+  Divider by_middle, by_fastest;
+  int heads = 1, groups = 1;
+  bool group_fastest = false;
+};
+
+struct Args {
+  Operand x[2];
+  unsigned blocks = 0;  // of the first operand
+  const void *cos = nullptr, *sin = nullptr;
+  int dim = 0;                  // elements of a row
+  int pairs = 0;                // that rotate
+  int rotating = 0, units = 0;  // units of a row that rotate, and all of it
+  Divider by_units;
+  bool half_tables = false;  // one entry a pair
+  bool backward = false;
+  bool wide = false;  // more threads than 31 bits count
+};
+
+// Where the first or second side of pair j of N is among 2N elements.
+template <bool INTERLEAVED, int N>
+__host__ __device__ constexpr int side(int which, int j) { return INTERLEAVED ? 2 * j + which : which * N + j; }
+
+// A unit is N elements from `first` and N from `second`. No load is under a condition: a branch would wait for it, and the
+// loads of a thread would follow one another.
+template <typename T, int N, bool INTERLEAVED>
+__device__ __forceinline__ Vec<T, 2 * N> load_unit(const T* p, int first, int second) {
+  if constexpr (INTERLEAVED && N > 1) {
+    return load_vec<T, 2 * N>(p + first);
+  } else {
+    const Vec<T, N> one = load_vec<T, N>(p + first), two = load_vec<T, N>(p + second);
+    Vec<T, 2 * N> unit;
+#pragma unroll
+    for (int j = 0; j < N; ++j) unit.v[j] = one.v[j], unit.v[N + j] = two.v[j];
+    return unit;
+  }
+}
+
+template <typename T, int N, bool INTERLEAVED>
+__device__ __forceinline__ void store_unit(T* p, int first, int second, bool both, const Vec<T, 2 * N>& unit) {
+  if constexpr (INTERLEAVED && N > 1) {
+    store_vec<T, 2 * N>(p + first, unit);
+  } else {
+    Vec<T, N> one, two;
+#pragma unroll
+    for (int j = 0; j < N; ++j) one.v[j] = unit.v[j], two.v[j] = unit.v[N + j];
+    store_vec<T, N>(p + first, one);
+    if (both) store_vec<T, N>(p + second, two);
+  }
+}
+
+// What a row of a table has for the elements of a unit: N elements at a time, of HALF tables twice the same.
+template <typename T, int N, bool INTERLEAVED>
+__device__ __forceinline__ Vec<T, 2 * N> load_table(const T* row, int unit, const Args& a) {
+  const bool half = a.half_tables;
+  const int first = INTERLEAVED && !half ? 2 * N * unit : N * unit;
+  const Vec<T, 2 * N> flat = load_unit<T, N, false>(row, first, half ? first : first + (INTERLEAVED ? N : a.pairs));
+  if constexpr (INTERLEAVED) {
+    Vec<T, 2 * N> of_both;
+#pragma unroll
+    for (int j = 0; j < 2 * N; ++j) of_both.v[j] = half ? flat.v[j / 2] : flat.v[j];
+    return of_both;
+  } else {
+    return flat;
+  }
+}
+
+// In is the type of x and Out that of the result; units have N pairs. Those past the rotating ones pass through.
+template <typename In, typename Table, typename Out, int N, bool INTERLEAVED>
+__global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args a) {
+  using A = compute_t<Out>;
+  const bool is_first = blockIdx.x < a.blocks;
+  const Operand& x = a.x[is_first ? 0 : 1];
+  const unsigned block = is_first ? blockIdx.x : blockIdx.x - a.blocks;
+
+  int unit;
+  int64_t outer[kOuter];
+  if (a.wide) {
+    const int64_t thread = static_cast<int64_t>(block) * kThreads + threadIdx.x;
+    if (thread >= x.threads) return;
+    const int64_t row = thread / a.units, above = row / x.fastest;
+    unit = static_cast<int>(thread - row * a.units);
+    outer[2] = row - above * x.fastest;
+    outer[0] = above / x.middle;
+    outer[1] = above - outer[0] * x.middle;
+  } else {
+    const uint32_t thread = block * kThreads + threadIdx.x;
+    if (thread >= static_cast<uint32_t>(x.threads)) return;
+    const uint32_t row = a.by_units.quotient(thread), above = x.by_fastest.quotient(row), slowest = x.by_middle.quotient(above);
+    unit = static_cast<int>(thread - row * a.by_units.divisor);
+    outer[2] = row - above * x.by_fastest.divisor;
+    outer[1] = above - slowest * x.by_middle.divisor;
+    outer[0] = slowest;
+  }
+  const auto offset = [&](const int64_t(&stride)[kOuter]) {
+    return outer[0] * stride[0] + outer[1] * stride[1] + outer[2] * stride[2];
+  };
+  const int group = static_cast<int>(x.group_fastest ? outer[2] : outer[1]);
+  const auto has = [&](int i) { return group + i * x.groups < x.heads; };
+  const bool rotates = unit < a.rotating;
+  const bool apart = !INTERLEAVED && rotates;
+  // Before a unit whose elements are neighbours lie 2N elements for each unit before it, rotating ones or not.
+  const int first = (apart ? N : 2 * N) * unit, second = first + (apart ? a.pairs : N);
+  const bool both = rotates || second < a.dim;  // half a unit may be the last of a row
+  const In* in = static_cast<const In*>(x.in) + offset(x.in_stride);
+  Out* out = static_cast<Out*>(x.out) + offset(x.out_stride);
+
+  Vec<In, 2 * N> v[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i)
+    v[i] = load_unit<In, N, INTERLEAVED>(in + (has(i) ? i * x.in_step : 0), first, both ? second : first);
+
+  const int column = rotates ? unit : 0;
+  Vec<Table, 2 * N> cos = load_table<Table, N, INTERLEAVED>(static_cast<const Table*>(a.cos) + offset(x.cos_stride), column, a);
+  Vec<Table, 2 * N> sin = load_table<Table, N, INTERLEAVED>(static_cast<const Table*>(a.sin) + offset(x.sin_stride), column, a);
+
+  if (!rotates) {
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i)
+      if (has(i)) store_unit<Out, N, INTERLEAVED>(out + i * x.out_step, first, second, both, pack<Out>(unpack<A>(v[i])));
+    return;
+  }
+  if (a.backward) {
+    const Vec<Table, 2 * N> turned = negated(sin);
+#pragma unroll
+    for (int j = 0; j < 2 * N; ++j) sin.v[side<INTERLEAVED, N>(j / N, j % N)] = turned.v[side<INTERLEAVED, N>(1 - j / N, j % N)];
+  }
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    if (!has(i)) continue;
+    forget(cos);
+    forget(sin);
+    const Vec<A, 2 * N> c = unpack<A>(cos), s = unpack<A>(sin);
+    const Vec<A, 2 * N> w = unpack<A>(v[i]);
+    Vec<A, 2 * N> r;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const int one = side<INTERLEAVED, N>(0, j), two = side<INTERLEAVED, N>(1, j);
+      r.v[one] = w.v[one] * c.v[one] - w.v[two] * s.v[one];
+      r.v[two] = w.v[two] * c.v[two] + w.v[one] * s.v[two];
+    }
+    store_unit<Out, N, INTERLEAVED>(out + i * x.out_step, first, second, both, pack<Out>(r));
+  }
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+// Calls f(In{}, Table{}, Out{}): one type for all, or float32 tables with 16-bit operands or results.
+template <typename F>
+void dispatch_types(ScalarType in, ScalarType table, ScalarType out, F&& f) {
+  if (in == table && out == table) return dispatch_floating(in, "rotary", [&](auto zero) { f(zero, zero, zero); });
+  const auto half = [](ScalarType t) { return t == ScalarType::Half || t == ScalarType::BFloat16; };
+  const bool narrows = in == ScalarType::Float && half(out), widens = half(in) && out == ScalarType::Float;
+  STD_TORCH_CHECK(table == ScalarType::Float && (narrows || widens || (half(in) && out == in)), "fastlayers::rotary: tables of ",
+                  torch::headeronly::toString(table), " do not go with operands of ", torch::headeronly::toString(in),
+                  " and results of ", torch::headeronly::toString(out));
+  const auto of = [&](auto zero) {
+    if (narrows) f(0.f, 0.f, zero);
+    else if (widens) f(zero, 0.f, 0.f);
+    else f(zero, 0.f, zero);
+  };
+  if ((narrows ? out : in) == ScalarType::Half) of(__half{});
+  else of(__nv_bfloat16{});
+}
+
+// Of a table's dimensions before the last, seen in those of an operand: 0 where it repeats.
+Dims table_strides(const Tensor& table, const Dims& sizes, const char* name) {
+  Dims strides(sizes.size() - 1, 0);
+  const int64_t shift = static_cast<int64_t>(sizes.size()) - table.dim();
+  STD_TORCH_CHECK(shift >= 0, "fastlayers::rotary: ", name, " has more dimensions than q");
+  for (int64_t d = 0; d + 1 < table.dim(); ++d) {
+    if (table.size(d) == 1) continue;
+    STD_TORCH_CHECK(table.size(d) == sizes[d + shift], "fastlayers::rotary: ", name, " has size ", table.size(d), " where q has ",
+                    sizes[d + shift]);
+    strides[d + shift] = table.stride(d);
+  }
+  return strides;
+}
+
+// A step of an operand and of the tables along one of its dimensions.
+struct Axis {
+  int64_t size = 1, in = 0, out = 0, cos = 0, sin = 0;
+};
+
+Operand arrange(const Tensor& in, const Tensor& out, const Dims& cos, const Dims& sin, int64_t head, int units) {
+  Axis heads, positions[2];
+  int found = 0;
+  for (int64_t d = 0; d + 1 < in.dim(); ++d) {
+    const Axis axis{in.size(d), in.stride(d), out.stride(d), cos[d], sin[d]};
+    if (d == head) heads = axis;
+    else if (axis.size > 1) {
+      STD_TORCH_CHECK(found < 2, "fastlayers::rotary: more than two dimensions besides the last and that of the heads");
+      positions[found++] = axis;
+    }
+  }
+  STD_TORCH_CHECK(heads.cos == 0 && heads.sin == 0, "fastlayers::rotary: the tables differ from head to head");
+  if (found < 2) std::swap(positions[0], positions[1]);  // a single one is the second
+  else if (positions[0].out < positions[1].out) std::swap(positions[0], positions[1]);
+
+  Operand x;
+  x.heads = static_cast<int>(heads.size);
+  x.groups = static_cast<int>(ceil_div(heads.size, kHeads));
+  x.in_step = heads.in * x.groups;
+  x.out_step = heads.out * x.groups;
+  x.group_fastest = positions[1].size == 1 || heads.out < positions[1].out;
+  const Axis groups{x.groups, heads.in, heads.out, 0, 0};
+  const Axis walked[kOuter] = {positions[0], x.group_fastest ? positions[1] : groups, x.group_fastest ? groups : positions[1]};
+  for (int d = 0; d < kOuter; ++d) {
+    x.in_stride[d] = walked[d].in;
+    x.out_stride[d] = walked[d].out;
+    x.cos_stride[d] = walked[d].cos;
+    x.sin_stride[d] = walked[d].sin;
+  }
+  x.middle = walked[1].size;
+  x.fastest = walked[2].size;
+  x.threads = walked[0].size * x.middle * x.fastest * units;
+  x.in = in.const_data_ptr();
+  x.out = out.mutable_data_ptr();
+  return x;
+}
+
+// Whether all rows of t start where words of so many elements may.
+bool starts_words(const Tensor& t, int64_t elements) {
+  const int64_t bytes = std::min<int64_t>(kVectorBytes, elements * static_cast<int64_t>(t.element_size()));
+  if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes != 0) return false;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d)
+    if (t.size(d) > 1 && t.stride(d) % elements != 0) return false;
+  return true;
+}
+
+Tensor with_rows(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : torch::stable::contiguous(t); }
+
+// `head` is the dimension along which q and k may differ and the tables repeat, -1 for none; the strides are those of the
+// results. Without k the second result is empty.
+std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const std::optional<Tensor>& k_in, const Tensor& cos_in, const Tensor& sin_in,
+                                  int64_t rotary_dim, bool interleaved, bool backward, ScalarType dtype, int64_t head,
+                                  std::vector<int64_t> q_strides, std::vector<int64_t> k_strides) {
+  const Dims q_sizes = dims_of(q_in.sizes()), k_sizes = k_in ? dims_of(k_in->sizes()) : Dims{0};
+  const int64_t dims = q_in.dim(), dim = dims > 0 ? q_in.size(-1) : 0, width = cos_in.dim() > 0 ? cos_in.size(-1) : 0;
+  STD_TORCH_CHECK(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= dim && dim <= INT32_MAX,
+                  "fastlayers::rotary: expected an even rotary_dim of at most ", dim, ", but got ", rotary_dim);
+  STD_TORCH_CHECK((width == rotary_dim || 2 * width == rotary_dim) && sin_in.dim() > 0 && sin_in.size(-1) == width,
+                  "fastlayers::rotary: expected tables with ", rotary_dim, " or ", rotary_dim / 2, " columns, but got ", width);
+  STD_TORCH_CHECK(head < dims - 1 && q_strides.size() == q_sizes.size() && k_strides.size() == k_sizes.size(),
+                  "fastlayers::rotary: expected a stride for each dimension, and one of them before the last for the heads");
+  STD_TORCH_CHECK(cos_in.scalar_type() == sin_in.scalar_type() && q_in.get_device_index() == cos_in.get_device_index() &&
+                      q_in.get_device_index() == sin_in.get_device_index(),
+                  "fastlayers::rotary: expected cos and sin of one dtype, on q's device");
+  if (k_in) {
+    check_same(q_in, *k_in, "rotary", "k");
+    STD_TORCH_CHECK(k_in->dim() == dims, "fastlayers::rotary: expected q and k of as many dimensions");
+    for (int64_t d = 0; d < dims; ++d)
+      STD_TORCH_CHECK(d == head || q_sizes[d] == k_sizes[d], "fastlayers::rotary: q and k differ in dimension ", d);
+  }
+  const Launch launch(q_in);
+  const Tensor q = with_rows(q_in), cos = with_rows(cos_in), sin = with_rows(sin_in);
+  Tensor q_out = empty_strided(q_sizes, q_strides, dtype, q);
+  Tensor k_out = empty_strided(k_sizes, k_strides, dtype, q);
+  const Tensor k = k_in ? with_rows(*k_in) : k_out;
+  if (q.numel() == 0) return {q_out, k_out};
+
+  Args a;
+  a.cos = cos.const_data_ptr();
+  a.sin = sin.const_data_ptr();
+  a.dim = static_cast<int>(dim);
+  a.pairs = static_cast<int>(rotary_dim / 2);
+  a.half_tables = width != rotary_dim;
+  a.backward = backward;
+  const Dims cos_strides = table_strides(cos, q_sizes, "cos"), sin_strides = table_strides(sin, q_sizes, "sin");
+  // Whether units of n pairs are whole words of every tensor.
+  const auto serves = [&](int64_t n) {
+    const int64_t elements = interleaved ? 2 * n : n, of_tables = interleaved && !a.half_tables ? 2 * n : n;
+    return a.pairs % n == 0 && dim % elements == 0 && starts_words(q, elements) && starts_words(q_out, elements) &&
+           (!k_in || (starts_words(k, elements) && starts_words(k_out, elements))) && starts_words(cos, of_tables) &&
+           starts_words(sin, of_tables);
+  };
+  dispatch_types(q.scalar_type(), cos.scalar_type(), dtype, [&](auto in, auto table, auto out) {
+    using In = decltype(in);
+    using Table = decltype(table);
+    using Out = decltype(out);
+    const auto run = [&](auto unit, auto neighbours) {
+      constexpr int N = decltype(unit)::value;
+      a.rotating = a.pairs / N;
+      a.units = static_cast<int>(ceil_div(dim, 2 * N));
+      a.x[0] = arrange(q, q_out, cos_strides, sin_strides, head, a.units);
+      if (k_in && k.numel() > 0) a.x[1] = arrange(k, k_out, cos_strides, sin_strides, head, a.units);
+      a.wide = std::max(a.x[0].threads, a.x[1].threads) > INT32_MAX;
+      if (!a.wide) {
+        a.by_units = Divider(static_cast<uint32_t>(a.units));
+        for (Operand& x : a.x) {
+          x.by_middle = Divider(static_cast<uint32_t>(x.middle));
+          x.by_fastest = Divider(static_cast<uint32_t>(x.fastest));
+        }
+      }
+      const int64_t first = ceil_div(a.x[0].threads, kThreads), blocks = first + ceil_div(a.x[1].threads, kThreads);
+      STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::rotary: more elements than one launch takes");
+      a.blocks = static_cast<unsigned>(first);
+      rotate<In, Table, Out, N, decltype(neighbours)::value>
+          <<<static_cast<unsigned>(blocks), kThreads, 0, launch.stream()>>>(a);
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    };
+    constexpr int kWord = kVectorBytes / std::max(sizeof(In), sizeof(Out));
+    constexpr std::integral_constant<int, 1> one{};
+    if (interleaved) {
+      constexpr std::integral_constant<int, kWord / 2> word{};
+      if (serves(word.value)) run(word, std::true_type{});
+      else run(one, std::true_type{});
+    } else {
+      constexpr std::integral_constant<int, kWord> word{};
+      constexpr std::integral_constant<int, kWord == 8 ? 2 : 1> short_word{};  // 4 bytes, for half as many lanes of 2
+      if (serves(word.value)) run(word, std::false_type{});
+      else if (serves(short_word.value)) run(short_word, std::false_type{});
+      else run(one, std::false_type{});
+    }
+  });
+  return {q_out, k_out};
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) { m.impl("rotary", TORCH_BOX(&fastlayers::rotary)); }

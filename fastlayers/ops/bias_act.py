@@ -1,0 +1,116 @@
+"""act(x + bias), or act(x): the choice between kernel and reference, and autograd.
+
+Under torch.compile it returns its reference: Inductor fuses it with its neighbours, which no opaque op can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlayers import backends
+from fastlayers.ops import dispatch, reference
+from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, parameters_of
+from fastlayers.ops.elementwise import GPU_LEAST
+
+FAMILY = dispatch.Family("bias_act", ("bias_act_forward", "bias_act_backward"), cpu=False)
+
+#: The activations that an unforced call runs in a kernel without a bias as well: of quick_gelu and relu2 torch has no
+#: kernel, and those of gelu and mish are limited by their arithmetic. The others are at the limit of the memory by
+#: torch's own.
+FASTER_BARE = frozenset({"gelu", "gelu_tanh", "mish", "quick_gelu", "relu2"})
+
+_RELU = ACTIVATIONS["relu"].code
+
+
+def unsupported(x: Tensor, bias: object, act: str | None) -> str | None:
+    """Why no kernel takes this call, None where one does."""
+    dtype = x.dtype
+    if dtype not in dispatch.FLOATING:
+        return f"no kernel for {dtype}"
+    if act is None:
+        return "no activation; a sum alone is torch's own"
+    if x.numel() == 0:
+        return f"nothing to compute on shape {tuple(x.shape)}"
+    if bias is not None:
+        if not dispatch.is_plain(bias):
+            return f"the bias is a {type(bias).__name__}; kernels take a plain tensor"
+        assert isinstance(bias, Tensor)
+        if bias.dtype != dtype or bias.get_device() != x.get_device() or bias.shape != x.shape[-1:] or x.dim() == 0:
+            given = f"{bias.dtype}, shape {tuple(bias.shape)} on {bias.device}"
+            return f"a bias of {given}, for {dtype}, {tuple(x.shape)} on {x.device}; kernels take one over the last dim"
+    return dispatch.act_problem(act, x)
+
+
+class _BiasAct(torch.autograd.Function):
+    """Keeps x and the bias, and computes their sum anew; of relu the result, which whatever follows keeps as well."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, act: int, parameters: tuple[float, ...], kernels: Any
+    ) -> Tensor:
+        first, second = (*parameters, 0.0, 0.0)[:2]
+        out = kernels.bias_act_forward(x, bias, act, first, second)
+        if act == _RELU:
+            ctx.save_for_backward(out, None)
+        else:
+            ctx.save_for_backward(x, bias)
+        ctx.rest = act, parameters
+        ctx.kernels = kernels
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        act, parameters = ctx.rest
+        for_x, for_bias = ctx.needs_input_grad[:2]
+        dbias: Tensor | None
+        if dispatch.differentiating(dy):
+            dx = BY_CODE[act].backward(dy, x if bias is None else x + bias, *parameters)
+            dbias = dx.sum_to_size(x.shape[-1:]) if for_bias else None
+        else:
+            first, second = (*parameters, 0.0, 0.0)[:2]
+            dx, dbias = ctx.kernels.bias_act_backward(dy, x, bias, act, first, second, for_bias)
+        return dx if for_x else None, dbias if for_bias else None, None, None, None
+
+
+def _gains_nothing(x: Tensor, bias: object, act: str | None) -> bool:
+    return x.numel() < GPU_LEAST or (bias is None and act not in FASTER_BARE)
+
+
+def bias_act(x: Tensor, bias: Tensor | None, act: str | None, given: Mapping[str, float]) -> Tensor:
+    parameters = parameters_of(act, given)
+    if torch.compiler.is_compiling():
+        return reference.bias_act(x, bias, act, parameters)
+    kernels = FAMILY.serving(x)
+    if kernels is not None:
+        if backends.get_backend() is None and _gains_nothing(x, bias, act):
+            return reference.bias_act(x, bias, act, parameters)
+        reason = unsupported(x, bias, act)
+        if reason is None:
+            code = ACTIVATIONS[act].code
+            if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+                return _BiasAct.apply(x, bias, code, parameters, kernels)  # type: ignore[no-any-return]
+            return kernels.bias_act_forward(x, bias, code, *(*parameters, 0.0, 0.0)[:2])  # type: ignore[no-any-return]
+        backends.refuse(reason)
+    return dispatch.answer("bias_act", x, bias, act, parameters)  # type: ignore[no-any-return]
+
+
+def in_place(function: Callable[..., Tensor], x: Tensor, *parameters: float) -> Tensor:
+    """torch's own activation with ``inplace=True``: no kernel writes its input."""
+    backends.refuse("it answers with a new tensor, and was called in place")
+    return function(x, *parameters, inplace=True)
+
+
+dispatch.register_fakes(
+    {
+        "bias_act_forward": lambda x, bias, act, first, second: torch.empty_like(x if bias is None else x + bias),
+        "bias_act_backward": lambda dy, x, bias, act, first, second, dbias: (
+            torch.empty_like(x),
+            x.new_empty(x.shape[-1] if dbias else 0),
+        ),
+    }
+)

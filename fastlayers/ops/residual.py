@@ -1,0 +1,257 @@
+"""dropout_add and scale_add: the choice between kernel and reference, the random numbers, and autograd.
+
+Under torch.compile these return their reference: Inductor fuses it with its neighbours, which no opaque op can be.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fastlayers import backends
+from fastlayers.ops import dispatch, reference
+from fastlayers.ops.elementwise import GPU_LEAST
+
+FAMILY = dispatch.Family("residual", ("dropout_add", "scale_add", "scale_add_backward"), cpu=False)
+
+#: p or scale, and the kernels: what is no tensor goes to autograd as one argument.
+Rest: TypeAlias = tuple[float, Any]
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+# A dropout stores nothing but a seed of one int64, drawn on the device from torch's own generator: so its masks follow
+# torch.manual_seed, checkpointing, which restores the generator, and CUDA graphs, whose replays draw anew. Element i,
+# in the memory order of the result, gets the word i % 4 of Philox4x32 with the seed for a key and the counter i / 4. It
+# is dropped where that is less than p·2^32.
+
+_LOW = 0xFFFFFFFF
+_ROUNDS = 10
+
+
+def draw_seed(x: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=x.device).random_()
+
+
+def philox(seed: Tensor, counter: Tensor) -> Tensor:
+    """The four words of Philox4x32-10 at each 64-bit counter, int64 of shape (counters, 4).
+
+    Products of two words overflow an int64, which wraps around: the bits are right.
+    """
+    key = [seed & _LOW, (seed >> 32) & _LOW]
+    a, b, c, d = counter & _LOW, (counter >> 32) & _LOW, torch.zeros_like(counter), torch.zeros_like(counter)
+    for _ in range(_ROUNDS):
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b = (second >> 32 & _LOW) ^ b ^ key[0], second & _LOW
+        c, d = (first >> 32 & _LOW) ^ d ^ key[1], first & _LOW
+        key = [(key[0] + 0x9E3779B9) & _LOW, (key[1] + 0xBB67AE85) & _LOW]
+    return torch.stack((a, b, c, d), 1)
+
+
+def threshold(p: float) -> int:
+    """Words below it drop their element."""
+    return min(math.floor(p * 2**32 + 0.5), _LOW)
+
+
+def dropout_mask(seed: Tensor, shape: torch.Size, strides: tuple[int, ...], p: float) -> Tensor:
+    """Which elements of a dense tensor the kernels keep, in torch ops."""
+    n = math.prod(shape)
+    words = philox(seed, torch.arange((n + 3) // 4, device=seed.device)).flatten()
+    return (words >= threshold(p)).as_strided(shape, strides)
+
+
+def draw_samples(x: Tensor, drop_path: float) -> tuple[Tensor, float]:
+    """(1 or 0 for each sample, the factor of those that are kept).
+
+    The same draw as timm's DropPath and torchvision's StochasticDepth make, so the same samples are dropped.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    keep = 1.0 - drop_path
+    return x.new_empty(x.shape[0], dtype=dtype).bernoulli_(keep), 1.0 / keep if keep > 0 else 1.0
+
+
+# ---- which calls -----------------------------------------------------------------------------------------------------
+
+
+def unsupported(x: Tensor, residual: object) -> str | None:
+    """Why no kernel adds x, times something, to the residual; None where one does."""
+    if not dispatch.is_plain(residual):
+        return f"it takes plain tensors, and got {type(residual).__name__}"
+    assert isinstance(residual, Tensor)
+    to, dtype = residual.dtype, x.dtype
+    if dtype not in dispatch.FLOATING or (to != dtype and not (to == torch.float32 and dtype in reference.HALF)):
+        return f"the operands are {dtype} and {to}; kernels take one floating dtype, or a half x to a float32 residual"
+    if x.shape != residual.shape:
+        return f"the operands have shapes {tuple(x.shape)} and {tuple(residual.shape)}; the kernel takes one shape"
+    if x.get_device() != residual.get_device():
+        return f"the operands are on {x.device} and {residual.device}"
+    if x.numel() == 0:
+        return f"nothing to compute on shape {tuple(x.shape)}"
+    return None
+
+
+def _unsupported_gamma(x: Tensor, gamma: object, residual: Tensor) -> str | None:
+    if gamma is None:
+        return None
+    if not dispatch.is_plain(gamma):
+        return f"gamma is a {type(gamma).__name__}; kernels take a plain tensor"
+    assert isinstance(gamma, Tensor)
+    if (
+        (gamma.dtype == x.dtype or (gamma.dtype == torch.float32 == residual.dtype))
+        and gamma.get_device() == x.get_device()
+        and gamma.is_contiguous()
+        and dispatch.broadcasts_to(gamma.shape, x.shape)
+        and sum(size != 1 for size in gamma.shape) <= 1
+    ):
+        return None
+    return (
+        f"a gamma of {gamma.dtype}, shape {tuple(gamma.shape)} on {gamma.device}, for {x.dtype}, {tuple(x.shape)};"
+        " kernels take a contiguous one along one dimension of x, in x's dtype or in float32 where the residual is"
+    )
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+class _DropoutAdd(torch.autograd.Function):
+    """Keeps the seed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, rest: Rest) -> Tensor:
+        p, kernels = rest
+        seed = draw_seed(x)
+        out = kernels.dropout_add(x, residual, seed, p, residual.dtype)
+        ctx.save_for_backward(seed)
+        ctx.strides, ctx.dtype, ctx.rest = out.stride(), x.dtype, rest
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        for_x, for_residual, _ = ctx.needs_input_grad
+        dx = None
+        if for_x:
+            (seed,) = ctx.saved_tensors
+            p, kernels = ctx.rest
+            if dispatch.differentiating(dy):
+                mask = dropout_mask(seed, dy.shape, ctx.strides, p)
+                dx = (dy * (mask.to(dy.dtype) * (1.0 / (1.0 - p)))).to(ctx.dtype)
+            else:
+                dx = kernels.dropout_add(dispatch.with_strides(dy, ctx.strides), None, seed, p, ctx.dtype)
+        return dx, dy if for_residual else None, None
+
+
+class _ScaleAdd(torch.autograd.Function):
+    """Keeps gamma, a number for each sample that may be dropped, and x where gamma wants its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor | None, residual: Tensor, keep: Tensor | None, rest: Rest) -> Tensor:
+        scale, kernels = rest
+        for_x, for_gamma = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if for_gamma else None, gamma if for_x or for_gamma else None, keep)
+        ctx.dtype, ctx.rest = x.dtype, rest
+        return kernels.scale_add(x, gamma, keep, scale, residual, residual.dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        for_x, for_gamma, for_residual, _, _ = ctx.needs_input_grad
+        x, gamma, keep = ctx.saved_tensors
+        scale, kernels = ctx.rest
+        dx = dgamma = None
+        if dispatch.differentiating(dy):
+            dx, dgamma = _compose_backward(dy, x, gamma, keep, scale, ctx.dtype, for_x, for_gamma)
+        elif for_gamma:
+            dx, dgamma = kernels.scale_add_backward(dy, x, gamma, keep, scale)
+        elif for_x:
+            dx = kernels.scale_add(dy, gamma, keep, scale, None, ctx.dtype)
+        return dx if for_x else None, dgamma, dy if for_residual else None, None, None
+
+
+def _compose_backward(
+    dy: Tensor, x: Tensor | None, gamma: Tensor | None, keep: Tensor | None, scale: float, dtype: torch.dtype,
+    for_x: bool, for_gamma: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The backward kernel in torch ops, for whoever differentiates it again."""
+    d = dy * scale
+    if keep is not None:
+        d = d * keep.to(dy.dtype).view(-1, *[1] * (dy.dim() - 1))
+    dgamma = None
+    if for_gamma:
+        assert x is not None
+        assert gamma is not None
+        dgamma = (d * x).sum_to_size(gamma.shape).to(gamma.dtype)
+    return (d if gamma is None else d * gamma).to(dtype) if for_x else None, dgamma
+
+
+_record_dropout = dispatch.recorder(_DropoutAdd)
+_record_scale = dispatch.recorder(_ScaleAdd)
+
+
+def _scaled(
+    x: Tensor, gamma: Tensor | None, keep: Tensor | None, scale: float, residual: Tensor, kernels: Any
+) -> Tensor:
+    """residual + x·gamma·keep·scale by a kernel."""
+    if dispatch.wants_gradient(x, gamma, residual):
+        gamma = gamma if gamma is None else dispatch.unwrap(gamma)
+        return _record_scale(dispatch.unwrap(x), gamma, dispatch.unwrap(residual), keep, (scale, kernels))  # type: ignore[no-any-return]
+    return kernels.scale_add(x, gamma, keep, scale, residual, residual.dtype)  # type: ignore[no-any-return]
+
+
+def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
+    if torch.compiler.is_compiling():
+        return reference.dropout_add(x, residual, p, training)
+    kernels = FAMILY.serving(x)
+    if kernels is not None:
+        random = training and 0.0 < p < 1.0
+        if backends.get_backend() is None and (not random or x.numel() < GPU_LEAST):
+            return reference.dropout_add(x, residual, p, training)
+        reason = unsupported(x, residual)
+        if reason is None and 0.0 <= p <= 1.0:
+            if not random:  # a sum, of zeros where p is 1
+                return _scaled(x, None, None, 0.0 if training and p == 1.0 else 1.0, residual, kernels)
+            if dispatch.wants_gradient(x, residual):
+                return _record_dropout(dispatch.unwrap(x), dispatch.unwrap(residual), (p, kernels))  # type: ignore[no-any-return]
+            return kernels.dropout_add(x, residual, draw_seed(x), p, residual.dtype)  # type: ignore[no-any-return]
+        if reason is not None:
+            backends.refuse(reason)
+    return dispatch.answer("dropout_add", x, residual, p, training)  # type: ignore[no-any-return]
+
+
+def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: float, training: bool) -> Tensor:
+    if not 0.0 <= drop_path <= 1.0:
+        raise ValueError(f"drop_path is a probability, from 0 to 1, but got {drop_path}")
+    if torch.compiler.is_compiling():
+        return reference.scale_add(x, gamma, residual, drop_path, training)
+    kernels = FAMILY.serving(x)
+    if kernels is not None:
+        drops = training and drop_path > 0.0
+        if backends.get_backend() is None and (x.numel() < GPU_LEAST or (gamma is None and not drops)):
+            return reference.scale_add(x, gamma, residual, drop_path, training)
+        reason = unsupported(x, residual) or _unsupported_gamma(x, gamma, residual)
+        if reason is None and drops and x.dim() == 0:
+            reason = "x has no dimension of samples to drop"
+        if reason is None:
+            keep, scale = draw_samples(x, drop_path) if drops else (None, 1.0)
+            return _scaled(x, gamma, keep, scale, residual, kernels)
+        backends.refuse(reason)
+    return dispatch.answer("scale_add", x, gamma, residual, drop_path, training)  # type: ignore[no-any-return]
+
+
+def _fake_dropout_add(x: Tensor, residual: Tensor | None, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x if residual is None else residual + torch.empty_like(x), dtype=dtype)
+
+
+def _fake_scale_add(
+    x: Tensor, gamma: Tensor | None, keep: Tensor | None, scale: float, residual: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    product = x if gamma is None else x * gamma
+    return torch.empty_like(product if residual is None else residual + product, dtype=dtype)
+
+
+dispatch.register_fakes(
+    {
+        "dropout_add": _fake_dropout_add,
+        "scale_add": _fake_scale_add,
+        "scale_add_backward": lambda dy, x, gamma, keep, scale: (torch.empty_like(x), torch.empty_like(gamma)),
+    }
+)

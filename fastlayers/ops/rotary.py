@@ -1,0 +1,268 @@
+"""rotary: the choice between kernel and reference, and autograd.
+
+Under torch.compile it returns its reference, which Inductor fuses with its neighbours. Otherwise a call of any size
+gets the kernel: torch launches ten for what is one here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fastlayers import backends
+from fastlayers.ops import dispatch, reference
+
+FAMILY = dispatch.Family("rotary", ("rotary",), cpu=False)
+
+Sizes: TypeAlias = tuple[int, ...]
+#: Shape, strides and dtype of a tensor.
+Layout: TypeAlias = tuple[Sizes, Sizes, torch.dtype]
+
+#: Dimensions that the kernels walk: two positions, the heads, and that which rotates.
+MOST_DIMS = 4
+#: Plans that are kept; there is one for each combination of layouts.
+KEPT = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call needs to know beyond its tensors, or why no kernel takes it."""
+
+    reason: str | None
+    head: int = -1  # the dimension along which the tables repeat, and q and k may differ
+    dtype: torch.dtype = torch.float32  # of the results
+    q_strides: Sizes = ()  # of the results
+    k_strides: Sizes = (1,)
+    q_grad_strides: Sizes = ()
+    k_grad_strides: Sizes = (1,)
+
+
+def _layout(t: Tensor) -> Layout:
+    return t.shape, t.stride(), t.dtype
+
+
+def _repeats(table: Layout, dims: int) -> list[bool]:
+    """For each dimension of q but the last whether all its indices have one entry of the table."""
+    sizes, strides, _ = table
+    new = [True] * (dims - 1 - len(sizes[:-1]))
+    in_place = strides[-1] == 1  # others are copied, and then repeat in memory
+    return new + [
+        size == 1 or (stride == 0 and in_place) for size, stride in zip(sizes[:-1], strides[:-1], strict=True)
+    ]
+
+
+def _head(q: Layout, k: Layout | None, cos: Layout, sin: Layout) -> int | None:
+    """The dimension of the heads, -1 where no dimension is one; None where the tables make that impossible."""
+    sizes = q[0]
+    repeated = [a and b for a, b in zip(_repeats(cos, len(sizes)), _repeats(sin, len(sizes)), strict=True)]
+    if k is not None:
+        different = [d for d in range(len(sizes) - 1) if sizes[d] != k[0][d]]
+        if different:
+            return different[0] if len(different) == 1 and repeated[different[0]] else None
+    long = [d for d, is_repeated in enumerate(repeated) if is_repeated and sizes[d] > 1]
+    head = long[-1] if long else -1
+    positions = sum(size > 1 for d, size in enumerate(sizes[:-1]) if d != head)
+    return head if positions <= MOST_DIMS - 2 else None
+
+
+def _unsupported(
+    q: Layout, k: Layout | None, cos: Layout, sin: Layout, rotary_dim: int, dtype: torch.dtype
+) -> str | None:
+    """Why no kernel takes these, None where one does."""
+    given = q[2]
+    if given not in dispatch.FLOATING or (k is not None and k[2] != given):
+        return f"q and k are {given} and {None if k is None else k[2]}; kernels take one floating dtype"
+    table = cos[2]
+    narrow = given in reference.HALF and table == torch.float32
+    if sin[2] != table or not (table == given or narrow):
+        return f"cos and sin are {table} and {sin[2]}; kernels take {given}, or float32 to a half"
+    if dtype != given and not (narrow and dtype == torch.float32):
+        return f"no kernel gives {dtype} for {given} and tables of {table}"
+    sizes = q[0]
+    if not 1 <= len(sizes) <= MOST_DIMS:
+        return f"q has {len(sizes)} dimensions; kernels take up to {MOST_DIMS}"
+    if rotary_dim % 2 or not 0 < rotary_dim <= sizes[-1]:
+        return f"{rotary_dim} of {sizes[-1]} elements rotate; kernels take an even part"
+    if sin[0][-1] != cos[0][-1] or 0 in sizes or (k is not None and 0 in k[0]):
+        return f"nothing to rotate by {tuple(cos[0])} and {tuple(sin[0])} in q of {tuple(sizes)}"
+    for x in (q, k):
+        if x is None:
+            continue
+        if len(x[0]) != len(sizes) or x[0][-1] != sizes[-1]:
+            return f"q and k have shapes {tuple(sizes)} and {tuple(x[0])}; kernels take one size of heads"
+        if not all(dispatch.broadcasts_to(table[0][:-1], x[0][:-1]) for table in (cos, sin)):  # type: ignore[arg-type]
+            return f"tables of {tuple(cos[0])} and {tuple(sin[0])} do not broadcast to {tuple(x[0])}"
+    if _head(q, k, cos, sin) is None:
+        return f"tables of {tuple(cos[0])} differ from head to head of {tuple(sizes)}"
+    return None
+
+
+def _meta(layout: Layout) -> Tensor:
+    return torch.empty_strided(*layout[:2], dtype=layout[2], device="meta")
+
+
+@lru_cache(KEPT)
+def plan(
+    q: Layout, k: Layout | None, cos: Layout, sin: Layout, interleaved: bool, rotary_dim: int, dtype: torch.dtype | None
+) -> Plan:
+    """The layouts of the results are those of the torch composition, which is asked on tensors without memory."""
+    result = torch.promote_types(q[2], cos[2]) if dtype is None else dtype
+    reason = _unsupported(q, k, cos, sin, rotary_dim, result)
+    if reason is not None:
+        return Plan(reason)
+    meta_q, meta_k = _meta(q), None if k is None else _meta(k)
+    outs = reference.rotary(meta_q, meta_k, _meta(cos), _meta(sin), interleaved, rotary_dim, dtype)
+    strides: list[Sizes] = []
+    grad_strides: list[Sizes] = []
+    for x, out in zip((meta_q, meta_k), outs, strict=True):
+        if x is None or out is None:
+            strides.append((1,))
+            grad_strides.append((1,))
+            continue
+        if out.stride(-1) != 1:
+            return Plan(f"torch's result has strides {out.stride()}; kernels write rows")
+        like = torch.empty_like(x).stride()  # what reshaped q for the forward can reshape its gradient without a copy
+        strides.append(out.stride())
+        grad_strides.append(like if like[-1] == 1 else out.stride())
+    head = _head(q, k, cos, sin)
+    assert head is not None
+    return Plan(None, head, result, strides[0], strides[1], grad_strides[0], grad_strides[1])
+
+
+def compose_backward(
+    dy: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, dtype: torch.dtype
+) -> Tensor:
+    """The backward kernel in torch ops, for whoever differentiates it again."""
+    if rotary_dim != cos.shape[-1]:
+        cos, sin = reference.full_table(cos, interleaved), reference.full_table(sin, interleaved)
+    part = dy[..., :rotary_dim] if rotary_dim < dy.shape[-1] else dy
+    turned = part * cos - reference.rotate(part * sin, interleaved)
+    if part is not dy:
+        turned = torch.cat((turned, dy[..., rotary_dim:]), -1)
+    return turned.to(dtype)
+
+
+#: interleaved, rotary_dim, the plan of the forward and the kernels: what is no tensor goes to autograd as one argument.
+Rest: TypeAlias = tuple[bool, int, Plan, Any]
+
+
+class _Rotary(torch.autograd.Function):
+    """Keeps cos and sin."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rest: Rest
+    ) -> tuple[Tensor, Tensor | None]:
+        interleaved, rotary_dim, plan, kernels = rest
+        ctx.save_for_backward(cos, sin)
+        ctx.rest, ctx.dtype = rest, q.dtype
+        ctx.set_materialize_grads(False)  # a result that nothing uses has no gradient, not one of zeros
+        q_out, k_out = _run(q, k, cos, sin, interleaved, rotary_dim, plan, kernels)
+        if not ctx.needs_input_grad[0]:  # one of the two wants it, or autograd would not be here
+            ctx.mark_non_differentiable(q_out)
+        elif k is not None and not ctx.needs_input_grad[1]:
+            ctx.mark_non_differentiable(k_out)
+        return q_out, k_out
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        interleaved, rotary_dim, forward, kernels = ctx.rest
+        found: list[Tensor | None] = [None, None]
+        wanted = [
+            (i, dy, strides)
+            for i, (dy, strides) in enumerate(((dq, forward.q_grad_strides), (dk, forward.k_grad_strides)))
+            if dy is not None and ctx.needs_input_grad[i]
+        ]
+        if any(dispatch.differentiating(dy) for _, dy, _ in wanted):
+            for i, dy, _ in wanted:
+                found[i] = compose_backward(dy, cos, sin, interleaved, rotary_dim, ctx.dtype)
+        elif wanted:
+            (i, first, first_strides), *others = wanted
+            j, second, second_strides = others[0] if others else (1 - i, None, (1,))
+            found[i], turned = kernels.rotary(
+                first, second, cos, sin, rotary_dim, interleaved, True, ctx.dtype, forward.head, first_strides,
+                second_strides,
+            )  # fmt: skip
+            found[j] = None if second is None else turned
+        return *found, None, None, None
+
+
+def _run(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, plan: Plan, kernels: Any
+) -> tuple[Tensor, Tensor | None]:
+    q_out, k_out = kernels.rotary(
+        q, k, cos, sin, rotary_dim, interleaved, False, plan.dtype, plan.head, plan.q_strides, plan.k_strides
+    )
+    return q_out, None if k is None else k_out
+
+
+def _problem(q: Tensor, k: object, cos: object, sin: object) -> str | None:
+    """Why the kernels take none of these, whatever their layout."""
+    for t in (cos, sin) if k is None else (k, cos, sin):
+        if not dispatch.is_plain(t):
+            return f"it takes plain tensors, and got {type(t).__name__}"
+        assert isinstance(t, Tensor)
+        if t.device != q.device:
+            return f"the operands are on {q.device} and {t.device}"
+    assert isinstance(cos, Tensor)
+    assert isinstance(sin, Tensor)
+    if cos.dim() == 0 or sin.dim() == 0:
+        return "a table has no dimension"
+    if dispatch.wants_gradient(cos, sin):
+        return "cos or sin needs a gradient, which the kernel does not make"
+    return None
+
+
+def _rotary_dim(cos: object, rotary_dim: int | None) -> int:
+    if not isinstance(cos, Tensor) or cos.dim() == 0:  # torch itself says what is wrong
+        return 0
+    width = cos.shape[-1]
+    if rotary_dim is None:
+        return width
+    if rotary_dim not in (width, 2 * width):
+        raise ValueError(
+            f"rotary_dim={rotary_dim} with cos of shape {tuple(cos.shape)}; expected {width}, or {2 * width} where the "
+            "tables have one column for each pair"
+        )
+    return rotary_dim
+
+
+def rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int | None,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    rotated = _rotary_dim(cos, rotary_dim)
+    if torch.compiler.is_compiling():
+        return reference.rotary(q, k, cos, sin, interleaved, rotated, dtype)
+    kernels = FAMILY.serving(q)
+    if kernels is not None:
+        reason = _problem(q, k, cos, sin)
+        if reason is None:
+            of_k = None if k is None else _layout(k)
+            chosen = plan(_layout(q), of_k, _layout(cos), _layout(sin), interleaved, rotated, dtype)
+            reason = chosen.reason
+            if reason is None:
+                if dispatch.wants_gradient(q, k):
+                    return _Rotary.apply(q, k, cos, sin, (interleaved, rotated, chosen, kernels))  # type: ignore[no-any-return]
+                return _run(q, k, cos, sin, interleaved, rotated, chosen, kernels)
+        backends.refuse(reason)
+    return dispatch.answer("rotary", q, k, cos, sin, interleaved, rotated, dtype)  # type: ignore[no-any-return]
+
+
+def _fake(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, backward: bool,
+    dtype: torch.dtype, head: int, q_strides: Sizes, k_strides: Sizes,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    k_shape = (0,) if k is None else k.shape
+    return (
+        torch.empty_strided(q.shape, q_strides, dtype=dtype, device=q.device),
+        torch.empty_strided(k_shape, k_strides, dtype=dtype, device=q.device),
+    )
+
+
+dispatch.register_fakes({"rotary": _fake})
