@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.modules.group_norm import _apply
+from fastlayers.ops import glu
 from fastlayers.ops.activations import activation
 from fastlayers.ops.reference import HALF
 
@@ -35,6 +36,7 @@ __all__ = [
     "add_written_norm",
     "batch_norm",
     "batch_norm_layer",
+    "gated_",
     "instance_norm_layer",
     "knows",
     "no_hooks",
@@ -151,6 +153,20 @@ def softmax_masked(
         filled = mask if fill else ~mask
         scores = (scores.masked_fill_ if inplace else scores.masked_fill)(filled, MINUS_INFINITY)
     return (F.log_softmax if log else F.softmax)(scores, dim, dtype=dtype)
+
+
+# -- gates ------------------------------------------------------------------------------------------------------------
+
+
+def gated_(gate: Tensor, up: Tensor, act: str, written: str) -> Tensor:
+    """act(gate)·up, where the product was written to one of the two, and nothing else sees that one.
+
+    ``written`` says to which: "gate", that is its activation, or "up".
+    """
+    if _stays(gate, up):
+        return glu.gated(gate, up, act)
+    activated = activation(act).function(gate)
+    return activated.mul_(up) if written == "gate" else up.mul_(activated)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
