@@ -30,7 +30,7 @@ from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_lik
 from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules import GRAPH_RULES, Deferred, GraphRule, Match, ModuleRule
-from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE
+from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
 from fastlayers.patching.trace import Recording, equality, optional_parameters, record
 
 __all__ = ["Fused", "fuse", "is_folded", "is_patched", "swap_class"]
@@ -126,6 +126,7 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
             raise Refusal(Reason.USED_ELSEWHERE, str(op.node))
         check_operands_keep(view, op, match.root, nodes)
         check_statistics_keep(view, op, match.root, nodes)
+        check_draws_keep(view, op, match.root, nodes)
     if match.kept is not None:
         for user in match.kept.users:
             if view.position[user] < view.position[match.root]:
@@ -186,6 +187,14 @@ def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> N
         between = view.position[op.node] < view.position[node] < view.position[root]
         if read or (between and node.op == "call_module" and shared & set(view.child(node).modules())):
             raise Refusal(Reason.WRITTEN_BETWEEN, f"the running statistics of {op.node}, which {node} may see")
+
+
+def check_draws_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
+    """A dropout draws later than before: nothing may draw from the same generator in between."""
+    for node in view.position if op.name in RANDOM else ():
+        between = view.position[op.node] < view.position[node] < view.position[root]
+        if between and node not in nodes and view.may_draw(node):
+            raise Refusal(Reason.DRAWN_BETWEEN, f"{op.node} and {root}, perhaps by {node}")
 
 
 def check_mutation(

@@ -10,7 +10,7 @@ between, no hook of an absorbed child would be skipped) is checked for every rul
 from __future__ import annotations
 
 from fastlayers.modules import DROP_IN
-from fastlayers.patching.rules import elementwise, fold, glu, norm, softmax
+from fastlayers.patching.rules import elementwise, fold, glu, norm, residual, softmax
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule
 
 __all__ = ["FOLDING_RULE", "GRAPH_RULES", "MODULE_RULES", "Deferred", "GraphRule", "Match", "ModuleRule"]
@@ -32,6 +32,8 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.CHANNEL_LAYER_NORM,
     *norm.NORM_FUNCTIONS,
     *glu.GATES,
+    residual.DROPOUT_ADD,
+    residual.SCALE_ADD,
     elementwise.RELU_ADD_BIAS,
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,

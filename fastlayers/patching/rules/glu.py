@@ -31,9 +31,9 @@ def find_gated(function: Callable[..., Any], acts: dict[str, dict[str, Any]]) ->
                 continue
             act, name = found
             both = (act["input"], up)
-            if mul.inplace:
-                options = {"act": name, "written": "gate" if gated is first else "up"}
-                yield Match((act, mul), calls.gated_, both, options, both)
+            if mul.inplace or gated is second:
+                written = ("gate" if gated is first else "up") if mul.inplace else None
+                yield Match((act, mul), calls.gated, both, {"act": name, "written": written}, both)
             else:
                 yield Match((act, mul), function, both, acts[name], both)
 
