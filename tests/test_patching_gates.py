@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from patching_harness import builder, fused, reasons, same, tensors
 from torch import nn
 
-from fastlayers.patching import Reason, patch_model, patched, unpatch_model, verify_patch
+from fastlayers.patching import Reason, calls, patch_model, patched, unpatch_model, verify_patch
 
 
 @pytest.fixture
@@ -258,3 +258,91 @@ def test_models_with_stochastic_depth():
     undone(model, torch.randn(4, 3, 32, 32))
     patch_model(model)
     assert type(model.stages[1].blocks[1]).__fastlayers_rules__ == (("scale_add", 1),)
+
+
+# -- act(linear(x)) ----------------------------------------------------------------------------------------------------
+
+LINEAR_INIT = """self.fc, self.bare, self.skip = nn.Linear(4, 6), nn.Linear(4, 6, bias=False), nn.Identity()
+self.gelu, self.relu = nn.GELU(), nn.ReLU(inplace=True)"""
+
+
+@pytest.fixture(params=["kernels", "composition"])
+def served(request, monkeypatch):
+    """Both ways that linear_act goes, on a machine without kernels."""
+
+    def fits(layer, x):
+        return layer.bias is not None and layer.bias.dtype == x.dtype and not torch.is_autocast_enabled("cpu")
+
+    if request.param == "kernels":
+        monkeypatch.setattr("fastlayers.patching.calls.bias_in_act", fits)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return self.gelu(self.fc(x))",
+        "return F.gelu(self.fc(x), approximate='tanh')",
+        "return self.relu(self.fc(x))",
+        "return F.silu(self.skip(self.fc(x)))",
+        "return F.hardswish(self.fc(x))",
+    ],
+)
+def test_linear_act(build, served, body):
+    block = build(LINEAR_INIT, "x", body)
+    assert fused(block) == {"linear_act": 1}
+    for shape in ((3, 4), (4,), (2, 3, 4), (0, 4), (3, 5)):
+        same(block, *tensors(shape))
+    same(block, torch.randn(3, 4).double())
+    undone(block, torch.randn(3, 4))
+    with torch.autocast("cpu"):
+        same(block, *tensors((3, 4)))
+
+
+def test_linear_act_of_a_sequential(served):
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    assert fused(model) == {"linear_act": 2}
+    same(model, torch.randn(3, 4))
+    undone(model, torch.randn(3, 4))
+    tied = nn.Linear(4, 4)
+    shared = nn.Sequential(tied, nn.GELU(), tied, nn.GELU())
+    assert fused(shared) == {"linear_act": 2}
+    same(shared, torch.randn(3, 4))
+
+
+def test_linear_act_heeds_changes_of_its_layer(build, served):
+    block = build(LINEAR_INIT, "x", "return self.gelu(self.fc(x))")
+    plain, x = copy.deepcopy(block), torch.randn(3, 4)
+    patch_model(block)
+    seen = []
+    handle = block.fc.register_forward_hook(lambda *args: seen.append(1))
+    block(x)
+    assert seen == [1]
+    handle.remove()
+    for module in (block, plain):
+        module.fc = module.bare
+    torch.testing.assert_close(block(x), plain(x))
+
+
+def test_no_linear_act(build):
+    for body in ("return self.gelu(self.bare(x))", "y = self.fc(x)\nreturn self.gelu(y), y", "return self.fc(x).exp()"):
+        block = build(LINEAR_INIT, "x", body)
+        assert not fused(block)
+        same(block, *tensors((3, 4)))
+    block = build(LINEAR_INIT, "x", "return self.gelu(self.fc(x))")
+    block.fc.register_forward_pre_hook(lambda *args: None)
+    assert Reason.HOOKED_CHILD in reasons(block)
+    mixed = build(LINEAR_INIT, "x", "return self.gelu(self.fc(x))")
+    mixed.fc.weight.data = mixed.fc.weight.data.bfloat16()
+    assert Reason.BIAS_DTYPE in reasons(mixed)
+
+
+def test_what_bias_act_serves(monkeypatch):
+    layer, x = nn.Linear(256, 256), torch.randn(512, 256)
+    assert not calls.bias_in_act(layer, x)  # a CPU has no kernel
+    monkeypatch.setattr(calls.bias_act, "FAMILY", type("Family", (), {"serving": staticmethod(lambda x: object())}))
+    assert calls.bias_in_act(layer, x)
+    assert not calls.bias_in_act(layer, x[:2])
+    assert not calls.bias_in_act(layer, x.bfloat16())
+    with torch.autocast("cpu"):
+        assert not calls.bias_in_act(layer, x)
+        assert calls.bias_in_act(layer.bfloat16(), x)

@@ -24,8 +24,9 @@ from torch.nn.modules.module import (
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.modules.group_norm import _apply
-from fastlayers.ops import glu, reference
+from fastlayers.ops import bias_act, glu, reference
 from fastlayers.ops.activations import activation
+from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import HALF
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "gated",
     "instance_norm_layer",
     "knows",
+    "linear_act",
     "no_hooks",
     "plain",
     "plain_any",
@@ -176,6 +178,25 @@ def gated(gate: Tensor, up: Tensor, act: str, written: str | None) -> Tensor:
     if written is None:
         return up * activated
     return activated.mul_(up) if written == "gate" else up.mul_(activated)
+
+
+# -- linear layers ----------------------------------------------------------------------------------------------------
+
+
+def bias_in_act(layer: nn.Linear, x: Tensor) -> bool:
+    """Whether bias_act has a kernel for act(layer(x)), and gains by it. Autocast, say, leaves the bias in float32."""
+    bias, kind = layer.bias, x.device.type
+    if bias is None or torch.compiler.is_compiling() or bias_act.FAMILY.serving(x) is None:
+        return False
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return bias.dtype == dtype and x.numel() // layer.in_features * layer.out_features >= GPU_LEAST
+
+
+def linear_act(layer: nn.Linear, x: Tensor, act: str) -> Tensor:
+    """act(layer(x)): the product by torch, the bias with the activation where that has a kernel and gains by it."""
+    if bias_in_act(layer, x):
+        return functional.bias_act(F.linear(x, layer.weight), layer.bias, act)
+    return activation(act).function(layer(x))
 
 
 # -- residuals --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ between, no hook of an absorbed child would be skipped) is checked for every rul
 from __future__ import annotations
 
 from fastlayers.modules import DROP_IN
-from fastlayers.patching.rules import elementwise, fold, glu, norm, residual, softmax
+from fastlayers.patching.rules import bias_act, elementwise, fold, glu, norm, residual, softmax
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule
 
 __all__ = ["FOLDING_RULE", "GRAPH_RULES", "MODULE_RULES", "Deferred", "GraphRule", "Match", "ModuleRule"]
@@ -34,6 +34,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     *glu.GATES,
     residual.DROPOUT_ADD,
     residual.SCALE_ADD,
+    bias_act.LINEAR_ACT,
     elementwise.RELU_ADD_BIAS,
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,
