@@ -29,6 +29,7 @@ from fastlayers.patching import calls
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
 from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.rotary import rotary_forward
 from fastlayers.patching.rules import GRAPH_RULES, Deferred, GraphRule, Match, ModuleRule
 from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
 from fastlayers.patching.trace import Recording, equality, optional_parameters, record
@@ -386,6 +387,9 @@ def fuse(
     if not variants:
         if needed is None and not outcome.left and looks_like_a_norm(original):
             raise Refusal(Reason.UNKNOWN_NORM)
+        rotated = fuse_rotary(original, known) if needed is None and type(module) is original else None
+        if rotated is not None:
+            return rotated
         if not recordings:
             raise refusals[0]
         return outcome
@@ -410,6 +414,18 @@ def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, ty
     name = f"Fused{type(module).__name__}"
     generated = generate_class(type(module), name, [(recording, body_source(recording))], known)
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
+
+
+def fuse_rotary(original: type[nn.Module], known: dict[Any, type[nn.Module]]) -> Fused | None:
+    """The class for an attention whose forward calls a known rotary function, and is otherwise left as it is."""
+    key = ("rotary", original)
+    if key not in known:
+        found = rotary_forward(original)
+        if found is None:
+            return None
+        forward, source = found
+        known[key] = seal(type(f"Fused{original.__name__}", (original,), {"forward": forward}), original, source)
+    return Fused(known[key], Counter({"rotary": 1}))
 
 
 def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:
