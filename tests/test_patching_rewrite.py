@@ -243,7 +243,7 @@ def test_dtypes_promote_as_before(build, body, x, y):
     ("body", "reason"),
     [
         ("r = F.relu(x)\nreturn r + y, r", Reason.USED_ELSEWHERE),
-        ("s = x + y\nreturn F.relu(s) * s", Reason.USED_ELSEWHERE),
+        ("s = x + y\nreturn F.relu(s) - s", Reason.USED_ELSEWHERE),
         ("s = x + y\nreturn F.relu(s), s.sum()", Reason.USED_ELSEWHERE),
         ("return torch.add(F.relu(x), y, alpha=2)", Reason.ALPHA),
         ("return F.relu(x.add(y, alpha=0.5))", Reason.ALPHA),
@@ -323,7 +323,7 @@ def helper_init(helpers, init):
         "return F.relu(x, y) + 1" if False else "return F.leaky_relu(x) + y",
         "return F.softmax(x, dim=None)" if False else "return x.clamp(min=0) + y",
         "return torch.stack([F.relu(x), y]).sum(0)",
-        "return torch.add(F.relu(x), y, out=torch.empty(3, 4))" if False else "return F.relu(x) * y",
+        "return torch.add(F.relu(x), y, out=torch.empty(3, 4))" if False else "return F.relu6(x) * y",
     ],
 )
 def test_what_is_something_else_is_left_alone(build, body):

@@ -1323,4 +1323,4 @@ def test_planning_runs_no_side_effect(capsys):
 
 def test_nothing_to_patch_warns():
     with pytest.warns(PatchWarning, match="nothing in Counter was patched"):
-        patch_model(Counter(), exclude=nn.LayerNorm)
+        patch_model(Counter(), exclude=(nn.LayerNorm, nn.Sequential))

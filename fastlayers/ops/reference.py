@@ -215,11 +215,14 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor
     return residual + F.dropout(x, p, training)
 
 
-def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: float, training: bool) -> Tensor:
-    y = x if gamma is None else x * gamma
-    if training and drop_path > 0.0:
-        keep = 1.0 - drop_path
-        # In place on what is new: the draw that timm and torchvision make, to drop the same samples.
-        factor = y.new_empty((y.shape[0], *[1] * (y.dim() - 1))).bernoulli_(keep)
-        y = y * (factor / keep if keep > 0.0 else factor)
-    return residual + y
+def drop_path(x: Tensor, p: float, training: bool) -> Tensor:
+    if not training or p == 0.0:
+        return x
+    keep = 1.0 - p
+    # In place on what is new: the draw that timm and torchvision make, to drop the same samples.
+    factor = x.new_empty((x.shape[0], *[1] * (x.dim() - 1))).bernoulli_(keep)
+    return x * (factor / keep if keep > 0.0 else factor)
+
+
+def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, p: float, training: bool) -> Tensor:
+    return residual + drop_path(x if gamma is None else x * gamma, p, training)

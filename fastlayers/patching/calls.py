@@ -24,7 +24,9 @@ from torch.nn.modules.module import (
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.modules.group_norm import _apply
+from fastlayers.ops import bias_act, glu, reference
 from fastlayers.ops.activations import activation
+from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import HALF
 
 __all__ = [
@@ -35,12 +37,16 @@ __all__ = [
     "add_written_norm",
     "batch_norm",
     "batch_norm_layer",
+    "dropout_add",
+    "gated",
     "instance_norm_layer",
     "knows",
+    "linear_act",
     "no_hooks",
     "plain",
     "plain_any",
     "relu_add_",
+    "scale_add",
     "softmax_added",
     "softmax_masked",
     "unpack",
@@ -90,6 +96,11 @@ def format_string(*parts: str | tuple[Any, str, str]) -> str:
 def _stays(written: Tensor, other: Tensor) -> bool:
     """Whether ``written + other`` has the dtype and shape of ``written``, as ``written += other`` keeps them."""
     return isinstance(other, Tensor) and written.dtype == other.dtype and written.shape == other.shape
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    """Whether in place or out of it, and in either order, a result of the two has one dtype and memory format."""
+    return _stays(x, y) and x.stride() == y.stride()
 
 
 def _fits(written: Tensor, mask: Tensor, dtype: torch.dtype) -> bool:
@@ -151,6 +162,77 @@ def softmax_masked(
         filled = mask if fill else ~mask
         scores = (scores.masked_fill_ if inplace else scores.masked_fill)(filled, MINUS_INFINITY)
     return (F.log_softmax if log else F.softmax)(scores, dim, dtype=dtype)
+
+
+# -- gates ------------------------------------------------------------------------------------------------------------
+
+
+def gated(gate: Tensor, up: Tensor, act: str, written: str | None) -> Tensor:
+    """up·act(gate), where the product was written to one of the two, and nothing else sees that one.
+
+    ``written`` says to which: "gate", that is its activation, or "up"; None if to neither.
+    """
+    if _alike(gate, up):
+        return glu.gated(gate, up, act)
+    activated = activation(act).function(gate)
+    if written is None:
+        return up * activated
+    return activated.mul_(up) if written == "gate" else up.mul_(activated)
+
+
+# -- linear layers ----------------------------------------------------------------------------------------------------
+
+
+def bias_in_act(layer: nn.Linear, x: Tensor) -> bool:
+    """Whether bias_act has a kernel for act(layer(x)), and gains by it. Autocast, say, leaves the bias in float32."""
+    bias, kind = layer.bias, x.device.type
+    if bias is None or torch.compiler.is_compiling() or bias_act.FAMILY.serving(x) is None:
+        return False
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return bias.dtype == dtype and x.numel() // layer.in_features * layer.out_features >= GPU_LEAST
+
+
+def linear_act(layer: nn.Linear, x: Tensor, act: str) -> Tensor:
+    """act(layer(x)): the product by torch, the bias with the activation where that has a kernel and gains by it."""
+    if bias_in_act(layer, x):
+        return functional.bias_act(F.linear(x, layer.weight), layer.bias, act)
+    return activation(act).function(layer(x))
+
+
+# -- residuals --------------------------------------------------------------------------------------------------------
+
+
+def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool, *, written: str | None) -> Tensor:
+    """dropout(x) + residual, where the sum was written to one of the two: "x", that is its dropout, or "residual"."""
+    if _alike(x, residual):
+        return functional.dropout_add(x, residual, p, training)
+    dropped = F.dropout(x, p, training)
+    return dropped + residual if written is None else _add_to(written, dropped, residual)
+
+
+def _add_to(written: str, x: Tensor, residual: Tensor) -> Tensor:
+    return x.add_(residual) if written == "x" else residual.add_(x)
+
+
+def scale_add(
+    x: Tensor,
+    gamma: Tensor | None,
+    residual: Tensor,
+    drop_path: float = 0.0,
+    training: bool = False,
+    *,
+    written: str | None,
+    scaled: bool,
+) -> Tensor:
+    """drop_path(gamma·x) + residual, where the sum was written to one of the two as in :func:`dropout_add`.
+
+    ``scaled`` says that the product was written to x.
+    """
+    if (gamma is None or _fits(x, gamma, x.dtype)) and _alike(x, residual):
+        return functional.scale_add(x, gamma, residual, drop_path, training)
+    y = x if gamma is None else x.mul_(gamma) if scaled else x * gamma
+    y = reference.drop_path(y, drop_path, training)
+    return y + residual if written is None else _add_to(written, y, residual)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------

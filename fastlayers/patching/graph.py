@@ -20,6 +20,7 @@ from torch.fx import Node
 from fastlayers.modules import DROP_IN
 from fastlayers.patching import calls
 from fastlayers.patching.fingerprints import fingerprint
+from fastlayers.patching.functions import written_function
 from fastlayers.patching.spelling import (
     FRESH_FUNCTIONS,
     FRESH_LAYERS,
@@ -27,12 +28,15 @@ from fastlayers.patching.spelling import (
     FUSED_FUNCTIONS,
     INPLACE_OPERATORS,
     LAYERS,
+    MAY_DRAW,
+    NOT_RANDOM,
     NUMBER_ATTRIBUTES,
     NUMBER_FUNCTIONS,
     NUMBER_METHODS,
     OPTIONAL_INPLACE,
     OUTSIDE,
     PASSING_LAYERS,
+    RANDOM,
     SPELLINGS,
 )
 from fastlayers.patching.trace import Recording, record_child
@@ -141,7 +145,7 @@ class View:
             node.target, str
         ):
             return None
-        spelling = SPELLINGS.get(node.target)
+        spelling = SPELLINGS.get(node.target) or written_function(node.target)
         if spelling is None:
             return None
         args, count = node.args, len(spelling.operands)
@@ -275,6 +279,10 @@ class View:
         if op is not None and op.inplace:
             yield from self.memory(op["input"]) if isinstance(op["input"], Node) else (OUTSIDE,)
             return
+        if op is not None and op.name == "drop_path":  # a new tensor, or the argument itself
+            yield node
+            yield from self.memory(op["input"])
+            return
         if self.is_number(node):
             return
         if node.op == "call_module":
@@ -364,6 +372,19 @@ class View:
             elif original not in OPTIONAL_INPLACE | PASSING_LAYERS and not is_fresh(original):
                 return None
         return tuple(seen)
+
+    def may_draw(self, node: Node) -> bool:
+        """Whether a node may draw random numbers; of what is not known it may."""
+        op = self.op(node)
+        if op is not None:
+            return op.name in RANDOM
+        if node.op == "call_module":
+            original = original_class(self.child(node))
+            return not is_fresh(original) and original not in OPTIONAL_INPLACE
+        if node.op not in ("call_function", "call_method") or self.is_number(node) or node.target in NOT_RANDOM:
+            return False
+        fresh = FRESH_METHODS if node.op == "call_method" else FRESH_FUNCTIONS
+        return node.target not in fresh or node.target in MAY_DRAW
 
     def written(self, node: Node) -> frozenset[object]:
         """The allocations that a node may write."""

@@ -44,6 +44,8 @@ class Reason(str, Enum):
     USED_BETWEEN = "an intermediate result is used before the last of the operations"
     VISIBLE_MUTATION = "an in-place operation changes a tensor that something else can see"
     WRITTEN_BETWEEN = "an operand may be overwritten between the two operations"
+    DRAWN_BETWEEN = "random numbers may be drawn between the two operations, whose order would change"
+    BIAS_DTYPE = "the bias of a linear layer is not of the dtype of its weight"
     ALPHA = "alpha of the addition is not 1"
     FINITE_FILL = "the masked positions get a finite value, not minus infinity"
     TENSOR_SCALE = "the scale is a tensor, not a number"

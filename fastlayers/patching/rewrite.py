@@ -29,8 +29,9 @@ from fastlayers.patching import calls
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
 from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.rotary import rotary_forward
 from fastlayers.patching.rules import GRAPH_RULES, Deferred, GraphRule, Match, ModuleRule
-from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE
+from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
 from fastlayers.patching.trace import Recording, equality, optional_parameters, record
 
 __all__ = ["Fused", "fuse", "is_folded", "is_patched", "swap_class"]
@@ -126,6 +127,7 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
             raise Refusal(Reason.USED_ELSEWHERE, str(op.node))
         check_operands_keep(view, op, match.root, nodes)
         check_statistics_keep(view, op, match.root, nodes)
+        check_draws_keep(view, op, match.root, nodes)
     if match.kept is not None:
         for user in match.kept.users:
             if view.position[user] < view.position[match.root]:
@@ -186,6 +188,14 @@ def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> N
         between = view.position[op.node] < view.position[node] < view.position[root]
         if read or (between and node.op == "call_module" and shared & set(view.child(node).modules())):
             raise Refusal(Reason.WRITTEN_BETWEEN, f"the running statistics of {op.node}, which {node} may see")
+
+
+def check_draws_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
+    """A dropout draws later than before: nothing may draw from the same generator in between."""
+    for node in view.position if op.name in RANDOM else ():
+        between = view.position[op.node] < view.position[node] < view.position[root]
+        if between and node not in nodes and view.may_draw(node):
+            raise Refusal(Reason.DRAWN_BETWEEN, f"{op.node} and {root}, perhaps by {node}")
 
 
 def check_mutation(
@@ -377,6 +387,9 @@ def fuse(
     if not variants:
         if needed is None and not outcome.left and looks_like_a_norm(original):
             raise Refusal(Reason.UNKNOWN_NORM)
+        rotated = fuse_rotary(original, known) if needed is None and type(module) is original else None
+        if rotated is not None:
+            return rotated
         if not recordings:
             raise refusals[0]
         return outcome
@@ -401,6 +414,18 @@ def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, ty
     name = f"Fused{type(module).__name__}"
     generated = generate_class(type(module), name, [(recording, body_source(recording))], known)
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
+
+
+def fuse_rotary(original: type[nn.Module], known: dict[Any, type[nn.Module]]) -> Fused | None:
+    """The class for an attention whose forward calls a known rotary function, and is otherwise left as it is."""
+    key = ("rotary", original)
+    if key not in known:
+        found = rotary_forward(original)
+        if found is None:
+            return None
+        forward, source = found
+        known[key] = seal(type(f"Fused{original.__name__}", (original,), {"forward": forward}), original, source)
+    return Fused(known[key], Counter({"rotary": 1}))
 
 
 def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:

@@ -50,6 +50,7 @@ spell("add", "input other", operator.add)
 spell("add", "input other", operator.iadd, inplace=True)
 spell("add", "input other alpha", torch.add, "add")
 spell("add", "input other alpha", "add_", inplace=True)
+spell("dropout", "input p training inplace", F.dropout)
 spell("mul", "input other", operator.mul, torch.mul, torch.multiply, "mul", "multiply")
 spell("mul", "input other", operator.imul, "mul_", "multiply_", inplace=True)
 spell("div", "input other", operator.truediv, torch.true_divide, "true_divide")
@@ -75,6 +76,7 @@ spell("rms_norm", "input normalized_shape weight eps", F.rms_norm, torch.rms_nor
 #: Layers that stand for one operation, and what of their attributes is its operands: a guard compares these.
 LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.Identity: ("identity", ()),
+    nn.Dropout: ("dropout", ()),
     nn.ReLU: ("relu", ()),
     nn.SiLU: ("silu", ()),
     nn.GELU: ("gelu", ("approximate",)),
@@ -115,6 +117,24 @@ INPLACE_OPERATORS = frozenset(
 )  # fmt: skip
 FUSED_FUNCTIONS = frozenset(getattr(functional, name) for name in functional.__all__)
 
+#: Operations that may draw random numbers.
+RANDOM = frozenset({"dropout", "drop_path"})
+#: Functions and methods that draw none, besides the fresh ones that are not listed here.
+NOT_RANDOM = frozenset(
+    {getattr, operator.getitem, "view", "reshape", "flatten", "transpose", "contiguous", "unsqueeze"}
+)
+MAY_DRAW = frozenset(
+    {
+        torch.rand_like,
+        torch.randn_like,
+        F.scaled_dot_product_attention,
+        functional.dropout_add,
+        functional.scale_add,
+        calls.dropout_add,
+        calls.scale_add,
+    }
+)
+
 #: Functions whose result never shares memory with an argument.
 FRESH_FUNCTIONS = frozenset(
     {
@@ -132,8 +152,8 @@ FRESH_FUNCTIONS = frozenset(
         F.gelu, F.silu, F.hardswish, F.relu6, F.leaky_relu, F.sigmoid, F.tanh, F.avg_pool2d,
         F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
         calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked,
-        calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer, calls.add_layer_norm,
-        calls.add_rms_norm, calls.add_written_norm,
+        calls.gated, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer, calls.add_layer_norm,
+        calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add, calls.linear_act,
         folded,
         *FUSED_FUNCTIONS,
     }

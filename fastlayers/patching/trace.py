@@ -18,6 +18,7 @@ import builtins
 import copy
 import dataclasses
 import enum
+import functools
 import inspect
 import math
 import operator
@@ -598,7 +599,18 @@ class Trace:
             return self.method(function, args, kwargs)
         if isinstance(function, types.FunctionType):
             return self.function(function, args, kwargs)
+        if isinstance(function, Opaque) and type(function.value) is functools.partial:
+            return self.partial(function.value, function.origin, args, kwargs)
         return self.builtin(function, args, kwargs)
+
+    def partial(self, value: functools.partial[Any], origin: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a functools.partial that the module holds: of transformers' tanh-approximated GELU, say."""
+        self.guard(f"type({origin}) is {self.bind(functools.partial, 'partial')}")
+        function, given, options = (
+            self.constant(getattr(value, name), f"{origin}.{name}", f"{origin}.{name}")
+            for name in ("func", "args", "keywords")
+        )
+        return self.hook_call(function, *given, *args, **{**options, **kwargs})
 
     def method(self, function: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = function.__self__
@@ -800,6 +812,8 @@ def has_literal(value: Any) -> bool:
     """Whether the repr of a value is Python source for it."""
     if type(value) in (tuple, list):
         return all(map(has_literal, value))
+    if type(value) is dict:
+        return all(map(has_literal, (*value, *value.values())))
     return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 

@@ -10,7 +10,7 @@ between, no hook of an absorbed child would be skipped) is checked for every rul
 from __future__ import annotations
 
 from fastlayers.modules import DROP_IN
-from fastlayers.patching.rules import elementwise, fold, norm, softmax
+from fastlayers.patching.rules import bias_act, elementwise, fold, glu, norm, residual, softmax
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule
 
 __all__ = ["FOLDING_RULE", "GRAPH_RULES", "MODULE_RULES", "Deferred", "GraphRule", "Match", "ModuleRule"]
@@ -31,6 +31,10 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,
     *norm.NORM_FUNCTIONS,
+    *glu.GATES,
+    residual.DROPOUT_ADD,
+    residual.SCALE_ADD,
+    bias_act.LINEAR_ACT,
     elementwise.RELU_ADD_BIAS,
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,

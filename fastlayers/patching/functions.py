@@ -1,0 +1,98 @@
+"""Functions that model libraries repeat, recognised by their source: other names for the same code are the same."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from fastlayers.patching.spelling import Spelling
+
+__all__ = ["written_function"]
+
+#: Stochastic depth, of single samples, as timm and torchvision draw it. Their operands are those of the spelling.
+DROP_PATH = """
+def drop_path(x, drop_prob=0.0, training=False, scale_by_keep=True):
+    if drop_prob == 0.0 or not training:
+        return x
+    keep_prob = 1 - drop_prob
+    shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+    random_tensor = x.new_empty(shape).bernoulli_(keep_prob)
+    if keep_prob > 0.0 and scale_by_keep:
+        random_tensor.div_(keep_prob)
+    return x * random_tensor
+"""
+STOCHASTIC_DEPTH = """
+def stochastic_depth(input, p, mode, training=True):
+    if not torch.jit.is_scripting() and not torch.jit.is_tracing():
+        _log_api_usage_once(stochastic_depth)
+    if p < 0.0 or p > 1.0:
+        raise ValueError(f"drop probability has to be between 0 and 1, but got {p}")
+    if mode not in ["batch", "row"]:
+        raise ValueError(f"mode has to be either 'batch' or 'row', but got {mode}")
+    if not training or p == 0.0:
+        return input
+    survival_rate = 1.0 - p
+    if mode == "row":
+        size = [input.shape[0]] + [1] * (input.ndim - 1)
+    else:
+        size = [1] * input.ndim
+    noise = torch.empty(size, dtype=input.dtype, device=input.device)
+    noise = noise.bernoulli_(survival_rate)
+    if survival_rate > 0.0:
+        noise.div_(survival_rate)
+    return input * noise
+"""
+
+
+class Rename(ast.NodeTransformer):
+    """Numbers the names of a function in the order of their first use, and drops its annotations."""
+
+    def __init__(self, own: set[str]) -> None:
+        self.names: dict[str, str] = {}
+        self.own = own
+
+    def rename(self, name: str) -> str:
+        return self.names.setdefault(name, f"_{len(self.names)}") if name in self.own else name
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.arg(self.rename(node.arg))
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self.rename(node.id), node.ctx)
+
+
+def canonical(source: str) -> str:
+    """The syntax of a function less its comments, annotations and decorators, with numbers for its own names."""
+    tree = ast.parse(textwrap.dedent(source)).body[0]
+    if not isinstance(tree, ast.FunctionDef):
+        return ""
+    own = {node.arg for node in ast.walk(tree.args) if isinstance(node, ast.arg)} | {tree.name}
+    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    rename = Rename(own)
+    args = rename.visit(tree.args)
+    body = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    return "\n".join(ast.dump(part) for part in (args, *map(rename.visit, body)))
+
+
+KNOWN = {
+    canonical(DROP_PATH): Spelling("drop_path", ("input", "drop_prob", "training", "scale_by_keep")),
+    canonical(STOCHASTIC_DEPTH): Spelling("drop_path", ("input", "p", "mode", "training")),
+}
+_seen: WeakKeyDictionary[types.FunctionType, Spelling | None] = WeakKeyDictionary()
+
+
+def written_function(function: Any) -> Spelling | None:
+    """What a library's function computes, with the names of its operands; None if it is none of those known."""
+    if not isinstance(function, types.FunctionType) or (function.__module__ or "").startswith(("torch.", "fastlayers")):
+        return None
+    if function not in _seen:
+        try:
+            known = None if hasattr(function, "__wrapped__") else KNOWN.get(canonical(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError, IndexError):
+            known = None
+        _seen[function] = known
+    return _seen[function]

@@ -1,0 +1,146 @@
+"""What joins the residual stream: dropout, layer scale and stochastic depth, and the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+from torch.fx import Node
+
+from fastlayers import functional
+from fastlayers.patching import calls
+from fastlayers.patching.graph import Attribute, Op, View
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rules.base import Deferred, GraphRule, Match
+from fastlayers.patching.rules.elementwise import addition
+from fastlayers.patching.rules.norm import behind, closing
+from fastlayers.patching.trace import record_child
+
+__all__ = ["DROPOUT_ADD", "SCALE_ADD"]
+
+VIEWS = ("view", "reshape", "unsqueeze")
+
+
+def sides(add: Op) -> Iterator[tuple[Any, Any, str]]:
+    """The two ways to read a sum: a branch x, the residual, and which is first: an in-place sum writes that one."""
+    if add["input"] is not add["other"]:
+        yield add["other"], add["input"], "residual"
+        yield add["input"], add["other"], "x"
+
+
+def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:
+    plain = view.op(node, "add")
+    for branch, residual, written in sides(plain) if plain is not None else ():
+        before, passed = behind(view, branch)
+        drop = closing(view, before, "dropout")
+        add = addition(view, node) if drop is not None else None
+        if isinstance(add, Refusal):
+            yield add
+        if drop is None or not isinstance(add, Op):
+            continue
+        if drop.child is not None:
+            p, training = Attribute(f"{drop.child}.p"), Attribute(f"{drop.child}.training")
+        else:
+            p, training = drop.operands.get("p", 0.5), drop.operands.get("training", True)
+        x = drop["input"]
+        ops, args = (drop, *passed, add), (x, residual, p, training)
+        if add.inplace or written == "x":
+            options = {"written": written if add.inplace else None}
+            yield Match(ops, calls.dropout_add, args, options, (x, residual))
+        else:
+            yield Match(ops, functional.dropout_add, args, {}, (x, residual))
+
+
+# -- x + drop_path(gamma * f(x)) ---------------------------------------------------------------------------------------
+
+
+def is_parameter(value: Any) -> bool:
+    """Whether an operand is a parameter (or buffer) of the module, in some shape."""
+    if isinstance(value, Attribute):
+        return True
+    if not isinstance(value, Node):
+        return False
+    if value.op == "call_method" and value.target in VIEWS:
+        return is_parameter(value.args[0])
+    return value.op == "get_attr" and value.target != "training"
+
+
+def scaled(view: View, node: Any) -> tuple[Op, Any] | None:
+    """A node as x * gamma for a parameter gamma, and that."""
+    op = view.op(node, "mul") or viewed_scale(view, node)
+    if op is None:
+        return None
+    if is_parameter(op["other"]) or isinstance(op["other"], Deferred):
+        return op, op["other"]
+    if is_parameter(op["input"]) and not op.inplace:
+        return replace(op, operands={"input": op["other"], "other": op["input"]}), op["input"]
+    return None
+
+
+def viewed_scale(view: View, node: Any) -> Op | None:
+    """A child that multiplies its argument by a view of its parameter: timm's LayerScale2d."""
+    if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return None
+    child = view.child(node)
+    recording = record_child(view.root, child, 1) if not child._modules and child._parameters else None
+    if recording is None:
+        return None
+    argument, *nodes, output = recording.graph.nodes
+    op = View(recording.graph, view.root).op(output.args[0], "mul")
+    shaped: Any = op["other"] if op is not None else None
+    if op is None or op["input"] is not argument or not is_parameter(shaped) or shaped.op != "call_method":
+        return None
+    gamma, *shape = shaped.args
+    if set(nodes) != {op.node, shaped, gamma} or gamma.op != "get_attr" or shaped.kwargs:
+        return None
+
+    def make(graph: fx.Graph) -> Any:
+        return graph.call_method(shaped.target, (graph.get_attr(gamma.target), *shape))
+
+    return Op("mul", node, {"input": node.args[0], "other": Deferred(make)}, op.inplace, str(node.target), recording)
+
+
+def dropped(op: Op) -> tuple[Any, Any] | None:
+    """The probability of a drop_path, and whether it is in training; None where it drops otherwise than row by row."""
+    if "p" in op.operands:
+        return (op["p"], op.operands.get("training", True)) if op["mode"] == "row" else None
+    if op.operands.get("scale_by_keep", True) is not True:
+        return None
+    return op.operands.get("drop_prob", 0.0), op.operands.get("training", False)
+
+
+def find_scale_add(view: View, node: Node) -> Iterator[Match | Refusal]:
+    plain = view.op(node, "add")
+    for branch, residual, written in sides(plain) if plain is not None else ():
+        before, passed = behind(view, branch)
+        drop = view.op(before, "drop_path")
+        how = dropped(drop) if drop is not None else None
+        ops = passed
+        if drop is not None and how is not None:
+            before, inner = behind(view, drop["input"])
+            ops = (*inner, drop, *passed)
+        scale = scaled(view, before)
+        if (how is None and (drop is not None or scale is None)) or is_parameter(residual):
+            continue
+        add = addition(view, node)
+        if isinstance(add, Refusal):
+            yield add
+        if not isinstance(add, Op):
+            continue
+        x, gamma = before, None
+        if scale is not None:
+            (mul, gamma), ops = scale, (scale[0], *ops)
+            x = mul["input"]
+        args = (x, gamma, residual, *(how or ()))
+        inplace = scale is not None and scale[0].inplace
+        if add.inplace or inplace or written == "x":
+            options = {"written": written if add.inplace else None, "scaled": inplace}
+            yield Match((*ops, add), calls.scale_add, args, options, (x, residual))
+        else:
+            yield Match((*ops, add), functional.scale_add, args, {}, (x, residual))
+
+
+DROPOUT_ADD = GraphRule("dropout_add", "residual + dropout(x)", find_dropout_add)
+SCALE_ADD = GraphRule("scale_add", "residual + drop_path(gamma * x), either of the two or both", find_scale_add)

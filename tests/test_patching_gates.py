@@ -1,0 +1,383 @@
+"""Gates, residuals, linear layers with activations and rotary embeddings: what is found, what is left, the answers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from patching_harness import builder, fused, reasons, same, tensors
+from torch import nn
+
+from fastlayers.patching import Reason, calls, patch_model, patched, unpatch_model, verify_patch
+
+
+@pytest.fixture
+def build(tmp_path):
+    return builder(tmp_path)
+
+
+def undone(model, x):
+    """Patching and undoing leave the classes and the state dict as they were; a copy stays patched."""
+    kinds, keys = [type(m) for m in model.modules()], list(model.state_dict())
+    patch_model(model)
+    assert list(model.state_dict()) == keys
+    assert [type(m) for m in copy.deepcopy(model).modules()] == [type(m) for m in model.modules()]
+    assert verify_patch(model, x)
+    unpatch_model(model)
+    assert [type(m) for m in model.modules()] == kinds
+
+
+# -- act(gate(x)) * up(x) ----------------------------------------------------------------------------------------------
+
+ACTS = {
+    "swiglu": ["F.silu(g)", "self.silu(g)", "F.silu(g, inplace=True)", "F.silu(input=g)"],
+    "geglu": ["F.gelu(g)", "self.gelu(g)", "F.gelu(g, approximate='tanh')", "self.partial(g)"],
+    "reglu": ["F.relu(g)", "g.relu()", "torch.relu_(g)", "self.relu(g)"],
+}
+GATE_INIT = """self.gate, self.up = nn.Linear(4, 6), nn.Linear(4, 6)
+self.silu, self.gelu, self.relu = nn.SiLU(), nn.GELU('tanh'), nn.ReLU(inplace=True)
+self.partial = __import__('functools').partial(F.gelu, approximate='tanh')"""
+
+
+@pytest.mark.parametrize(("rule", "act"), [(rule, act) for rule, acts in ACTS.items() for act in acts])
+@pytest.mark.parametrize("form", ["{} * u", "u * {}", "torch.mul(u, {})", "{}.mul(u)", "{}.mul_(u)", "u.mul_({})"])
+def test_gates(build, rule, act, form):
+    block = build(GATE_INIT, "x", f"g, u = self.gate(x), self.up(x)\nreturn {form.format(act)}")
+    assert fused(block) == {rule: 1}
+    same(block, *tensors((3, 4)))
+    if (rule, form) != ("reglu", "{}.mul_(u)"):  # of which torch itself has no gradient
+        undone(block, torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("body", ["return F.silu(x) * y", "x = F.silu(x)\nx *= y\nreturn x"])
+@pytest.mark.parametrize("shapes", [((3, 4), (4,)), ((3, 1), (3, 4)), ((3, 4), (3, 1)), ((3, 4), (2, 4))])
+def test_gates_of_other_shapes(build, body, shapes):
+    block = build("pass", "x, y", body)
+    assert fused(block) == {"swiglu": 1}
+    same(block, *tensors(*shapes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32])
+def test_gates_of_other_dtypes(build, dtype):
+    for body in ("return F.silu(x) * y", "x = F.silu(x)\nx *= y\nreturn x", "y = y * 1\ny *= F.silu(x)\nreturn y"):
+        block = build("pass", "x, y", body)
+        x, y = tensors((3, 4), (3, 4))
+        same(block, x, y.detach().to(dtype))
+        same(block, x.detach().to(dtype), y)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = F.silu(x)\nreturn a * a",
+        "return F.silu(x) * 2",
+        "return F.silu(x) * x.shape[0]",
+        "return torch.sigmoid(x) * y",
+        "a = F.silu(x)\nreturn a * y, a",
+        "y *= F.silu(x)\nreturn y",
+    ],
+)
+def test_no_gates(build, body):
+    block = build("pass", "x, y", body)
+    assert not fused(block)
+    same(block, *tensors((3, 4), (3, 4)))
+
+
+def test_gate_of_a_patched_up_projection_is_guarded(build):
+    block = build(GATE_INIT, "x", "return self.silu(self.gate(x)) * self.up(x)")
+    x = torch.randn(3, 4)
+    patch_model(block)
+    seen = []
+    handle = block.silu.register_forward_hook(lambda *args: seen.append(1))
+    block(x)
+    assert seen == [1]
+    handle.remove()
+    block.silu = nn.Tanh()
+    torch.testing.assert_close(block(x), torch.tanh(block.gate(x)) * block.up(x))
+    hooked = build(GATE_INIT, "x", "return self.silu(self.gate(x)) * self.up(x)")
+    hooked.silu.register_forward_hook(lambda *args: None)
+    assert Reason.HOOKED_CHILD in reasons(hooked)
+
+
+def test_a_partial_that_changes_is_guarded(build):
+    block = build(GATE_INIT, "x", "return self.partial(self.gate(x)) * self.up(x)")
+    x = torch.randn(3, 4)
+    patch_model(block)
+    block.partial = functools.partial(F.gelu, approximate="none")
+    torch.testing.assert_close(block(x), F.gelu(block.gate(x)) * block.up(x), rtol=0, atol=0)
+    block.partial = torch.tanh
+    torch.testing.assert_close(block(x), torch.tanh(block.gate(x)) * block.up(x))
+
+
+@pytest.mark.parametrize(("act", "rule"), [("silu", "swiglu"), ("gelu_pytorch_tanh", "geglu"), ("relu", "reglu")])
+def test_gated_mlp_of_transformers(act, rule):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(hidden_size=32, intermediate_size=12, hidden_act=act)
+    mlp = llama.LlamaMLP(config)
+    assert fused(mlp) == {rule: 1}
+    undone(mlp, torch.randn(2, 3, 32))
+    with patched(mlp):
+        mlp(torch.randn(2, 3, 32)).sum().backward()
+
+
+# -- residual + dropout(x), x + drop_path(gamma * f(x)) ----------------------------------------------------------------
+
+DROP_INIT = """self.drop, self.other, self.flat = nn.Dropout(0.3), nn.Dropout(0.2), nn.Dropout(0.3, inplace=True)
+self.linear, self.seq = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Dropout(0.4))
+self.p, self.skip, self.gamma = 0.25, nn.Identity(), nn.Parameter(torch.randn(4))"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return x + self.drop(self.linear(x))",
+        "return self.drop(self.linear(x)) + x",
+        "return x + F.dropout(self.linear(x), p=self.p, training=self.training)",
+        "return F.dropout(self.linear(x), self.p) + x",
+        "return F.dropout(self.linear(x)) + x",
+        "y = self.drop(self.linear(x))\ny += x\nreturn y",
+        "y = self.linear(x)\ny += self.drop(x)\nreturn y",
+        "y = self.flat(self.linear(x))\nreturn x + y",
+        "return x + self.seq(x)",
+        "y = self.drop(x)\nz = self.linear(x)\nreturn z + y",
+        "return self.other(self.linear(x)) + self.drop(x)",
+        "return x + self.skip(self.drop(x))",
+    ],
+)
+def test_dropout_add(build, body):
+    block = build(DROP_INIT, "x", body)
+    assert fused(block) == {"dropout_add": 1}
+    same(block, *tensors((3, 4)))
+    undone(block, torch.randn(3, 4))
+    undone(block.eval(), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 3, 4), (2, 4)])
+@pytest.mark.parametrize("body", ["return y + self.drop(x)", "x = self.linear(x)\nx += self.drop(y)\nreturn x"])
+def test_dropout_add_of_other_shapes(build, shape, body):
+    block = build(DROP_INIT, "x, y", body)
+    assert fused(block) == {"dropout_add": 1}
+    same(block, *tensors((3, 4), shape))
+    same(block, *tensors((3, 4)), torch.randn(shape).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("y = self.drop(x)\nz = self.other(x)\nreturn y + self.linear(z) ** 2 + x", None),
+        ("y = self.drop(self.linear(x))\nz = self.seq(x)\nreturn y + z.exp()", Reason.DRAWN_BETWEEN),
+        ("y = self.drop(x)\nreturn x + y, y", Reason.USED_ELSEWHERE),
+        ("y = self.drop(x)\nreturn torch.add(x, y, alpha=2)", Reason.ALPHA),
+        ("y = self.drop(x)\nreturn y + y", None),
+        ("y = self.drop(x)\nreturn y + 1", None),
+    ],
+)
+def test_no_dropout_add(build, body, reason):
+    block = build(DROP_INIT, "x", body)
+    assert reason is None or not fused(block)
+    assert reason is None or reason in reasons(block)
+    same(block, *tensors((3, 4)))
+
+
+def test_dropout_add_follows_its_layer(build):
+    block = build(DROP_INIT, "x", "return x + self.drop(self.linear(x))")
+    plain, x = copy.deepcopy(block), torch.randn(50, 4)
+    patch_model(block)
+    for module in (block, plain):
+        module.drop.p = 0.9
+        module.drop.eval()
+    torch.testing.assert_close(block(x), plain(x), rtol=0, atol=0)
+    block.drop.train(), plain.drop.train()
+    outs = [torch.manual_seed(1) and module(x) for module in (block, plain)]
+    torch.testing.assert_close(*outs, rtol=0, atol=0)
+    seen = []
+    block.drop.register_forward_hook(lambda *args: seen.append(1))
+    block(x)
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return x + self.gamma * self.linear(x)",
+        "return self.linear(x) * self.gamma + x",
+        "y = self.linear(x)\ny *= self.gamma\ny += x\nreturn y",
+        "y = self.linear(x)\nreturn x + self.skip(y * self.gamma.view(1, -1))",
+    ],
+)
+def test_layer_scale(build, body):
+    block = build(DROP_INIT, "x", body)
+    assert fused(block) == {"scale_add": 1}
+    same(block, *tensors((3, 4)))
+    same(block.bfloat16(), torch.randn(3, 4).bfloat16(), rtol=2e-2, atol=2e-2)
+    block.gamma = nn.Parameter(torch.randn(4))
+    same(block, torch.randn(3, 4).bfloat16())
+    undone(block.float(), torch.randn(3, 4))
+
+
+def test_no_layer_scale(build):
+    for body in ("return x * self.gamma + self.linear.bias", "return x + x * self.linear(x)", "return x + x * 0.5"):
+        assert not fused(build(DROP_INIT, "x", body))
+
+
+@pytest.mark.parametrize("path", [0.0, 0.4])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_blocks_of_timm(path, inplace):
+    layers = pytest.importorskip("timm.layers")
+    drop = layers.DropPath(path) if path else nn.Identity()
+
+    class Block(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.f, self.ls, self.drop_path = nn.Conv2d(6, 6, 1), scale, drop
+
+        def forward(self, x):
+            return x + self.drop_path(self.ls(self.f(x)))
+
+    x = torch.randn(8, 6, 3, 6)
+    for scale in (layers.LayerScale(6, 0.5, inplace), layers.LayerScale2d(6, 0.5, inplace)):
+        block = Block(scale)
+        assert fused(block) == {"scale_add": 1}
+        same(block, x)
+        undone(block, x)
+    block.drop_path = layers.DropPath(0.5, scale_by_keep=False)
+    assert not fused(block)
+
+
+def test_models_with_stochastic_depth():
+    models, timm = pytest.importorskip("torchvision.models.convnext"), pytest.importorskip("timm")
+    block = models.CNBlock(8, 0.5, 0.3)
+    assert fused(block) == {"scale_add": 1}
+    same(block, torch.randn(6, 8, 5, 5))
+    undone(block, torch.randn(6, 8, 5, 5))
+    options = {"depths": (1, 2, 1, 1), "dims": (8, 16, 16, 16), "drop_path_rate": 0.3, "num_classes": 3}
+    model = timm.models.convnext.ConvNeXt(**options)
+    undone(model, torch.randn(4, 3, 32, 32))
+    patch_model(model)
+    assert type(model.stages[1].blocks[1]).__fastlayers_rules__ == (("scale_add", 1),)
+
+
+# -- act(linear(x)) ----------------------------------------------------------------------------------------------------
+
+LINEAR_INIT = """self.fc, self.bare, self.skip = nn.Linear(4, 6), nn.Linear(4, 6, bias=False), nn.Identity()
+self.gelu, self.relu = nn.GELU(), nn.ReLU(inplace=True)"""
+
+
+@pytest.fixture(params=["kernels", "composition"])
+def served(request, monkeypatch):
+    """Both ways that linear_act goes, on a machine without kernels."""
+
+    def fits(layer, x):
+        return layer.bias is not None and layer.bias.dtype == x.dtype and not torch.is_autocast_enabled("cpu")
+
+    if request.param == "kernels":
+        monkeypatch.setattr("fastlayers.patching.calls.bias_in_act", fits)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return self.gelu(self.fc(x))",
+        "return F.gelu(self.fc(x), approximate='tanh')",
+        "return self.relu(self.fc(x))",
+        "return F.silu(self.skip(self.fc(x)))",
+        "return F.hardswish(self.fc(x))",
+    ],
+)
+def test_linear_act(build, served, body):
+    block = build(LINEAR_INIT, "x", body)
+    assert fused(block) == {"linear_act": 1}
+    for shape in ((3, 4), (4,), (2, 3, 4), (0, 4), (3, 5)):
+        same(block, *tensors(shape))
+    same(block, torch.randn(3, 4).double())
+    undone(block, torch.randn(3, 4))
+    with torch.autocast("cpu"):
+        same(block, *tensors((3, 4)))
+
+
+def test_linear_act_of_a_sequential(served):
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    assert fused(model) == {"linear_act": 2}
+    same(model, torch.randn(3, 4))
+    undone(model, torch.randn(3, 4))
+    tied = nn.Linear(4, 4)
+    shared = nn.Sequential(tied, nn.GELU(), tied, nn.GELU())
+    assert fused(shared) == {"linear_act": 2}
+    same(shared, torch.randn(3, 4))
+
+
+def test_linear_act_heeds_changes_of_its_layer(build, served):
+    block = build(LINEAR_INIT, "x", "return self.gelu(self.fc(x))")
+    plain, x = copy.deepcopy(block), torch.randn(3, 4)
+    patch_model(block)
+    seen = []
+    handle = block.fc.register_forward_hook(lambda *args: seen.append(1))
+    block(x)
+    assert seen == [1]
+    handle.remove()
+    for module in (block, plain):
+        module.fc = module.bare
+    torch.testing.assert_close(block(x), plain(x))
+
+
+def test_no_linear_act(build):
+    for body in ("return self.gelu(self.bare(x))", "y = self.fc(x)\nreturn self.gelu(y), y", "return self.fc(x).exp()"):
+        block = build(LINEAR_INIT, "x", body)
+        assert not fused(block)
+        same(block, *tensors((3, 4)))
+    block = build(LINEAR_INIT, "x", "return self.gelu(self.fc(x))")
+    block.fc.register_forward_pre_hook(lambda *args: None)
+    assert Reason.HOOKED_CHILD in reasons(block)
+    mixed = build(LINEAR_INIT, "x", "return self.gelu(self.fc(x))")
+    mixed.fc.weight.data = mixed.fc.weight.data.bfloat16()
+    assert Reason.BIAS_DTYPE in reasons(mixed)
+
+
+def test_what_bias_act_serves(monkeypatch):
+    layer, x = nn.Linear(256, 256), torch.randn(512, 256)
+    assert not calls.bias_in_act(layer, x)  # a CPU has no kernel
+    monkeypatch.setattr(calls.bias_act, "FAMILY", type("Family", (), {"serving": staticmethod(lambda x: object())}))
+    assert calls.bias_in_act(layer, x)
+    assert not calls.bias_in_act(layer, x[:2])
+    assert not calls.bias_in_act(layer, x.bfloat16())
+    with torch.autocast("cpu"):
+        assert not calls.bias_in_act(layer, x)
+        assert calls.bias_in_act(layer.bfloat16(), x)
+
+
+# -- the rotary function of an attention -------------------------------------------------------------------------------
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_rotary_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name.title()}Config")(**SIZES, num_key_value_heads=2, head_dim=8)
+    model = getattr(transformers, f"{name.title()}ForCausalLM")(config)
+    attention = model.model.layers[0].self_attn
+    scope = type(attention).forward.__globals__
+    names, rotate = set(scope), scope["apply_rotary_pos_emb"]
+    assert fused(attention) == {"rotary": 1}
+    undone(model, torch.randint(0, 60, (2, 7)))
+    assert set(scope) == names
+    assert scope["apply_rotary_pos_emb"] is rotate
+    patch_model(model)
+    assert type(attention) is type(model.model.layers[1].self_attn)
+    calls_seen = []
+    try:
+        scope["apply_rotary_pos_emb"] = lambda *args: calls_seen.append(1) or rotate(*args)
+        model(torch.randint(0, 60, (2, 7)))
+    finally:
+        scope["apply_rotary_pos_emb"] = rotate
+    assert calls_seen == [1, 1]
+
+
+def test_no_rotary_of_another_casting():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Olmo2Config(**SIZES)
+    model = transformers.Olmo2ForCausalLM(config)
+    assert not fused(model.model.layers[0].self_attn)
