@@ -33,7 +33,9 @@ def main() -> None:
 def selection(function: Any) -> Any:
     """The options that choose cases, for `run` and `list` alike."""
     options = (
-        click.option("--only", default="", help="Cases whose id has this in it; * and ? stand for anything."),
+        click.option(
+            "--only", multiple=True, help="Cases whose id has this in it; * and ? stand for anything; repeatable."
+        ),
         click.option("--suite", "suites", multiple=True, type=click.Choice(SUITES), help="Default: all that can run."),
         click.option("--all", "everything", is_flag=True, help="Every N of the sweep; torch.compile in every dtype."),
     )
@@ -42,16 +44,18 @@ def selection(function: Any) -> Any:
     return function
 
 
-def chosen(only: str, suites: tuple[str, ...], everything: bool) -> list[Case]:
+def chosen(only: tuple[str, ...], suites: tuple[str, ...], everything: bool) -> list[Case]:
     wanted = suites or (SUITES if torch.cuda.is_available() else ("cpu",))
     found = [
         case
         for case in all_cases()
-        if case.suite in wanted and (everything or not case.extra) and fnmatch(case.id, f"*{only}*")
+        if case.suite in wanted
+        and (everything or not case.extra)
+        and any(fnmatch(case.id, f"*{part}*") for part in only or ("",))
     ]
     if not found:
         raise click.UsageError(
-            f"no case matches --only {only!r} in {', '.join(wanted)}; see `python3 -m benchmarks list`"
+            f"no case matches --only {' or '.join(map(repr, only))} in {', '.join(wanted)}; see `python3 -m benchmarks list`"
         )
     return found
 
@@ -67,7 +71,7 @@ def chosen(only: str, suites: tuple[str, ...], everything: bool) -> list[Case]:
 @click.option("--startup", is_flag=True, help="Also what a process pays once; part of a run of everything.")
 @click.option("--time-limit", type=float, help="Seconds after which no further case starts.")
 def run(
-    only: str,
+    only: tuple[str, ...],
     suites: tuple[str, ...],
     everything: bool,
     implementations: tuple[str, ...],
@@ -112,7 +116,7 @@ def run(
 
 @main.command("list")
 @selection
-def list_cases(only: str, suites: tuple[str, ...], everything: bool) -> None:
+def list_cases(only: tuple[str, ...], suites: tuple[str, ...], everything: bool) -> None:
     """The ids of the cases."""
     for case in chosen(only, suites or SUITES, everything):
         click.echo(case.id)

@@ -235,6 +235,7 @@ template <typename T, typename F>
 void with_compiled(Act act, F&& f) {
   if constexpr (sizeof(T) == 2) {
     switch (act) {
+      case Act::relu: return f(std::integral_constant<Act, Act::relu>{});
       case Act::silu: return f(std::integral_constant<Act, Act::silu>{});
       case Act::gelu: return f(std::integral_constant<Act, Act::gelu>{});
       case Act::gelu_tanh: return f(std::integral_constant<Act, Act::gelu_tanh>{});

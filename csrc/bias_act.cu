@@ -2,23 +2,21 @@
 //
 // The stock composition writes x + bias out and reads it again; its backward needs a second pass over the gradient for the bias'
 // sum. Here the forward is one pass, and the backward one pass over dy and x that computes x + bias anew, writes dx and adds the
-// sums up in registers, a piece of the rows a block. Of relu the result is kept in place of x: where it is not 0 the gradient
+// sums up in registers. Of relu the result is kept in place of x: where it is not 0 the gradient
 // passes, which the same kernel tells by taking it for x.
 #include "activations.cuh"
-#include "flat.cuh"
+#include "columns.cuh"
+
+#include <numeric>
 
 namespace fastlayers {
 namespace {
 
 constexpr int kForwardWords = 2;   // of x in flight a thread
 constexpr int kBackwardWords = 2;  // of dy and of x
-// Where a thread goes down columns: rows at once, and blocks that are resident on a multiprocessor, which leaves a thread 64
-// registers. The run-time choice and float64 need more for the activations themselves.
+// Rows that a thread has in flight on its way down columns: the run-time choice needs the registers for the activations themselves.
 template <Act ACT>
-constexpr int kBackwardRows = ACT == Act::run_time ? 1 : 2;
-template <typename T>
-constexpr int kColumnBlocks = sizeof(T) == 8 ? 2 : 4;
-constexpr int kMostAcross = 128;   // threads of a block along a row; the others of kThreads have further rows
+constexpr int kBackwardRows = ACT == Act::run_time ? 1 : kRowsInFlight;
 
 // bias_words: a word of x has its biases in one word.
 template <typename T, Act ACT, bool BIAS>
@@ -103,67 +101,64 @@ __global__ void __launch_bounds__(kThreads) act_backward(const T* __restrict__ d
   });
 }
 
-struct ColumnArgs {
-  int64_t rows, columns;
-  int64_t pieces;    // of the rows, a block each
-  int across, down;  // threads of a block over the columns, and over the rows
-};
-
-// dx, and of each piece of the rows the sums of dx over them. A block takes a tile of columns, V to a thread. bias may be null: of
-// relu, whose result x is then.
+// dx, and the sums of dx over the rows. `width` is the bias' length; rows whose words would straddle are taken several at once
+// for one row of columns, whose words do not. bias may be null: of relu, whose result x is then.
 template <typename T, int V, Act ACT>
 __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     bias_act_backward_columns(const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ dx,
-                              compute_t<T>* partial, const ColumnArgs a, Act act, ActParameters<compute_t<T>> p) {
+                              compute_t<T>* partial, int64_t n, int64_t width, const Columns c, Act act,
+                              ActParameters<compute_t<T>> p) {
   using A = compute_t<T>;
-  extern __shared__ char memory[];
-  const int64_t each_tile = static_cast<int64_t>(a.across) * V, tiles = (a.columns + each_tile - 1) / each_tile;
-  const int64_t tile = blockIdx.x % tiles, piece = blockIdx.x / tiles;
-  const int tx = threadIdx.x % a.across, ty = threadIdx.x / a.across;
-  const int64_t column = (tile * a.across + tx) * V;
-  const int64_t each = (a.rows + a.pieces - 1) / a.pieces;
-  const int64_t last = (piece + 1) * each < a.rows ? (piece + 1) * each : a.rows;
-  const bool active = column < a.columns;
-  const auto nothing = static_cast<unsigned>(a.rows >> 62);
-  A sum[V] = {};
-  if (active) {
-    Vec<T, V> b = filled<T, V>(convert<T>(0.f));
-    if (bias != nullptr) b = load_vec<T, V>(bias + column);
-    const auto take = [&](auto count, int64_t row) {
-      constexpr int U = count.value;
-      Vec<T, V> wg[U], wx[U];
+  ColumnThread<V> me(c, blockIdx.x);
+  Vec<A, V> sum = filled<A, V>(A(0));
+  Vec<T, V> b = filled<T, V>(convert<T>(0.f));
+  if (bias != nullptr && me.active) {
+    int64_t at = me.column < width ? me.column : me.column % width;
 #pragma unroll
-      for (int u = 0; u < U; ++u) {
-        const int64_t i = (row + u * a.down) * a.columns + column;
+    for (int j = 0; j < V; ++j) {
+      b.v[j] = bias[at];
+      if (++at == width) at = 0;
+    }
+  }
+  const auto nothing = static_cast<unsigned>(n >> 62);
+  me.template for_rows<kBackwardRows<ACT>>(c, [&](auto count, int64_t row) {
+    constexpr int U = count.value;
+    const int64_t first = row * c.columns + me.column;
+    const bool whole = U > 1 || first + V <= n;
+    Vec<T, V> wg[U], wx[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = first + u * me.step * c.columns;
+      if (whole) {
         wg[u] = load_vec<T, V>(dy + i);
         wx[u] = load_vec<T, V>(x + i);
+      } else {
+        wg[u] = load_flat<T, false, V>(dy, i, n);
+        wx[u] = load_flat<T, false, V>(x, i, n);
       }
-      wait_for_all(wx, wg, nothing);
-      with_act<ACT, true>(act, [&](auto chosen) {
+    }
+    wait_for_all(wx, wg, nothing);
+    with_act<ACT, true>(act, [&](auto chosen) {
 #pragma unroll
-        for (int u = 0; u < U; ++u) {
-          Vec<A, V> g = unpack<A>(wg[u]);
-          const Vec<A, V> z = unpack<A>(wx[u]);
-          const Vec<A, V> shift = unpack<A>(b);
+      for (int u = 0; u < U; ++u) {
+        Vec<A, V> g = unpack<A>(wg[u]);
+        const Vec<A, V> z = unpack<A>(wx[u]);
+        const Vec<A, V> shift = unpack<A>(b);
 #pragma unroll
-          for (int j = 0; j < V; ++j) {
-            if constexpr (ACT == Act::run_time)
-              g.v[j] = act_gradient<decltype(chosen)::value, sizeof(T) == 2>(g.v[j], z.v[j] + shift.v[j], p);
-            else
-              g.v[j] = act_gradient<ACT, sizeof(T) == 2>(g.v[j], z.v[j] + shift.v[j]);
-            sum[j] += g.v[j];
-          }
-          store_vec<T, V>(dx + (row + u * a.down) * a.columns + column, pack<T>(g));
+        for (int j = 0; j < V; ++j) {
+          if constexpr (ACT == Act::run_time)
+            g.v[j] = act_gradient<decltype(chosen)::value, sizeof(T) == 2>(g.v[j], z.v[j] + shift.v[j], p);
+          else
+            g.v[j] = act_gradient<ACT, sizeof(T) == 2>(g.v[j], z.v[j] + shift.v[j]);
+          sum.v[j] += g.v[j];
         }
-      });
-    };
-    int64_t row = piece * each + ty;
-#pragma unroll 1
-    for (; row + (kBackwardRows<ACT> - 1) * a.down < last; row += kBackwardRows<ACT> * a.down)
-      take(std::integral_constant<int, kBackwardRows<ACT>>{}, row);
-    for (; row < last; row += a.down) take(std::integral_constant<int, 1>{}, row);
-  }
-  store_partial<V>(sum, reinterpret_cast<A*>(memory), a.across, a.down, active ? partial + piece * a.columns + column : nullptr);
+        const int64_t i = first + u * me.step * c.columns;
+        if (whole) store_vec<T, V>(dx + i, pack<T>(g));
+        else store_flat<T, false, V>(dx, i, n, pack<T>(g));
+      }
+    });
+  });
+  me.store(c, sum, partial);
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
@@ -275,28 +270,22 @@ std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tenso
       STD_CUDA_KERNEL_LAUNCH_CHECK();
       return;
     }
-    const bool words = flat && operand.columns % V == 0 && aligned(pb);
-    const int64_t lanes = words ? operand.columns / V : operand.columns, tiles = ceil_div(lanes, kMostAcross);
-    ColumnArgs a{operand.rows, operand.columns, 1, 0, 0};
-    a.across = static_cast<int>(ceil_div(lanes, tiles));
-    a.down = kThreads / a.across;
-    const int64_t resident = static_cast<int64_t>(kColumnBlocks<T>) * device_traits(launch.device()).processors;
-    a.pieces = std::clamp<int64_t>(resident / tiles, 1, std::max<int64_t>(1, a.rows / (4 * a.down)));
-    Tensor partial = empty_contiguous({a.pieces, a.columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, dy);
-    A* pp = static_cast<A*>(partial.mutable_data_ptr());
-    const unsigned grid = blocks_for(tiles * a.pieces, 1);
-    const int threads = a.across * a.down;
-    const size_t shared = sizeof(A) * threads * (words ? V : 1);
-    with_compiled<T>(act, [&](auto compiled) {
-      constexpr Act kAct = decltype(compiled)::value;
-      if (words) bias_act_backward_columns<T, V, kAct><<<grid, threads, shared, launch.stream()>>>(pg, px, pb, pd, pp, a, act, p);
-      else bias_act_backward_columns<T, 1, kAct><<<grid, threads, shared, launch.stream()>>>(pg, px, pb, pd, pp, a, act, p);
-    });
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    if (!dbias) return;
-    add_pieces<T><<<blocks_for(a.columns, 32), kThreads, 0, launch.stream()>>>(pp, static_cast<T*>(db.mutable_data_ptr()), 1, a.pieces,
-                                                                              a.columns);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    const int64_t width = operand.columns;
+    const auto run = [&](auto vector, int64_t rows_at_once) {
+      constexpr int W = decltype(vector)::value;
+      Columns c = Columns::plan<A>(operand.rows / rows_at_once, width * rows_at_once, W, launch.device());
+      c.ends_within = operand.rows % rows_at_once != 0;
+      Tensor partial = empty_partial<A>(c.pieces * rows_at_once, width, dy);
+      A* pp = static_cast<A*>(partial.mutable_data_ptr());
+      with_compiled<T>(act, [&](auto compiled) {
+        bias_act_backward_columns<T, W, decltype(compiled)::value>
+            <<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(pg, px, pb, pd, pp, n, width, c, act, p);
+      });
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+      if (dbias) launch_add_pieces<T>(partial, db.mutable_data_ptr(), 1, c.pieces * rows_at_once, width, launch);
+    };
+    if (flat) run(std::integral_constant<int, V>{}, V / std::gcd<int64_t>(V, width));
+    else run(std::integral_constant<int, 1>{}, 1);
   });
   return {dx, db};
 }

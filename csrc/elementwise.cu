@@ -2,8 +2,8 @@
 //
 // Pure memory traffic: a thread moves 16-byte words, several at once, and touches each element once. What the relu ops keep
 // for backward is one bit an element instead of a tensor: bit j of byte i belongs to element 8i + j in memory order.
+#include "columns.cuh"
 #include "elementwise.h"
-#include "flat.cuh"
 
 namespace fastlayers {
 namespace {
@@ -288,67 +288,74 @@ __global__ void __launch_bounds__(kThreads) mul_broadcast(const T* __restrict__ 
 }
 
 // The gradients of x and of an s that is repeated along the middle of [outer, repeat, columns], in one pass: of x·s they are
-// dx = dy·s and ds, the sum of dy·x over the repeats; of relu(x) + s dx is dy where the bits of x say so, and ds sums dy. A
-// block leaves a partial sum.
-struct ScaleArgs {
-  int64_t outer, repeat, columns;
-  int64_t outer_stride, column_stride;  // of s
-  int64_t pieces;                       // of the repeats, a block each
-  int across, down;                     // threads of a block over the columns, and over the repeats
-};
-
+// dx = dy·s and ds, the sum of dy·x over the repeats; of relu(x) + s dx is dy where the bits of x say so, and ds sums dy.
 template <typename T, bool RELU>
 using Factor = std::conditional_t<RELU, uint8_t, T>;  // x, or bits
 
-// columns > 1: a block takes a tile of columns over one piece of the repeats.
+// columns > 1. s has a row of columns for each outer index.
 template <typename T, int V, bool RELU>
-__global__ void __launch_bounds__(kThreads, 4) repeated_backward_columns(const T* __restrict__ dy, const Factor<T, RELU>* __restrict__ x,
-                                                                 const T* __restrict__ s, T* __restrict__ dx,
-                                                                 compute_t<T>* partial, const ScaleArgs a) {
+__global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
+    repeated_backward_columns(const T* __restrict__ dy, const Factor<T, RELU>* __restrict__ x, const T* __restrict__ s,
+                              T* __restrict__ dx, compute_t<T>* partial, const Columns c) {
   using A = compute_t<T>;
-  extern __shared__ char memory[];
-  A* shared = reinterpret_cast<A*>(memory);
-  const int64_t tiles = (a.columns + static_cast<int64_t>(a.across) * V - 1) / (static_cast<int64_t>(a.across) * V);
-  const int64_t tile = blockIdx.x % tiles, piece = blockIdx.x / tiles % a.pieces, outer = blockIdx.x / tiles / a.pieces;
-  const int tx = threadIdx.x % a.across, ty = threadIdx.x / a.across;
-  const int64_t column = (tile * a.across + tx) * V;
-  const int64_t each = (a.repeat + a.pieces - 1) / a.pieces;
-  const int64_t last = (piece + 1) * each < a.repeat ? (piece + 1) * each : a.repeat;
-  const bool active = column < a.columns;
-  A sum[V] = {}, scale[V] = {};
-  if (active) {
+  const int64_t blocks = c.tiles * c.pieces, outer = blockIdx.x / blocks;
+  ColumnThread<V> me(c, blockIdx.x - outer * blocks);
+  Vec<A, V> sum = filled<A, V>(A(0)), scale = sum;
+  if constexpr (!RELU) {
+    if (me.active) {
 #pragma unroll
-    for (int j = 0; j < V; ++j)
-      if constexpr (!RELU) scale[j] = convert<A>(s[outer * a.outer_stride + (column + j) * a.column_stride]);
-    const int64_t base = outer * a.repeat * a.columns + column;
-#pragma unroll 4
-    for (int64_t r = piece * each + ty; r < last; r += a.down) {
-      const int64_t i = base + r * a.columns;
-      const Vec<T, V> packed = load_vec<T, V>(dy + i);
-      Vec<A, V> g = unpack<A>(packed);
-      if constexpr (RELU) {
-        const unsigned kept = load_bits<V>(x, i, i + 1);
-#pragma unroll
-        for (int j = 0; j < V; ++j) sum[j] += g.v[j];
-        store_vec<T, V>(dx + i, gated(packed, kept));
-      } else {
-        const Vec<A, V> w = unpack<A>(load_vec<T, V>(x + i));
-#pragma unroll
-        for (int j = 0; j < V; ++j) sum[j] += g.v[j] * w.v[j];
-#pragma unroll
-        for (int j = 0; j < V; ++j) g.v[j] *= scale[j];
-        store_vec<T, V>(dx + i, pack<T>(g));
-      }
+      for (int j = 0; j < V; ++j) scale.v[j] = convert<A>(s[outer * c.columns + me.column + j]);
     }
   }
-  store_partial<V>(sum, shared, a.across, a.down, active ? partial + (outer * a.pieces + piece) * a.columns + column : nullptr);
+  const int64_t base = outer * c.repeat * c.columns + me.column;
+  const auto nothing = static_cast<unsigned>(c.repeat >> 62);
+  me.for_rows(c, [&](auto count, int64_t row) {
+    constexpr int U = count.value;
+    Vec<T, V> wg[U];
+    [[maybe_unused]] Vec<T, V> wx[U];
+    [[maybe_unused]] unsigned kept[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = base + (row + u * me.step) * c.columns;
+      wg[u] = load_vec<T, V>(dy + i);
+      if constexpr (RELU) kept[u] = load_bits<V>(x, i, i + 1);
+      else wx[u] = load_vec<T, V>(x + i);
+    }
+    if constexpr (!RELU) wait_for_all(wx, wg, nothing);
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      T* to = dx + base + (row + u * me.step) * c.columns;
+      Vec<A, V> g = unpack<A>(wg[u]);
+      if constexpr (RELU) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) sum.v[j] += g.v[j];
+        store_vec<T, V>(to, gated(wg[u], kept[u]));
+      } else {
+        const Vec<A, V> w = unpack<A>(wx[u]);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          sum.v[j] += g.v[j] * w.v[j];
+          g.v[j] *= scale.v[j];
+        }
+        store_vec<T, V>(to, pack<T>(g));
+      }
+    }
+  });
+  me.store(c, sum, partial + outer * c.pieces * c.columns);
 }
+
+// The other kernel's, of [outer, repeat].
+struct RowArgs {
+  int64_t outer, repeat;
+  int64_t pieces;    // of a row, a block each
+  int across, down;  // threads of a block over a row, and over the rows
+};
 
 // columns == 1, s constant along the fastest dimension: a row of `repeat`, or a piece of it, to `across` threads.
 template <typename T, bool WHOLE, bool RELU>
 __global__ void __launch_bounds__(kThreads) repeated_backward_rows(const T* __restrict__ dy, const Factor<T, RELU>* __restrict__ x,
                                                            const T* __restrict__ s, T* __restrict__ dx, compute_t<T>* partial,
-                                                           const ScaleArgs a) {
+                                                           const RowArgs a) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
   __shared__ A shared[kThreads / 32];
@@ -359,7 +366,7 @@ __global__ void __launch_bounds__(kThreads) repeated_backward_rows(const T* __re
   const bool active = row < a.outer;
   A sum = 0;
   if (active) {
-    const A scale = RELU ? A(1) : convert<A>(s[row * a.outer_stride]);
+    const A scale = RELU ? A(1) : convert<A>(s[row]);
     const int64_t base = row * a.repeat;
 #pragma unroll 4
     for (int64_t word = piece * each + lane; word < last; word += a.across) {
@@ -552,8 +559,6 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
                        const Launch& launch) {
   const Tensor s = RELU ? s_in : with_strides(s_in, view.sizes, view.strides);
   const int64_t outer = view.outer, repeat = view.repeat, columns = view.columns;
-  ScaleArgs a{outer, repeat, columns, columns, columns == 1 ? 0 : 1, 1, 0, 0};
-  const int64_t wanted = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);  // blocks that are resident
   dispatch_floating(dy.scalar_type(), "mul_backward", [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
@@ -563,38 +568,34 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
     const T* ps = static_cast<const T*>(s.const_data_ptr());
     T* d = static_cast<T*>(dx.mutable_data_ptr());
     const bool flat = aligned(g) && (RELU || aligned(px));
-    std::optional<Tensor> partial;
-    const auto partials = [&] {
-      partial = empty_contiguous({outer * a.pieces * columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, dy);
-      return static_cast<A*>(partial->mutable_data_ptr());
+    const auto finish = [&](const Tensor& partial, int64_t pieces) {
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+      launch_add_pieces<T>(partial, ds.mutable_data_ptr(), outer, pieces, columns, launch);
     };
     if (columns == 1) {
-      const int64_t words = ceil_div(repeat, V);
-      a.across = static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(words, 4))));
+      const int64_t words = ceil_div(repeat, V), resident = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);
+      RowArgs a{outer, repeat, 1, static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(words, 4)))), 1};
       a.down = kThreads / a.across;
       const int64_t row_blocks = ceil_div(outer, a.down);
-      a.pieces = std::clamp<int64_t>(wanted / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
-      A* pp = partials();
+      a.pieces = std::clamp<int64_t>(resident / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
+      Tensor partial = empty_partial<A>(outer * a.pieces, 1, dy);
+      A* pp = static_cast<A*>(partial.mutable_data_ptr());
       const unsigned grid = blocks_for(row_blocks * a.pieces, 1);
       if (flat && repeat % V == 0) repeated_backward_rows<T, true, RELU><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, a);
       else repeated_backward_rows<T, false, RELU><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, a);
+      finish(partial, a.pieces);
     } else {
-      const bool words = flat && columns % V == 0;
-      const int64_t lanes = words ? columns / V : columns, tiles = ceil_div(lanes, 128);
-      a.across = static_cast<int>(ceil_div(lanes, tiles));
-      a.down = kThreads / a.across;
-      a.pieces = std::clamp<int64_t>(wanted / std::max<int64_t>(1, tiles * outer), 1, std::max<int64_t>(1, repeat / (4 * a.down)));
-      A* pp = partials();
-      const unsigned grid = blocks_for(tiles * a.pieces * outer, 1);
-      const int threads = a.across * a.down;
-      const size_t shared = sizeof(A) * threads * (words ? V : 1);
-      if (words) repeated_backward_columns<T, V, RELU><<<grid, threads, shared, launch.stream()>>>(g, px, ps, d, pp, a);
-      else repeated_backward_columns<T, 1, RELU><<<grid, threads, shared, launch.stream()>>>(g, px, ps, d, pp, a);
+      const auto run = [&](auto vector) {
+        constexpr int W = decltype(vector)::value;
+        const Columns c = Columns::plan<A>(repeat, columns, W, launch.device(), outer);
+        Tensor partial = empty_partial<A>(outer * c.pieces, columns, dy);
+        repeated_backward_columns<T, W, RELU><<<blocks_for(c.blocks() * outer, 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
+            g, px, ps, d, static_cast<A*>(partial.mutable_data_ptr()), c);
+        finish(partial, c.pieces);
+      };
+      if (flat && columns % V == 0) run(std::integral_constant<int, V>{});
+      else run(std::integral_constant<int, 1>{});
     }
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    add_pieces<T><<<blocks_for(outer * columns, 32), kThreads, 0, launch.stream()>>>(
-        static_cast<const A*>(partial->const_data_ptr()), static_cast<T*>(ds.mutable_data_ptr()), outer, a.pieces, columns);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
 

@@ -1,4 +1,4 @@
-// What the elementwise kernels share: tensors walked flat in words of 16 bytes, rows within them, and column sums in two stages.
+// What the elementwise kernels share: tensors walked flat in words of 16 bytes, rows within them.
 //
 // In a namespace without a name: each file that includes this has kernels of its own.
 #pragma once
@@ -89,7 +89,14 @@ struct Rows {
   __device__ __forceinline__ int64_t row(int64_t i) const { return single ? 0 : divider.quotient(static_cast<uint32_t>(i)); }
 };
 
-// The words of such an operand, as load_flat and store_flat. WHOLE words lie within a row, which `row` is.
+// The words of such an operand. WHOLE words lie within a row, which `row` is. Of others a thread has elements that lie kThreads
+// apart, so that its neighbours' loads and stores are neighbours too: row_index says where its first is.
+template <typename T, bool WHOLE, int UNROLL>
+__device__ __forceinline__ int64_t row_index(int u) {
+  if constexpr (WHOLE) return flat_index<T, UNROLL>(u);
+  else return (static_cast<int64_t>(blockIdx.x) * UNROLL + u) * kThreads * kVector<T> + threadIdx.x;
+}
+
 template <typename T, bool WHOLE>
 __device__ __forceinline__ Vec<T, kVector<T>> load_rows(const T* p, int64_t i, int64_t n, const Rows& rows, int64_t row, int64_t skip) {
   constexpr int V = kVector<T>;
@@ -98,7 +105,10 @@ __device__ __forceinline__ Vec<T, kVector<T>> load_rows(const T* p, int64_t i, i
   } else {
     Vec<T, V> w;
 #pragma unroll
-    for (int j = 0; j < V; ++j) w.v[j] = i + j < n ? p[i + j + rows.row(i + j) * skip] : convert<T>(0.f);
+    for (int j = 0; j < V; ++j) {
+      const int64_t at = i + j * kThreads;
+      w.v[j] = at < n ? p[at + rows.row(at) * skip] : convert<T>(0.f);
+    }
     return w;
   }
 }
@@ -111,49 +121,11 @@ __device__ __forceinline__ void store_rows(T* p, int64_t i, int64_t n, const Row
     store_vec<T, V>(p + i + row * skip, w);
   } else {
 #pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (i + j < n) p[i + j + rows.row(i + j) * skip] = w.v[j];
+    for (int j = 0; j < V; ++j) {
+      const int64_t at = i + j * kThreads;
+      if (at < n) p[at + rows.row(at) * skip] = w.v[j];
+    }
   }
-}
-
-// A block of `across` by `down` threads, each with sums of V columns: adds them up over `down` and stores them at `partial`, the
-// place of the thread's columns, which is null for a thread that has none. shared: as many values as the threads have sums.
-template <int V, typename A>
-__device__ __forceinline__ void store_partial(const A (&sum)[V], A* shared, int across, int down, A* partial) {
-  const int tx = threadIdx.x % across, ty = threadIdx.x / across;
-#pragma unroll
-  for (int j = 0; j < V; ++j) shared[(ty * V + j) * across + tx] = sum[j];
-  __syncthreads();
-  if (ty != 0 || partial == nullptr) return;
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    A all = 0;
-    for (int k = 0; k < down; ++k) all += shared[(k * V + j) * across + tx];
-    partial[j] = all;
-  }
-}
-
-// Adds the pieces up: partial [outer, pieces, columns] to ds [outer, columns], in a fixed order. A block has RESULTS results,
-// and kThreads / RESULTS threads for each.
-template <typename T, int RESULTS = 32>
-__global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* partial, T* ds, int64_t outer, int64_t pieces,
-                                                      int64_t columns) {
-  using A = compute_t<T>;
-  constexpr int kShares = kThreads / RESULTS;
-  __shared__ A shared[kShares][RESULTS];
-  const int result = threadIdx.x % RESULTS, share = threadIdx.x / RESULTS;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * RESULTS + result;
-  A sum = 0;
-  if (i < outer * columns) {
-    const A* p = partial + i / columns * pieces * columns + i % columns;
-#pragma unroll 8
-    for (int64_t k = share; k < pieces; k += kShares) sum += p[k * columns];
-  }
-  shared[share][result] = sum;
-  __syncthreads();
-  if (share != 0 || i >= outer * columns) return;
-  for (int k = 1; k < kShares; ++k) sum += shared[k][result];
-  ds[i] = convert<T>(sum);
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------

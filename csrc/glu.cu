@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) gated_forward(const T* __restrict__ 
     Vec<T, V> wg[U], wu[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t i = flat_index<T, kForwardWords>(first + u), row = rows.row(i);
+      const int64_t i = row_index<T, WHOLE, kForwardWords>(first + u), row = rows.row(i);
       wg[u] = load_rows<T, WHOLE>(gate, i, n, rows, row, skips.gate);
       wu[u] = load_rows<T, WHOLE>(up, i, n, rows, row, skips.up);
     }
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) gated_forward(const T* __restrict__ 
         const Vec<A, V> by = unpack<A>(wu[u]);
 #pragma unroll
         for (int j = 0; j < V; ++j) r.v[j] = act_value<decltype(chosen)::value, sizeof(T) == 2>(r.v[j]) * by.v[j];
-        store_flat<T, WHOLE>(out, flat_index<T, kForwardWords>(first + u), n, pack<T>(r));
+        store_rows<T, WHOLE>(out, row_index<T, WHOLE, kForwardWords>(first + u), n, rows, 0, 0, pack<T>(r));
       }
     });
   });
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const T* __restrict__
     Vec<T, V> wd[U], wg[U], wu[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t i = flat_index<T, kBackwardWords>(first + u), row = rows.row(i);
-      wd[u] = load_flat<T, WHOLE>(dy, i, n);
+      const int64_t i = row_index<T, WHOLE, kBackwardWords>(first + u), row = rows.row(i);
+      wd[u] = load_rows<T, WHOLE>(dy, i, n, rows, row, 0);
       wg[u] = load_rows<T, WHOLE>(gate, i, n, rows, row, skips.gate);
       wu[u] = load_rows<T, WHOLE>(up, i, n, rows, row, skips.up);
     }
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const T* __restrict__
           g.v[j] = act_gradient<kAct, sizeof(T) == 2>(d.v[j] * by.v[j], z);
           by.v[j] = d.v[j] * act_value<kAct, sizeof(T) == 2>(z);
         }
-        const int64_t i = flat_index<T, kBackwardWords>(first + u), row = rows.row(i);
+        const int64_t i = row_index<T, WHOLE, kBackwardWords>(first + u), row = rows.row(i);
         store_rows<T, WHOLE>(dgate, i, n, rows, row, skips.dgate, pack<T>(g));
         store_rows<T, WHOLE>(dup, i, n, rows, row, skips.dup, pack<T>(by));
       }

@@ -3,17 +3,13 @@
 // Pure memory traffic, as elementwise.cu has it. The mask of a dropout is stored nowhere: element i keeps what word i % 4 of
 // Philox4x32-10(key seed, counter i / 4) says, i counted in memory order, and the backward draws the same words again. They
 // depend on no load but that of the seed, so a thread computes them while its words are on their way.
-#include "flat.cuh"
+#include "columns.cuh"
 
 namespace fastlayers {
 namespace {
 
 constexpr int kRounds = 10;  // of Philox, as torch and Triton have them; kernels/residual.py and ops/residual.py too
-constexpr int kBlocksPerProcessor = 3;  // of the backward of gamma, all resident
-// Of scale_backward_columns: the rows of which a thread has words on their way, as many as 80 registers hold.
-template <typename G, typename T>
-constexpr int kRowsInFlight = sizeof(G) > sizeof(T) ? 2 : 4;
-constexpr int kColumnsPerBlock = 8;  // of its second stage: a sector of float32
+constexpr int kDropoutWords = 2;  // of each operand in flight a thread: the mask takes its time, and more threads hide it
 
 // The type of which a 16-byte word holds more elements: the threads divide a tensor into its words.
 template <typename I, typename O>
@@ -73,19 +69,19 @@ __global__ void __launch_bounds__(kThreads) dropout_flat(const I* x, const O* re
   using N = Narrow<I, O>;
   constexpr int V = kVector<N>;
   const auto key = static_cast<uint64_t>(*seed);
-  for_block<N>(is_aligned, n, [&](auto words, int first) {
+  for_block<N, kDropoutWords>(is_aligned, n, [&](auto words, int first) {
     constexpr int U = words.value;
     constexpr bool WHOLE = U > 1;
     Vec<I, V> wx[U];
     Vec<O, V> wr[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      wx[u] = load_flat<I, WHOLE, V>(x, flat_index<N>(first + u), n);
-      if constexpr (RESIDUAL) wr[u] = load_flat<O, WHOLE, V>(residual, flat_index<N>(first + u), n);
+      wx[u] = load_flat<I, WHOLE, V>(x, flat_index<N, kDropoutWords>(first + u), n);
+      if constexpr (RESIDUAL) wr[u] = load_flat<O, WHOLE, V>(residual, flat_index<N, kDropoutWords>(first + u), n);
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t i = flat_index<N>(first + u);
+      const int64_t i = flat_index<N, kDropoutWords>(first + u);
       const unsigned kept = kept_bits<V>(key, i, threshold);
       Vec<A, V> factor;
 #pragma unroll
@@ -218,14 +214,18 @@ __global__ void __launch_bounds__(kThreads) scale_flat(const I* x, const O* resi
 
 // The gradients of x and gamma in one pass: dx = dy·gamma·keep·scale, and dgamma the sum of dy·x·keep·scale over all but
 // gamma's dimension. The tensors are [repeat, columns, inner] in memory, gamma along the columns, each of whose rows of `columns` or of
-// `inner` elements is of one sample. A block leaves a partial sum.
+// `inner` elements is of one sample.
 struct GammaArgs {
-  const void *gamma, *keep;  // keep: a factor for each sample, or null
-  bool float32;              // gamma, to float16 or bfloat16 tensors
-  int64_t repeat, columns, inner;
-  int64_t pieces;                   // of the sum, a block each
-  int across, down;                 // threads of a block over a row, and over the rows
+  const void *gamma, *keep;         // keep: a factor for each sample, or null
+  bool float32;                     // gamma, to float16 or bfloat16 tensors
   Divider rows_of_sample, samples;  // a row belongs to sample (row / rows_of_sample) % samples
+};
+
+// inner > 1.
+struct RowArgs {
+  int64_t repeat, columns, inner;
+  int64_t pieces;    // of a row, a block each
+  int across, down;  // threads of a block over a row, and over the rows
 };
 
 template <typename A>
@@ -240,100 +240,72 @@ __device__ __forceinline__ A gamma_at(const GammaArgs& a, int64_t column) {
   return convert<A>(static_cast<const T*>(a.gamma)[column]);
 }
 
-// By masks, for behind a branch the compiler puts the loads too, where they wait for one another.
-template <typename T, int N>
-__device__ __forceinline__ Vec<T, N> zero_unless(bool there, Vec<T, N> v) {
-  if constexpr (sizeof(v) % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(v) / 4); ++i) reinterpret_cast<unsigned*>(v.v)[i] &= there ? ~0u : 0u;
-  } else {
-#pragma unroll
-    for (int j = 0; j < N; ++j) v.v[j] = there ? v.v[j] : convert<T>(0.f);
-  }
-  return v;
-}
-
-// inner == 1: a block takes a tile of columns, and every pieces-th group of `down` rows, so that the blocks together walk
-// through memory in one front.
+// inner == 1.
 template <typename G, typename T, int V, bool KEEP>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+__global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     scale_backward_columns(const G* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, compute_t<T>* partial,
-                           compute_t<T> scale, const __grid_constant__ GammaArgs a) {
+                           compute_t<T> scale, const Columns c, const __grid_constant__ GammaArgs a) {
   using A = compute_t<T>;
-  constexpr int U = kRowsInFlight<G, T>;
-  extern __shared__ char memory[];
-  A* shared = reinterpret_cast<A*>(memory);
-  const int64_t tiles = (a.columns + static_cast<int64_t>(a.across) * V - 1) / (static_cast<int64_t>(a.across) * V);
-  const int64_t tile = blockIdx.x % tiles, piece = blockIdx.x / tiles;
-  const int tx = threadIdx.x % a.across, ty = threadIdx.x / a.across;
-  const int64_t column = (tile * a.across + tx) * V;
-  const bool active = column < a.columns;
-  A sum[V] = {};
-  if (active) {
-    A gamma[V];
+  ColumnThread<V> me(c, blockIdx.x);
+  Vec<A, V> sum = filled<A, V>(A(0)), gamma = sum;
+  if (me.active) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) gamma[j] = gamma_at<A, T>(a, column + j) * (KEEP ? A(1) : scale);
-    const int64_t step = a.pieces * a.down;
-#pragma unroll 1
-    for (int64_t row = piece * a.down + ty; row < a.repeat; row += U * step) {
-      Vec<G, V> wg[U];
-      Vec<T, V> wx[U];
-      [[maybe_unused]] A factor[U];
+    for (int j = 0; j < V; ++j) gamma.v[j] = gamma_at<A, T>(a, me.column + j) * (KEEP ? A(1) : scale);
+  }
+  const auto nothing = static_cast<unsigned>(c.repeat >> 62);
+  me.for_rows(c, [&](auto count, int64_t row) {
+    constexpr int U = count.value;
+    Vec<G, V> wg[U];
+    Vec<T, V> wx[U];
+    [[maybe_unused]] A factor[U];
 #pragma unroll
-      for (int u = 0; u < U; ++u) {
-        const int64_t r = min(row + u * step, a.repeat - 1), i = r * a.columns + column;  // past the end, some row
-        wg[u] = load_vec<G, V>(dy + i);
-        wx[u] = load_vec<T, V>(x + i);
-        if constexpr (KEEP) factor[u] = sample_factor<A>(a, r, scale);
-      }
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        const int64_t r = row + u * step;
-        const bool there = r < a.repeat;
-        Vec<A, V> g = unpack<A>(zero_unless(there, wg[u]));
-        const Vec<A, V> w = unpack<A>(zero_unless(there, wx[u]));
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          if constexpr (KEEP) g.v[j] *= factor[u];
-          sum[j] = fma(g.v[j], w.v[j], sum[j]);
-          g.v[j] *= gamma[j];
-        }
-        if (there) store_vec<T, V>(dx + r * a.columns + column, pack<T>(g));
-      }
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * me.step, i = r * c.columns + me.column;
+      wg[u] = load_vec<G, V>(dy + i);
+      wx[u] = load_vec<T, V>(x + i);
+      if constexpr (KEEP) factor[u] = sample_factor<A>(a, r, scale);
     }
-  }
+    if constexpr (std::is_same_v<G, T>) wait_for_all(wx, wg, nothing);
 #pragma unroll
-  for (int j = 0; j < V; ++j) shared[(ty * V + j) * a.across + tx] = sum[j];
-  __syncthreads();
-  if (ty != 0 || !active) return;
+    for (int u = 0; u < U; ++u) {
+      Vec<A, V> g = unpack<A>(wg[u]);
+      const Vec<A, V> w = unpack<A>(wx[u]);
 #pragma unroll
-  for (int j = 0; j < V; ++j) {
-    A all = 0;
-    for (int k = 0; k < a.down; ++k) all += shared[(k * V + j) * a.across + tx];
-    partial[piece * a.columns + column + j] = all * (KEEP ? A(1) : scale);
+      for (int j = 0; j < V; ++j) {
+        if constexpr (KEEP) g.v[j] *= factor[u];
+        sum.v[j] = fma(g.v[j], w.v[j], sum.v[j]);
+        g.v[j] *= gamma.v[j];
+      }
+      store_vec<T, V>(dx + (row + u * me.step) * c.columns + me.column, pack<T>(g));
+    }
+  });
+  if constexpr (!KEEP) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) sum.v[j] *= scale;
   }
+  me.store(c, sum, partial);
 }
 
 // inner > 1: a row of `inner`, or a piece of it, to `across` threads.
 template <typename G, typename T, int V>
 __global__ void __launch_bounds__(kThreads) scale_backward_rows(const G* __restrict__ dy, const T* __restrict__ x,
                                                                T* __restrict__ dx, compute_t<T>* partial, compute_t<T> scale,
-                                                               const __grid_constant__ GammaArgs a) {
+                                                               const RowArgs r, const __grid_constant__ GammaArgs a) {
   using A = compute_t<T>;
   __shared__ A shared[kThreads / 32];
-  const int lane = threadIdx.x % a.across;
-  const int64_t row = blockIdx.x / a.pieces * a.down + threadIdx.x / a.across, piece = blockIdx.x % a.pieces;
-  const int64_t words = a.inner / V, each = (words + a.pieces - 1) / a.pieces;
+  const int lane = threadIdx.x % r.across;
+  const int64_t row = blockIdx.x / r.pieces * r.down + threadIdx.x / r.across, piece = blockIdx.x % r.pieces;
+  const int64_t words = r.inner / V, each = (words + r.pieces - 1) / r.pieces;
   const int64_t last = (piece + 1) * each < words ? (piece + 1) * each : words;
-  const int64_t column = row % a.columns;
-  const bool active = row < a.repeat * a.columns;
+  const int64_t column = row % r.columns;
+  const bool active = row < r.repeat * r.columns;
   A sum = 0;
   if (active) {
     const A factor = a.keep ? sample_factor<A>(a, row, scale) : scale;
     const A to_x = factor * gamma_at<A, T>(a, column);
-    const int64_t base = row * a.inner;
+    const int64_t base = row * r.inner;
 #pragma unroll 4
-    for (int64_t word = piece * each + lane; word < last; word += a.across) {
+    for (int64_t word = piece * each + lane; word < last; word += r.across) {
       Vec<A, V> g = unpack<A>(load_vec<G, V>(dy + base + word * V));
       const Vec<A, V> w = unpack<A>(load_vec<T, V>(x + base + word * V));
       A part = 0;
@@ -347,15 +319,15 @@ __global__ void __launch_bounds__(kThreads) scale_backward_rows(const G* __restr
     }
     sum *= factor;
   }
-  for (int o = (a.across < 32 ? a.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-  if (a.across > 32) {
-    const int warps = a.across / 32, first = threadIdx.x / a.across * warps;
+  for (int o = (r.across < 32 ? r.across : 32) >> 1; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  if (r.across > 32) {
+    const int warps = r.across / 32, first = threadIdx.x / r.across * warps;
     if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = sum;
     __syncthreads();
     sum = 0;
     for (int k = 0; k < warps; ++k) sum += shared[first + k];
   }
-  if (lane == 0 && active) partial[(row / a.columns * a.pieces + piece) * a.columns + column] = sum;
+  if (lane == 0 && active) partial[(row / r.columns * r.pieces + piece) * r.columns + column] = sum;
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
@@ -426,7 +398,7 @@ Tensor dropout_add(const Tensor& x, const std::optional<Tensor>& residual, const
     using O = decltype(zero_out);
     using N = Narrow<I, O>;
     const auto run = [&](auto adds) {
-      dropout_flat<I, O, decltype(adds)::value><<<flat_blocks<N>(n), kThreads, 0, launch.stream()>>>(
+      dropout_flat<I, O, decltype(adds)::value><<<flat_blocks<N, kDropoutWords>(n), kThreads, 0, launch.stream()>>>(
           static_cast<const I*>(operands.x.const_data_ptr()), operands.residual_data<O>(),
           static_cast<O*>(out.mutable_data_ptr()), n, operands.whole_words<O>(),
           static_cast<const int64_t*>(seed.const_data_ptr()), threshold, static_cast<compute_t<O>>(1.0 / (1.0 - p)));
@@ -543,11 +515,9 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   const Tensor dy = with_strides(dy_in, sizes, strides), x = with_strides(x_in, sizes, strides);
   const int64_t n = x.numel();
   STD_TORCH_CHECK(n > 0, "fastlayers::", op, ": nothing to compute on");
+  const int64_t columns = dim < 0 ? 1 : sizes[dim], inner = dim >= 0 ? strides[dim] : dropping ? strides[0] : n;
+  const int64_t repeat = n / columns / inner, row = inner == 1 ? columns : inner;
   GammaArgs a{};
-  a.columns = dim < 0 ? 1 : sizes[dim];
-  a.inner = dim >= 0 ? strides[dim] : dropping ? strides[0] : n;
-  a.repeat = n / a.columns / a.inner;
-  const int64_t row = a.inner == 1 ? a.columns : a.inner;
   // Where samples change within a row, or rows are too many to count in 32 bits, the samples are dropped first.
   if (dropping && (strides[0] < row || dim == 0 || n / row > INT32_MAX)) {
     const Tensor kept = scale_add(dy, std::nullopt, keep, scale, std::nullopt, dy.scalar_type());
@@ -573,54 +543,43 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
       constexpr int V = kVector<T>;
       STD_TORCH_CHECK(gamma.scalar_type() == x.scalar_type() || (sizeof(T) == 2 && a.float32), "fastlayers::", op,
                       ": expected a gamma of x's dtype, or of float32 to a half");
-      const int64_t wanted = kBlocksPerProcessor * static_cast<int64_t>(device_traits(launch.device()).processors);
       const G* g = static_cast<const G*>(dy.const_data_ptr());
       const T* px = static_cast<const T*>(x.const_data_ptr());
       T* d = static_cast<T*>(dx.mutable_data_ptr());
       const A s = static_cast<A>(scale);
       const bool whole = aligned(g) && aligned(px) && row % V == 0;
-      const int64_t lanes = whole ? row / V : row;
-      std::optional<Tensor> partial;
-      const auto partials = [&](int64_t rows) {
-        partial = empty_contiguous({rows, a.columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, x);
-        return static_cast<A*>(partial->mutable_data_ptr());
-      };
-      if (a.inner > 1) {
-        const int64_t rows = a.repeat * a.columns;
-        a.across = static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(lanes, 4))));
-        a.down = kThreads / a.across;
-        const int64_t row_blocks = ceil_div(rows, a.down);
-        a.pieces = std::clamp<int64_t>(wanted / row_blocks, 1, std::max<int64_t>(1, lanes / (4 * a.across)));
-        A* pp = partials(a.repeat * a.pieces);
-        const unsigned grid = blocks_for(row_blocks * a.pieces, 1);
-        if (whole) scale_backward_rows<G, T, V><<<grid, kThreads, 0, launch.stream()>>>(g, px, d, pp, s, a);
-        else scale_backward_rows<G, T, 1><<<grid, kThreads, 0, launch.stream()>>>(g, px, d, pp, s, a);
-      } else {
-        const int64_t tiles = ceil_div(lanes, 128);
-        a.across = static_cast<int>(ceil_div(lanes, tiles));
-        a.down = kThreads / a.across;
-        a.pieces = std::clamp<int64_t>(wanted / tiles, 1, ceil_div(a.repeat, kRowsInFlight<G, T> * a.down));
-        A* pp = partials(a.pieces);
-        const unsigned grid = blocks_for(tiles * a.pieces, 1);
-        const int threads = a.across * a.down;
-        const auto run = [&](auto words, auto keeps) {
-          constexpr int W = words.value;
-          const size_t shared = sizeof(A) * threads * W;
-          scale_backward_columns<G, T, W, decltype(keeps)::value><<<grid, threads, shared, launch.stream()>>>(g, px, d, pp, s, a);
-        };
-        const auto choose = [&](auto words) { keep ? run(words, std::true_type{}) : run(words, std::false_type{}); };
-        whole ? choose(std::integral_constant<int, V>{}) : choose(std::integral_constant<int, 1>{});
-      }
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
-      const int64_t pieces = partial->size(0);
-      const auto finish = [&](auto zero) {
-        using R = decltype(zero);
-        add_pieces<R, kColumnsPerBlock><<<blocks_for(a.columns, kColumnsPerBlock), kThreads, 0, launch.stream()>>>(
-            static_cast<const A*>(partial->const_data_ptr()), static_cast<R*>(dgamma.mutable_data_ptr()), 1, pieces, a.columns);
+      const auto finish = [&](const Tensor& partial, int64_t pieces) {
         STD_CUDA_KERNEL_LAUNCH_CHECK();
+        if (sizeof(T) == 2 && a.float32) launch_add_pieces<A>(partial, dgamma.mutable_data_ptr(), 1, pieces, columns, launch);
+        else launch_add_pieces<T>(partial, dgamma.mutable_data_ptr(), 1, pieces, columns, launch);
       };
-      if (sizeof(T) == 2 && a.float32) finish(A{});
-      else finish(T{});
+      const auto run = [&](auto vector) {
+        constexpr int W = decltype(vector)::value;
+        if (inner > 1) {
+          const int64_t lanes = row / W, rows = repeat * columns;
+          const int64_t resident = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);
+          RowArgs r{repeat, columns, inner, 1, static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(lanes, 4)))), 1};
+          r.down = kThreads / r.across;
+          const int64_t row_blocks = ceil_div(rows, r.down);
+          r.pieces = std::clamp<int64_t>(resident / row_blocks, 1, std::max<int64_t>(1, lanes / (4 * r.across)));
+          Tensor partial = empty_partial<A>(repeat * r.pieces, columns, x);
+          scale_backward_rows<G, T, W><<<blocks_for(row_blocks * r.pieces, 1), kThreads, 0, launch.stream()>>>(
+              g, px, d, static_cast<A*>(partial.mutable_data_ptr()), s, r, a);
+          finish(partial, repeat * r.pieces);
+        } else {
+          const Columns c = Columns::plan<A>(repeat, columns, W, launch.device());
+          Tensor partial = empty_partial<A>(c.pieces, columns, x);
+          const auto launch_columns = [&](auto keeps) {
+            scale_backward_columns<G, T, W, decltype(keeps)::value>
+                <<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
+                    g, px, d, static_cast<A*>(partial.mutable_data_ptr()), s, c, a);
+          };
+          keep ? launch_columns(std::true_type{}) : launch_columns(std::false_type{});
+          finish(partial, c.pieces);
+        }
+      };
+      if (whole) run(std::integral_constant<int, V>{});
+      else run(std::integral_constant<int, 1>{});
     }
   });
   return {dx, dgamma};

@@ -12,7 +12,8 @@ namespace fastlayers {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kHeads = 4;  // of a thread, whose loads are in flight together: two words of each, of interleaved pairs one
+template <bool INTERLEAVED>
+constexpr int kHeads = INTERLEAVED ? 4 : 2;  // of a thread, whose loads are in flight together: one word of each, or two
 constexpr int kOuter = 3;  // dimensions but the last, as the kernel walks them
 
 // q or k with its result. A thread has the heads g, g + groups, ..., so that neighbouring groups read neighbouring memory
@@ -131,9 +132,9 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args 
   const In* in = static_cast<const In*>(x.in) + offset(x.in_stride);
   Out* out = static_cast<Out*>(x.out) + offset(x.out_stride);
 
-  Vec<In, 2 * N> v[kHeads];
+  Vec<In, 2 * N> v[kHeads<INTERLEAVED>];
 #pragma unroll
-  for (int i = 0; i < kHeads; ++i)
+  for (int i = 0; i < kHeads<INTERLEAVED>; ++i)
     v[i] = load_unit<In, N, INTERLEAVED>(in + (has(i) ? i * x.in_step : 0), first, both ? second : first);
 
   const int column = rotates ? unit : 0;
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args 
 
   if (!rotates) {
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i)
+    for (int i = 0; i < kHeads<INTERLEAVED>; ++i)
       if (has(i)) store_unit<Out, N, INTERLEAVED>(out + i * x.out_step, first, second, both, pack<Out>(unpack<A>(v[i])));
     return;
   }
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args 
     for (int j = 0; j < 2 * N; ++j) sin.v[side<INTERLEAVED, N>(j / N, j % N)] = turned.v[side<INTERLEAVED, N>(1 - j / N, j % N)];
   }
 #pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
+  for (int i = 0; i < kHeads<INTERLEAVED>; ++i) {
     if (!has(i)) continue;
     forget(cos);
     forget(sin);
@@ -208,7 +209,7 @@ struct Axis {
   int64_t size = 1, in = 0, out = 0, cos = 0, sin = 0;
 };
 
-Operand arrange(const Tensor& in, const Tensor& out, const Dims& cos, const Dims& sin, int64_t head, int units) {
+Operand arrange(const Tensor& in, const Tensor& out, const Dims& cos, const Dims& sin, int64_t head, int units, int each) {
   Axis heads, positions[2];
   int found = 0;
   for (int64_t d = 0; d + 1 < in.dim(); ++d) {
@@ -225,7 +226,7 @@ Operand arrange(const Tensor& in, const Tensor& out, const Dims& cos, const Dims
 
   Operand x;
   x.heads = static_cast<int>(heads.size);
-  x.groups = static_cast<int>(ceil_div(heads.size, kHeads));
+  x.groups = static_cast<int>(ceil_div(heads.size, each));
   x.in_step = heads.in * x.groups;
   x.out_step = heads.out * x.groups;
   x.group_fastest = positions[1].size == 1 || heads.out < positions[1].out;
@@ -308,8 +309,8 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const std::optional<Tensor
       constexpr int N = decltype(unit)::value;
       a.rotating = a.pairs / N;
       a.units = static_cast<int>(ceil_div(dim, 2 * N));
-      a.x[0] = arrange(q, q_out, cos_strides, sin_strides, head, a.units);
-      if (k_in && k.numel() > 0) a.x[1] = arrange(k, k_out, cos_strides, sin_strides, head, a.units);
+      a.x[0] = arrange(q, q_out, cos_strides, sin_strides, head, a.units, kHeads<decltype(neighbours)::value>);
+      if (k_in && k.numel() > 0) a.x[1] = arrange(k, k_out, cos_strides, sin_strides, head, a.units, kHeads<decltype(neighbours)::value>);
       a.wide = std::max(a.x[0].threads, a.x[1].threads) > INT32_MAX;
       if (!a.wide) {
         a.by_units = Divider(static_cast<uint32_t>(a.units));

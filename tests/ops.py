@@ -1248,14 +1248,7 @@ BATCH_NORM_EVAL = replace(
 # ---- activations and gates -------------------------------------------------------------------------------------------
 
 STOCK_ACTS: dict[str | None, Callable[..., Tensor]] = {
-    None: lambda z: z,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "hardswish": F.hardswish,
-    "relu6": F.relu6,
-    "leaky_relu": F.leaky_relu,
+    **ACTIVATIONS,
     "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
     "relu2": lambda z: F.relu(z) * F.relu(z),
     "mish": F.mish,
@@ -1338,6 +1331,9 @@ BIAS_ACT_SAMPLES = (
     with_act("several blocks", (3, 40013), "gelu"),
     with_act("many rows", (4099, 24), "gelu"),
     with_act("many odd rows", (3001, 7), "silu"),
+    with_act("fewer odd rows than a word has", (3, 1001), "gelu"),
+    with_act("odd rows of several tiles", (515, 2047), "gelu"),
+    with_act("rows of words and a half", (517, 268), "gelu_tanh"),
     with_act("three dims", (3, 17, 24), "gelu_tanh"),
     with_act("relu, many rows", (3001, 16), "relu"),
     with_act("transposed", (24, 33), "gelu", layout=transposed),
@@ -1387,6 +1383,7 @@ BIAS_ACT = Op(
     ),
     layers=(Layer(fastlayers.FusedBiasAct(37), with_act("layer", (5, 37), "gelu", None), 1),),
     matrix=lambda x: (x, Input(x.shape[-1:]), "gelu"),
+    alone=-1,
 )
 
 
@@ -1426,7 +1423,7 @@ BARE = (
     bare(functional.quick_gelu, STOCK_ACTS["quick_gelu"], fastlayers.FusedQuickGELU(), smooth=True),
     bare(functional.relu2, STOCK_ACTS["relu2"], fastlayers.FusedReLU2()),
     bare(functional.silu, F.silu, fastlayers.FusedSiLU(), smooth=True),
-    bare(functional.hardswish, F.hardswish, fastlayers.FusedHardswish()),
+    bare(functional.hardswish, STOCK_ACTS["hardswish"], fastlayers.FusedHardswish()),
     bare(functional.leaky_relu, F.leaky_relu, fastlayers.FusedLeakyReLU(0.2), negative_slope=0.2),
     bare(functional.elu, F.elu, fastlayers.FusedELU(0.5), alpha=0.5),
     bare(functional.softplus, F.softplus, fastlayers.FusedSoftplus(2.0, 5.0), smooth=True, beta=2.0, threshold=5.0),

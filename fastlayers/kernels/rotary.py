@@ -131,8 +131,9 @@ def _launch(
     sizes, x, out, cos, sin = zip(*axes, strict=True)
 
     block = min(BLOCK, triton.next_power_of_2(pairs))
-    rest = min(2 * BLOCK, triton.next_power_of_2(dim - rotary_dim)) if dim > rotary_dim else 1
     tile_rows = max(1, TILE // (held * block))
+    # What passes through, as many elements at a time as the pairs have.
+    rest = min(2 * TILE // (held * tile_rows), triton.next_power_of_2(dim - rotary_dim)) if dim > rotary_dim else 1
     rows = sizes[0] * sizes[1] * sizes[2]
     scalars = (
         rows, sizes[1], sizes[2], heads, groups, *x, of_heads[1] * groups, strides[-1], *out, of_heads[2] * groups,

@@ -42,7 +42,7 @@ def unsupported(x: Tensor, bias: object, act: str | None) -> str | None:
         if bias.dtype != dtype or bias.get_device() != x.get_device() or bias.shape != x.shape[-1:] or x.dim() == 0:
             given = f"{bias.dtype}, shape {tuple(bias.shape)} on {bias.device}"
             return f"a bias of {given}, for {dtype}, {tuple(x.shape)} on {x.device}; kernels take one over the last dim"
-    return dispatch.act_problem(act, x)
+    return None
 
 
 class _BiasAct(torch.autograd.Function):
@@ -85,6 +85,8 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str | None, given: Mapping[str
     parameters = parameters_of(act, given)
     if torch.compiler.is_compiling():
         return reference.bias_act(x, bias, act, parameters)
+    if act == "softplus" and isinstance(x, Tensor):
+        x = x.to(reference.norm_dtype("softplus", x))  # in float32 under autocast, as torch has it
     kernels = FAMILY.serving(x)
     if kernels is not None:
         if backends.get_backend() is None and _gains_nothing(x, bias, act):

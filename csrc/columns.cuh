@@ -1,0 +1,131 @@
+// Dense tensors walked down their columns, [repeat, columns] in memory, by kernels that sum something over the rows on the way: the
+// gradient of a bias, of a factor, of a scale.
+//
+// A thread has V neighbouring columns of every step-th row. All blocks are resident, and together walk through memory in one front:
+// pieces of neighbouring rows a block reach .92 of the copy bandwidth where this reaches .94. Each block leaves a partial sum, and
+// add_pieces adds these up, all in a fixed order.
+#pragma once
+
+#include "flat.cuh"
+
+namespace fastlayers {
+namespace {
+
+// Rows that a thread has in flight, and blocks that are resident on a multiprocessor, which leaves a thread 64 registers.
+constexpr int kRowsInFlight = 2;
+template <typename A>
+constexpr int kColumnBlocks = sizeof(A) == 8 ? 2 : 4;
+
+struct Columns {
+  int64_t repeat, columns;
+  int64_t pieces;            // of the rows, a block each
+  int tiles, across, down;   // blocks over the columns; threads of a block over its columns, and over the rows
+  bool ends_within = false;  // one more row follows, which ends before its last column
+
+  // `together`: tensors that are walked by one launch.
+  template <typename A>
+  static Columns plan(int64_t repeat, int64_t columns, int vector, int device, int64_t together = 1) {
+    const int most = vector > 1 ? 32 : 128;  // a warp, or what has lines enough of single elements
+    const int64_t lanes = ceil_div(columns, vector), tiles = ceil_div(lanes, most);
+    STD_TORCH_CHECK(tiles <= INT32_MAX, "fastlayers: ", columns, " columns are more than one launch takes");
+    Columns c{repeat, columns, 1, static_cast<int>(tiles), static_cast<int>(ceil_div(lanes, tiles)), 1};
+    c.down = kThreads / c.across;
+    const int64_t resident = static_cast<int64_t>(kColumnBlocks<A>) * device_traits(device).processors;
+    c.pieces = std::clamp<int64_t>(resident / (tiles * together), 1, std::max<int64_t>(1, repeat / (kRowsInFlight * c.down)));
+    return c;
+  }
+  int64_t blocks() const { return tiles * pieces; }
+  int threads() const { return across * down; }
+  template <typename A>
+  size_t shared(int vector) const { return sizeof(A) * threads() * vector; }
+};
+
+// What a thread has of them.
+template <int V>
+struct ColumnThread {
+  int64_t tile, piece, column, row, step;
+  bool active;
+
+  __device__ __forceinline__ ColumnThread(const Columns& c, int64_t block) {
+    tile = block % c.tiles;
+    piece = block / c.tiles;
+    column = (tile * c.across + threadIdx.x % c.across) * V;
+    row = piece * c.down + threadIdx.x / c.across;
+    step = c.pieces * c.down;
+    active = column < c.columns;
+  }
+
+  // Calls f(how many rows, the first of them), `step` apart. Row c.repeat, where there is one, comes alone.
+  template <int ROWS = kRowsInFlight, typename F>
+  __device__ __forceinline__ void for_rows(const Columns& c, F&& f) {
+    if (!active) return;
+    if constexpr (ROWS > 1) {
+#pragma unroll 1
+      for (; row + (ROWS - 1) * step < c.repeat; row += ROWS * step) f(std::integral_constant<int, ROWS>{}, row);
+    }
+    const int64_t rows = c.repeat + c.ends_within;
+#pragma unroll 1
+    for (; row < rows; row += step) f(std::integral_constant<int, 1>{}, row);
+  }
+
+  // Adds the block's sums up, and stores them to partial [pieces, columns].
+  template <typename A>
+  __device__ __forceinline__ void store(const Columns& c, const Vec<A, V>& sum, A* partial) const {
+    extern __shared__ __align__(16) char memory[];
+    A* shared = reinterpret_cast<A*>(memory);
+    const int wide = c.across * V;
+    *reinterpret_cast<Vec<A, V>*>(shared + threadIdx.x / c.across * wide + threadIdx.x % c.across * V) = sum;
+    __syncthreads();
+    const int64_t first = tile * wide;
+    for (int i = threadIdx.x; i < wide && first + i < c.columns; i += blockDim.x) {
+      A all = 0;
+      for (int k = 0; k < c.down; ++k) all += shared[k * wide + i];
+      partial[piece * c.columns + first + i] = all;
+    }
+  }
+};
+
+// Adds the pieces up: partial [outer, pieces, columns] to sums [outer, columns], in a fixed order. A block has RESULTS results,
+// and kThreads / RESULTS threads for each.
+template <typename T, int RESULTS>
+__global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* partial, T* sums, int64_t outer, int64_t pieces,
+                                                      int64_t columns) {
+  using A = compute_t<T>;
+  constexpr int kShares = kThreads / RESULTS;
+  __shared__ A shared[kShares][RESULTS];
+  const int result = threadIdx.x % RESULTS, share = threadIdx.x / RESULTS;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * RESULTS + result;
+  A sum = 0;
+  if (i < outer * columns) {
+    const A* p = partial + i / columns * pieces * columns + i % columns;
+#pragma unroll 8
+    for (int64_t k = share; k < pieces; k += kShares) sum += p[k * columns];
+  }
+  shared[share][result] = sum;
+  __syncthreads();
+  if (share != 0 || i >= outer * columns) return;
+  for (int k = 1; k < kShares; ++k) sum += shared[k][result];
+  sums[i] = convert<T>(sum);
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+template <typename A>
+Tensor empty_partial(int64_t pieces, int64_t columns, const Tensor& like) {
+  return empty_contiguous({pieces, columns}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, like);
+}
+
+template <typename T>
+void launch_add_pieces(const Tensor& partial, void* sums, int64_t outer, int64_t pieces, int64_t columns, const Launch& launch) {
+  const auto run = [&](auto results) {
+    constexpr int kResults = decltype(results)::value;
+    add_pieces<T, kResults><<<blocks_for(outer * columns, kResults), kThreads, 0, launch.stream()>>>(
+        static_cast<const compute_t<T>*>(partial.const_data_ptr()), static_cast<T*>(sums), outer, pieces, columns);
+  };
+  if (pieces < kThreads / 8) run(std::integral_constant<int, 32>{});
+  else run(std::integral_constant<int, 8>{});  // a sector of float32
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+}  // namespace fastlayers
