@@ -43,18 +43,19 @@ class _Gated(torch.autograd.Function):
         return dgate if for_gate else None, dup if for_up else None, None, None
 
 
+_record_gated = dispatch.recorder(_Gated)
+
+
 def gated(gate: Tensor, up: Tensor, act: str | None) -> Tensor:
     code = activation(act).code
     if torch.compiler.is_compiling():
         return reference.gated(gate, up, act)
     kernels = FAMILY.serving(gate)
     if kernels is not None:
-        if backends.get_backend() is None and gate.numel() < elementwise.GPU_LEAST:
-            return reference.gated(gate, up, act)
         reason = elementwise.unsupported(gate, up, True) or dispatch.act_problem(act, gate)
         if reason is None:
             if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-                return _Gated.apply(gate, up, code, kernels)  # type: ignore[no-any-return]
+                return _record_gated(dispatch.unwrap(gate), dispatch.unwrap(up), code, kernels)  # type: ignore[no-any-return]
             return kernels.gated_forward(gate, up, code)  # type: ignore[no-any-return]
         backends.refuse(reason)
     return dispatch.answer("gated", gate, up, act)  # type: ignore[no-any-return]
@@ -85,6 +86,9 @@ class _GLU(torch.autograd.Function):
         return dx, None, None, None, None
 
 
+_record_glu = dispatch.recorder(_GLU)
+
+
 def _unsupported_packed(x: Tensor, dim: int, act: str | None) -> str | None:
     if x.dtype not in dispatch.FLOATING:
         return f"no kernel for {x.dtype}"
@@ -99,12 +103,12 @@ def glu(x: Tensor, act: str | None, dim: int, gate_first: bool) -> Tensor:
         return reference.glu(x, act, dim, gate_first)
     kernels = FAMILY.serving(x)
     if kernels is not None:
-        if backends.get_backend() is None and x.numel() < elementwise.GPU_LEAST:
-            return reference.glu(x, act, dim, gate_first)
+        if act == "sigmoid" and not gate_first and x.numel() < elementwise.GPU_LEAST and backends.get_backend() is None:
+            return reference.glu(x, act, dim, gate_first)  # one kernel of torch's too
         reason = _unsupported_packed(x, dim, act)
         if reason is None:
             if torch.is_grad_enabled() and x.requires_grad:
-                return _GLU.apply(x, dim, gate_first, code, kernels)  # type: ignore[no-any-return]
+                return _record_glu(dispatch.unwrap(x), dim, gate_first, code, kernels)  # type: ignore[no-any-return]
             return kernels.glu_forward(x, dim, gate_first, code)  # type: ignore[no-any-return]
         backends.refuse(reason)
     return dispatch.answer("glu", x, act, dim, gate_first)  # type: ignore[no-any-return]
