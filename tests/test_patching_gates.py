@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import needs_gpu
 from patching_harness import builder, fused, reasons, same, tensors
 from torch import nn
 
@@ -180,6 +181,13 @@ def test_no_dropout_add(build, body, reason):
     assert reason is None or not fused(block)
     assert reason is None or reason in reasons(block)
     same(block, *tensors((3, 4)))
+
+
+@needs_gpu
+def test_verify_compares_with_torchs_masks(build):
+    """A kernel draws another mask from a seed than torch does: large enough, verify would see nothing else."""
+    block = patch_model(build(DROP_INIT, "x", "return x + self.drop(self.linear(x))").cuda())
+    assert verify_patch(block, torch.randn(2**15, 4, device="cuda"))
 
 
 def test_dropout_add_follows_its_layer(build):
