@@ -124,6 +124,35 @@ def test_gated_mlp_of_transformers(act, rule):
         mlp(torch.randn(2, 3, 32)).sum().backward()
 
 
+# -- x * sigmoid(gate) -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return x * self.gate(self.fc(x.mean((2, 3), keepdim=True)))",
+        "return self.hard(self.fc(x.mean((2, 3), keepdim=True))) * x",
+        "return x * torch.sigmoid(self.fc(x.mean((2, 3), keepdim=True)))",
+        "return torch.mul(x, self.fc(x.mean((2, 3), keepdim=True)).sigmoid())",
+        "return x * F.hardsigmoid(self.fc(x))",
+    ],
+)
+def test_excite(build, body):
+    block = build("self.fc, self.gate, self.hard = nn.Conv2d(4, 4, 1), nn.Sigmoid(), nn.Hardsigmoid()", "x", body)
+    assert fused(block) == {"mul": 1}
+    same(block, *tensors((2, 4, 5, 5)))
+    undone(block, torch.randn(2, 4, 5, 5))
+
+
+@pytest.mark.parametrize(
+    "body", ["return x * self.fc(x)", "return x * 2", "x = x + 1\nx *= torch.sigmoid(x)\nreturn x"]
+)
+def test_no_excite(build, body):
+    block = build("self.fc = nn.Conv2d(4, 4, 1)", "x", body)
+    assert not fused(block)
+    same(block, *tensors((2, 4, 5, 5)))
+
+
 # -- residual + dropout(x), x + drop_path(gamma * f(x)) ----------------------------------------------------------------
 
 DROP_INIT = """self.drop, self.other, self.flat = nn.Dropout(0.3), nn.Dropout(0.2), nn.Dropout(0.3, inplace=True)
