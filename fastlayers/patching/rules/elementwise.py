@@ -17,7 +17,7 @@ from fastlayers.patching.rules.base import GraphRule, Match
 
 __all__ = ["ADD_RELU", "EXCITE", "RELU_ADD", "RELU_ADD_BIAS", "addition"]
 
-#: What squeezes a gate between 0 and 1: functions, methods, and layers by their names, for libraries have their own. Only
+#: What squeezes a gate between 0 and 1: functions, methods, and layers by name, for libraries have their own. Only
 #: where a product is worth a kernel hangs on it: a product is rewritten as the product that it is.
 SQUEEZING = frozenset({torch.sigmoid, F.sigmoid, F.hardsigmoid, "sigmoid"})
 SQUEEZING_LAYERS = frozenset({"sigmoid", "hardsigmoid"})
