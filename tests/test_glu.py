@@ -6,7 +6,6 @@ Kernels made of torch operations stand in for those of a GPU, so that autograd's
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -44,10 +43,10 @@ class StandIns(SimpleNamespace):
 
 
 @pytest.fixture
-def kernels(monkeypatch) -> Iterator[StandIns]:
+def kernels(monkeypatch) -> StandIns:
     found = StandIns()
     monkeypatch.setattr(glu.FAMILY, "serving", lambda x: found)
-    yield found
+    return found
 
 
 def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32, bias: bool = True) -> Call:
@@ -158,9 +157,8 @@ def test_autocast_of_master_weights(place, dtype):
     call = Call((*(t.detach().to(dtype).requires_grad_() for t in (gate, up)), weight, bias), {})
     found = []
     for function in (functional.gated_linear, GATED_LINEAR.reference):
-        with torch.autocast(place.device, torch.bfloat16):
-            with backends.backend(place.backend if function is functional.gated_linear else "eager"):
-                out = function(*call.args)
+        with torch.autocast(place.device, torch.bfloat16), backends.backend(place.backend):
+            out = function(*call.args)
         assert out.dtype == torch.bfloat16
         with torch.autocast(place.device, torch.bfloat16):
             inside = torch.autograd.grad(out, call.leaves(), torch.ones_like(out), retain_graph=True)
@@ -204,7 +202,7 @@ def test_other_weights_get_the_composition(kernels):
 @pytest.mark.parametrize("place", KERNELS)
 def test_a_forced_backend_says_why(place):
     gate, up, weight, _ = inputs(place.device).args
-    with backends.backend(place.backend), pytest.raises(backends.BackendError, match="a weight of torch.float64"):
+    with backends.backend(place.backend), pytest.raises(backends.BackendError, match="a weight of"):
         functional.gated_linear(gate, up, weight.double())
 
 

@@ -116,7 +116,8 @@ def test_a_partial_that_changes_is_guarded(build):
 # -- down(act(gate(x)) * up(x)) ----------------------------------------------------------------------------------------
 
 DOWN_INIT = f"""{GATE_INIT}
-self.down, self.bare, self.skip, self.drop = nn.Linear(6, 4), nn.Linear(6, 4, bias=False), nn.Identity(), nn.Dropout()"""
+self.down, self.bare = nn.Linear(6, 4), nn.Linear(6, 4, bias=False)
+self.skip, self.drop = nn.Identity(), nn.Dropout()"""
 DOWN = "return self.down(self.silu(self.gate(x)) * self.up(x))"
 
 
@@ -124,7 +125,8 @@ DOWN = "return self.down(self.silu(self.gate(x)) * self.up(x))"
 def gate_kernels(request, monkeypatch):
     """Both ways that gated_linear goes, on a machine without kernels."""
     if request.param == "kernels":
-        monkeypatch.setattr("fastlayers.ops.glu.FAMILY.serving", lambda x, kernels=StandIns(): kernels)
+        kernels = StandIns()
+        monkeypatch.setattr("fastlayers.ops.glu.FAMILY.serving", lambda x: kernels)
 
 
 @pytest.mark.parametrize("act", [act for acts in ACTS.values() for act in acts])

@@ -158,7 +158,8 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, 
         backends.refuse(reason)
         return F.linear(gated(gate, up, act), weight, bias)
     dtype = _linear_dtype(gate)
-    weight = dispatch.unwrap(weight).to(dtype)  # recorded, as what autocast does: a float32 weight gets its own gradient
+    # Recorded by autograd, as what autocast does is: a float32 weight gets a float32 gradient.
+    weight = dispatch.unwrap(weight).to(dtype)
     bias = bias if bias is None else dispatch.unwrap(bias).to(dtype)
     if dispatch.wants_gradient(gate, up, weight, bias):
         return _record_linear(dispatch.unwrap(gate), dispatch.unwrap(up), weight, bias, code, kernels)  # type: ignore[no-any-return]

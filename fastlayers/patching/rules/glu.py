@@ -84,4 +84,4 @@ GATES = (
     ),
     GraphRule("reglu", "relu(gate) * up", find_gated(functional.reglu, {"relu": {}})),
 )
-GATED_LINEAR = GraphRule("gated_linear", "linear(act(gate) * up), the down projection of a gated MLP", find_gated_linear)
+GATED_LINEAR = GraphRule("gated_linear", "linear(act(gate) * up), as a gated MLP ends", find_gated_linear)
