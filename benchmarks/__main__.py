@@ -55,7 +55,8 @@ def chosen(only: tuple[str, ...], suites: tuple[str, ...], everything: bool) -> 
     ]
     if not found:
         raise click.UsageError(
-            f"no case matches --only {' or '.join(map(repr, only))} in {', '.join(wanted)}; see `python3 -m benchmarks list`"
+            f"no case matches --only {' or '.join(map(repr, only))} in {', '.join(wanted)}; "
+            "see `python3 -m benchmarks list`"
         )
     return found
 

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) act_backward(const T* __restrict__ d
 template <typename T, int V, Act ACT>
 __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     bias_act_backward_columns(const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ dx,
-                              compute_t<T>* partial, int64_t n, int64_t width, const Columns c, Act act,
+                              compute_t<T>* partial, T* sums, int64_t n, int64_t width, const Columns c, Act act,
                               ActParameters<compute_t<T>> p) {
   using A = compute_t<T>;
   ColumnThread<V> me(c, blockIdx.x);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
       }
     });
   });
-  me.store(c, sum, partial);
+  me.store(c, sum, partial, sums);
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
@@ -275,14 +275,16 @@ std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tenso
       constexpr int W = decltype(vector)::value;
       Columns c = Columns::plan<A>(operand.rows / rows_at_once, width * rows_at_once, W, launch.device());
       c.ends_within = operand.rows % rows_at_once != 0;
-      Tensor partial = empty_partial<A>(c.pieces * rows_at_once, width, dy);
+      const int64_t pieces = c.pieces * rows_at_once;
+      T* sums = pieces == 1 && dbias ? static_cast<T*>(db.mutable_data_ptr()) : nullptr;
+      Tensor partial = empty_partial<A>(sums ? 0 : pieces, width, dy);
       A* pp = static_cast<A*>(partial.mutable_data_ptr());
       with_compiled<T>(act, [&](auto compiled) {
         bias_act_backward_columns<T, W, decltype(compiled)::value>
-            <<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(pg, px, pb, pd, pp, n, width, c, act, p);
+            <<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(pg, px, pb, pd, pp, sums, n, width, c, act, p);
       });
       STD_CUDA_KERNEL_LAUNCH_CHECK();
-      if (dbias) launch_add_pieces<T>(partial, db.mutable_data_ptr(), 1, c.pieces * rows_at_once, width, launch);
+      if (dbias && !sums) launch_add_pieces<T>(partial, db.mutable_data_ptr(), 1, pieces, width, launch);
     };
     if (flat) run(std::integral_constant<int, V>{}, V / std::gcd<int64_t>(V, width));
     else run(std::integral_constant<int, 1>{}, 1);

@@ -68,9 +68,9 @@ struct ColumnThread {
     for (; row < rows; row += step) f(std::integral_constant<int, 1>{}, row);
   }
 
-  // Adds the block's sums up, and stores them to partial [pieces, columns].
-  template <typename A>
-  __device__ __forceinline__ void store(const Columns& c, const Vec<A, V>& sum, A* partial) const {
+  // Adds the block's sums up, and stores them to partial [pieces, columns]; or to `sums`, where it is given, being all there is.
+  template <typename T, typename A>
+  __device__ __forceinline__ void store(const Columns& c, const Vec<A, V>& sum, A* partial, T* sums) const {
     extern __shared__ __align__(16) char memory[];
     A* shared = reinterpret_cast<A*>(memory);
     const int wide = c.across * V;
@@ -80,7 +80,8 @@ struct ColumnThread {
     for (int i = threadIdx.x; i < wide && first + i < c.columns; i += blockDim.x) {
       A all = 0;
       for (int k = 0; k < c.down; ++k) all += shared[k * wide + i];
-      partial[piece * c.columns + first + i] = all;
+      if (sums != nullptr) sums[first + i] = convert<T>(all);
+      else partial[piece * c.columns + first + i] = all;
     }
   }
 };

@@ -296,7 +296,7 @@ using Factor = std::conditional_t<RELU, uint8_t, T>;  // x, or bits
 template <typename T, int V, bool RELU>
 __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     repeated_backward_columns(const T* __restrict__ dy, const Factor<T, RELU>* __restrict__ x, const T* __restrict__ s,
-                              T* __restrict__ dx, compute_t<T>* partial, const Columns c) {
+                              T* __restrict__ dx, compute_t<T>* partial, T* ds, const Columns c) {
   using A = compute_t<T>;
   const int64_t blocks = c.tiles * c.pieces, outer = blockIdx.x / blocks;
   ColumnThread<V> me(c, blockIdx.x - outer * blocks);
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
       }
     }
   });
-  me.store(c, sum, partial + outer * c.pieces * c.columns);
+  me.store(c, sum, partial + outer * c.pieces * c.columns, ds == nullptr ? ds : ds + outer * c.columns);
 }
 
 // The other kernel's, of [outer, repeat].
@@ -355,7 +355,7 @@ struct RowArgs {
 template <typename T, bool WHOLE, bool RELU>
 __global__ void __launch_bounds__(kThreads) repeated_backward_rows(const T* __restrict__ dy, const Factor<T, RELU>* __restrict__ x,
                                                            const T* __restrict__ s, T* __restrict__ dx, compute_t<T>* partial,
-                                                           const RowArgs a) {
+                                                           T* ds, const RowArgs a) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
   __shared__ A shared[kThreads / 32];
@@ -396,7 +396,9 @@ __global__ void __launch_bounds__(kThreads) repeated_backward_rows(const T* __re
     sum = 0;
     for (int k = 0; k < warps; ++k) sum += shared[first + k];
   }
-  if (lane == 0 && active) partial[row * a.pieces + piece] = sum;
+  if (lane != 0 || !active) return;
+  if (ds != nullptr) ds[row] = convert<T>(sum);
+  else partial[row * a.pieces + piece] = sum;
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
@@ -568,9 +570,10 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
     const T* ps = static_cast<const T*>(s.const_data_ptr());
     T* d = static_cast<T*>(dx.mutable_data_ptr());
     const bool flat = aligned(g) && (RELU || aligned(px));
+    T* sums = static_cast<T*>(ds.mutable_data_ptr());
     const auto finish = [&](const Tensor& partial, int64_t pieces) {
       STD_CUDA_KERNEL_LAUNCH_CHECK();
-      launch_add_pieces<T>(partial, ds.mutable_data_ptr(), outer, pieces, columns, launch);
+      if (pieces > 1) launch_add_pieces<T>(partial, sums, outer, pieces, columns, launch);
     };
     if (columns == 1) {
       const int64_t words = ceil_div(repeat, V), resident = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);
@@ -578,19 +581,20 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
       a.down = kThreads / a.across;
       const int64_t row_blocks = ceil_div(outer, a.down);
       a.pieces = std::clamp<int64_t>(resident / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
-      Tensor partial = empty_partial<A>(outer * a.pieces, 1, dy);
+      Tensor partial = empty_partial<A>(a.pieces == 1 ? 0 : outer * a.pieces, 1, dy);
       A* pp = static_cast<A*>(partial.mutable_data_ptr());
+      T* all = a.pieces == 1 ? sums : nullptr;
       const unsigned grid = blocks_for(row_blocks * a.pieces, 1);
-      if (flat && repeat % V == 0) repeated_backward_rows<T, true, RELU><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, a);
-      else repeated_backward_rows<T, false, RELU><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, a);
+      if (flat && repeat % V == 0) repeated_backward_rows<T, true, RELU><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, all, a);
+      else repeated_backward_rows<T, false, RELU><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, all, a);
       finish(partial, a.pieces);
     } else {
       const auto run = [&](auto vector) {
         constexpr int W = decltype(vector)::value;
         const Columns c = Columns::plan<A>(repeat, columns, W, launch.device(), outer);
-        Tensor partial = empty_partial<A>(outer * c.pieces, columns, dy);
+        Tensor partial = empty_partial<A>(c.pieces == 1 ? 0 : outer * c.pieces, columns, dy);
         repeated_backward_columns<T, W, RELU><<<blocks_for(c.blocks() * outer, 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
-            g, px, ps, d, static_cast<A*>(partial.mutable_data_ptr()), c);
+            g, px, ps, d, static_cast<A*>(partial.mutable_data_ptr()), c.pieces == 1 ? sums : nullptr, c);
         finish(partial, c.pieces);
       };
       if (flat && columns % V == 0) run(std::integral_constant<int, V>{});

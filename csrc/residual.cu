@@ -243,7 +243,7 @@ __device__ __forceinline__ A gamma_at(const GammaArgs& a, int64_t column) {
 // inner == 1.
 template <typename G, typename T, int V, bool KEEP>
 __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
-    scale_backward_columns(const G* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, compute_t<T>* partial,
+    scale_backward_columns(const G* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, compute_t<T>* partial, T* dgamma,
                            compute_t<T> scale, const Columns c, const __grid_constant__ GammaArgs a) {
   using A = compute_t<T>;
   ColumnThread<V> me(c, blockIdx.x);
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
 #pragma unroll
     for (int j = 0; j < V; ++j) sum.v[j] *= scale;
   }
-  me.store(c, sum, partial);
+  me.store(c, sum, partial, dgamma);
 }
 
 // inner > 1: a row of `inner`, or a piece of it, to `across` threads.
@@ -568,14 +568,16 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
           finish(partial, repeat * r.pieces);
         } else {
           const Columns c = Columns::plan<A>(repeat, columns, W, launch.device());
-          Tensor partial = empty_partial<A>(c.pieces, columns, x);
+          T* sums = c.pieces == 1 && gamma.scalar_type() == x.scalar_type() ? static_cast<T*>(dgamma.mutable_data_ptr()) : nullptr;
+          Tensor partial = empty_partial<A>(sums ? 0 : c.pieces, columns, x);
           const auto launch_columns = [&](auto keeps) {
             scale_backward_columns<G, T, W, decltype(keeps)::value>
                 <<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
-                    g, px, d, static_cast<A*>(partial.mutable_data_ptr()), s, c, a);
+                    g, px, d, static_cast<A*>(partial.mutable_data_ptr()), sums, s, c, a);
           };
           keep ? launch_columns(std::true_type{}) : launch_columns(std::false_type{});
-          finish(partial, c.pieces);
+          if (sums) STD_CUDA_KERNEL_LAUNCH_CHECK();
+          else finish(partial, c.pieces);
         }
       };
       if (whole) run(std::integral_constant<int, V>{});

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import needs_gpu
 from patching_harness import builder, fused, reasons, same, tensors
 from test_glu import StandIns
 from torch import nn
@@ -267,6 +268,35 @@ def test_gated_mlps_of_timm():
         same(mlp.eval(), *tensors((2, 3, 8)))
 
 
+# -- x * sigmoid(gate) -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return x * self.gate(self.fc(x.mean((2, 3), keepdim=True)))",
+        "return self.hard(self.fc(x.mean((2, 3), keepdim=True))) * x",
+        "return x * torch.sigmoid(self.fc(x.mean((2, 3), keepdim=True)))",
+        "return torch.mul(x, self.fc(x.mean((2, 3), keepdim=True)).sigmoid())",
+        "return x * F.hardsigmoid(self.fc(x))",
+    ],
+)
+def test_excite(build, body):
+    block = build("self.fc, self.gate, self.hard = nn.Conv2d(4, 4, 1), nn.Sigmoid(), nn.Hardsigmoid()", "x", body)
+    assert fused(block) == {"mul": 1}
+    same(block, *tensors((2, 4, 5, 5)))
+    undone(block, torch.randn(2, 4, 5, 5))
+
+
+@pytest.mark.parametrize(
+    "body", ["return x * self.fc(x)", "return x * 2", "x = x + 1\nx *= torch.sigmoid(x)\nreturn x"]
+)
+def test_no_excite(build, body):
+    block = build("self.fc = nn.Conv2d(4, 4, 1)", "x", body)
+    assert not fused(block)
+    same(block, *tensors((2, 4, 5, 5)))
+
+
 # -- residual + dropout(x), x + drop_path(gamma * f(x)) ----------------------------------------------------------------
 
 DROP_INIT = """self.drop, self.other, self.flat = nn.Dropout(0.3), nn.Dropout(0.2), nn.Dropout(0.3, inplace=True)
@@ -324,6 +354,13 @@ def test_no_dropout_add(build, body, reason):
     assert reason is None or not fused(block)
     assert reason is None or reason in reasons(block)
     same(block, *tensors((3, 4)))
+
+
+@needs_gpu
+def test_verify_compares_with_torchs_masks(build):
+    """A kernel draws another mask from a seed than torch does: large enough, verify would see nothing else."""
+    block = patch_model(build(DROP_INIT, "x", "return x + self.drop(self.linear(x))").cuda())
+    assert verify_patch(block, torch.randn(2**15, 4, device="cuda"))
 
 
 def test_dropout_add_follows_its_layer(build):

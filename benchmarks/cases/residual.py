@@ -39,6 +39,7 @@ SCALE_ADD = Op("scale_add", "residual", fused_scale_add, eager_scale_add)
 
 DROPOUT_BARS = {"forward": 0.95, "backward": 0.90}
 SCALE_BARS = {"forward": 0.95, "backward": 0.88}
+HOST_BARS = {"host_forward": 1.5, "host_training": 1.3}
 
 
 def dropout(*shape: int, dtype: torch.dtype = torch.bfloat16, **fields) -> Case:
@@ -61,11 +62,13 @@ def scale(*shape: int, nhwc: bool = False, drop_path: float = 0.0, label: str = 
 
 CASES = [
     *(dropout(2**26, dtype=dtype, bars=DROPOUT_BARS) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
-    *(dropout(2**power, host=power == 12) for power in (12, 16, 20)),
+    dropout(2**12, host=True, bars=HOST_BARS),
+    *(dropout(2**power) for power in (16, 20)),
     *(scale(65536, 768, dtype=dtype, bars=SCALE_BARS) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+    scale(256, 96, 56, 56, nhwc=True, bars=SCALE_BARS),
     *(scale(64, *shape, nhwc=True, bars=SCALE_BARS) for shape in ((96, 56, 56), (384, 14, 14))),
     scale(256, 768, 7, 7, nhwc=True, bars=SCALE_BARS),
     scale(64, 96, 56, 56),
     scale(256, 197, 768, drop_path=0.1, label="drop_path"),
-    scale(4096, host=True),
+    scale(4096, host=True, bars=HOST_BARS),
 ]

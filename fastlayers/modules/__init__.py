@@ -58,6 +58,8 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm3d: FusedInstanceNorm3d,
     nn.GELU: FusedGELU,
     nn.Mish: FusedMish,
+    nn.ELU: FusedELU,
+    nn.Softplus: FusedSoftplus,
     nn.GLU: FusedGLU,
 }
 

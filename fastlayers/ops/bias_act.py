@@ -19,9 +19,9 @@ from fastlayers.ops.elementwise import GPU_LEAST
 FAMILY = dispatch.Family("bias_act", ("bias_act_forward", "bias_act_backward"), cpu=False)
 
 #: The activations that an unforced call runs in a kernel without a bias as well: of quick_gelu and relu2 torch has no
-#: kernel, and those of gelu and mish are limited by their arithmetic (gelu of 16384x4096 in bfloat16 reaches .91 of the
-#: copy bandwidth by torch's, .97 by ours). The others are at the limit of the memory by torch's own.
-FASTER_BARE = frozenset({"gelu", "mish", "quick_gelu", "relu2"})
+#: kernel, and those of gelu, mish, elu and softplus are limited by their arithmetic (of 16384x4096 in bfloat16 they
+#: reach .91, .70, .81 and .67 of the copy bandwidth). The others are at the limit of the memory by torch's own.
+FASTER_BARE = frozenset({"gelu", "mish", "quick_gelu", "relu2", "elu", "softplus"})
 
 _RELU = ACTIVATIONS["relu"].code
 

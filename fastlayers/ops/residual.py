@@ -6,6 +6,8 @@ Under torch.compile these return their reference: Inductor fuses it with its nei
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -197,8 +199,23 @@ def _scaled(
     return kernels.scale_add(x, gamma, keep, scale, residual, residual.dtype)  # type: ignore[no-any-return]
 
 
+#: Whether dropout_add draws torch's own masks, by torch's own kernel.
+_masks_of_torch = False
+
+
+@contextmanager
+def masks_of_torch() -> Iterator[None]:
+    """For whoever compares with a run of torch's dropout from the same seed: the kernel draws another mask from it."""
+    global _masks_of_torch
+    before, _masks_of_torch = _masks_of_torch, True
+    try:
+        yield
+    finally:
+        _masks_of_torch = before
+
+
 def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
-    if torch.compiler.is_compiling():
+    if _masks_of_torch or torch.compiler.is_compiling():
         return reference.dropout_add(x, residual, p, training)
     kernels = FAMILY.serving(x)
     if kernels is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
+from fastlayers.ops.residual import masks_of_torch
 from fastlayers.patching.api import patched, unpatch_model
 from fastlayers.patching.graph import original_class
 from fastlayers.patching.rewrite import is_patched
@@ -230,7 +231,7 @@ def run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     args, keywords = tree_map(leaf, (inputs, kwargs))
     torch.manual_seed(0)
-    with torch.enable_grad():
+    with torch.enable_grad(), masks_of_torch():
         result = functional_call(model, {**parameters, **buffers}, args, keywords)
         outputs, _ = tree_flatten(result)
         wanted = {f"grad of {name}": p for name, p in parameters.items() if p.requires_grad}

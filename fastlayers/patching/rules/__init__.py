@@ -39,6 +39,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     elementwise.RELU_ADD_BIAS,
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,
+    elementwise.EXCITE,
     softmax.SOFTMAX,
 )
 

@@ -1,10 +1,12 @@
-"""relu and addition: the joints between the branches of a network."""
+"""relu and addition, the joints between the branches of a network; and the products of its gates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
 from fastlayers import functional
@@ -13,7 +15,12 @@ from fastlayers.patching.graph import Op, View
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 
-__all__ = ["ADD_RELU", "RELU_ADD", "RELU_ADD_BIAS", "addition"]
+__all__ = ["ADD_RELU", "EXCITE", "RELU_ADD", "RELU_ADD_BIAS", "addition"]
+
+#: What squeezes a gate between 0 and 1: functions, methods, and layers by their names, for libraries have their own. Only
+#: where a product is worth a kernel hangs on it: a product is rewritten as the product that it is.
+SQUEEZING = frozenset({torch.sigmoid, F.sigmoid, F.hardsigmoid, "sigmoid"})
+SQUEEZING_LAYERS = frozenset({"sigmoid", "hardsigmoid"})
 
 
 def addition(view: View, node: Any) -> Op | Refusal | None:
@@ -78,6 +85,24 @@ def find_relu_add_bias(view: View, node: Node) -> Iterator[Match | Refusal]:
                 )
 
 
+def is_gate(view: View, node: Any) -> bool:
+    if not isinstance(node, Node):
+        return False
+    if node.op == "call_module":
+        return type(view.child(node)).__name__.lower() in SQUEEZING_LAYERS
+    return node.target in SQUEEZING
+
+
+def find_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
+    mul = view.op(node, "mul")
+    if mul is None or mul.inplace:
+        return
+    x, y = mul["input"], mul["other"]
+    if view.is_tensor(x) and view.is_tensor(y) and (is_gate(view, x) or is_gate(view, y)):
+        yield Match((mul,), functional.mul, (x, y), {}, (x, y))
+
+
 RELU_ADD_BIAS = GraphRule("relu_add_bias", "relu(x) + y + bias", find_relu_add_bias)
 ADD_RELU = GraphRule("add_relu", "relu(x + y)", find_add_relu)
 RELU_ADD = GraphRule("relu_add", "relu(x) + y", find_relu_add)
+EXCITE = GraphRule("mul", "x * sigmoid(gate), the gate broadcast over space (squeeze-and-excite)", find_excite)
