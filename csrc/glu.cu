@@ -47,10 +47,11 @@ __global__ void __launch_bounds__(kThreads) gated_forward(const T* __restrict__ 
   });
 }
 
+// dgate may be dy: a thread has loaded its elements of dy before it stores these.
 template <typename T, Act ACT>
-__global__ void __launch_bounds__(kThreads) gated_backward(const T* __restrict__ dy, const T* __restrict__ gate, const T* __restrict__ up,
-                                                           T* __restrict__ dgate, T* __restrict__ dup, int64_t n, bool whole,
-                                                           const Rows rows, const Skips skips, Act act) {
+__global__ void __launch_bounds__(kThreads) gated_backward(const T* dy, const T* __restrict__ gate, const T* __restrict__ up, T* dgate,
+                                                           T* __restrict__ dup, int64_t n, bool whole, const Rows rows,
+                                                           const Skips skips, Act act) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
   for_block<T, kBackwardWords>(whole, n, [&](auto words, int first) {
@@ -217,23 +218,13 @@ Tensor gated_forward_op(const Tensor& gate_in, const Tensor& up_in, int64_t act_
   return out;
 }
 
-// The gradients of gate and up.
-std::tuple<Tensor, Tensor> gated_backward_op(const Tensor& dy_in, const Tensor& gate_in, const Tensor& up_in, int64_t act_in) {
-  const char* op = "gated_backward";
-  const Act act = act_of(act_in, op, kActs);
-  check_same_shape(gate_in, up_in, op, "up");
-  check_same_shape(gate_in, dy_in, op, "dy");
-  const Launch launch(gate_in);
-  const Dims sizes = dims_of(gate_in.sizes());
-  const Dims strides = gate_in.is_contiguous() && up_in.is_contiguous()
-                           ? contiguous_strides(sizes)
-                           : relu_add_strides(sizes, dims_of(gate_in.strides()), dims_of(up_in.strides()));
-  Tensor dgate = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in);
-  Tensor dup = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in);
-  if (dgate.numel() == 0) return {dgate, dup};
+// The gradients of gate and up, into two dense tensors of these sizes and strides. The first may be dy, if it has those.
+void run_gated_backward(const Tensor& dy_in, const Tensor& gate_in, const Tensor& up_in, void* dgate, void* dup, const Dims& sizes,
+                        const Dims& strides, Act act, const Launch& launch) {
   const int64_t element = static_cast<int64_t>(gate_in.element_size());
   const Tensor dy = with_strides(dy_in, sizes, strides);
-  std::array<View, 4> operands{view_of(gate_in), view_of(up_in), view_of(dgate), view_of(dup)};
+  std::array<View, 4> operands{view_of(gate_in), view_of(up_in), View{static_cast<char*>(dgate), strides},
+                               View{static_cast<char*>(dup), strides}};
   if (const auto layout = Layout::of<4>(sizes, strides, operands, element)) {
     run_backward(dy, operands, *layout, act, launch);
   } else {
@@ -242,7 +233,41 @@ std::tuple<Tensor, Tensor> gated_backward_op(const Tensor& dy_in, const Tensor& 
     operands[1] = view_of(up);
     run_backward(dy, operands, layout_of<4>(sizes, strides, operands, element), act, launch);
   }
+}
+
+// The gradients of gate and up.
+std::tuple<Tensor, Tensor> gated_backward_op(const Tensor& dy, const Tensor& gate, const Tensor& up, int64_t act_in) {
+  const char* op = "gated_backward";
+  const Act act = act_of(act_in, op, kActs);
+  check_same_shape(gate, up, op, "up");
+  check_same_shape(gate, dy, op, "dy");
+  const Launch launch(gate);
+  const Dims sizes = dims_of(gate.sizes());
+  const Dims strides = gate.is_contiguous() && up.is_contiguous()
+                           ? contiguous_strides(sizes)
+                           : relu_add_strides(sizes, dims_of(gate.strides()), dims_of(up.strides()));
+  Tensor dgate = empty_strided(sizes, strides, gate.scalar_type(), gate);
+  Tensor dup = empty_strided(sizes, strides, gate.scalar_type(), gate);
+  if (dgate.numel() > 0) {
+    run_gated_backward(dy, gate, up, dgate.mutable_data_ptr(), dup.mutable_data_ptr(), sizes, strides, act, launch);
+  }
   return {dgate, dup};
+}
+
+// The gradient of up; that of gate is written to dy.
+Tensor gated_backward_in_place_op(const Tensor& dy, const Tensor& gate, const Tensor& up, int64_t act_in) {
+  const char* op = "gated_backward_";
+  const Act act = act_of(act_in, op, kActs);
+  check_same_shape(gate, up, op, "up");
+  check_same_shape(gate, dy, op, "dy");
+  STD_TORCH_CHECK(dy.is_contiguous(), "fastlayers::", op, ": expected a contiguous dy to write to");
+  const Launch launch(gate);
+  const Dims sizes = dims_of(gate.sizes()), strides = contiguous_strides(sizes);
+  Tensor dup = empty_strided(sizes, strides, gate.scalar_type(), gate);
+  if (dup.numel() > 0) {
+    run_gated_backward(dy, gate, up, dy.mutable_data_ptr(), dup.mutable_data_ptr(), sizes, strides, act, launch);
+  }
+  return dup;
 }
 
 // The same of the halves of x along dim, of which the first is the gate where gate_first says so.
@@ -305,6 +330,7 @@ Tensor glu_backward_op(const Tensor& dy_in, const Tensor& x_in, int64_t dim, boo
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
   m.impl("gated_forward", TORCH_BOX(&fastlayers::gated_forward_op));
   m.impl("gated_backward", TORCH_BOX(&fastlayers::gated_backward_op));
+  m.impl("gated_backward_", TORCH_BOX(&fastlayers::gated_backward_in_place_op));
   m.impl("glu_forward", TORCH_BOX(&fastlayers::glu_forward_op));
   m.impl("glu_backward", TORCH_BOX(&fastlayers::glu_backward_op));
 }

@@ -17,6 +17,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("bias_act_backward(Tensor dy, Tensor x, Tensor? bias, int act, float first, float second, bool dbias) -> (Tensor, Tensor)");
   m.def("gated_forward(Tensor gate, Tensor up, int act) -> Tensor");
   m.def("gated_backward(Tensor dy, Tensor gate, Tensor up, int act) -> (Tensor, Tensor)");
+  m.def("gated_backward_(Tensor(a!) dy, Tensor gate, Tensor up, int act) -> Tensor");
   m.def("glu_forward(Tensor x, int dim, bool gate_first, int act) -> Tensor");
   m.def("glu_backward(Tensor dy, Tensor x, int dim, bool gate_first, int act) -> Tensor");
   m.def("layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int dims, float eps, int kind, ScalarType dtype, bool keep) -> (Tensor, Tensor)");

@@ -32,6 +32,7 @@ __all__ = [
     "channel_layer_norm",
     "dropout_add",
     "elu",
+    "gated_linear",
     "geglu",
     "gelu",
     "glu",
@@ -546,6 +547,37 @@ def reglu(gate: Tensor, up: Tensor) -> Tensor:
     Stands for ``F.relu(gate) * up``. Arguments and what is kept are those of :func:`swiglu`.
     """
     return _glu.gated(gate, up, "relu")
+
+
+def gated_linear(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, act: str | None = "silu"
+) -> Tensor:
+    r"""The linear layer of act(gate)·up, without that product in memory between forward and backward.
+
+    .. math:: y = (\text{act}(gate) \cdot up)\, W^T + b
+
+    Stands for ``F.linear(act(gate) * up, weight, bias)``: the second half of a gated MLP, ``weight`` and ``bias`` being
+    those of its down projection. The matrix products are torch's own.
+
+    Args:
+        gate, up: (..., in_features), as for :func:`swiglu`.
+        weight: (out_features, in_features). The kernels take a plain tensor of gate's dtype, or of any floating dtype
+            that autocast casts to the one of the product; likewise the bias.
+        bias: (out_features,), or None.
+        act: None or the name of an activation, as for :func:`bias_act`, with torch's parameters where it has some.
+
+    Returns:
+        (..., out_features).
+
+    Keeps: gate, up and weight. :func:`swiglu` followed by :func:`torch.nn.functional.linear` keeps their product too,
+    for the gradient of the weight; here the backward computes it anew, only if the weight wants its gradient, and
+    writes the gradient of gate over that of the product. At most four tensors of gate's size are then in memory, gate
+    and up among them, instead of six. Derivatives of that backward are those of the composition.
+
+    Raises:
+        ValueError: no such activation.
+    """
+    return _glu.gated_linear(gate, up, weight, bias, act)
 
 
 def glu(x: Tensor, act: str | None = "sigmoid", dim: int = -1, *, gate_first: bool = False) -> Tensor:

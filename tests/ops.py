@@ -1492,6 +1492,63 @@ REGLU = replace(
 )
 
 
+def gated_linear(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, act: str | None = "silu"
+) -> Tensor:
+    return F.linear(STOCK_ACTS[act](gate) * up, weight, bias)
+
+
+def of_gate(name: str, gate: Any, up: Any = None, *rest: Any, out: int = 5, **options: Any) -> Sample:
+    """A call of gated_linear: with ``up`` as gate is, and no bias, unless they are given."""
+    gate = gate if isinstance(gate, Input) else Input(gate)
+    weight = options.pop("weight", None) or Input((out, gate.shape[-1]))
+    return Sample(name, (gate, up or gate, weight, *rest), **options)
+
+
+GATED_LINEAR = Op(
+    "gated_linear",
+    functional.gated_linear,
+    gated_linear,
+    kernels=GPU_KERNELS,
+    samples=(
+        of_gate("matrix", (6, 37), smooth=True),
+        of_gate("matrix and bias", (6, 16), None, Input((5,)), smooth=True),
+        *(of_gate(f"{act} of a batch", (2, 3, 24), None, Input((5,)), act) for act in ("gelu", "relu", None)),
+        of_gate("tanh, smooth", (2, 2, 8), None, None, "gelu_tanh", smooth=True),
+        of_gate("vector", (33,), None, Input((5,)), smooth=True),
+        of_gate("one feature", (7, 1), out=1),
+        of_gate("several blocks", (130, 257), out=64),
+        of_gate("batch of batches", (2, 3, 4, 40)),
+        of_gate("transposed", Input((24, 33), transposed)),
+        of_gate("gate transposed", Input((3, 24, 32), transposed), Input((3, 24, 32))),
+        of_gate("batch transposed", Input((3, 24, 32), lambda t: t.transpose(0, 1).contiguous().transpose(0, 1))),
+        of_gate("row slice", Input((5, 64), row_slice), None, Input((5,))),
+        of_gate("odd row slice", Input((5, 33), row_slice)),
+        of_gate("strided", Input((5, 40), strided)),
+        of_gate("misaligned", Input((6, 64), misaligned), weight=Input((5, 64), misaligned)),
+        of_gate("up expanded", (6, 40), Input((6, 40), expanded(0))),
+        of_gate("weight transposed", (6, 40), weight=Input((8, 40), transposed)),
+        of_gate("frozen weight", (6, 40), None, Input((5,)), weight=Input((5, 40), grad=False)),
+        of_gate("only the weight", Input((6, 40), grad=False)),
+        of_gate("NaN", Input((5, 40), values=with_nan), Input((5, 40))),
+        of_gate("empty", (0, 7), refused=KERNELS),
+        of_gate("no features", (3, 0), refused=KERNELS),
+        of_gate("nothing out", (3, 8), out=0, refused=KERNELS),
+        of_gate("up a row", (3, 8), Input((8,)), refused=KERNELS),
+        of_gate("bias of one", (3, 8), None, Input((1,)), refused=KERNELS),
+    ),
+    saved_bytes=lambda call, out: sum(map(nbytes, call.args[:3])),
+    mistakes=(
+        of_gate("other features", (3, 8), weight=Input((5, 7))),
+        of_gate("weight of float64", (3, 8), weight=Input((5, 8), dtype=torch.float64)),
+        of_gate("up that does not broadcast", (3, 8), Input((4, 8))),
+        of_gate("0-dim", (), weight=Input((5, 8))),
+    ),
+    layers=(),
+    matrix=None,  # the weight is no matrix of its shape
+)
+
+
 def glu(x: Tensor, act: str | None = "sigmoid", dim: int = -1, *, gate_first: bool = False) -> Tensor:
     if act == "sigmoid" and not gate_first:
         return F.glu(x, dim)
@@ -1715,6 +1772,6 @@ OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
-    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GLU, ROTARY,
+    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GATED_LINEAR, GLU, ROTARY,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from harness import needs_gpu
 from patching_harness import builder, fused, reasons, same, tensors
+from test_glu import StandIns
 from torch import nn
 
-from fastlayers.patching import Reason, calls, patch_model, patched, unpatch_model, verify_patch
+from fastlayers.patching import Reason, calls, patch_model, plan_patch, unpatch_model, verify_patch
 
 
 @pytest.fixture
@@ -113,15 +114,158 @@ def test_a_partial_that_changes_is_guarded(build):
     torch.testing.assert_close(block(x), torch.tanh(block.gate(x)) * block.up(x))
 
 
-@pytest.mark.parametrize(("act", "rule"), [("silu", "swiglu"), ("gelu_pytorch_tanh", "geglu"), ("relu", "reglu")])
-def test_gated_mlp_of_transformers(act, rule):
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    config = llama.LlamaConfig(hidden_size=32, intermediate_size=12, hidden_act=act)
-    mlp = llama.LlamaMLP(config)
-    assert fused(mlp) == {rule: 1}
+# -- down(act(gate(x)) * up(x)) ----------------------------------------------------------------------------------------
+
+DOWN_INIT = f"""{GATE_INIT}
+self.down, self.bare = nn.Linear(6, 4), nn.Linear(6, 4, bias=False)
+self.skip, self.drop = nn.Identity(), nn.Dropout()"""
+DOWN = "return self.down(self.silu(self.gate(x)) * self.up(x))"
+
+
+@pytest.fixture(params=["kernels", "composition"])
+def gate_kernels(request, monkeypatch):
+    """Both ways that gated_linear goes, on a machine without kernels."""
+    if request.param == "kernels":
+        kernels = StandIns()
+        monkeypatch.setattr("fastlayers.ops.glu.FAMILY.serving", lambda x: kernels)
+
+
+@pytest.mark.parametrize("act", [act for acts in ACTS.values() for act in acts])
+@pytest.mark.parametrize("form", ["{} * u", "u * {}", "{}.mul_(u)", "u.mul_({})"])
+def test_gated_linear(build, act, form):
+    block = build(DOWN_INIT, "x", f"g, u = self.gate(x), self.up(x)\nreturn self.down({form.format(act)})")
+    assert fused(block) == {"gated_linear": 1}
+    same(block, *tensors((2, 3, 4)))
+    if act not in ACTS["reglu"] or form != "{}.mul_(u)":  # as above
+        undone(block, torch.randn(3, 4))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        DOWN,
+        "return self.bare(self.up(x) * F.relu(self.gate(x)))",
+        "return self.down(self.skip(self.silu(self.gate(x)) * self.up(x))) + x",
+        "y = self.silu(self.gate(x)) * self.up(x)\nreturn self.gelu(self.down(y))",
+    ],
+)
+def test_gated_linear_of_a_block(build, gate_kernels, body):
+    block = build(DOWN_INIT, "x", body)
+    assert fused(block)["gated_linear"] == 1
+    for shape in ((3, 4), (4,), (2, 3, 4), (0, 4), (3, 5)):
+        same(block, *tensors(shape))
+    undone(block, torch.randn(3, 4))
+    with torch.autocast("cpu"):
+        same(block, *tensors((3, 4)), rtol=0.05, atol=0.05)
+    block.down.requires_grad_(False)
+    block.bare.requires_grad_(False)
+    same(block, *tensors((3, 4)))
+
+
+@pytest.mark.parametrize("shapes", [((3, 6), (6,)), ((3, 1), (3, 6)), ((3, 6), (3, 1)), ((3, 6), (2, 6))])
+@pytest.mark.parametrize("product", ["F.silu(x) * y", "y * F.silu(x)", "F.silu(x).mul_(y)"])
+def test_gated_linear_of_other_shapes(build, shapes, product):
+    block = build(DOWN_INIT, "x, y", f"return self.down({product})")
+    assert fused(block) == {"gated_linear": 1}
+    same(block, *tensors(*shapes))
+    x, y = tensors((3, 6), (3, 6))
+    same(block, x, y.detach().double())
+    same(block, x.detach().bfloat16(), y)
+    same(block, x, 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("y = self.silu(self.gate(x)) * self.up(x)\nreturn self.down(y), y", Reason.USED_ELSEWHERE),
+        ("y = self.silu(self.gate(x)) * self.up(x)\nreturn self.down(y) + self.bare(y)", Reason.USED_ELSEWHERE),
+        ("return self.down(self.drop(self.silu(self.gate(x)) * self.up(x)))", None),
+        ("return F.linear(self.silu(self.gate(x)) * self.up(x), self.down.weight)", None),
+    ],
+)
+def test_the_gate_alone(build, body, reason):
+    block = build(DOWN_INIT, "x", body)
+    assert fused(block) == {"swiglu": 1}
+    assert reason is None or reason in reasons(block)
+    same(block, *tensors((3, 4)))
+
+
+class OtherLinear(nn.Linear):
+    pass
+
+
+def test_the_gate_alone_before_other_layers(build):
+    block = build(DOWN_INIT, "x", DOWN)
+    handle = block.down.register_forward_pre_hook(lambda *args: None)
+    assert fused(block) == {"swiglu": 1}
+    assert Reason.HOOKED_CHILD in reasons(block)
+    handle.remove()
+    assert dict(plan_patch(block, exclude="down")[""].fused) == {"swiglu": 1}
+    plain = block.down
+    block.down = OtherLinear(6, 4)
+    assert fused(block) == {"swiglu": 1}
+    block.down = plain
+    assert fused(block) == {"gated_linear": 1}
+    nn.utils.parametrizations.orthogonal(block.down)
+    assert fused(block) == {"swiglu": 1}
+    same(block, *tensors((3, 4)))
+    block.down = OtherLinear(6, 4)
+    block.down.forward = lambda x: x
+    assert fused(block) == {"swiglu": 1}
+
+
+def test_gated_linear_heeds_changes_of_its_layers(build, gate_kernels):
+    block = build(DOWN_INIT, "x", DOWN)
+    plain, x = copy.deepcopy(block), torch.randn(3, 4)
+    patch_model(block)
+
+    def alike():
+        torch.testing.assert_close(block(x), plain(x))
+
+    seen = []
+    for name in ("down", "silu"):
+        for hook in ("register_forward_hook", "register_full_backward_hook"):
+            handle = getattr(block._modules[name], hook)(lambda *args: seen.append(1) and None)
+            block(x).sum().backward()
+            assert seen.pop() == 1
+            handle.remove()
+    for module in (block, plain):
+        module.down.weight = nn.Parameter(torch.ones(4, 6))
+        module.down.bias = None
+    alike()
+    for module in (block, plain):
+        torch.manual_seed(0)
+        nn.utils.parametrizations.weight_norm(module.down)
+    alike()
+    for module in (block, plain):
+        module.down = nn.Sequential(module.bare, nn.Tanh())
+    alike()
+    for module in (block, plain):
+        module.down, module.silu = nn.Linear.__new__(nn.Linear), nn.Tanh()
+        module.down.__dict__.update(module.bare.__dict__)
+        module.down.forward = torch.sum
+    alike()
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"])
+def test_gated_mlp_of_transformers(family, act):
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    config = getattr(transformers, f"{family.title()}Config")(hidden_size=32, intermediate_size=12)
+    config.hidden_act = config.hidden_activation = act
+    mlp = getattr(modeling, f"{family.title()}MLP")(config)
+    assert fused(mlp) == {"gated_linear": 1}
+    same(mlp, *tensors((2, 3, 32)))
     undone(mlp, torch.randn(2, 3, 32))
-    with patched(mlp):
-        mlp(torch.randn(2, 3, 32)).sum().backward()
+
+
+def test_gated_mlps_of_timm():
+    layers = pytest.importorskip("timm.layers")
+    packed = layers.GluMlp(8, 12, act_layer=nn.SiLU, gate_last=False)
+    for mlp in (layers.SwiGLU(8, 6), packed):  # with a dropout before the linear layer
+        assert fused(mlp) == {"swiglu": 1}
+        same(mlp.eval(), *tensors((2, 3, 8)))
 
 
 # -- x * sigmoid(gate) -------------------------------------------------------------------------------------------------

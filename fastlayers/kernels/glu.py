@@ -49,7 +49,7 @@ def _gated_backward(
     d_size1, d_size2, d0, d1, d2, ACT: tl.constexpr, GATE_FLAT: tl.constexpr, UP_FLAT: tl.constexpr,
     GRADIENT_FLAT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """dgate = dy * up * act'(gate), dup = dy * act(gate); the two lie alike."""
+    """dgate = dy * up * act'(gate), dup = dy * act(gate); the two lie alike, and dgate may be dy."""
     element = tl.program_id(0).to(INDEX) * TILE + tl.arange(0, TILE)
     inside = element < n
     gate_at = element if GATE_FLAT else pattern_offset(element, g_size1, g_size2, g0, g1, g2)
@@ -112,6 +112,15 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tens
     dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
     _run_backward(dy, gate, up, dgate, dup, act, dgate)
     return dgate, dup
+
+
+def gated_backward_(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> Tensor:
+    """The gradient of up; that of gate is written to dy."""
+    if not dy.is_contiguous():
+        raise RuntimeError("fastlayers::gated_backward_: expected a contiguous dy to write to")
+    dup = torch.empty_like(dy)
+    _run_backward(dy, gate, up, dy, dup, act, dy)
+    return dup
 
 
 def _halves(x: Tensor, dim: int, gate_first: bool) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,10 @@ def gated(gate: Tensor, up: Tensor, act: str | None) -> Tensor:
     return activation(act).function(gate) * up
 
 
+def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
+    return F.linear(gated(gate, up, act), weight, bias)
+
+
 def glu(x: Tensor, act: str | None, dim: int, gate_first: bool) -> Tensor:
     if act == "sigmoid" and not gate_first:
         return F.glu(x, dim)

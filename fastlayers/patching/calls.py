@@ -39,6 +39,7 @@ __all__ = [
     "batch_norm_layer",
     "dropout_add",
     "gated",
+    "gated_linear",
     "instance_norm_layer",
     "knows",
     "linear_act",
@@ -178,6 +179,15 @@ def gated(gate: Tensor, up: Tensor, act: str, written: str | None) -> Tensor:
     if written is None:
         return up * activated
     return activated.mul_(up) if written == "gate" else up.mul_(activated)
+
+
+def gated_linear(
+    layer: nn.Linear, gate: Tensor, up: Tensor, act: str, *, gate_first: bool, written: str | None
+) -> Tensor:
+    """layer(act(gate)·up), of a product written as in :func:`gated`, or with the gate first to neither."""
+    if _alike(gate, up):
+        return functional.gated_linear(gate, up, layer.weight, layer.bias, act)
+    return layer(glu.gated(gate, up, act) if gate_first else gated(gate, up, act, written))  # type: ignore[no-any-return]
 
 
 # -- linear layers ----------------------------------------------------------------------------------------------------

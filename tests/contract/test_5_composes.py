@@ -278,6 +278,7 @@ def registered_calls(device: str):
         "bias_act_backward": (dy, x, y[0], 7, 0.2, 0.0, True),
         "gated_forward": (x, y, 2),
         "gated_backward": (dy, x, y, 2),
+        "gated_backward_": (dy, x, y, 2),
         "glu_forward": (x, 1, True, 2),
         "glu_backward": (dy[:, :8].contiguous(), x, 1, True, 2),
         "rotary": (x, y, dy[:1], dy[1:2], 16, True, True, torch.float32, 0, [16, 1], [16, 1]),

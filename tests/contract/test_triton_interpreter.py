@@ -24,6 +24,7 @@ FILES = {
     "test_4_derivatives.py": "cpu-triton",
     "../test_norms.py": "cpu-triton",
     "../test_residual.py": "cpu-triton",
+    "../test_glu.py": "cpu-triton",
 }
 
 

@@ -40,6 +40,7 @@ for dtype in DTYPES:
                     y = ops.bias_act_forward(x, bias, act, 0.0, 0.0)
                     ops.bias_act_backward(whole(y), x, bias, act, 0.0, 0.0, bias is not None)
                 ops.gated_backward(whole(ops.gated_forward(x, x, act)), x, x, act)
+                ops.gated_backward_(randn(rows, n), x, x, act)
                 packed = randn(rows, 2 * n)
                 ops.glu_backward(whole(ops.glu_forward(packed, 1, False, act)), packed, 1, False, act)
             for kind in (0, 1):

@@ -5,7 +5,7 @@ import torch
 import triton
 
 from fastlayers.kernels.bias_act import bias_act_backward, bias_act_forward
-from fastlayers.kernels.glu import gated_backward, gated_forward, glu_backward, glu_forward
+from fastlayers.kernels.glu import gated_backward, gated_backward_, gated_forward, glu_backward, glu_forward
 from fastlayers.ops.activations import ACTIVATIONS
 
 if not triton.knobs.runtime.interpret:
@@ -101,10 +101,12 @@ def check_gates(gate, up, name):
     assert_close(out, expected.detach(), dtype)
     assert out.stride() == (torch.relu(gate) * up).stride()
     dy = torch.randn(out.shape).to(dtype)
-    for got, true in zip(
-        gated_backward(dy, gate, up, entry.code), torch.autograd.grad(expected, exact, dy.double()), strict=True
-    ):
+    gradients = gated_backward(dy, gate, up, entry.code)
+    for got, true in zip(gradients, torch.autograd.grad(expected, exact, dy.double()), strict=True):
         assert_close(got, true, dtype)
+    written = dy.contiguous()
+    assert torch.equal(gated_backward_(written, gate, up, entry.code), gradients[1])
+    assert torch.equal(written, gradients[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

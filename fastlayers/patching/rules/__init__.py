@@ -31,6 +31,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,
     *norm.NORM_FUNCTIONS,
+    glu.GATED_LINEAR,
     *glu.GATES,
     residual.DROPOUT_ADD,
     residual.SCALE_ADD,

@@ -14,7 +14,17 @@ from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.norm import activation, behind
 
-__all__ = ["LINEAR_ACT"]
+__all__ = ["LINEAR_ACT", "linear"]
+
+
+def linear(view: View, node: Any) -> Op | None:
+    """A node as a call of a child that is torch's own linear layer."""
+    if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return None
+    layer = view.child(node)
+    if original_class(layer) is not nn.Linear or "forward" in layer.__dict__:
+        return None
+    return Op("linear", node, {"input": node.args[0]}, child=str(node.target))
 
 
 def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
@@ -22,17 +32,15 @@ def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
     if found is None:
         return
     before, passed = behind(view, found[0]["input"])
-    if not isinstance(before, Node) or before.op != "call_module" or len(before.args) != 1 or before.kwargs:
-        return
-    layer: Any = view.child(before)
-    if original_class(layer) is not nn.Linear or "forward" in layer.__dict__ or layer.bias is None:
+    op = linear(view, before)
+    layer: Any = view.child(before) if op is not None else None
+    if op is None or layer.bias is None:
         return
     if layer.bias.dtype != layer.weight.dtype:
-        yield Refusal(Reason.BIAS_DTYPE, str(before.target))
+        yield Refusal(Reason.BIAS_DTYPE, str(op.child))
         return
-    path, x = str(before.target), before.args[0]
-    linear = Op("linear", before, {"input": x}, child=path)
-    yield Match((linear, *passed, found[0]), calls.linear_act, (Attribute(path), x, found[1]), {}, (x,))
+    x = op["input"]
+    yield Match((op, *passed, found[0]), calls.linear_act, (Attribute(str(op.child)), x, found[1]), {}, (x,))
 
 
 LINEAR_ACT = GraphRule("linear_act", "act(linear(x)), the bias added by the activation's kernel", find_linear_act)

@@ -1,43 +1,79 @@
-"""Gated units: the activation of one tensor times another, in the MLPs of language models."""
+"""Gated units: the activation of one tensor times another, in the MLPs of language models, and the layer after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch.fx import Node
 
 from fastlayers import functional
 from fastlayers.patching import calls
-from fastlayers.patching.graph import View
+from fastlayers.patching.graph import Attribute, Op, View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.norm import activation
+from fastlayers.patching.rules.bias_act import linear
+from fastlayers.patching.rules.norm import activation, behind
 
-__all__ = ["GATES"]
+__all__ = ["GATED_LINEAR", "GATES"]
 
 Find: TypeAlias = Callable[[View, Node], Iterator[Match | Refusal]]
 
 
+@dataclass(frozen=True)
+class Gate:
+    """act(gate) * up in a graph."""
+
+    act: Op
+    mul: Op
+    name: str  # of the activation
+    up: Any
+    first: bool  # of the product: the activation
+
+    @property
+    def operands(self) -> tuple[Any, Any]:
+        return self.act["input"], self.up
+
+    @property
+    def written(self) -> str | None:
+        """What an in-place product was written to, as :mod:`calls` has it."""
+        return ("gate" if self.first else "up") if self.mul.inplace else None
+
+
+def gates(view: View, node: Any, acts: Container[str]) -> Iterator[Gate]:
+    """A node as the product of a gate with one of these activations, in either order."""
+    mul = view.op(node, "mul")
+    if mul is None or not (view.is_tensor(mul["input"]) and view.is_tensor(mul["other"])):
+        return
+    first, second = mul["input"], mul["other"]
+    for gated, up in ((first, second), (second, first)):
+        found = activation(view, gated)
+        if found is not None and gated is not up and found[1] in acts:
+            yield Gate(found[0], mul, found[1], up, gated is first)
+
+
 def find_gated(function: Callable[..., Any], acts: dict[str, dict[str, Any]]) -> Find:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
-        mul = view.op(node, "mul")
-        if mul is None or not (view.is_tensor(mul["input"]) and view.is_tensor(mul["other"])):
-            return
-        first, second = mul["input"], mul["other"]
-        for gated, up in ((first, second), (second, first)):
-            found = activation(view, gated)
-            if found is None or gated is up or found[1] not in acts:
-                continue
-            act, name = found
-            both = (act["input"], up)
-            if mul.inplace or gated is second:
-                written = ("gate" if gated is first else "up") if mul.inplace else None
-                yield Match((act, mul), calls.gated, both, {"act": name, "written": written}, both)
+        for gate in gates(view, node, acts):
+            ops, both = (gate.act, gate.mul), gate.operands
+            if gate.mul.inplace or not gate.first:
+                yield Match(ops, calls.gated, both, {"act": gate.name, "written": gate.written}, both)
             else:
-                yield Match((act, mul), function, both, acts[name], both)
+                yield Match(ops, function, both, acts[gate.name], both)
 
     return find
+
+
+def find_gated_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
+    layer = linear(view, node)
+    if layer is None:
+        return
+    product, passed = behind(view, layer["input"])
+    for gate in gates(view, product, ("silu", "gelu", "gelu_tanh", "relu")):
+        args = (Attribute(str(layer.child)), *gate.operands, gate.name)
+        options = {"gate_first": gate.first and not gate.mul.inplace, "written": gate.written}
+        yield Match((gate.act, gate.mul, *passed, layer), calls.gated_linear, args, options, gate.operands)
 
 
 #: The public functions, and the activations that each stands for with its options.
@@ -48,3 +84,4 @@ GATES = (
     ),
     GraphRule("reglu", "relu(gate) * up", find_gated(functional.reglu, {"relu": {}})),
 )
+GATED_LINEAR = GraphRule("gated_linear", "linear(act(gate) * up), as a gated MLP ends", find_gated_linear)
