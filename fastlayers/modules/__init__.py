@@ -38,6 +38,7 @@ from fastlayers.modules.layer_norm import (
     FusedLayerNorm2d,
     FusedRMSNorm,
 )
+from fastlayers.modules.linear_cross_entropy import FusedLinearCrossEntropyLoss
 from fastlayers.modules.residual import FusedDropoutAdd, FusedScaleAdd
 from fastlayers.modules.rotary import FusedRotary
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
@@ -87,6 +88,7 @@ __all__ = [
     "FusedLayerNorm",
     "FusedLayerNorm2d",
     "FusedLeakyReLU",
+    "FusedLinearCrossEntropyLoss",
     "FusedLogSoftmax",
     "FusedMish",
     "FusedMul",
