@@ -1700,10 +1700,133 @@ ROTARY = Op(
     matrix=None,
 )
 
+# ---- linear_cross_entropy --------------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, class_weight: Tensor | None = None,
+    ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, softcap: float | None = None,
+    z_loss: float = 0.0, logit_scale: float = 1.0, chunk_size: int | None = None,
+) -> Tensor:  # fmt: skip
+    logits = F.linear(hidden, weight, bias)
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.reshape(-1, logits.shape[-1])
+    if target.is_floating_point():
+        flat = target.reshape(logits.shape)
+    elif target.shape == hidden.shape[:-1]:
+        flat = target.reshape(-1)
+    else:
+        raise ValueError("the target is of another shape")
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    loss = F.cross_entropy(logits, flat, class_weight, **options)
+    if z_loss:  # as a loss of its own: 0 for what is ignored, divided by what the loss is divided by
+        kept = flat != ignore_index
+        z = (z_loss * logits.to(loss.dtype).logsumexp(-1).square()).masked_fill(~kept, 0.0)
+        if reduction == "mean":
+            share = kept.to(loss.dtype) if class_weight is None else class_weight[flat.clamp(min=0)] * kept
+            z = z.sum() / share.sum()
+        loss = loss + (z.sum() if reduction == "sum" else z)
+    return loss.reshape(hidden.shape[:-1]) if reduction == "none" else loss
+
+
+def tokens(count: int, ignored: float = 0.0) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
+    """Classes, a share of them ignored."""
+
+    def fill(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        found = torch.randint(count, shape, generator=generator)
+        return found.masked_fill(torch.rand(shape, generator=generator) < ignored, -100)
+
+    return fill
+
+
+def of_linear(
+    name: str, shape: tuple[int, ...] = (6, 8), columns: int = 13, *, bias: bool = False, class_weight: bool = False,
+    ignored: float = 0.0, layout: Any = contiguous, values: Any = normal, hidden: Any = None, weight: Any = None,
+    target: Any = None, chunk_size: int | None = 4, refused: tuple[str, ...] = ("cpu",), **options: Any,
+) -> Sample:  # fmt: skip
+    """A call in chunks, for which csrc has no code of its own on CPUs."""
+    names = ("smooth", "gpu_only", "dtypes")
+    about = {key: options.pop(key) for key in names if key in options}
+    classes = Input(shape[:-1], values=tokens(columns, ignored), grad=False, dtype=torch.int64)
+    args = (
+        hidden or Input(shape, layout, values),
+        weight or Input((columns, shape[-1]), layout),
+        target or classes,
+        Input((columns,)) if bias else None,
+    )
+    if class_weight:
+        options["class_weight"] = Input((columns,), values=positive, grad=False)
+    return Sample(name, args, {**options, "chunk_size": chunk_size}, refused, **about)
+
+
+LINEAR_LOSSES = (
+    of_linear("rows", smooth=True),
+    of_linear("each row", reduction="none", smooth=True),
+    of_linear("summed", reduction="sum"),
+    *(of_linear(f"chunks of {n}", (7, 8), chunk_size=n) for n in (1, 2, 3, 6, 7, 8, 100)),
+    of_linear("many rows", (130, 16), 65, chunk_size=40),
+    of_linear("more chunks than nine", (150, 16), 33, chunk_size=9),
+    of_linear("vocabulary of whole tiles", (9, 16), 128),
+    of_linear("odd vocabulary", (9, 24), 1003),
+    of_linear("one class", (5, 8), 1),
+    of_linear("batch of sequences", (2, 5, 8), reduction="none"),
+    of_linear("no batch", (8,)),
+    of_linear("bias", bias=True, smooth=True),
+    of_linear("each, bias", bias=True, reduction="none", ignored=0.3),
+    of_linear("some ignored", (9, 8), ignored=0.4, smooth=True),
+    of_linear("all ignored", (5, 8), ignored=1.1),
+    of_linear("all ignored, summed", (5, 8), ignored=1.1, reduction="sum"),
+    of_linear("class weight", (9, 8), ignored=0.3, class_weight=True, smooth=True),
+    of_linear("label smoothing", (9, 8), ignored=0.3, label_smoothing=0.2),
+    of_linear("softcap", softcap=2.0),
+    of_linear("z-loss", z_loss=0.1, ignored=0.3),
+    of_linear("logit scale", logit_scale=0.25),
+    of_linear("logit scale, bias", logit_scale=3.0, bias=True),
+    of_linear("everything", (9, 8), bias=True, class_weight=True, ignored=0.3, label_smoothing=0.1, softcap=3.0,
+              z_loss=0.05, logit_scale=0.5, smooth=True),
+    of_linear("transposed", layout=transposed),
+    of_linear("strided", layout=strided),
+    of_linear("misaligned", layout=misaligned),
+    of_linear("expanded rows", hidden=Input((6, 8), expanded(0))),
+    of_linear("NaN", values=with_nan, reduction="none"),
+    of_linear("weight without gradient", weight=Input((13, 8), grad=False)),
+    of_linear("hidden without gradient", hidden=Input((6, 8), grad=False)),
+    of_linear("left alone", chunk_size=None),
+    of_linear("empty", (0, 8), refused=KERNELS),
+    of_linear("probabilities", refused=KERNELS, target=Input((6, 13), values=lambda shape, generator: torch.rand(
+        shape, generator=generator).softmax(-1), grad=False)),
+)  # fmt: skip
+LINEAR_CROSS_ENTROPY = Op(
+    "linear_cross_entropy",
+    functional.linear_cross_entropy,
+    linear_cross_entropy,
+    kernels=KERNELS,
+    samples=LINEAR_LOSSES,
+    saved_bytes=lambda call, out: (
+        sum(map(nbytes, call.tensors())) + (sum(map(nbytes, call.leaves())) if out.dim() == 0 else 0)
+    ),
+    mistakes=(
+        of_linear("class out of range", target=Input((6,), values=constant(13), grad=False, dtype=torch.int64)),
+        of_linear("target of another length", target=Input((5,), values=tokens(13), grad=False, dtype=torch.int64)),
+        of_linear("target transposed", (3, 2, 8), target=Input((2, 3), values=tokens(13), grad=False,
+                                                               dtype=torch.int64)),
+        of_linear("weight of another width", weight=Input((13, 9))),
+        of_linear("no such reduction", reduction="average"),
+        of_linear("smoothing above 1", label_smoothing=1.5),
+        of_linear("target of int32", target=Input((6,), values=tokens(13), grad=False, dtype=torch.int32)),
+    ),
+    layers=(Layer(fastlayers.FusedLinearCrossEntropyLoss(), of_linear("layer", chunk_size=None), 3),),
+    matrix=None,
+)  # fmt: skip
+
 OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
     BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GLU, ROTARY,
+    LINEAR_CROSS_ENTROPY,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]
