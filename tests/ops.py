@@ -1700,10 +1700,172 @@ ROTARY = Op(
     matrix=None,
 )
 
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def classes(count: int) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
+    return lambda shape, generator: torch.randint(count, shape, generator=generator)
+
+
+def some_ignored(count: int) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
+    def fill(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        target = torch.randint(count, shape, generator=generator)
+        target.view(-1)[::3] = -100
+        return target
+
+    return fill
+
+
+def ignored(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.full(shape, -100)
+
+
+def softened(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Probabilities as targets."""
+    return torch.randn(shape, generator=generator).softmax(0 if len(shape) == 1 else 1)
+
+
+def logits(*shape: int, layout: Any = contiguous, values: Any = normal, target: Any = classes) -> tuple[Input, Input]:
+    """Logits and their classes."""
+    count = shape[0] if len(shape) == 1 else shape[1]
+    of = shape[:1] * (len(shape) > 1) + shape[2:]
+    fill = target if target is ignored else target(count)
+    return Input(shape, layout, values), Input(of, values=fill, grad=False, dtype=torch.int64)
+
+
+def class_last(t: Tensor) -> Tensor:
+    """(N, C, ...) with neighbouring classes next to each other in memory."""
+    return t.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0, *,
+    softcap: float | None = None, z_loss: float = 0.0,
+) -> Tensor:  # fmt: skip
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    loss = F.cross_entropy(x, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    if not z_loss:
+        return loss
+    # As a loss of its own: 0 for what is ignored, divided by what the loss is divided by.
+    kept = target != ignore_index
+    z = (z_loss * x.to(loss.dtype).logsumexp(0 if x.dim() == 1 else 1).square()).masked_fill(~kept, 0.0)
+    if reduction == "mean":
+        share = kept.to(loss.dtype) if weight is None else weight[target.clamp(min=0)] * kept
+        z = z.sum() / share.sum()
+    return loss + (z.sum() if reduction == "sum" else z)
+
+
+def class_weight(count: int) -> Input:
+    return Input((count,), values=positive, grad=False)
+
+
+EACH = {"reduction": "none"}
+VOCABULARIES = (1, 2, 7, 8, 10, 33, 100, 1000, 1024, 2049, 4097, 8200)
+LONG_VOCABULARIES = (10000, 32000, 50257, 128256, 151936, 600_001)
+CROSS_ENTROPY_SAMPLES = (
+    Sample("each pixel", (*logits(3, 9, 4), None, None, -100, None, "none"), smooth=True),
+    Sample("rows of classes", logits(6, 37), smooth=True),
+    Sample("each row", logits(6, 37), EACH),
+    Sample("summed rows", logits(6, 37), {"reduction": "sum"}),
+    *(Sample(f"classes {n}", logits(17 if n < 1000 else 5, n)) for n in VOCABULARIES),
+    *(Sample(f"classes {n}", logits(5, n), gpu_only=True) for n in LONG_VOCABULARIES),
+    Sample("one long row", logits(1, 300_000), gpu_only=True),
+    Sample("many rows of classes", logits(4099, 10)),
+    Sample("more rows than one block adds", logits(70_001, 3), gpu_only=True),
+    Sample("no batch", logits(9), smooth=True),
+    Sample("no batch, each", logits(9), EACH),
+    Sample("segmentation", logits(2, 21, 12, 10)),
+    Sample("segmentation, odd", logits(2, 5, 7, 3), EACH),
+    Sample("segmentation, channels_last", logits(2, 21, 6, 5, layout=channels_last)),
+    Sample("video", logits(2, 5, 3, 4, 2), {"reduction": "sum"}),
+    Sample("many classes of few pixels", logits(2, 3000, 3)),
+    Sample("classes last in memory", logits(3, 40, 5, layout=class_last), EACH),
+    Sample("transposed logits", logits(24, 33, layout=transposed)),
+    Sample("row slice of logits", logits(5, 64, layout=row_slice)),
+    Sample("odd row slice of logits", logits(5, 67, layout=row_slice)),
+    Sample("strided logits", logits(5, 40, layout=strided)),
+    Sample("misaligned logits", logits(6, 64, layout=misaligned)),
+    Sample("misaligned odd logits", logits(6, 67, layout=misaligned)),
+    Sample("misaligned segmentation", logits(2, 9, 8, 8, layout=misaligned)),
+    Sample("expanded logits", logits(6, 40, layout=expanded(0))),
+    Sample("large logits", logits(6, 40, values=large), dtypes=(torch.bfloat16, torch.float32, torch.float64)),
+    Sample("NaN in logits", logits(6, 40, values=with_nan), EACH),
+    Sample("infinite logits", logits(6, 40, values=with_infinities), EACH),
+    Sample("infinite pixels", logits(2, 9, 20, values=with_infinities), EACH),
+    Sample("logits of -inf", logits(3, 40, values=constant(-math.inf)), EACH),
+    Sample("some ignored", logits(7, 37, target=some_ignored), smooth=True),
+    Sample("some pixels ignored", logits(2, 9, 4, 6, target=some_ignored)),
+    Sample("each, some ignored", logits(7, 37, target=some_ignored), EACH),
+    Sample("all ignored", logits(4, 12, target=ignored)),
+    Sample("all ignored, summed", logits(4, 12, target=ignored), {"reduction": "sum"}),
+    Sample("ignored class", logits(7, 12), {"ignore_index": 3}),
+    Sample("class weight", (*logits(7, 37), class_weight(37)), smooth=True),
+    Sample("class weight of pixels", (*logits(2, 9, 6, target=some_ignored), class_weight(9)), smooth=True),
+    Sample("each, class weight", (*logits(7, 37, target=some_ignored), class_weight(37)), EACH),
+    Sample("label smoothing", logits(7, 37, target=some_ignored), {"label_smoothing": 0.1}, smooth=True),
+    Sample("label smoothing of pixels", logits(2, 9, 6), {"label_smoothing": 0.3}),
+    Sample("label smoothing, class weight", (*logits(7, 37, target=some_ignored), class_weight(37)),
+           {"label_smoothing": 0.2}, smooth=True),
+    Sample("nothing but smoothing", (*logits(3, 2050), class_weight(2050)), {"label_smoothing": 1.0}),
+    Sample("softcap", logits(7, 37, target=some_ignored), {"softcap": 2.0}, smooth=True),
+    Sample("softcap of pixels", logits(2, 9, 6), {"softcap": 5.0}),
+    Sample("softcap of a long row", logits(2, 4100, values=large), {"softcap": 30.0},
+           dtypes=(torch.bfloat16, torch.float32, torch.float64)),
+    Sample("z-loss", logits(7, 37, target=some_ignored), {"z_loss": 0.1}, smooth=True),
+    Sample("z-loss of pixels", logits(2, 9, 6), {"z_loss": 0.01, **EACH}),
+    Sample("everything", (*logits(7, 37, target=some_ignored), class_weight(37)), smooth=True,
+           kwargs={"softcap": 3.0, "z_loss": 0.2, "label_smoothing": 0.1}),
+    Sample("everything, of pixels", (*logits(2, 11, 5, target=some_ignored), class_weight(11)), smooth=True,
+           kwargs={"softcap": 3.0, "z_loss": 0.2, "label_smoothing": 0.1}),
+    Sample("probabilities", (Input((5, 9)), Input((5, 9), values=softened)), refused=KERNELS, smooth=True),
+    Sample("probabilities of pixels", refused=KERNELS,
+           args=(Input((2, 5, 3)), Input((2, 5, 3), values=softened), Input((5,), values=positive)),
+           kwargs={"label_smoothing": 0.1}),
+    Sample("no rows", logits(0, 5), refused=KERNELS),
+    Sample("no pixels", logits(2, 5, 0), EACH, refused=KERNELS),
+)  # fmt: skip
+
+
+def cross_entropy_saved(call: Call, out: Tensor) -> int:
+    x, target, *weight = call.args
+    wide = max(x.element_size(), 4)
+    return nbytes(x) + nbytes(target) + wide * (target.numel() + 2 + sum(w.numel() for w in weight))
+
+
+CROSS_ENTROPY = Op(
+    "cross_entropy",
+    functional.cross_entropy,
+    cross_entropy,
+    kernels=GPU_KERNELS,
+    samples=CROSS_ENTROPY_SAMPLES,
+    saved_bytes=cross_entropy_saved,
+    mistakes=(
+        Sample("target of another size", (Input((3, 4)), torch.tensor([0, 1]))),
+        Sample("target of int32", (Input((3, 4)), torch.tensor([0, 1, 2], dtype=torch.int32))),
+        Sample("weight of another size", (*logits(3, 4), Input((5,), grad=False))),
+        Sample("weight with a gradient", (*logits(3, 4), Input((4,)))),
+        Sample("no such reduction", logits(3, 4), {"reduction": "average"}),
+        Sample("label smoothing above 1", logits(3, 4), {"label_smoothing": 1.5}),
+        Sample("0-dim", (Input(()), torch.tensor(0))),
+        Sample("not a tensor", ([[1.0, 2.0]], torch.tensor([0]))),
+    ),
+    layers=(
+        Layer(fastlayers.FusedCrossEntropyLoss(), CROSS_ENTROPY_SAMPLES[1]),
+        Layer(
+            fastlayers.FusedCrossEntropyLoss(reduction="sum", label_smoothing=0.1, softcap=3.0, z_loss=0.2),
+            Sample("layer", logits(6, 37), {"reduction": "sum", "label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.2}),
+            2,
+        ),
+    ),
+    matrix=None,
+)  # fmt: skip
+
 OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
-    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GLU, ROTARY,
+    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GLU, ROTARY, CROSS_ENTROPY,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

@@ -226,3 +226,36 @@ def drop_path(x: Tensor, p: float, training: bool) -> Tensor:
 
 def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, p: float, training: bool) -> Tensor:
     return residual + drop_path(x if gamma is None else x * gamma, p, training)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+_REDUCTIONS = ("none", "mean", "sum")  # by torch's codes
+
+
+def cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float,
+    softcap: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    if softcap:
+        x = softcap * torch.tanh(x / softcap)
+    loss = F.cross_entropy(
+        x, target, weight, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction], label_smoothing=label_smoothing
+    )
+    if not z_loss:
+        return loss
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    z = z_loss * torch.logsumexp(wide, 0 if x.dim() == 1 else 1).square()
+    if target.shape == x.shape:  # probabilities: no row is ignored
+        share = torch.ones_like(z)
+    else:
+        kept = target != ignore_index
+        z = torch.where(kept, z, 0.0)
+        share = kept.to(z.dtype)
+        if weight is not None:
+            share = share * weight.to(z.dtype)[torch.where(kept, target, 0)]
+    if reduction == 1:
+        z = z.sum() / share.sum()
+    elif reduction == 2:
+        z = z.sum()
+    return loss + z.to(loss.dtype)
