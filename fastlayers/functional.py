@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import _reduction
 
 from fastlayers.ops import batch_norm as _batch_norm
 from fastlayers.ops import bias_act as _bias_act
+from fastlayers.ops import cross_entropy as _cross_entropy
 from fastlayers.ops import elementwise as _elementwise
 from fastlayers.ops import glu as _glu
 from fastlayers.ops import group_norm as _group_norm
@@ -33,6 +35,7 @@ __all__ = [
     "batch_norm",
     "bias_act",
     "channel_layer_norm",
+    "cross_entropy",
     "dropout_add",
     "elu",
     "geglu",
@@ -676,6 +679,61 @@ def scale_add(
         ValueError: drop_path is not a probability.
     """
     return _residual.scale_add(x, gamma, residual, drop_path, training)
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    inplace_backward: bool = False,
+) -> Tensor:
+    r"""Cross-entropy of logits and classes: the logits are read once forward, and read and written once backward.
+
+    .. math:: l_i = w_t \left(\log \sum_c \exp(s_c) - s_t\right) + \text{z\_loss} \left(\log \sum_c \exp(s_c)\right)^2,
+        \qquad s = \text{softcap} \cdot \tanh(\text{input} / \text{softcap})
+
+    Stands for :func:`torch.nn.functional.cross_entropy` of ``softcap * torch.tanh(input / softcap)``, plus PaLM's
+    z-loss. Computed in float32 and rounded once.
+
+    Args:
+        input: logits, of shape (C,), (N, C) or (N, C, d1, ...); kernels take float16, bfloat16, float32 and float64.
+        target: classes, of input's shape without C. One that is not a class raises an IndexError on a CPU and is a
+            device-side assert on a GPU, as in torch. Or probabilities in input's shape, which torch's function serves.
+        weight: (C,), a factor for each class; without a gradient, as in torch.
+        size_average, reduce: torch's deprecated ones.
+        ignore_index: a target that takes no part. Such a row is not read: its gradient is 0 whatever it holds.
+        reduction: "none", "mean" (weighted by ``weight``, NaN where all rows are ignored) or "sum".
+        label_smoothing: from 0 to 1, the share of the uniform distribution in the target.
+        softcap: a number above 0 that bounds the logits, or None.
+        z_loss: factor of the squared log-sum-exp of each row that is not ignored. It is not multiplied by ``weight``,
+            as it is not in Liger; for "mean" it is divided by what the loss is divided by, the sum of the weights of
+            the targets or, without a weight, their number.
+        inplace_backward: allows the backward to put the gradient in the place of the logits, which then are lost: half
+            of the memory. Logits that are a leaf are refused. A second backward, or one of another operation that kept
+            the logits, raises. Without effect where no kernel serves, where the logits are not contiguous, under
+            ``create_graph`` and under ``torch.compile``.
+
+    Returns:
+        A tensor of input's dtype; under autocast float32, as torch gives it.
+
+    Keeps: input, target, weight, and the log-sum-exp of each row.
+
+    Raises:
+        ValueError: reduction or softcap is none, or inplace_backward is True for a leaf.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    return _cross_entropy.cross_entropy(
+        input, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, inplace_backward
+    )
 
 
 def linear_cross_entropy(

@@ -22,6 +22,7 @@ from fastlayers.modules.bias_act import (
     FusedSiLU,
     FusedSoftplus,
 )
+from fastlayers.modules.cross_entropy import FusedCrossEntropyLoss
 from fastlayers.modules.elementwise import FusedAddReLU, FusedMul, FusedReLUAdd
 from fastlayers.modules.glu import FusedGEGLU, FusedGLU, FusedReGLU, FusedSwiGLU
 from fastlayers.modules.group_norm import (
@@ -60,6 +61,7 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.GELU: FusedGELU,
     nn.Mish: FusedMish,
     nn.GLU: FusedGLU,
+    nn.CrossEntropyLoss: FusedCrossEntropyLoss,
 }
 
 __all__ = [
@@ -74,6 +76,7 @@ __all__ = [
     "FusedBatchNormAct2d",
     "FusedBatchNormAct3d",
     "FusedBiasAct",
+    "FusedCrossEntropyLoss",
     "FusedDropoutAdd",
     "FusedELU",
     "FusedGEGLU",
