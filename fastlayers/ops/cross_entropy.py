@@ -97,7 +97,7 @@ def _gradient(scores: Tensor, lse: Tensor, rows: _Rows, options: Options, scale:
         factor = factor + smoothing / scores.shape[dim] * _weight_sum(scores, rows.weight, dim)
     if options.z_loss:
         factor = factor + 2.0 * options.z_loss * lse
-    d = torch.exp(scores - lse.unsqueeze(dim)) * factor.unsqueeze(dim)
+    d = torch.softmax(scores, dim) * factor.unsqueeze(dim)  # lse, rounded, would cost a digit
     d = d.scatter_add(dim, rows.target, -of_target.unsqueeze(dim))
     if smoothing:
         d = d - smoothing / scores.shape[dim] * (1.0 if rows.weight is None else rows.weight)
