@@ -523,20 +523,20 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # of those, zeros as large as the weight
     ctx.save_for_backward(*inputs[:5], *output[1:])
     ctx.reduction, *ctx.options = inputs[5:]
 
 
-def _op_backward(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    if any(other is not None for other in others):
+def _op_backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
         raise RuntimeError(
-            "fastlayers::linear_cross_entropy has no second derivative; functional.linear_cross_entropy has"
+            "fastlayers::linear_cross_entropy has no second derivative, which create_graph=True asks for; outside of"
+            " torch.compile functional.linear_cross_entropy has one"
         )
     *tensors, left, dh, dw, db = ctx.saved_tensors
     wanted = ctx.options[-3:]
-    if dy is None:
-        return (None,) * 16
     if ctx.reduction == NONE:
         found = linear_cross_entropy_grad_op(dy, *tensors, *ctx.options)
     else:

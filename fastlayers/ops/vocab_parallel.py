@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import _reduction
 
 from fastlayers.ops import reference
@@ -95,8 +94,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return (losses.sum() if count is None else losses.sum() / count).to(out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "vocab_parallel_cross_entropy() has no second derivative, which create_graph=True asks for: it would"
+                " need the logits of the other ranks"
+            )
         logits, target, lse, share, count = ctx.saved_tensors
         _, start, _, ignore_index, smoothing, softcap, z_loss, _ = ctx.options
         columns = logits.shape[-1]
