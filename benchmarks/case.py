@@ -74,10 +74,13 @@ class Case:
         forward_bytes, backward_bytes: what a call cannot avoid reading and writing, e.g. ``"2b+1bit"``: ``b`` is
             the bytes of the output, ``bit`` one bit per element of it.
         bars: what has to be reached, by metric. ``forward`` and ``backward``: least fraction of the copy bandwidth.
-            ``host_forward``, ``host_training``, ``forward_ratio``: greatest ratio to eager's time.
+            ``host_forward``, ``host_training``, ``forward_ratio``: greatest ratio to eager's time. ``step/NAME`` and
+            ``beyond/NAME``: greatest ratio to the time and memory of a contestant; ``beyond``: greatest MiB.
         suite: ``bars`` (the rows that an issue names), ``sweep`` (a line of a plot) or ``cpu``.
         contestants: implementations that make sense for this case; those absent from a machine say so in the result.
         tolerance: greatest relative error against float64, where the one for the dtype does not suit.
+        step: time forward and backward together: an op may do in its forward what its rivals do in their backward. Its
+            time is in matrix products, so no bytes are counted.
         host: measure the host time of a call. For inputs so small that the GPU never is the one waited for.
         extra: only with ``--all``.
     """
@@ -93,6 +96,7 @@ class Case:
     suite: str = "bars"
     contestants: tuple[str, ...] = ("eager", "compile", "fastlayers", "triton", "cuda", "liger")
     tolerance: float | None = None
+    step: bool = False
     host: bool = False
     extra: bool = False
 

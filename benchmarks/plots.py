@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 def draw_all(results: dict[str, Any], out: Path, name: str) -> list[Path]:
     """Every picture that the results have rows for, as ``out/NAME-*.png``."""
-    rows = [row for row in results["rows"] if row["status"] == "ok" and "forward" in row]
+    rows = [row for row in results["rows"] if row["status"] == "ok" and "gbps" in row.get("forward", {})]
     drawn = []
     with plt.rc_context(STYLE):
         for op in dict.fromkeys(row["op"] for row in rows if row["suite"] == "sweep"):

@@ -33,7 +33,7 @@ class Metric:
     value: Callable[[Row], float | None]
     unit: str
     bar: str
-    limits: str = "ratio"  # "fraction" of the copy bandwidth, at least; or "ratio" to eager, at most
+    limits: str = "ratio"  # "fraction" of the copy bandwidth, at least; "ratio" to eager, or "value" itself, at most
     fraction: Callable[[Row], float | None] = lambda row: None
 
 
@@ -42,7 +42,7 @@ def direction(name: str) -> Metric:
         return row[name]["us"] if name in row else None
 
     def fraction(row: Row) -> float | None:
-        return row[name]["fraction"] if name in row else None
+        return row[name].get("fraction") if name in row else None
 
     return Metric(name, value, "us", name, "fraction", fraction)
 
@@ -51,13 +51,19 @@ def plain(title: str, key: str, unit: str, bar: str = "") -> Metric:
     return Metric(title, lambda row: row.get(key), unit, bar)
 
 
-DEVICE_METRICS = (direction("forward"), direction("backward"))
+def mebibytes(key: str) -> Callable[[Row], float | None]:
+    return lambda row: row[key] / 2**20 if row.get(key) else None
+
+
+STEP = Metric("forward + backward", lambda row: row["step"]["us"] if "step" in row else None, "us", "step")
+DEVICE_METRICS = (direction("forward"), direction("backward"), STEP)
 HOST_METRICS = (
     plain("host, forward", "host_forward_us", "us", "host_forward"),
     plain("host, forward + backward", "host_training_us", "us", "host_training"),
     plain("wall, forward", "wall_forward_us", "us"),
     plain("wall, forward + backward", "wall_training_us", "us"),
-    Metric("peak memory", lambda row: row["peak_bytes"] / 2**20 if row.get("peak_bytes") else None, "MiB", ""),
+    Metric("peak memory", mebibytes("peak_bytes"), "MiB", ""),
+    Metric("peak memory beyond the gradients", mebibytes("beyond_bytes"), "MiB", "beyond", "value"),
 )
 
 
@@ -89,7 +95,8 @@ def lines(rows: Iterable[Row], metrics: Iterable[Metric]) -> list[Line]:
 
 def line(contestants: dict[str, Row], metric: Metric) -> Line:
     first = next(iter(contestants.values()))
-    counted = f" ({first['bytes'][metric.title]})" if metric.title in first["bytes"] else f", {metric.unit}"
+    spelled = first["bytes"].get(metric.title)
+    counted = f" ({spelled})" if spelled else f", {metric.unit}"
     labels = (f"{first['op']} {first['title']}", first["dtype"], metric.title + counted)
     cells = {name: cell(row, metric) for name, row in contestants.items()}
     return Line(labels, cells, tuple(verdicts(contestants, metric)))
@@ -119,11 +126,12 @@ def verdicts(contestants: dict[str, Row], metric: Metric) -> Iterable[tuple[str,
     times = {name: metric.value(contestants[name]) for name in against if name in contestants}
     rivals = {name: value for name, value in times.items() if value is not None}
     yield from bar_verdicts(ours, metric, mine, rivals.get("eager"))
+    yield from rival_verdicts(ours, metric, mine, contestants)
     if rivals:
         best = min(rivals, key=lambda name: rivals[name])
         if mine > rivals[best] * NOISE:
             yield f"loses to {TITLES[best]} by {mine / rivals[best]:.2f}x", "bad"
-    if metric in DEVICE_METRICS and "eager" in contestants and uses_torch(ours, contestants["eager"], metric.title):
+    if metric.title in ours and "eager" in contestants and uses_torch(ours, contestants["eager"], metric.title):
         yield "runs torch's kernel", "note"
 
 
@@ -138,6 +146,20 @@ def bar_verdicts(ours: Row, metric: Metric, mine: float, eager: float | None) ->
         met = mine / eager <= ratio_bar
         text = f"bar {ratio_bar:.1f}x torch, is {mine / eager:.2f}x"
         yield f"{text} met" if met else f"{text} MISSED", "good" if met else "bad"
+
+
+def rival_verdicts(ours: Row, metric: Metric, mine: float, contestants: dict[str, Row]) -> Iterable[tuple[str, str]]:
+    """The bars that name a contestant, and those on the value itself."""
+    limits = {name: (ours["bars"].get(f"{metric.bar}/{name}"), metric.value(row)) for name, row in contestants.items()}
+    for name, (bar, theirs) in limits.items():
+        if bar is not None and theirs:
+            met = mine / theirs <= bar
+            text = f"bar {bar:.1f}x {TITLES[name]}, is {mine / theirs:.2f}x"
+            yield f"{text} met" if met else f"{text} MISSED", "good" if met else "bad"
+    if metric.limits == "value" and metric.bar in ours["bars"]:
+        bar = ours["bars"][metric.bar]
+        text = f"bar {number(bar)} {metric.unit}"
+        yield f"{text} met" if mine <= bar else f"{text} MISSED", "good" if mine <= bar else "bad"
 
 
 def uses_torch(ours: Row, eager: Row, direction_name: str) -> bool:

@@ -63,6 +63,7 @@ class Entrant:
     originals: tuple[Tensor, ...] = ()
     first_call_s: float = 0.0
     error: float = 0.0
+    step: bool = False
 
     def gradients(self, outputs: Any) -> tuple[Tensor, ...]:
         """Of what wants one: nothing, where the case is forward only."""
@@ -81,13 +82,18 @@ class Entrant:
 
     def prepare(self) -> Any:
         """The outputs to go backward from, with the gradients of them in place."""
+        self.restore()
+        return self.function()
+
+    def restore(self) -> None:
         for original, dy in zip(self.originals, self.upstream, strict=False):
             dy.copy_(original)
-        return self.function()
 
     def tasks(self) -> dict[str, Task]:
         """By direction."""
         forward = Task(lambda _: self.function(), context=self.inference)
+        if self.step:
+            return {"forward": forward, "step": Task(lambda _: self.train(), self.restore, self.training)}
         backward = Task(self.gradients, prepare=self.prepare, context=self.training)
         return {"forward": forward, "backward": backward} if self.wanted else {"forward": forward}
 
@@ -248,7 +254,7 @@ def enter(
     if reason is not None:
         raise BackendError(reason)
     bound = partial(function(name, case), *inputs, **case.options)
-    entrant = Entrant(name, bound, tuple(x for x in inputs if x.requires_grad), upstream)
+    entrant = Entrant(name, bound, tuple(x for x in inputs if x.requires_grad), upstream, step=case.step)
     if name == "liger":  # its rms_norm writes dx over dy
         entrant.upstream, entrant.originals = tuple(dy.clone() for dy in upstream), upstream
     started = time.perf_counter()
@@ -293,14 +299,11 @@ def measure(
             timing = next(timings)
             if timing.us == 0:
                 raise RuntimeError(f"the profiler saw no kernel in {direction} of {entrant.name}")
-            gbps = case.bytes_moved(direction) / timing.us / 1e3
-            row[direction] = {
-                "us": rounded(timing.us),
-                "spread_us": rounded(timing.spread_us),
-                "gbps": rounded(gbps),
-                "fraction": rounded(gbps / copy_gbps),
-                "kernels": timing.kernels,
-            }
+            row[direction] = {"us": rounded(timing.us), "spread_us": rounded(timing.spread_us)}
+            if not case.step:
+                gbps = case.bytes_moved(direction) / timing.us / 1e3
+                row[direction] |= {"gbps": rounded(gbps), "fraction": rounded(gbps / copy_gbps)}
+            row[direction]["kernels"] = timing.kernels
         if case.suite == "bars":  # a sweep is there for its plot of GPU time, and on a CPU all time is wall time
             measure_host_side(case, entrant, row, clock)
 
@@ -328,5 +331,7 @@ def measure_host_side(case: Case, entrant: Entrant, row: dict[str, Any], clock: 
     with entrant.training():
         row["wall_training_us"] = rounded(loop_us(entrant.train, clock, seconds=0.01))
         row["peak_bytes"] = clock.peak_bytes(entrant.train)
+        if case.step and row["peak_bytes"] is not None:
+            row["beyond_bytes"] = row["peak_bytes"] - sum(x.nbytes for x in entrant.wanted)
         if case.host:
             row["host_training_us"] = rounded(host_us(entrant.train, clock, calls=200))

@@ -819,8 +819,8 @@ def vocab_parallel_cross_entropy(
         logits: (..., V of this rank), the classes from ``vocab_start`` on.
         target: (...), classes of the whole vocabulary as int64.
         group: a :class:`torch.distributed.ProcessGroup`; default, as there, all ranks.
-        vocab_start: the first class of this shard. Default: rank in the group times V of this rank, which is right
-            where all shards are equally wide.
+        vocab_start: the first class of this shard. Default: rank in the group times V of this rank, for shards that are
+            all equally wide.
         ignore_index, reduction, label_smoothing, softcap, z_loss: as :func:`linear_cross_entropy` takes them.
 
     Returns:
@@ -832,7 +832,8 @@ def vocab_parallel_cross_entropy(
     Keeps: logits, target, and the log-sum-exp of each row.
 
     Raises:
-        ValueError: target is not of int64 in logits' shape without the classes, or an option has no meaning.
+        ValueError: target is not of int64 in logits' shape without the classes, an option has no meaning, or shards of
+            unequal width come without vocab_start (on a GPU a device-side assert).
         IndexError: a class is in none of the shards, or in several; on a GPU a device-side assert.
     """
     return _vocab_parallel.vocab_parallel_cross_entropy(

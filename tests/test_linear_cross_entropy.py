@@ -422,13 +422,20 @@ def check_vocab_parallel(rank: int) -> None:
                 torch.testing.assert_close(loss.flatten(), expected.flatten().to(dtype), **tolerance)
                 torch.testing.assert_close(g, stock[..., start : start + shards[rank]], **tolerance)
     # Equal shards need no start; a row of minus infinities, one of NaN, rows all ignored.
-    values = torch.randn(3, 8, generator=generator)
+    values = torch.randn(4, 8, generator=generator)
     values[0], values[1, 2] = -torch.inf, torch.nan
+    values[2, ::4] = values[3, :4] = -torch.inf  # the first class of each shard; all of the first one
     mine = values[:, 4 * rank : 4 * rank + 4].clone().requires_grad_()
-    target = torch.tensor([1, 5, 7])
+    target = torch.tensor([1, 5, 7, 6])
     found = functional.vocab_parallel_cross_entropy(mine, target, reduction="none")
     torch.testing.assert_close(found, F.cross_entropy(values, target, reduction="none"), equal_nan=True)
-    ignored = functional.vocab_parallel_cross_entropy(mine, torch.full((3,), -100))
+    assert found[2:].isfinite().all()
+    compiled = torch.compile(functional.vocab_parallel_cross_entropy, fullgraph=True, backend="aot_eager")
+    for options in ({}, {"label_smoothing": 0.1, "softcap": 2.0}):
+        both = [f(mine[2:], target[2:], **options) for f in (compiled, functional.vocab_parallel_cross_entropy)]
+        assert_close(*both)
+        assert_close(*(torch.autograd.grad(loss, mine) for loss in both))
+    ignored = functional.vocab_parallel_cross_entropy(mine, torch.full((4,), -100))
     assert ignored.isnan()
     assert torch.equal(torch.autograd.grad(ignored, mine)[0], torch.zeros_like(mine))
     with torch.autocast("cpu", torch.bfloat16):
@@ -436,6 +443,11 @@ def check_vocab_parallel(rank: int) -> None:
     # A second derivative raises, and so does a class that is in no shard, or in two: on all ranks.
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(found[2], mine, create_graph=True)
+    with pytest.raises(ValueError, match="shards of 2 to 3 classes need vocab_start"):
+        functional.vocab_parallel_cross_entropy(mine.detach()[:, : 2 + rank], target)
+    nothing = torch.empty(0, 4, requires_grad=True)
+    loss = functional.vocab_parallel_cross_entropy(nothing, target[:0], reduction="sum", label_smoothing=0.1)
+    assert torch.autograd.grad(loss, nothing)[0].shape == (0, 4)
     for wrong in ({"target": target + 1}, {"target": target, "vocab_start": 0}):
         with pytest.raises(IndexError, match="of the shards; expected one"):
             functional.vocab_parallel_cross_entropy(mine, **wrong)
@@ -443,8 +455,8 @@ def check_vocab_parallel(rank: int) -> None:
         functional.vocab_parallel_cross_entropy(mine, target[:2])
     # A group of one rank has the whole vocabulary.
     alone = [dist.new_group([r]) for r in range(WORLD)][rank]
-    one = functional.vocab_parallel_cross_entropy(mine.detach()[2:], torch.tensor([2]), alone)
-    torch.testing.assert_close(one, F.cross_entropy(mine.detach()[2:], torch.tensor([2])))
+    one = functional.vocab_parallel_cross_entropy(mine.detach()[2:3], torch.tensor([2]), alone)
+    torch.testing.assert_close(one, F.cross_entropy(mine.detach()[2:3], torch.tensor([2])))
 
 
 def test_vocab_parallel(tmp_path):

@@ -1,6 +1,6 @@
 """vocab_parallel_cross_entropy: cross-entropy of logits whose classes are spread over the ranks of a process group.
 
-With the log-sum-exp of its own classes from one pass, a rank needs two all-reduces of some numbers a row: the maximum
+With the log-sum-exp of its own classes, a rank needs two all-reduces of some numbers a row: the maximum
 of these, which keeps the exponentials finite, then their sum and whatever else adds up over the classes. The backward
 is local: every rank has the log-sum-exp of all classes by then.
 """
@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from fastlayers.ops import reference
-from fastlayers.ops.cross_entropy import cross_entropy_chunk_
 
 #: The codes that torch has for ``reduction``.
 NONE, MEAN = 0, 1
 
-#: Elements that the backward computes in float32 at once.
+#: Elements of which float32 copies are made at once: the logits are the largest tensor there is.
 AT_ONCE = 2**24
 
 
@@ -28,7 +27,7 @@ class Options(NamedTuple):
     """What is no tensor. No softcap is 0."""
 
     group: Any
-    vocab_start: int
+    vocab_start: int | None
     reduction: int
     ignore_index: int
     label_smoothing: float
@@ -41,39 +40,62 @@ def _capped(scores: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
-def _check_owned(owned: Tensor, target: Tensor) -> None:
-    """Every class that counts is in exactly one shard. The counts are the same on all ranks, so all of them raise."""
-    if owned.is_cuda:
-        torch._assert_async((owned == 1.0).all())
-    elif not bool((owned == 1.0).all()):
-        wrong = target[owned != 1.0]
-        raise IndexError(
-            f"Target {int(wrong[0])} is in {int(owned[owned != 1.0][0])} of the shards; expected one. Shards of unequal"
-            " width need vocab_start"
+def _first_class(options: Options, columns: int) -> int:
+    return dist.get_rank(options.group) * columns if options.vocab_start is None else options.vocab_start
+
+
+def _at_once(columns: int) -> int:
+    """Rows whose scores are computed in float32 at once."""
+    return max(1, AT_ONCE // max(columns, 1))
+
+
+# What these two look at is the same on all ranks, so that all of them raise, or none. A GPU is not waited for: there it
+# is an assertion on the device.
+
+
+def _check_widths(widest: Tensor, narrowest: Tensor) -> None:
+    if widest.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(widest == narrowest)
+    elif int(widest) != int(narrowest):
+        raise ValueError(
+            f"vocab_parallel_cross_entropy(): shards of {int(narrowest)} to {int(widest)} classes need vocab_start"
         )
 
 
+def _check_owned(owned: Tensor, target: Tensor) -> None:
+    """Every class that counts is in exactly one shard."""
+    if owned.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async((owned == 1.0).all())
+    elif not bool((owned == 1.0).all()):
+        wrong = owned != 1.0
+        raise IndexError(f"Target {int(target[wrong][0])} is in {int(owned[wrong][0])} of the shards; expected one")
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Keeps the logits, the target, and of each row the log-sum-exp; of all rows their number and the classes'."""
+    """Keeps the logits, the target, and of each row the log-sum-exp; with label smoothing its share of each class."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: Options) -> Tensor:
         group, start, reduction, ignore_index, smoothing, softcap, z_loss, out = options
         columns = logits.shape[-1]
-        rows, flat = logits.detach().reshape(-1, columns).contiguous(), target.reshape(-1)
+        first = _first_class(options, columns)
+        rows, flat = logits.detach().reshape(-1, columns), target.reshape(-1)
         kept = flat != ignore_index
-        mine = kept & (flat >= start) & (flat < start + columns)
-        classes = torch.where(mine, flat - start, 0)
+        mine = kept & (flat >= first) & (flat < first + columns)
+        classes = torch.where(mine, flat - first, 0)
         own = rows.gather(1, classes.unsqueeze(1)).squeeze(1)
         own = _capped(own.to(torch.promote_types(out, torch.float32)), softcap)
-        # -1 is no class: all rows count.
-        local = cross_entropy_chunk_(rows, classes, None, -1, 0.0, softcap, 0.0, None, False, columns) + own
-        greatest = local.clone()
+        parts = rows.split(_at_once(columns))
+        local = torch.cat([torch.logsumexp(_capped(part.to(own.dtype), softcap), 1) for part in parts])
+        greatest = torch.cat((local, own.new_full((1,), columns), own.new_full((1,), -columns)))
         dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
+        if start is None:
+            _check_widths(greatest[-2], -greatest[-1])
+        greatest = greatest[:-2]
         terms = [torch.exp(local - greatest), torch.where(mine, own, 0.0), mine.to(own.dtype)]
         if smoothing:
-            missed = cross_entropy_chunk_(rows, classes, None, -1, 1.0, softcap, 0.0, None, False, columns)
-            terms += [(local - missed) * columns, torch.full_like(own, columns)]
+            summed = torch.cat([_capped(part.to(own.dtype), softcap).sum(1) for part in parts])
+            terms += [summed, torch.full_like(own, columns)]
         sums = torch.stack(terms)
         dist.all_reduce(sums, dist.ReduceOp.SUM, group)
         _check_owned(torch.where(kept, sums[2], 1.0), flat)
@@ -101,25 +123,27 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 " need the logits of the other ranks"
             )
         logits, target, lse, share, count = ctx.saved_tensors
-        _, start, _, ignore_index, smoothing, softcap, z_loss, _ = ctx.options
+        _, _, _, ignore_index, smoothing, softcap, z_loss, _ = ctx.options
         columns = logits.shape[-1]
+        first = _first_class(ctx.options, columns)
         flat = target.reshape(-1)
         scale = dy.reshape(-1).to(lse.dtype).expand(flat.shape)
         if count is not None:
             scale = scale / count
         gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        at_once = max(1, AT_ONCE // max(columns, 1))
-        parts = (logits.reshape(-1, columns), gradient.view(-1, columns), flat, lse.unsqueeze(1), scale.unsqueeze(1))
-        for x, out, classes, total, factor in zip(*(part.split(at_once) for part in parts), strict=True):
+        of_rows = [t.unsqueeze(1) for t in (lse, scale, lse if share is None else share)]
+        parts = [part.split(_at_once(columns)) for part in (logits.reshape(-1, columns), flat, *of_rows)]
+        outs = gradient.view(-1, columns).split(_at_once(columns))
+        for out, x, classes, total, factor, uniform in zip(outs, *parts, strict=True):
             scores = _capped(x.to(lse.dtype), softcap)
             d = torch.exp(scores - total)
             if z_loss:
                 d *= 1.0 + 2.0 * z_loss * total
-            mine = (classes >= start) & (classes < start + columns)
+            mine = (classes >= first) & (classes < first + columns)
             hit = torch.where(mine, smoothing - 1.0, 0.0).to(d.dtype)
-            d.scatter_add_(1, torch.where(mine, classes - start, 0).unsqueeze(1), hit.unsqueeze(1))
+            d.scatter_add_(1, torch.where(mine, classes - first, 0).unsqueeze(1), hit.unsqueeze(1))
             if share is not None:
-                d -= share[0]
+                d -= uniform
             if softcap:
                 d *= 1.0 - (scores / softcap).square()
             # Not 0·inf, where all rows are ignored.
@@ -147,10 +171,9 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"vocab_parallel_cross_entropy(): expected a softcap above 0 or None, but got {softcap}")
-    start = dist.get_rank(group) * logits.shape[-1] if vocab_start is None else vocab_start
     out = logits.dtype
     if out in reference.HALF and torch.is_autocast_enabled(logits.device.type):
         out = torch.float32
     code = _reduction.get_enum(reduction)
-    options = Options(group, start, code, ignore_index, label_smoothing, softcap or 0.0, z_loss, out)
+    options = Options(group, vocab_start, code, ignore_index, label_smoothing, softcap or 0.0, z_loss, out)
     return _VocabParallelCrossEntropy.apply(logits, target, options)  # type: ignore[no-any-return]
