@@ -789,7 +789,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: reduction, softcap or chunk_size is none, or target is not of hidden's shape.
-        TypeError: weight is a DTensor and hidden is none.
+        TypeError: weight is a DTensor and hidden is none, or logit_scale is no number.
     """
     return _linear_cross_entropy.linear_cross_entropy(
         hidden, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, softcap, z_loss,

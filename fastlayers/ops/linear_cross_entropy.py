@@ -392,6 +392,8 @@ def _is_sharded(weight: object) -> bool:
 
 
 def is_large(hidden: Tensor, weight: Tensor) -> bool:
+    if hidden.dim() == 0 or weight.dim() == 0:
+        return False
     logits = hidden.numel() // max(hidden.shape[-1], 1) * weight.shape[0]
     return logits >= (GPU_LEAST if hidden.is_cuda else CPU_LEAST)
 
@@ -415,6 +417,10 @@ def linear_cross_entropy(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(
             f"linear_cross_entropy(): expected a chunk_size of at least 1 row or None, but got {chunk_size}"
+        )
+    if not isinstance(logit_scale, float | int):
+        raise TypeError(
+            f"linear_cross_entropy(): expected logit_scale to be a number, but got {type(logit_scale).__name__}"
         )
     code = _reduction.get_enum(reduction)
     loss = Loss(code, ignore_index, label_smoothing, softcap or 0.0, z_loss, logit_scale)

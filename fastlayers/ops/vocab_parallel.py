@@ -28,12 +28,10 @@ class Options(NamedTuple):
 
     group: Any
     vocab_start: int | None
-    reduction: int
     ignore_index: int
     label_smoothing: float
     softcap: float
     z_loss: float
-    out: torch.dtype
 
 
 def _capped(scores: Tensor, softcap: float) -> Tensor:
@@ -72,11 +70,14 @@ def _check_owned(owned: Tensor, target: Tensor) -> None:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Keeps the logits, the target, and of each row the log-sum-exp; with label smoothing its share of each class."""
+    """The losses of the rows, in float32 or float64.
+
+    Keeps the logits, the target, and of each row the log-sum-exp; with label smoothing its share of each class.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: Options) -> Tensor:
-        group, start, reduction, ignore_index, smoothing, softcap, z_loss, out = options
+        group, start, ignore_index, smoothing, softcap, z_loss = options
         columns = logits.shape[-1]
         first = _first_class(options, columns)
         rows, flat = logits.detach().reshape(-1, columns), target.reshape(-1)
@@ -84,7 +85,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         mine = kept & (flat >= first) & (flat < first + columns)
         classes = torch.where(mine, flat - first, 0)
         own = rows.gather(1, classes.unsqueeze(1)).squeeze(1)
-        own = _capped(own.to(torch.promote_types(out, torch.float32)), softcap)
+        own = _capped(own.to(torch.promote_types(own.dtype, torch.float32)), softcap)
         parts = rows.split(_at_once(columns))
         local = torch.cat([torch.logsumexp(_capped(part.to(own.dtype), softcap), 1) for part in parts])
         greatest = torch.cat((local, own.new_full((1,), columns), own.new_full((1,), -columns)))
@@ -107,13 +108,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             losses = (1.0 - smoothing) * losses + smoothing * lse - share * sums[3]
         if z_loss:
             losses = losses + z_loss * lse.square()
-        losses = torch.where(kept, losses, 0.0)
-        count = kept.sum() if reduction == MEAN else None
-        ctx.save_for_backward(logits, target, lse, share, count)
+        ctx.save_for_backward(logits, target, lse, share)
         ctx.options = options
-        if reduction == NONE:
-            return losses.view(target.shape).to(out)
-        return (losses.sum() if count is None else losses.sum() / count).to(out)
+        return torch.where(kept, losses, 0.0)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,16 +119,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 "vocab_parallel_cross_entropy() has no second derivative, which create_graph=True asks for: it would"
                 " need the logits of the other ranks"
             )
-        logits, target, lse, share, count = ctx.saved_tensors
-        _, _, _, ignore_index, smoothing, softcap, z_loss, _ = ctx.options
+        logits, target, lse, share = ctx.saved_tensors
+        _, _, ignore_index, smoothing, softcap, z_loss = ctx.options
         columns = logits.shape[-1]
         first = _first_class(ctx.options, columns)
         flat = target.reshape(-1)
-        scale = dy.reshape(-1).to(lse.dtype).expand(flat.shape)
-        if count is not None:
-            scale = scale / count
         gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        of_rows = [t.unsqueeze(1) for t in (lse, scale, lse if share is None else share)]
+        of_rows = [t.unsqueeze(1) for t in (lse, dy, lse if share is None else share)]
         parts = [part.split(_at_once(columns)) for part in (logits.reshape(-1, columns), flat, *of_rows)]
         outs = gradient.view(-1, columns).split(_at_once(columns))
         for out, x, classes, total, factor, uniform in zip(outs, *parts, strict=True):
@@ -175,5 +169,9 @@ def vocab_parallel_cross_entropy(
     if out in reference.HALF and torch.is_autocast_enabled(logits.device.type):
         out = torch.float32
     code = _reduction.get_enum(reduction)
-    options = Options(group, vocab_start, code, ignore_index, label_smoothing, softcap or 0.0, z_loss, out)
-    return _VocabParallelCrossEntropy.apply(logits, target, options)  # type: ignore[no-any-return]
+    options = Options(group, vocab_start, ignore_index, label_smoothing, softcap or 0.0, z_loss)
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, target, options)
+    if code == NONE:
+        return losses.view(target.shape).to(out)
+    total = losses.sum()
+    return (total / (target != ignore_index).sum() if code == MEAN else total).to(out)
