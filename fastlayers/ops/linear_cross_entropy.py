@@ -224,7 +224,7 @@ def sweep(
             db += logits.sum(0, dtype=wide)
     if db is not None:
         db *= alpha * scale
-    del memory
+    del memory, padded, logits  # before a dweight that was summed in float32 is copied
     return losses, Gradients(dh, dw, db).like(hidden, weight, bias)
 
 
@@ -273,10 +273,12 @@ def evaluate(
 
 def _scale_(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
     """In place: the gradient was made for nobody else."""
-    if gradient is None or factor.dtype is gradient.dtype:
-        return gradient if gradient is None else gradient.mul_(factor)
+    if gradient is None:
+        return None
+    if factor.dtype is gradient.dtype:
+        return gradient.mul_(factor)
     # With one dimension the factor is not rounded to the gradient's dtype before it is multiplied with.
-    return torch.mul(gradient, factor.view(1), out=gradient) if gradient.dim() else gradient.mul_(factor)
+    return torch.mul(gradient, factor.view(1), out=gradient)
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
