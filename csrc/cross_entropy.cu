@@ -1,8 +1,10 @@
 // cross_entropy of logits and classes, forward and backward.
 //
 // The stock composition writes log_softmax(logits), reads one element of each row of it, and keeps it all for a backward that
-// reads it and writes another. Here the forward reads the logits once and keeps one number a row, lse = log(sum of exp(scores));
-// the backward needs no reduction, reads the logits once and writes their gradient. fastlayers/ops/cross_entropy.py has the formulas.
+// reads it and writes another. Here the forward reads the logits once and keeps two numbers a row, whose sum is lse = log(sum of
+// exp(scores)): the maximum and the logarithm of the sum below it, for the difference of a score and lse would lose digits of
+// large scores. The backward needs no reduction, reads the logits once and writes their gradient. fastlayers/ops/cross_entropy.py
+// has the formulas.
 //
 //   rows     classes are next to each other: a part of a warp or a block goes along a row with a running (maximum, sum of
 //            exponentials below it) a thread. Few rows are cut into pieces, whose partials a second kernel merges. Rows may begin
@@ -153,14 +155,20 @@ __device__ __forceinline__ A natural_log(A v) {
   else return logf(v);
 }
 
+// lse of a row: base + rest.
 template <typename A>
-__device__ __forceinline__ A lse_of(const Sums<A>& all) { return all.pair.m + natural_log(all.pair.s); }
+struct Level {
+  A base, rest;
+
+  __device__ static Level of(const Sums<A>& all) { return {all.pair.m, natural_log(all.pair.s)}; }
+};
 
 // The loss of a row whose class has this score and this weight.
 template <bool PLAIN, typename A>
 __device__ __forceinline__ A loss_of(const Sums<A>& all, A score, A weight, const Terms<A>& terms) {
-  const A rest = natural_log(all.pair.s), lse = all.pair.m + rest;
-  A loss = weight * ((all.pair.m - score) + rest);
+  const Level<A> level = Level<A>::of(all);
+  const A lse = level.base + level.rest;
+  A loss = weight * ((level.base - score) + level.rest);
   if constexpr (!PLAIN) {
     loss *= A(1) - terms.smoothing;
     if (terms.smoothing != A(0)) loss += terms.uniform() * (terms.all_weights() * lse - all.linear);
@@ -169,14 +177,16 @@ __device__ __forceinline__ A loss_of(const Sums<A>& all, A score, A weight, cons
 }
 
 // The gradient of a row: exp(score - lse)·factor, less `uniform` times the weight of each class, less `hit` at the class t.
-template <typename A>
+template <bool PLAIN, bool FAST, typename A>
 struct Slope {
-  A lse, factor, uniform, hit;
+  Level<A> level;  // FAST: base is lse, which is near enough
+  A factor, uniform, hit;
   int t;
 
-  template <bool PLAIN>
-  __device__ static Slope find(A lse, A scale, int t, const Terms<A>& terms) {
-    Slope s{lse, A(0), A(0), terms.weight_of(t), t};
+  __device__ static Slope find(Level<A> level, A scale, int t, const Terms<A>& terms) {
+    const A lse = level.base + level.rest;
+    if constexpr (FAST) level = {lse, A(0)};
+    Slope s{level, A(0), A(0), terms.weight_of(t), t};
     if constexpr (!PLAIN) {
       s.hit *= A(1) - terms.smoothing;
       if (terms.smoothing != A(0)) {
@@ -191,11 +201,10 @@ struct Slope {
     return s;
   }
 
-  // Of one class c with the logit v, but for what it gets as the target. `inside`: c has a weight.
-  template <bool PLAIN, bool FAST>
+  // Of one class c with the logit v; `target`: c is t, `inside`: c has a weight.
   __device__ __forceinline__ A operator()(A v, int c, bool target, bool inside, const Terms<A>& terms) const {
     const A score = score_of<PLAIN, FAST>(v, terms);
-    A d = exponential<FAST>(score - lse) * factor;
+    A d = exponential<FAST>(FAST ? score - level.base : (score - level.base) - level.rest) * factor;
     if (target) d -= hit;
     if constexpr (!PLAIN) {
       if (uniform != A(0) && inside) d -= uniform * terms.weight_of(c);
@@ -208,7 +217,7 @@ struct Slope {
   }
 
   // Of the word at element e of the row, of which n are classes; 0 past these.
-  template <bool PLAIN, bool FAST, typename T, int V>
+  template <typename T, int V>
   __device__ __forceinline__ Vec<T, V> word(const Vec<T, V>& x, int e, int n, const Terms<A>& terms) const {
     Vec<A, V> d = unpack<A>(x);
     const int here = t >= e && t < e + V ? t - e : V;
@@ -216,7 +225,7 @@ struct Slope {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const bool inside = PLAIN || whole || (e + j >= 0 && e + j < n);
-      d.v[j] = this->template operator()<PLAIN, FAST>(d.v[j], e + j, j == here, inside, terms);
+      d.v[j] = (*this)(d.v[j], e + j, j == here, inside, terms);
       if (!whole && e + j >= n) d.v[j] = A(0);
     }
     return pack<T>(d);
@@ -270,7 +279,7 @@ template <typename A>
 struct ForwardArgs : RowArgs<A> {
   void* losses;
   Kind kind;      // of them
-  A* lse;         // of each row
+  A* stats;       // of each row the base of its level, then the rests
   A* partials;    // (m, s, linear) of each piece, where there are several
 };
 
@@ -278,7 +287,9 @@ struct ForwardArgs : RowArgs<A> {
 template <bool PLAIN, typename A>
 __device__ __forceinline__ void finish_row(const ForwardArgs<A>& a, int64_t row, bool ignored, const Sums<A>& all, A score, A weight) {
   store_scalar(a.losses, row, a.kind, ignored ? A(0) : loss_of<PLAIN>(all, score, weight, a.terms));
-  a.lse[row] = ignored ? A(0) : lse_of(all);
+  const Level<A> level = ignored ? Level<A>{A(0), A(0)} : Level<A>::of(all);
+  a.stats[row] = level.base;
+  a.stats[a.rows + row] = level.rest;
 }
 
 template <typename T, bool PLAIN>
@@ -298,18 +309,21 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T, PLAIN>) cross_entr
 
   Sums<A> sums;
   const int words = ignored ? 0 : at.words;
-#pragma unroll 1
-  for (int begin = at.first; begin < words; begin += K * at.stride) {
-    const auto has = [&](int i) { return begin + i * at.stride < words; };
+  const auto take = [&](int begin, auto all) {  // all: the thread has K more words
+    const auto has = [&](int i) { return decltype(all)::value || begin + i * at.stride < words; };
     Vec<T, V> held[K];
 #pragma unroll
     for (int i = 0; i < K; ++i) {
-      held[i] = filled<T, V>(convert<T>(minus_infinity<A>()));
+      if constexpr (!decltype(all)::value) held[i] = filled<T, V>(convert<T>(minus_infinity<A>()));
       if (has(i)) held[i] = load_vec<T, V>(x + (begin + i * at.stride) * V);
     }
     add_words<PLAIN, FAST>(sums, held, a.n, a.whole, a.terms, has,
                            [&](int i) { return at.start + (begin + i * at.stride) * V; });
-  }
+  };
+  int begin = at.first;
+#pragma unroll 1
+  for (; begin + (K - 1) * at.stride < words; begin += K * at.stride) take(begin, std::true_type{});
+  if (begin < words) take(begin, std::false_type{});
   Exchange<Pair<A>, false> exchange{pair_slots};
   sums.pair = row_merge<FAST, false>(lanes_merge<FAST>(sums.pair, min(a.lanes, 32)), exchange, a.lanes);
   if constexpr (!PLAIN) {
@@ -368,7 +382,7 @@ struct BackwardArgs : RowArgs<A> {
   void* dx;
   int64_t dx_stride;
   bool aligned;  // every element of dx lies at the same place in its word as that of x
-  const A* lse;
+  const A* stats;
   Scale<A> scale;
 };
 
@@ -382,8 +396,9 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<T, PLAIN>) cross_ent
   const T* x = static_cast<const T*>(a.x) + at.row * a.row_stride + at.start;
   T* dx = static_cast<T*>(a.dx) + at.row * a.dx_stride + at.start;
   const int t = a.terms.target_of(at.row);
-  Slope<A> slope{};
-  if (t >= 0) slope = Slope<A>::template find<PLAIN>(a.lse[at.row], a.scale.of(at.row), t, a.terms);
+  using Slopes = Slope<PLAIN, FAST, A>;
+  Slopes slope{};
+  if (t >= 0) slope = Slopes::find({a.stats[at.row], a.stats[a.rows + at.row]}, a.scale.of(at.row), t, a.terms);
 #pragma unroll 1
   for (int begin = at.first; begin < at.words; begin += K * at.stride) {
     const auto word = [&](int i) { return begin + i * at.stride; };
@@ -398,7 +413,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<T, PLAIN>) cross_ent
       if (word(i) >= at.words) continue;
       const int e = at.start + word(i) * V;
       Vec<T, V> d = filled<T, V>(convert<T>(A(0)));
-      if (t >= 0) d = slope.template word<PLAIN, FAST>(held[i], e, a.terms.classes, a.terms);
+      if (t >= 0) d = slope.word(held[i], e, a.terms.classes, a.terms);
       T* to = dx + word(i) * V;
       if (a.whole) {
         store_vec<T, V>(to, d);
@@ -481,12 +496,13 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<T>) cross_entropy_he
     sums.linear = row_sum<true>(lanes_sum(sums.linear, 32), adding, kHeldThreads);
   }
   if (threadIdx.x == 0 && this_cluster().block_rank() == 0) a.losses[at.row] = t < 0 ? A(0) : loss_of<PLAIN>(sums, score, a.terms.weight_of(t), a.terms);
-  Slope<A> slope{};
-  if (t >= 0) slope = Slope<A>::template find<PLAIN>(lse_of(sums), a.scale.of(at.row), t, a.terms);
+  using Slopes = Slope<PLAIN, FAST, A>;
+  Slopes slope{};
+  if (t >= 0) slope = Slopes::find(Level<A>::of(sums), a.scale.of(at.row), t, a.terms);
   at.for_words([&](int w) {
     const int e = start + w * V;
     Vec<T, V> d = filled<T, V>(convert<T>(A(0)));
-    if (t >= 0) d = slope.template word<PLAIN, FAST>(held[w], e, classes, a.terms);
+    if (t >= 0) d = slope.word(held[w], e, classes, a.terms);
     if (a.ragged) store_word(row + e, e, a.n, d);
     else store_vec<T, V>(row + e, d);
   });
@@ -502,11 +518,12 @@ struct ColumnArgs {
   const void* x;
   void* losses;      // forward
   void* dx;          // backward
-  A* lse;
+  A* stats;
   Kind kind;         // of the losses
-  int64_t inner;
+  int64_t rows, inner;
   int n, across, down;  // threads over the columns, and down them; their product is at most kColumnThreads
-  int shares;           // backward: blocks over the classes
+  unsigned tiles;       // over the columns
+  unsigned shares;      // backward: blocks over the classes
   Scale<A> scale;    // backward
   Terms<A> terms;
 };
@@ -516,9 +533,8 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, PLAIN>) cross
   using A = compute_t<T>;
   constexpr bool FAST = sizeof(T) == 2;
   extern __shared__ __align__(16) char memory[];
-  const int64_t width = static_cast<int64_t>(a.across) * V, tiles = (a.inner + width - 1) / width;
-  const int64_t outer = blockIdx.x / tiles, column = (blockIdx.x % tiles) * width + threadIdx.x % a.across * V;
-  const int first = threadIdx.x / a.across;
+  const int64_t outer = blockIdx.x / a.tiles, column = (static_cast<int64_t>(blockIdx.x % a.tiles) * a.across + threadIdx.x % a.across) * V;
+  const int first = static_cast<int>(threadIdx.x) / a.across;
   const bool active = column < a.inner;
   const T* __restrict__ x = static_cast<const T*>(a.x) + outer * a.n * a.inner + column;
 
@@ -573,7 +589,9 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, PLAIN>) cross
       loss = loss_of<PLAIN>(all, score, a.terms.weight_of(t), a.terms);
     }
     store_scalar(a.losses, row, a.kind, loss);
-    a.lse[row] = lse_of(all);
+    const Level<A> level = Level<A>::of(all);
+    a.stats[row] = level.base;
+    a.stats[a.rows + row] = level.rest;
   }
 }
 
@@ -581,43 +599,46 @@ template <typename T, int V, bool PLAIN>
 __global__ void __launch_bounds__(kColumnThreads, kColumnBackwardBlocks<T, PLAIN>) cross_entropy_backward_columns(const ColumnArgs<compute_t<T>> a) {
   using A = compute_t<T>;
   constexpr bool FAST = sizeof(T) == 2;
-  const int64_t width = static_cast<int64_t>(a.across) * V, tiles = (a.inner + width - 1) / width;
-  const int share = static_cast<int>(blockIdx.x % a.shares);
-  const int64_t tile = blockIdx.x / a.shares, outer = tile / tiles;
-  const int64_t column = (tile % tiles) * width + threadIdx.x % a.across * V;
+  const unsigned tile = blockIdx.x / a.shares;
+  const int share = static_cast<int>(blockIdx.x - tile * a.shares);
+  const int64_t outer = tile / a.tiles, column = (static_cast<int64_t>(tile % a.tiles) * a.across + threadIdx.x % a.across) * V;
   if (column >= a.inner) return;
   const int64_t base = outer * a.n * a.inner + column;
   const int last = min(a.n, (share + 1) * kColumnClasses);
-  const T* __restrict__ x = static_cast<const T*>(a.x) + base;
+  const T* x = static_cast<const T*>(a.x) + base;
   T* dx = static_cast<T*>(a.dx) + base;
-  Slope<A> slope[V];
+  using Slopes = Slope<PLAIN, FAST, A>;
+  Slopes slope[V] = {};
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int64_t row = outer * a.inner + column + j;
     const int t = a.terms.target_of(row);
-    slope[j] = Slope<A>{};
     slope[j].t = -1;
-    if (t >= 0) slope[j] = Slope<A>::template find<PLAIN>(a.lse[row], a.scale.of(row), t, a.terms);
+    if (t >= 0) slope[j] = Slopes::find({a.stats[row], a.stats[a.rows + row]}, a.scale.of(row), t, a.terms);
   }
-#pragma unroll 1
-  for (int begin = share * kColumnClasses + static_cast<int>(threadIdx.x) / a.across; begin < last; begin += kSteps * a.down) {
+  const auto give = [&](int begin, auto all) {  // all: there are kSteps more classes
+    const auto has = [&](int i) { return decltype(all)::value || begin + i * a.down < last; };
     Vec<T, V> held[kSteps];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i)
-      if (begin + i * a.down < last) held[i] = load_vec<T, V>(x + static_cast<int64_t>(begin + i * a.down) * a.inner);
+      if (has(i)) held[i] = load_vec<T, V>(x + static_cast<int64_t>(begin + i * a.down) * a.inner);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
+      if (!has(i)) continue;
       const int c = begin + i * a.down;
-      if (c >= last) continue;
-      Vec<T, V> d;
+      Vec<A, V> d = unpack<A>(held[i]);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const A v = slope[j].template operator()<PLAIN, FAST>(convert<A>(held[i].v[j]), c, c == slope[j].t, true, a.terms);
-        d.v[j] = convert<T>(slope[j].t < 0 ? A(0) : v);
+        d.v[j] = slope[j](d.v[j], c, c == slope[j].t, true, a.terms);
+        if (slope[j].t < 0) d.v[j] = A(0);
       }
-      store_vec<T, V>(dx + static_cast<int64_t>(c) * a.inner, d);
+      store_vec<T, V>(dx + static_cast<int64_t>(c) * a.inner, pack<T>(d));
     }
-  }
+  };
+  int begin = share * kColumnClasses + static_cast<int>(threadIdx.x) / a.across;
+#pragma unroll 1
+  for (; begin + (kSteps - 1) * a.down < last; begin += kSteps * a.down) give(begin, std::true_type{});
+  if (begin < last) give(begin, std::false_type{});
 }
 
 // ---- the sum of all losses ----------------------------------------------------------------------------------------------
@@ -770,6 +791,7 @@ void with_columns(ColumnArgs<compute_t<T>>& args, const Shape& s, bool is_aligne
   const ColumnLaunch shape = column_launch(s, is_aligned ? kVector : 1);
   args.across = shape.across;
   args.down = shape.down;
+  args.tiles = static_cast<unsigned>(ceil_div(s.inner, static_cast<int64_t>(shape.across) * shape.vector));
   dispatch_plain(args.terms, [&](auto plain) {
     if (shape.vector > 1) f(shape, std::integral_constant<int, kVector>{}, plain);
     else f(shape, std::integral_constant<int, 1>{}, plain);
@@ -878,7 +900,7 @@ struct Context {
   }
 };
 
-// stats: lse of each row, what a mean was divided by, and the sum of the weight.
+// stats: of each row the base of its level, then the rests, then what a mean was divided by, and the sum of the weight.
 std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& x_in, const Tensor& target, const std::optional<Tensor>& weight,
                                                  int64_t reduction_code, int64_t ignore_index, double label_smoothing,
                                                  double softcap, double z_loss, ScalarType dtype) {
@@ -890,14 +912,15 @@ std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& x_in, const Tenso
   STD_TORCH_CHECK(rows > 0 && logits.shape.n > 0, "fastlayers::", op, ": nothing to compute");
   const ScalarType wide = compute_dtype(x_in.scalar_type());
   Tensor loss = reduction == Reduction::none ? empty_contiguous(dims_of(target.sizes()), dtype, x_in) : empty_contiguous({}, dtype, x_in);
-  Tensor stats = empty_contiguous({rows + 2}, wide, x_in);
+  Tensor stats = empty_contiguous({2 * rows + 2}, wide, x_in);
   Tensor losses = reduction == Reduction::none ? loss : empty_contiguous({rows}, wide, x_in);
   dispatch_floating(x_in.scalar_type(), op, [&](auto x) {
     using T = decltype(x);
     using A = compute_t<T>;
     Context<A> context(target, weight, {ignore_index, label_smoothing, softcap, z_loss}, rows, logits.shape.n, x_in, op);
-    A* lse = static_cast<A*>(stats.mutable_data_ptr());
-    context.sum_weight(lse + rows + 1, launch);
+    A* numbers = static_cast<A*>(stats.mutable_data_ptr());
+    A* divisor = numbers + 2 * rows;
+    context.sum_weight(divisor + 1, launch);
     const Kind kind = kind_of(reduction == Reduction::none ? dtype : wide, op);
     if (logits.rows) {
       ForwardArgs<A> args{};
@@ -908,13 +931,14 @@ std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& x_in, const Tenso
       args.terms = context.terms;
       args.losses = losses.mutable_data_ptr();
       args.kind = kind;
-      args.lse = lse;
+      args.stats = numbers;
       launch_forward_rows<T>(args, launch, logits.x);
     } else {
       ColumnArgs<A> args{};
       args.x = logits.x.const_data_ptr();
       args.losses = losses.mutable_data_ptr();
-      args.lse = lse;
+      args.stats = numbers;
+      args.rows = rows;
       args.kind = kind;
       args.n = static_cast<int>(logits.shape.n);
       args.inner = logits.shape.inner;
@@ -926,7 +950,7 @@ std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& x_in, const Tenso
       });
     }
     if (reduction == Reduction::none) return;
-    const Total<A> total{loss.mutable_data_ptr(), kind_of(dtype, op), reduction == Reduction::mean, lse + rows};
+    const Total<A> total{loss.mutable_data_ptr(), kind_of(dtype, op), reduction == Reduction::mean, divisor};
     const int64_t processors = device_traits(launch.device()).processors;
     const int64_t blocks = std::min(processors, ceil_div(rows, kSumThreads * kSumEach));
     const A* each = static_cast<const A*>(losses.const_data_ptr());
@@ -947,7 +971,7 @@ void backward_into(Tensor& dx, const Tensor& dy_in, const Logits& logits, const 
   const auto reduction = static_cast<Reduction>(reduction_code);
   const int64_t rows = logits.count();
   const bool each_row = reduction == Reduction::none;
-  STD_TORCH_CHECK(dy_in.numel() == (each_row ? rows : 1) && stats.numel() == rows + 2, "fastlayers::", op,
+  STD_TORCH_CHECK(dy_in.numel() == (each_row ? rows : 1) && stats.numel() == 2 * rows + 2, "fastlayers::", op,
                   ": dy or stats of another size than the forward's");
   STD_TORCH_CHECK(stats.scalar_type() == compute_dtype(logits.x.scalar_type()) && stats.is_contiguous(), "fastlayers::", op,
                   ": expected the stats of the forward");
@@ -956,9 +980,10 @@ void backward_into(Tensor& dx, const Tensor& dy_in, const Logits& logits, const 
     using T = decltype(x);
     using A = compute_t<T>;
     Context<A> context(target, weight, options, rows, logits.shape.n, logits.x, op);
-    const A* lse = static_cast<const A*>(stats.const_data_ptr());
-    if (context.wants_weight_sum()) context.terms.weight_sum = lse + rows + 1;
-    const Scale<A> scale{dy.const_data_ptr(), kind_of(dy.scalar_type(), op), each_row, reduction == Reduction::mean ? lse + rows : nullptr};
+    const A* numbers = static_cast<const A*>(stats.const_data_ptr());
+    const A* divisor = numbers + 2 * rows;
+    if (context.wants_weight_sum()) context.terms.weight_sum = divisor + 1;
+    const Scale<A> scale{dy.const_data_ptr(), kind_of(dy.scalar_type(), op), each_row, reduction == Reduction::mean ? divisor : nullptr};
     if (logits.rows) {
       BackwardArgs<A> args{};
       args.x = logits.x.const_data_ptr();
@@ -968,17 +993,18 @@ void backward_into(Tensor& dx, const Tensor& dy_in, const Logits& logits, const 
       args.n = static_cast<int>(logits.shape.n);
       args.terms = context.terms;
       args.dx = dx.mutable_data_ptr();
-      args.lse = lse;
+      args.stats = numbers;
       args.scale = scale;
       return launch_backward_rows<T>(args, launch);
     }
     ColumnArgs<A> args{};
     args.x = logits.x.const_data_ptr();
     args.dx = dx.mutable_data_ptr();
-    args.lse = const_cast<A*>(lse);
+    args.stats = const_cast<A*>(numbers);
+    args.rows = rows;
     args.n = static_cast<int>(logits.shape.n);
     args.inner = logits.shape.inner;
-    args.shares = static_cast<int>(ceil_div(args.n, kColumnClasses));
+    args.shares = static_cast<unsigned>(ceil_div(args.n, kColumnClasses));
     args.scale = scale;
     args.terms = context.terms;
     with_columns<T>(args, logits.shape, aligned(args.x) && aligned(args.dx), [&](const ColumnLaunch& shape, auto vector, auto plain) {
@@ -1038,7 +1064,7 @@ Tensor cross_entropy_chunk_(Tensor logits, const Tensor& target, const std::opti
       dispatch_plain(args.terms, [&](auto plain) { held = launch_held<cross_entropy_held<T, plain.value>>(args, words, kVectorBytes, launch); });
       if (held) return;
     }
-    Tensor lse = empty_contiguous({rows}, wide, logits);
+    Tensor stats = empty_contiguous({2 * rows}, wide, logits);
     ForwardArgs<A> forward{};
     forward.x = logits.const_data_ptr();
     forward.rows = rows;
@@ -1047,7 +1073,7 @@ Tensor cross_entropy_chunk_(Tensor logits, const Tensor& target, const std::opti
     forward.terms = context.terms;
     forward.losses = out;
     forward.kind = kind_of(wide, op);
-    forward.lse = static_cast<A*>(lse.mutable_data_ptr());
+    forward.stats = static_cast<A*>(stats.mutable_data_ptr());
     launch_forward_rows<T>(forward, launch, logits);
     if (!want_grad) return;
     BackwardArgs<A> backward{};
@@ -1057,7 +1083,7 @@ Tensor cross_entropy_chunk_(Tensor logits, const Tensor& target, const std::opti
     backward.n = static_cast<int>(padded);
     backward.terms = context.terms;
     backward.dx = logits.mutable_data_ptr();
-    backward.lse = forward.lse;
+    backward.stats = forward.stats;
     backward.scale = scale;
     launch_backward_rows<T>(backward, launch);
   });
