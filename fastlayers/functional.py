@@ -724,7 +724,7 @@ def cross_entropy(
     Returns:
         A tensor of input's dtype; under autocast float32, as torch gives it.
 
-    Keeps: input, target, weight, and the log-sum-exp of each row.
+    Keeps: input, target, weight, and two numbers of each row that add up to its log-sum-exp.
 
     Raises:
         ValueError: reduction or softcap is none, or inplace_backward is True for a leaf.

@@ -10,7 +10,7 @@ with e for label_smoothing. With p = exp(s - lse) its gradient is
     p·((1 - e)·w_t + e/C·sum_c w_c + 2·z_loss·lse) - (1 - e)·w_t·[c = t] - e/C·w_c
 
 by the scores, times 1 - (s/softcap)² by the logits. It needs no reduction along the row: so the logits, the classes and
-lse are all that is kept. The formulas as torch ops are below, for whoever differentiates them again and for the CPU.
+lse, as the maximum and the rest of it, are all that is kept. The formulas as torch ops are below, for whoever differentiates them again and for the CPU.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _fake_forward(
     softcap: float, z_loss: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     loss = x.new_empty(target.shape if reduction == NONE else (), dtype=dtype)
-    return loss, x.new_empty((target.numel() + 2,), dtype=torch.promote_types(x.dtype, torch.float32))
+    return loss, x.new_empty((2 * target.numel() + 2,), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @torch.library.custom_op("fastlayers::cross_entropy_grad", mutates_args=(), device_types="cuda")
