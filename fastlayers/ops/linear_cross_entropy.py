@@ -187,7 +187,7 @@ def sweep(
         free -= for_hidden * hidden.nbytes + for_weight * weight.nbytes
     h, w = _matrix(hidden.reshape(-1, features), compute), _matrix(weight, compute)
     b = None if bias is None else bias.detach().to(compute)
-    rows, classes = h.shape[0], target.reshape(-1)
+    rows, classes = h.shape[0], target.reshape(-1).contiguous()
     # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
     summed = features if for_weight and weight.dtype in reference.HALF else 0
     chunks = plan(rows, columns, summed, compute.itemsize, rest.chunk_size, free)
@@ -324,7 +324,7 @@ def _gradients_of_rows(
     rest: Rest, wanted: tuple[bool, ...],
 ) -> Gradients:  # fmt: skip
     """The backward without a reduction: once more through the chunks."""
-    scale = dy.detach().reshape(-1).to(torch.promote_types(rest.compute, torch.float32))
+    scale = dy.detach().reshape(-1).to(torch.promote_types(rest.compute, torch.float32)).contiguous()
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         return sweep(hidden, weight, bias, target, class_weight, rest, scale, 1.0, wanted)[1]
 
