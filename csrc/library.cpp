@@ -32,4 +32,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("dropout_add(Tensor x, Tensor? residual, Tensor seed, float p, ScalarType dtype) -> Tensor");
   m.def("scale_add(Tensor x, Tensor? gamma, Tensor? keep, float scale, Tensor? residual, ScalarType dtype) -> Tensor");
   m.def("scale_add_backward(Tensor dy, Tensor x, Tensor gamma, Tensor? keep, float scale) -> (Tensor, Tensor)");
+  m.def("cross_entropy_forward(Tensor x, Tensor target, Tensor? weight, int reduction, int ignore_index, float label_smoothing, float softcap, float z_loss, ScalarType dtype) -> (Tensor, Tensor)");
+  m.def("cross_entropy_backward(Tensor dy, Tensor x, Tensor target, Tensor? weight, Tensor stats, int reduction, int ignore_index, float label_smoothing, float softcap, float z_loss) -> Tensor");
+  m.def("cross_entropy_backward_(Tensor dy, Tensor(a!) x, Tensor target, Tensor? weight, Tensor stats, int reduction, int ignore_index, float label_smoothing, float softcap, float z_loss) -> ()");
+  m.def("cross_entropy_chunk_(Tensor(a!) logits, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, float softcap, float z_loss, Tensor? grad_scale, bool want_grad, int columns) -> Tensor");
 }

@@ -13,7 +13,7 @@
 // and aligned, element i of each lies at the same place in its word, so a row is whole words still, but for a few elements
 // at both ends: the row kernels give those to single threads, the others read the words that cover the row and ignore what
 // belongs to its neighbours.
-#include "rows.cuh"
+#include "softmax.cuh"
 
 namespace fastlayers {
 namespace {
@@ -79,22 +79,7 @@ struct BackwardArgs {
   Mask mask;  // boolean only: an additive one does not change the formula
 };
 
-// ---- exponentials -------------------------------------------------------------------------------------------------------
-
-// FAST, for 16-bit results: the hardware's exp2, whose error stays far below theirs. For wider results the library's exp
-// follows torch. The scores themselves stay in natural units: the lowest bfloat16 times log2(e) would overflow.
-template <bool FAST, typename A>
-__device__ __forceinline__ A exponential(A v) {
-  if constexpr (FAST) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v * 1.4426950408889634f));
-    return r;
-  } else if constexpr (std::is_same_v<A, double>) {
-    return exp(v);
-  } else {
-    return expf(v);
-  }
-}
+// ---- what a row adds up, and what comes of it ----------------------------------------------------------------------------
 
 // What the backward sums over a row: g·p of the result's gradient g and the result p, or g for log_softmax.
 template <bool LOG, typename A, typename T, int V>
@@ -120,96 +105,6 @@ __device__ __forceinline__ Vec<A, V> score_gradient(const Vec<T, V>& g, const Ve
     r.v[j] *= scale;
   }
   return r;
-}
-
-template <typename A>
-__device__ __forceinline__ A minus_infinity() { return -static_cast<A>(INFINITY); }
-
-template <typename A>
-__device__ __forceinline__ A maximum(A a, A b) {
-  if constexpr (std::is_same_v<A, double>) return fmax(a, b);
-  else return fmaxf(a, b);
-}
-
-// A maximum that can be subtracted: an empty or fully masked part has -inf, and -inf - (-inf) is NaN.
-template <typename A>
-__device__ __forceinline__ A finite_or_zero(A m) { return m == minus_infinity<A>() ? A(0) : m; }
-
-// ---- reductions over the threads of a row -------------------------------------------------------------------------------
-
-template <typename A>
-struct Pair {
-  A m, s;  // maximum; sum of exponentials relative to it
-};
-
-template <typename A>
-__device__ __forceinline__ A lanes_max(A v, int lanes) {
-  for (int o = lanes >> 1; o > 0; o >>= 1) v = maximum(v, __shfl_xor_sync(0xffffffffu, v, o));
-  return v;
-}
-
-template <bool FAST, typename A>
-__device__ __forceinline__ Pair<A> merge(Pair<A> p, Pair<A> q) {
-  const A m = maximum(p.m, q.m), base = finite_or_zero(m);
-  return {m, p.s * exponential<FAST>(p.m - base) + q.s * exponential<FAST>(q.m - base)};
-}
-
-template <bool FAST, typename A>
-__device__ __forceinline__ Pair<A> lanes_merge(Pair<A> p, int lanes) {
-  const A m = lanes_max(p.m, lanes);
-  return {m, lanes_sum(p.s * exponential<FAST>(p.m - finite_or_zero(m)), lanes)};
-}
-
-// Brings one value of every warp of a row, over all blocks of its cluster, to every thread of the row: load(i) then gives
-// the value of warp i, for i < count(). One barrier.
-template <typename T, bool CLUSTER>
-struct Exchange {
-  T* slots;  // shared, one for each warp of the row, which has the whole block where it has more than one warp
-
-  __device__ int warps() const { return blockDim.x >> 5; }
-  __device__ int count() const {
-    if constexpr (CLUSTER) return warps() * static_cast<int>(this_cluster().num_blocks());
-    else return warps();
-  }
-  __device__ void arrive() const {  // every block of the cluster has started: its memory may be written
-    if constexpr (CLUSTER) this_cluster().barrier_arrive();
-  }
-  __device__ void publish(T value) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if constexpr (CLUSTER) {
-      auto cluster = this_cluster();
-      cluster.barrier_wait();
-      if (lane < cluster.num_blocks()) cluster.map_shared_rank(slots, lane)[cluster.block_rank() * warps() + warp] = value;
-      cluster.sync();
-    } else {
-      if (lane == 0) slots[warp] = value;
-      __syncthreads();
-    }
-  }
-  __device__ T load(int i) const { return slots[i]; }
-};
-
-template <bool FAST, bool CLUSTER, typename A>
-__device__ __forceinline__ Pair<A> row_merge(Pair<A> p, Exchange<Pair<A>, CLUSTER>& exchange, int lanes) {
-  if (!CLUSTER && lanes <= 32) return p;
-  exchange.publish(p);
-  const int lane = threadIdx.x & 31, count = exchange.count();
-  Pair<A> all{minus_infinity<A>(), A(0)};
-  if (lane < count) all = exchange.load(lane);
-#pragma unroll 1
-  for (int i = lane + 32; i < count; i += 32) all = merge<FAST>(all, exchange.load(i));
-  return lanes_merge<FAST>(all, 32);
-}
-
-template <bool CLUSTER, typename A>
-__device__ __forceinline__ A row_sum(A s, Exchange<A, CLUSTER>& exchange, int lanes) {
-  if (!CLUSTER && lanes <= 32) return s;
-  exchange.publish(s);
-  const int lane = threadIdx.x & 31, count = exchange.count();
-  A all = lane < count ? exchange.load(lane) : A(0);
-#pragma unroll 1
-  for (int i = lane + 32; i < count; i += 32) all += exchange.load(i);
-  return lanes_sum(all, 32);
 }
 
 // Turns t = score - maximum into the result: t - log(sum), or exp(t) / sum.
@@ -246,14 +141,7 @@ struct Finish {
 
 // Calls f with the function v -> exp(v·scale - base). FAST, and with a base that leaves 16-bit results their precision (the
 // error is that of float32 at v and base), that is one multiply-add and one exp2.
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kFoldable = 256.f;
-
-__device__ __forceinline__ float exp2_fast(float v) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-  return r;
-}
 
 template <bool FAST, typename A, typename F>
 __device__ __forceinline__ void with_exponential(A scale, A base, F&& f) {
@@ -281,18 +169,6 @@ __device__ __forceinline__ void with_result(A scale, const Pair<A>& all, F&& f) 
 }
 
 // ---- one row in registers -----------------------------------------------------------------------------------------------
-
-// Writes the part of a word that belongs to the row.
-template <typename T, int V>
-__device__ __forceinline__ void store_word(T* p, int64_t e, int64_t n, const Vec<T, V>& w) {
-  if (e >= 0 && e + V <= n) {
-    store_vec<T, V>(p, w);
-  } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (e + j >= 0 && e + j < n) p[j] = w.v[j];
-  }
-}
 
 // One element's score with its mask.
 template <typename In, typename A>
@@ -373,41 +249,6 @@ __device__ __forceinline__ void drop_masked(Vec<A, V>& r, const Mask& mask, int6
     for (int j = 0; j < V; ++j)
       if (!m.v[j]) r.v[j] = A(0);
   });
-}
-
-// Element by element. Packed 16-bit values are compared two at a time, unconverted.
-template <typename T, int V>
-__device__ __forceinline__ Vec<T, V> maxima(Vec<T, V> a, const Vec<T, V>& b) {
-  if constexpr (sizeof(T) == 2) {
-    using T2 = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-#pragma unroll
-    for (int j = 0; j < V / 2; ++j) reinterpret_cast<T2*>(a.v)[j] = __hmax2(reinterpret_cast<T2*>(a.v)[j], reinterpret_cast<const T2*>(b.v)[j]);
-  } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) a.v[j] = maximum(a.v[j], b.v[j]);
-  }
-  return a;
-}
-
-// The largest of the elements that a thread holds. Packed 16-bit values are compared two at a time, unconverted.
-template <typename T, int K, int V>
-__device__ __forceinline__ T largest(const Vec<T, V> (&held)[K]) {
-  if constexpr (sizeof(T) == 2) {
-    using T2 = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    T2 m = reinterpret_cast<const T2*>(held[0].v)[0];
-#pragma unroll
-    for (int i = 0; i < K; ++i)
-#pragma unroll
-      for (int j = 0; j < V / 2; ++j) m = __hmax2(m, reinterpret_cast<const T2*>(held[i].v)[j]);
-    return __hmax(m.x, m.y);
-  } else {
-    T m = held[0].v[0];
-#pragma unroll
-    for (int i = 0; i < K; ++i)
-#pragma unroll
-      for (int j = 0; j < V; ++j) m = maximum(m, held[i].v[j]);
-    return m;
-  }
 }
 
 template <typename In, typename Out, int K, bool LOG, bool MASKED>
@@ -560,53 +401,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const Ba
   }
 }
 
-// ---- a row in the shared memory of a cluster ----------------------------------------------------------------------------
-//
-// Longer rows go to shared memory, which takes no registers and so leaves three blocks on an SM even of 72 KiB each: while one
-// waits for its loads or for its cluster the others compute and write. A thread reads back only words that it requested itself,
-// so the exchange over the cluster is the one barrier.
-
-constexpr int kHeldThreads = 256;
-constexpr int kHeldBytes = 72 * 1024;  // of one row that a block holds, of all operands together
-
-// Overwrites what a word at element e of a row of n holds of the neighbouring rows.
-template <typename T, int V>
-__device__ __forceinline__ void blank_neighbours(Vec<T, V>& v, int64_t e, int64_t n, T value) {
-  if (e >= 0 && e + V <= n) return;
-#pragma unroll
-  for (int j = 0; j < V; ++j)
-    if (e + j < 0 || e + j >= n) v.v[j] = value;
-}
-
-// The words of a row that a block of a cluster holds, `each` of them but for the last block.
-template <int V>
-struct Share {
-  int64_t row, start;  // of its first word in the row, in elements; in a ragged row 0 to -(V - 1) for the first block
-  int words;
-
-  __device__ static Share find(int64_t n, int each, bool ragged) {
-    auto cluster = this_cluster();
-    Share s;
-    s.row = blockIdx.x / cluster.num_blocks();
-    const int head = ragged ? static_cast<int>((s.row * n) & (V - 1)) : 0;
-    const int words = (static_cast<int>(n) + head + V - 1) / V, first = static_cast<int>(cluster.block_rank()) * each;
-    s.start = static_cast<int64_t>(first) * V - head;
-    s.words = max(0, min(each, words - first));
-    return s;
-  }
-
-  // Calls f(w) for every word of this thread.
-  template <typename F>
-  __device__ __forceinline__ void for_words(F&& f) const {
-#pragma unroll 4
-    for (int w = threadIdx.x; w < words; w += kHeldThreads) f(w);
-  }
-};
-
-__device__ __forceinline__ void await_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-}
+// ---- a row in the shared memory of a cluster, see softmax.cuh -------------------------------------------------------------
 
 template <typename In, typename Out, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const ForwardArgs<compute_t<In>> a, int each) {
@@ -617,7 +412,7 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const Fo
   __shared__ Pair<A> slots[kHeldThreads / 32 * kMaxCluster];
   Exchange<Pair<A>, true> exchange{slots};
   exchange.arrive();
-  const Share<V> at = Share<V>::find(a.n, each, a.ragged);
+  const Share<V> at = Share<V>::find(a.n, a.n, each, a.ragged);
   const In* x = static_cast<const In*>(a.x) + at.row * a.row_stride + at.start;
   Vec<In, V>* held = reinterpret_cast<Vec<In, V>*>(memory);
   at.for_words([&](int w) { copy_async<kVectorBytes>(held + w, x + w * V); });
@@ -676,7 +471,7 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_backward_held(const B
   __shared__ A slots[kHeldThreads / 32 * kMaxCluster];
   Exchange<A, true> exchange{slots};
   exchange.arrive();
-  const Share<V> at = Share<V>::find(a.n, each, a.ragged);
+  const Share<V> at = Share<V>::find(a.n, a.n, each, a.ragged);
   const int64_t start = at.row * a.n + at.start;
   const Out* dy = static_cast<const Out*>(a.dy) + start;
   const Out* y = static_cast<const Out*>(a.y) + start;
@@ -991,8 +786,6 @@ __global__ void __launch_bounds__(kPieceThreads, 2)
 
 // ---- columns ------------------------------------------------------------------------------------------------------------
 
-constexpr int kColumnThreads = 256;
-
 struct ColumnArgs {
   const void* x;   // forward: x. backward: dy
   const void* y;   // backward: y
@@ -1001,22 +794,6 @@ struct ColumnArgs {
   int across, down;  // threads over the columns, and down them; their product is at most kColumnThreads
   double scale;
 };
-
-// Merges the values of the threads of one column group with `combine`, into those of every thread of it.
-template <typename T, int V, typename Combine>
-__device__ __forceinline__ void merge_down(T (&value)[V], T* shared, const ColumnArgs& a, Combine&& combine) {
-  if (a.down == 1) return;
-  const int x = threadIdx.x % a.across, y = threadIdx.x / a.across;
-#pragma unroll
-  for (int j = 0; j < V; ++j) shared[(y * V + j) * a.across + x] = value[j];
-  __syncthreads();
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    T all = shared[j * a.across + x];
-    for (int k = 1; k < a.down; ++k) all = combine(all, shared[(k * V + j) * a.across + x]);
-    value[j] = all;
-  }
-}
 
 template <bool FAST, typename A, int V>
 __device__ __forceinline__ Pair<A> extend(Pair<A> p, const Vec<A, V>& v) {
@@ -1151,33 +928,6 @@ void launch_rows(Kernel kernel, const RowLaunch& shape, int64_t rows, cudaStream
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// Launches a kernel that holds rows of `words` words, each `bytes` in all operands, in the shared memory of clusters, if they fit.
-template <auto kernel, typename Args>
-bool launch_held(const Args& args, int64_t words, int bytes, const Launch& launch) {
-  int64_t cluster = ceil_div(words * bytes, kHeldBytes);
-  if (cluster > 8 && cluster < kMaxCluster) cluster = kMaxCluster;  // others leave gaps: .94 for 1.00 with 15 and 16 blocks
-  if (device_traits(launch.device()).capability < 90 || cluster > kMaxCluster || args.rows * cluster > INT32_MAX) return false;
-  static bool prepared[kMaxDevices];
-  if (!prepared[launch.device()]) {
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kHeldBytes));
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    prepared[launch.device()] = true;
-  }
-  const int each = static_cast<int>(ceil_div(words, cluster));
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(args.rows * cluster));
-  config.blockDim = dim3(kHeldThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(each) * bytes;
-  config.stream = launch.stream();
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args, each));
-  return true;
-}
-
 // Launches a kernel of pieces, whose partials are `partial` bytes. `ahead`: how many blocks an SM reduce what is not yet written.
 template <bool MASKED, typename Kernel, typename Args>
 void launch_pieces(Kernel kernel, const Args& args, int64_t words, int64_t partial, double ahead, const Launch& launch, const Tensor& like) {
@@ -1205,10 +955,6 @@ void with_words(int words, F&& f) {
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
-
-struct Shape {
-  int64_t outer = 1, n = 1, inner = 1;
-};
 
 Shape shape_of(const Tensor& x, int64_t dim, const char* op) {
   const auto sizes = x.sizes();
@@ -1322,26 +1068,6 @@ void backward_rows(BackwardArgs<compute_t<In>>& args, const Launch& launch, cons
   const int64_t words = ceil_div(args.n + (args.ragged ? kOutV - 1 : 0), kOutV);
   if (launch_held<softmax_backward_held<In, Out, LOG, MASKED>>(args, words, 2 * kVectorBytes, launch)) return;
   launch_pieces<MASKED>(softmax_backward_pieces<In, Out, LOG, MASKED>, args, words, 2 * sizeof(A), 1.0, launch, like);
-}
-
-// Vector of the columns kernels where the columns allow it, with the threads of a block laid out over them.
-struct ColumnLaunch {
-  int vector, across, down;
-  int64_t blocks;
-};
-
-ColumnLaunch column_launch(const Shape& s, int vector) {
-  ColumnLaunch launch;
-  launch.vector = s.inner % vector == 0 ? vector : 1;
-  const int64_t columns = ceil_div(s.inner, launch.vector);
-  // About 16 elements of a column to a thread; the rest of the block goes over neighbouring columns.
-  launch.down = static_cast<int>(std::min<int64_t>(16, next_power_of_2(ceil_div(s.n, 16))));
-  launch.across = static_cast<int>(std::min<int64_t>(kColumnThreads / launch.down, next_power_of_2(columns)));
-  launch.down = static_cast<int>(std::min<int64_t>(kColumnThreads / launch.across, next_power_of_2(s.n)));
-  launch.blocks = s.outer * ceil_div(columns, launch.across);
-  STD_TORCH_CHECK(launch.blocks <= INT32_MAX, "fastlayers::softmax: a shape of ", s.outer, " x ", s.n, " x ", s.inner,
-                  " needs more blocks than one launch takes");
-  return launch;
 }
 
 template <bool LOG>

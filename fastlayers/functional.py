@@ -8,20 +8,25 @@ said under *Keeps*; double backward, ``torch.func`` transforms and ``torch.compi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import _reduction
 
 from fastlayers.ops import batch_norm as _batch_norm
 from fastlayers.ops import bias_act as _bias_act
+from fastlayers.ops import cross_entropy as _cross_entropy
 from fastlayers.ops import elementwise as _elementwise
 from fastlayers.ops import glu as _glu
 from fastlayers.ops import group_norm as _group_norm
 from fastlayers.ops import layer_norm as _layer_norm
+from fastlayers.ops import linear_cross_entropy as _linear_cross_entropy
 from fastlayers.ops import residual as _residual
 from fastlayers.ops import rotary as _rotary
 from fastlayers.ops import softmax as _softmax
+from fastlayers.ops import vocab_parallel as _vocab_parallel
 
 __all__ = [
     "add_layer_norm",
@@ -30,6 +35,7 @@ __all__ = [
     "batch_norm",
     "bias_act",
     "channel_layer_norm",
+    "cross_entropy",
     "dropout_add",
     "elu",
     "gated_linear",
@@ -41,6 +47,7 @@ __all__ = [
     "instance_norm",
     "layer_norm",
     "leaky_relu",
+    "linear_cross_entropy",
     "log_softmax",
     "mish",
     "mul",
@@ -55,6 +62,7 @@ __all__ = [
     "softmax",
     "softplus",
     "swiglu",
+    "vocab_parallel_cross_entropy",
 ]
 
 
@@ -703,3 +711,163 @@ def scale_add(
         ValueError: drop_path is not a probability.
     """
     return _residual.scale_add(x, gamma, residual, drop_path, training)
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    inplace_backward: bool = False,
+) -> Tensor:
+    r"""Cross-entropy of logits and classes: the logits are read once forward, and read and written once backward.
+
+    .. math:: l_i = w_t \left(\log \sum_c \exp(s_c) - s_t\right) + \text{z\_loss} \left(\log \sum_c \exp(s_c)\right)^2,
+        \qquad s = \text{softcap} \cdot \tanh(\text{input} / \text{softcap})
+
+    Stands for :func:`torch.nn.functional.cross_entropy` of ``softcap * torch.tanh(input / softcap)``, plus PaLM's
+    z-loss. Computed in float32 and rounded once.
+
+    Args:
+        input: logits, of shape (C,), (N, C) or (N, C, d1, ...); kernels take float16, bfloat16, float32 and float64.
+        target: classes, of input's shape without C. One that is not a class raises an IndexError on a CPU and is a
+            device-side assert on a GPU, as in torch. Or probabilities in input's shape, which torch's function serves.
+        weight: (C,), a factor for each class; without a gradient, as in torch.
+        size_average, reduce: torch's deprecated ones.
+        ignore_index: a target that takes no part. Such a row is not read: its gradient is 0 whatever it holds.
+        reduction: "none", "mean" (weighted by ``weight``, NaN where all rows are ignored) or "sum".
+        label_smoothing: from 0 to 1, the share of the uniform distribution in the target.
+        softcap: a number above 0 that bounds the logits, or None.
+        z_loss: factor of the squared log-sum-exp of each row that is not ignored. It is not multiplied by ``weight``,
+            as it is not in Liger; for "mean" it is divided by what the loss is divided by, the sum of the weights of
+            the targets or, without a weight, their number.
+        inplace_backward: allows the backward to put the gradient in the place of the logits, which then are lost: half
+            of the memory. Logits that are a leaf are refused. A second backward, or one of another operation that kept
+            the logits, raises. Without effect where no kernel serves, where the logits are not contiguous, under
+            ``create_graph`` and under ``torch.compile``.
+
+    Returns:
+        A tensor of input's dtype; under autocast float32, as torch gives it.
+
+    Keeps: input, target, weight, and two numbers of each row that add up to its log-sum-exp.
+
+    Raises:
+        ValueError: reduction or softcap is none, or inplace_backward is True for a leaf.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    return _cross_entropy.cross_entropy(
+        input, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, inplace_backward
+    )
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    r"""The cross-entropy of a linear layer's logits, which are never whole in memory.
+
+    .. math:: \text{cross\_entropy}(\text{logits}, \text{target}), \qquad
+        \text{logits} = \text{logit\_scale} \cdot (\text{hidden} \cdot \text{weight}^T + \text{bias})
+
+    Stands for ``cross_entropy(F.linear(hidden, weight, bias) * logit_scale, target)``, at the end of a language model.
+    The rows of hidden are worked off in chunks. For "mean" and "sum" the gradients are computed in the same pass, by
+    three matrix products a chunk and nothing twice, and the backward multiplies them with the incoming gradient. So
+    call it under :func:`torch.no_grad` where no backward follows: then it computes the loss alone.
+
+    Args:
+        hidden: (..., H), in float16, bfloat16, float32 or float64.
+        weight: (V, H), in hidden's dtype; under autocast in any. It may be tied, as to an embedding. One that is
+            sharded (a DTensor, as FSDP2 has it outside of the forward that it wraps) is refused.
+        target: (...), classes as int64. One out of range raises an IndexError on a CPU and is a device-side assert on a
+            GPU, as in torch. Probabilities, (..., V), are served with the logits in memory, as they are in memory.
+        bias: (V,), or None.
+        class_weight, ignore_index, reduction, label_smoothing: ``weight`` and so on of
+            :func:`torch.nn.functional.cross_entropy`.
+        softcap, z_loss: a bound on the logits, softcap·tanh(logits/softcap), and the factor of the squared log-sum-exp
+            of each row that is not ignored, which class_weight does not weight.
+        logit_scale: a number that multiplies the logits, as in Cohere's models (Granite's divide by one).
+        chunk_size: rows of a chunk. Default: an eighth of the rows or less, but 896 or more; on a GPU short of memory
+            less. A half dweight is summed over up to nine such chunks in its own dtype, rounded once for each; in
+            float32 if there is room for that in an eighth of the logits, or if the chunk_size asks for more chunks.
+
+    Returns:
+        A scalar, or for "none" the losses in target's shape. In hidden's dtype; under autocast float32.
+
+    Calls whose logits would have fewer than 2^20 elements on a GPU or 2^26 on a CPU, and no chunk_size, are answered by
+    the composition; so are transforms of torch.func, exports and second derivatives, which have the logits whole.
+
+    Keeps: references to hidden, weight, bias, target and class_weight; for "mean" and "sum" the gradients, as they will
+    be handed out. For "none" the backward computes the logits once more, four products in all; so does a second
+    backward through a retained graph.
+
+    Raises:
+        ValueError: reduction, softcap or chunk_size is none, or target is not of hidden's shape.
+        TypeError: weight is a DTensor and hidden is none, or logit_scale is no number.
+    """
+    return _linear_cross_entropy.linear_cross_entropy(
+        hidden, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, softcap, z_loss,
+        logit_scale, chunk_size,
+    )  # fmt: skip
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    group: Any = None,
+    *,
+    vocab_start: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    r"""Cross-entropy of logits whose classes are spread over the ranks of a process group, with two all-reduces.
+
+    Stands for ``cross_entropy(torch.cat(shards, -1), target)``: every rank of the group calls it with its own shard of
+    the logits, as a linear layer whose weight is sharded over the vocabulary gives it, and with the same target, and
+    gets the same loss. What is reduced are three numbers a row, five with label smoothing.
+
+    Args:
+        logits: (..., V of this rank), the classes from ``vocab_start`` on.
+        target: (...), classes of the whole vocabulary as int64.
+        group: a :class:`torch.distributed.ProcessGroup`; default, as there, all ranks.
+        vocab_start: the first class of this shard. Default: rank in the group times V of this rank, for shards that are
+            all equally wide.
+        ignore_index, reduction, label_smoothing, softcap, z_loss: as :func:`linear_cross_entropy` takes them.
+
+    Returns:
+        A scalar, or for "none" the losses in target's shape. In logits' dtype; under autocast float32.
+
+    The gradient is that of this rank's loss by its own logits, without communication: whoever computes the loss on each
+    rank, as tensor parallelism does, does not add it up over the ranks. It has no second derivative, and raises.
+
+    Keeps: logits, target, and the log-sum-exp of each row.
+
+    Raises:
+        ValueError: target is not of int64 in logits' shape without the classes, an option has no meaning, or shards of
+            unequal width come without vocab_start (on a GPU a device-side assert).
+        IndexError: a class is in none of the shards, or in several; on a GPU a device-side assert.
+    """
+    return _vocab_parallel.vocab_parallel_cross_entropy(
+        logits, target, group, vocab_start, ignore_index, reduction, label_smoothing, softcap, z_loss
+    )

@@ -1768,10 +1768,274 @@ ROTARY = Op(
     matrix=None,
 )
 
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def classes(count: int) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
+    return lambda shape, generator: torch.randint(count, shape, generator=generator)
+
+
+def some_ignored(count: int) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
+    def fill(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        target = torch.randint(count, shape, generator=generator)
+        target.view(-1)[::3] = -100
+        return target
+
+    return fill
+
+
+def ignored(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.full(shape, -100)
+
+
+def softened(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Probabilities as targets."""
+    return torch.randn(shape, generator=generator).softmax(0 if len(shape) == 1 else 1)
+
+
+def logits(*shape: int, layout: Any = contiguous, values: Any = normal, target: Any = classes) -> tuple[Input, Input]:
+    """Logits and their classes."""
+    count = shape[0] if len(shape) == 1 else shape[1]
+    of = shape[:1] * (len(shape) > 1) + shape[2:]
+    fill = target if target is ignored else target(count)
+    return Input(shape, layout, values), Input(of, values=fill, grad=False, dtype=torch.int64)
+
+
+def class_last(t: Tensor) -> Tensor:
+    """(N, C, ...) with neighbouring classes next to each other in memory."""
+    return t.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0, *,
+    softcap: float | None = None, z_loss: float = 0.0,
+) -> Tensor:  # fmt: skip
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    loss = F.cross_entropy(x, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    if not z_loss:
+        return loss
+    # As a loss of its own: 0 for what is ignored, divided by what the loss is divided by.
+    kept = target != ignore_index
+    z = (z_loss * x.to(loss.dtype).logsumexp(0 if x.dim() == 1 else 1).square()).masked_fill(~kept, 0.0)
+    if reduction == "mean":
+        share = kept.to(loss.dtype) if weight is None else weight[target.clamp(min=0)] * kept
+        z = z.sum() / share.sum()
+    return loss + (z.sum() if reduction == "sum" else z)
+
+
+def class_weight(count: int) -> Input:
+    return Input((count,), values=positive, grad=False)
+
+
+EACH = {"reduction": "none"}
+VOCABULARIES = (1, 2, 7, 8, 10, 33, 100, 1000, 1024, 2049, 4097, 8200)
+LONG_VOCABULARIES = (10000, 32000, 50257, 128256, 151936, 600_001)
+CROSS_ENTROPY_SAMPLES = (
+    Sample("each pixel", (*logits(3, 9, 4), None, None, -100, None, "none"), smooth=True),
+    Sample("rows of classes", logits(6, 37), smooth=True),
+    Sample("each row", logits(6, 37), EACH),
+    Sample("summed rows", logits(6, 37), {"reduction": "sum"}),
+    *(Sample(f"classes {n}", logits(17 if n < 1000 else 5, n)) for n in VOCABULARIES),
+    *(Sample(f"classes {n}", logits(5, n), gpu_only=True) for n in LONG_VOCABULARIES),
+    Sample("one long row", logits(1, 300_000), gpu_only=True),
+    Sample("many rows of classes", logits(4099, 10)),
+    # float16: torch keeps the number of rows in it, as infinity.
+    Sample("more rows than one block adds", logits(70_001, 3), gpu_only=True,
+           dtypes=(torch.bfloat16, torch.float32, torch.float64)),
+    Sample("no batch", logits(9), smooth=True),
+    Sample("no batch, each", logits(9), EACH),
+    Sample("segmentation", logits(2, 21, 12, 10)),
+    Sample("segmentation, odd", logits(2, 5, 7, 3), EACH),
+    Sample("segmentation, channels_last", logits(2, 21, 6, 5, layout=channels_last)),
+    Sample("video", logits(2, 5, 3, 4, 2), {"reduction": "sum"}),
+    Sample("many classes of few pixels", logits(2, 3000, 3)),
+    Sample("classes last in memory", logits(3, 40, 5, layout=class_last), EACH),
+    Sample("transposed logits", logits(24, 33, layout=transposed)),
+    Sample("row slice of logits", logits(5, 64, layout=row_slice)),
+    Sample("odd row slice of logits", logits(5, 67, layout=row_slice)),
+    Sample("strided logits", logits(5, 40, layout=strided)),
+    Sample("misaligned logits", logits(6, 64, layout=misaligned)),
+    Sample("misaligned odd logits", logits(6, 67, layout=misaligned)),
+    Sample("misaligned segmentation", logits(2, 9, 8, 8, layout=misaligned)),
+    Sample("expanded logits", logits(6, 40, layout=expanded(0))),
+    Sample("large logits", logits(6, 40, values=large), dtypes=(torch.bfloat16, torch.float32, torch.float64)),
+    Sample("NaN in logits", logits(6, 40, values=with_nan), EACH),
+    Sample("infinite logits", logits(6, 40, values=with_infinities), EACH),
+    Sample("infinite pixels", logits(2, 9, 20, values=with_infinities), EACH),
+    Sample("logits of -inf", logits(3, 40, values=constant(-math.inf)), EACH),
+    Sample("some ignored", logits(7, 37, target=some_ignored), smooth=True),
+    Sample("some pixels ignored", logits(2, 9, 4, 6, target=some_ignored)),
+    Sample("each, some ignored", logits(7, 37, target=some_ignored), EACH),
+    Sample("all ignored", logits(4, 12, target=ignored)),
+    Sample("all ignored, summed", logits(4, 12, target=ignored), {"reduction": "sum"}),
+    Sample("ignored class", logits(7, 12), {"ignore_index": 3}),
+    Sample("class weight", (*logits(7, 37), class_weight(37)), smooth=True),
+    Sample("class weight of pixels", (*logits(2, 9, 6, target=some_ignored), class_weight(9)), smooth=True),
+    Sample("each, class weight", (*logits(7, 37, target=some_ignored), class_weight(37)), EACH),
+    Sample("label smoothing", logits(7, 37, target=some_ignored), {"label_smoothing": 0.1}, smooth=True),
+    Sample("label smoothing of pixels", logits(2, 9, 6), {"label_smoothing": 0.3}),
+    Sample("label smoothing, class weight", (*logits(7, 37, target=some_ignored), class_weight(37)),
+           {"label_smoothing": 0.2}, smooth=True),
+    Sample("nothing but smoothing", (*logits(3, 2050), class_weight(2050)), {"label_smoothing": 1.0}),
+    Sample("softcap", logits(7, 37, target=some_ignored), {"softcap": 2.0}, smooth=True),
+    Sample("softcap of pixels", logits(2, 9, 6), {"softcap": 5.0}),
+    Sample("softcap of a long row", logits(2, 4100, values=large), {"softcap": 30.0},
+           dtypes=(torch.bfloat16, torch.float32, torch.float64)),
+    Sample("z-loss", logits(7, 37, target=some_ignored), {"z_loss": 0.1}, smooth=True),
+    Sample("z-loss of pixels", logits(2, 9, 6), {"z_loss": 0.01, **EACH}),
+    Sample("everything", (*logits(7, 37, target=some_ignored), class_weight(37)), smooth=True,
+           kwargs={"softcap": 3.0, "z_loss": 0.2, "label_smoothing": 0.1}),
+    Sample("everything, of pixels", (*logits(2, 11, 5, target=some_ignored), class_weight(11)), smooth=True,
+           kwargs={"softcap": 3.0, "z_loss": 0.2, "label_smoothing": 0.1}),
+    Sample("probabilities", (Input((5, 9)), Input((5, 9), values=softened)), refused=KERNELS, smooth=True),
+    Sample("probabilities of pixels", refused=KERNELS,
+           args=(Input((2, 5, 3)), Input((2, 5, 3), values=softened), Input((5,), values=positive)),
+           kwargs={"label_smoothing": 0.1}),
+    Sample("no rows", logits(0, 5), refused=KERNELS),
+    Sample("no pixels", logits(2, 5, 0), EACH, refused=KERNELS),
+)  # fmt: skip
+
+
+def cross_entropy_saved(call: Call, out: Tensor) -> int:
+    x, target, *weight = call.args
+    wide = max(x.element_size(), 4)
+    return nbytes(x) + nbytes(target) + wide * (2 * target.numel() + 2 + sum(w.numel() for w in weight))
+
+
+CROSS_ENTROPY = Op(
+    "cross_entropy",
+    functional.cross_entropy,
+    cross_entropy,
+    kernels=GPU_KERNELS,
+    samples=CROSS_ENTROPY_SAMPLES,
+    saved_bytes=cross_entropy_saved,
+    mistakes=(
+        Sample("target of another size", (Input((3, 4)), torch.tensor([0, 1]))),
+        Sample("target of int32", (Input((3, 4)), torch.tensor([0, 1, 2], dtype=torch.int32))),
+        Sample("weight of another size", (*logits(3, 4), Input((5,), grad=False))),
+        Sample("weight with a gradient", (*logits(3, 4), Input((4,)))),
+        Sample("no such reduction", logits(3, 4), {"reduction": "average"}),
+        Sample("label smoothing above 1", logits(3, 4), {"label_smoothing": 1.5}),
+        Sample("0-dim", (Input(()), torch.tensor(0))),
+        Sample("not a tensor", ([[1.0, 2.0]], torch.tensor([0]))),
+    ),
+    layers=(
+        Layer(fastlayers.FusedCrossEntropyLoss(), CROSS_ENTROPY_SAMPLES[1]),
+        Layer(
+            fastlayers.FusedCrossEntropyLoss(reduction="sum", label_smoothing=0.1, softcap=3.0, z_loss=0.2),
+            Sample("layer", logits(6, 37), {"reduction": "sum", "label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.2}),
+            2,
+        ),
+    ),
+    matrix=None,
+)  # fmt: skip
+
+# ---- linear_cross_entropy --------------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, class_weight: Tensor | None = None,
+    logit_scale: float = 1.0, chunk_size: int | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    logits = F.linear(hidden, weight, bias)
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    if target.shape not in (logits.shape[:-1], logits.shape):
+        raise ValueError("a target of another shape, which flattening would hide")
+    rows = logits.reshape(-1, logits.shape[-1])
+    flat = target.reshape(rows.shape if target.is_floating_point() else -1)
+    loss = cross_entropy(rows, flat, class_weight, **options)
+    return loss.reshape(logits.shape[:-1]) if options.get("reduction") == "none" else loss
+
+
+def of_linear(
+    name: str, shape: tuple[int, ...] = (6, 8), columns: int = 13, *, bias: bool = False, class_weight: bool = False,
+    target: Any = classes, layout: Any = contiguous, values: Any = normal, hidden: Any = None, weight: Any = None,
+    chunk_size: int | None = 4, refused: tuple[str, ...] = ("cpu",), **options: Any,
+) -> Sample:  # fmt: skip
+    """A call in chunks, for which csrc has no code of its own on CPUs."""
+    names = ("smooth", "gpu_only", "dtypes")
+    about = {key: options.pop(key) for key in names if key in options}
+    if not isinstance(target, Input):
+        fill = target if target is ignored else target(columns)
+        target = Input(shape[:-1], values=fill, grad=False, dtype=torch.int64)
+    args = (
+        hidden or Input(shape, layout, values),
+        weight or Input((columns, shape[-1]), layout),
+        target,
+        Input((columns,)) if bias else None,
+    )
+    if class_weight:
+        options["class_weight"] = Input((columns,), values=positive, grad=False)
+    return Sample(name, args, {**options, "chunk_size": chunk_size}, refused, **about)
+
+
+LINEAR_LOSSES = (
+    of_linear("each of a batch", (3, 6, 8), reduction="none", smooth=True),
+    of_linear("rows", smooth=True),
+    of_linear("each row", reduction="none"),
+    of_linear("summed", reduction="sum"),
+    *(of_linear(f"chunks of {n}", (7, 8), chunk_size=n) for n in (1, 2, 3, 6, 7, 8, 100)),
+    of_linear("many rows", (130, 16), 65, chunk_size=40),
+    of_linear("more chunks than nine", (150, 16), 33, chunk_size=9),
+    of_linear("vocabulary of whole tiles", (9, 16), 128),
+    of_linear("odd vocabulary", (9, 24), 1003),
+    of_linear("one class", (5, 8), 1),
+    of_linear("batch of sequences", (2, 5, 8)),
+    of_linear("no batch", (8,)),
+    of_linear("bias", bias=True, smooth=True),
+    of_linear("each, bias", bias=True, reduction="none", target=some_ignored),
+    of_linear("some ignored", (9, 8), target=some_ignored, smooth=True),
+    of_linear("all ignored", (5, 8), target=ignored),
+    of_linear("all ignored, summed", (5, 8), target=ignored, reduction="sum"),
+    of_linear("class weight", (9, 8), target=some_ignored, class_weight=True, smooth=True),
+    of_linear("label smoothing", (9, 8), target=some_ignored, label_smoothing=0.2),
+    of_linear("softcap", softcap=2.0),
+    of_linear("z-loss", z_loss=0.1, target=some_ignored),
+    of_linear("logit scale", logit_scale=0.25),
+    of_linear("logit scale, bias", logit_scale=3.0, bias=True),
+    of_linear("everything", (9, 8), bias=True, class_weight=True, target=some_ignored, label_smoothing=0.1, softcap=3.0,
+              z_loss=0.05, logit_scale=0.5, smooth=True),
+    of_linear("transposed operands", layout=transposed),
+    of_linear("strided operands", layout=strided),
+    of_linear("misaligned operands", layout=misaligned),
+    of_linear("expanded rows", hidden=Input((6, 8), expanded(0))),
+    of_linear("NaN", values=with_nan, reduction="none"),
+    of_linear("weight without gradient", weight=Input((13, 8), grad=False)),
+    of_linear("hidden without gradient", hidden=Input((6, 8), grad=False)),
+    of_linear("left alone", chunk_size=None),
+    of_linear("empty", (0, 8), refused=KERNELS),
+    of_linear("probabilities", refused=KERNELS, target=Input((6, 13), values=softened, grad=False)),
+)  # fmt: skip
+LINEAR_CROSS_ENTROPY = Op(
+    "linear_cross_entropy",
+    functional.linear_cross_entropy,
+    linear_cross_entropy,
+    kernels=KERNELS,
+    samples=LINEAR_LOSSES,
+    saved_bytes=lambda call, out: (
+        sum(map(nbytes, call.tensors())) + (sum(map(nbytes, call.leaves())) if out.dim() == 0 else 0)
+    ),
+    mistakes=(
+        of_linear("class out of range", target=Input((6,), values=constant(13), grad=False, dtype=torch.int64)),
+        of_linear("target of another length", target=Input((5,), values=classes(13), grad=False, dtype=torch.int64)),
+        of_linear("target transposed", (3, 2, 8), target=Input((2, 3), values=classes(13), grad=False,
+                                                               dtype=torch.int64)),
+        of_linear("weight of another width", weight=Input((13, 9))),
+        of_linear("no such reduction", reduction="average"),
+        of_linear("smoothing above 1", label_smoothing=1.5),
+        of_linear("target of int32", target=Input((6,), values=classes(13), grad=False, dtype=torch.int32)),
+    ),
+    layers=(Layer(fastlayers.FusedLinearCrossEntropyLoss(), of_linear("layer", chunk_size=None), 3),),
+    matrix=None,
+)  # fmt: skip
+
 OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
-    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GATED_LINEAR, GLU, ROTARY,
+    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GATED_LINEAR, GLU, ROTARY, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import plots, report, startup
 from benchmarks.__main__ import main
 from benchmarks.case import Case, Input, Op, count_bytes
-from benchmarks.cases import all_cases, batch_norm, group_norm, layer_norm
+from benchmarks.cases import all_cases, batch_norm, group_norm, layer_norm, linear_cross_entropy
 from benchmarks.cases.elementwise import ADD_RELU, MUL, broadcast_mul, pair
 from benchmarks.cases.softmax import MASKED_SOFTMAX, SOFTMAX, causal_mask, padding_mask, row
 from benchmarks.implementations import contestants
@@ -263,6 +263,28 @@ NORMS = [
 def test_norms_run(case, tmp_path):
     found = run([replace(case, contestants=("eager", "fastlayers"))], tmp_path / "r.json", Settings(samples=2), on_cpu)
     assert [(row["status"], row["reason"]) for row in found.rows] == [("ok", None)] * 2
+
+
+def test_a_step_is_timed_as_one(tmp_path):
+    case = replace(linear_cross_entropy.row(6, 8, 13), contestants=("eager", "fastlayers"))
+    found = run([case], tmp_path / "r.json", Settings(samples=2), on_cpu)
+    assert [(row["status"], row["reason"]) for row in found.rows] == [("ok", None)] * 2
+    assert all(row["step"]["us"] > 0 and "backward" not in row and "gbps" not in row["forward"] for row in found.rows)
+    shown = [line.labels[2] for line in report.lines(found.rows, report.DEVICE_METRICS)]
+    assert shown == ["forward, us", "forward + backward, us"]
+
+
+def test_bars_may_name_a_rival():
+    bars = {"step/liger": 0.8, "beyond": 2.0, "beyond/liger": 1.0}
+    rows = [
+        entry("liger", 1.0, step={"us": 10.0, "kernels": []}, beyond_bytes=2**20),
+        entry("fastlayers", 1.0, step={"us": 7.0, "kernels": []}, beyond_bytes=3 * 2**19, bars=bars),
+    ]
+    lines = report.lines(rows, (report.STEP, *report.HOST_METRICS))
+    assert [[text for text, _ in line.verdicts] for line in lines] == [
+        ["bar 0.8x Liger, is 0.70x met"],
+        ["bar 1.0x Liger, is 1.50x MISSED", "bar 2.0 MiB met"],
+    ]
 
 
 def test_a_case_without_gradients_is_forward_only(tmp_path):

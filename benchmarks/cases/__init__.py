@@ -10,12 +10,24 @@ from benchmarks.cases import (
     glu,
     group_norm,
     layer_norm,
+    linear_cross_entropy,
     residual,
     rotary,
     softmax,
 )
 
-FAMILIES = (softmax, elementwise, layer_norm, batch_norm, group_norm, bias_act, glu, residual, rotary)
+FAMILIES = (
+    softmax,
+    elementwise,
+    layer_norm,
+    batch_norm,
+    group_norm,
+    bias_act,
+    glu,
+    residual,
+    rotary,
+    linear_cross_entropy,
+)
 
 
 def all_cases() -> list[Case]:

@@ -22,6 +22,7 @@ from fastlayers.modules.bias_act import (
     FusedSiLU,
     FusedSoftplus,
 )
+from fastlayers.modules.cross_entropy import FusedCrossEntropyLoss
 from fastlayers.modules.elementwise import FusedAddReLU, FusedMul, FusedReLUAdd
 from fastlayers.modules.glu import FusedGEGLU, FusedGLU, FusedReGLU, FusedSwiGLU
 from fastlayers.modules.group_norm import (
@@ -38,6 +39,7 @@ from fastlayers.modules.layer_norm import (
     FusedLayerNorm2d,
     FusedRMSNorm,
 )
+from fastlayers.modules.linear_cross_entropy import FusedLinearCrossEntropyLoss
 from fastlayers.modules.residual import FusedDropoutAdd, FusedScaleAdd
 from fastlayers.modules.rotary import FusedRotary
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
@@ -61,6 +63,7 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.ELU: FusedELU,
     nn.Softplus: FusedSoftplus,
     nn.GLU: FusedGLU,
+    nn.CrossEntropyLoss: FusedCrossEntropyLoss,
 }
 
 __all__ = [
@@ -75,6 +78,7 @@ __all__ = [
     "FusedBatchNormAct2d",
     "FusedBatchNormAct3d",
     "FusedBiasAct",
+    "FusedCrossEntropyLoss",
     "FusedDropoutAdd",
     "FusedELU",
     "FusedGEGLU",
@@ -89,6 +93,7 @@ __all__ = [
     "FusedLayerNorm",
     "FusedLayerNorm2d",
     "FusedLeakyReLU",
+    "FusedLinearCrossEntropyLoss",
     "FusedLogSoftmax",
     "FusedMish",
     "FusedMul",

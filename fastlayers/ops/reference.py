@@ -230,3 +230,60 @@ def drop_path(x: Tensor, p: float, training: bool) -> Tensor:
 
 def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, p: float, training: bool) -> Tensor:
     return residual + drop_path(x if gamma is None else x * gamma, p, training)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+_REDUCTIONS = ("none", "mean", "sum")  # by torch's codes
+
+
+def cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float,
+    softcap: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    if softcap:
+        x = softcap * torch.tanh(x / softcap)
+    loss = F.cross_entropy(
+        x, target, weight, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction], label_smoothing=label_smoothing
+    )
+    if not z_loss:
+        return loss
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    z = z_loss * torch.logsumexp(wide, 0 if x.dim() == 1 else 1).square()
+    if target.shape == x.shape:  # probabilities: no row is ignored
+        share = torch.ones_like(z)
+    else:
+        kept = target != ignore_index
+        z = torch.where(kept, z, 0.0)
+        share = kept.to(z.dtype)
+        if weight is not None:
+            share = share * weight.to(z.dtype)[torch.where(kept, target, 0)]
+    if reduction == 1:
+        z = z.sum() / share.sum()
+    elif reduction == 2:
+        z = z.sum()
+    return loss + z.to(loss.dtype)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+) -> Tensor:  # fmt: skip
+    logits = F.linear(hidden, weight, bias)
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    options = (class_weight, reduction, ignore_index, label_smoothing, softcap, z_loss)
+    if logits.dim() <= 2:
+        return cross_entropy(logits, target, *options)
+    # One row a token, whichever dimensions they come in.
+    rows = logits.reshape(-1, logits.shape[-1])
+    if target.shape == logits.shape:
+        loss = cross_entropy(rows, target.reshape(rows.shape), *options)
+    elif target.shape == logits.shape[:-1]:
+        loss = cross_entropy(rows, target.reshape(-1), *options)
+    else:
+        raise ValueError(
+            f"Expected a target of shape {tuple(logits.shape[:-1])}, as hidden has it without its last dimension, but"
+            f" got {tuple(target.shape)}"
+        )
+    return loss if reduction else loss.reshape(logits.shape[:-1])

@@ -12,6 +12,16 @@ FEW = {
     "softmax": ["rows", "many rows", "length 4097", "long dim 0", "boolean mask", "additive mask"],
     "elementwise": ["matrix", "several blocks", "channels_last", "misaligned", "many rows", "long rows"],
     "broadcasts": ["squeeze and excite", "bias a row", "bias per channel"],
+    "cross_entropy": [
+        "each pixel",
+        "rows of classes",
+        "classes 4097",
+        "many rows of classes",
+        "each, class weight",
+        "everything",
+        "row slice of logits",
+        "some pixels ignored",
+    ],
     "rotary": ["heads first", "neighbours", "20 of 80", "heads last in memory"],
 }
 

@@ -1,0 +1,46 @@
+"""The loss at the end of a language model, with the linear layer that makes its logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.case import Case, Input, Op
+from benchmarks.implementations import liger
+from fastlayers import functional
+
+
+def eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+LINEAR_CROSS_ENTROPY = Op(
+    "linear_cross_entropy",
+    "linear_cross_entropy",
+    functional.linear_cross_entropy,
+    eager,
+    liger=liger("liger_fused_linear_cross_entropy"),
+)
+
+
+def small(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Logits of a deviation of one or two, as those of a model that is trained."""
+    return torch.randn(shape, dtype=dtype, device=device) * 0.02
+
+
+def row(rows: int, features: int, columns: int, dtype: torch.dtype = torch.bfloat16, **fields) -> Case:
+    def classes(shape: tuple[int, ...], _: torch.dtype, device: torch.device) -> Tensor:
+        return torch.randint(columns, shape, device=device)
+
+    inputs = (
+        Input((rows, features)),
+        Input((columns, features), small, parameter=True),
+        Input((rows,), classes, grad=False, parameter=True),
+    )
+    logits = rows * columns * dtype.itemsize
+    bars = {"step/compile": 1.0, "step/liger": 0.8, "beyond": logits / 8 / 2**20, "beyond/liger": 1.0}
+    return Case(LINEAR_CROSS_ENTROPY, inputs, dtype, "", label=f"to {columns} classes", bars=bars, step=True, **fields)
+
+
+CASES = [row(8192, features, columns) for features in (2048, 4096) for columns in (128256, 50257)]

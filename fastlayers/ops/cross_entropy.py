@@ -1,0 +1,388 @@
+"""cross_entropy: the choice between kernel and reference, autograd, the op that torch.compile sees, and the chunk of
+linear_cross_entropy.
+
+The loss of a row with the scores s, s = softcap·tanh(logits/softcap) where there is a softcap, and of class t is
+
+    (1 - e)·w_t·(lse - s_t) + e/C·sum_c w_c·(lse - s_c) + z_loss·lse²,   lse = log(sum_c exp(s_c)),
+
+with e for label_smoothing. With p = exp(s - lse) its gradient is
+
+    p·((1 - e)·w_t + e/C·sum_c w_c + 2·z_loss·lse) - (1 - e)·w_t·[c = t] - e/C·w_c
+
+by the scores, times 1 - (s/softcap)² by the logits. It needs no reduction along the row: so the logits, the classes and
+lse, as the maximum and the rest of it, are all that is kept. The formulas as torch ops are below, for whoever differentiates them again and for the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import _reduction
+
+from fastlayers import backends
+from fastlayers.ops import dispatch, reference
+from fastlayers.ops.softmax import GPU_LEAST, result_dtype
+
+FAMILY = dispatch.Family(
+    "cross_entropy",
+    ("cross_entropy_forward", "cross_entropy_backward", "cross_entropy_backward_", "cross_entropy_chunk_"),
+    cpu=False,
+)
+
+#: The codes that torch and the kernels have for ``reduction``.
+NONE, MEAN, SUM = 0, 1, 2
+
+
+class Options(NamedTuple):
+    """What the kernels take besides tensors, in their order. No softcap is 0."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    z_loss: float
+
+
+# ---- the formulas in torch ops ---------------------------------------------------------------------------------------
+
+
+def _scores(logits: Tensor, softcap: float) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return softcap * torch.tanh(wide / softcap) if softcap else wide
+
+
+class _Rows(NamedTuple):
+    """What the formulas take of each row: its class, with the class dimension of one element, and w_t."""
+
+    target: Tensor  # 0 where the row is ignored
+    kept: Tensor
+    weight: Tensor | None  # of the classes, to be broadcast against the scores
+    of_target: Tensor  # w_t, 0 where the row is ignored
+
+    @staticmethod
+    def find(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, dim: int) -> _Rows:
+        kept = target != ignore_index
+        classes = torch.where(kept, target, 0).unsqueeze(dim)
+        of_target = kept.to(scores.dtype)
+        if weight is not None:
+            of_target = of_target * weight.to(scores.dtype)[classes.squeeze(dim)]
+            weight = weight.to(scores.dtype).view(-1, *[1] * (scores.dim() - 1 - dim))
+        return _Rows(classes, kept, weight, of_target)
+
+
+def _weight_sum(scores: Tensor, weight: Tensor | None, dim: int) -> Tensor | float:
+    return scores.shape[dim] if weight is None else weight.sum()
+
+
+def _losses(scores: Tensor, lse: Tensor, rows: _Rows, options: Options, dim: int) -> Tensor:
+    """Of each row, 0 where it is ignored."""
+    smoothing = options.label_smoothing
+    loss = (1.0 - smoothing) * rows.of_target * (lse - scores.gather(dim, rows.target).squeeze(dim))
+    if smoothing:
+        missed = lse.unsqueeze(dim) - scores
+        missed = (missed if rows.weight is None else missed * rows.weight).sum(dim)
+        loss = loss + smoothing / scores.shape[dim] * missed
+    if options.z_loss:
+        loss = loss + options.z_loss * lse.square()
+    return torch.where(rows.kept, loss, 0.0)
+
+
+def _gradient(scores: Tensor, lse: Tensor, rows: _Rows, options: Options, scale: Tensor, dim: int) -> Tensor:
+    """Of sum(losses·scale) by the logits; ``scale`` is a number for each row."""
+    smoothing = options.label_smoothing
+    of_target = (1.0 - smoothing) * rows.of_target
+    factor = of_target
+    if smoothing:
+        factor = factor + smoothing / scores.shape[dim] * _weight_sum(scores, rows.weight, dim)
+    if options.z_loss:
+        factor = factor + 2.0 * options.z_loss * lse
+    d = torch.softmax(scores, dim) * factor.unsqueeze(dim)  # lse, rounded, would cost a digit
+    d = d.scatter_add(dim, rows.target, -of_target.unsqueeze(dim))
+    if smoothing:
+        d = d - smoothing / scores.shape[dim] * (1.0 if rows.weight is None else rows.weight)
+    if options.softcap:
+        d = d * (1.0 - (scores / options.softcap).square())
+    return torch.where(rows.kept.unsqueeze(dim), d * scale.unsqueeze(dim), 0.0)
+
+
+def _class_dim(logits: Tensor) -> int:
+    return 0 if logits.dim() == 1 else 1
+
+
+def compose_backward(
+    dy: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, reduction: int, options: Options
+) -> Tensor:
+    """The backward kernel in torch ops, for whoever differentiates it again."""
+    dim = _class_dim(logits)
+    scores = _scores(logits, options.softcap)
+    rows = _Rows.find(scores, target, weight, options.ignore_index, dim)
+    scale = dy.to(scores.dtype)
+    if reduction != NONE:
+        scale = (scale / rows.of_target.sum() if reduction == MEAN else scale).expand(target.shape)
+    return _gradient(scores, torch.logsumexp(scores, dim), rows, options, scale, dim).to(logits.dtype)
+
+
+# ---- which calls -----------------------------------------------------------------------------------------------------
+
+
+def unsupported(x: Tensor, target: object, weight: Tensor | None, options: Options, out: torch.dtype) -> str | None:
+    """Why no kernel takes this call, None where one does."""
+    given, shape = x.dtype, x.shape
+    if given not in dispatch.FLOATING or not (out is given or (out == torch.float32 and given in reference.HALF)):
+        return f"no kernel from {given} to {out}"
+    if not dispatch.is_plain(target):
+        return f"the target is a {type(target).__name__}; kernels take a plain tensor"
+    assert isinstance(target, Tensor)
+    if target.dtype != torch.int64:
+        return f"the target is {target.dtype}; kernels take classes as int64, and torch's own serve probabilities"
+    if target.get_device() != x.get_device():
+        return f"the target is on {target.device}, and the logits on {x.device}"
+    if x.numel() == 0 or x.dim() == 0:
+        return f"nothing to compute on logits of shape {tuple(shape)}"
+    if target.shape != shape[:1] + shape[2:] and not (x.dim() == 1 and target.dim() == 0):
+        return f"a target of shape {tuple(target.shape)} is none of classes for logits of shape {tuple(shape)}"
+    if not 0.0 <= options.label_smoothing <= 1.0:
+        return f"label_smoothing is {options.label_smoothing}"
+    if weight is None:
+        return None
+    if not dispatch.is_plain(weight) or weight.get_device() != x.get_device() or weight.requires_grad:
+        return f"the weight is a {type(weight).__name__} on {weight.device}; kernels take one without a gradient"
+    if weight.shape != (shape[_class_dim(x)],) or (weight.dtype is not given and out is given):
+        return f"the weight is {weight.dtype} of shape {tuple(weight.shape)}, for {given} logits of {tuple(shape)}"
+    return None if weight.dtype in dispatch.FLOATING else f"no kernel for a weight of {weight.dtype}"
+
+
+def _wide(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """The weight as the kernels take it: contiguous, in the dtype of the computation."""
+    if weight is None:
+        return None
+    return weight.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+_OVERWRITTEN = (
+    "cross_entropy(inplace_backward=True): the first backward has put the gradient in the place of the logits, so there"
+    " can be no second one; leave inplace_backward False where the graph is retained"
+)
+
+
+class Rest(NamedTuple):
+    """What is no tensor goes to autograd as one argument."""
+
+    reduction: int
+    options: Options
+    dtype: torch.dtype
+    inplace: bool
+    kernels: Any
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits, the classes, the weight, and lse of each row with the sums that all rows share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, rest: Rest) -> Tensor:
+        loss, stats = rest.kernels.cross_entropy_forward(x, target, weight, rest.reduction, *rest.options, rest.dtype)
+        ctx.save_for_backward(x, target, weight, stats)
+        ctx.rest, ctx.overwritten = rest, False
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.overwritten:
+            raise RuntimeError(_OVERWRITTEN)
+        x, target, weight, stats = ctx.saved_tensors
+        reduction, options, _, inplace, kernels = ctx.rest
+        if dispatch.differentiating(dy):
+            dx = compose_backward(dy, x, target, weight, reduction, options)
+        elif inplace and x.is_contiguous():
+            kernels.cross_entropy_backward_(dy, x, target, weight, stats, reduction, *options)
+            # Whoever else kept the logits for its backward is told so by autograd.
+            torch.autograd.graph.increment_version(x)
+            ctx.overwritten = True
+            dx = x.detach()
+        else:
+            dx = kernels.cross_entropy_backward(dy, x, target, weight, stats, reduction, *options)
+        return dx, None, None, None
+
+
+_record = dispatch.recorder(_CrossEntropy)
+
+
+def cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    inplace: bool,
+) -> Tensor:
+    code = _reduction.get_enum(reduction)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"cross_entropy(): expected a softcap above 0 or None, but got {softcap}")
+    if inplace and x.requires_grad and x.is_leaf:
+        raise ValueError(
+            "cross_entropy(): inplace_backward=True would put the gradient in the place of a leaf's values; it is for"
+            " logits that an operation computed"
+        )
+    options = Options(ignore_index, label_smoothing, softcap or 0.0, z_loss)
+    if torch.compiler.is_compiling():
+        return _cross_entropy_compiling(x, target, weight, code, options)
+    kernels = FAMILY.serving(x)
+    if kernels is not None:
+        if softcap is None and not z_loss and x.numel() < GPU_LEAST and backends.get_backend() is None:
+            return reference.cross_entropy(x, target, weight, code, *options)
+        out = result_dtype(x, None, None)
+        reason = unsupported(x, target, weight, options, out)
+        if reason is None:
+            weight = _wide(weight, x)
+            if torch.is_grad_enabled() and x.requires_grad:
+                rest = Rest(code, options, out, inplace, kernels)
+                return _record(dispatch.unwrap(x), dispatch.unwrap(target), weight, rest)  # type: ignore[no-any-return]
+            return kernels.cross_entropy_forward(x, target, weight, code, *options, out)[0]  # type: ignore[no-any-return]
+        backends.refuse(reason)
+    return dispatch.answer("cross_entropy", x, target, weight, code, *options)  # type: ignore[no-any-return]
+
+
+# ---- a chunk of linear_cross_entropy ---------------------------------------------------------------------------------
+
+
+def cross_entropy_chunk_(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    grad_scale: Tensor | None,
+    want_grad: bool,
+    columns: int,
+) -> Tensor:
+    """The losses of the rows of a matrix of logits and, in the place of these, their gradient. No autograd.
+
+    Args:
+        logits: (rows, padded), contiguous; the first ``columns`` are classes, the rest padding of any content.
+        target: (rows,) of int64.
+        weight: (columns,) or None.
+        grad_scale: float32 (float64 for float64 logits), of one element or one for each row; None is 1.
+        want_grad: whether the logits are overwritten with the gradient of ``sum(losses * grad_scale)``, 0 in the
+            padding.
+
+    Returns:
+        (rows,) in float32, float64 for float64 logits; 0 for ignored rows.
+    """
+    options = Options(ignore_index, label_smoothing, softcap or 0.0, z_loss)
+    kernels = FAMILY.serving(logits)
+    if kernels is not None:
+        reason = unsupported(logits[:, :columns], target, weight, options, result_dtype(logits, None, None))
+        if reason is None:
+            weight = _wide(weight, logits)
+            return kernels.cross_entropy_chunk_(logits, target, weight, *options, grad_scale, want_grad, columns)  # type: ignore[no-any-return]
+        backends.refuse(reason)
+    return _compose_chunk_(logits, target, weight, options, grad_scale, want_grad, columns)
+
+
+def _compose_chunk_(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: Options,
+    grad_scale: Tensor | None,
+    want_grad: bool,
+    columns: int,
+) -> Tensor:
+    classes = logits[:, :columns]
+    if target.device.type == "cpu":
+        wrong = target[(target != options.ignore_index) & ((target < 0) | (target >= columns))]
+        if wrong.numel():
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+    scores = _scores(classes, options.softcap)
+    lse = torch.logsumexp(scores, 1)
+    rows = _Rows.find(scores, target, weight, options.ignore_index, 1)
+    losses = _losses(scores, lse, rows, options, 1)
+    if want_grad:
+        scale = lse.new_ones(()) if grad_scale is None else grad_scale.reshape(-1)
+        classes.copy_(_gradient(scores, lse, rows, options, scale.expand(target.shape), 1))
+        logits[:, columns:].zero_()
+    return losses
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+# Inductor's reaches half of the memory limit, so a compiled graph keeps the kernel, as softmax does. The logits are
+# never written here, whatever inplace_backward allows.
+
+
+@torch.library.custom_op("fastlayers::cross_entropy", mutates_args=(), device_types="cuda")
+def cross_entropy_op(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float,
+    softcap: float, z_loss: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    options = (ignore_index, label_smoothing, softcap, z_loss)
+    loss, stats = FAMILY.serving(x).cross_entropy_forward(x, target, _wide(weight, x), reduction, *options, dtype)
+    return loss, stats
+
+
+def _fake_forward(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float,
+    softcap: float, z_loss: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    loss = x.new_empty(target.shape if reduction == NONE else (), dtype=dtype)
+    return loss, x.new_empty((2 * target.numel() + 2,), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@torch.library.custom_op("fastlayers::cross_entropy_grad", mutates_args=(), device_types="cuda")
+def cross_entropy_grad_op(
+    dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, reduction: int, ignore_index: int,
+    label_smoothing: float, softcap: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    options = (ignore_index, label_smoothing, softcap, z_loss)
+    result: Tensor = FAMILY.serving(x).cross_entropy_backward(
+        dy, x, target, _wide(weight, x), stats, reduction, *options
+    )
+    return result
+
+
+def _fake_backward(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, target, weight, *ctx.rest, _ = inputs
+    ctx.save_for_backward(x, target, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _op_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return cross_entropy_grad_op(dy, *ctx.saved_tensors, *ctx.rest), *(None,) * 8
+
+
+cross_entropy_op.register_fake(_fake_forward)
+cross_entropy_grad_op.register_fake(_fake_backward)
+cross_entropy_op.register_autograd(_op_backward, setup_context=_setup_context)
+
+
+def _cross_entropy_compiling(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, options: Options
+) -> Tensor:
+    if dispatch.graph_keeps_kernel(x):
+        out = result_dtype(x, None, None)
+        if unsupported(x, target, weight, options, out) is None:
+            return cross_entropy_op(x, target, weight, reduction, *options, out)[0]
+    return reference.cross_entropy(x, target, weight, reduction, *options)
+
+
+dispatch.register_fakes(
+    {
+        "cross_entropy_forward": _fake_forward,
+        "cross_entropy_backward": _fake_backward,
+        "cross_entropy_backward_": lambda *_: None,
+        "cross_entropy_chunk_": lambda logits, target, *_: logits.new_empty(
+            target.shape, dtype=torch.promote_types(logits.dtype, torch.float32)
+        ),
+    }
+)

@@ -1,0 +1,578 @@
+"""linear_cross_entropy: the chunks, what is summed over them in which dtype, autograd, and the op that torch.compile
+sees.
+
+The rows of hidden are worked off in chunks, of which only one has its logits in memory. For a loss that is summed over
+the rows the gradients come in the same pass, by three matrix products a chunk,
+
+    logits = hidden·weightᵀ + bias     (the chunk's kernel takes the losses, and puts dlogits in the logits' place)
+    dhidden = dlogits·weight
+    dweight += dlogitsᵀ·hidden
+
+and the backward multiplies them with the incoming gradient, in place. Without a reduction the incoming gradient is a
+number for each row, which the forward cannot know: the backward then goes through the chunks once more, and so does a
+second backward of the same graph, which finds the gradients of the first one handed out.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import _reduction
+
+from fastlayers import backends
+from fastlayers.ops import dispatch, reference
+from fastlayers.ops.cross_entropy import cross_entropy_chunk_
+
+#: The codes that torch has for ``reduction``.
+NONE, MEAN, SUM = 0, 1, 2
+
+#: Elements of the logits from which a call that is left alone is chunked. Below, memory is no concern, and of three
+#: products in the forward two are in vain where no backward follows.
+GPU_LEAST = 2**20
+CPU_LEAST = 2**26
+
+#: Chunks of a call. Nine of equal size keep the peak within an eighth of the logits, small tensors included. More would
+#: cost accuracy: a dweight in half precision is rounded once a chunk.
+CHUNKS = 9
+#: Rows that a chunk has at least, where the call has them: the products read the weight, and read and write dweight,
+#: once a chunk, which fewer rows would not hide behind the arithmetic.
+LEAST_ROWS = 896
+#: Chunks start at multiples of this many rows, so that the products have whole tiles.
+ROW_TILE = 64
+#: Row length of a chunk, in elements: an odd vocabulary is padded to it. Every row then is aligned as the tensor cores
+#: and the kernel's vectors want it; the weight is not copied.
+COLUMN_TILE = 64
+
+#: In float16 dlogits are multiplied by the first, since the softmax of a large vocabulary is below the least normal
+#: number, and the gradients come out multiplied by the second, between underflow and overflow. Powers of two: exact.
+FLOAT16_DLOGITS, FLOAT16_GRADIENTS = 2.0**8, 2.0**-4
+
+
+class Loss(NamedTuple):
+    """The loss but for its tensors, as the reference takes it. No softcap is 0."""
+
+    reduction: int
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    z_loss: float
+    logit_scale: float
+
+
+class Rest(NamedTuple):
+    """What is no tensor goes to autograd as one argument.
+
+    Attributes:
+        compute: dtype of the products.
+        out: dtype of the loss.
+        low: dtype of autocast, None where that is off.
+        chunk_size: rows of a chunk, as the caller wants it.
+    """
+
+    loss: Loss
+    compute: torch.dtype
+    out: torch.dtype
+    low: torch.dtype | None
+    chunk_size: int | None
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+
+
+class Chunks(NamedTuple):
+    """Where chunks begin and end, and whether a half dweight is summed in float32."""
+
+    edges: list[int]
+    wide: bool
+
+    @property
+    def most(self) -> int:
+        return max(end - start for start, end in pairwise(self.edges))
+
+
+def plan(rows: int, columns: int, features: int, itemsize: int, chunk_size: int | None, free: int | None) -> Chunks:
+    """The chunks of a call: from its sizes, so that equal calls give equal bits; smaller ones only short of memory.
+
+    Args:
+        features: columns of the weight, where a half dweight is to be summed; else 0.
+        itemsize: bytes of a logit.
+        free: bytes that may be allocated, None where that is not known.
+    """
+    if chunk_size is not None:
+        edges = [*range(0, rows, chunk_size), rows]
+        return Chunks(edges, len(edges) - 1 > CHUNKS)
+    row = _padded(columns) * itemsize
+    count = max(1, min(CHUNKS, rows // LEAST_ROWS))
+    # A float32 dweight where that and a chunk keep within the eighth together.
+    left = (rows * columns * itemsize // 8 - 4 * columns * features) // row - ROW_TILE
+    wide = left >= LEAST_ROWS
+    if wide:
+        count = max(count, -(-rows // left))
+    if free is not None and free < -(-rows // count) * row:
+        count, wide = max(count, min(-(-rows * row // max(free, 1)), -(-rows // ROW_TILE))), False
+    tiles = -(-rows // ROW_TILE)
+    return Chunks([min(rows, ROW_TILE * (i * tiles // count)) for i in range(count + 1)], wide)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // COLUMN_TILE) * COLUMN_TILE
+
+
+@cache
+def _total_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """What torch may still allocate, by its own count: asking the driver would wait for it."""
+    return _total_bytes(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+# ---- the sweep through the chunks ------------------------------------------------------------------------------------
+
+
+class Gradients(NamedTuple):
+    """Of hidden, weight and bias, each where it is wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def like(self, *leaves: Tensor | None) -> Gradients:
+        """In the shapes and dtypes of what they are gradients of."""
+        return Gradients(
+            *(g if g is None or t is None else g.view(t.shape).to(t.dtype) for g, t in zip(self, leaves, strict=True))
+        )
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool, alpha: float) -> None:
+    """out = alpha·a@b, or that added to it, summed in float32 and rounded once. ``out`` may be float32 to halves."""
+    beta = int(add)
+    if out.dtype is a.dtype:
+        out.addmm_(a, b, beta=beta, alpha=alpha)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
+    else:  # torch has products with a wider result on GPUs only
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=alpha)
+
+
+def _matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t`` in a dtype and in a layout that matrix products take as it is."""
+    t = t.detach().to(dtype)
+    return t if 1 in t.stride() else t.contiguous()
+
+
+def sweep(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    rest: Rest,
+    grad_scale: Tensor | None,
+    alpha: float,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, Gradients]:
+    """The loss of each row, and the wanted gradients of ``alpha * sum(losses * grad_scale)``."""
+    loss, compute = rest.loss, rest.compute
+    columns, features = weight.shape
+    for_hidden, for_weight, for_bias = wanted
+    free = _free_bytes(hidden.device)
+    if free is not None:
+        free -= for_hidden * hidden.nbytes + for_weight * weight.nbytes
+    h, w = _matrix(hidden.reshape(-1, features), compute), _matrix(weight, compute)
+    b = None if bias is None else bias.detach().to(compute)
+    rows, classes = h.shape[0], target.reshape(-1).contiguous()
+    # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
+    summed = features if for_weight and weight.dtype in reference.HALF else 0
+    chunks = plan(rows, columns, summed, compute.itemsize, rest.chunk_size, free)
+    wide = torch.promote_types(compute, torch.float32)
+
+    def buffer(leaf: Tensor, shape: tuple[int, ...], sum_wide: bool) -> Tensor:
+        dtype = leaf.dtype if leaf.dtype is compute and not sum_wide else wide
+        return torch.empty(shape, dtype=dtype, device=h.device)
+
+    dh = buffer(hidden, (rows, features), False) if for_hidden else None
+    dw = buffer(weight, (columns, features), chunks.wide) if for_weight else None
+    db = torch.zeros(columns, dtype=wide, device=h.device) if for_bias else None
+    losses = torch.empty(rows, dtype=wide, device=h.device)
+    memory = torch.empty((chunks.most, _padded(columns)), dtype=compute, device=h.device)
+    options = (loss.ignore_index, loss.label_smoothing, loss.softcap or None, loss.z_loss)
+    scale = loss.logit_scale
+    for start, end in pairwise(chunks.edges):
+        part = h[start:end]
+        padded = memory[: end - start]
+        logits = padded[:, :columns]
+        if b is not None:
+            logits.copy_(b)
+        logits.addmm_(part, w.t(), beta=0 if b is None else scale, alpha=scale)
+        each = grad_scale is not None and grad_scale.numel() > 1
+        factor = grad_scale[start:end] if each else grad_scale  # type: ignore[index]
+        losses[start:end] = cross_entropy_chunk_(
+            padded, classes[start:end], class_weight, *options, factor, any(wanted), columns
+        )
+        if dh is not None:
+            _multiply(logits, w, dh[start:end], False, alpha * scale)
+        if dw is not None:
+            _multiply(logits.t(), part, dw, start > 0, alpha * scale)
+        if db is not None:
+            db += logits.sum(0, dtype=wide)
+    if db is not None:
+        db *= alpha * scale
+    del memory, padded, logits  # before a dweight that was summed in float32 is copied
+    return losses, Gradients(dh, dw, db).like(hidden, weight, bias)
+
+
+def _denominator(target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """What the mean divides by, still on its device: the weights of the classes that take part, or their number."""
+    kept = target != ignore_index
+    if class_weight is None:
+        return kept.sum().to(dtype)
+    return torch.where(kept, class_weight[torch.where(kept, target, 0)].to(dtype), 0.0).sum()
+
+
+def evaluate(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    rest: Rest,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, Tensor | None, Gradients]:
+    """The loss, gradients of it, and what is left to multiply these with besides the incoming gradient."""
+    reduction = rest.loss.reduction
+    wide = torch.promote_types(rest.compute, torch.float32)
+    denominator, factor = None, None
+    if reduction == MEAN:
+        denominator = _denominator(target, class_weight, rest.loss.ignore_index, wide)
+        # Where all rows are ignored the loss is NaN, and the gradients are 0 as torch's.
+        kept = (target != rest.loss.ignore_index).any()
+        factor = torch.where(kept, denominator.reciprocal(), 0.0)
+    left, alpha = None, 1.0
+    if any(wanted) and rest.compute is torch.float16:
+        # Neither the softmax nor what is divided by thousands of rows is a normal number in float16. The incoming
+        # gradient, which a GradScaler sees to, comes too late for that.
+        largest = torch.ones((), dtype=wide, device=target.device) if class_weight is None else class_weight.abs().max()
+        left = (largest.to(wide) if factor is None else largest * factor) / FLOAT16_GRADIENTS
+        factor, alpha = FLOAT16_DLOGITS / largest.to(wide), FLOAT16_GRADIENTS / FLOAT16_DLOGITS
+    tensors = (hidden, weight, bias, target, class_weight)
+    device = hidden.device.type
+    with torch.no_grad(), nullcontext() if rest.low is None else torch.autocast(device, enabled=False):
+        losses, gradients = sweep(*tensors, rest, factor, alpha, wanted)
+    if reduction == NONE:
+        return losses.view(target.shape).to(rest.out), left, gradients
+    total = losses.sum()
+    return (total if denominator is None else total / denominator).to(rest.out), left, gradients
+
+
+def _scale_(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """In place: the gradient was made for nobody else."""
+    if gradient is None:
+        return None
+    if factor.dtype is gradient.dtype:
+        return gradient.mul_(factor)
+    # With one dimension the factor is not rounded to the gradient's dtype before it is multiplied with.
+    return torch.mul(gradient, factor.view(1), out=gradient)
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Keeps references to its inputs, and the gradients of a summed loss, which the first backward hands out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+        rest: Rest,
+    ) -> Tensor:  # fmt: skip
+        wanted = ctx.needs_input_grad[:3] if rest.loss.reduction != NONE else (False, False, False)
+        tensors = (hidden, weight, bias, target, class_weight)
+        loss, left, gradients = evaluate(*tensors, rest, wanted)
+        ctx.save_for_backward(*tensors, left, *gradients)
+        ctx.rest, ctx.handed_out = rest, False
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, class_weight, left, *ready = ctx.saved_tensors
+        tensors, rest, wanted = (hidden, weight, bias, target, class_weight), ctx.rest, ctx.needs_input_grad[:3]
+        if dispatch.differentiating(dy):
+            found = compose_backward(dy, *tensors, rest, wanted)
+        elif rest.loss.reduction == NONE:
+            found = _gradients_of_rows(dy, *tensors, rest, wanted)
+        else:
+            if ctx.handed_out:
+                _, left, gradients = evaluate(*tensors, rest, wanted)
+            else:
+                # Without the version counter: to autograd what it saved for a second backward stays as it was.
+                gradients = Gradients(*(g if g is None else g.data for g in ready))
+                ctx.handed_out = True
+            factor = dy if left is None else dy * left
+            found = Gradients(*(_scale_(g, factor) for g in gradients))
+        return *found, None, None, None
+
+
+def _gradients_of_rows(
+    dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    rest: Rest, wanted: tuple[bool, ...],
+) -> Gradients:  # fmt: skip
+    """The backward without a reduction: once more through the chunks."""
+    scale = dy.detach().reshape(-1).to(torch.promote_types(rest.compute, torch.float32)).contiguous()
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        return sweep(hidden, weight, bias, target, class_weight, rest, scale, 1.0, wanted)[1]
+
+
+def compose_backward(
+    dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    rest: Rest, wanted: tuple[bool, ...],
+) -> Gradients:  # fmt: skip
+    """The backward in torch ops, for whoever differentiates it again. It has the logits whole."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(hidden.device.type, rest.low, enabled=rest.low is not None):
+        # As nodes of their own: hidden may have come from the weight, as that of an embedding, and the way through
+        # hidden is not this function's.
+        leaves = [t if t is None else t.view_as(t) for t in (hidden, weight, bias)]
+        h, w, b = leaves
+        assert h is not None
+        assert w is not None
+        out = reference.linear_cross_entropy(h, w, b, target, class_weight, *rest.loss)
+        inputs = [leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants and leaf is not None]
+        found = iter(torch.autograd.grad(out, inputs, dy, create_graph=create_graph))
+    return Gradients(*(next(found) if wants else None for wants in wanted))
+
+
+# ---- which calls -----------------------------------------------------------------------------------------------------
+
+
+def unsupported(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, rest: Rest
+) -> str | None:
+    """Why a call cannot be chunked, None where it can."""
+    tensors = {"hidden": hidden, "weight": weight, "bias": bias, "target": target, "class_weight": class_weight}
+    for name, t in tensors.items():
+        if t is not None and not dispatch.is_plain(t):
+            return f"it takes plain tensors, and {name} is a {type(t).__name__}"
+        if t is not None and t.device != hidden.device:
+            return f"{name} is on {t.device}, and hidden on {hidden.device}"
+    given = [t.dtype for t in (hidden, weight, bias) if t is not None]
+    if any(dtype not in dispatch.FLOATING or _cast(dtype, rest.low) is not rest.compute for dtype in given):
+        return f"hidden, weight and bias are {', '.join(map(str, given))}; chunks take one floating dtype"
+    if target.dtype is not torch.int64:
+        return f"the target is {target.dtype}; chunks take classes as int64"
+    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        return f"hidden is {tuple(hidden.shape)}, and weight {tuple(weight.shape)}; expected (..., H) and (V, H)"
+    if target.shape != hidden.shape[:-1]:
+        return f"the target is {tuple(target.shape)}, and hidden {tuple(hidden.shape)}; expected a class for each row"
+    columns = weight.shape[0]
+    if any(t is not None and t.shape != (columns,) for t in (bias, class_weight)):
+        return f"bias and class_weight have to be of shape ({columns},)"
+    if class_weight is not None and (class_weight.requires_grad or class_weight.dtype not in dispatch.FLOATING):
+        return f"class_weight is {class_weight.dtype}, or wants a gradient"
+    if class_weight is not None and rest.low is None and class_weight.dtype is not rest.compute:
+        return f"class_weight is {class_weight.dtype}, and the logits are {rest.compute}"
+    if hidden.numel() == 0 or weight.numel() == 0:
+        return f"nothing to compute on hidden of shape {tuple(hidden.shape)}, weight of {tuple(weight.shape)}"
+    if not 0.0 <= rest.loss.label_smoothing <= 1.0:
+        return f"label_smoothing is {rest.loss.label_smoothing}"
+    return None
+
+
+def _cast(dtype: torch.dtype, low: torch.dtype | None) -> torch.dtype:
+    """What autocast makes of an operand of a linear layer."""
+    return dtype if low is None or dtype is torch.float64 else low
+
+
+def _is_sharded(weight: object) -> bool:
+    return type(weight).__name__ == "DTensor"
+
+
+def is_large(hidden: Tensor, weight: Tensor) -> bool:
+    if hidden.dim() == 0 or weight.dim() == 0:
+        return False
+    logits = hidden.numel() // max(hidden.shape[-1], 1) * weight.shape[0]
+    return logits >= (GPU_LEAST if hidden.is_cuda else CPU_LEAST)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    logit_scale: float,
+    chunk_size: int | None,
+) -> Tensor:
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"linear_cross_entropy(): expected a softcap above 0 or None, but got {softcap}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(
+            f"linear_cross_entropy(): expected a chunk_size of at least 1 row or None, but got {chunk_size}"
+        )
+    if not isinstance(logit_scale, float | int):
+        raise TypeError(
+            f"linear_cross_entropy(): expected logit_scale to be a number, but got {type(logit_scale).__name__}"
+        )
+    code = _reduction.get_enum(reduction)
+    loss = Loss(code, ignore_index, label_smoothing, softcap or 0.0, z_loss, logit_scale)
+    if _is_sharded(weight) and not _is_sharded(hidden):
+        raise TypeError(
+            "linear_cross_entropy(): expected weight to be a whole tensor, but got a DTensor. Call it inside of the"
+            " forward of the module that fully_shard wraps, where parameters are whole, or pass weight.full_tensor();"
+            " logits that are sharded over the vocabulary have vocab_parallel_cross_entropy"
+        )
+    if torch.compiler.is_compiling():
+        return _linear_cross_entropy_compiling(hidden, weight, bias, target, class_weight, loss, chunk_size)
+    forced = backends.get_backend()
+    if forced not in ("eager", "compile"):
+        if dispatch.composing():
+            backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
+        elif not dispatch.is_plain(hidden):
+            backends.refuse(f"it takes plain tensors, and hidden is a {type(hidden).__name__}")
+        elif forced is not None or chunk_size is not None or is_large(hidden, weight):
+            rest = _rest(hidden, loss, _autocast_dtype(hidden), chunk_size)
+            if forced is not None and backends.choose(hidden.device) == "cpu":
+                backends.refuse("csrc has no linear_cross_entropy for CPU tensors; torch's own serves them")
+            reason = unsupported(hidden, weight, bias, target, class_weight, rest)
+            if reason is None:
+                if dispatch.wants_gradient(hidden, weight, bias):
+                    return _LinearCrossEntropy.apply(hidden, weight, bias, target, class_weight, rest)  # type: ignore[no-any-return]
+                return evaluate(hidden, weight, bias, target, class_weight, rest, (False, False, False))[0]
+            backends.refuse(reason)
+    return dispatch.answer("linear_cross_entropy", hidden, weight, bias, target, class_weight, *loss)  # type: ignore[no-any-return]
+
+
+def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _rest(hidden: Tensor, loss: Loss, low: torch.dtype | None, chunk_size: int | None) -> Rest:
+    compute = _cast(hidden.dtype, low)
+    out = torch.float32 if low is not None and compute in reference.HALF else compute
+    return Rest(loss, compute, out, low, chunk_size)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+# A compiled graph keeps the chunks, as one op with a fake implementation: Inductor would have the logits whole. Its
+# backward multiplies out of place, which Inductor may undo.
+
+
+@torch.library.custom_op("fastlayers::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss, what is left to multiply the gradients with, and these; empty where there is none."""
+    loss = Loss(reduction, ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+    wanted = (for_hidden, for_weight, for_bias) if reduction != NONE else (False, False, False)
+    rest = _rest(hidden, loss, low, chunk_size)
+    found, left, gradients = evaluate(hidden, weight, bias, target, class_weight, rest, wanted)
+    left, dh, dw, db = (hidden.new_empty(0) if t is None else t for t in (left, *gradients))
+    return found, left, dh, dw, db
+
+
+@linear_cross_entropy_op.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    loss = Loss(reduction, ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+    rest = _rest(hidden, loss, low, chunk_size)
+    found = hidden.new_empty(target.shape if reduction == NONE else (), dtype=rest.out)
+    made, scaled = reduction != NONE, rest.compute is torch.float16 and (for_hidden or for_weight or for_bias)
+    left = hidden.new_empty((), dtype=torch.float32) if made and scaled else hidden.new_empty(0)
+    dh, dw, db = (
+        hidden.new_empty(0) if t is None or not (made and wants) else t.new_empty(t.shape)
+        for t, wants in ((hidden, for_hidden), (weight, for_weight), (bias, for_bias))
+    )
+    return found, left, dh, dw, db
+
+
+@torch.library.custom_op("fastlayers::linear_cross_entropy_grad", mutates_args=())
+def linear_cross_entropy_grad_op(
+    dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of a loss without a reduction; empty where one is not wanted."""
+    loss = Loss(NONE, ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+    rest = _rest(hidden, loss, low, chunk_size)
+    wanted = (for_hidden, for_weight, for_bias)
+    gradients = _gradients_of_rows(dy, hidden, weight, bias, target, class_weight, rest, wanted)
+    dh, dw, db = (hidden.new_empty(0) if t is None else t for t in gradients)
+    return dh, dw, db
+
+
+@linear_cross_entropy_grad_op.register_fake
+def _(
+    dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dh, dw, db = (
+        hidden.new_empty(0) if t is None or not wants else t.new_empty(t.shape)
+        for t, wants in ((hidden, for_hidden), (weight, for_weight), (bias, for_bias))
+    )
+    return dh, dw, db
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # of those, zeros as large as the weight
+    ctx.save_for_backward(*inputs[:5], *output[1:])
+    ctx.reduction, *ctx.options = inputs[5:]
+
+
+def _op_backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "fastlayers::linear_cross_entropy has no second derivative, which create_graph=True asks for; outside of"
+            " torch.compile functional.linear_cross_entropy has one"
+        )
+    *tensors, left, dh, dw, db = ctx.saved_tensors
+    wanted = ctx.options[-3:]
+    if ctx.reduction == NONE:
+        found = linear_cross_entropy_grad_op(dy, *tensors, *ctx.options)
+    else:
+        factor = dy * left if left.dim() == 0 else dy
+        found = tuple(_scaled(g, factor) if wants else g for g, wants in zip((dh, dw, db), wanted, strict=True))
+    return *(g if wants else None for g, wants in zip(found, wanted, strict=True)), *(None,) * 13
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    return gradient * factor if factor.dtype is gradient.dtype else (gradient * factor.view(1)).to(gradient.dtype)
+
+
+linear_cross_entropy_op.register_autograd(_op_backward, setup_context=_setup_context)
+
+
+def _linear_cross_entropy_compiling(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, loss: Loss,
+    chunk_size: int | None,
+) -> Tensor:  # fmt: skip
+    if hidden.is_cuda:
+        keeps = dispatch.graph_keeps_kernel(hidden)
+    else:
+        keeps = not torch.compiler._is_exporting_flag and backends.get_backend() is None
+    if keeps and (chunk_size is not None or is_large(hidden, weight)):
+        low = _autocast_dtype(hidden)
+        rest = _rest(hidden, loss, low, chunk_size)
+        if unsupported(hidden, weight, bias, target, class_weight, rest) is None:
+            wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
+            tensors = (hidden, weight, bias, target, class_weight)
+            return linear_cross_entropy_op(*tensors, *loss, low, chunk_size, *wanted)[0]
+    return reference.linear_cross_entropy(hidden, weight, bias, target, class_weight, *loss)

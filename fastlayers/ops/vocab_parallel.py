@@ -1,0 +1,177 @@
+"""vocab_parallel_cross_entropy: cross-entropy of logits whose classes are spread over the ranks of a process group.
+
+With the log-sum-exp of its own classes, a rank needs two all-reduces of some numbers a row: the maximum
+of these, which keeps the exponentials finite, then their sum and whatever else adds up over the classes. The backward
+is local: every rank has the log-sum-exp of all classes by then.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import _reduction
+
+from fastlayers.ops import reference
+
+#: The codes that torch has for ``reduction``.
+NONE, MEAN = 0, 1
+
+#: Elements of which float32 copies are made at once: the logits are the largest tensor there is.
+AT_ONCE = 2**24
+
+
+class Options(NamedTuple):
+    """What is no tensor. No softcap is 0."""
+
+    group: Any
+    vocab_start: int | None
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    z_loss: float
+
+
+def _capped(scores: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _first_class(options: Options, columns: int) -> int:
+    return dist.get_rank(options.group) * columns if options.vocab_start is None else options.vocab_start
+
+
+def _at_once(columns: int) -> int:
+    """Rows whose scores are computed in float32 at once."""
+    return max(1, AT_ONCE // max(columns, 1))
+
+
+# What these two look at is the same on all ranks, so that all of them raise, or none. A GPU is not waited for: there it
+# is an assertion on the device.
+
+
+def _check_widths(widest: Tensor, narrowest: Tensor) -> None:
+    if widest.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(widest == narrowest)
+    elif int(widest) != int(narrowest):
+        raise ValueError(
+            f"vocab_parallel_cross_entropy(): shards of {int(narrowest)} to {int(widest)} classes need vocab_start"
+        )
+
+
+def _check_owned(owned: Tensor, target: Tensor) -> None:
+    """Every class that counts is in exactly one shard."""
+    if owned.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async((owned == 1.0).all())
+    elif not bool((owned == 1.0).all()):
+        wrong = owned != 1.0
+        raise IndexError(f"Target {int(target[wrong][0])} is in {int(owned[wrong][0])} of the shards; expected one")
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """The losses of the rows, in float32 or float64.
+
+    Keeps the logits, the target, and of each row the log-sum-exp; with label smoothing its share of each class.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, options: Options) -> Tensor:
+        group, start, ignore_index, smoothing, softcap, z_loss = options
+        columns = logits.shape[-1]
+        first = _first_class(options, columns)
+        rows, flat = logits.detach().reshape(-1, columns), target.reshape(-1)
+        kept = flat != ignore_index
+        mine = kept & (flat >= first) & (flat < first + columns)
+        classes = torch.where(mine, flat - first, 0)
+        own = rows.gather(1, classes.unsqueeze(1)).squeeze(1)
+        own = _capped(own.to(torch.promote_types(own.dtype, torch.float32)), softcap)
+        parts = rows.split(_at_once(columns))
+        local = torch.cat([torch.logsumexp(_capped(part.to(own.dtype), softcap), 1) for part in parts])
+        greatest = torch.cat((local, own.new_full((1,), columns), own.new_full((1,), -columns)))
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
+        if start is None:
+            _check_widths(greatest[-2], -greatest[-1])
+        greatest = greatest[:-2]
+        terms = [torch.exp(local - greatest), torch.where(mine, own, 0.0), mine.to(own.dtype)]
+        if smoothing:
+            summed = torch.cat([_capped(part.to(own.dtype), softcap).sum(1) for part in parts])
+            terms += [summed, torch.full_like(own, columns)]
+        sums = torch.stack(terms)
+        dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+        _check_owned(torch.where(kept, sums[2], 1.0), flat)
+        lse = greatest + sums[0].log()
+        losses = lse - sums[1]
+        share = None
+        if smoothing:
+            share = smoothing / sums[4]
+            losses = (1.0 - smoothing) * losses + smoothing * lse - share * sums[3]
+        if z_loss:
+            losses = losses + z_loss * lse.square()
+        ctx.save_for_backward(logits, target, lse, share)
+        ctx.options = options
+        return torch.where(kept, losses, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "vocab_parallel_cross_entropy() has no second derivative, which create_graph=True asks for: it would"
+                " need the logits of the other ranks"
+            )
+        logits, target, lse, share = ctx.saved_tensors
+        _, _, ignore_index, smoothing, softcap, z_loss = ctx.options
+        columns = logits.shape[-1]
+        first = _first_class(ctx.options, columns)
+        flat = target.reshape(-1)
+        gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        of_rows = [t.unsqueeze(1) for t in (lse, dy, lse if share is None else share)]
+        parts = [part.split(_at_once(columns)) for part in (logits.reshape(-1, columns), flat, *of_rows)]
+        outs = gradient.view(-1, columns).split(_at_once(columns))
+        for out, x, classes, total, factor, uniform in zip(outs, *parts, strict=True):
+            scores = _capped(x.to(lse.dtype), softcap)
+            d = torch.exp(scores - total)
+            if z_loss:
+                d *= 1.0 + 2.0 * z_loss * total
+            mine = (classes >= first) & (classes < first + columns)
+            hit = torch.where(mine, smoothing - 1.0, 0.0).to(d.dtype)
+            d.scatter_add_(1, torch.where(mine, classes - first, 0).unsqueeze(1), hit.unsqueeze(1))
+            if share is not None:
+                d -= uniform
+            if softcap:
+                d *= 1.0 - (scores / softcap).square()
+            # Not 0·inf, where all rows are ignored.
+            out.copy_(torch.where((classes != ignore_index).unsqueeze(1), d * factor, 0.0))
+        return gradient, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    group: Any,
+    vocab_start: int | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+) -> Tensor:
+    if target.dtype != torch.int64 or target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"vocab_parallel_cross_entropy(): expected a target of int64 in shape {tuple(logits.shape[:-1])}, as the"
+            f" logits have it without their last dimension, but got {target.dtype} in {tuple(target.shape)}"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"vocab_parallel_cross_entropy(): expected a softcap above 0 or None, but got {softcap}")
+    out = logits.dtype
+    if out in reference.HALF and torch.is_autocast_enabled(logits.device.type):
+        out = torch.float32
+    code = _reduction.get_enum(reduction)
+    options = Options(group, vocab_start, ignore_index, label_smoothing, softcap or 0.0, z_loss)
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, target, options)
+    if code == NONE:
+        return losses.view(target.shape).to(out)
+    total = losses.sum()
+    return (total / (target != ignore_index).sum() if code == MEAN else total).to(out)

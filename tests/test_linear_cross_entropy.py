@@ -1,0 +1,492 @@
+"""linear_cross_entropy and vocab_parallel_cross_entropy beyond the contract: memory, chunks, training, processes."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import DEVICES, assert_close, excess, greatest_error, same_bits
+from ops import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, nbytes
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import fastlayers
+from fastlayers import backends, functional
+from fastlayers.ops import linear_cross_entropy as ops
+
+REDUCTIONS = ("mean", "sum", "none")
+reference = LINEAR_CROSS_ENTROPY.reference
+
+
+def inputs(rows: int, columns: int, features: int, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, features, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.randn(columns, features, generator=generator).mul(0.2).to(device, dtype).requires_grad_()
+    target = torch.randint(columns, (rows,), generator=generator).to(device)
+    return hidden, weight, target
+
+
+def gradients(function, hidden, weight, target, dy=None, **options):
+    return torch.autograd.grad(function(hidden, weight, target, **options), (hidden, weight), dy)
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+
+BF16 = 2
+
+
+@pytest.mark.parametrize("features", [2048, 4096])
+@pytest.mark.parametrize("columns", [128256, 50257, 151936])
+@pytest.mark.parametrize("rows", [8192, 16384, 65536])
+def test_a_chunk_is_less_than_an_eighth_of_the_logits(rows, columns, features):
+    chunks = ops.plan(rows, columns, features, BF16, None, None)
+    padded = -(-columns // ops.COLUMN_TILE) * ops.COLUMN_TILE
+    held = chunks.most * padded * BF16 + chunks.wide * 4 * columns * features
+    # Small tensors besides: the losses, the ones that divide, what is ignored.
+    assert held + 16 * rows <= rows * columns * BF16 / 8
+    assert chunks.edges[0] == 0
+    assert chunks.edges[-1] == rows
+    assert all(start < end and start % ops.ROW_TILE == 0 for start, end in pairwise(chunks.edges))
+    assert len(chunks.edges) - 1 == ops.CHUNKS or chunks.wide
+    assert chunks.wide == (4 * features * 8 < rows * BF16 - 2 * 8 * ops.LEAST_ROWS)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 895, 896, 1791, 1792, 3000, 8191, 8193])
+def test_chunks_cover_the_rows_once(rows):
+    chunks = ops.plan(rows, 50257, 2048, BF16, None, None)
+    assert chunks.edges[0] == 0
+    assert chunks.edges[-1] == rows
+    assert all(start < end for start, end in pairwise(chunks.edges))
+    assert min(end - start for start, end in pairwise(chunks.edges)) >= min(rows, ops.LEAST_ROWS - ops.ROW_TILE)
+
+
+def test_short_of_memory_chunks_are_smaller():
+    free = 50 * 2**20
+    chunks = ops.plan(8192, 128256, 4096, BF16, None, free)
+    assert ops.ROW_TILE <= chunks.most < 300
+    assert not chunks.wide
+    assert ops.plan(8192, 128256, 4096, BF16, None, 0).most == ops.ROW_TILE
+
+
+def test_float32_sum_where_it_fits_or_chunks_are_many():
+    assert ops.plan(65536, 128256, 1024, BF16, None, None).wide
+    assert not ops.plan(8192, 128256, 1024, BF16, None, None).wide
+    assert ops.plan(8192, 128256, 1024, BF16, 256, None).wide
+    assert not ops.plan(8192, 128256, 1024, BF16, 1024, None).wide
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation gives, but for those of one shape."""
+
+    def __init__(self, *besides: torch.Size) -> None:
+        super().__init__()
+        self.besides = (*besides, *(shape[::-1] for shape in besides))
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.shape not in self.besides:
+                self.elements = max(self.elements, t.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_logits_are_never_whole(reduction, dtype):
+    """Nor more of them than a chunk has: forward, backward, the second backward of a retained graph."""
+    hidden, weight, target = inputs(500, 1000, 8, dtype)
+    with Largest(weight.shape) as largest:
+        loss = functional.linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=60)
+        for _ in range(2):
+            torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss), retain_graph=True)
+    assert 60 * 1000 <= largest.elements <= 60 * 1024
+
+
+def test_without_gradient_nothing_but_the_loss_is_computed():
+    hidden, weight, target = inputs(500, 1000, 8)
+    products = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "mm" in str(function):
+                products.append(function)
+            return function(*args, **(kwargs or {}))
+
+    def count(*wanted: bool, grad: bool = True) -> int:
+        products.clear()
+        with torch.set_grad_enabled(grad), Products():
+            h, w = (t.detach().requires_grad_(wants) for t, wants in zip((hidden, weight), wanted, strict=True))
+            functional.linear_cross_entropy(h, w, target, chunk_size=100)
+        return len(products)
+
+    assert count(True, True, grad=False) == 5
+    assert count(False, False) == 5
+    assert count(True, False) == count(False, True) == 10
+    assert count(True, True) == 15
+
+
+def test_left_alone_large_calls_are_chunked(monkeypatch):
+    hidden, weight, target = inputs(2000, 700, 8)
+    monkeypatch.setattr(ops, "CPU_LEAST", 2000 * 700)
+    with Largest(weight.shape) as largest:
+        functional.linear_cross_entropy(hidden, weight, target)
+    assert largest.elements < 2000 * 700
+    with Largest(weight.shape) as largest:
+        functional.linear_cross_entropy(hidden[:-1], weight, target[:-1])
+    assert largest.elements == 1999 * 700
+    with backends.backend("eager"), Largest(weight.shape) as largest:  # the composition, whatever its size
+        functional.linear_cross_entropy(hidden, weight, target, chunk_size=10)
+    assert largest.elements == 2000 * 700
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("chunk_size", [40, 64, 512])
+def test_half_weight_gradient_errs_no_more_than_torchs(dtype, chunk_size):
+    """Summed in its own dtype over up to nine chunks, in float32 over more."""
+    hidden, weight, target = inputs(512, 300, 64, dtype)
+    ours = gradients(functional.linear_cross_entropy, hidden, weight, target, chunk_size=chunk_size)
+    stock = gradients(reference, hidden, weight, target)
+    wide = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    exact = gradients(reference, *wide, target)
+    for mine, theirs, true in zip(ours, stock, exact, strict=True):
+        assert excess(mine, true, greatest_error(theirs, true)) is None
+
+
+def test_float16_gradients_do_not_vanish():
+    """A softmax of 1e-6, divided by the number of rows, is 0 in float16; a GradScaler comes after that."""
+    hidden, weight, target = inputs(256, 4000, 16, torch.float16)
+    class_weight = torch.rand(4000).half() * 1000
+    scaled = torch.tensor(1024.0, dtype=torch.float16)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    for options in ({}, {"class_weight": class_weight}):
+        ours = gradients(functional.linear_cross_entropy, hidden, weight, target, scaled, chunk_size=64, **options)
+        wide = {name: value.double() for name, value in options.items()}
+        true = gradients(reference, *exact, target, scaled.double(), **wide)
+        for mine, right in zip(ours, true, strict=True):
+            assert float((mine.double() - right).norm() / right.norm()) < 2e-3
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_backward_may_be_repeated(reduction):
+    """The first one hands its memory out; the next ones give the same bits all the same."""
+    hidden, weight, target = inputs(50, 33, 8)
+    loss = functional.linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=16)
+    dy = torch.full_like(loss, 3.0)
+    first = torch.autograd.grad(loss, (hidden, weight), dy, retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        g.zero_()  # it is the caller's
+    second = torch.autograd.grad(loss, (hidden, weight), dy, retain_graph=True)
+    third = torch.autograd.grad(loss, (hidden, weight), 2 * dy)
+    assert all(map(same_bits, second, kept))
+    assert_close(third, tuple(2 * g for g in kept))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, (hidden, weight), dy)
+
+
+def test_what_is_kept():
+    """References to the inputs and the gradients, which are the very tensors that the backward gives."""
+    hidden, weight, target = inputs(50, 33, 8)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss = functional.linear_cross_entropy(hidden, weight, target, chunk_size=16)
+    assert sum(map(nbytes, kept)) == 2 * nbytes(hidden) + 2 * nbytes(weight) + nbytes(target)
+    loss.backward()
+    assert {hidden.grad.data_ptr(), weight.grad.data_ptr()} <= {t.data_ptr() for t in kept}
+
+
+def test_weights_changed_before_the_backward_are_noticed():
+    hidden, weight, target = inputs(50, 33, 8)
+    loss = functional.linear_cross_entropy(hidden, weight, target, chunk_size=16)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_second_derivatives_of_a_hidden_that_comes_from_the_weight(reduction):
+    """The gradient by the weight is that of the product alone; what came through hidden is added by autograd."""
+    _, weight, target = inputs(20, 13, 6, torch.float64)
+
+    def loss_of(function, **options):
+        hidden = F.embedding(target, weight).tanh()
+        return function(hidden, weight, target, reduction=reduction, **options).square().sum()
+
+    def penalised(function, **options):
+        loss = loss_of(function, **options)
+        (g,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return torch.autograd.grad(loss + g.square().sum(), weight)
+
+    assert_close(penalised(functional.linear_cross_entropy, chunk_size=7), penalised(reference))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_tied_weights_and_accumulation(device, dtype):
+    """A step of two micro-batches with an embedding that is the head as well."""
+
+    def step(function, **options):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(65, 16).to(device, dtype)
+        tokens = torch.randint(65, (4, 3, 9), generator=torch.Generator().manual_seed(1)).to(device)
+        for part in tokens.chunk(2):
+            hidden = embedding(part[..., :-1]).sin()
+            (function(hidden, embedding.weight, part[..., 1:], **options) / 2).backward()
+        return embedding.weight.grad
+
+    tolerance = 4 * torch.finfo(dtype).eps
+    ours, stock = step(functional.linear_cross_entropy, chunk_size=5), step(reference)
+    assert ours.dtype == dtype
+    assert float((ours - stock).norm() / stock.norm()) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_autocast(reduction, low, device):
+    """float32 parameters get float32 gradients, hidden in either dtype, inside of a region that has ended."""
+    hidden, weight, target = inputs(100, 65, 16, device=device)
+    bias = torch.randn(65, device=device, requires_grad=True)
+    leaves = (hidden, weight, bias)
+    for cast in (torch.float32, low):
+        found = []
+        for function, options in ((functional.linear_cross_entropy, {"chunk_size": 30}), (reference, {})):
+            with torch.autocast(device, low):
+                loss = function(hidden.to(cast), weight, target, bias, reduction=reduction, **options)
+            found.append((loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))))
+        for ours, stock in zip(*found, strict=True):
+            assert ours.dtype == stock.dtype == torch.float32
+            assert float((ours - stock).detach().norm() / stock.detach().norm()) < 4 * torch.finfo(low).eps
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_checkpoint_of_head_and_loss(device, use_reentrant):
+    torch.manual_seed(0)
+    body, head = nn.Linear(8, 8, device=device), nn.Linear(8, 33, device=device)
+    x, _, target = inputs(40, 33, 8, device=device)
+    criterion = fastlayers.FusedLinearCrossEntropyLoss(chunk_size=16)
+
+    def loss(x):
+        return criterion(body(x), head.weight, target, head.bias)
+
+    leaves = (x, *body.parameters(), *head.parameters())
+    expected = torch.autograd.grad(loss(x), leaves)
+    checkpoint(loss, x, use_reentrant=use_reentrant).backward()
+    assert all(map(same_bits, [leaf.grad for leaf in leaves], expected))
+
+
+# ---- torch.compile and the registered ops ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_compiled_graph_keeps_the_chunks(reduction, device):
+    torch._dynamo.reset()
+    hidden, weight, target = inputs(50, 33, 8, device=device)
+    bias = torch.randn(33, device=device)
+    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.1}
+    graphs = []
+
+    def look(graph, example):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(graph.code)
+        return aot_eager(graph, example)
+
+    compiled = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend=look)
+    loss = compiled(hidden, weight, target, bias, chunk_size=16, **options)
+    expected = reference(hidden, weight, target, bias, **options)
+    dy = torch.randn_like(loss)
+    assert_close(loss, expected)
+    assert_close(torch.autograd.grad(loss, (hidden, weight), dy), torch.autograd.grad(expected, (hidden, weight), dy))
+    assert "fastlayers.linear_cross_entropy" in graphs[0]
+    with torch.no_grad():
+        assert_close(compiled(hidden, weight, target, bias, chunk_size=16, **options), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_opcheck(reduction, dtype, device):
+    hidden, weight, target = inputs(20, 13, 8, dtype, device)
+    options = (-100, 0.1, 0.0, 0.1, 0.5, None, 7)
+    wanted = (True, True, False)
+    names = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
+    op = torch.ops.fastlayers.linear_cross_entropy.default
+    torch.library.opcheck(op, (hidden, weight, None, target, None, reduction, *options, *wanted), test_utils=names)
+    if reduction == 0:
+        tensors = (torch.ones(20, device=device, dtype=dtype), hidden.detach(), weight.detach(), None, target, None)
+        op = torch.ops.fastlayers.linear_cross_entropy_grad.default
+        torch.library.opcheck(op, (*tensors, *options, *wanted))
+
+
+def test_second_derivative_of_the_registered_op_raises():
+    hidden, weight, target = inputs(20, 13, 8)
+    op = torch.ops.fastlayers.linear_cross_entropy
+    loss, *_ = op(hidden, weight, None, target, None, 1, -100, 0.0, 0.0, 0.0, 1.0, None, 7, True, True, False)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_what_it_says_of_mistakes():
+    hidden, weight, target = inputs(20, 13, 8)
+    with pytest.raises(ValueError, match="chunk_size of at least 1 row or None, but got 0"):
+        functional.linear_cross_entropy(hidden, weight, target, chunk_size=0)
+    with pytest.raises(ValueError, match="softcap above 0 or None, but got -1"):
+        functional.linear_cross_entropy(hidden, weight, target, softcap=-1.0)
+    with pytest.raises(TypeError, match="logit_scale to be a number, but got Tensor"):
+        functional.linear_cross_entropy(hidden, weight, target, logit_scale=torch.tensor(2.0))
+    with pytest.raises(IndexError):
+        functional.linear_cross_entropy(hidden, weight, target + 1000, chunk_size=7)
+    if backends.problem("cpu") is None:
+        with backends.backend("cpu"), pytest.raises(backends.BackendError, match="no linear_cross_entropy for CPU"):
+            functional.linear_cross_entropy(hidden, weight, target)
+
+
+def test_layer_says_what_differs():
+    assert repr(fastlayers.FusedLinearCrossEntropyLoss()) == (
+        "FusedLinearCrossEntropyLoss(ignore_index=-100, reduction='mean')"
+    )
+    shown = repr(fastlayers.FusedLinearCrossEntropyLoss(softcap=30.0, chunk_size=64, reduction="sum"))
+    assert shown == "FusedLinearCrossEntropyLoss(ignore_index=-100, reduction='sum', softcap=30.0, chunk_size=64)"
+    copied = copy.deepcopy(fastlayers.FusedLinearCrossEntropyLoss(torch.ones(5), z_loss=0.5))
+    assert copied.z_loss == 0.5
+    assert list(copied.state_dict()) == ["weight"]
+
+
+# ---- process groups --------------------------------------------------------------------------------------------------
+
+WORLD = 2
+VOCAB_OPTIONS = (
+    {},
+    {"reduction": "sum", "z_loss": 0.1},
+    {"reduction": "none", "label_smoothing": 0.2},
+    {"softcap": 2.0, "label_smoothing": 0.1, "z_loss": 0.05},
+    {"ignore_index": 3},
+)
+
+
+def on_every_rank(tmp_path, function) -> None:
+    torch.multiprocessing.spawn(_enter, (str(tmp_path / "store"), function), nprocs=WORLD)
+
+
+def _enter(rank: int, store: str, function) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    try:
+        function(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def check_vocab_parallel(rank: int) -> None:
+    whole_op = CROSS_ENTROPY.reference
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        values = torch.randn(3, 4, 11, generator=generator).mul(3).to(dtype)
+        target = torch.randint(11, (3, 4), generator=generator)
+        target[0, 1] = -100
+        for options in VOCAB_OPTIONS:
+            for shards in ((4, 7), (7, 4), (1, 10)):
+                whole = values.clone().requires_grad_()
+                rows = whole.double().view(-1, 11) if dtype == torch.bfloat16 else whole.view(-1, 11)
+                classes = target.clone()
+                if "ignore_index" in options:
+                    classes[0, 1] = 3
+                expected = whole_op(rows, classes.view(-1), **options)
+                dy = torch.randn(expected.shape, generator=generator, dtype=torch.float64).to(dtype)
+                start = sum(shards[:rank])
+                mine = values[..., start : start + shards[rank]].clone().requires_grad_()
+                loss = functional.vocab_parallel_cross_entropy(mine, classes, vocab_start=start, **options)
+                assert loss.dtype == dtype
+                assert loss.shape == (classes.shape if loss.dim() else ())
+                (g,) = torch.autograd.grad(loss, mine, dy.view(loss.shape))
+                (stock,) = torch.autograd.grad(expected, whole, dy.to(expected.dtype))
+                tolerance = {"atol": 1e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else {}
+                torch.testing.assert_close(loss.flatten(), expected.flatten().to(dtype), **tolerance)
+                torch.testing.assert_close(g, stock[..., start : start + shards[rank]], **tolerance)
+    # Equal shards need no start; a row of minus infinities, one of NaN, rows all ignored.
+    values = torch.randn(4, 8, generator=generator)
+    values[0], values[1, 2] = -torch.inf, torch.nan
+    values[2, ::4] = values[3, :4] = -torch.inf  # the first class of each shard; all of the first one
+    mine = values[:, 4 * rank : 4 * rank + 4].clone().requires_grad_()
+    target = torch.tensor([1, 5, 7, 6])
+    found = functional.vocab_parallel_cross_entropy(mine, target, reduction="none")
+    torch.testing.assert_close(found, F.cross_entropy(values, target, reduction="none"), equal_nan=True)
+    assert found[2:].isfinite().all()
+    compiled = torch.compile(functional.vocab_parallel_cross_entropy, fullgraph=True, backend="aot_eager")
+    for options in ({}, {"label_smoothing": 0.1, "softcap": 2.0}):
+        both = [f(mine[2:], target[2:], **options) for f in (compiled, functional.vocab_parallel_cross_entropy)]
+        assert_close(*both)
+        assert_close(*(torch.autograd.grad(loss, mine) for loss in both))
+    ignored = functional.vocab_parallel_cross_entropy(mine, torch.full((4,), -100))
+    assert ignored.isnan()
+    assert torch.equal(torch.autograd.grad(ignored, mine)[0], torch.zeros_like(mine))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert functional.vocab_parallel_cross_entropy(mine.bfloat16(), target).dtype == torch.float32
+    # A second derivative raises, and so does a class that is in no shard, or in two: on all ranks.
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(found[2], mine, create_graph=True)
+    with pytest.raises(ValueError, match="shards of 2 to 3 classes need vocab_start"):
+        functional.vocab_parallel_cross_entropy(mine.detach()[:, : 2 + rank], target)
+    nothing = torch.empty(0, 4, requires_grad=True)
+    loss = functional.vocab_parallel_cross_entropy(nothing, target[:0], reduction="sum", label_smoothing=0.1)
+    assert torch.autograd.grad(loss, nothing)[0].shape == (0, 4)
+    for wrong in ({"target": target + 1}, {"target": target, "vocab_start": 0}):
+        with pytest.raises(IndexError, match="of the shards; expected one"):
+            functional.vocab_parallel_cross_entropy(mine, **wrong)
+    with pytest.raises(ValueError, match="expected a target of int64"):
+        functional.vocab_parallel_cross_entropy(mine, target[:2])
+    # A group of one rank has the whole vocabulary.
+    alone = [dist.new_group([r]) for r in range(WORLD)][rank]
+    one = functional.vocab_parallel_cross_entropy(mine.detach()[2:3], torch.tensor([2]), alone)
+    torch.testing.assert_close(one, F.cross_entropy(mine.detach()[2:3], torch.tensor([2])))
+
+
+def test_vocab_parallel(tmp_path):
+    on_every_rank(tmp_path, check_vocab_parallel)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 33)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return functional.linear_cross_entropy(self.body(x), self.head.weight, target, self.head.bias, chunk_size=16)
+
+
+def check_fsdp(rank: int) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    stock = copy.deepcopy(model)
+    x, target = torch.randn(WORLD, 40, 8), torch.randint(33, (WORLD, 40))
+    torch.stack([stock(x[r], target[r]) for r in range(WORLD)]).mean().backward()
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (WORLD,)))
+    for _ in range(2):  # the second step finds parameters that were resharded after the first
+        model.zero_grad()
+        model(x[rank], target[rank]).backward()
+        for ours, expected in zip(model.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), expected.grad)
+    with pytest.raises(TypeError, match="whole tensor, but got a DTensor"):
+        functional.linear_cross_entropy(x[rank], model.head.weight, target[rank])
+
+
+def test_fsdp(tmp_path):
+    on_every_rank(tmp_path, check_fsdp)
