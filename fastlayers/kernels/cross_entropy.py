@@ -31,6 +31,7 @@ from fastlayers.kernels.softmax import Tile, _combine, _lanes, _offset, _split_t
 # registers each, and more for its exponential.
 TILE, TILE_FLOAT64, WARPS = 4096, 1024, 8
 COLUMN_BLOCK = 64  # of a tile across the memory, so that 64 neighbouring lines of 16 bits fill a cache line
+MOST_ROWS = 128  # of a tile: more spilled
 LINES = 32  # of a program that merges splits
 SUM_BLOCK, SUM_PROGRAMS = 1024, 256
 
@@ -88,10 +89,11 @@ def _statistics(
         largest = tl.where(difference > 0, scores, largest)
     largest, total = _combine(largest, total, AXIS)
     part = part_ptr + split.to(INDEX) * lines + line
+    size = tl.full((), splits, INDEX) * lines
     tl.store(part, largest, mask=line < lines)
-    tl.store(part + splits.to(INDEX) * lines, total, mask=line < lines)
+    tl.store(part + size, total, mask=line < lines)
     if SMOOTH:
-        tl.store(part + 2 * splits.to(INDEX) * lines, tl.sum(linear, AXIS), mask=line < lines)
+        tl.store(part + 2 * size, tl.sum(linear, AXIS), mask=line < lines)
 
 
 # In debug mode for its assertion, the only one here: offsets are 64 bits, of which Triton checks no overflow.
@@ -109,7 +111,7 @@ def _losses(
     right = (target >= 0) & (target < n)
     tl.device_assert(right | (target == ignore_index) | (line >= lines), "cross_entropy: target out of bounds")
     read = inside & kept & right
-    size = lines.to(tl.int64) * splits
+    size = tl.full((), lines, tl.int64) * splits
     largest = _split_tile(part_ptr, line, lines, splits, SPLITS, 1, float("-inf"))
     base, total = _combine(largest, _split_tile(part_ptr + size, line, lines, splits, SPLITS, 1, 0.0), 1)
     rest = tl.log(total)
@@ -120,10 +122,10 @@ def _losses(
     if SMOOTH:
         share = tl.full((), smoothing, ACC)
         linear = tl.sum(_split_tile(part_ptr + 2 * size, line, lines, splits, SPLITS, 1, 0.0), 1)
-        weights = n.to(ACC)
+        weights = tl.full((), n, ACC)
         if weight_ptr is not None:
-            weights = tl.load(stats_ptr + 2 * lines.to(tl.int64) + 1)
-        loss = (1.0 - share) * loss + share / n.to(ACC) * (weights * (base + rest) - linear)
+            weights = tl.load(stats_ptr + 2 * tl.full((), lines, tl.int64) + 1)
+        loss = (1.0 - share) * loss + share / tl.full((), n, ACC) * (weights * (base + rest) - linear)
     loss += tl.full((), z_loss, ACC) * (base + rest) * (base + rest)
     tl.store(loss_ptr + line, tl.where(kept, loss, 0.0).to(loss_ptr.dtype.element_ty), mask=inside)
     tl.store(stats_ptr + line, tl.where(kept, base, 0.0), mask=inside)
@@ -180,12 +182,12 @@ def _gradient(
     if weight_ptr is not None:
         hit = tl.load(weight_ptr + target, mask=kept & (target >= 0) & (target < n), other=0.0)
     factor = hit
-    share = tl.full((), smoothing, ACC) / n.to(ACC)
+    share = tl.full((), smoothing, ACC) / tl.full((), n, ACC)
     if SMOOTH:
         hit = (1.0 - tl.full((), smoothing, ACC)) * hit
-        weights = n.to(ACC)
+        weights = tl.full((), n, ACC)
         if weight_ptr is not None:
-            weights = tl.load(stats_ptr + 2 * lines.to(INDEX) + 1)
+            weights = tl.load(stats_ptr + 2 * tl.full((), lines, INDEX) + 1)
         factor = hit + share * weights
     factor += 2.0 * tl.full((), z_loss, ACC) * (base + rest)
     scale = tl.full((LINES,), 1.0, ACC)
@@ -194,7 +196,7 @@ def _gradient(
     elif SCALE == LINE_SCALES:
         scale = tl.load(scale_ptr + line, mask=line < lines, other=0.0).to(ACC)
     if MEAN:
-        scale /= tl.load(stats_ptr + 2 * lines.to(INDEX))
+        scale /= tl.load(stats_ptr + 2 * tl.full((), lines, INDEX))
 
     i, k = _lanes(line, (tl.program_id(0) % tiles).to(INDEX) * BLOCK + tl.arange(0, BLOCK), AXIS)
     read = tl.expand_dims(kept, AXIS) & (k < n)
@@ -268,7 +270,8 @@ def _geometry(x: Tensor, n: int | None = None) -> _Geometry:
 def _tile(n: int, axis: int, double: bool) -> Tile:
     elements = TILE_FLOAT64 if double else TILE
     block = min(triton.next_power_of_2(n), elements if axis == 1 else COLUMN_BLOCK)
-    return Tile(lines=elements // block, block=block, warps=WARPS, whole=False)
+    lines = elements // block
+    return Tile(lines=min(lines, MOST_ROWS) if axis == 1 else lines, block=block, warps=WARPS, whole=False)
 
 
 @lru_cache(KEPT)
