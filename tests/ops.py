@@ -1899,7 +1899,7 @@ CROSS_ENTROPY_SAMPLES = (
 
 
 def cross_entropy_saved(call: Call, out: Tensor) -> int:
-    x, target, *weight = call.args
+    x, target, *weight = call.tensors()
     wide = max(x.element_size(), 4)
     return nbytes(x) + nbytes(target) + wide * (2 * target.numel() + 2 + sum(w.numel() for w in weight))
 

@@ -10,7 +10,8 @@ with e for label_smoothing. With p = exp(s - lse) its gradient is
     p·((1 - e)·w_t + e/C·sum_c w_c + 2·z_loss·lse) - (1 - e)·w_t·[c = t] - e/C·w_c
 
 by the scores, times 1 - (s/softcap)² by the logits. It needs no reduction along the row: so the logits, the classes and
-lse, as the maximum and the rest of it, are all that is kept. The formulas as torch ops are below, for whoever differentiates them again and for the CPU.
+lse, as the maximum and the rest of it, are all that is kept. The formulas as torch ops are below, for whoever
+differentiates them again and for the CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ FAMILY = dispatch.Family(
     cpu=False,
 )
 
+_MOST_CLASSES = 2**30
 #: The codes that torch and the kernels have for ``reduction``.
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -129,6 +131,8 @@ def compose_backward(
 def unsupported(x: Tensor, target: object, weight: Tensor | None, options: Options, out: torch.dtype) -> str | None:
     """Why no kernel takes this call, None where one does."""
     given, shape = x.dtype, x.shape
+    if x.dim() > 0 and shape[_class_dim(x)] > _MOST_CLASSES:
+        return f"logits of {shape[_class_dim(x)]} classes; kernels take up to 2^30"
     if given not in dispatch.FLOATING or not (out is given or (out == torch.float32 and given in reference.HALF)):
         return f"no kernel from {given} to {out}"
     if not dispatch.is_plain(target):
@@ -348,6 +352,8 @@ def cross_entropy_grad_op(
 
 
 def _fake_backward(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
+    if x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous():
+        return torch.empty_like(x)  # the classes next to each other, as in x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

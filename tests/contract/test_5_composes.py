@@ -14,6 +14,7 @@ from ops import (
     ADD_RELU,
     ADD_RMS_NORM,
     BATCH_NORM,
+    CROSS_ENTROPY,
     GROUP_NORM,
     INSTANCE_NORM,
     LAYER_NORM,
@@ -89,6 +90,7 @@ def test_exports(op, layer, device):
 
 REDUCTIONS = [
     SOFTMAX, LOG_SOFTMAX, LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, GROUP_NORM, INSTANCE_NORM, BATCH_NORM,
+    CROSS_ENTROPY,
 ]  # fmt: skip
 
 
@@ -285,6 +287,22 @@ def registered_calls(device: str):
         "glu_backward": (dy[:, :8].contiguous(), x, 1, True, 2),
         "rotary": (x, y, dy[:1], dy[1:2], 16, True, True, torch.float32, 0, [16, 1], [16, 1]),
         **registered_norms(device),
+        **registered_losses(device),
+    }
+
+
+def registered_losses(device: str):
+    x, y = matrices(device)
+    target, weight = torch.tensor([3, 0, -100, 15, 7], device=device), torch.rand(16, device=device)
+    options = (-100, 0.1, 5.0, 0.2)
+    stats = torch.rand(12, device=device)
+    return {
+        "cross_entropy_forward": (x, target, weight, 1, *options, torch.float32),
+        "cross_entropy_backward": (x[0, 0], x, target, weight, stats, 1, *options),
+        "cross_entropy_backward_": (x[:, 0], y.clone(), target, None, stats, 0, *options),
+        "cross_entropy_chunk_": (x.clone(), target, weight, *options, stats[:5], True, 16),
+        "cross_entropy": (x.clone().requires_grad_(), target, weight, 1, *options, torch.float32),
+        "cross_entropy_grad": (x[0, 0], x, target, None, stats, 2, *options),
     }
 
 

@@ -22,6 +22,7 @@ FILES = {
     "test_1_answer.py": "cpu-triton-float32",
     "test_3_side_effects.py": "cpu-triton-float32 and not long",
     "test_4_derivatives.py": "cpu-triton",
+    "../test_cross_entropy.py": "cpu-triton",
     "../test_norms.py": "cpu-triton",
     "../test_residual.py": "cpu-triton",
     "../test_glu.py": "cpu-triton",

@@ -18,6 +18,7 @@ from fastlayers.kernels import (
     batch_norm,
     bias_act,
     channels,
+    cross_entropy,
     elementwise,
     flat,
     glu,
@@ -322,3 +323,37 @@ def test_rotary(compiled, dtype, interleaved):
     q, cos = meta(2, 8, 2**21, 128, dtype=dtype), meta(2**21, 128, dtype=dtype)
     rotary.rotary(q, None, cos, cos, 128, interleaved, False, dtype, 1, q.stride(), (1,))
     assert set(compiled) == {"_rotate"}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize("options", [(0.0, 0.0, 0.0), (0.1, 30.0, 1e-4)], ids=["plain", "everything"])
+def test_cross_entropy(compiled, dtype, options):
+    shapes = [(8192, 128256), (8192, 50257), (4096, 1000), (8, 128256), (16, 21, 512, 512), (8192, 10)]
+    for shape in shapes if dtype == BF16 else shapes[1::3]:
+        x, target = meta(*shape, dtype=dtype), meta(*shape[:1], *shape[2:], dtype=torch.int64)
+        wide = F64 if dtype == F64 else F32
+        for weight in (None, meta(shape[1], dtype=wide)):
+            for reduction in (0, 1):
+                loss, stats = cross_entropy.cross_entropy_forward(x, target, weight, reduction, -100, *options, wide)
+                cross_entropy.cross_entropy_backward(loss, x, target, weight, stats, reduction, -100, *options)
+            cross_entropy.cross_entropy_backward_(loss, x, target, weight, stats, 1, -100, *options)
+    chunk = meta(1024, 50304, dtype=dtype)
+    cross_entropy.cross_entropy_chunk_(chunk, meta(1024, dtype=torch.int64), None, -100, *options, None, True, 50257)
+    names = ("statistics", "losses", "sum", "total", "gradient")
+    assert set(compiled) == {f"_{name}" for name in names}
+
+
+def test_cross_entropy_asserts_its_targets(tmp_path):
+    """In debug mode, as its launch has it: the assertion is in the code of that kernel."""
+    x, target = meta(64, 1000, dtype=F32), meta(64, dtype=torch.int64)
+    options = cross_entropy.Options(-100, 0.0, 0.0, 0.0)
+    geometry = cross_entropy._geometry(x)
+    _, _, launched = cross_entropy._forward_launches(geometry, (F32, F32), False, options, torch.device("cpu"))
+    assert launched.function.debug
+    tensors = (x, x, x, x, target, None)
+    signature, constexprs, attributes = specialisation(
+        launched.function, (*tensors, *launched.scalars), launched.constants
+    )
+    source = ASTSource(launched.function, signature, constexprs, attributes)
+    kernel = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "debug": True})
+    assert "__assertfail" in kernel.asm["ptx"]

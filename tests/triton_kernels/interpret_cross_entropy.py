@@ -1,0 +1,78 @@
+"""The Triton cross-entropy kernels in the interpreter, against float64."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+
+from fastlayers.kernels import cross_entropy as kernels
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
+
+#: Of the largest result. The interpreter truncates float32 to bfloat16 where a GPU rounds: twice its epsilon.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-14}
+
+
+def check(x, target, weight=None, dtype=None, smoothing=0.0, softcap=0.0, z_loss=0.0):
+    dtype = dtype or x.dtype
+    exact = x.detach().double().requires_grad_()
+    scores = softcap * torch.tanh(exact / softcap) if softcap else exact
+    dim = 0 if x.dim() == 1 else 1
+    losses = F.cross_entropy(
+        scores, target, weight if weight is None else weight.double(), reduction="none", label_smoothing=smoothing
+    )
+    losses = losses + z_loss * scores.logsumexp(dim).square().masked_fill(target == -100, 0.0)
+    dy = torch.linspace(0.5, 2.0, target.numel(), dtype=dtype).view(target.shape)
+    (expected,) = torch.autograd.grad(losses, exact, dy.double())
+    arguments = (-100, smoothing, softcap, z_loss)
+    ours, stats = kernels.cross_entropy_forward(x, target, weight, 0, *arguments, dtype)
+    dx = kernels.cross_entropy_backward(dy, x, target, weight, stats, 0, *arguments)
+    for mine, true in ((ours, losses.detach()), (dx, expected)):
+        torch.testing.assert_close(
+            mine.double(), true, rtol=0, atol=TOLERANCE[mine.dtype] * max(1.0, float(true.abs().max()))
+        )
+    assert dx.dtype == x.dtype
+
+
+def made(shape, dtype):
+    torch.manual_seed(0)
+    target = torch.randint(shape[0 if len(shape) == 1 else 1], shape[:1] * (len(shape) > 1) + shape[2:])
+    if target.dim():
+        target.view(-1)[1::3] = -100
+    return torch.randn(shape).to(dtype), target
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(9,), (5, 1), (5, 37), (130, 10), (2, 4099), (1, 9000), (2, 9, 5, 3), (1, 300, 2)])
+def test_shapes(shape, dtype):
+    x, target = made(shape, dtype)
+    check(x, target)
+    if dtype in (torch.float16, torch.bfloat16):
+        check(x, target, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(5, 37), (1, 9000), (2, 9, 5)])
+def test_options(shape):
+    x, target = made(shape, torch.float32)
+    weight = torch.rand(shape[1]) + 0.5
+    for w, smoothing, softcap, z_loss in itertools.product((None, weight), (0.0, 0.2), (0.0, 2.0), (0.0, 0.1)):
+        check(x, target, w, smoothing=smoothing, softcap=softcap, z_loss=z_loss)
+
+
+def test_layouts():
+    x, target = made((6, 40), torch.float32)
+    for view in (x.t().contiguous().t(), torch.cat((x, x), 1)[:, :40], x[:, :37], x[:1].expand(6, 40)):
+        check(view, target.clamp(max=view.shape[1] - 1))
+    x, target = made((2, 9, 4, 3), torch.float32)
+    check(x.contiguous(memory_format=torch.channels_last), target)
+    check(x.transpose(2, 3), target.transpose(1, 2))
+
+
+def test_both_ways_of_a_line_are_tested():
+    device = torch.device("cpu")
+    tile = kernels._tile(9000, 1, False)
+    assert kernels._splits(9000, 1, tile, device)[0] > 1
+    assert kernels._splits(4099, 2, kernels._tile(4099, 1, False), device)[0] == 1
