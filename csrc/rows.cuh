@@ -1,5 +1,5 @@
-// What the kernels that reduce along rows share: where a thread stands in its row, sums over the threads of a row, clusters,
-// copies to shared memory.
+// What the kernels that reduce along rows share: where a thread stands in its row, maxima and sums over the threads of a row,
+// their exchange over blocks and clusters, words at the ends of a row, copies to shared memory.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -28,7 +28,58 @@ __device__ inline OneBlock this_cluster() { return {}; }
 
 constexpr int kMaxCluster = 16;  // 8 is portable; 16 fits a GPC of every sm_90 part
 
+// ---- values -------------------------------------------------------------------------------------------------------------
+
+template <typename A>
+__device__ __forceinline__ A minus_infinity() { return -static_cast<A>(INFINITY); }
+
+template <typename A>
+__device__ __forceinline__ A maximum(A a, A b) {
+  if constexpr (std::is_same_v<A, double>) return fmax(a, b);
+  else return fmaxf(a, b);
+}
+
+// A maximum that can be subtracted: an empty or fully masked part has -inf, and -inf - (-inf) is NaN.
+template <typename A>
+__device__ __forceinline__ A finite_or_zero(A m) { return m == minus_infinity<A>() ? A(0) : m; }
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// The hardware's exp2, whose error stays far below those of 16-bit results.
+__device__ __forceinline__ float exp2_fast(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
+// The largest of the elements that a thread holds. Packed 16-bit values are compared two at a time, unconverted.
+template <typename T, int K, int V>
+__device__ __forceinline__ T largest(const Vec<T, V> (&held)[K]) {
+  if constexpr (sizeof(T) == 2) {
+    using T2 = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    T2 m = reinterpret_cast<const T2*>(held[0].v)[0];
+#pragma unroll
+    for (int i = 0; i < K; ++i)
+#pragma unroll
+      for (int j = 0; j < V / 2; ++j) m = __hmax2(m, reinterpret_cast<const T2*>(held[i].v)[j]);
+    return __hmax(m.x, m.y);
+  } else {
+    T m = held[0].v[0];
+#pragma unroll
+    for (int i = 0; i < K; ++i)
+#pragma unroll
+      for (int j = 0; j < V; ++j) m = maximum(m, held[i].v[j]);
+    return m;
+  }
+}
+
 // ---- sums ---------------------------------------------------------------------------------------------------------------
+
+template <typename A>
+__device__ __forceinline__ A lanes_max(A v, int lanes) {
+  for (int o = lanes >> 1; o > 0; o >>= 1) v = maximum(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}
 
 template <typename A>
 __device__ __forceinline__ A lanes_sum(A v, int lanes) {
@@ -68,6 +119,37 @@ __device__ __forceinline__ A tree_sum(const Vec<A, V>& v) {
     return tree_sum(half);
   }
 }
+
+// ---- exchange over the warps of a row -----------------------------------------------------------------------------------
+
+// Brings one value of every warp of a row, over all blocks of its cluster, to every thread of the row: load(i) then gives
+// the value of warp i, for i < count(). One barrier.
+template <typename T, bool CLUSTER>
+struct Exchange {
+  T* slots;  // shared, one for each warp of the row, which has the whole block where it has more than one warp
+
+  __device__ int warps() const { return blockDim.x >> 5; }
+  __device__ int count() const {
+    if constexpr (CLUSTER) return warps() * static_cast<int>(this_cluster().num_blocks());
+    else return warps();
+  }
+  __device__ void arrive() const {  // every block of the cluster has started: its memory may be written
+    if constexpr (CLUSTER) this_cluster().barrier_arrive();
+  }
+  __device__ void publish(T value) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    if constexpr (CLUSTER) {
+      auto cluster = this_cluster();
+      cluster.barrier_wait();
+      if (lane < cluster.num_blocks()) cluster.map_shared_rank(slots, lane)[cluster.block_rank() * warps() + warp] = value;
+      cluster.sync();
+    } else {
+      if (lane == 0) slots[warp] = value;
+      __syncthreads();
+    }
+  }
+  __device__ T load(int i) const { return slots[i]; }
+};
 
 // ---- where a thread stands ----------------------------------------------------------------------------------------------
 
@@ -113,6 +195,29 @@ struct Place {
     return p;
   }
 };
+
+// ---- words at the ends of a row -----------------------------------------------------------------------------------------
+
+// Writes the part of a word that belongs to the row.
+template <typename T, int V>
+__device__ __forceinline__ void store_word(T* p, int64_t e, int64_t n, const Vec<T, V>& w) {
+  if (e >= 0 && e + V <= n) {
+    store_vec<T, V>(p, w);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (e + j >= 0 && e + j < n) p[j] = w.v[j];
+  }
+}
+
+// Overwrites what a word at element e of a row of n holds of the neighbouring rows.
+template <typename T, int V>
+__device__ __forceinline__ void blank_neighbours(Vec<T, V>& v, int64_t e, int64_t n, T value) {
+  if (e >= 0 && e + V <= n) return;
+#pragma unroll
+  for (int j = 0; j < V; ++j)
+    if (e + j < 0 || e + j >= n) v.v[j] = value;
+}
 
 // ---- shared memory ------------------------------------------------------------------------------------------------------
 

@@ -122,31 +122,12 @@ __device__ __forceinline__ Vec<A, V> score_gradient(const Vec<T, V>& g, const Ve
   return r;
 }
 
-template <typename A>
-__device__ __forceinline__ A minus_infinity() { return -static_cast<A>(INFINITY); }
-
-template <typename A>
-__device__ __forceinline__ A maximum(A a, A b) {
-  if constexpr (std::is_same_v<A, double>) return fmax(a, b);
-  else return fmaxf(a, b);
-}
-
-// A maximum that can be subtracted: an empty or fully masked part has -inf, and -inf - (-inf) is NaN.
-template <typename A>
-__device__ __forceinline__ A finite_or_zero(A m) { return m == minus_infinity<A>() ? A(0) : m; }
-
 // ---- reductions over the threads of a row -------------------------------------------------------------------------------
 
 template <typename A>
 struct Pair {
   A m, s;  // maximum; sum of exponentials relative to it
 };
-
-template <typename A>
-__device__ __forceinline__ A lanes_max(A v, int lanes) {
-  for (int o = lanes >> 1; o > 0; o >>= 1) v = maximum(v, __shfl_xor_sync(0xffffffffu, v, o));
-  return v;
-}
 
 template <bool FAST, typename A>
 __device__ __forceinline__ Pair<A> merge(Pair<A> p, Pair<A> q) {
@@ -159,35 +140,6 @@ __device__ __forceinline__ Pair<A> lanes_merge(Pair<A> p, int lanes) {
   const A m = lanes_max(p.m, lanes);
   return {m, lanes_sum(p.s * exponential<FAST>(p.m - finite_or_zero(m)), lanes)};
 }
-
-// Brings one value of every warp of a row, over all blocks of its cluster, to every thread of the row: load(i) then gives
-// the value of warp i, for i < count(). One barrier.
-template <typename T, bool CLUSTER>
-struct Exchange {
-  T* slots;  // shared, one for each warp of the row, which has the whole block where it has more than one warp
-
-  __device__ int warps() const { return blockDim.x >> 5; }
-  __device__ int count() const {
-    if constexpr (CLUSTER) return warps() * static_cast<int>(this_cluster().num_blocks());
-    else return warps();
-  }
-  __device__ void arrive() const {  // every block of the cluster has started: its memory may be written
-    if constexpr (CLUSTER) this_cluster().barrier_arrive();
-  }
-  __device__ void publish(T value) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if constexpr (CLUSTER) {
-      auto cluster = this_cluster();
-      cluster.barrier_wait();
-      if (lane < cluster.num_blocks()) cluster.map_shared_rank(slots, lane)[cluster.block_rank() * warps() + warp] = value;
-      cluster.sync();
-    } else {
-      if (lane == 0) slots[warp] = value;
-      __syncthreads();
-    }
-  }
-  __device__ T load(int i) const { return slots[i]; }
-};
 
 template <bool FAST, bool CLUSTER, typename A>
 __device__ __forceinline__ Pair<A> row_merge(Pair<A> p, Exchange<Pair<A>, CLUSTER>& exchange, int lanes) {
@@ -246,14 +198,7 @@ struct Finish {
 
 // Calls f with the function v -> exp(v·scale - base). FAST, and with a base that leaves 16-bit results their precision (the
 // error is that of float32 at v and base), that is one multiply-add and one exp2.
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kFoldable = 256.f;
-
-__device__ __forceinline__ float exp2_fast(float v) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-  return r;
-}
 
 template <bool FAST, typename A, typename F>
 __device__ __forceinline__ void with_exponential(A scale, A base, F&& f) {
@@ -281,18 +226,6 @@ __device__ __forceinline__ void with_result(A scale, const Pair<A>& all, F&& f) 
 }
 
 // ---- one row in registers -----------------------------------------------------------------------------------------------
-
-// Writes the part of a word that belongs to the row.
-template <typename T, int V>
-__device__ __forceinline__ void store_word(T* p, int64_t e, int64_t n, const Vec<T, V>& w) {
-  if (e >= 0 && e + V <= n) {
-    store_vec<T, V>(p, w);
-  } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (e + j >= 0 && e + j < n) p[j] = w.v[j];
-  }
-}
 
 // One element's score with its mask.
 template <typename In, typename A>
@@ -387,27 +320,6 @@ __device__ __forceinline__ Vec<T, V> maxima(Vec<T, V> a, const Vec<T, V>& b) {
     for (int j = 0; j < V; ++j) a.v[j] = maximum(a.v[j], b.v[j]);
   }
   return a;
-}
-
-// The largest of the elements that a thread holds. Packed 16-bit values are compared two at a time, unconverted.
-template <typename T, int K, int V>
-__device__ __forceinline__ T largest(const Vec<T, V> (&held)[K]) {
-  if constexpr (sizeof(T) == 2) {
-    using T2 = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    T2 m = reinterpret_cast<const T2*>(held[0].v)[0];
-#pragma unroll
-    for (int i = 0; i < K; ++i)
-#pragma unroll
-      for (int j = 0; j < V / 2; ++j) m = __hmax2(m, reinterpret_cast<const T2*>(held[i].v)[j]);
-    return __hmax(m.x, m.y);
-  } else {
-    T m = held[0].v[0];
-#pragma unroll
-    for (int i = 0; i < K; ++i)
-#pragma unroll
-      for (int j = 0; j < V; ++j) m = maximum(m, held[i].v[j]);
-    return m;
-  }
 }
 
 template <typename In, typename Out, int K, bool LOG, bool MASKED>
@@ -568,15 +480,6 @@ __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const Ba
 
 constexpr int kHeldThreads = 256;
 constexpr int kHeldBytes = 72 * 1024;  // of one row that a block holds, of all operands together
-
-// Overwrites what a word at element e of a row of n holds of the neighbouring rows.
-template <typename T, int V>
-__device__ __forceinline__ void blank_neighbours(Vec<T, V>& v, int64_t e, int64_t n, T value) {
-  if (e >= 0 && e + V <= n) return;
-#pragma unroll
-  for (int j = 0; j < V; ++j)
-    if (e + j < 0 || e + j >= n) v.v[j] = value;
-}
 
 // The words of a row that a block of a cluster holds, `each` of them but for the last block.
 template <int V>

@@ -31,6 +31,7 @@ from fastlayers.modules.group_norm import (
     FusedInstanceNorm2d,
     FusedInstanceNorm3d,
 )
+from fastlayers.modules.kl_div import FusedJSDivLogitsLoss, FusedKLDivLogitsLoss, FusedKLDivLoss
 from fastlayers.modules.layer_norm import (
     FusedAddLayerNorm,
     FusedAddRMSNorm,
@@ -59,6 +60,7 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.GELU: FusedGELU,
     nn.Mish: FusedMish,
     nn.GLU: FusedGLU,
+    nn.KLDivLoss: FusedKLDivLoss,
 }
 
 __all__ = [
@@ -84,6 +86,9 @@ __all__ = [
     "FusedInstanceNorm1d",
     "FusedInstanceNorm2d",
     "FusedInstanceNorm3d",
+    "FusedJSDivLogitsLoss",
+    "FusedKLDivLogitsLoss",
+    "FusedKLDivLoss",
     "FusedLayerNorm",
     "FusedLayerNorm2d",
     "FusedLeakyReLU",
