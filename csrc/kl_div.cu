@@ -17,8 +17,6 @@
 // The rows of a matrix whose length is no multiple of the vector start anywhere in a 16-byte word ("ragged"). All operands being
 // contiguous and aligned, element i of each lies at the same place in its word: threads read the words that cover a row, and ignore
 // what belongs to its neighbours.
-#include <cfloat>
-
 #include "elementwise.h"
 #include "flat.cuh"
 #include "rows.cuh"
@@ -36,8 +34,8 @@ enum class Divergence { kullback_leibler, jensen_shannon };
 // A word of 16-bit elements becomes twice the registers of another. double takes more for its exponential.
 template <typename In>
 constexpr int kForwardWords = sizeof(In) > 2 ? 4 : 2;
-template <typename In, Divergence KIND>
-constexpr int kForwardBlocks = sizeof(In) == 8 ? 1 : KIND == Divergence::jensen_shannon && sizeof(In) > 2 ? 3 : 4;
+template <typename In>
+constexpr int kForwardBlocks = sizeof(In) == 8 ? 2 : sizeof(In) == 4 ? 3 : 4;
 constexpr int kBackwardWords = 2;
 template <typename In>
 constexpr int kBackwardBlocks = sizeof(In) == 8 ? 2 : 4;
@@ -51,6 +49,13 @@ struct Units {
   static constexpr bool kFast = sizeof(In) == 2;
   static constexpr A kNatural = kFast ? A(0.69314718055994530942) : A(1);  // one unit
   static constexpr A kPerNatural = kFast ? A(1.44269504088896340736) : A(1);
+
+  // A difference of logits. A wide one is divided by the temperature, and rounded once, as torch does.
+  __device__ __forceinline__ static A of(A difference, A scale) {
+    if constexpr (kFast) return difference * scale;
+    else return difference / scale;
+  }
+  static A scale(double temperature) { return static_cast<A>(kFast ? 1.44269504088896340736 / temperature : temperature); }
 
   __device__ __forceinline__ static A exponential(A v) {
     if constexpr (kFast) return exp2_fast(v);
@@ -82,15 +87,15 @@ __device__ __forceinline__ A natural_exponential(A v) {
   else return expf(v);
 }
 
-// The larger, or NaN where v is.
+// The larger, or NaN where one is.
 template <typename A>
-__device__ __forceinline__ A at_least(A v, A least) {
+__device__ __forceinline__ A maximum_or_nan(A u, A v) {
   if constexpr (std::is_same_v<A, float>) {
     float r;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(v), "f"(least));
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(u), "f"(v));
     return r;
   } else {
-    return v < least ? least : v;
+    return u != u || u > v ? u : v;
   }
 }
 
@@ -104,7 +109,7 @@ struct RowArgs {
   const int64_t* labels;  // or null
   int64_t ignore_index;
   int64_t rows, n;
-  A factor;   // from differences of logits to units: it has the temperature
+  A scale;    // from differences of logits to units: it has the temperature
   A beta;     // share of p in the mixture
   int lanes;  // threads of one block that share a row: a warp, or the whole block
   int each;   // words of the row for one block
@@ -112,7 +117,7 @@ struct RowArgs {
 };
 
 // What is kept of a row, side by side: the maxima, the natural logarithms of the sums of exponentials below them, and the sums that
-// the gradients need: sum q·(log q - log m) and sum p·(log p - log m), where m is the mixture, or q in the place of the latter's.
+// the gradients need: sum q·(log q - log m) and sum p·(log p - log m) of the mixture m; or only the second, sum p·((t - y) - (s - x)).
 template <typename A>
 struct Numbers {
   A max_x, log_x, max_y, log_y, cross_x, cross_y;
@@ -186,13 +191,13 @@ struct Sums {
 
   // The same relative to maxima that are as large or larger.
   template <typename In>
-  __device__ __forceinline__ void raise(A to_x, A to_y, A factor) {
+  __device__ __forceinline__ void raise(A to_x, A to_y, A scale) {
     using U = Units<In>;
     const A base_x = finite_or_zero(to_x), base_y = finite_or_zero(to_y);
-    const A by_y = U::exponential((max_y - base_y) * factor);
-    x *= U::exponential((max_x - base_x) * factor);
+    const A by_y = U::exponential(U::of(max_y - base_y, scale));
+    x *= U::exponential(U::of(max_x - base_x, scale));
     // A part without probability has no shift either: its maximum is no number.
-    if (y > A(0)) w += y * (((finite_or_zero(max_y) - base_y) - (finite_or_zero(max_x) - base_x)) * factor);
+    if (y > A(0)) w += y * U::of((finite_or_zero(max_y) - base_y) - (finite_or_zero(max_x) - base_x), scale);
     w *= by_y;
     y *= by_y;
     max_x = to_x;
@@ -201,16 +206,16 @@ struct Sums {
 };
 
 template <typename In, typename A>
-__device__ __forceinline__ Sums<A> merge(Sums<A> p, Sums<A> q, A factor) {
+__device__ __forceinline__ Sums<A> merge(Sums<A> p, Sums<A> q, A scale) {
   const A max_x = maximum(p.max_x, q.max_x), max_y = maximum(p.max_y, q.max_y);
-  p.template raise<In>(max_x, max_y, factor);
-  q.template raise<In>(max_x, max_y, factor);
+  p.template raise<In>(max_x, max_y, scale);
+  q.template raise<In>(max_x, max_y, scale);
   return {max_x, p.x + q.x, max_y, p.y + q.y, p.w + q.w};
 }
 
 template <typename In, typename A>
-__device__ __forceinline__ Sums<A> lanes_merge(Sums<A> s, A factor) {
-  s.template raise<In>(lanes_max(s.max_x, 32), lanes_max(s.max_y, 32), factor);
+__device__ __forceinline__ Sums<A> lanes_merge(Sums<A> s, A scale) {
+  s.template raise<In>(lanes_max(s.max_x, 32), lanes_max(s.max_y, 32), scale);
   lanes_sum(s.x, s.y, 32);
   s.w = lanes_sum(s.w, 32);
   return s;
@@ -218,16 +223,16 @@ __device__ __forceinline__ Sums<A> lanes_merge(Sums<A> s, A factor) {
 
 // Of a whole row, for every thread of it.
 template <typename In, bool CLUSTER, typename A>
-__device__ __forceinline__ Sums<A> row_merge(Sums<A> s, Exchange<Sums<A>, CLUSTER>& exchange, int lanes, A factor) {
-  s = lanes_merge<In>(s, factor);
+__device__ __forceinline__ Sums<A> row_merge(Sums<A> s, Exchange<Sums<A>, CLUSTER>& exchange, int lanes, A scale) {
+  s = lanes_merge<In>(s, scale);
   if (!CLUSTER && lanes == 32) return s;
   exchange.publish(s);
   const int lane = threadIdx.x & 31, count = exchange.count();
   Sums<A> all = Sums<A>::nothing();
   if (lane < count) all = exchange.load(lane);
 #pragma unroll 1
-  for (int i = lane + 32; i < count; i += 32) all = merge<In>(all, exchange.load(i), factor);
-  return lanes_merge<In>(all, factor);
+  for (int i = lane + 32; i < count; i += 32) all = merge<In>(all, exchange.load(i), scale);
+  return lanes_merge<In>(all, scale);
 }
 
 template <typename A>
@@ -248,27 +253,32 @@ __device__ __forceinline__ Both<A> row_sum(Both<A> s, Exchange<Both<A>, CLUSTER>
   return all;
 }
 
-// One element of the mixture, logarithms in units. Where a probability vanishes its logarithm ends at a number, so that their
-// product vanishes too; and so does that of a mixture of two.
+// One element of the mixture m = beta·p + (1 - beta)·q: both probabilities, and log q - log m and log p - log m in units. Of the
+// larger one h and the smaller l = h·e these are -log(a + b·e), which is near 0 and keeps its digits, and that less log h - log l.
+// The latter ends at a number, so that its product with l vanishes where l does.
 template <typename In>
 struct Mixture {
   using A = compute_t<In>;
   using U = Units<In>;
-  A q, p, log_q, log_p, log_m;
+  A q, p, over_q, over_p;
 
-  __device__ __forceinline__ Mixture(A log_q_, A log_p_, A beta) {
-    constexpr A kLeast = std::is_same_v<A, double> ? A(-1000) : A(-200);  // its exponential is 0
-    constexpr A kTiny = std::is_same_v<A, double> ? A(DBL_MIN) : A(FLT_MIN);
-    log_q = at_least(log_q_, kLeast);
-    log_p = at_least(log_p_, kLeast);
-    q = U::exponential(log_q);
-    p = U::exponential(log_p);
-    log_m = U::logarithm(maximum(beta * p + (A(1) - beta) * q, kTiny));
+  __device__ __forceinline__ Mixture(A log_q, A log_p, A beta) {
+    constexpr A kMost = std::is_same_v<A, double> ? A(1000) : A(200);  // e is 0 there
+    const A difference = log_q - log_p;
+    const bool q_larger = difference >= A(0);
+    const A apart = fmin(difference < A(0) ? -difference : difference, kMost);
+    const A e = U::exponential(-apart), high = U::exponential(maximum_or_nan(log_q, log_p)), low = high * e;
+    const A of_high = q_larger ? A(1) - beta : beta;
+    const A over_high = -U::logarithm(of_high + (A(1) - of_high) * e), over_low = over_high - apart;
+    q = q_larger ? high : low;
+    p = q_larger ? low : high;
+    over_q = q_larger ? over_high : over_low;
+    over_p = q_larger ? over_low : over_high;
   }
 };
 
 template <typename In, Divergence KIND, bool CLUSTER>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks<In, KIND>)
+__global__ void __launch_bounds__(kThreads, kForwardBlocks<In>)
     divergence_forward(const RowArgs<compute_t<In>> a, compute_t<In>* losses, compute_t<In>* stats) {
   using A = compute_t<In>;
   using U = Units<In>;
@@ -295,13 +305,13 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<In, KIND>)
 
   const In* px = static_cast<const In*>(a.x) + at.row * a.n + at.start;
   const In* py = static_cast<const In*>(a.y) + at.row * a.n + at.start;
-  const A factor = a.factor;
+  const A scale = a.scale;
   Vec<In, V> x[K], y[K];
   Sums<A> mine = Sums<A>::nothing();
   int begin = 0;
   for (;;) {
     load_words(x, y, px, py, at, begin, a.n, a.ragged);
-    mine.template raise<In>(maximum(mine.max_x, convert<A>(largest(x))), maximum(mine.max_y, convert<A>(largest(y))), factor);
+    mine.template raise<In>(maximum(mine.max_x, convert<A>(largest(x))), maximum(mine.max_y, convert<A>(largest(y))), scale);
     const A base_x = finite_or_zero(mine.max_x), base_y = finite_or_zero(mine.max_y);
 #pragma unroll
     for (int i = 0; i < K; ++i) {
@@ -309,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<In, KIND>)
       Vec<A, V> ex = unpack<A>(x[i]), ey = unpack<A>(y[i]), w;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const A zx = (ex.v[j] - base_x) * factor, zy = (ey.v[j] - base_y) * factor;
+        const A zx = U::of(ex.v[j] - base_x, scale), zy = U::of(ey.v[j] - base_y, scale);
         ex.v[j] = U::exponential(zx);
         ey.v[j] = U::exponential(zy);
         if constexpr (!kMixed) w.v[j] = ey.v[j] * (ey.v[j] > A(0) ? zy - zx : A(0));
@@ -321,13 +331,13 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<In, KIND>)
     if (begin + at.stride * K >= at.words) break;
     begin += at.stride * K;
   }
-  const Sums<A> all = row_merge<In>(mine, exchange, a.lanes, factor);
+  const Sums<A> all = row_merge<In>(mine, exchange, a.lanes, scale);
   const A log_x = natural_logarithm(all.x), log_y = natural_logarithm(all.y);
   Numbers<A> kept{finite_or_zero(all.max_x), log_x, finite_or_zero(all.max_y), log_y, A(0), A(0)};
   A loss;
   if constexpr (!kMixed) {
-    loss = all.w / all.y * U::kNatural + (log_x - log_y);
-    kept.cross_y = loss;
+    kept.cross_y = all.w / all.y * U::kNatural;
+    loss = kept.cross_y + (log_x - log_y);
   } else {
     __shared__ Both<A> more_slots[kSlots];
     Exchange<Both<A>, CLUSTER> more{more_slots};
@@ -342,9 +352,9 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<In, KIND>)
         Vec<A, V> of_x = unpack<A>(x[i]), of_y = unpack<A>(y[i]);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          const Mixture<In> m((of_x.v[j] - kept.max_x) * factor - minus_x, (of_y.v[j] - kept.max_y) * factor - minus_y, a.beta);
-          of_x.v[j] = m.q * (m.log_q - m.log_m);
-          of_y.v[j] = m.p * (m.log_p - m.log_m);
+          const Mixture<In> m(U::of(of_x.v[j] - kept.max_x, scale) - minus_x, U::of(of_y.v[j] - kept.max_y, scale) - minus_y, a.beta);
+          of_x.v[j] = m.q * m.over_q;
+          of_y.v[j] = m.p * m.over_p;
         }
         cross.x += tree_sum(of_x);
         cross.y += tree_sum(of_y);
@@ -364,14 +374,14 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<In, KIND>)
   }
 }
 
-// With q = softmax(x·factor), p = softmax(y·factor) and g = the loss' gradient/temperature:
-//   Kullback-Leibler  dx = g·(q - p)                              dy = g·p·(log p - log q - cross_y)
-//   Jensen-Shannon    dx = g·(1 - beta)·q·(log q - log m - cross_x)   dy = g·beta·p·(log p - log m - cross_y)
+// With q = softmax(s/temperature), p = softmax(t/temperature) and g = the loss' gradient/temperature:
+//   Kullback-Leibler  ds = g·(q - p)                                dt = g·p·((t - y) - (s - x) - cross_y)
+//   Jensen-Shannon    ds = g·(1 - beta)·q·(log q - log m - cross_x)   dt = g·beta·p·(log p - log m - cross_y)
 // A block has `each` words of a row, of which there are `parts` such shares. dx or dy may be null.
 template <typename In, Divergence KIND>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
     divergence_backward(const RowArgs<compute_t<In>> a, const compute_t<In>* stats, const compute_t<In>* dlosses, int64_t dlosses_stride,
-                        compute_t<In> per_temperature, In* dx, In* dy, Divider parts) {
+                        compute_t<In> temperature, In* dx, In* dy, Divider parts) {
   using A = compute_t<In>;
   using U = Units<In>;
   constexpr int V = kVectorBytes / sizeof(In);
@@ -382,7 +392,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
   const int64_t first = at.row * a.n + at.start;  // element of the tensors
   const Numbers<A> kept = Numbers<A>::load(stats, at.row);
   const A minus_x = kept.log_x * U::kPerNatural, minus_y = kept.log_y * U::kPerNatural;
-  const A g = dlosses[at.row * dlosses_stride] * per_temperature;
+  const A g = dlosses[at.row * dlosses_stride] / temperature;
   const A gx = KIND == Divergence::jensen_shannon ? g * (A(1) - a.beta) : g;
   const A gy = KIND == Divergence::jensen_shannon ? g * a.beta : g;
 #pragma unroll 1
@@ -399,15 +409,16 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
         ry = unpack<A>(y[i]);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          const A log_q = (rx.v[j] - kept.max_x) * a.factor - minus_x, log_p = (ry.v[j] - kept.max_y) * a.factor - minus_y;
+          const A zx = U::of(rx.v[j] - kept.max_x, a.scale), zy = U::of(ry.v[j] - kept.max_y, a.scale);
+          const A log_q = zx - minus_x, log_p = zy - minus_y;
           if constexpr (KIND == Divergence::kullback_leibler) {
             const A q = U::exponential(log_q), p = U::exponential(log_p);
             rx.v[j] = gx * (q - p);
-            ry.v[j] = gy * (p * (p > A(0) ? (log_p - log_q) * U::kNatural - kept.cross_y : A(0)));
+            ry.v[j] = gy * (p * (p > A(0) ? (zy - zx) * U::kNatural - kept.cross_y : A(0)));
           } else {
             const Mixture<In> m(log_q, log_p, a.beta);
-            rx.v[j] = gx * (m.q * ((m.log_q - m.log_m) * U::kNatural - kept.cross_x));
-            ry.v[j] = gy * (m.p * ((m.log_p - m.log_m) * U::kNatural - kept.cross_y));
+            rx.v[j] = gx * (m.q * (m.over_q * U::kNatural - kept.cross_x));
+            ry.v[j] = gy * (m.p * (m.over_p * U::kNatural - kept.cross_y));
           }
         }
       }
@@ -579,7 +590,7 @@ int64_t cluster_size(int64_t rows, int64_t words, const Launch& launch) {
   constexpr int kHeld = kThreads * kForwardWords<In>;
   const DeviceTraits& gpu = device_traits(launch.device());
   if (gpu.capability < 90) return 1;
-  const int64_t idle = kForwardBlocks<In, KIND> * gpu.processors / rows;  // blocks that would find room beside one for each row
+  const int64_t idle = kForwardBlocks<In> * gpu.processors / rows;  // blocks that would find room beside one for each row
   const int64_t wanted = KIND == Divergence::jensen_shannon ? std::max(idle, ceil_div(words, kHeld)) : idle;
   const int64_t blocks = std::min(wanted, ceil_div(words, kHeld / 4));
   return blocks > 8 ? kMaxCluster : std::max<int64_t>(blocks, 1);
@@ -605,8 +616,7 @@ struct Rowed {
   RowArgs<compute_t<In>> args(const std::optional<Tensor>& labels, int64_t ignore_index, double beta, double temperature) const {
     using A = compute_t<In>;
     const auto* at = labels ? static_cast<const int64_t*>(labels->const_data_ptr()) : nullptr;
-    const double factor = static_cast<double>(Units<In>::kFast ? 1.44269504088896340736 : 1.0) / temperature;
-    return {x.const_data_ptr(), y.const_data_ptr(), at, ignore_index, rows, n, static_cast<A>(factor), static_cast<A>(beta), 0, 0,
+    return {x.const_data_ptr(), y.const_data_ptr(), at, ignore_index, rows, n, Units<In>::scale(temperature), static_cast<A>(beta), 0, 0,
             n % kVector<In> != 0};
   }
 };
@@ -700,7 +710,7 @@ std::tuple<Tensor, Tensor> divergence_backward_op(const Tensor& dlosses, const T
     const auto run = [&](auto kernel) {
       kernel<<<blocks, shape.block, 0, launch.stream()>>>(
           a, static_cast<const A*>(stats.const_data_ptr()), static_cast<const A*>(dlosses.const_data_ptr()), dlosses.stride(0),
-          static_cast<A>(1 / temperature), dstudent ? static_cast<In*>(dx.mutable_data_ptr()) : nullptr,
+          static_cast<A>(temperature), dstudent ? static_cast<In*>(dx.mutable_data_ptr()) : nullptr,
           dteacher ? static_cast<In*>(dy.mutable_data_ptr()) : nullptr, Divider(static_cast<uint32_t>(shape.parts)));
       STD_CUDA_KERNEL_LAUNCH_CHECK();
     };

@@ -9,13 +9,14 @@ from benchmarks.cases import (
     elementwise,
     glu,
     group_norm,
+    kl_div,
     layer_norm,
     residual,
     rotary,
     softmax,
 )
 
-FAMILIES = (softmax, elementwise, layer_norm, batch_norm, group_norm, bias_act, glu, residual, rotary)
+FAMILIES = (softmax, elementwise, layer_norm, batch_norm, group_norm, bias_act, glu, residual, rotary, kl_div)
 
 
 def all_cases() -> list[Case]:

@@ -35,11 +35,17 @@ BACKWARD_TILE, BACKWARD_WARPS = 2048, 8
 
 
 @triton.jit
-def _load(ptr, line, position, rows, n, factor, ACC: tl.constexpr):
+def _load(ptr, line, position, rows, n, temperature, TEMPERED: tl.constexpr, ACC: tl.constexpr):
     """Logits by the temperature; outside of the rows minus infinity, as if there was no probability."""
     inside = (line < rows)[:, None] & (position < n)[None, :]
     offset = line[:, None] * n + position[None, :]
-    return tl.load(ptr + offset, mask=inside, other=float("-inf")).to(ACC) * factor
+    logits = tl.load(ptr + offset, mask=inside, other=float("-inf")).to(ACC)
+    if TEMPERED:
+        if tl.float32 == ptr.dtype.element_ty:  # rounded once, as torch does; 16-bit logits hide the second rounding
+            logits = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
+        else:
+            logits = logits / temperature
+    return logits
 
 
 @triton.jit
@@ -58,22 +64,31 @@ def _where_positive(p, difference):
 
 
 @triton.jit
-def _log_mixture(p, q, beta, ACC: tl.constexpr):
-    TINY: tl.constexpr = 2.2250738585072014e-308 if tl.float64 == ACC else 1.1754943508222875e-38
-    return tl.log(tl.maximum(beta * p + (1.0 - beta) * q, TINY))
+def _over_mixture(log_q, log_p, beta):
+    """log q - log m and log p - log m for m = beta * p + (1 - beta) * q.
+
+    Of the larger probability h and the smaller l = h·e these are -log(a + b·e), which is near 0 and keeps its digits,
+    and that less log h - log l. The latter ends at a number: its product with l vanishes where l does.
+    """
+    difference = log_q - log_p
+    apart = tl.where(tl.abs(difference) < 1000.0, tl.abs(difference), 1000.0)  # also where both vanish: NaN
+    of_high = tl.where(difference >= 0, 1.0 - beta, beta)
+    over_high = -tl.log(of_high + (1.0 - of_high) * tl.exp(-apart))
+    over_low = over_high - apart
+    return tl.where(difference >= 0, over_high, over_low), tl.where(difference >= 0, over_low, over_high)
 
 
 @triton.jit
 def _divergence_forward(
     losses_ptr, stats_ptr, student_ptr, teacher_ptr, labels_ptr, rows, n, ignore_index,
-    factor: tl.float64, beta: tl.float64, MIXED: tl.constexpr,
+    temperature: tl.float64, beta: tl.float64, MIXED: tl.constexpr, TEMPERED: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Losses of rows, and of each the maxima, the logarithms of the sums below them, and two sums for the gradients."""
+    """Losses of rows, and of each what the backward wants: maxima, logarithms of the sums below them, two sums."""
     LOWEST: tl.constexpr = -1.7976931348623157e308 if tl.float64 == ACC else -3.4028234663852886e38
     line = tl.program_id(0).to(INDEX) * LINES + tl.arange(0, LINES)
     counts = _counts(labels_ptr, ignore_index, line, rows)
-    factor = tl.full((), factor, ACC)
+    temperature = tl.full((), temperature, ACC)
     beta = tl.full((), beta, ACC)
     max_x = tl.full((LINES, BLOCK), LOWEST, ACC)
     max_y = tl.full((LINES, BLOCK), LOWEST, ACC)
@@ -82,8 +97,8 @@ def _divergence_forward(
     w = tl.full((LINES, BLOCK), 0.0, ACC)
     for first in range(0, n, BLOCK):
         position = first + tl.arange(0, BLOCK).to(INDEX)
-        s = _load(student_ptr, line, position, rows, n, factor, ACC)
-        t = _load(teacher_ptr, line, position, rows, n, factor, ACC)
+        s = _load(student_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
+        t = _load(teacher_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
         rise_x, rise_y = s - max_x, t - max_y
         smaller_x, smaller_y = tl.exp(-tl.abs(rise_x)), tl.exp(-tl.abs(rise_y))
         x = tl.where(rise_x > 0, x * smaller_x + 1.0, x + smaller_x)
@@ -110,18 +125,25 @@ def _divergence_forward(
         of_y = tl.full((LINES, BLOCK), 0.0, ACC)
         for done in range(0, n, BLOCK):  # backwards, so as to meet the cache where the first reading left it
             position = (n - 1 - done) // BLOCK * BLOCK + tl.arange(0, BLOCK).to(INDEX)
-            log_q = _load(student_ptr, line, position, rows, n, factor, ACC) - top_x[:, None] - log_x[:, None]
-            log_p = _load(teacher_ptr, line, position, rows, n, factor, ACC) - top_y[:, None] - log_y[:, None]
-            q, p = tl.exp(log_q), tl.exp(log_p)
-            log_m = _log_mixture(p, q, beta, ACC)
-            of_x += q * _where_positive(q, log_q - log_m)
-            of_y += p * _where_positive(p, log_p - log_m)
+            log_q = (
+                _load(student_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
+                - top_x[:, None]
+                - log_x[:, None]
+            )
+            log_p = (
+                _load(teacher_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
+                - top_y[:, None]
+                - log_y[:, None]
+            )
+            over_q, over_p = _over_mixture(log_q, log_p, beta)
+            of_x += tl.exp(log_q) * over_q
+            of_y += tl.exp(log_p) * over_p
         cross_x, cross_y = tl.sum(of_x, 1), tl.sum(of_y, 1)
         loss = beta * cross_y + (1.0 - beta) * cross_x
     else:
         cross_x = tl.zeros_like(x)
-        cross_y = w / y + (log_x - log_y)
-        loss = cross_y
+        cross_y = w / y
+        loss = cross_y + (log_x - log_y)
     tl.store(losses_ptr + line, tl.where(counts, loss, 0.0), mask=line < rows)
     at = stats_ptr + line * NUMBERS
     tl.store(at, top_x, mask=counts)
@@ -140,30 +162,31 @@ def _number(stats_ptr, line, counts, WHICH: tl.constexpr):
 @triton.jit
 def _divergence_backward(
     dlosses_ptr, dstudent_ptr, dteacher_ptr, student_ptr, teacher_ptr, labels_ptr, stats_ptr,
-    rows, n, tiles, dlosses_stride, ignore_index, factor: tl.float64, beta: tl.float64, MIXED: tl.constexpr,
+    rows, n, tiles, dlosses_stride, ignore_index, temperature: tl.float64, beta: tl.float64,
+    MIXED: tl.constexpr, TEMPERED: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of LINES rows; of rows that do not count, 0."""
     line = (tl.program_id(0) // tiles).to(INDEX) * LINES + tl.arange(0, LINES)
     position = (tl.program_id(0) % tiles).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
     counts = _counts(labels_ptr, ignore_index, line, rows)
-    factor = tl.full((), factor, ACC)
+    temperature = tl.full((), temperature, ACC)
     beta = tl.full((), beta, ACC)
-    g = tl.load(dlosses_ptr + line * dlosses_stride, mask=counts, other=0.0)[:, None] * factor
-    log_q = _load(student_ptr, line, position, rows, n, factor, ACC)
-    log_q = log_q - _number(stats_ptr, line, counts, 0) - _number(stats_ptr, line, counts, 1)
-    log_p = _load(teacher_ptr, line, position, rows, n, factor, ACC)
-    log_p = log_p - _number(stats_ptr, line, counts, 2) - _number(stats_ptr, line, counts, 3)
+    g = tl.load(dlosses_ptr + line * dlosses_stride, mask=counts, other=0.0)[:, None] / temperature
+    below_x = _load(student_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
+    below_x = below_x - _number(stats_ptr, line, counts, 0)
+    below_y = _load(teacher_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
+    below_y = below_y - _number(stats_ptr, line, counts, 2)
+    log_q, log_p = below_x - _number(stats_ptr, line, counts, 1), below_y - _number(stats_ptr, line, counts, 3)
     q, p = tl.exp(log_q), tl.exp(log_p)
     cross_y = _number(stats_ptr, line, counts, 5)
     if MIXED:
-        log_m = _log_mixture(p, q, beta, ACC)
-        cross_x = _number(stats_ptr, line, counts, 4)
-        dstudent = (1.0 - beta) * g * (q * (_where_positive(q, log_q - log_m) - cross_x))
-        dteacher = beta * g * (p * (_where_positive(p, log_p - log_m) - cross_y))
+        over_q, over_p = _over_mixture(log_q, log_p, beta)
+        dstudent = (1.0 - beta) * g * (q * (over_q - _number(stats_ptr, line, counts, 4)))
+        dteacher = beta * g * (p * (over_p - cross_y))
     else:
         dstudent = g * (q - p)
-        dteacher = g * (p * _where_positive(p, log_p - log_q - cross_y))
+        dteacher = g * (p * _where_positive(p, below_y - below_x - cross_y))
     inside = (line < rows)[:, None] & (position < n)[None, :]
     offset = line[:, None] * n + position[None, :]
     if dstudent_ptr is not None:
@@ -247,17 +270,23 @@ def _tile(n: int, most: int, dtype: torch.dtype) -> tuple[int, int]:
 
 @lru_cache(KEPT)
 def _rows_launch(
-    rows: int, n: int, dlosses_stride: int | None, ignore_index: int, factor: float, beta: float, dtype: torch.dtype
+    rows: int,
+    n: int,
+    dlosses_stride: int | None,
+    ignore_index: int,
+    temperature: float,
+    beta: float,
+    dtype: torch.dtype,
 ) -> Launch:
     """Forward, or the backward with a gradient of that stride."""
     lines, block = _tile(n, FORWARD_TILE if dlosses_stride is None else BACKWARD_TILE, dtype)
-    constants = (beta > 0.0, accumulator(dtype)[0], index_type(rows * n, 6 * rows), lines, block)
+    constants = (beta > 0.0, temperature != 1.0, accumulator(dtype)[0], index_type(rows * n, 6 * rows), lines, block)
     groups = cdiv(rows, lines)
     if dlosses_stride is None:
-        scalars = (rows, n, ignore_index, factor, beta)
+        scalars = (rows, n, ignore_index, temperature, beta)
         return Launch(_divergence_forward, groups, scalars, constants, FORWARD_WARPS)
     tiles = cdiv(n, block)
-    backward = (rows, n, tiles, dlosses_stride, ignore_index, factor, beta)
+    backward = (rows, n, tiles, dlosses_stride, ignore_index, temperature, beta)
     return Launch(_divergence_backward, groups * tiles, backward, constants, BACKWARD_WARPS)
 
 
@@ -269,7 +298,7 @@ def divergence_forward(
     wide = accumulator(student.dtype)[1]
     losses = torch.empty((rows,), dtype=wide, device=student.device)
     stats = torch.empty((rows, NUMBERS.value), dtype=wide, device=student.device)
-    launch = _rows_launch(rows, n, None, ignore_index, 1.0 / temperature, float(beta), student.dtype)
+    launch = _rows_launch(rows, n, None, ignore_index, float(temperature), float(beta), student.dtype)
     launch(losses, stats, student.contiguous(), teacher.contiguous(), labels)
     return losses, stats
 
@@ -280,9 +309,10 @@ def divergence_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of student and teacher, of those that are wanted; an empty tensor for one that is not."""
     rows, n = student.shape
-    to = [torch.empty((rows, n), dtype=student.dtype, device=student.device) if w else None for w in (dstudent, dteacher)]
-    factor = 1.0 / temperature
-    launch = _rows_launch(rows, n, dlosses.stride(0), ignore_index, factor, float(beta), student.dtype)
+    to = [
+        torch.empty((rows, n), dtype=student.dtype, device=student.device) if w else None for w in (dstudent, dteacher)
+    ]
+    launch = _rows_launch(rows, n, dlosses.stride(0), ignore_index, float(temperature), float(beta), student.dtype)
     launch(dlosses, *to, student.contiguous(), teacher.contiguous(), labels, stats)
     return tuple(student.new_empty((0,)) if grad is None else grad for grad in to)  # type: ignore[return-value]
 
@@ -290,8 +320,8 @@ def divergence_backward(
 @lru_cache(KEPT)
 def _strides(shape: Sizes, input: Sizes, target: Sizes) -> Sizes:
     """The layout of kl_div's elements. Asked of torch itself, on tensors without memory."""
-    operands = (torch.empty_strided(shape, strides, device="meta") for strides in (input, target))
-    return torch.kl_div(*operands, reduction=0).stride()
+    x, t = (torch.empty_strided(shape, strides, device="meta") for strides in (input, target))
+    return torch.kl_div(x, t, reduction=0).stride()
 
 
 def _laid(t: Tensor, strides: Sizes) -> Tensor:

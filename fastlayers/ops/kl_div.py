@@ -195,8 +195,6 @@ def _unsupported(student: Tensor, teacher: object, labels: object) -> str | None
     reason = elementwise.unsupported(student, teacher, True)
     if reason is not None:
         return reason
-    if student.dim() == 0:
-        return "the logits are one number"
     if labels is None:
         return None
     if not dispatch.is_plain(labels):
@@ -222,6 +220,8 @@ def divergence(
         raise ValueError(f"expected reduction to be one of {', '.join(REDUCTIONS)}, but got {reduction!r}")
     if not (isinstance(temperature, float | int) and temperature > 0):
         raise ValueError(f"expected temperature to be a positive number, but got {temperature!r}")
+    if student.dim() == 0:
+        raise ValueError("expected rows of logits, but got one number")
     if labels is not None and labels.shape != student.shape[:-1]:
         raise ValueError(
             f"expected labels of shape {tuple(student.shape[:-1])}, one for each row of logits, "
@@ -249,6 +249,7 @@ def divergence(
     elif dispatch.wants_gradient(student, teacher):
         losses = _Divergence.apply(*matrices, *options, kernels)
     else:
+        assert kernels is not None
         losses, _ = kernels.divergence_forward(*matrices, *options)
     if reduction == "none":
         losses = losses.view(student.shape[:-1])

@@ -246,9 +246,6 @@ def divergence(
     reduction: str,
 ) -> Tensor:
     """KL(teacher || student), or with 0 < beta < 1 the generalised Jensen-Shannon divergence; see functional."""
-    dtype = torch.result_type(student, teacher)
-    if dtype in HALF and torch.is_autocast_enabled(student.device.type):
-        dtype = torch.float32
     if labels is not None:  # of what does not count not even NaN comes through, back and forth
         counts = (labels != ignore_index).unsqueeze(-1)
         student, teacher = torch.where(counts, student, 0.0), torch.where(counts, teacher, 0.0)
@@ -261,6 +258,9 @@ def divergence(
         log_m = log_mixture(p, q, beta)
         rows = beta * (p * _where_positive(p, log_p - log_m)).sum(-1)
         rows = rows + (1.0 - beta) * (q * _where_positive(q, log_q - log_m)).sum(-1)
+    dtype = torch.promote_types(student.dtype, teacher.dtype)
+    if dtype in HALF and torch.is_autocast_enabled(student.device.type):
+        dtype = torch.float32
     return reduced_rows(rows, labels, ignore_index, student.shape[-1], temperature, square, reduction, dtype)
 
 

@@ -127,9 +127,7 @@ def test_kl_div(view, dtype, log_target):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     one = torch.tensor(0.7, dtype=wide)
     exact, ones = flat_reference(input, target, log_target, one)
-    torch.testing.assert_close(
-        kl_div.kl_div_sum(input, target, log_target).double(), exact.sum(), rtol=1e-5, atol=1e-3
-    )
+    torch.testing.assert_close(kl_div.kl_div_sum(input, target, log_target).double(), exact.sum(), rtol=1e-5, atol=1e-3)
     for out in {dtype, wide}:
         made = kl_div.kl_div_elements(input, target, log_target, out)
         assert made.stride() == torch.kl_div(input, target, reduction=0, log_target=log_target).stride()
