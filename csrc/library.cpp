@@ -29,6 +29,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("group_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, int act, ScalarType dtype, bool keep) -> (Tensor, Tensor)");
   m.def("group_norm_backward(Tensor dy, Tensor x, Tensor stats, Tensor? weight, Tensor? bias, int groups, int act) -> (Tensor, Tensor, Tensor)");
   m.def("rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, int rotary_dim, bool interleaved, bool backward, ScalarType dtype, int head, int[] q_strides, int[] k_strides) -> (Tensor, Tensor)");
+  m.def("kl_div_sum(Tensor input, Tensor target, bool log_target) -> Tensor");
+  m.def("kl_div_elements(Tensor input, Tensor target, bool log_target, ScalarType dtype) -> Tensor");
+  m.def("kl_div_backward(Tensor dy, Tensor? input, Tensor target, bool log_target, bool dinput, bool dtarget) -> (Tensor, Tensor)");
+  m.def("divergence_forward(Tensor student, Tensor teacher, Tensor? labels, int ignore_index, float beta, float temperature) -> (Tensor, Tensor)");
+  m.def("divergence_backward(Tensor dlosses, Tensor student, Tensor teacher, Tensor? labels, int ignore_index, float beta, float temperature, Tensor stats, bool dstudent, bool dteacher) -> (Tensor, Tensor)");
   m.def("dropout_add(Tensor x, Tensor? residual, Tensor seed, float p, ScalarType dtype) -> Tensor");
   m.def("scale_add(Tensor x, Tensor? gamma, Tensor? keep, float scale, Tensor? residual, ScalarType dtype) -> Tensor");
   m.def("scale_add_backward(Tensor dy, Tensor x, Tensor gamma, Tensor? keep, float scale) -> (Tensor, Tensor)");

@@ -21,6 +21,7 @@ from fastlayers.ops import cross_entropy as _cross_entropy
 from fastlayers.ops import elementwise as _elementwise
 from fastlayers.ops import glu as _glu
 from fastlayers.ops import group_norm as _group_norm
+from fastlayers.ops import kl_div as _kl_div
 from fastlayers.ops import layer_norm as _layer_norm
 from fastlayers.ops import linear_cross_entropy as _linear_cross_entropy
 from fastlayers.ops import residual as _residual
@@ -45,6 +46,9 @@ __all__ = [
     "group_norm",
     "hardswish",
     "instance_norm",
+    "js_div_logits",
+    "kl_div",
+    "kl_div_logits",
     "layer_norm",
     "leaky_relu",
     "linear_cross_entropy",
@@ -871,3 +875,117 @@ def vocab_parallel_cross_entropy(
     return _vocab_parallel.vocab_parallel_cross_entropy(
         logits, target, group, vocab_start, ignore_index, reduction, label_smoothing, softcap, z_loss
     )
+
+
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Tensor:
+    r"""Kullback-Leibler divergence of log-probabilities, element by element and reduced in one pass.
+
+    .. math:: l = p \cdot (\log p - \text{input}), \qquad p = \text{target}
+        \quad\text{or, with log\_target,}\quad p = \exp(\text{target})
+
+    Stands for :func:`torch.nn.functional.kl_div`, with its warning at ``reduction="mean"``.
+
+    Args:
+        input: log-probabilities of any shape; kernels take float16, bfloat16, float32 and float64.
+        target: probabilities, or with ``log_target`` their logarithms; the kernels take input's shape and dtype.
+        size_average, reduce: torch's deprecated spelling of ``reduction``.
+        reduction: ``"none"``, ``"sum"``, ``"mean"`` over all elements, or ``"batchmean"``, the sum divided by the size
+            of the first dimension.
+        log_target: whether the target is in log space.
+
+    Returns:
+        A tensor of input's dtype: of its shape without a reduction, else of no dimensions. Under autocast float32.
+
+    Keeps: target; input too where target needs a gradient. As with torch the target's gradient is NaN where a target
+    that is not in log space is 0.
+
+    Raises:
+        ValueError: no such reduction.
+    """
+    return _kl_div.kl_div(input, target, size_average, reduce, reduction, log_target)
+
+
+def kl_div_logits(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+) -> Tensor:
+    r"""Kullback-Leibler divergence of a student's distribution from a teacher's, from the logits of both in one pass.
+
+    .. math:: L = T^2 \sum_i p_i (\log p_i - \log q_i), \qquad
+        p = \mathrm{softmax}(\text{teacher} / T), \quad q = \mathrm{softmax}(\text{student} / T)
+
+    over the last dimension, of every row: the loss of knowledge distillation (Hinton et al., 2015), whose factor
+    T² keeps the size of the gradients when the temperature changes. Where p is 0 (a logit of minus infinity) it counts
+    as 0. Stands for ``T**2 * F.kl_div(F.log_softmax(student / T, -1), F.log_softmax(teacher / T, -1),
+    log_target=True)``, with the reductions below.
+
+    Args:
+        student, teacher: logits (\*, C); the kernels take one shape and one floating dtype.
+        labels: (\*), or None. Rows whose label is ``ignore_index`` give 0, get no gradient, and do not count.
+        ignore_index: that label.
+        temperature: T.
+        reduction: ``"none"``, a loss for each row; ``"sum"`` of them; ``"batchmean"``, their mean over the rows that
+            count, however many dimensions these have (torch's kl_div divides by the first one's size); ``"mean"``, the
+            same divided by C. NaN where no row counts.
+
+    Returns:
+        A tensor of the logits' dtype, computed in float32 and rounded once: of labels' shape without a reduction, else
+        of no dimensions. Under autocast float32.
+
+    Keeps: student and teacher, the labels, and for each row the maxima and log-sum-exps of both and two more numbers.
+
+    Raises:
+        ValueError: no such reduction, a temperature that is not positive, or labels of another shape.
+    """
+    return _kl_div.divergence(student, teacher, labels, ignore_index, 0.0, temperature, True, reduction)
+
+
+def js_div_logits(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+) -> Tensor:
+    r"""Generalised Jensen-Shannon divergence between a student's distribution and a teacher's, from the logits of both.
+
+    .. math:: L = \beta\, \mathrm{KL}(p \,\|\, m) + (1 - \beta)\, \mathrm{KL}(q \,\|\, m), \qquad
+        m = \beta p + (1 - \beta) q
+
+    with p and q as for :func:`kl_div_logits`, and no factor of the temperature: the loss of generalised knowledge
+    distillation (Agarwal et al., 2024, "On-Policy Distillation of Language Models", eq. 1; also that of TRL's
+    GKDTrainer and of Liger). As there the ends of beta, where it would vanish, stand for the divergences that it
+    approaches in proportion: 0 for KL(p || q), which is forward KL, 1 for KL(q || p), which is reverse KL.
+
+    Args:
+        student, teacher, labels, ignore_index, temperature, reduction: as for :func:`kl_div_logits`.
+        beta: share of the teacher's distribution in the mixture m, from 0 to 1.
+
+    Returns:
+        What :func:`kl_div_logits` returns. At 0 probability a logarithm counts as its product with it, 0.
+
+    Keeps: what :func:`kl_div_logits` keeps.
+
+    Raises:
+        ValueError: beta is not between 0 and 1, or what :func:`kl_div_logits` raises.
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"expected beta to be between 0 and 1, but got {beta}")
+    if beta == 1.0:
+        student, teacher, beta = teacher, student, 0.0
+    return _kl_div.divergence(student, teacher, labels, ignore_index, beta, temperature, False, reduction)

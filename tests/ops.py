@@ -2032,10 +2032,207 @@ LINEAR_CROSS_ENTROPY = Op(
     matrix=None,
 )  # fmt: skip
 
+
+# ---- divergences -----------------------------------------------------------------------------------------------------
+
+
+def log_probabilities(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).log_softmax(-1)
+
+
+def rows_ignored(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Labels of which the second, and then every third, is -100."""
+    labels = torch.zeros(shape)
+    labels.flatten()[1::3] = -100
+    return labels
+
+
+def kl_div_samples() -> tuple[Sample, ...]:
+    """Calls of kl_div; a target that is not in log space is positive, for its gradient is NaN at 0."""
+
+    def sample(name: str, *shape: int, layout: Any = contiguous, kwargs: Any = None, **options: Any) -> Sample:
+        kwargs = {"reduction": "none", **(kwargs or {})}
+        values = log_probabilities if kwargs.get("log_target") else positive
+        target = Input(shape, layout, options.pop("target", values))
+        return Sample(name, (Input(shape, layout, options.pop("values", normal)), target), kwargs, **options)
+
+    log = {"log_target": True}
+    return (
+        Sample("matrix", (Input((5, 37)), Input((5, 37), values=positive), None, None, "none"), smooth=True),
+        sample("matrix of a log target", 5, 37, kwargs=log, smooth=True),
+        *(sample(f"{how} of a matrix", 5, 37, kwargs={"reduction": how}, smooth=True) for how in ("sum", "batchmean")),
+        sample("mean of a matrix of a log target", 5, 37, kwargs={"reduction": "mean", **log}, smooth=True),
+        sample("several blocks", 67, 4099, kwargs=log),
+        sample("sum of several blocks", 67, 4099, kwargs={"reduction": "sum"}),
+        sample("batchmean of several blocks", 1031, 4096, kwargs={"reduction": "batchmean", **log}, gpu_only=True),
+        sample("vector", 7),
+        sample("batchmean of a vector", 7, kwargs={"reduction": "batchmean"}),
+        sample("batchmean of 0 dimensions", kwargs={"reduction": "batchmean"}),
+        *(sample(f"{layout.__name__}{of}", 4, 6, 40, layout=layout, kwargs={"reduction": reduction})
+          for layout in (transposed, row_slice, strided, misaligned, one_value)
+          for of, reduction in (("", "none"), (", sum", "sum"))),
+        sample("channels_last", 2, 8, 5, 6, layout=channels_last),
+        Sample("mixed layouts", (Input((6, 40), transposed), Input((6, 40), values=positive)), {"reduction": "none"}),
+        sample("NaN", 5, 40, values=with_nan, kwargs=log),
+        sample("infinities", 5, 40, values=with_infinities, kwargs=log),
+        Sample("target without gradient", (Input((5, 37)), Input((5, 37), values=positive, grad=False)),
+               {"reduction": "sum"}),
+        sample("empty", 0, 7, refused=KERNELS),
+        Sample("target that broadcasts", (Input((5, 37)), Input((37,), values=positive)), {"reduction": "sum"},
+               refused=KERNELS),
+        Sample("float32 target", (Input((5, 37)), Input((5, 37), values=positive, dtype=torch.float32)),
+               {"reduction": "sum"}, refused=KERNELS, dtypes=HALF),
+    )  # fmt: skip
+
+
+KL_DIV = Op(
+    "kl_div",
+    functional.kl_div,
+    F.kl_div,
+    kernels=GPU_KERNELS,
+    samples=kl_div_samples(),
+    saved_bytes=both,
+    mistakes=(
+        Sample("shapes", (Input((2, 3)), Input((2, 4)))),
+        Sample("no such reduction", (Input((2, 3)), Input((2, 3))), {"reduction": "average"}),
+        Sample("not a tensor", ([1.0, 2.0], Input((2,)))),
+    ),
+    layers=(
+        Layer(fastlayers.FusedKLDivLoss(reduction="none"), kl_div_samples()[0], 2),
+        Layer(fastlayers.FusedKLDivLoss(reduction="batchmean", log_target=True),
+              Sample("layer", (Input((5, 37)),) * 2, {"reduction": "batchmean", "log_target": True})),
+    ),
+    matrix=lambda x: (x, x, None, None, "none", True),
+)  # fmt: skip
+
+
+def reduced(
+    rows: Tensor, labels: Tensor | None, ignore_index: int, reduction: str, classes: int, dtype: torch.dtype
+) -> Tensor:
+    count = rows.numel()
+    if labels is not None:
+        rows, count = torch.where(labels != ignore_index, rows, 0.0), (labels != ignore_index).sum()
+    if reduction == "none":
+        return rows.to(dtype)
+    factor = {"sum": 1, "batchmean": count, "mean": count * classes}[reduction]
+    return (rows.sum() / factor).to(dtype)
+
+
+def at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    return F.log_softmax(logits if temperature == 1.0 else logits / temperature, -1)
+
+
+def kl_div_logits(
+    student: Tensor, teacher: Tensor, *, labels: Any = None, ignore_index: int = -100, temperature: float = 1.0,
+    reduction: str = "none",
+) -> Tensor:  # fmt: skip
+    log_q, log_p = (at_temperature(t, temperature) for t in (student, teacher))
+    rows = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
+    return reduced(rows, labels, ignore_index, reduction, student.shape[-1], rows.dtype)
+
+
+def js_div_logits(
+    student: Tensor, teacher: Tensor, *, labels: Any = None, ignore_index: int = -100, beta: float = 0.5,
+    temperature: float = 1.0, reduction: str = "none",
+) -> Tensor:  # fmt: skip
+    """As TRL's GKDTrainer spells it."""
+    log_q, log_p = (at_temperature(t, temperature) for t in (student, teacher))
+    if beta in (0.0, 1.0):
+        of, to = (log_q, log_p) if beta == 0.0 else (log_p, log_q)
+        divergences = F.kl_div(of, to, reduction="none", log_target=True)
+    else:
+        log_m = torch.logaddexp(log_q + math.log(1 - beta), log_p + math.log(beta))
+        of_p, of_q = (F.kl_div(log_m, t, reduction="none", log_target=True) for t in (log_p, log_q))
+        divergences = beta * of_p + (1 - beta) * of_q
+    rows = divergences.sum(-1)
+    return reduced(rows, labels, ignore_index, reduction, student.shape[-1], rows.dtype)
+
+
+def by_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function with a loss for each row unless it is asked for another reduction."""
+
+    @functools.wraps(function)
+    def call(student: Tensor, teacher: Tensor, **options: Any) -> Tensor:
+        return function(student, teacher, **{"reduction": "none", **options})
+
+    return call
+
+
+def divergence_samples() -> tuple[Sample, ...]:
+    def sample(name: str, *shape: int, kwargs: Any = None, **options: Any) -> Sample:
+        values, layout = options.pop("values", normal), options.pop("layout", contiguous)
+        return Sample(name, (Input(shape, layout, values),) * 2, kwargs or {}, **options)
+
+    labels = Input((2, 5), values=rows_ignored, dtype=torch.int64)
+    how = ("sum", "mean", "batchmean")
+    return (
+        sample("rows", 2, 3, 37, smooth=True),
+        *(sample(f"{reduction} of rows", 2, 3, 17, kwargs={"reduction": reduction}, smooth=True) for reduction in how),
+        sample("temperature", 2, 3, 37, kwargs={"temperature": 2.5}, smooth=True),
+        *(sample(f"{reduction} of labelled rows", 2, 5, 17, smooth=True,
+                 kwargs={"labels": labels, "reduction": reduction, "temperature": 0.5})
+          for reduction in ("none", *how)),
+        *(sample(f"length {n}", 16 if n < 1000 else 3, n) for n in ROW_LENGTHS),
+        *(sample(f"length {n}", 3, n, gpu_only=True) for n in LONG_ROW_LENGTHS),
+        sample("many rows", 4099, 16),
+        sample("long rows enough for every SM", 1031, 50257, gpu_only=True, dtypes=(*HALF, torch.float32)),
+        sample("vector", 37),
+        sample("transposed", 2, 24, 33, layout=transposed),
+        *(sample(layout.__name__, 2, 6, 40, layout=layout) for layout in (row_slice, strided, misaligned)),
+        sample("expanded rows", 2, 6, 40, layout=expanded(1)),
+        sample("large values", 5, 40, values=large),
+        sample("NaN", 5, 40, values=with_nan),
+        Sample("teacher without gradient", (Input((5, 37)), Input((5, 37), grad=False)), smooth=True),
+        sample("empty", 0, 7, refused=KERNELS),
+        Sample("float32 teacher", (Input((5, 37)), Input((5, 37), dtype=torch.float32)), refused=KERNELS, dtypes=HALF),
+    )  # fmt: skip
+
+
+def divergence_saved(call: Call, out: Tensor) -> int:
+    student = call.args[0]
+    return 2 * nbytes(student) + 6 * max(student.element_size(), 4) * (student.numel() // student.shape[-1])
+
+
+DIVERGENCE_MISTAKES = (
+    Sample("classes", (Input((2, 3)), Input((2, 4)))),
+    Sample("not a tensor", ([1.0, 2.0], Input((2,)))),
+)
+BATCHMEAN = {"reduction": "batchmean"}
+KL_DIV_LOGITS = Op(
+    "kl_div_logits",
+    by_row(functional.kl_div_logits),
+    kl_div_logits,
+    kernels=GPU_KERNELS,
+    samples=divergence_samples(),
+    saved_bytes=divergence_saved,
+    mistakes=DIVERGENCE_MISTAKES,
+    layers=(
+        Layer(fastlayers.FusedKLDivLogitsLoss(2.0),
+              Sample("layer", (Input((2, 3, 37)),) * 2, {"temperature": 2.0, **BATCHMEAN})),
+    ),
+    matrix=lambda x: (x, x),
+)  # fmt: skip
+JS_DIV_LOGITS = replace(
+    KL_DIV_LOGITS,
+    name="js_div_logits",
+    fused=by_row(functional.js_div_logits),
+    reference=js_div_logits,
+    samples=(
+        *divergence_samples(),
+        *(Sample(f"beta {beta}", (Input((2, 3, 17)),) * 2, {"beta": beta, "temperature": 1.5}, smooth=True)
+          for beta in (0.0, 0.1, 1.0)),
+    ),
+    layers=(
+        Layer(fastlayers.FusedJSDivLogitsLoss(0.3),
+              Sample("layer", (Input((2, 3, 37)),) * 2, {"beta": 0.3, **BATCHMEAN})),
+    ),
+)  # fmt: skip
+
 OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
     BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GATED_LINEAR, GLU, ROTARY, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,
+    KL_DIV, KL_DIV_LOGITS, JS_DIV_LOGITS,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

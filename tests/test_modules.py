@@ -42,6 +42,8 @@ SHAPES = {
 }
 #: Classes that take more arguments than torch's; its own mean what they mean there.
 EXTENDED = (fastlayers.FusedCrossEntropyLoss,)
+#: The second argument of those that take two, for its shape.
+TARGETS = {nn.KLDivLoss: torch.rand, nn.CrossEntropyLoss: lambda shape: torch.arange(shape[0])}
 FUSED = {name: getattr(modules, name) for name in modules.__all__ if name.startswith("Fused")}
 BACKENDS = [
     pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda")
@@ -81,8 +83,8 @@ def test_module_info_samples(stock, fused, dtype, device):
 
 
 def arguments_for(stock: type[nn.Module]) -> tuple[torch.Tensor, ...]:
-    x = torch.randn(SHAPES.get(stock, (3, 5)))
-    return (x, torch.tensor([4, 0, 2])) if stock is nn.CrossEntropyLoss else (x,)
+    shape = SHAPES.get(stock, (3, 5))
+    return (torch.randn(shape), TARGETS[stock](shape)) if stock in TARGETS else (torch.randn(shape),)
 
 
 def pair(stock: type[nn.Module], fused: type[nn.Module]) -> tuple[nn.Module, nn.Module]:

@@ -9,6 +9,7 @@ from benchmarks.cases import (
     elementwise,
     glu,
     group_norm,
+    kl_div,
     layer_norm,
     linear_cross_entropy,
     residual,
@@ -27,6 +28,7 @@ FAMILIES = (
     residual,
     rotary,
     linear_cross_entropy,
+    kl_div,
 )
 
 

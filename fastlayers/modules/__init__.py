@@ -32,6 +32,7 @@ from fastlayers.modules.group_norm import (
     FusedInstanceNorm2d,
     FusedInstanceNorm3d,
 )
+from fastlayers.modules.kl_div import FusedJSDivLogitsLoss, FusedKLDivLogitsLoss, FusedKLDivLoss
 from fastlayers.modules.layer_norm import (
     FusedAddLayerNorm,
     FusedAddRMSNorm,
@@ -64,6 +65,7 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.Softplus: FusedSoftplus,
     nn.GLU: FusedGLU,
     nn.CrossEntropyLoss: FusedCrossEntropyLoss,
+    nn.KLDivLoss: FusedKLDivLoss,
 }
 
 __all__ = [
@@ -90,6 +92,9 @@ __all__ = [
     "FusedInstanceNorm1d",
     "FusedInstanceNorm2d",
     "FusedInstanceNorm3d",
+    "FusedJSDivLogitsLoss",
+    "FusedKLDivLogitsLoss",
+    "FusedKLDivLoss",
     "FusedLayerNorm",
     "FusedLayerNorm2d",
     "FusedLeakyReLU",

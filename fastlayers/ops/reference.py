@@ -287,3 +287,80 @@ def linear_cross_entropy(
             f" got {tuple(target.shape)}"
         )
     return loss if reduction else loss.reshape(logits.shape[:-1])
+
+
+# ---- divergences -----------------------------------------------------------------------------------------------------
+
+
+def kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool) -> Tensor:
+    return F.kl_div(input, target, reduction=reduction, log_target=log_target)
+
+
+def divergence(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor | None,
+    ignore_index: int,
+    beta: float,
+    temperature: float,
+    square: bool,
+    reduction: str,
+) -> Tensor:
+    """KL(teacher || student), or with 0 < beta < 1 the generalised Jensen-Shannon divergence; see functional."""
+    if labels is not None:  # of what does not count not even NaN comes through, back and forth
+        counts = (labels != ignore_index).unsqueeze(-1)
+        student, teacher = torch.where(counts, student, 0.0), torch.where(counts, teacher, 0.0)
+    log_q, log_p = (log_softmax_at(t, temperature) for t in (student, teacher))
+    p = log_p.exp()
+    if beta == 0.0:
+        rows = (p * _where_positive(p, log_p - log_q)).sum(-1)
+    else:
+        q = log_q.exp()
+        log_m = log_mixture(p, q, beta)
+        rows = beta * (p * _where_positive(p, log_p - log_m)).sum(-1)
+        rows = rows + (1.0 - beta) * (q * _where_positive(q, log_q - log_m)).sum(-1)
+    dtype = torch.promote_types(student.dtype, teacher.dtype)
+    if dtype in HALF and torch.is_autocast_enabled(student.device.type):
+        dtype = torch.float32
+    return reduced_rows(rows, labels, ignore_index, student.shape[-1], temperature, square, reduction, dtype)
+
+
+def log_softmax_at(t: Tensor, temperature: float) -> Tensor:
+    """In float32 at least, as the kernels compute it."""
+    wide = t.float() if t.dtype in HALF else t
+    return F.log_softmax(wide if temperature == 1.0 else wide / temperature, -1)
+
+
+def log_mixture(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    m = beta * p + (1.0 - beta) * q
+    return torch.where(m > 0, m, 1.0).log()
+
+
+def _where_positive(p: Tensor, difference: Tensor) -> Tensor:
+    """The difference of logarithms that p multiplies; 0 where p is, for p·log p counts as 0 there."""
+    return torch.where(p > 0, difference, 0.0)
+
+
+def reduced_rows(
+    rows: Tensor,
+    labels: Tensor | None,
+    ignore_index: int,
+    classes: int,
+    temperature: float,
+    square: bool,
+    reduction: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The divergences of rows, times temperature² where they are to be, reduced."""
+    factor = temperature**2 if square else 1.0
+    if reduction == "none":
+        out = rows
+    elif reduction == "sum":
+        out = rows.sum()
+    elif labels is None:
+        out = rows.mean()
+    else:
+        out = rows.sum() / (labels != ignore_index).sum()
+    if reduction == "mean":
+        factor /= classes
+    return (out if factor == 1.0 else out * factor).to(dtype)

@@ -17,6 +17,8 @@ from ops import (
     CROSS_ENTROPY,
     GROUP_NORM,
     INSTANCE_NORM,
+    JS_DIV_LOGITS,
+    KL_DIV_LOGITS,
     LAYER_NORM,
     LAYERS,
     LOG_SOFTMAX,
@@ -91,6 +93,7 @@ def test_exports(op, layer, device):
 REDUCTIONS = [
     SOFTMAX, LOG_SOFTMAX, LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, GROUP_NORM, INSTANCE_NORM, BATCH_NORM,
     CROSS_ENTROPY,
+    KL_DIV_LOGITS, JS_DIV_LOGITS,
 ]  # fmt: skip
 
 
@@ -286,6 +289,7 @@ def registered_calls(device: str):
         "glu_forward": (x, 1, True, 2),
         "glu_backward": (dy[:, :8].contiguous(), x, 1, True, 2),
         "rotary": (x, y, dy[:1], dy[1:2], 16, True, True, torch.float32, 0, [16, 1], [16, 1]),
+        **registered_divergences(device),
         **registered_norms(device),
         **registered_losses(device),
     }
@@ -303,6 +307,21 @@ def registered_losses(device: str):
         "cross_entropy_chunk_": (x.clone(), target, weight, *options, stats[:5], True, 16),
         "cross_entropy": (x.clone().requires_grad_(), target, weight, 1, *options, torch.float32),
         "cross_entropy_grad": (x[0, 0], x, target, None, stats, 2, *options),
+    }
+
+
+def registered_divergences(device: str):
+    x, y, dy = matrices(device, 3)
+    labels = torch.tensor([0, -100, 1, 2, -100], device=device)
+    one, rows, stats = dy.sum(), dy[:, 0].contiguous(), torch.rand(5, 6, device=device)
+    return {
+        "kl_div_sum": (x, y, True),
+        "kl_div_elements": (x, y, True, torch.float32),
+        "kl_div_backward": (one, x, y, True, True, True),
+        "divergence_forward": (x, y, labels, -100, 0.0, 2.0),
+        "divergence_backward": (rows, x, y, labels, -100, 0.5, 2.0, stats, True, False),
+        "divergence": (x.clone().requires_grad_(), y.clone().requires_grad_(), labels, -100, 0.5, 2.0),
+        "divergence_grad": (rows, x, y, None, -100, 0.0, 2.0, stats, True, True),
     }
 
 

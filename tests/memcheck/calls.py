@@ -43,6 +43,15 @@ for dtype in DTYPES:
                 ops.gated_backward_(randn(rows, n), x, x, act)
                 packed = randn(rows, 2 * n)
                 ops.glu_backward(whole(ops.glu_forward(packed, 1, False, act)), packed, 1, False, act)
+            labels = torch.arange(rows, device="cuda") % 3 - 1
+            for beta in (0.0, 0.5):
+                for given in (None, labels):
+                    losses, stats = ops.divergence_forward(x, p, given, -1, beta, 2.0)
+                    ops.divergence_backward(losses, x, p, given, -1, beta, 2.0, stats, True, True)
+            for log_target in (False, True):
+                elements = whole(ops.kl_div_elements(x, p, log_target, compute))
+                ops.kl_div_backward(elements, x, p, log_target, True, True)
+                ops.kl_div_backward(ops.kl_div_sum(x, p, log_target), None, p, log_target, True, False)
             for kind in (0, 1):
                 bias = weight if kind == 0 else None
                 y, stats = ops.layer_norm_forward(x, weight, bias, 1, 1e-5, kind, dtype, True)

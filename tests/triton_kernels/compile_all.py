@@ -23,6 +23,7 @@ from fastlayers.kernels import (
     flat,
     glu,
     group_norm,
+    kl_div,
     launch,
     layer_norm,
     rotary,
@@ -83,7 +84,7 @@ def compiled(request, monkeypatch, tmp_path):
         names.append(kernel.metadata.name)
 
     monkeypatch.setattr(launch.Launch, "__call__", compile_instead)
-    for family in (softmax, flat, layer_norm, channels, group_norm, bias_act):
+    for family in (softmax, flat, layer_norm, channels, group_norm, bias_act, kl_div):
         monkeypatch.setattr(family, "multiprocessors", lambda device: 132)
     yield names
     assert not spills, spills
@@ -177,6 +178,24 @@ def test_bias_act_and_gates(compiled, act, dtype):
         glu.glu_backward(glu.glu_forward(odd, 1, False, act), odd, 1, False, act)
         bias_act.bias_act_backward(odd, odd, odd[0], act, 1.0, 20.0, True)
     names = {"_bias_act", "_act_backward", "_bias_act_backward", "_sum_rows", "_gated", "_gated_backward"}
+    assert set(compiled) == names
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+def test_kl_div(compiled, dtype):
+    wide = F64 if dtype == F64 else F32
+    for rows, n in ((4096, 16), (4096, 1000), (8192, 32000), (8192, 50257), (2**16 + 1, 2**15 + 8)):
+        x, labels = meta(rows, n, dtype=dtype), meta(rows, dtype=torch.int64)
+        for beta in (0.0, 0.5):
+            for given in (None, labels):
+                losses, stats = kl_div.divergence_forward(x, x, given, -100, beta, 2.0)
+                for one in (losses, losses[:1].expand(rows)):
+                    kl_div.divergence_backward(one, x, x, given, -100, beta, 2.0, stats, True, one is losses)
+        for log_target in (False, True):
+            kl_div.kl_div_elements(x, x, log_target, wide)
+            kl_div.kl_div_backward(x, x, x, log_target, True, True)
+            kl_div.kl_div_backward(kl_div.kl_div_sum(x, x, log_target), None, x, log_target, True, False)
+    names = {"_divergence_forward", "_divergence_backward", "_kl_div_sum", "_kl_div_elements", "_kl_div_backward"}
     assert set(compiled) == names
 
 
