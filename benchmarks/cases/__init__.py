@@ -6,6 +6,7 @@ from benchmarks.case import Case
 from benchmarks.cases import (
     batch_norm,
     bias_act,
+    cross_entropy,
     elementwise,
     glu,
     group_norm,
@@ -15,7 +16,7 @@ from benchmarks.cases import (
     softmax,
 )
 
-FAMILIES = (softmax, elementwise, layer_norm, batch_norm, group_norm, bias_act, glu, residual, rotary)
+FAMILIES = (softmax, elementwise, layer_norm, batch_norm, group_norm, bias_act, glu, residual, rotary, cross_entropy)
 
 
 def all_cases() -> list[Case]:
