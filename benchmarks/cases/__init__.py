@@ -6,6 +6,7 @@ from benchmarks.case import Case
 from benchmarks.cases import (
     batch_norm,
     bias_act,
+    cross_entropy,
     elementwise,
     glu,
     group_norm,
@@ -27,6 +28,7 @@ FAMILIES = (
     glu,
     residual,
     rotary,
+    cross_entropy,
     linear_cross_entropy,
     kl_div,
 )

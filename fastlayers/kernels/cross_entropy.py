@@ -267,8 +267,8 @@ def _geometry(x: Tensor, n: int | None = None) -> _Geometry:
     return _Geometry(tuple(x.shape), x.stride(), dim, x.shape[dim] if n is None else n)
 
 
-def _tile(n: int, axis: int, double: bool) -> Tile:
-    elements = TILE_FLOAT64 if double else TILE
+def _tile(n: int, axis: int, double: bool, share: int = 1) -> Tile:
+    elements = (TILE_FLOAT64 if double else TILE) // share
     block = min(triton.next_power_of_2(n), elements if axis == 1 else COLUMN_BLOCK)
     lines = elements // block
     return Tile(lines=min(lines, MOST_ROWS) if axis == 1 else lines, block=block, warps=WARPS, whole=False)
@@ -358,7 +358,8 @@ def _gradient_launch(
 ) -> Launch:
     axis = 1 if g.inner == 1 else 0
     stored = g.shape[g.dim]
-    tile = _tile(stored, axis, torch.float64 in dtypes)
+    plain = not options.softcap and not options.label_smoothing
+    tile = _tile(stored, axis, torch.float64 in dtypes, 1 if plain else 2)
     tiles = cdiv(stored, tile.block)
     index = index_type(math.prod(g.shape), extent(g.shape, g.strides), extent(dx.shape, dx.strides))
     return Launch(

@@ -52,6 +52,11 @@ for dtype in DTYPES:
                 elements = whole(ops.kl_div_elements(x, p, log_target, compute))
                 ops.kl_div_backward(elements, x, p, log_target, True, True)
                 ops.kl_div_backward(ops.kl_div_sum(x, p, log_target), None, p, log_target, True, False)
+            target = torch.randint(n, (rows,), device="cuda")
+            for options in ((0.0, 0.0, 0.0), (0.1, 5.0, 0.1)):
+                loss, stats = ops.cross_entropy_forward(x, target, whole(weight.to(compute)), 1, -100, *options, dtype)
+                ops.cross_entropy_backward(loss, x, target, whole(weight.to(compute)), stats, 1, -100, *options)
+                ops.cross_entropy_chunk_(whole(x), target, None, -100, *options, None, True, n)
             for kind in (0, 1):
                 bias = weight if kind == 0 else None
                 y, stats = ops.layer_norm_forward(x, weight, bias, 1, 1e-5, kind, dtype, True)
@@ -60,6 +65,10 @@ for dtype in DTYPES:
                 ops.layer_norm_backward(whole(y), x, x, stats, None, 1, kind, False, False)
     for shape in ((2, 4, 3, 2), (8, 5, 7, 3), (4, 64, 9, 8), (302, 4, 3), (4, 6)):
         x = randn(*shape)
+        target = torch.randint(shape[1], shape[:1] + shape[2:], device="cuda")
+        for options in ((0.0, 0.0, 0.0), (0.1, 5.0, 0.1)):
+            losses, stats = ops.cross_entropy_forward(x, target, None, 0, -100, *options, dtype)
+            ops.cross_entropy_backward(losses, x, target, None, stats, 0, -100, *options)
         layouts = (x, whole(x.contiguous(memory_format=torch.channels_last))) if x.dim() == 4 else (x,)
         weight = randn(shape[1])
         for x in layouts:
