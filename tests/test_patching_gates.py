@@ -270,8 +270,8 @@ self.gelu, self.relu = nn.GELU(), nn.ReLU(inplace=True)"""
 def served(request, monkeypatch):
     """Both ways that linear_act goes, on a machine without kernels."""
 
-    def fits(layer, x):
-        return layer.bias is not None and layer.bias.dtype == x.dtype and not torch.is_autocast_enabled("cpu")
+    def fits(x, weight, bias):
+        return bias is not None and bias.dtype == x.dtype and not torch.is_autocast_enabled("cpu")
 
     if request.param == "kernels":
         monkeypatch.setattr("fastlayers.patching.calls.bias_in_act", fits)
@@ -337,15 +337,15 @@ def test_no_linear_act(build):
 
 
 def test_what_bias_act_serves(monkeypatch):
-    layer, x = nn.Linear(256, 256), torch.randn(512, 256)
-    assert not calls.bias_in_act(layer, x)  # a CPU has no kernel
+    (weight, bias), x = nn.Linear(256, 256).parameters(), torch.randn(512, 256)
+    assert not calls.bias_in_act(x, weight, bias)  # a CPU has no kernel
     monkeypatch.setattr(calls.bias_act, "FAMILY", type("Family", (), {"serving": staticmethod(lambda x: object())}))
-    assert calls.bias_in_act(layer, x)
-    assert not calls.bias_in_act(layer, x[:2])
-    assert not calls.bias_in_act(layer, x.bfloat16())
+    assert calls.bias_in_act(x, weight, bias)
+    assert not calls.bias_in_act(x[:2], weight, bias)
+    assert not calls.bias_in_act(x.bfloat16(), weight, bias)
     with torch.autocast("cpu"):
-        assert not calls.bias_in_act(layer, x)
-        assert calls.bias_in_act(layer.bfloat16(), x)
+        assert not calls.bias_in_act(x, weight, bias)
+        assert calls.bias_in_act(x, weight.bfloat16(), bias.bfloat16())
 
 
 # -- the rotary function of an attention -------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ spell("relu", "input", torch.relu, "relu")
 spell("relu", "input", torch.relu_, F.relu_, "relu_", inplace=True)
 spell("silu", "input inplace", F.silu)
 spell("gelu", "input approximate", F.gelu)
+spell("mish", "input inplace", F.mish)
+spell("glu", "input dim", F.glu)
 spell("hardswish", "input inplace", F.hardswish)
 spell("relu6", "input inplace", F.relu6)
 spell("leaky_relu", "input negative_slope inplace", F.leaky_relu)
@@ -50,6 +52,7 @@ spell("add", "input other", operator.add)
 spell("add", "input other", operator.iadd, inplace=True)
 spell("add", "input other alpha", torch.add, "add")
 spell("add", "input other alpha", "add_", inplace=True)
+spell("linear", "input weight bias", F.linear)
 spell("dropout", "input p training inplace", F.dropout)
 spell("mul", "input other", operator.mul, torch.mul, torch.multiply, "mul", "multiply")
 spell("mul", "input other", operator.imul, "mul_", "multiply_", inplace=True)
@@ -76,6 +79,7 @@ spell("rms_norm", "input normalized_shape weight eps", F.rms_norm, torch.rms_nor
 #: Layers that stand for one operation, and what of their attributes is its operands: a guard compares these.
 LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.Identity: ("identity", ()),
+    nn.Linear: ("linear", ()),
     nn.Dropout: ("dropout", ()),
     nn.ReLU: ("relu", ()),
     nn.SiLU: ("silu", ()),
@@ -118,7 +122,7 @@ INPLACE_OPERATORS = frozenset(
 FUSED_FUNCTIONS = frozenset(getattr(functional, name) for name in functional.__all__)
 
 #: Operations that may draw random numbers.
-RANDOM = frozenset({"dropout", "drop_path"})
+RANDOM = frozenset({"dropout", "drop_path", "draw"})
 #: Functions and methods that draw none, besides the fresh ones that are not listed here.
 NOT_RANDOM = frozenset(
     {getattr, operator.getitem, "view", "reshape", "flatten", "transpose", "contiguous", "unsqueeze"}

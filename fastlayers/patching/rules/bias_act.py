@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
 from torch.fx import Node
 
 from fastlayers.patching import calls
-from fastlayers.patching.graph import Attribute, Op, View, original_class
+from fastlayers.patching.graph import Attribute, Op, View
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.norm import activation, behind
@@ -17,22 +17,31 @@ from fastlayers.patching.rules.norm import activation, behind
 __all__ = ["LINEAR_ACT"]
 
 
+def parameters(view: View, linear: Op) -> tuple[tuple[Any, Any], tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """The weight and the bias of a linear layer: as operands, and as the tensors that they are now, where known."""
+    if linear.child is not None:
+        layer: Any = view.root.get_submodule(linear.child)
+        return (Attribute(f"{linear.child}.weight"), Attribute(f"{linear.child}.bias")), (layer.weight, layer.bias)
+    weight, bias = linear["weight"], linear["bias"]
+    return (weight, bias), (view.example(weight), view.example(bias))
+
+
 def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
     found = activation(view, node)
     if found is None:
         return
     before, passed = behind(view, found[0]["input"])
-    if not isinstance(before, Node) or before.op != "call_module" or len(before.args) != 1 or before.kwargs:
+    linear = view.op(before, "linear")
+    if linear is None or linear.recording is not None:
         return
-    layer: Any = view.child(before)
-    if original_class(layer) is not nn.Linear or "forward" in layer.__dict__ or layer.bias is None:
+    operands, (weight, bias) = parameters(view, linear)
+    if weight is None or bias is None:
         return
-    if layer.bias.dtype != layer.weight.dtype:
-        yield Refusal(Reason.BIAS_DTYPE, str(before.target))
+    if bias.dtype != weight.dtype:
+        yield Refusal(Reason.BIAS_DTYPE, linear.child or str(before))
         return
-    path, x = str(before.target), before.args[0]
-    linear = Op("linear", before, {"input": x}, child=path)
-    yield Match((linear, *passed, found[0]), calls.linear_act, (Attribute(path), x, found[1]), {}, (x,))
+    x = linear["input"]
+    yield Match((linear, *passed, found[0]), calls.linear_act, (x, *operands, found[1]), {}, (x,))
 
 
 LINEAR_ACT = GraphRule("linear_act", "act(linear(x)), the bias added by the activation's kernel", find_linear_act)

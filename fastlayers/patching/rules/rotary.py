@@ -1,0 +1,115 @@
+"""Rotary position embedding, where a graph writes out that of queries and keys."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+from fastlayers import functional
+from fastlayers.patching.graph import Op, View
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rules.base import GraphRule, Match
+
+__all__ = ["ROTARY"]
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """``x * cos + rotate_half(x) * sin``, and the nodes that it is written out in, the last one last."""
+
+    x: Node
+    cos: Node
+    sin: Node
+    nodes: tuple[Node, ...]
+
+
+def half(view: View, node: Any, which: int) -> tuple[Node, tuple[Node, ...]] | None:
+    """A node as the first or the second half of the last dimension of another: that, and the nodes in between."""
+    if not isinstance(node, Node) or node.target is not operator.getitem:
+        return None
+    x, index = cast("tuple[Any, Any]", node.args)
+    example = view.example(x)
+    size = example.shape[-1] if example is not None and example.dim() else None
+    if isinstance(size, int) and size % 2 == 0 and isinstance(index, tuple) and len(index) == 2:
+        slices = (slice(None, size // 2, None), slice(size // 2, None, None))
+        return (x, (node,)) if index[0] is ... and index[1] == slices[which] else None
+    if index != which or not isinstance(x, Node) or x.target not in ("chunk", torch.chunk):
+        return None
+    options = {**dict(zip(("input", "chunks", "dim"), x.args, strict=False)), **x.kwargs}
+    whole: Any = options["input"]
+    source = view.example(whole)
+    if source is None or options.get("chunks") != 2 or options.get("dim") not in (-1, source.dim() - 1):
+        return None
+    size = source.shape[-1]
+    return (whole, (x, node)) if isinstance(size, int) and size % 2 == 0 else None
+
+
+def rotate_half(view: View, node: Any) -> tuple[Node, tuple[Node, ...]] | None:
+    """A node as ``torch.cat((-x2, x1), dim=-1)`` of the halves of x."""
+    if not isinstance(node, Node) or node.target not in (torch.cat, torch.concat):
+        return None
+    options = {**dict(zip(("tensors", "dim"), node.args, strict=False)), **node.kwargs}
+    tensors, example = options.get("tensors"), view.example(node)
+    if example is None or options.get("dim") not in (-1, example.dim() - 1) or not isinstance(tensors, tuple | list):
+        return None
+    negated = tensors[0] if len(tensors) == 2 else None
+    if not isinstance(negated, Node) or negated.target not in (operator.neg, torch.neg, "neg") or negated.kwargs:
+        return None
+    second, first = half(view, negated.args[0], 1), half(view, tensors[1], 0)
+    if first is None or second is None or first[0] is not second[0]:
+        return None
+    return first[0], (*dict.fromkeys((*first[1], *second[1])), negated, node)
+
+
+def rotated(view: View, node: Any) -> Rotated | None:
+    """A node as the rotary embedding of x."""
+    add = view.op(node, "add")
+    if add is None or add.inplace or add["alpha"] not in (None, 1):
+        return None
+    for straight, turned in ((add["input"], add["other"]), (add["other"], add["input"])):
+        plain, turning = view.op(straight, "mul"), view.op(turned, "mul")
+        if plain is None or turning is None or plain.inplace or turning.inplace:
+            continue
+        for before, sin in ((turning["input"], turning["other"]), (turning["other"], turning["input"])):
+            turn = rotate_half(view, before)
+            if turn is None or turn[0] not in (plain["input"], plain["other"]):
+                continue
+            x, inner = turn
+            cos = plain["other"] if plain["input"] is x else plain["input"]
+            if all(fits(view, x, table) for table in (cos, sin)):
+                nodes = (plain.node, *inner, turning.node)
+                ordered = sorted(nodes, key=lambda inside: view.position[inside])
+                return Rotated(x, cos, sin, (*ordered, node))
+    return None
+
+
+def fits(view: View, x: Node, table: Any) -> bool:
+    """Whether a table has a column for each element of the last dimension."""
+    own, given = view.example(x), view.example(table)
+    return own is not None and given is not None and given.dim() > 0 and given.shape[-1] == own.shape[-1]
+
+
+def find_rotary(view: View, node: Node) -> Iterator[Match | Refusal]:
+    last = rotated(view, node)
+    if last is None:
+        return
+    muls = [user for user in last.cos.users if view.position[user] < view.position[node]]
+    candidates = dict.fromkeys(add for mul in muls for add in mul.users if add is not node)
+    for other in sorted(candidates, key=lambda add: view.position[add], reverse=True):
+        if view.position[other] > view.position[node]:
+            continue
+        first = rotated(view, other)
+        if first is None or first.cos is not last.cos or first.sin is not last.sin:
+            continue
+        nodes = sorted({*first.nodes, *last.nodes}, key=lambda inside: view.position[inside])
+        args = (last.x, first.x, last.cos, last.sin)
+        ops = tuple(Op("part", inside, {}) for inside in nodes)
+        yield Match(ops, functional.rotary, args, {}, args, kept=other)
+
+
+ROTARY = GraphRule("rotary", "q * cos + rotate_half(q) * sin, and the same of k", find_rotary)
