@@ -200,13 +200,15 @@ def norm_operands(view: View, body: Body, names: Mapping[str, Any]) -> dict[str,
         return None
     if body.casting in (None, "torch") and x.dtype is not torch.float32 and may_autocast(view, x.device.type):
         return None  # torch's own norms heed autocast, which elementwise code does not
-    size: Any = x.shape[-1]  # not always an int: shapes may be dynamic
+    size = view.size(names["input"], -1)
+    if size is None:
+        return None
     if weight is not None:
         scale = view.example(weight)
-        if scale is None or scale.dim() != 1 or scale.shape[0] != size or (body.same and scale.dtype is not x.dtype):
+        if scale is None or scale.dim() != 1 or view.size(weight, 0) != size:
             return None
-    if not isinstance(size, int):
-        return None
+        if scale.dtype is not x.dtype and (body.same or scale.dtype is not torch.float32):
+            return None
     operands = {"input": names["input"], "normalized_shape": (size,), "weight": weight, "eps": eps}
     return {**operands, "bias": None} if body.casting is None else {**operands, "casting": body.casting}
 

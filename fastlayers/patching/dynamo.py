@@ -46,7 +46,7 @@ RESHAPING = frozenset(
     }
 )
 
-#: The rows of what Dynamo was given and holds: it drops that when it is reset, or when the code is gone.
+#: The rows of what Dynamo was given and holds.
 _rows: WeakKeyDictionary[Callable[..., Any], tuple[Row, ...]] = WeakKeyDictionary()
 
 
@@ -59,14 +59,31 @@ def dynamo_backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> C
     Returns:
         The rewritten graph, to be called as Dynamo calls it.
     """
-    outcomes = [fuse_graph(graph_module)]
-    for body in checkpoints(graph_module):
-        outcomes.append(fuse_graph(body))
-        body.recompile()
-    graph_module.recompile()
+    outcomes = [fuse_graph(graph) for graph in graphs(graph_module)]
     run = partial(graph_module.forward)  # a graph module is in cycles, and would live on after Dynamo dropped it
     _rows[run] = rows_of(graph_module, outcomes)
     return run
+
+
+#: What torch.compiler.reset() calls of a backend. Most graphs are gone then, but not all: Dynamo leaves some behind.
+dynamo_backend.reset = _rows.clear  # type: ignore[attr-defined]
+
+
+def graphs(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+    """A captured graph and the bodies of the activation checkpoints in it; makes the calls of these real checkpoints.
+
+    Those with a policy of their own (selective checkpointing) say which operations to keep, and stay as they are.
+    """
+    found = {graph_module: None}
+    for owner in graph_module.modules():
+        for node in owner.graph.nodes if isinstance(owner, fx.GraphModule) else ():
+            if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                body: Any = owner.get_submodule(str(node.args[0].target))
+                if "_checkpoint_context_fn" not in body.meta:
+                    node.target = calls.checkpointed
+                    found[body] = None
+                    owner.recompile()
+    return list(found)
 
 
 def fuse_graph(graph_module: fx.GraphModule) -> Fused:
@@ -76,23 +93,9 @@ def fuse_graph(graph_module: fx.GraphModule) -> Fused:
             return Fused(None, left=[Refusal(Reason.CALLS_MODULES, str(node.target))])
         if node.target in RESHAPING or getattr(node.target, "__name__", "") in RESHAPING:
             return Fused(None, left=[Refusal(Reason.RESHAPED_IN_PLACE, str(node))])
-    return apply_rules(Recording(graph_module.graph), graph_module, frozenset(), graph_rules())
-
-
-def checkpoints(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
-    """The bodies of activation checkpoints in a graph; makes the calls of them real checkpoints.
-
-    Those with a policy of their own (selective checkpointing) say which operations to keep, and stay as they are.
-    """
-    found: dict[fx.GraphModule, None] = {}
-    for node in graph_module.graph.nodes:
-        if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
-            continue
-        body: Any = graph_module.get_submodule(str(node.args[0].target))
-        if "_checkpoint_context_fn" not in body.meta:
-            node.target = calls.checkpointed
-            found[body] = None
-    return list(found)
+    outcome = apply_rules(Recording(graph_module.graph), graph_module, frozenset(), graph_rules())
+    graph_module.recompile()
+    return outcome
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def rows_of(graph_module: fx.GraphModule, outcomes: list[Fused]) -> tuple[Row, .
         for node, rule in outcome.made.items():
             fused.setdefault(module_of(node), Counter())[rule] += 1
         for refusal in outcome.left:
-            left.setdefault(module_of(refusal.node), {})[refusal.reason, refusal.detail] = None
+            left.setdefault(module_of(refusal.node, layer=False), {})[refusal.reason, refusal.detail] = None
     rows = []
     for module in dict.fromkeys((*fused, *left)):
         (path, was), notes = module, tuple(left.get(module, ()))
@@ -118,12 +121,17 @@ def rows_of(graph_module: fx.GraphModule, outcomes: list[Fused]) -> tuple[Row, .
     return tuple(rows) or (Row(graph, "", reason=Reason.NOTHING_TO_FUSE),)
 
 
-def module_of(node: Node | None) -> tuple[str, str]:
-    """The name of the innermost module whose code a node is of, as Dynamo has it, and its class."""
-    stack = node.meta.get("nn_module_stack") if node is not None else None
+def module_of(node: Node | None, *, layer: bool = True) -> tuple[str, str]:
+    """The name of the innermost module whose code a node is of, as Dynamo has it, and its class.
+
+    Without ``layer`` it is the one that calls a layer of torch, not the layer.
+    """
+    stack = list((node.meta.get("nn_module_stack") or {}).values()) if node is not None else []
+    if not layer and len(stack) > 1 and getattr(stack[-1][1], "__module__", "").startswith("torch.nn."):
+        stack.pop()
     if not stack:
         return "", ""
-    path, cls = next(reversed(stack.values()))
+    path, cls = stack[-1]
     kind = cls if isinstance(cls, str) else cls.__name__
     return re.sub(r"^L\['\w+'\]\.?", "", path), kind.rpartition(".")[2]
 

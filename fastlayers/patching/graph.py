@@ -283,6 +283,14 @@ class View:
         found = value.meta.get("example_value") if isinstance(value, Node) else None
         return found if isinstance(found, torch.Tensor) else None
 
+    def size(self, value: Any, dim: int) -> int | None:
+        """The size of a dimension, where the captured graph holds for no other; None where it is dynamic or unknown."""
+        example = self.example(value)
+        if example is None or not -example.dim() <= dim < example.dim():
+            return None
+        size: Any = example.shape[dim]
+        return size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+
     # -- which memory a node shares ---------------------------------------------------------------------------
 
     def memory(self, node: Node) -> frozenset[object]:

@@ -335,12 +335,24 @@ def replace(graph: fx.Graph, match: Match) -> Node:
                 kept.meta = match.kept.meta.copy()
                 match.kept.replace_all_uses_with(kept)
             result = graph.call_function(operator.getitem, (fused, 0))
-    fused.meta = {name: value for name, value in root.meta.items() if name != "example_value"}
     result.meta = root.meta.copy()
+    fused.meta = call_meta(match)
     root.replace_all_uses_with(result)
     for op in reversed(match.all_ops):
         graph.erase_node(op.node)
     return fused
+
+
+def call_meta(match: Match) -> dict[str, Any]:
+    """What Dynamo would have recorded of the fused call: its value, and the modules that all operations are in."""
+    meta = match.root.meta.copy()
+    if match.kept is not None and "example_value" in meta:
+        meta["example_value"] = (meta["example_value"], match.kept.meta["example_value"])
+    if "nn_module_stack" in meta:
+        stacks = [op.node.meta.get("nn_module_stack", {}) for op in match.ops]
+        common = itertools.takewhile(lambda key: all(key in stack for stack in stacks), stacks[-1])
+        meta["nn_module_stack"] = {key: stacks[-1][key] for key in common}
+    return meta
 
 
 def argument(graph: fx.Graph, value: Any) -> Any:

@@ -33,20 +33,20 @@ def half(view: View, node: Any, which: int) -> tuple[Node, tuple[Node, ...]] | N
     if not isinstance(node, Node) or node.target is not operator.getitem:
         return None
     x, index = cast("tuple[Any, Any]", node.args)
-    example = view.example(x)
-    size = example.shape[-1] if example is not None and example.dim() else None
-    if isinstance(size, int) and size % 2 == 0 and isinstance(index, tuple) and len(index) == 2:
+    if isinstance(index, tuple):
+        size = view.size(x, -1)
+        if size is None or size % 2 or len(index) != 2 or index[0] is not ...:
+            return None
         slices = (slice(None, size // 2, None), slice(size // 2, None, None))
-        return (x, (node,)) if index[0] is ... and index[1] == slices[which] else None
+        return (x, (node,)) if index[1] == slices[which] else None
     if index != which or not isinstance(x, Node) or x.target not in ("chunk", torch.chunk):
         return None
     options = {**dict(zip(("input", "chunks", "dim"), x.args, strict=False)), **x.kwargs}
     whole: Any = options["input"]
-    source = view.example(whole)
-    if source is None or options.get("chunks") != 2 or options.get("dim") not in (-1, source.dim() - 1):
+    size, source = view.size(whole, -1), view.example(whole)
+    if size is None or size % 2 or source is None or options.get("dim") not in (-1, source.dim() - 1):
         return None
-    size = source.shape[-1]
-    return (whole, (x, node)) if isinstance(size, int) and size % 2 == 0 else None
+    return (whole, (x, node)) if options.get("chunks") == 2 else None
 
 
 def rotate_half(view: View, node: Any) -> tuple[Node, tuple[Node, ...]] | None:
@@ -90,8 +90,7 @@ def rotated(view: View, node: Any) -> Rotated | None:
 
 def fits(view: View, x: Node, table: Any) -> bool:
     """Whether a table has a column for each element of the last dimension."""
-    own, given = view.example(x), view.example(table)
-    return own is not None and given is not None and given.dim() > 0 and given.shape[-1] == own.shape[-1]
+    return view.size(x, -1) is not None and view.size(table, -1) == view.size(x, -1)
 
 
 def find_rotary(view: View, node: Node) -> Iterator[Match | Refusal]:
