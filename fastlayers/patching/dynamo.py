@@ -75,8 +75,8 @@ def graphs(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
     Those with a policy of their own (selective checkpointing) say which operations to keep, and stay as they are.
     """
     found = {graph_module: None}
-    for owner in graph_module.modules():
-        for node in owner.graph.nodes if isinstance(owner, fx.GraphModule) else ():
+    for owner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
+        for node in owner.graph.nodes:
             if node.target is torch.ops.higher_order.tag_activation_checkpoint:
                 body: Any = owner.get_submodule(str(node.args[0].target))
                 if "_checkpoint_context_fn" not in body.meta:
