@@ -215,7 +215,16 @@ def rotate_chunks(x):
     return torch.concat([x2.neg(), x1], -1)
 
 
-@pytest.mark.parametrize("rotate", [rotate_half, rotate_chunks])
+def rotate_pairs(x):
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+
+
+def rotate_neighbours(x):
+    x1, x2 = x[..., ::2], x[..., 1::2]
+    return torch.flatten(torch.stack([-x2, x1], -1), -2)
+
+
+@pytest.mark.parametrize("rotate", [rotate_half, rotate_chunks, rotate_pairs, rotate_neighbours])
 def test_rotary(rotate):
     def rotary(q, k, cos, sin):
         return q * cos + rotate(q) * sin, cos * k + sin * rotate(k)
@@ -223,9 +232,24 @@ def test_rotary(rotate):
     q, k = tensor(2, 4, 5, 8), tensor(2, 2, 5, 8, seed=2)
     cos, sin = tensor(1, 1, 5, 8, grad=False, seed=3), tensor(1, 1, 5, 8, grad=False, seed=4)
     assert fused(rotary, q, k, cos, sin) == {"rotary": 1}
-    assert not fused(lambda q, k, c, s: (q * c + rotate(q) * s, k * c + rotate(k) * c), q, k, cos, sin)
-    assert not fused(lambda q, k, c, s: (q * c + rotate(q) * s, k * c - rotate(k) * s), q, k, cos, sin)
+    assert fused(lambda q, k, c, s: (q * c + rotate(q) * s, k * c + rotate(k) * c), q, k, cos, sin) == {"rotary": 2}
+    assert fused(lambda q, k, c, s: (q * c + rotate(q) * s, k * c - rotate(k) * s), q, k, cos, sin) == {"rotary": 1}
     assert not fused(lambda q, k, c, s: (q * c + rotate(k) * s, k * c + rotate(q) * s), q, q.detach(), cos, sin)
+
+
+def test_rotary_of_a_part():
+    def partial(q, k, cos, sin):
+        q = torch.cat((q[..., :8] * cos + rotate_half(q[..., :8]) * sin, q[..., 8:]), -1)
+        return q, torch.cat((k[..., :8] * cos + rotate_half(k[..., :8]) * sin, k[..., 8:]), -1)
+
+    def split(q, k, cos, sin):
+        (q, q_rest), (k, k_rest) = q.split((8, 2), -1), k.split((8, 2), -1)
+        q = torch.cat((q * cos + rotate_half(q) * sin, q_rest), -1)
+        return q, torch.cat((k * cos + rotate_half(k) * sin, k_rest), -1)
+
+    args = tensor(2, 3, 10), tensor(2, 3, 10, seed=2), tensor(3, 8, grad=False), tensor(3, 8, grad=False, seed=3)
+    assert not fused(partial, *args)  # each slice is another tensor
+    assert fused(split, *args) == {"rotary": 2}
 
 
 def test_rotary_of_other_halves():
@@ -233,7 +257,10 @@ def test_rotary_of_other_halves():
         def turn(x):
             return torch.cat((-x[..., 3:], x[..., :3]), dim=-1)
 
-        return q * cos + turn(q) * sin, k * cos + turn(k) * sin
+        def mixed(x):
+            return torch.cat((-x[..., 1::2], x[..., ::2]), dim=-1)
+
+        return q * cos + turn(q) * sin, k * cos + mixed(k) * sin
 
     args = tensor(2, 3, 8), tensor(2, 3, 8, seed=2), tensor(3, 8, grad=False), tensor(3, 8, grad=False, seed=3)
     assert not fused(rotary, *args)

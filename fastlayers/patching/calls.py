@@ -48,6 +48,7 @@ __all__ = [
     "plain",
     "plain_any",
     "relu_add_",
+    "rotary_alone",
     "scale_add",
     "softmax_added",
     "softmax_masked",
@@ -244,6 +245,14 @@ def scale_add(
     y = x if gamma is None else x.mul_(gamma) if scaled else x * gamma
     y = reference.drop_path(y, drop_path, training)
     return y + residual if written is None else _add_to(written, y, residual)
+
+
+# -- rotary embedding -------------------------------------------------------------------------------------------------
+
+
+def rotary_alone(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The rotary embedding of x where that of its partner is computed elsewhere."""
+    return functional.rotary(x, None, cos, sin, interleaved)[0]
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
