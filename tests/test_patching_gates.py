@@ -336,6 +336,25 @@ def test_no_linear_act(build):
     assert Reason.BIAS_DTYPE in reasons(mixed)
 
 
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ("return F.gelu(x.exp(), approximate='tanh')", "gelu"),
+        ("return F.gelu(x)", "gelu"),
+        ("return F.mish(x)", "mish"),
+        ("return F.glu(x, 0)", "glu"),
+        ("return F.glu(x)", "glu"),
+        ("return F.mish(x, inplace=True)", None),
+        ("return F.gelu(x, approximate='tanh') + self.gelu(x)", "gelu"),
+    ],
+)
+def test_activation_functions(build, body, rule):
+    block = build(LINEAR_INIT, "x", body)
+    assert fused(block) == ({rule: 1} if rule else {})
+    for shape in ((4, 4), (2, 3, 2)):
+        same(block, *tensors(shape))
+
+
 def test_what_bias_act_serves(monkeypatch):
     (weight, bias), x = nn.Linear(256, 256).parameters(), torch.randn(512, 256)
     assert not calls.bias_in_act(x, weight, bias)  # a CPU has no kernel

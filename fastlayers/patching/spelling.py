@@ -158,8 +158,8 @@ FRESH_FUNCTIONS = frozenset(
         F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
         calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked,
         calls.gated, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer, calls.add_layer_norm,
-        calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add, calls.linear_act, calls.rotary_alone,
-        folded,
+        calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add, calls.linear_act,
+        calls.rotary_alone, folded,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip
