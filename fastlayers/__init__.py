@@ -4,6 +4,7 @@ from fastlayers import functional, modules
 from fastlayers.checkpoint import load_model, save_model
 from fastlayers.modules import *  # noqa: F403  (its __all__: the layers and DROP_IN)
 from fastlayers.patching import (
+    compile_report,
     fold_batch_norm,
     patch_model,
     patch_report,
@@ -17,6 +18,7 @@ from fastlayers.patching import (
 
 __version__ = "0.1.0"
 __all__ = [
+    "compile_report",
     "fold_batch_norm",
     "functional",
     "load_model",

@@ -145,6 +145,7 @@ def test_gated_linear(build, act, form):
     [
         DOWN,
         "return self.bare(self.up(x) * F.relu(self.gate(x)))",
+        "return F.linear(self.silu(self.gate(x)) * self.up(x), self.down.weight)",
         "return self.down(self.skip(self.silu(self.gate(x)) * self.up(x))) + x",
         "y = self.silu(self.gate(x)) * self.up(x)\nreturn self.gelu(self.down(y))",
     ],
@@ -180,7 +181,6 @@ def test_gated_linear_of_other_shapes(build, shapes, product):
         ("y = self.silu(self.gate(x)) * self.up(x)\nreturn self.down(y), y", Reason.USED_ELSEWHERE),
         ("y = self.silu(self.gate(x)) * self.up(x)\nreturn self.down(y) + self.bare(y)", Reason.USED_ELSEWHERE),
         ("return self.down(self.drop(self.silu(self.gate(x)) * self.up(x)))", None),
-        ("return F.linear(self.silu(self.gate(x)) * self.up(x), self.down.weight)", None),
     ],
 )
 def test_the_gate_alone(build, body, reason):
@@ -451,8 +451,8 @@ self.gelu, self.relu = nn.GELU(), nn.ReLU(inplace=True)"""
 def served(request, monkeypatch):
     """Both ways that linear_act goes, on a machine without kernels."""
 
-    def fits(layer, x):
-        return layer.bias is not None and layer.bias.dtype == x.dtype and not torch.is_autocast_enabled("cpu")
+    def fits(x, weight, bias):
+        return bias is not None and bias.dtype == x.dtype and not torch.is_autocast_enabled("cpu")
 
     if request.param == "kernels":
         monkeypatch.setattr("fastlayers.patching.calls.bias_in_act", fits)
@@ -517,16 +517,35 @@ def test_no_linear_act(build):
     assert Reason.BIAS_DTYPE in reasons(mixed)
 
 
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ("return F.gelu(x.exp(), approximate='tanh')", "gelu"),
+        ("return F.gelu(x)", "gelu"),
+        ("return F.mish(x)", "mish"),
+        ("return F.glu(x, 0)", "glu"),
+        ("return F.glu(x)", "glu"),
+        ("return F.mish(x, inplace=True)", None),
+        ("return F.gelu(x, approximate='tanh') + self.gelu(x)", "gelu"),
+    ],
+)
+def test_activation_functions(build, body, rule):
+    block = build(LINEAR_INIT, "x", body)
+    assert fused(block) == ({rule: 1} if rule else {})
+    for shape in ((4, 4), (2, 3, 2)):
+        same(block, *tensors(shape))
+
+
 def test_what_bias_act_serves(monkeypatch):
-    layer, x = nn.Linear(256, 256), torch.randn(512, 256)
-    assert not calls.bias_in_act(layer, x)  # a CPU has no kernel
+    (weight, bias), x = nn.Linear(256, 256).parameters(), torch.randn(512, 256)
+    assert not calls.bias_in_act(x, weight, bias)  # a CPU has no kernel
     monkeypatch.setattr(calls.bias_act, "FAMILY", type("Family", (), {"serving": staticmethod(lambda x: object())}))
-    assert calls.bias_in_act(layer, x)
-    assert not calls.bias_in_act(layer, x[:2])
-    assert not calls.bias_in_act(layer, x.bfloat16())
+    assert calls.bias_in_act(x, weight, bias)
+    assert not calls.bias_in_act(x[:2], weight, bias)
+    assert not calls.bias_in_act(x.bfloat16(), weight, bias)
     with torch.autocast("cpu"):
-        assert not calls.bias_in_act(layer, x)
-        assert calls.bias_in_act(layer.bfloat16(), x)
+        assert not calls.bias_in_act(x, weight, bias)
+        assert calls.bias_in_act(x, weight.bfloat16(), bias.bfloat16())
 
 
 # -- the rotary function of an attention -------------------------------------------------------------------------------

@@ -10,24 +10,36 @@ from fastlayers.patching.api import (
     unfold_batch_norm,
     unpatch_model,
 )
-from fastlayers.patching.reasons import PatchError, PatchWarning, Reason
+from fastlayers.patching.dynamo import compile_report, dynamo_backend
+from fastlayers.patching.graph import Op, View
+from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
+from fastlayers.patching.rules import GraphRule, Match, ModuleRule, register_rule
 from fastlayers.patching.verify import Comparison, VerifyReport, verify_patch
 
 __all__ = [
     "Comparison",
+    "GraphRule",
+    "Match",
+    "ModuleRule",
+    "Op",
     "PatchError",
     "PatchReport",
     "PatchWarning",
     "Reason",
+    "Refusal",
     "Row",
     "VerifyReport",
+    "View",
+    "compile_report",
+    "dynamo_backend",
     "fold_batch_norm",
     "patch_model",
     "patch_report",
     "patched",
     "plan_fold",
     "plan_patch",
+    "register_rule",
     "unfold_batch_norm",
     "unpatch_model",
     "verify_patch",

@@ -24,7 +24,7 @@ from fastlayers.patching.graph import original_class
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
 from fastlayers.patching.rewrite import Fused, fuse, is_folded, is_patched, swap_class
-from fastlayers.patching.rules import FOLDING_RULE, GRAPH_RULES, MODULE_RULES, ModuleRule
+from fastlayers.patching.rules import FOLDING_RULE, ModuleRule, graph_rules, module_rules
 
 __all__ = [
     "Pattern",
@@ -186,7 +186,7 @@ def already(row: Row, module: nn.Module) -> Row:
 def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, type[nn.Module]]) -> Step:
     try:
         refuse_kind(module)
-        rule = next((rule for rule in MODULE_RULES if type(module) is rule.layer), None)
+        rule = next((rule for rule in module_rules() if type(module) is rule.layer), None)
         if rule is not None:
             return plan_swap(module, row, rule, classes)
         if not has_own_forward(type(module)):
@@ -204,7 +204,7 @@ def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes:
         refuse_kind(module)
         if not has_own_forward(original):
             raise Refusal(Reason.NO_RULE)
-        rules = (FOLDING_RULE, *(GRAPH_RULES if is_patched(module) else ()))
+        rules = (FOLDING_RULE, *(graph_rules() if is_patched(module) else ()))
         outcome = fuse(module, excluded, classes, rules, needed=FOLDING_RULE.name, prefix="Folded")
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
@@ -235,7 +235,7 @@ def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, 
 
 def is_subclass(module: nn.Module) -> bool:
     """Whether a module would be swapped if it were exactly a layer and not a user's subclass of it."""
-    return any(isinstance(module, rule.layer) and not isinstance(module, rule.fused) for rule in MODULE_RULES)
+    return any(isinstance(module, rule.layer) and not isinstance(module, rule.fused) for rule in module_rules())
 
 
 def has_own_forward(cls: type[nn.Module]) -> bool:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
+from torch.utils.checkpoint import checkpoint
 
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
@@ -37,6 +38,7 @@ __all__ = [
     "add_written_norm",
     "batch_norm",
     "batch_norm_layer",
+    "checkpointed",
     "dropout_add",
     "gated",
     "gated_linear",
@@ -47,6 +49,7 @@ __all__ = [
     "plain",
     "plain_any",
     "relu_add_",
+    "rotary_alone",
     "scale_add",
     "softmax_added",
     "softmax_masked",
@@ -92,6 +95,15 @@ def format_string(*parts: str | tuple[Any, str, str]) -> str:
     """An f-string from its literal parts and its (value, conversion, format) parts."""
     convert: dict[str, Any] = {"r": repr, "s": str, "a": ascii, "": lambda value: value}
     return "".join(part if isinstance(part, str) else format(convert[part[1]](part[0]), part[2]) for part in parts)
+
+
+def checkpointed(body: nn.Module, *args: Any, **options: Any) -> Any:
+    """A captured activation checkpoint, run as one.
+
+    Dynamo's own operator is made for compilers that keep track of the random state themselves: it does not preserve it,
+    and a dropout would draw another mask when it is computed again.
+    """
+    return checkpoint(body, *args, **{**options, "use_reentrant": False})
 
 
 def _stays(written: Tensor, other: Tensor) -> bool:
@@ -182,31 +194,32 @@ def gated(gate: Tensor, up: Tensor, act: str, written: str | None) -> Tensor:
 
 
 def gated_linear(
-    layer: nn.Linear, gate: Tensor, up: Tensor, act: str, *, gate_first: bool, written: str | None
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: str, *, gate_first: bool, written: str | None
 ) -> Tensor:
-    """layer(act(gate)·up), of a product written as in :func:`gated`, or with the gate first to neither."""
+    """linear(act(gate)·up), of a product written as in :func:`gated`, or with the gate first to neither."""
     if _alike(gate, up):
-        return functional.gated_linear(gate, up, layer.weight, layer.bias, act)
-    return layer(glu.gated(gate, up, act) if gate_first else gated(gate, up, act, written))  # type: ignore[no-any-return]
+        return functional.gated_linear(gate, up, weight, bias, act)
+    product = glu.gated(gate, up, act) if gate_first else gated(gate, up, act, written)
+    return F.linear(product, weight, bias)
 
 
 # -- linear layers ----------------------------------------------------------------------------------------------------
 
 
-def bias_in_act(layer: nn.Linear, x: Tensor) -> bool:
-    """Whether bias_act has a kernel for act(layer(x)), and gains by it. Autocast, say, leaves the bias in float32."""
-    bias, kind = layer.bias, x.device.type
+def bias_in_act(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether bias_act has a kernel for act(linear(x)), and gains by it. Autocast, say, leaves the bias in float32."""
+    kind = x.device.type
     if bias is None or torch.compiler.is_compiling() or bias_act.FAMILY.serving(x) is None:
         return False
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return bias.dtype == dtype and x.numel() // layer.in_features * layer.out_features >= GPU_LEAST
+    return bias.dtype == dtype and x.numel() // weight.shape[-1] * len(bias) >= GPU_LEAST
 
 
-def linear_act(layer: nn.Linear, x: Tensor, act: str) -> Tensor:
-    """act(layer(x)): the product by torch, the bias with the activation where that has a kernel and gains by it."""
-    if bias_in_act(layer, x):
-        return functional.bias_act(F.linear(x, layer.weight), layer.bias, act)
-    return activation(act).function(layer(x))
+def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """act(linear(x)): the product by torch, the bias with the activation where that has a kernel and gains by it."""
+    if bias_in_act(x, weight, bias):
+        return functional.bias_act(F.linear(x, weight), bias, act)
+    return activation(act).function(F.linear(x, weight, bias))
 
 
 # -- residuals --------------------------------------------------------------------------------------------------------
@@ -243,6 +256,14 @@ def scale_add(
     y = x if gamma is None else x.mul_(gamma) if scaled else x * gamma
     y = reference.drop_path(y, drop_path, training)
     return y + residual if written is None else _add_to(written, y, residual)
+
+
+# -- rotary embedding -------------------------------------------------------------------------------------------------
+
+
+def rotary_alone(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The rotary embedding of x where that of its partner is computed elsewhere."""
+    return functional.rotary(x, None, cos, sin, interleaved)[0]
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------

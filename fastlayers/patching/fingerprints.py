@@ -302,7 +302,7 @@ def operation(name: str, operands: list[Expression], options: dict[str, Expressi
             return ("mean", x)
     elif options:
         raise UnreadableError
-    elif name in ("square", "rsqrt") and not rest:
+    elif name in ("square", "rsqrt", "tanh", "sigmoid") and not rest:
         return (name, x)
     elif len(rest) == 1:
         return binary(name, x, rest[0])
@@ -314,8 +314,8 @@ def binary(name: str, a: Expression, b: Expression) -> Expression:
         return ("square" if b[1] > 0 else "rsqrt", a)
     if name in COMMUTING:
         return ("square", a) if COMMUTING[name] == "mul" and a == b else commuting(COMMUTING[name], a, b)
-    if name == "sub":
-        return ("sub", a, b)
+    if name in ("sub", "pow"):
+        return (name, a, b)
     raise UnreadableError
 
 

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from fastlayers.modules import DROP_IN
 from fastlayers.patching import calls
+from fastlayers.patching.compositions import COMPOSITIONS
 from fastlayers.patching.fingerprints import fingerprint
 from fastlayers.patching.functions import written_function
 from fastlayers.patching.spelling import (
@@ -57,6 +58,8 @@ class Op:
     recording: Recording | None = None
     #: The Sequentials that end with the child, the outermost first, where the node calls that one.
     sequentials: tuple[str, ...] = ()
+    #: Of an operation that is written out in smaller ones, of which ``node`` is the last: the others, in order.
+    parts: tuple[Op, ...] = ()
 
     def __getitem__(self, operand: str) -> Any:
         return self.operands.get(operand)
@@ -134,11 +137,16 @@ class View:
     # -- what a node computes -----------------------------------------------------------------------------------
 
     def op(self, node: Any, name: str | None = None) -> Op | None:
-        """The operation of a node, if it is a known one (and the one asked for)."""
+        """The operation of a node, if it is a known one (and the one asked for).
+
+        Asked for by its name, an operation is found where it is written out in smaller ones too.
+        """
         if not isinstance(node, Node):
             return None
         found = self._layer(node) if node.op == "call_module" else self._function(node)
-        return found if found is not None and name in (None, found.name) else None
+        if found is None or name not in (None, found.name):
+            return COMPOSITIONS[name](self, node) if name in COMPOSITIONS else None
+        return found
 
     def _function(self, node: Node) -> Op | None:
         if node.op not in ("call_function", "call_method") or (node.op == "call_method") != isinstance(
@@ -235,6 +243,8 @@ class View:
             return not isinstance(value, bool)
         if not isinstance(value, Node):
             return False
+        if "example_value" in value.meta:
+            return isinstance(value.meta["example_value"], int | float | torch.SymInt | torch.SymFloat)
         if value.op == "call_method":
             return value.target in NUMBER_METHODS
         if value.op != "call_function":
@@ -252,8 +262,34 @@ class View:
 
     def is_tensor(self, value: Any) -> bool:
         """Whether a value is taken for a tensor. A placeholder is one only under a guard, which the rewriting adds."""
+        if self.example(value) is not None:
+            return True
         is_flag = isinstance(value, Node) and value.op == "get_attr" and value.target == "training"
         return isinstance(value, Node) and not is_flag and not self.is_number(value)
+
+    def is_parameter(self, value: Any) -> bool:
+        """Whether a value is a parameter (or, in a recorded forward, a buffer) of the module."""
+        if isinstance(value, Attribute):
+            return True
+        if not isinstance(value, Node):
+            return False
+        if value.op == "placeholder":
+            return isinstance(self.example(value), nn.Parameter)
+        return value.op == "get_attr" and value.target != "training"
+
+    @staticmethod
+    def example(value: Any) -> torch.Tensor | None:
+        """The tensor without memory that Dynamo took for a value while it captured the graph; None in other graphs."""
+        found = value.meta.get("example_value") if isinstance(value, Node) else None
+        return found if isinstance(found, torch.Tensor) else None
+
+    def size(self, value: Any, dim: int) -> int | None:
+        """The size of a dimension, where the captured graph holds for no other; None where it is dynamic or unknown."""
+        example = self.example(value)
+        if example is None or not -example.dim() <= dim < example.dim():
+            return None
+        size: Any = example.shape[dim]
+        return size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
 
     # -- which memory a node shares ---------------------------------------------------------------------------
 
@@ -438,7 +474,7 @@ def function_only_reads(node: Node) -> bool:
     target = node.target
     name = getattr(target, "__name__", "")
     if (
-        target in (getattr, calls.unpack, calls.format_string)
+        target in (getattr, calls.unpack, calls.format_string, torch._C._log_api_usage_once)
         or target in NUMBER_FUNCTIONS
         or getattr(math, name, None) is target
     ):

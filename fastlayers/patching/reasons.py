@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.fx import Node
 
 __all__ = ["PatchError", "PatchWarning", "Reason", "Refusal"]
 
@@ -23,6 +27,8 @@ class Reason(str, Enum):
     QUANTIZED = "quantised"
     WRAPPER = "a wrapper; only what is inside is patched"
     FOLDED = "its BatchNorms are folded: unfold, patch, and fold again"
+    CALLS_MODULES = "its captured graph calls modules, which Dynamo does where inline_inbuilt_nn_modules is off"
+    RESHAPED_IN_PLACE = "its captured graph gives a tensor another shape in place, and the recorded shapes may be wrong"
     CLASS_HOOKS = "its class reacts to being subclassed (a metaclass or __init_subclass__)"
 
     # Its forward cannot be rewritten safely
@@ -63,6 +69,8 @@ class Refusal(Exception):  # noqa: N818 - not an error: it ends up in the report
         super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
         self.reason = reason
         self.detail = detail
+        #: The operation of a graph that was looked at.
+        self.node: Node | None = None
 
 
 class PatchError(RuntimeError):

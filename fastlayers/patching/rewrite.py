@@ -30,7 +30,7 @@ from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_lik
 from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rotary import rotary_forward
-from fastlayers.patching.rules import GRAPH_RULES, Deferred, GraphRule, Match, ModuleRule
+from fastlayers.patching.rules import Deferred, GraphRule, Match, ModuleRule, graph_rules
 from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
 from fastlayers.patching.trace import Recording, equality, optional_parameters, record
 
@@ -53,10 +53,14 @@ _serial = itertools.count(1)
 
 @dataclass
 class Fused:
-    """The outcome for one module: its generated class, what was fused, and what looked fusable and was left."""
+    """The outcome for one module: its generated class, what was fused, and what looked fusable and was left.
+
+    ``made`` has the fused calls in a graph by the names of their rules.
+    """
 
     cls: type[nn.Module] | None
     rules: Counter[str] = field(default_factory=Counter)
+    made: dict[Node, str] = field(default_factory=dict)
     left: list[Refusal] = field(default_factory=list)
 
 
@@ -70,6 +74,7 @@ def apply_rules(
     view = View(recording.graph, module)
     view.thread_inplace()
     outcome = Fused(None)
+    made: dict[Node, str] = {}
     unseen: dict[str, None] = {}
     conditions: dict[Callable[..., bool], dict[tuple[str, ...], None]] = {}
     for rule in rules:
@@ -83,6 +88,7 @@ def apply_rules(
                         raise found
                     guards, children = check_deeper(view, found, recording, excluded)
                 except Refusal as refusal:
+                    refusal.node = node
                     refusals.append(refusal)
                     continue
                 recording.guards.update(dict.fromkeys(guards))
@@ -93,9 +99,11 @@ def apply_rules(
                 fused = replace(recording.graph, found)
                 view.refresh()
                 pending = [other for other in view.position if view.position[other] < view.position[fused]]
-                outcome.rules[rule.name] += 1
+                made[fused] = rule.name
                 break
             outcome.left.extend(refusals)
+    outcome.made = {node: made[node] for node in view.position if node in made}
+    outcome.rules = Counter(outcome.made.values())
     if unseen:
         conditions[calls.no_hooks] = {tuple(unseen): None}
     for function, given in conditions.items():
@@ -121,8 +129,8 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
 
     Returns the guards under which that stays so, and the children that must have no hooks.
     """
-    nodes = {op.node for op in match.ops}
-    for op in match.ops[:-1]:
+    nodes = {op.node for op in match.all_ops}
+    for op in match.all_ops[:-1]:
         if op.node is not match.kept and not set(op.node.users) <= nodes:
             raise Refusal(Reason.USED_ELSEWHERE, str(op.node))
         check_operands_keep(view, op, match.root, nodes)
@@ -130,11 +138,11 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
         check_draws_keep(view, op, match.root, nodes)
     if match.kept is not None:
         for user in match.kept.users:
-            if view.position[user] < view.position[match.root]:
+            if user not in nodes and view.position[user] < view.position[match.root]:
                 raise Refusal(Reason.USED_BETWEEN, f"{match.kept} by {user}")
     unseen: list[str] = []
     guards: list[str] = []
-    for op in match.ops:
+    for op in match.all_ops:
         if op.inplace:
             results = {match.root} | ({match.kept} if match.kept is not None else set())
             makers, keepers = check_mutation(view, op.node, op["input"], results, nodes)
@@ -142,7 +150,9 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
             for path in dict.fromkeys(makers):
                 guards += maker_guards(view, path, recording)
     guards += [
-        f"isinstance({tensor.target}, {bind(recording, torch.Tensor)})" for tensor in placeholders(match.tensors)
+        f"isinstance({tensor.target}, {bind(recording, torch.Tensor)})"
+        for tensor in placeholders(match.tensors)
+        if view.example(tensor) is None
     ]
     for op in match.ops:
         if op.child is not None:
@@ -184,7 +194,7 @@ def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> N
     else:
         shared, written = set(), {getattr(op[name], "target", None) for name in ("running_mean", "running_var")}
     for node in view.position:
-        read = node.op == "get_attr" and node.target in written and not set(node.users) <= nodes
+        read = node.op in ("get_attr", "placeholder") and node.target in written and not set(node.users) <= nodes
         between = view.position[op.node] < view.position[node] < view.position[root]
         if read or (between and node.op == "call_module" and shared & set(view.child(node).modules())):
             raise Refusal(Reason.WRITTEN_BETWEEN, f"the running statistics of {op.node}, which {node} may see")
@@ -320,13 +330,29 @@ def replace(graph: fx.Graph, match: Match) -> Node:
         kwargs = {name: argument(graph, arg) for name, arg in match.kwargs.items()}
         result = fused = graph.call_function(match.target, args, kwargs)
         if match.kept is not None:
-            if set(match.kept.users) - {op.node for op in match.ops}:
-                match.kept.replace_all_uses_with(graph.call_function(operator.getitem, (fused, 1)))
+            if set(match.kept.users) - {op.node for op in match.all_ops}:
+                kept = graph.call_function(operator.getitem, (fused, 1))
+                kept.meta = match.kept.meta.copy()
+                match.kept.replace_all_uses_with(kept)
             result = graph.call_function(operator.getitem, (fused, 0))
+    result.meta = root.meta.copy()
+    fused.meta = call_meta(match)
     root.replace_all_uses_with(result)
-    for op in reversed(match.ops):
+    for op in reversed(match.all_ops):
         graph.erase_node(op.node)
     return fused
+
+
+def call_meta(match: Match) -> dict[str, Any]:
+    """What Dynamo would have recorded of the fused call: its value, and the modules that all operations are in."""
+    meta = match.root.meta.copy()
+    if match.kept is not None and "example_value" in meta:
+        meta["example_value"] = (meta["example_value"], match.kept.meta["example_value"])
+    if "nn_module_stack" in meta:
+        stacks = [op.node.meta.get("nn_module_stack", {}) for op in match.ops]
+        common = itertools.takewhile(lambda key: all(key in stack for stack in stacks), stacks[-1])
+        meta["nn_module_stack"] = {key: stacks[-1][key] for key in common}
+    return meta
 
 
 def argument(graph: fx.Graph, value: Any) -> Any:
@@ -349,7 +375,7 @@ def fuse(
     module: nn.Module,
     excluded: frozenset[str] = frozenset(),
     known: dict[Any, type[nn.Module]] | None = None,
-    rules: tuple[GraphRule, ...] = GRAPH_RULES,
+    rules: tuple[GraphRule, ...] | None = None,
     needed: str | None = None,
     prefix: str = "Fused",
 ) -> Fused:
@@ -359,7 +385,7 @@ def fuse(
         module: any module whose own class has a Python forward. It is not changed.
         excluded: paths of children that no fusion may absorb.
         known: classes generated so far; modules with the same class and the same rewritten code share one.
-        rules: what to look for.
+        rules: what to look for; all graph rules where not given.
         needed: a rule without which a rewritten forward is not worth having.
         prefix: of the name of the class.
 
@@ -372,6 +398,7 @@ def fuse(
     original = original_class(module)
     check_subclassing(original)
     known = {} if known is None else known
+    rules = graph_rules() if rules is None else rules
     written = fingerprint(original) if needed is None else None
     if written is not None:
         return fuse_written_norm(module, written, known)

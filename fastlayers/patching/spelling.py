@@ -42,6 +42,8 @@ spell("relu", "input", torch.relu, "relu")
 spell("relu", "input", torch.relu_, F.relu_, "relu_", inplace=True)
 spell("silu", "input inplace", F.silu)
 spell("gelu", "input approximate", F.gelu)
+spell("mish", "input inplace", F.mish)
+spell("glu", "input dim", F.glu)
 spell("hardswish", "input inplace", F.hardswish)
 spell("relu6", "input inplace", F.relu6)
 spell("leaky_relu", "input negative_slope inplace", F.leaky_relu)
@@ -50,6 +52,8 @@ spell("add", "input other", operator.add)
 spell("add", "input other", operator.iadd, inplace=True)
 spell("add", "input other alpha", torch.add, "add")
 spell("add", "input other alpha", "add_", inplace=True)
+spell("linear", "input weight bias", F.linear)
+spell("sub", "input other", operator.sub, torch.sub, torch.subtract, "sub", "subtract")
 spell("dropout", "input p training inplace", F.dropout)
 spell("mul", "input other", operator.mul, torch.mul, torch.multiply, "mul", "multiply")
 spell("mul", "input other", operator.imul, "mul_", "multiply_", inplace=True)
@@ -76,6 +80,7 @@ spell("rms_norm", "input normalized_shape weight eps", F.rms_norm, torch.rms_nor
 #: Layers that stand for one operation, and what of their attributes is its operands: a guard compares these.
 LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.Identity: ("identity", ()),
+    nn.Linear: ("linear", ()),
     nn.Dropout: ("dropout", ()),
     nn.ReLU: ("relu", ()),
     nn.SiLU: ("silu", ()),
@@ -118,7 +123,7 @@ INPLACE_OPERATORS = frozenset(
 FUSED_FUNCTIONS = frozenset(getattr(functional, name) for name in functional.__all__)
 
 #: Operations that may draw random numbers.
-RANDOM = frozenset({"dropout", "drop_path"})
+RANDOM = frozenset({"dropout", "drop_path", "draw"})
 #: Functions and methods that draw none, besides the fresh ones that are not listed here.
 NOT_RANDOM = frozenset(
     {getattr, operator.getitem, "view", "reshape", "flatten", "transpose", "contiguous", "unsqueeze"}
@@ -152,10 +157,9 @@ FRESH_FUNCTIONS = frozenset(
         F.gelu, F.silu, F.hardswish, F.relu6, F.leaky_relu, F.sigmoid, F.tanh, F.avg_pool2d,
         F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
         calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked,
-        calls.gated, calls.gated_linear,
-        calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer, calls.add_layer_norm, calls.add_rms_norm,
-        calls.add_written_norm, calls.dropout_add, calls.scale_add, calls.linear_act,
-        folded,
+        calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
+        calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
+        calls.linear_act, calls.rotary_alone, folded,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

@@ -1,4 +1,5 @@
 """What patching looks for. A rule is one small object; to add one, write it in its family's file and put it in a list.
+A rule of somebody else's is registered with :func:`register_rule`.
 
 A :class:`ModuleRule` replaces one torch layer by one fused layer. A :class:`GraphRule` looks at one node of the graph
 of a forward and proposes matches, the largest first. It only has to recognise the structure: that a match is *safe*
@@ -9,11 +10,27 @@ between, no hook of an absorbed child would be skipped) is checked for every rul
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
 from fastlayers.modules import DROP_IN
-from fastlayers.patching.rules import bias_act, elementwise, fold, glu, norm, residual, softmax
+from fastlayers.patching.rules import activations, bias_act, elementwise, fold, glu, norm, residual, rotary, softmax
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule
 
-__all__ = ["FOLDING_RULE", "GRAPH_RULES", "MODULE_RULES", "Deferred", "GraphRule", "Match", "ModuleRule"]
+__all__ = [
+    "FOLDING_RULE",
+    "GRAPH_RULES",
+    "MODULE_RULES",
+    "Deferred",
+    "GraphRule",
+    "Match",
+    "ModuleRule",
+    "graph_rules",
+    "module_rules",
+    "register_rule",
+]
 
 MODULE_RULES: tuple[ModuleRule, ...] = tuple(
     ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused)
@@ -31,11 +48,13 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,
     *norm.NORM_FUNCTIONS,
+    rotary.ROTARY,
     glu.GATED_LINEAR,
     *glu.GATES,
     residual.DROPOUT_ADD,
     residual.SCALE_ADD,
     bias_act.LINEAR_ACT,
+    *activations.ACTIVATIONS,
     elementwise.RELU_ADD_BIAS,
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,
@@ -45,3 +64,47 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
 
 #: What :func:`fastlayers.fold_batch_norm` looks for; no part of patching.
 FOLDING_RULE = fold.FOLD_BATCH_NORM
+
+_registered: OrderedDict[int, GraphRule | ModuleRule] = OrderedDict()
+
+
+def register_rule(rule: GraphRule | ModuleRule) -> RemovableHandle:
+    """Look for a fusion of your own wherever fastlayers looks, from now on and in this process.
+
+    Registered rules are tried before those of fastlayers, in the order of their registration. Models that are patched
+    already, and graphs that are compiled already, stay as they are.
+
+    Args:
+        rule: a :class:`GraphRule`, which finds operations in the graph of a forward, or a :class:`ModuleRule`, which
+            replaces modules of exactly one class. What a match replaces need not be proven safe: that is checked for
+            every rule alike.
+
+    Returns:
+        A handle: ``handle.remove()`` unregisters the rule, and so does leaving ``with register_rule(rule): ...``.
+
+    Raises:
+        TypeError: not a rule, or the fused class of a ModuleRule is no subclass of the layer that it stands for.
+        ValueError: there is a rule of that name.
+    """
+    if not isinstance(rule, GraphRule | ModuleRule):
+        raise TypeError(f"expected a GraphRule or a ModuleRule, got {type(rule).__name__}")
+    if isinstance(rule, ModuleRule) and not (issubclass(rule.layer, nn.Module) and issubclass(rule.fused, rule.layer)):
+        raise TypeError(
+            f"the rule {rule.name!r} must put a subclass of the layer in its place, which {rule.fused.__name__} is not "
+            f"of {rule.layer.__name__}"
+        )
+    if rule.name in {known.name for known in graph_rules()} | {known.name for known in module_rules()}:
+        raise ValueError(f"there is a rule called {rule.name!r} already")
+    handle = RemovableHandle(_registered)
+    _registered[handle.id] = rule
+    return handle
+
+
+def graph_rules() -> tuple[GraphRule, ...]:
+    """All graph rules in the order in which they are tried."""
+    return (*(rule for rule in _registered.values() if isinstance(rule, GraphRule)), *GRAPH_RULES)
+
+
+def module_rules() -> tuple[ModuleRule, ...]:
+    """All module rules in the order in which they are tried."""
+    return (*(rule for rule in _registered.values() if isinstance(rule, ModuleRule)), *MODULE_RULES)

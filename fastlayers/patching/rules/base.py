@@ -44,6 +44,11 @@ class Match:
     def root(self) -> Node:
         return self.ops[-1].node
 
+    @property
+    def all_ops(self) -> tuple[Op, ...]:
+        """The operations with those that they are written out in, each after what it uses."""
+        return tuple(part for op in self.ops for part in (*op.parts, op))
+
 
 @dataclass(frozen=True)
 class GraphRule:

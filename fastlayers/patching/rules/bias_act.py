@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
 from torch.fx import Node
 
 from fastlayers.patching import calls
-from fastlayers.patching.graph import Attribute, Op, View, original_class
+from fastlayers.patching.graph import Attribute, Op, View
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.norm import activation, behind
 
-__all__ = ["LINEAR_ACT", "linear"]
+__all__ = ["LINEAR_ACT", "parameters"]
 
 
-def linear(view: View, node: Any) -> Op | None:
-    """A node as a call of a child that is torch's own linear layer."""
-    if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
-        return None
-    layer = view.child(node)
-    if original_class(layer) is not nn.Linear or "forward" in layer.__dict__:
-        return None
-    return Op("linear", node, {"input": node.args[0]}, child=str(node.target))
+def parameters(view: View, linear: Op) -> tuple[tuple[Any, Any], tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """The weight and the bias of a linear layer: as operands, and as the tensors that they are now, where known."""
+    if linear.child is not None:
+        layer: Any = view.root.get_submodule(linear.child)
+        return (Attribute(f"{linear.child}.weight"), Attribute(f"{linear.child}.bias")), (layer.weight, layer.bias)
+    weight, bias = linear["weight"], linear["bias"]
+    return (weight, bias), (view.example(weight), view.example(bias))
 
 
 def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
@@ -32,15 +31,17 @@ def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
     if found is None:
         return
     before, passed = behind(view, found[0]["input"])
-    op = linear(view, before)
-    layer: Any = view.child(before) if op is not None else None
-    if op is None or layer.bias is None:
+    linear = view.op(before, "linear")
+    if linear is None or linear.recording is not None:
         return
-    if layer.bias.dtype != layer.weight.dtype:
-        yield Refusal(Reason.BIAS_DTYPE, str(op.child))
+    operands, (weight, bias) = parameters(view, linear)
+    if weight is None or bias is None:
         return
-    x = op["input"]
-    yield Match((op, *passed, found[0]), calls.linear_act, (Attribute(str(op.child)), x, found[1]), {}, (x,))
+    if bias.dtype != weight.dtype:
+        yield Refusal(Reason.BIAS_DTYPE, linear.child or str(before))
+        return
+    x = linear["input"]
+    yield Match((linear, *passed, found[0]), calls.linear_act, (x, *operands, found[1]), {}, (x,))
 
 
 LINEAR_ACT = GraphRule("linear_act", "act(linear(x)), the bias added by the activation's kernel", find_linear_act)

@@ -10,10 +10,10 @@ from torch.fx import Node
 
 from fastlayers import functional
 from fastlayers.patching import calls
-from fastlayers.patching.graph import Attribute, Op, View
+from fastlayers.patching.graph import Op, View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.bias_act import linear
+from fastlayers.patching.rules.bias_act import parameters
 from fastlayers.patching.rules.norm import activation, behind
 
 __all__ = ["GATED_LINEAR", "GATES"]
@@ -66,14 +66,14 @@ def find_gated(function: Callable[..., Any], acts: dict[str, dict[str, Any]]) ->
 
 
 def find_gated_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
-    layer = linear(view, node)
-    if layer is None:
+    linear = view.op(node, "linear")
+    if linear is None or linear.recording is not None:
         return
-    product, passed = behind(view, layer["input"])
+    product, passed = behind(view, linear["input"])
     for gate in gates(view, product, ("silu", "gelu", "gelu_tanh", "relu")):
-        args = (Attribute(str(layer.child)), *gate.operands, gate.name)
+        args = (*gate.operands, *parameters(view, linear)[0], gate.name)
         options = {"gate_first": gate.first and not gate.mul.inplace, "written": gate.written}
-        yield Match((gate.act, gate.mul, *passed, layer), calls.gated_linear, args, options, gate.operands)
+        yield Match((gate.act, gate.mul, *passed, linear), calls.gated_linear, args, options, gate.operands)
 
 
 #: The public functions, and the activations that each stands for with its options.

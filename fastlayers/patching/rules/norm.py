@@ -46,10 +46,10 @@ def is_function(op: Op) -> bool:
 
 def activation(view: View, node: Any) -> tuple[Op, str] | None:
     """A node as an activation that a fused norm can end with, and its name there."""
-    op = view.op(node)
+    op = view.op(node, "gelu") or view.op(node, "quick_gelu") or view.op(node)
     if op is None:
         return None
-    if op.name in ("relu", "silu", "hardswish"):
+    if op.name in ("relu", "silu", "hardswish", "quick_gelu"):
         return op, op.name
     if op.name == "relu6" and (op["min_val"] or 0.0, op["max_val"] or 6.0) == (0.0, 6.0):
         return op, op.name
@@ -152,8 +152,8 @@ def find_batch_norm_add_act(view: View, node: Node) -> Iterator[Match | Refusal]
 
 def find_add_norm(name: str) -> Callable[..., Iterator[Match | Refusal]]:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
-        norm = view.op(node)
-        if norm is None or norm.name != name or not isinstance(norm["input"], Node):
+        norm = view.op(node, name)
+        if norm is None or not isinstance(norm["input"], Node):
             return
         add = addition(view, norm["input"])
         if isinstance(add, Refusal):

@@ -56,15 +56,11 @@ def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:
 # -- x + drop_path(gamma * f(x)) ---------------------------------------------------------------------------------------
 
 
-def is_parameter(value: Any) -> bool:
+def is_parameter(view: View, value: Any) -> bool:
     """Whether an operand is a parameter (or buffer) of the module, in some shape."""
-    if isinstance(value, Attribute):
-        return True
-    if not isinstance(value, Node):
-        return False
-    if value.op == "call_method" and value.target in VIEWS:
-        return is_parameter(value.args[0])
-    return value.op == "get_attr" and value.target != "training"
+    if isinstance(value, Node) and value.op == "call_method" and value.target in VIEWS:
+        return is_parameter(view, value.args[0])
+    return view.is_parameter(value)
 
 
 def scaled(view: View, node: Any) -> tuple[Op, Any] | None:
@@ -72,9 +68,9 @@ def scaled(view: View, node: Any) -> tuple[Op, Any] | None:
     op = view.op(node, "mul") or viewed_scale(view, node)
     if op is None:
         return None
-    if is_parameter(op["other"]) or isinstance(op["other"], Deferred):
+    if is_parameter(view, op["other"]) or isinstance(op["other"], Deferred):
         return op, op["other"]
-    if is_parameter(op["input"]) and not op.inplace:
+    if is_parameter(view, op["input"]) and not op.inplace:
         return replace(op, operands={"input": op["other"], "other": op["input"]}), op["input"]
     return None
 
@@ -90,7 +86,7 @@ def viewed_scale(view: View, node: Any) -> Op | None:
     argument, *nodes, output = recording.graph.nodes
     op = View(recording.graph, view.root).op(output.args[0], "mul")
     shaped: Any = op["other"] if op is not None else None
-    if op is None or op["input"] is not argument or not is_parameter(shaped) or shaped.op != "call_method":
+    if op is None or op["input"] is not argument or not is_parameter(view, shaped) or shaped.op != "call_method":
         return None
     gamma, *shape = shaped.args
     if set(nodes) != {op.node, shaped, gamma} or gamma.op != "get_attr" or shaped.kwargs:
@@ -122,7 +118,7 @@ def find_scale_add(view: View, node: Node) -> Iterator[Match | Refusal]:
             before, inner = behind(view, drop["input"])
             ops = (*inner, drop, *passed)
         scale = scaled(view, before)
-        if (how is None and (drop is not None or scale is None)) or is_parameter(residual):
+        if (how is None and (drop is not None or scale is None)) or is_parameter(view, residual):
             continue
         add = addition(view, node)
         if isinstance(add, Refusal):

@@ -1,0 +1,33 @@
+"""Activations that have a kernel of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.fx import Node
+
+from fastlayers import functional
+from fastlayers.patching.graph import View
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rules.base import GraphRule, Match
+
+__all__ = ["ACTIVATIONS"]
+
+
+def find_activation(name: str) -> Callable[[View, Node], Iterator[Match | Refusal]]:
+    def find(view: View, node: Node) -> Iterator[Match | Refusal]:
+        op = view.op(node, name)
+        if op is None or op.child is not None or op.inplace:  # a layer is for the module rules
+            return
+        options: dict[str, Any] = {k: v for k, v in op.operands.items() if k not in ("input", "inplace")}
+        yield Match((op,), getattr(functional, name), (op["input"],), options, (op["input"],))
+
+    return find
+
+
+#: Those whose layers are in DROP_IN, and the one that torch has no function for.
+ACTIVATIONS = (
+    *(GraphRule(name, f"F.{name}", find_activation(name)) for name in ("gelu", "mish", "glu")),
+    GraphRule("quick_gelu", "x * sigmoid(1.702 * x)", find_activation("quick_gelu")),
+)
