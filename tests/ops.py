@@ -2218,7 +2218,9 @@ JS_DIV_LOGITS = replace(
     fused=by_row(functional.js_div_logits),
     reference=js_div_logits,
     samples=(
-        *divergence_samples(),
+        # Large values have distributions on one class each: gradients of 0, by the cancellation of two numbers near
+        # log 2 whose last digits are chance. test_kl_div.py judges them by those numbers.
+        *(sample for sample in divergence_samples() if sample.name != "large values"),
         *(Sample(f"beta {beta}", (Input((2, 3, 17)),) * 2, {"beta": beta, "temperature": 1.5}, smooth=True)
           for beta in (0.0, 0.1, 1.0)),
     ),

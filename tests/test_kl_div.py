@@ -132,6 +132,20 @@ def test_probability_that_the_student_has_not(place):
     assert_close(gradient, (teacher.softmax(-1) - student.softmax(-1)) / 4)
 
 
+@everywhere
+def test_mixture_of_distributions_on_one_class_each(place):
+    """Within two roundings of log 2, which the terms of loss and gradients cancel from."""
+    student, teacher = ((300 * t.detach()).float().requires_grad_() for t in logits(place, 40, 300))
+    exact = tuple(t.detach().double().requires_grad_() for t in (student, teacher))
+    with forced(place):
+        ours = functional.js_div_logits(student, teacher, reduction="sum")
+        grads = gradients(ours, (student, teacher))
+    expected = functional.js_div_logits(*exact, reduction="sum")
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=0.0)
+    for mine, true in zip(grads, gradients(expected, exact), strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=0.0, atol=2 * torch.finfo(torch.float32).eps * math.log(2))
+
+
 @each
 def test_mistakes(divergence):
     student, teacher = torch.randn(3, 5), torch.randn(3, 5)
