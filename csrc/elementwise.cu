@@ -218,6 +218,29 @@ __global__ void __launch_bounds__(kThreads) mul_backward_flat(const T* dy, const
   });
 }
 
+// x *= factor, which is on the device. Nothing is touched where it is 1, as that of most backward passes.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) scale_in_place(T* x, const compute_t<T>* factor, int64_t n, bool is_aligned) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  const A by = *factor;
+  if (by == A(1)) return;
+  for_block<T>(is_aligned, n, [&](auto words, int first) {
+    constexpr int U = words.value;
+    constexpr bool WHOLE = U > 1;
+    Vec<T, V> w[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) w[u] = load_flat<T, WHOLE>(x, flat_index<T>(first + u), n);
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      Vec<A, V> r = unpack<A>(w[u]);
+#pragma unroll
+      for (int j = 0; j < V; ++j) r.v[j] *= by;
+      store_flat<T, WHOLE>(x, flat_index<T>(first + u), n, pack<T>(r));
+    }
+  });
+}
+
 // ---- broadcasting -------------------------------------------------------------------------------------------------------
 
 // V neighbours of an operand that broadcasts to the flat result, from element i of it.
@@ -537,6 +560,27 @@ Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
   return dx;
 }
 
+// A dense x, in any layout, times one number in the dtype of the computation.
+void scale_(Tensor x, const Tensor& factor) {
+  const int64_t n = x.numel();
+  const ScalarType wide = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  STD_TORCH_CHECK(factor.numel() == 1 && factor.scalar_type() == wide && factor.is_cuda() &&
+                      factor.get_device_index() == x.get_device_index(),
+                  "fastlayers::scale_: expected a factor of one ", torch::headeronly::toString(wide), " on x's device");
+  const Dims sizes = dims_of(x.sizes()), strides = dims_of(x.strides());
+  STD_TORCH_CHECK(n == 0 || same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides}))),
+                  "fastlayers::scale_: expected a dense x");
+  if (n == 0) return;
+  const Launch launch(x);
+  dispatch_floating(x.scalar_type(), "scale_", [&](auto zero) {
+    using T = decltype(zero);
+    T* px = static_cast<T*>(x.mutable_data_ptr());
+    scale_in_place<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(px, static_cast<const compute_t<T>*>(factor.const_data_ptr()), n,
+                                                                          aligned(px));
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
 Dims broadcast_shape(const Tensor& x, const Tensor& y, const char* op) {
   const Dims a = dims_of(x.sizes()), b = dims_of(y.sizes());
   Dims out(std::max(a.size(), b.size()));
@@ -737,4 +781,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
   m.impl("relu_add_backward", TORCH_BOX(&fastlayers::relu_add_backward));
   m.impl("mul", TORCH_BOX(&fastlayers::mul));
   m.impl("mul_backward", TORCH_BOX(&fastlayers::mul_backward));
+  m.impl("scale_", TORCH_BOX(&fastlayers::scale_));
 }

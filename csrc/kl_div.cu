@@ -116,15 +116,17 @@ struct RowArgs {
   bool ragged;
 };
 
-// What is kept of a row, side by side: the maxima, the natural logarithms of the sums of exponentials below them, and the sums that
-// the gradients need: sum q·(log q - log m) and sum p·(log p - log m) of the mixture m; or only the second, sum p·((t - y) - (s - x)).
+// What is kept of a row, side by side: the maxima, a number of the sums of exponentials below them, and the sums that the gradients
+// need. Of Jensen-Shannon the sums' natural logarithms, and sum q·(log q - log m) and sum p·(log p - log m) of the mixture m. Of
+// Kullback-Leibler one over the sums (a large probability keeps a digit that exp(z - log sum) would lose), and of the others only the
+// second, sum p·((t - y) - (s - x)).
 template <typename A>
 struct Numbers {
-  A max_x, log_x, max_y, log_y, cross_x, cross_y;
+  A max_x, sum_x, max_y, sum_y, cross_x, cross_y;
 
   __device__ __forceinline__ void store(A* stats, int64_t row) const {
     A* p = stats + row * kNumbers;
-    p[0] = max_x, p[1] = log_x, p[2] = max_y, p[3] = log_y, p[4] = cross_x, p[5] = cross_y;
+    p[0] = max_x, p[1] = sum_x, p[2] = max_y, p[3] = sum_y, p[4] = cross_x, p[5] = cross_y;
   }
   __device__ __forceinline__ static Numbers load(const A* stats, int64_t row) {
     const A* p = stats + row * kNumbers;
@@ -336,6 +338,8 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<In>)
   Numbers<A> kept{finite_or_zero(all.max_x), log_x, finite_or_zero(all.max_y), log_y, A(0), A(0)};
   A loss;
   if constexpr (!kMixed) {
+    kept.sum_x = A(1) / all.x;
+    kept.sum_y = A(1) / all.y;
     kept.cross_y = all.w / all.y * U::kNatural;
     loss = kept.cross_y + (log_x - log_y);
   } else {
@@ -391,7 +395,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
   const bool ignored = a.labels != nullptr && a.labels[at.row] == a.ignore_index;
   const int64_t first = at.row * a.n + at.start;  // element of the tensors
   const Numbers<A> kept = Numbers<A>::load(stats, at.row);
-  const A minus_x = kept.log_x * U::kPerNatural, minus_y = kept.log_y * U::kPerNatural;
+  const A minus_x = kept.sum_x * U::kPerNatural, minus_y = kept.sum_y * U::kPerNatural;  // of Jensen-Shannon
   const A g = dlosses[at.row * dlosses_stride] / temperature;
   const A gx = KIND == Divergence::jensen_shannon ? g * (A(1) - a.beta) : g;
   const A gy = KIND == Divergence::jensen_shannon ? g * a.beta : g;
@@ -410,13 +414,12 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           const A zx = U::of(rx.v[j] - kept.max_x, a.scale), zy = U::of(ry.v[j] - kept.max_y, a.scale);
-          const A log_q = zx - minus_x, log_p = zy - minus_y;
           if constexpr (KIND == Divergence::kullback_leibler) {
-            const A q = U::exponential(log_q), p = U::exponential(log_p);
+            const A q = U::exponential(zx) * kept.sum_x, p = U::exponential(zy) * kept.sum_y;
             rx.v[j] = gx * (q - p);
             ry.v[j] = gy * (p * (p > A(0) ? (zy - zx) * U::kNatural - kept.cross_y : A(0)));
           } else {
-            const Mixture<In> m(log_q, log_p, a.beta);
+            const Mixture<In> m(zx - minus_x, zy - minus_y, a.beta);
             rx.v[j] = gx * (m.q * (m.over_q * U::kNatural - kept.cross_x));
             ry.v[j] = gy * (m.p * (m.over_p * U::kNatural - kept.cross_y));
           }

@@ -13,6 +13,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("relu_add_backward(Tensor dy, Tensor bits, int[] bias_shape) -> (Tensor, Tensor)");
   m.def("mul(Tensor x, Tensor y) -> Tensor");
   m.def("mul_backward(Tensor dy, Tensor x, Tensor y) -> (Tensor, Tensor)");
+  m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");
   m.def("bias_act_forward(Tensor x, Tensor? bias, int act, float first, float second) -> Tensor");
   m.def("bias_act_backward(Tensor dy, Tensor x, Tensor? bias, int act, float first, float second, bool dbias) -> (Tensor, Tensor)");
   m.def("gated_forward(Tensor gate, Tensor up, int act) -> Tensor");

@@ -104,6 +104,16 @@ def _relu_backward(dx_ptr, dy_ptr, bits_ptr, n, ACC: tl.constexpr, INDEX: tl.con
 
 
 @triton.jit
+def _scale(x_ptr, factor_ptr, n, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr):
+    """x *= factor, in place. Nothing is touched where it is 1, as that of most backward passes."""
+    factor = tl.load(factor_ptr).to(ACC)
+    if factor != 1.0:
+        element = tl.program_id(0).to(INDEX) * TILE + tl.arange(0, TILE)
+        x = tl.load(x_ptr + element, mask=element < n, other=0.0).to(ACC)
+        tl.store(x_ptr + element, (x * factor).to(x_ptr.dtype.element_ty), mask=element < n)
+
+
+@triton.jit
 def _mul(
     out_ptr, x_ptr, y_ptr, n, x_size1, x_size2, x0, x1, x2, y_size1, y_size2, y0, y1, y2,
     X_FLAT: tl.constexpr, Y_FLAT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
@@ -279,6 +289,11 @@ def mul(x: Tensor, y: Tensor) -> Tensor:
     launch = _flat_launch(_mul, out.numel(), out.dtype, (x_reading, y_reading))
     launch(out, x_reading.of(x, out), y_reading.of(y, out))
     return out
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x *= factor, one number in the dtype of the computation, for a dense x."""
+    _flat_launch(_scale, x.numel(), x.dtype)(x, factor)
 
 
 def mul_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

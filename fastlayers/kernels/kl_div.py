@@ -84,7 +84,10 @@ def _divergence_forward(
     temperature: tl.float64, beta: tl.float64, MIXED: tl.constexpr, TEMPERED: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Losses of rows, and of each what the backward wants: maxima, logarithms of the sums below them, two sums."""
+    """Losses of rows, and of each what the backward wants: maxima, a number of the sums below them, two sums.
+
+    That number is the logarithm where MIXED, else one over the sum: a large probability keeps a digit by it.
+    """
     LOWEST: tl.constexpr = -1.7976931348623157e308 if tl.float64 == ACC else -3.4028234663852886e38
     line = tl.program_id(0).to(INDEX) * LINES + tl.arange(0, LINES)
     counts = _counts(labels_ptr, ignore_index, line, rows)
@@ -138,18 +141,20 @@ def _divergence_forward(
             over_q, over_p = _over_mixture(log_q, log_p, beta)
             of_x += tl.exp(log_q) * over_q
             of_y += tl.exp(log_p) * over_p
+        kept_x, kept_y = log_x, log_y
         cross_x, cross_y = tl.sum(of_x, 1), tl.sum(of_y, 1)
         loss = beta * cross_y + (1.0 - beta) * cross_x
     else:
+        kept_x, kept_y = 1.0 / x, 1.0 / y
         cross_x = tl.zeros_like(x)
         cross_y = w / y
         loss = cross_y + (log_x - log_y)
     tl.store(losses_ptr + line, tl.where(counts, loss, 0.0), mask=line < rows)
     at = stats_ptr + line * NUMBERS
     tl.store(at, top_x, mask=counts)
-    tl.store(at + 1, log_x, mask=counts)
+    tl.store(at + 1, kept_x, mask=counts)
     tl.store(at + 2, top_y, mask=counts)
-    tl.store(at + 3, log_y, mask=counts)
+    tl.store(at + 3, kept_y, mask=counts)
     tl.store(at + 4, cross_x, mask=counts)
     tl.store(at + 5, cross_y, mask=counts)
 
@@ -177,14 +182,16 @@ def _divergence_backward(
     below_x = below_x - _number(stats_ptr, line, counts, 0)
     below_y = _load(teacher_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
     below_y = below_y - _number(stats_ptr, line, counts, 2)
-    log_q, log_p = below_x - _number(stats_ptr, line, counts, 1), below_y - _number(stats_ptr, line, counts, 3)
-    q, p = tl.exp(log_q), tl.exp(log_p)
+    kept_x, kept_y = _number(stats_ptr, line, counts, 1), _number(stats_ptr, line, counts, 3)
     cross_y = _number(stats_ptr, line, counts, 5)
     if MIXED:
+        log_q, log_p = below_x - kept_x, below_y - kept_y
+        q, p = tl.exp(log_q), tl.exp(log_p)
         over_q, over_p = _over_mixture(log_q, log_p, beta)
         dstudent = (1.0 - beta) * g * (q * (over_q - _number(stats_ptr, line, counts, 4)))
         dteacher = beta * g * (p * (over_p - cross_y))
     else:
+        q, p = tl.exp(below_x) * kept_x, tl.exp(below_y) * kept_y
         dstudent = g * (q - p)
         dteacher = g * (p * _where_positive(p, below_y - below_x - cross_y))
     inside = (line < rows)[:, None] & (position < n)[None, :]

@@ -24,6 +24,7 @@ FAMILY = dispatch.Family(
         "relu_backward",
         "mul",
         "mul_backward",
+        "scale_",
     ),
     cpu=True,
 )
@@ -234,5 +235,6 @@ dispatch.register_fakes(
         "relu_backward": lambda dy, bits: torch.empty_like(dy),
         "mul": reference.mul,
         "mul_backward": lambda dy, x, y: (torch.empty_like(x), torch.empty_like(y)),
+        "scale_": lambda x, factor: None,
     }
 )

@@ -274,6 +274,7 @@ def registered_calls(device: str):
         "relu_backward": (dy, bits),
         "mul": (x, y),
         "mul_backward": (dy, x, y),
+        "scale_": (x.clone(), dy[0, 0]),
         "dropout_add": (x, y, torch.tensor(3, device=device), 0.25, torch.float32),
         "scale_add": (x, y[0], torch.ones(5, device=device), 0.5, dy, torch.float32),
         "scale_add_backward": (dy, x, y[0], None, 1.0),

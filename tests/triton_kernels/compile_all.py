@@ -146,6 +146,7 @@ def test_elementwise(compiled, dtype, offset):
         elementwise.relu_backward(*elementwise.relu_add_train(x, x, bias, 0.5))
     elementwise.add_relu(x, x)
     elementwise.relu_backward(*elementwise.add_relu_train(x, x))
+    elementwise.scale_(x, meta(dtype=F64 if dtype == F64 else F32))
     row, column, middle = x[0, 0], x[:, :, :1].contiguous(), x[:, :1].contiguous()
     for y in (x, row, column, middle, x[0, 0, 0]):
         elementwise.mul(x, y)
@@ -154,6 +155,7 @@ def test_elementwise(compiled, dtype, offset):
         "relu_add",
         "add_relu",
         "relu_backward",
+        "scale",
         "mul",
         "mul_backward",
         "mul_backward_rows",

@@ -9,6 +9,7 @@ from fastlayers.kernels.elementwise import (
     add_relu_train,
     mul,
     mul_backward,
+    scale_,
     relu_add,
     relu_add_backward,
     relu_add_train,
@@ -150,6 +151,16 @@ def factors(shape, dtype):
         (b, 1, h, w),
     ]
     return [torch.randn(s).to(dtype) for s in shapes] + [torch.randn(1).to(dtype).expand(w)]
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.3, float("nan")])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_scale(size, dtype, factor):
+    x = torch.randn(size).to(dtype)
+    expected, by = x.clone(), torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
+    scale_(x, by)
+    assert_close(x, expected.double() * by.double(), dtype)
 
 
 def check_mul(x, y):
