@@ -141,7 +141,8 @@ def bar_verdicts(ours: Row, metric: Metric, mine: float, eager: float | None) ->
     if metric.bar in bars and metric.limits == "fraction" and fraction is not None:
         met = fraction >= bars[metric.bar]
         yield f"bar {bars[metric.bar]:.2f} " + ("met" if met else f"MISSED at {fraction:.3f}"), "good" if met else "bad"
-    ratio_bar = bars.get(f"{metric.title}_ratio" if metric.limits == "fraction" else metric.bar)
+    named = {"fraction": f"{metric.title}_ratio", "ratio": metric.bar}
+    ratio_bar = bars.get(named.get(metric.limits, ""))
     if ratio_bar is not None and eager:
         met = mine / eager <= ratio_bar
         text = f"bar {ratio_bar:.1f}x torch, is {mine / eager:.2f}x"
