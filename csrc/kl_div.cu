@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<In>)
 }
 
 // With q = softmax(s/temperature), p = softmax(t/temperature) and g = the loss' gradient/temperature:
-//   Kullback-Leibler  ds = g·(q - p)                                dt = g·p·((t - s) - (y - x) - cross_y)
+//   Kullback-Leibler  ds = g·(q - p)                                dt = g·p·((t - y) - (s - x) - cross_y)
 //   Jensen-Shannon    ds = g·(1 - beta)·q·(log q - log m - cross_x)   dt = g·beta·p·(log p - log m - cross_y)
 // A block has `each` words of a row, of which there are `parts` such shares. dx or dy may be null.
 template <typename In, Divergence KIND>
@@ -396,8 +396,6 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
   const int64_t first = at.row * a.n + at.start;  // element of the tensors
   const Numbers<A> kept = Numbers<A>::load(stats, at.row);
   const A minus_x = kept.sum_x * U::kPerNatural, minus_y = kept.sum_y * U::kPerNatural;  // of Jensen-Shannon
-  // Of Kullback-Leibler: t - s keeps digits that (t - y) - (s - x) would lose.
-  const A level = U::of(kept.max_y - kept.max_x, a.scale) * U::kNatural + kept.cross_y;
   const A g = dlosses[at.row * dlosses_stride] / temperature;
   const A gx = KIND == Divergence::jensen_shannon ? g * (A(1) - a.beta) : g;
   const A gy = KIND == Divergence::jensen_shannon ? g * a.beta : g;
@@ -418,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
           const A zx = U::of(rx.v[j] - kept.max_x, a.scale), zy = U::of(ry.v[j] - kept.max_y, a.scale);
           if constexpr (KIND == Divergence::kullback_leibler) {
             const A q = U::exponential(zx) * kept.sum_x, p = U::exponential(zy) * kept.sum_y;
-            ry.v[j] = gy * (p * (p > A(0) ? U::of(ry.v[j] - rx.v[j], a.scale) * U::kNatural - level : A(0)));
+            ry.v[j] = gy * (p * (p > A(0) ? (zy - zx) * U::kNatural - kept.cross_y : A(0)));
             rx.v[j] = gx * (q - p);
           } else {
             const Mixture<In> m(zx - minus_x, zy - minus_y, a.beta);

@@ -178,10 +178,10 @@ def _divergence_backward(
     temperature = tl.full((), temperature, ACC)
     beta = tl.full((), beta, ACC)
     g = tl.load(dlosses_ptr + line * dlosses_stride, mask=counts, other=0.0)[:, None] / temperature
-    student = _load(student_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
-    teacher = _load(teacher_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
-    max_x, max_y = _number(stats_ptr, line, counts, 0), _number(stats_ptr, line, counts, 2)
-    below_x, below_y = student - max_x, teacher - max_y
+    below_x = _load(student_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
+    below_x = below_x - _number(stats_ptr, line, counts, 0)
+    below_y = _load(teacher_ptr, line, position, rows, n, temperature, TEMPERED, ACC)
+    below_y = below_y - _number(stats_ptr, line, counts, 2)
     kept_x, kept_y = _number(stats_ptr, line, counts, 1), _number(stats_ptr, line, counts, 3)
     cross_y = _number(stats_ptr, line, counts, 5)
     if MIXED:
@@ -193,8 +193,7 @@ def _divergence_backward(
     else:
         q, p = tl.exp(below_x) * kept_x, tl.exp(below_y) * kept_y
         dstudent = g * (q - p)
-        # Their difference first: it keeps digits that those from the maxima would lose.
-        dteacher = g * (p * _where_positive(p, (teacher - student) - (max_y - max_x + cross_y)))
+        dteacher = g * (p * _where_positive(p, below_y - below_x - cross_y))
     inside = (line < rows)[:, None] & (position < n)[None, :]
     offset = line[:, None] * n + position[None, :]
     if dstudent_ptr is not None:
