@@ -111,3 +111,410 @@ def test_log_probabilities_that_are_used_elsewhere():
             return logs, F.nll_loss(logs, target)
 
     assert "nll_loss" not in counts(Both())
+
+
+# -- transformers: the head and its loss --------------------------------------------------------------------------------
+
+VOCABULARY = 61
+SMALL = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+CAUSAL = {
+    "Llama": SMALL,
+    "Mistral": SMALL,
+    "Qwen2": SMALL,
+    "Qwen3": SMALL,
+    "Gemma": SMALL,
+    "Gemma2": {**SMALL, "final_logit_softcapping": 0.5},
+    "Phi": SMALL,
+    "GPTNeoX": SMALL,
+    "Cohere": {**SMALL, "logit_scale": 0.25},
+    "Granite": {**SMALL, "logits_scaling": 3.0},
+    "Olmo": SMALL,
+    "Mixtral": {**SMALL, "output_router_logits": True},
+    "OPT": {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "GPT2LMHead": GPT,
+    "GPTJ": {**GPT, "rotary_dim": 8},
+    "Bloom": SMALL,
+}
+
+
+def causal_model(family="Llama", **options):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family.removesuffix('LMHead')}Config")(**{**CAUSAL[family], **options})
+    torch.manual_seed(0)
+    name = f"{family}Model" if family.endswith("LMHead") else f"{family}ForCausalLM"
+    model = getattr(transformers, name)(config).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def batch():
+    torch.manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (2, 9))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.fixture
+def chunked(monkeypatch):
+    """Losses of any size chunk by chunk; and a count of them."""
+    from fastlayers.ops import linear_cross_entropy as ops
+
+    calls = []
+
+    def sweep(hidden, weight, *args):
+        calls.append(hidden.shape)
+        return swept(hidden, weight, *args)
+
+    swept = ops.sweep
+    monkeypatch.setattr(ops, "CPU_LEAST", 1)
+    monkeypatch.setattr(ops, "sweep", sweep)
+    return calls
+
+
+def step(model, **kwargs):
+    """The loss and the gradients of one training step."""
+    model.zero_grad()
+    output = model(**{**batch(), **kwargs})
+    output.loss.backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(model, twin, **kwargs):
+    output, gradients = step(model, **kwargs)
+    expected, wanted = step(twin, **kwargs)
+    torch.testing.assert_close(output.loss, expected.loss)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_causal_models(family, dtype, chunked):
+    model = causal_model(family).to(dtype)
+    assert dict(plan_patch(model)[""].fused) == {"linear_cross_entropy": 1, "cross_entropy": 1}
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    if dtype is torch.float32:
+        assert assert_same_step(model, twin).logits is None
+    else:
+        assert model(**batch()).loss.dtype is torch.float32
+    assert chunked
+    for training in (True, False):
+        report = verify_patch(model.train(training), **batch())
+        assert report, report
+
+
+def test_softcap_and_scale_are_honoured(chunked):
+    """With the config's numbers changed after patching: they are read on every call."""
+    for family, options in (("Gemma2", {"final_logit_softcapping": 0.05}), ("Granite", {"logits_scaling": 50.0})):
+        model = causal_model(family)
+        twin = copy.deepcopy(model)
+        patch_model(model)
+        before = model(**batch()).loss
+        for name, value in options.items():
+            setattr(model.config, name, value)
+            setattr(twin.config, name, value)
+        assert abs(assert_same_step(model, twin).loss - before) > 1e-2
+    model = causal_model("Gemma2", final_logit_softcapping=None)
+    twin = copy.deepcopy(model)
+    assert_same_step(patch_model(model), twin)
+
+
+def test_a_scale_that_is_no_number_computes_the_logits():
+    model = causal_model("Cohere")
+    model.logit_scale = torch.tensor(0.5)
+    twin = copy.deepcopy(model)
+    assert assert_same_step(patch_model(model), twin).logits is not None
+
+
+def test_when_the_logits_are_returned():
+    model = patch_model(causal_model())
+    given, ids = batch(), {"input_ids": batch()["input_ids"]}
+    assert model(**given).logits is None
+    assert model(**ids).logits is not None
+    with torch.no_grad():
+        assert model(**given).logits is not None
+    assert model.eval()(**given).logits is not None
+
+
+@pytest.mark.parametrize("family", ["Llama", "Bloom"])
+def test_a_tuple_keeps_the_logits(family):
+    """None would be missing from it, and everything after it would move."""
+    model = causal_model(family)
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    outputs, expected = (m(**batch(), return_dict=False)[:2] for m in (model, twin))
+    torch.testing.assert_close(outputs, expected)
+    model.config.return_dict = False
+    torch.testing.assert_close(model(**batch())[:2], expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_items_in_batch": torch.tensor(7)},
+        {"num_items_in_batch": 7},
+        {"ignore_index": 5},
+        {"shift_labels": torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))},
+    ],
+)
+def test_options_of_the_loss(options, chunked):
+    model = causal_model()
+    twin = copy.deepcopy(model)
+    assert assert_same_step(patch_model(model), twin, **options).logits is None
+    torch.testing.assert_close(model.eval()(**batch(), **options).loss, twin.eval()(**batch(), **options).loss)
+
+
+def test_bias_and_tied_weights(chunked):
+    for options in ({"tie_word_embeddings": True}, {}):
+        model = causal_model("Phi", **options)
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == bool(options)
+        twin = copy.deepcopy(model)
+        assert_same_step(patch_model(model), twin)
+    assert model.lm_head.bias is not None and model.lm_head.bias.grad.abs().max() > 0
+
+
+def test_autocast(chunked):
+    model = causal_model()
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = verify_patch(model, **batch())
+        assert report, report
+        loss, expected = model(**batch()).loss, twin(**batch()).loss
+    assert loss.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
+    assert chunked
+
+
+def test_mixed_dtypes_stay_an_error():
+    model = causal_model()
+    model.lm_head.to(torch.bfloat16)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(**batch())
+        patch_model(model)
+
+
+def test_errors_of_labels_stay(chunked):
+    model = patch_model(causal_model())
+    with pytest.raises(IndexError, match="out of bounds"):
+        model(**{**batch(), "labels": torch.full((2, 9), VOCABULARY)})
+    with pytest.raises(ValueError, match=r"batch_size|shape"):
+        model(**{**batch(), "labels": torch.zeros(2, 4, dtype=torch.long)})
+
+
+def test_another_vocab_size_is_what_it_was():
+    """transformers regroups the logits then."""
+    model = causal_model()
+    model.config.vocab_size = VOCABULARY * 2
+    model.vocab_size = VOCABULARY * 2
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    labels = torch.randint(0, VOCABULARY, (1, 9))
+    for each in (twin, model):
+        with pytest.raises((ValueError, RuntimeError)):
+            each(input_ids=batch()["input_ids"][:1], labels=labels)
+
+
+def hook(module, args, output):
+    return output * 2
+
+
+def test_a_head_with_a_hook_is_left_alone():
+    model = causal_model()
+    model.lm_head.register_forward_hook(hook)
+    twin = copy.deepcopy(model)
+    row = plan_patch(model)[""]
+    assert dict(row.fused) == {"cross_entropy": 1} and row.left[0][0].name == "HOOKED_CHILD"
+    assert assert_same_step(patch_model(model), twin).logits is not None
+
+
+def test_a_hook_that_comes_later_runs():
+    model = causal_model()
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    for each in (model, twin):
+        each.lm_head.register_forward_hook(hook)
+    assert assert_same_step(model, twin).logits is not None
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_a_head_of_another_class_is_left_alone():
+    model = causal_model()
+    model.lm_head.__class__ = Adapted
+    row = plan_patch(model)[""]
+    assert dict(row.fused) == {"cross_entropy": 1} and row.left[0][0].name == "UNKNOWN_HEAD"
+    twin = copy.deepcopy(model)
+    assert assert_same_step(patch_model(model), twin).logits is not None
+    model = patch_model(causal_model())
+    twin = causal_model()
+    for each in (model, twin):  # after patching
+        each.lm_head.__class__ = Adapted
+    assert assert_same_step(model, twin).logits is not None
+
+
+def test_an_excluded_head_keeps_the_logits():
+    model = patch_model(causal_model(), exclude="lm_head")
+    assert dict(patch_report(model)[""].fused) == {"cross_entropy": 1}
+    assert model(**batch()).logits is not None
+
+
+def test_a_loss_function_that_was_set():
+    def loss_function(logits, labels, vocab_size, **kwargs):
+        return logits.square().mean()
+
+    before, after = causal_model(), causal_model()
+    before.loss_function = loss_function
+    row = plan_patch(before)[""]
+    assert row.became is None and row.reason.name == "UNKNOWN_LOSS" and "loss_function" in row.detail
+    twin = copy.deepcopy(before)
+    patch_model(after)
+    after.loss_function = loss_function
+    assert assert_same_step(after, twin).logits is not None
+
+
+def test_a_changed_fixed_cross_entropy_is_called(monkeypatch):
+    model = patch_model(causal_model())
+    from transformers.loss import loss_utils
+
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", lambda source, target, *args, **kwargs: source.sum() * 0)
+    output = model(**batch())
+    assert output.loss == 0 and output.logits is not None
+
+
+def test_logits_that_are_used_otherwise():
+    """A forward of somebody's own, which also looks at them."""
+    transformers = pytest.importorskip("transformers")
+
+    class Entropy(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            hidden = self.model(input_ids=input_ids).last_hidden_state
+            logits = self.lm_head(hidden)
+            loss = None
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            entropy = logits.logsumexp(-1)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits, attentions=entropy)
+
+    model = Entropy(causal_model().config)
+    row = plan_patch(model)[""]
+    assert dict(row.fused) == {"cross_entropy": 1} and row.left[0][0].name == "LOGITS_USED"
+    assert patch_model(model)(**batch()).logits is not None
+
+
+def test_undo_copy_and_pickle():
+    model = causal_model()
+    cls, state = type(model), dict(model.__dict__)
+    patch_model(model)
+    assert type(model) is not cls and isinstance(model, cls)
+    assert (type(model).__name__, type(model).__qualname__) == (cls.__name__, cls.__qualname__)  # config.json has it
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model) and copied(**batch()).logits is None
+    assert type(pickle.loads(pickle.dumps(model))) is cls
+    unpatch_model(model)
+    assert type(model) is cls and model.__dict__.keys() == state.keys()
+    assert model(**batch()).logits is not None
+    unpatch_model(copied)
+    assert type(copied) is cls
+
+
+def test_nothing_global_changes():
+    model, other = causal_model(), causal_model()
+    from transformers.loss import loss_utils
+
+    mapping, forward = dict(loss_utils.LOSS_MAPPING), type(model).forward
+    patch_model(model)
+    assert loss_utils.LOSS_MAPPING == mapping and type(other).forward is forward
+    assert other.loss_function is loss_utils.ForCausalLMLoss
+    assert other(**batch()).logits is not None
+
+
+def test_signature_and_generation():
+    import inspect
+
+    model = causal_model()
+    signature, ids = inspect.signature(model.forward), batch()["input_ids"]
+    expected = model.eval().generate(ids, max_new_tokens=3, do_sample=False)
+    patch_model(model)
+    assert inspect.signature(model.forward) == signature
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).equal(expected)
+
+
+def test_save_pretrained(tmp_path):
+    model = patch_model(causal_model())
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    loaded = type(causal_model()).from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_compiled(chunked):
+    model = causal_model()
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    assert torch.compile(model, backend="aot_eager", fullgraph=True)(**batch()).logits is None
+    compiled, expected = torch.compile(model, backend="aot_eager")(**batch()).loss, twin(**batch()).loss
+    torch.testing.assert_close(compiled, expected)
+    compiled.backward()
+    expected.backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, twin.lm_head.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant, chunked):
+    model = causal_model()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    twin = copy.deepcopy(model)
+    assert assert_same_step(patch_model(model), twin).logits is None
+
+
+def test_verify_in_a_patch_that_is_wrong(monkeypatch):
+    """Leaving out the logits does not hide a loss that differs."""
+    model = patch_model(causal_model())
+    from fastlayers import functional
+
+    monkeypatch.setattr(functional, "linear_cross_entropy", lambda x, w, *args, **kwargs: (x @ w.t()).square().mean())
+    assert not verify_patch(model, **batch())
+
+
+# -- transformers: losses that a forward writes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "Albert", "ModernBert"])
+def test_masked_language_models(name, chunked):
+    transformers = pytest.importorskip("transformers")
+    config = {name: value for name, value in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+    if name == "ModernBert":
+        config |= {"cls_token_id": 1, "sep_token_id": 2}
+    model = getattr(transformers, f"{name}ForMaskedLM")(getattr(transformers, f"{name}Config")(**config))
+    assert plan_patch(model)[""].fused[0] == ("cross_entropy", 1)
+    patch_model(model)
+    for training in (True, False):
+        report = verify_patch(model.train(training), **batch())
+        assert report, report
+
+
+def test_a_loss_that_somebody_replaced_is_called(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.bert import modeling_bert
+
+    config = {name: value for name, value in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+    model = patch_model(transformers.BertForMaskedLM(transformers.BertConfig(**config)))
+    monkeypatch.setattr(modeling_bert, "CrossEntropyLoss", lambda: lambda scores, labels: scores.sum() * 0)
+    assert model(**batch()).loss == 0
