@@ -36,7 +36,8 @@ def test_loss_layers_are_swapped(layer, fused):
     assert all(hasattr(loss, name) for name in vars(fused(**options)))
     assert all(hasattr(loss, name) for name in ("softcap", "z_loss", "inplace_backward")) or layer is nn.KLDivLoss
     torch.testing.assert_close(loss(x, target), expected)
-    assert repr(loss) and loss.__dict__.keys() == torch_state.keys()
+    assert repr(loss)
+    assert loss.__dict__.keys() == torch_state.keys()
     assert isinstance(copy.deepcopy(loss), fused)
     assert type(pickle.loads(pickle.dumps(loss))) is layer
     unpatch_model(loss)
@@ -113,7 +114,7 @@ def test_log_probabilities_that_are_used_elsewhere():
     assert "nll_loss" not in counts(Both())
 
 
-# -- transformers: the head and its loss --------------------------------------------------------------------------------
+# -- transformers: the head and its loss -----------------------------------------------------------------------------
 
 VOCABULARY = 61
 SMALL = {
@@ -280,7 +281,8 @@ def test_bias_and_tied_weights(chunked):
         assert (model.lm_head.weight is model.get_input_embeddings().weight) == bool(options)
         twin = copy.deepcopy(model)
         assert_same_step(patch_model(model), twin)
-    assert model.lm_head.bias is not None and model.lm_head.bias.grad.abs().max() > 0
+    assert model.lm_head.bias is not None
+    assert model.lm_head.bias.grad.abs().max() > 0
 
 
 def test_autocast(chunked):
@@ -335,7 +337,8 @@ def test_a_head_with_a_hook_is_left_alone():
     model.lm_head.register_forward_hook(hook)
     twin = copy.deepcopy(model)
     row = plan_patch(model)[""]
-    assert dict(row.fused) == {"cross_entropy": 1} and row.left[0][0].name == "HOOKED_CHILD"
+    assert dict(row.fused) == {"cross_entropy": 1}
+    assert row.left[0][0].name == "HOOKED_CHILD"
     assert assert_same_step(patch_model(model), twin).logits is not None
 
 
@@ -357,7 +360,8 @@ def test_a_head_of_another_class_is_left_alone():
     model = causal_model()
     model.lm_head.__class__ = Adapted
     row = plan_patch(model)[""]
-    assert dict(row.fused) == {"cross_entropy": 1} and row.left[0][0].name == "UNKNOWN_HEAD"
+    assert dict(row.fused) == {"cross_entropy": 1}
+    assert row.left[0][0].name == "UNKNOWN_HEAD"
     twin = copy.deepcopy(model)
     assert assert_same_step(patch_model(model), twin).logits is not None
     model = patch_model(causal_model())
@@ -380,7 +384,9 @@ def test_a_loss_function_that_was_set():
     before, after = causal_model(), causal_model()
     before.loss_function = loss_function
     row = plan_patch(before)[""]
-    assert row.became is None and row.reason.name == "UNKNOWN_LOSS" and "loss_function" in row.detail
+    assert row.became is None
+    assert row.reason.name == "UNKNOWN_LOSS"
+    assert "loss_function" in row.detail
     twin = copy.deepcopy(before)
     patch_model(after)
     after.loss_function = loss_function
@@ -393,7 +399,8 @@ def test_a_changed_fixed_cross_entropy_is_called(monkeypatch):
 
     monkeypatch.setattr(loss_utils, "fixed_cross_entropy", lambda source, target, *args, **kwargs: source.sum() * 0)
     output = model(**batch())
-    assert output.loss == 0 and output.logits is not None
+    assert output.loss == 0
+    assert output.logits is not None
 
 
 def test_logits_that_are_used_otherwise():
@@ -412,7 +419,8 @@ def test_logits_that_are_used_otherwise():
 
     model = Entropy(causal_model().config)
     row = plan_patch(model)[""]
-    assert dict(row.fused) == {"cross_entropy": 1} and row.left[0][0].name == "LOGITS_USED"
+    assert dict(row.fused) == {"cross_entropy": 1}
+    assert row.left[0][0].name == "LOGITS_USED"
     assert patch_model(model)(**batch()).logits is not None
 
 
@@ -420,13 +428,16 @@ def test_undo_copy_and_pickle():
     model = causal_model()
     cls, state = type(model), dict(model.__dict__)
     patch_model(model)
-    assert type(model) is not cls and isinstance(model, cls)
+    assert type(model) is not cls
+    assert isinstance(model, cls)
     assert (type(model).__name__, type(model).__qualname__) == (cls.__name__, cls.__qualname__)  # config.json has it
     copied = copy.deepcopy(model)
-    assert type(copied) is type(model) and copied(**batch()).logits is None
+    assert type(copied) is type(model)
+    assert copied(**batch()).logits is None
     assert type(pickle.loads(pickle.dumps(model))) is cls
     unpatch_model(model)
-    assert type(model) is cls and model.__dict__.keys() == state.keys()
+    assert type(model) is cls
+    assert model.__dict__.keys() == state.keys()
     assert model(**batch()).logits is not None
     unpatch_model(copied)
     assert type(copied) is cls
@@ -438,7 +449,8 @@ def test_nothing_global_changes():
 
     mapping, forward = dict(loss_utils.LOSS_MAPPING), type(model).forward
     patch_model(model)
-    assert loss_utils.LOSS_MAPPING == mapping and type(other).forward is forward
+    assert mapping == loss_utils.LOSS_MAPPING
+    assert type(other).forward is forward
     assert other.loss_function is loss_utils.ForCausalLMLoss
     assert other(**batch()).logits is not None
 
@@ -492,7 +504,7 @@ def test_verify_in_a_patch_that_is_wrong(monkeypatch):
     assert not verify_patch(model, **batch())
 
 
-# -- transformers: losses that a forward writes -------------------------------------------------------------------------
+# -- transformers: losses that a forward writes ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "Albert", "ModernBert"])

@@ -9,8 +9,8 @@ decorators around it. Where it computes logits by a linear layer and hands them 
         loss = self.loss_function(logits, labels, ...)
     return CausalLMOutputWithPast(loss=loss, logits=logits, ...)
 
-a training step with labels has :class:`DeferredLogits` in the place of the logits, from which the loss is computed chunk
-by chunk, and returns None for them. Every other call computes the logits as before.
+a training step with labels has :class:`DeferredLogits` in the place of the logits, from which the loss is computed
+chunk by chunk, and returns None for them. Every other call computes the logits as before.
 
 ``model.loss_function`` is a property of the generated class: nothing is set on the model, and nothing of transformers
 changes. Where somebody sets it, what he set is called, with the logits.
@@ -217,7 +217,7 @@ def known_loss(function: Any) -> Any:
 
 def fused_property(original: type[nn.Module], theirs: Any, ours: Any) -> property:
     """``model.loss_function``, where it would be ``theirs``."""
-    known: Any = original.loss_function
+    known: Any = getattr(original, "loss_function")  # noqa: B009 - mypy knows no such attribute
     scope = theirs.__globals__
     inner = scope["fixed_cross_entropy"]
 
@@ -266,11 +266,9 @@ def find_pair(tree: ast.FunctionDef) -> Pair | None:
     Raises:
         Refusal: the logits are not computed by a layer of the module, or serve something else too.
     """
-    for index, statement in enumerate(tree.body):
-        call = loss_call(statement)
-        if call is not None:
-            break
-    else:
+    calling = ((i, call) for i, statement in enumerate(tree.body) if (call := loss_call(statement)) is not None)
+    index, call = next(calling, (0, None))
+    if call is None:
         return None
     given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "logits")]
     name = given[0].id if len(given) == 1 and isinstance(given[0], ast.Name) else ""
@@ -317,8 +315,8 @@ def loss_call(statement: ast.stmt) -> ast.Call | None:
 
 def device_reads(statement: ast.stmt, name: str) -> int:
     """How often ``labels = labels.to(logits.device)`` stands before the loss."""
-    assert isinstance(statement, ast.If)
-    return sum(is_same(inner, f"labels = labels.to({name}.device)") for inner in statement.body)
+    body = statement.body if isinstance(statement, ast.If) else []
+    return sum(is_same(inner, f"labels = labels.to({name}.device)") for inner in body)
 
 
 def output_reads(statement: ast.stmt, name: str) -> int:
@@ -573,7 +571,7 @@ def check_head(module: nn.Module, path: str, excluded: frozenset[str]) -> None:
         raise Refusal(Reason.HOOKED_CHILD, path)
 
 
-def with_logits_in_tuples(forward: types.FunctionType, fused: types.FunctionType) -> types.FunctionType:
+def with_logits_in_tuples(forward: types.FunctionType, fused: types.FunctionType) -> Any:
     """The fused forward, and the original one where it is asked for a tuple."""
 
     @functools.wraps(forward)

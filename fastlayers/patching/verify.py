@@ -139,10 +139,11 @@ class Run:
 def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
     """Run a model patched and unpatched on the same inputs and compare outputs, gradients and buffers.
 
-    A patched model is verified as it is, an unpatched one as :func:`patch_model` would leave it. It runs in its present
-    training mode and autocast state, with the same random numbers in every run. Logits that a patched language model
-    leaves out of its output, as it does in training when it is given labels, are not compared; their loss is. Parameters, gradients, buffers
-    (BatchNorm's running statistics among them), the random state and the patches are afterwards what they were.
+    A patched model is verified as it is, an unpatched one as :func:`patch_model` would leave it. It runs in its
+    present training mode and autocast state, with the same random numbers in every run. Logits that a patched
+    language model leaves out of its output, as it does in training when it is given labels, are not compared; their
+    loss is. Parameters, gradients, buffers (BatchNorm's running statistics among them), the random state and the
+    patches are afterwards what they were.
 
     Args:
         model: any module; DDP and ``torch.compile`` wrappers are looked through.

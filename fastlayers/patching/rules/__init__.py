@@ -16,7 +16,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastlayers.modules import DROP_IN
-from fastlayers.patching.rules import activations, bias_act, elementwise, fold, glu, loss, norm, residual, rotary, softmax
+from fastlayers.patching.rules import (
+    activations,
+    bias_act,
+    elementwise,
+    fold,
+    glu,
+    loss,
+    norm,
+    residual,
+    rotary,
+    softmax,
+)
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule
 
 __all__ = [
