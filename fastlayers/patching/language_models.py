@@ -280,6 +280,9 @@ def find_pair(tree: ast.FunctionDef) -> Pair | None:
     while end < index and name in mentioned(tree.body[end]):
         end += 1
     scale, softcap = transforms(tree.body[start + 1 : end], name)
+    for statement in (*tree.body[end:index], *body_of(tree.body[index])[:-1]):
+        if not is_constant(statement) and not is_same(statement, f"labels = labels.to({name}.device)"):
+            raise unused(f"{ast.unparse(statement)} is between them and the loss")
     rest = [*tree.body[:start], *tree.body[end:]]
     tuples = sum(tuple_reads(statement, name) for statement in tree.body[index + 1 :])
     known = device_reads(tree.body[index], name) + output_reads(tree.body[-1], name) + tuples + 1
@@ -302,6 +305,15 @@ def is_same(node: ast.AST, code: str) -> bool:
     return ast.unparse(node) == code
 
 
+def body_of(statement: ast.stmt) -> list[ast.stmt]:
+    return statement.body if isinstance(statement, ast.If) else []
+
+
+def is_constant(statement: ast.stmt) -> bool:
+    """Whether a statement is like ``loss = None``."""
+    return isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Constant)
+
+
 def loss_call(statement: ast.stmt) -> ast.Call | None:
     """The call in ``if labels is not None: loss = self.loss_function(...)``."""
     if not isinstance(statement, ast.If) or statement.orelse or not is_same(statement.test, "labels is not None"):
@@ -315,8 +327,7 @@ def loss_call(statement: ast.stmt) -> ast.Call | None:
 
 def device_reads(statement: ast.stmt, name: str) -> int:
     """How often ``labels = labels.to(logits.device)`` stands before the loss."""
-    body = statement.body if isinstance(statement, ast.If) else []
-    return sum(is_same(inner, f"labels = labels.to({name}.device)") for inner in body)
+    return sum(is_same(inner, f"labels = labels.to({name}.device)") for inner in body_of(statement))
 
 
 def output_reads(statement: ast.stmt, name: str) -> int:
