@@ -183,6 +183,7 @@ def chunked(monkeypatch):
 def step(model, **kwargs):
     """The loss and the gradients of one training step."""
     model.zero_grad()
+    torch.manual_seed(2)
     output = model(**{**batch(), **kwargs})
     output.loss.backward()
     return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -507,25 +508,85 @@ def test_verify_in_a_patch_that_is_wrong(monkeypatch):
 # -- transformers: losses that a forward writes ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "Albert", "ModernBert"])
-def test_masked_language_models(name, chunked):
+ENCODER = {name: value for name, value in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+MASKED = {"Bert": 2, "Roberta": 2, "ModernBert": 2, "Electra": 1, "Albert": 1}
+
+
+def encoder(name, suffix="ForMaskedLM"):
     transformers = pytest.importorskip("transformers")
-    config = {name: value for name, value in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
-    if name == "ModernBert":
-        config |= {"cls_token_id": 1, "sep_token_id": 2}
-    model = getattr(transformers, f"{name}ForMaskedLM")(getattr(transformers, f"{name}Config")(**config))
-    assert plan_patch(model)[""].fused[0] == ("cross_entropy", 1)
+    config = ENCODER | ({"cls_token_id": 1, "sep_token_id": 2} if name == "ModernBert" else {})
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}{suffix}")(getattr(transformers, f"{name}Config")(**config)).train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_language_models(name, dtype, chunked):
+    model = encoder(name).to(dtype)
+    fused = dict(plan_patch(model)[""].fused)
+    assert fused == dict([("cross_entropy", 1), ("linear_cross_entropy", 1)][: MASKED[name]])
+    twin = copy.deepcopy(model)
     patch_model(model)
+    output = model(**batch())
+    assert (output.logits is None) == bool(chunked) == (MASKED[name] == 2)
+    assert output.loss.dtype == twin(**batch()).loss.dtype
     for training in (True, False):
         report = verify_patch(model.train(training), **batch())
         assert report, report
 
 
+def test_a_head_of_several_layers(chunked):
+    """Its other layers run once, with their hooks; a hook on itself, or on the last one, wants the logits."""
+    model = encoder("Bert")
+    patch_model(model)
+    twin = copy.deepcopy(model)
+    unpatch_model(twin)
+    seen = []
+    model.cls.predictions.transform.register_forward_hook(lambda module, args, output: seen.append(module))
+    assert assert_same_step(model, twin).logits is None
+    assert len(seen) == 1
+    for path in ("cls", "cls.predictions", "cls.predictions.decoder"):
+        handles = [each.get_submodule(path).register_forward_hook(hook) for each in (model, twin)]
+        assert assert_same_step(model, twin).logits is not None
+        [handle.remove() for handle in handles]
+    assert assert_same_step(model, twin).logits is None
+
+
+@pytest.mark.parametrize("path", ["cls", "cls.predictions.decoder"])
+def test_an_excluded_part_of_a_head(path):
+    model = patch_model(encoder("Bert"), exclude=path)
+    assert dict(patch_report(model)[""].fused) == {"cross_entropy": 1}
+    assert model(**batch()).logits is not None
+
+
+def test_a_few_classes_keep_their_logits():
+    model = encoder("Bert", "ForTokenClassification")
+    twin = copy.deepcopy(model)
+    row = plan_patch(model)[""]
+    assert dict(row.fused) == {"cross_entropy": 1}
+    assert not row.left
+    labels = batch()["labels"] % 2
+    assert assert_same_step(patch_model(model), twin, labels=labels).logits is not None
+
+
+def test_compiled_masked_language_model(chunked):
+    model = encoder("Bert")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(**batch())
+    assert compiled.logits is None
+    torch.testing.assert_close(compiled.loss, twin(**batch()).loss)
+    torch.compiler.reset()
+
+
 def test_a_loss_that_somebody_replaced_is_called(monkeypatch):
-    transformers = pytest.importorskip("transformers")
+    model = patch_model(encoder("Bert"))
     from transformers.models.bert import modeling_bert
 
-    config = {name: value for name, value in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
-    model = patch_model(transformers.BertForMaskedLM(transformers.BertConfig(**config)))
     monkeypatch.setattr(modeling_bert, "CrossEntropyLoss", lambda: lambda scores, labels: scores.sum() * 0)
-    assert model(**batch()).loss == 0
+    output = model(**batch())
+    assert output.loss == 0
+    assert output.logits is not None

@@ -10,7 +10,8 @@ decorators around it. Where it computes logits by a linear layer and hands them 
     return CausalLMOutputWithPast(loss=loss, logits=logits, ...)
 
 a training step with labels has :class:`DeferredLogits` in the place of the logits, from which the loss is computed
-chunk by chunk, and returns None for them. Every other call computes the logits as before.
+chunk by chunk, and returns None for them. Every other call computes the logits as before. So it is where a masked
+language model writes ``loss_fct = CrossEntropyLoss()``, and where the layer is the last one of a head like BERT's.
 
 ``model.loss_function`` is a property of the generated class: nothing is set on the model, and nothing of transformers
 changes. Where somebody sets it, what he set is called, with the logits.
@@ -23,6 +24,7 @@ import functools
 import sys
 import types
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -68,14 +70,55 @@ class DeferredLogits(NamedTuple):
         logits: Tensor = self.head(self.hidden) * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
+    def view(self, rows: int, columns: int) -> DeferredLogits | Tensor:
+        """Rows of logits, as a loss takes them."""
+        return self if columns == self.head.weight.shape[0] else self.compute().view(rows, columns)
+
+    def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
+        rows, (weight, bias) = self.hidden.reshape(-1, self.hidden.shape[-1]), (self.head.weight, self.head.bias)
+        options |= {"softcap": self.softcap, "logit_scale": self.scale}
+        return functional.linear_cross_entropy(rows, weight, target, bias, **options)
+
 
 Logits: TypeAlias = Tensor | DeferredLogits
 
 
-def defer(model: Any, head: nn.Module, hidden: Tensor, scale: Any, softcap: Any) -> DeferredLogits | None:
+class DeferringCrossEntropyLoss(FusedCrossEntropyLoss):
+    """The loss of a forward that writes ``CrossEntropyLoss()``: of logits, and of deferred ones."""
+
+    def forward(self, input: Logits, target: Tensor) -> Tensor:
+        if not isinstance(input, DeferredLogits):
+            return super().forward(input, target)
+        return input.cross_entropy(target, ignore_index=self.ignore_index)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A head that ends with a child: its name, and what computes that child's argument."""
+
+    child: str
+    argument: Callable[[nn.Module, Tensor], Tensor]
+
+
+def defer(
+    model: nn.Module,
+    loss: Any,
+    head: nn.Module,
+    splits: dict[type[nn.Module], Split],
+    hidden: Tensor,
+    scale: Any,
+    softcap: Any,
+) -> DeferredLogits | None:
     """The logits of ``head``, deferred where a loss that takes them so is all that a training step wants of them."""
-    if not (model.training and torch.is_grad_enabled()) or model.loss_function not in (causal_lm_loss, masked_lm_loss):
+    known = any(loss is function for function in (causal_lm_loss, masked_lm_loss, nn.CrossEntropyLoss))
+    if not (known and model.training and torch.is_grad_enabled()):
         return None
+    arguments = []
+    while (split := splits.get(original_class(head))) is not None:
+        if not calls.plain(head, original_class(head)) or not calls.no_hooks(head):
+            return None
+        arguments.append((split.argument, head))
+        head = head._modules[split.child]  # type: ignore[assignment]
     if not isinstance(head, nn.Linear) or not calls.plain(head, nn.Linear) or not calls.no_hooks(head):
         return None
     if type(head.weight) not in (Tensor, nn.Parameter) or type(hidden) is not Tensor:  # a DTensor, a quantised weight
@@ -88,6 +131,8 @@ def defer(model: Any, head: nn.Module, hidden: Tensor, scale: Any, softcap: Any)
         return None
     if head.weight.dtype is not hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
         return None
+    for argument, outer in arguments:
+        hidden = argument(outer, hidden)
     return DeferredLogits(hidden, head, float(scale), softcap)
 
 
@@ -95,23 +140,18 @@ def token_loss(
     logits: Logits, target: Tensor, vocab_size: int, num_items_in_batch: Tensor | float | None, ignore_index: int
 ) -> Tensor:
     """The loss of each token's class, in float32 as transformers has it, without a copy of the logits in float32."""
-    if isinstance(logits, DeferredLogits) and logits.head.weight.shape[0] != vocab_size:
-        logits = logits.compute()
     target = target.view(-1).to(logits.device)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "reduction": "mean" if num_items_in_batch is None else "sum",
     }
+    logits = logits.view(-1, vocab_size)
     if isinstance(logits, DeferredLogits):
-        hidden, head, scale, softcap = logits
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        with float32_result(hidden):
-            loss = functional.linear_cross_entropy(
-                rows, head.weight, target, head.bias, softcap=softcap, logit_scale=scale, **options
-            )
+        with float32_result(logits.hidden):
+            loss = logits.cross_entropy(target, **options)
     else:
         with float32_result(logits):
-            loss = functional.cross_entropy(logits.view(-1, vocab_size), target, **options)
+            loss = functional.cross_entropy(logits, target, **options)
     loss = loss.float()
     if num_items_in_batch is None:
         return loss
@@ -158,7 +198,7 @@ def masked_lm_loss(
 def fused_loss(present: Any) -> Any:
     """What computes the loss that a forward names: torch's, or what somebody has put in its place."""
     if present is nn.CrossEntropyLoss:
-        return FusedCrossEntropyLoss
+        return DeferringCrossEntropyLoss
     return functional.cross_entropy if present is F.cross_entropy else present
 
 
@@ -230,7 +270,9 @@ def fused_property(original: type[nn.Module], theirs: Any, ours: Any) -> propert
 
 # -- reading a forward ------------------------------------------------------------------------------------------------
 
-HIDDEN, DEFER, DEFERRED, LOSS = (f"_fastlayers_{name}" for name in ("hidden", "defer", "DeferredLogits", "fused_loss"))
+HIDDEN, DEFER, DEFERRED, SPLITS, LOSS = (
+    f"_fastlayers_{name}" for name in ("hidden", "defer", "DeferredLogits", "splits", "fused_loss")
+)
 
 
 @dataclass
@@ -242,6 +284,7 @@ class Pair:
         head: the path of the linear layer.
         start, end: the statements that compute the logits.
         loss: the one that computes the loss.
+        function: an expression of what computes it.
         scale, softcap: expressions of what the logits are multiplied with and bounded by.
         condition: of a call whose logits may be None.
     """
@@ -251,6 +294,7 @@ class Pair:
     start: int
     end: int
     loss: int
+    function: str
     scale: ast.expr
     softcap: ast.expr
     condition: str
@@ -270,8 +314,7 @@ def find_pair(tree: ast.FunctionDef) -> Pair | None:
     index, call = next(calling, (0, None))
     if call is None:
         return None
-    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "logits")]
-    name = given[0].id if len(given) == 1 and isinstance(given[0], ast.Name) else ""
+    name, written = logits_of(call), class_of_loss(tree.body[index])
     start = next((i for i, statement in enumerate(tree.body[:index]) if name in stored(statement)), None)
     head = head_of(tree.body[start], name) if start is not None else None
     if start is None or head is None:
@@ -280,7 +323,7 @@ def find_pair(tree: ast.FunctionDef) -> Pair | None:
     while end < index and name in mentioned(tree.body[end]):
         end += 1
     scale, softcap = transforms(tree.body[start + 1 : end], name)
-    for statement in (*tree.body[end:index], *body_of(tree.body[index])[:-1]):
+    for statement in (*tree.body[end:index], *body_of(tree.body[index])[: -2 if written else -1]):
         if not is_constant(statement) and not is_same(statement, f"labels = labels.to({name}.device)"):
             raise unused(f"{ast.unparse(statement)} is between them and the loss")
     rest = [*tree.body[:start], *tree.body[end:]]
@@ -290,7 +333,7 @@ def find_pair(tree: ast.FunctionDef) -> Pair | None:
     if found != known:
         raise unused(f"{name} is used {found} times, of which {known} are known")
     condition = "labels is not None and return_dict" if tuples else "labels is not None"
-    return Pair(name, head, start, end, index, scale, softcap, condition)
+    return Pair(name, head, start, end, index, written or "self.loss_function", scale, softcap, condition)
 
 
 def mentioned(node: ast.AST) -> list[str]:
@@ -315,14 +358,41 @@ def is_constant(statement: ast.stmt) -> bool:
 
 
 def loss_call(statement: ast.stmt) -> ast.Call | None:
-    """The call in ``if labels is not None: loss = self.loss_function(...)``."""
+    """The call in ``if labels is not None: loss = self.loss_function(...)``, or of a loss that stands before it."""
     if not isinstance(statement, ast.If) or statement.orelse or not is_same(statement.test, "labels is not None"):
         return None
     last = statement.body[-1]
     if not isinstance(last, ast.Assign) or len(last.targets) != 1 or not isinstance(last.targets[0], ast.Name):
         return None
     call = last.value
-    return call if isinstance(call, ast.Call) and is_same(call.func, "self.loss_function") else None
+    if not isinstance(call, ast.Call):
+        return None
+    return call if is_same(call.func, "self.loss_function") or class_of_loss(statement) else None
+
+
+def class_of_loss(statement: ast.stmt) -> str:
+    """CrossEntropyLoss in ``loss = CrossEntropyLoss(); ... = loss(logits.view(-1, vocab_size), labels.view(-1))``."""
+    *_, made, used = (None, *body_of(statement))
+    if not isinstance(made, ast.Assign) or not isinstance(used, ast.Assign) or not isinstance(used.value, ast.Call):
+        return ""
+    code, call = ast.unparse(made.value), used.value
+    asked = code.startswith(f"{LOSS}(") and code.endswith(")()")
+    words = logits_of(call) and len(call.args) == 2 and not call.keywords and is_same(call.args[1], "labels.view(-1)")
+    if not asked or not words or [ast.unparse(call.func)] != list(map(ast.unparse, made.targets)):
+        return ""
+    return code.removeprefix(f"{LOSS}(").removesuffix(")()")
+
+
+def logits_of(call: ast.Call) -> str:
+    """The name of the logits that a loss is called with."""
+    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "logits")]
+    value = given[0] if len(given) == 1 else None
+    if isinstance(value, ast.Call) and not is_same(call.func, "self.loss_function"):
+        view, sizes = value.func, [ast.unparse(size) for size in value.args]
+        rows = isinstance(view, ast.Attribute) and view.attr == "view" and sizes[:1] == ["-1"] and len(sizes) == 2
+        # Other classes than those of a vocabulary are few: their logits are small, and wanted.
+        value = view.value if rows and sizes[1].endswith(".vocab_size") else None  # type: ignore[attr-defined]
+    return value.id if isinstance(value, ast.Name) else ""
 
 
 def device_reads(statement: ast.stmt, name: str) -> int:
@@ -449,7 +519,9 @@ def defer_logits(tree: ast.FunctionDef, pair: Pair) -> None:
     assert call is not None
     head, hidden = ast.unparse(call.func), ast.unparse(call.args[0])
     call.args = [ast.Name(HIDDEN, ast.Load())]
-    operands = f"self, {head}, {HIDDEN}, {ast.unparse(pair.scale)}, {ast.unparse(pair.softcap)}"
+    operands = (
+        f"self, {pair.function}, {head}, {SPLITS}, {HIDDEN}, {ast.unparse(pair.scale)}, {ast.unparse(pair.softcap)}"
+    )
     before = f"""
 {HIDDEN} = {hidden}
 {pair.logits} = {DEFER}({operands}) if {pair.condition} else None
@@ -546,11 +618,13 @@ def rewrite(
     own = set(stored(tree)) | {arg.arg for arg in ast.walk(tree.args) if isinstance(arg, ast.arg)}
     losses = Losses(inner.__globals__, own)
     losses.visit(tree)
-    pair = None
+    pair, splits = None, dict[type[nn.Module], Split]()
     try:
-        pair = find_pair(tree) if ours is not None else None
+        pair = find_pair(tree) if ours is not None or losses.count else None
+        if pair is not None and pair.function == "self.loss_function" and ours is None:
+            pair = None
         if pair is not None:
-            check_head(module, pair.head, excluded)
+            splits = check_head(module, pair.head, excluded)
     except Refusal as refusal:
         found.left.append(refusal)
         pair = None
@@ -559,27 +633,63 @@ def rewrite(
         return
     if pair is not None:
         defer_logits(tree, pair)
-    bound = {DEFER: defer, DEFERRED: DeferredLogits, LOSS: fused_loss}
+    bound = {DEFER: defer, DEFERRED: DeferredLogits, SPLITS: splits, LOSS: fused_loss}
     rebuilt, found.source = rebuild(inner, tree, bound)
     wrapped = rewrap(forward, rebuilt)
     found.members["forward"] = with_logits_in_tuples(forward, wrapped) if pair is not None else wrapped
     found.rules += Counter({"linear_cross_entropy": int(pair is not None), "cross_entropy": losses.count})
 
 
-def check_head(module: nn.Module, path: str, excluded: frozenset[str]) -> None:
-    """Raise unless the layer at a path is one whose product can be taken chunk by chunk."""
-    if path in excluded:
-        raise Refusal(Reason.EXCLUDED_CHILD, path)
+def check_head(module: nn.Module, path: str, excluded: frozenset[str]) -> dict[type[nn.Module], Split]:
+    """Raise unless a head ends with a layer whose product can be taken chunk by chunk.
+
+    Returns what is to be done before that layer, by the classes of the modules around it.
+    """
+    splits: dict[type[nn.Module], Split] = {}
+    while True:
+        try:
+            head = module.get_submodule(path)
+        except AttributeError:
+            raise unused(f"{path} is no layer of it") from None
+        if path in excluded:
+            raise Refusal(Reason.EXCLUDED_CHILD, path)
+        if "forward" in head.__dict__:
+            raise Refusal(Reason.FORWARD_REPLACED, path)
+        if hooked(head):
+            raise Refusal(Reason.HOOKED_CHILD, path)
+        cls = original_class(head)
+        if cls is nn.Linear:
+            return splits
+        split = split_of(cls) if cls not in splits else None
+        if split is None:
+            raise Refusal(Reason.UNKNOWN_HEAD, f"{path} is a {cls.__name__}")
+        splits[cls] = split
+        path = f"{path}.{split.child}"
+
+
+def split_of(cls: type[nn.Module]) -> Split | None:
+    """Where the forward of a class returns what a child returns: that child, and the rest of the forward."""
+    forward = cls.forward
+    if not isinstance(forward, types.FunctionType) or (forward.__module__ or "").startswith("torch."):
+        return None
     try:
-        head = module.get_submodule(path)
-    except AttributeError:
-        raise unused(f"{path} is no layer of it") from None
-    if original_class(head) is not nn.Linear:
-        raise Refusal(Reason.UNKNOWN_HEAD, f"{path} is a {type(head).__name__}")
-    if "forward" in head.__dict__:
-        raise Refusal(Reason.FORWARD_REPLACED, path)
-    if hooked(head):
-        raise Refusal(Reason.HOOKED_CHILD, path)
+        tree = parse(forward)
+        *_, before, last = (None, *tree.body)
+        value = last.value if isinstance(last, ast.Return) else None
+        if isinstance(value, ast.Name) and before is not None:
+            value = assigned(before, value.id)
+            tree.body.pop(-2)
+        call = value if isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords else None
+        owner = call.func if call is not None else None
+        if call is None or not isinstance(owner, ast.Attribute) or not is_same(owner.value, "self"):
+            return None
+        returns = [node for node in ast.walk(tree) if isinstance(node, ast.Return)]
+        if len(returns) > 1 or len(tree.args.args) != 2 or isinstance(call.args[0], ast.Starred):
+            return None
+        returns[0].value = call.args[0]
+        return Split(owner.attr, rebuild(forward, tree, {})[0])
+    except Refusal:
+        return None
 
 
 def with_logits_in_tuples(forward: types.FunctionType, fused: types.FunctionType) -> Any:
