@@ -51,6 +51,10 @@ def pretrained_model() -> type[nn.Module] | None:
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
+#: Whose autocast is known to give losses in float32.
+DEVICES = ("cuda", "cpu")
+
+
 # -- what a patched model computes ------------------------------------------------------------------------------------
 
 
@@ -127,7 +131,7 @@ def defer(
         softcap is None or (isinstance(softcap, int | float) and softcap > 0)
     ):
         return None
-    if hidden.device.type not in ("cuda", "cpu") or head.weight.device != hidden.device:
+    if hidden.device.type not in DEVICES or head.weight.device != hidden.device:
         return None
     if head.weight.dtype is not hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
         return None
@@ -149,9 +153,11 @@ def token_loss(
     if isinstance(logits, DeferredLogits):
         with float32_result(logits.hidden):
             loss = logits.cross_entropy(target, **options)
-    else:
+    elif type(logits) is Tensor and logits.device.type in DEVICES:
         with float32_result(logits):
             loss = functional.cross_entropy(logits, target, **options)
+    else:
+        loss = functional.cross_entropy(logits.float(), target, **options)
     loss = loss.float()
     if num_items_in_batch is None:
         return loss
