@@ -590,3 +590,70 @@ def test_a_loss_that_somebody_replaced_is_called(monkeypatch):
     output = model(**batch())
     assert output.loss == 0
     assert output.logits is not None
+
+
+def refusals(body):
+    """What find_pair says of a forward."""
+    import ast
+    import textwrap
+
+    from fastlayers.patching.language_models import find_pair
+    from fastlayers.patching.reasons import Refusal
+
+    source = "def forward(self, x, labels=None, **kwargs):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    try:
+        return find_pair(ast.parse(source).body[0])
+    except Refusal as refusal:
+        return refusal.reason.name
+
+
+PAIR = """
+hidden = self.model(x)
+logits = self.lm_head(hidden)
+{}
+loss = None
+if labels is not None:
+    {}
+    loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+{}
+return Output(loss=loss, logits=logits)
+"""
+MOVED = "labels = labels.to(logits.device)"
+CAP = """
+if self.cap:
+    logits = logits / self.cap
+    logits = torch.tanh(logits)
+    logits = logits * self.cap
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "after"),
+    [
+        ("hidden.mul_(2)", MOVED, "pass"),  # what the loss would be computed from
+        ("logits = logits.softmax(-1)", MOVED, "pass"),
+        ("logits = logits * x", MOVED, "pass"),
+        ("logits[..., 0] = 0", MOVED, "pass"),
+        ("self.last = logits", MOVED, "pass"),
+        ("labels = None", MOVED, "pass"),
+        ("logits = torch.tanh(logits / 3.0) * 3.0", MOVED, "pass"),
+        ("x = 1", "self.model(x)", "pass"),
+        ("x = 1", MOVED, "accuracy = logits.argmax(-1)"),
+        ("x = 1", MOVED, "return logits"),
+        ("x = 1", MOVED, "del logits"),
+    ],
+)
+def test_forwards_that_are_not_rewritten(before, inside, after):
+    assert refusals(PAIR.format(before, inside, after)) == "LOGITS_USED"
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "after"),
+    [
+        ("logits = logits.float()", MOVED, "y = loss"),
+        ("logits *= self.scale", MOVED, "if not return_dict:\n    return (logits,)"),
+        (CAP, MOVED, "y = loss"),
+    ],
+)
+def test_forwards_that_are_rewritten(before, inside, after):
+    assert refusals(PAIR.format(before, inside, after)).head == "lm_head"

@@ -311,7 +311,7 @@ def unused(message: str) -> Refusal:
 
 
 def find_pair(tree: ast.FunctionDef) -> Pair | None:
-    """The logits and the loss of a forward; None where it calls no ``self.loss_function`` on labels.
+    """The logits and the loss of a forward; None where it computes no loss of labels over a vocabulary.
 
     Raises:
         Refusal: the logits are not computed by a layer of the module, or serve something else too.
@@ -360,7 +360,9 @@ def body_of(statement: ast.stmt) -> list[ast.stmt]:
 
 def is_constant(statement: ast.stmt) -> bool:
     """Whether a statement is like ``loss = None``."""
-    return isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Constant)
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(statement.value, ast.Constant):
+        return False
+    return not {"self", "labels", "return_dict"} & set(mentioned(statement))
 
 
 def loss_call(statement: ast.stmt) -> ast.Call | None:
