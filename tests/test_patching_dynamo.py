@@ -660,8 +660,8 @@ IMAGES = {**SIZES, "image_size": 32, "patch_size": 8}
 IDS = {"input_ids": torch.arange(1, 13).view(2, 6)}
 PIXELS = {"pixel_values": tensor(2, 3, 32, 32, grad=False)}
 DECODED = {"decoder_input_ids": IDS["input_ids"]}
-LLAMA = {"add_rms_norm": 4, "rms_norm": 1, "rotary": 2, "softmax": 2, "swiglu": 2}
-GEMMA = {"add_rms_norm": 4, "rms_norm": 1, "rotary": 2, "softmax": 2, "geglu": 2}
+LLAMA = {"add_rms_norm": 4, "rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
+GEMMA = {"add_rms_norm": 4, "rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
 
 #: Model, the sizes in its configuration, its inputs, and what is fused in training.
 TRANSFORMERS = {
@@ -672,7 +672,7 @@ TRANSFORMERS = {
         IDS,
         {"add_layer_norm": 4, "layer_norm": 1, "softmax": 2, "gelu": 2},
     ),
-    "llama": ("LlamaForCausalLM", GROUPED, {**IDS, "labels": IDS["input_ids"]}, LLAMA),
+    "llama": ("LlamaForCausalLM", GROUPED, {**IDS, "labels": IDS["input_ids"]}, {**LLAMA, "cross_entropy": 1}),
     "mistral": ("MistralForCausalLM", GROUPED, IDS, LLAMA),
     "qwen2": ("Qwen2ForCausalLM", GROUPED, IDS, LLAMA),
     "qwen3": ("Qwen3ForCausalLM", GROUPED, IDS, {**LLAMA, "rms_norm": 5}),
@@ -682,7 +682,7 @@ TRANSFORMERS = {
         "Olmo2ForCausalLM",
         {**SIZES, "num_key_value_heads": 2},
         IDS,
-        {"add_rms_norm": 1, "rms_norm": 8, "rotary": 2, "softmax": 2, "swiglu": 2},
+        {"add_rms_norm": 1, "rms_norm": 8, "rotary": 2, "softmax": 2, "gated_linear": 2},
     ),
     "t5": (
         "T5ForConditionalGeneration",
@@ -784,7 +784,7 @@ def test_gradient_checkpointing_of_transformers(reentrant):
     config = transformers.LlamaConfig(**GROUPED, attn_implementation="eager", use_cache=False, attention_dropout=0.2)
     model = transformers.LlamaForCausalLM(config)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    check_model(model, IDS, {"add_rms_norm": 2, "rms_norm": 3, "rotary": 2, "softmax": 2, "swiglu": 2})
+    check_model(model, IDS, {"add_rms_norm": 2, "rms_norm": 3, "rotary": 2, "softmax": 2, "gated_linear": 2})
 
 
 TIMM = {

@@ -45,6 +45,7 @@ __all__ = [
     "instance_norm_layer",
     "knows",
     "linear_act",
+    "nll_loss_of_log_softmax",
     "no_hooks",
     "plain",
     "plain_any",
@@ -320,6 +321,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, inplace: bool = False, **options: 
         x = x.add_(residual)
         return functional.rms_norm(x, **options), x
     return functional.add_rms_norm(*_low_first(x, residual), **options)
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+
+
+def nll_loss_of_log_softmax(x: Tensor, target: Tensor, dim: int, **options: Any) -> Tensor:
+    """F.nll_loss(F.log_softmax(x, dim), target), fused where dim is that of the classes, and the target of classes."""
+    classes = 0 if x.dim() == 1 else 1
+    if dim in (classes, classes - x.dim()) and not target.is_floating_point():
+        return functional.cross_entropy(x, target, **options)
+    return F.nll_loss(F.log_softmax(x, dim), target, **options)
 
 
 # -- norms that a library wrote out: fingerprints.py -------------------------------------------------------------------

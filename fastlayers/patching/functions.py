@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from fastlayers.patching.spelling import Spelling
 
-__all__ = ["written_function"]
+__all__ = ["canonical", "source_of", "written_function"]
 
 #: Stochastic depth, of single samples, as timm and torchvision draw it. Their operands are those of the spelling.
 DROP_PATH = """
@@ -76,6 +76,16 @@ def canonical(source: str) -> str:
     args = rename.visit(tree.args)
     body = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
     return "\n".join(ast.dump(part) for part in (args, *map(rename.visit, body)))
+
+
+def source_of(function: Any) -> str:
+    """The canonical source of a plain function; empty where it has none."""
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__") or function.__closure__:
+        return ""
+    try:
+        return canonical(inspect.getsource(function))
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return ""
 
 
 KNOWN = {

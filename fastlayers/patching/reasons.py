@@ -46,6 +46,9 @@ class Reason(str, Enum):
     TRACE_FAILED = "its forward could not be traced"
 
     # A place that looks fusable and is not
+    UNKNOWN_LOSS = "its loss function is not one that is known"
+    UNKNOWN_HEAD = "the layer that computes the logits is not exactly an nn.Linear"
+    LOGITS_USED = "its forward uses the logits for something else than the loss and the output"
     USED_ELSEWHERE = "an intermediate result is used elsewhere"
     USED_BETWEEN = "an intermediate result is used before the last of the operations"
     VISIBLE_MUTATION = "an in-place operation changes a tensor that something else can see"

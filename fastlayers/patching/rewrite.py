@@ -28,6 +28,7 @@ from torch.fx import Node
 from fastlayers.patching import calls
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
 from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
+from fastlayers.patching.language_models import FusedModel, fuse_losses, pretrained_model
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rotary import rotary_forward
 from fastlayers.patching.rules import Deferred, GraphRule, Match, ModuleRule, graph_rules
@@ -396,9 +397,12 @@ def fuse(
         Refusal: the forward cannot be recorded.
     """
     original = original_class(module)
-    check_subclassing(original)
     known = {} if known is None else known
     rules = graph_rules() if rules is None else rules
+    losses = fuse_losses(module, excluded) if needed is None and type(module) is original else None
+    if losses is not None:
+        return fuse_model(original, losses, known)
+    check_subclassing(original)
     written = fingerprint(original) if needed is None else None
     if written is not None:
         return fuse_written_norm(module, written, known)
@@ -453,6 +457,19 @@ def fuse_rotary(original: type[nn.Module], known: dict[Any, type[nn.Module]]) ->
         forward, source = found
         known[key] = seal(type(f"Fused{original.__name__}", (original,), {"forward": forward}), original, source)
     return Fused(known[key], Counter({"rotary": 1}))
+
+
+def fuse_model(original: type[nn.Module], losses: FusedModel, known: dict[Any, type[nn.Module]]) -> Fused:
+    """The class for one of transformers' models, with other losses. It has the name of its own class.
+
+    ``save_pretrained`` writes that name, and what a model records of its layers is kept by it.
+    """
+    if losses.rules and losses.key not in known:
+        check_subclassing(original, harmless=pretrained_model())
+        generated = type(original.__name__, (original,), losses.members)
+        known[losses.key] = seal(generated, original, losses.source)
+        known[losses.key].__qualname__ = original.__qualname__
+    return Fused(known.get(losses.key), losses.rules, left=losses.left)
 
 
 def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:
@@ -595,12 +612,12 @@ def is_folded(module: nn.Module) -> bool:
     return "__fastlayers_unfolded__" in type(module).__dict__
 
 
-def check_subclassing(original: type[nn.Module]) -> None:
+def check_subclassing(original: type[nn.Module], harmless: type[nn.Module] | None = None) -> None:
     """Creating a subclass must not run code of the class: a registry would list the generated one."""
     if type(original) not in (type, abc.ABCMeta):
         raise Refusal(Reason.CLASS_HOOKS, f"metaclass {type(original).__name__}")
     for cls in original.__mro__:
-        if "__init_subclass__" in cls.__dict__ and cls.__module__ not in ("builtins", "typing"):
+        if "__init_subclass__" in cls.__dict__ and cls is not harmless and cls.__module__ not in ("builtins", "typing"):
             raise Refusal(Reason.CLASS_HOOKS, f"{cls.__name__}.__init_subclass__")
 
 

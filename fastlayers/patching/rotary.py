@@ -7,9 +7,6 @@ where that global is replaced by somebody, what he put there is called.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 import types
 from typing import Any
 
@@ -17,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fastlayers import functional
-from fastlayers.patching.functions import canonical
+from fastlayers.patching.functions import canonical, source_of
 from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rebuild import rebuild
 from fastlayers.patching.trace import parse
 
 __all__ = ["rotary_forward"]
@@ -37,17 +35,6 @@ def rotate_half(x):
     x2 = x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)
 """
-FACTORY = "_fastlayers_bind"
-
-
-def source_of(function: Any) -> str:
-    """The canonical source of a plain function; empty where it has none."""
-    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__") or function.__closure__:
-        return ""
-    try:
-        return canonical(inspect.getsource(function))
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return ""
 
 
 def is_rotary(function: Any) -> bool:
@@ -82,24 +69,6 @@ def rotary_forward(cls: type[nn.Module]) -> tuple[types.FunctionType, str] | Non
     if len(names) != 1:
         return None
     try:
-        tree = parse(forward)
+        return rebuild(forward, parse(forward), {names[0]: fused_rotary(scope, names[0], scope[names[0]])})
     except Refusal:
         return None
-    words = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree))
-    if any(word.startswith("__") and not word.endswith("__") for word in words):
-        return None  # a private name means another one outside of its class
-    (name,) = names
-    tree.decorator_list, tree.returns = [], None
-    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
-    tree.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in tree.args.kw_defaults]
-    for arg in ast.walk(tree.args):
-        if isinstance(arg, ast.arg):
-            arg.annotation = None
-    lines = [f"def {FACTORY}({name}):", textwrap.indent(ast.unparse(tree), "    "), f"    return {tree.name}"]
-    source, made = "\n".join(lines), dict[str, Any]()
-    exec(compile(source, f"<fastlayers {forward.__qualname__}>", "exec"), scope, made)
-    rebuilt: types.FunctionType = made[FACTORY](fused_rotary(scope, name, scope[name]))
-    rebuilt.__defaults__, rebuilt.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
-    rebuilt.__annotations__ = dict(forward.__annotations__)
-    rebuilt.__doc__, rebuilt.__module__ = forward.__doc__, forward.__module__
-    return rebuilt, source

@@ -64,6 +64,10 @@ spell("softmax", "input dim _stacklevel dtype", F.softmax)
 spell("softmax", "input dim dtype", torch.softmax, torch.special.softmax, "softmax")
 spell("log_softmax", "input dim _stacklevel dtype", F.log_softmax)
 spell("log_softmax", "input dim dtype", torch.log_softmax, torch.special.log_softmax, "log_softmax")
+spell(
+    "cross_entropy", "input target weight size_average ignore_index reduce reduction label_smoothing", F.cross_entropy
+)
+spell("nll_loss", "input target weight size_average ignore_index reduce reduction", F.nll_loss)
 spell("masked_fill", "input mask value", torch.masked_fill, "masked_fill")
 spell("masked_fill", "input mask value", "masked_fill_", inplace=True)
 spell("where", "condition input other", torch.where)
@@ -153,13 +157,13 @@ FRESH_FUNCTIONS = frozenset(
         torch.masked_fill, torch.where, torch.mean, torch.sum, torch.zeros_like, torch.ones_like, torch.empty_like,
         torch.full_like, torch.rand_like, torch.randn_like,
         F.relu, F.linear, F.conv1d, F.conv2d, F.conv3d, F.batch_norm, F.layer_norm, F.rms_norm, F.group_norm,
-        F.instance_norm, F.softmax, F.log_softmax,
+        F.instance_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss,
         F.gelu, F.silu, F.hardswish, F.relu6, F.leaky_relu, F.sigmoid, F.tanh, F.avg_pool2d,
         F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
         calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked,
         calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
-        calls.linear_act, calls.rotary_alone, folded,
+        calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

@@ -153,8 +153,12 @@ def optional_parameters(forward: types.FunctionType) -> list[str]:
     return [name for name in tested if name in defaults]
 
 
-def parse(function: types.FunctionType) -> ast.FunctionDef:
-    """The syntax tree of a function, if it is one that can be followed."""
+def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.FunctionDef:
+    """The syntax tree of a function, if it is one that can be followed.
+
+    Args:
+        decorated: whether decorators do not matter, since the function is what is inside of them.
+    """
     if hasattr(function, "__wrapped__"):
         raise Refusal(Reason.DECORATED, function.__qualname__)
     try:
@@ -166,7 +170,7 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
     written = tuple(arg.arg for arg in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs))
     if written != function.__code__.co_varnames[: len(written)]:
         raise Refusal(Reason.NO_SOURCE, f"the source of {function.__qualname__} changed since it was loaded")
-    for decorator in tree.decorator_list:
+    for decorator in () if decorated else tree.decorator_list:
         if not ast.unparse(decorator).startswith(("torch.jit.", "staticmethod", "classmethod", "property")):
             raise Refusal(Reason.DECORATED, f"@{ast.unparse(decorator)}")
     return tree

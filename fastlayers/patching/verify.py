@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -132,14 +132,18 @@ class Run:
     outputs: list[Any]
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+    #: Of an output that is a mapping.
+    keys: frozenset[str] = frozenset()
 
 
 def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
     """Run a model patched and unpatched on the same inputs and compare outputs, gradients and buffers.
 
-    A patched model is verified as it is, an unpatched one as :func:`patch_model` would leave it. It runs in its present
-    training mode and autocast state, with the same random numbers in every run. Parameters, gradients, buffers
-    (BatchNorm's running statistics among them), the random state and the patches are afterwards what they were.
+    A patched model is verified as it is, an unpatched one as :func:`patch_model` would leave it. It runs in its
+    present training mode and autocast state, with the same random numbers in every run. Logits that a patched
+    language model leaves out of its output, as it does in training when it is given labels, are not compared; their
+    loss is. Parameters, gradients, buffers (BatchNorm's running statistics among them), the random state and the
+    patches are afterwards what they were.
 
     Args:
         model: any module; DDP and ``torch.compile`` wrappers are looked through.
@@ -173,10 +177,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 def compare_patched(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
     with rng_state():
         after = run(model, inputs, kwargs, 0.0)
+        omitted = omitted_logits(model, after)
         classes = {name: type(module) for name, module in model.named_modules() if is_patched(module)}
         with unpatched(model):
-            before = run(model, inputs, kwargs, 0.0)
-            nudged = run(model, inputs, kwargs, rounding(model, before))
+            before = run(model, inputs, kwargs, 0.0, omitted)
+            nudged = run(model, inputs, kwargs, rounding(model, before), omitted)
         comparisons = tuple(compare(before, after, nudged))
         first = None
         if not all(comparison.ok for comparison in comparisons):
@@ -203,10 +208,23 @@ def rng_state() -> Iterator[None]:
         yield
 
 
-def run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge: float) -> Run:
+def omitted_logits(model: nn.Module, run: Run) -> frozenset[str]:
+    """What a patched language model left out of its output, since it never had it in memory."""
+    rules = {rule for module in model.modules() for rule, _ in getattr(type(module), "__fastlayers_rules__", ())}
+    return frozenset({"logits"}) - run.keys if run.keys and "linear_cross_entropy" in rules else frozenset()
+
+
+def run(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    nudge: float,
+    omitted: frozenset[str] = frozenset(),
+) -> Run:
     """One forward and backward over stand-ins of parameters, buffers and inputs; the model's own are only read.
 
-    ``nudge`` perturbs parameters and inputs by that relative amount, to see how much the model makes of it.
+    ``nudge`` perturbs parameters and inputs by that relative amount, to see how much the model makes of it. What is
+    ``omitted`` of an output by its name is not looked at.
     """
     noise = torch.Generator().manual_seed(0)
 
@@ -233,13 +251,16 @@ def run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge
     torch.manual_seed(0)
     with torch.enable_grad(), masks_of_torch():
         result = functional_call(model, {**parameters, **buffers}, args, keywords)
+        keys = frozenset(result) if isinstance(result, Mapping) else frozenset()
+        if omitted & keys:
+            result = {key: value for key, value in result.items() if key not in omitted}
         outputs, _ = tree_flatten(result)
         wanted = {f"grad of {name}": p for name, p in parameters.items() if p.requires_grad}
         leaves = [value for value in tree_flatten((args, keywords))[0] if isinstance(value, Tensor)]
         wanted |= {f"grad of input {i}": value for i, value in enumerate(leaves) if value.requires_grad}
         gradients = backward(outputs, wanted)
     kept = [output.detach() if isinstance(output, Tensor) else output for output in outputs]
-    return Run(kept, gradients, buffers)
+    return Run(kept, gradients, buffers, keys)
 
 
 def backward(outputs: list[Any], wanted: dict[str, Tensor]) -> dict[str, Tensor | None]:

@@ -16,7 +16,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastlayers.modules import DROP_IN
-from fastlayers.patching.rules import activations, bias_act, elementwise, fold, glu, norm, residual, rotary, softmax
+from fastlayers.patching.rules import (
+    activations,
+    bias_act,
+    elementwise,
+    fold,
+    glu,
+    loss,
+    norm,
+    residual,
+    rotary,
+    softmax,
+)
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule
 
 __all__ = [
@@ -59,6 +70,8 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,
     elementwise.EXCITE,
+    loss.NLL_LOSS,
+    loss.CROSS_ENTROPY,
     softmax.SOFTMAX,
 )
 

@@ -1,0 +1,712 @@
+"""The losses of transformers' models: ``model.loss_function``, the head and its loss, losses written in a forward.
+
+The forward of such a model is compiled again from its own source (:mod:`fastlayers.patching.rebuild`), with its
+decorators around it. Where it computes logits by a linear layer and hands them to ``self.loss_function``,
+
+    logits = self.lm_head(hidden_states)
+    loss = None
+    if labels is not None:
+        loss = self.loss_function(logits, labels, ...)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, ...)
+
+a training step with labels has :class:`DeferredLogits` in the place of the logits, from which the loss is computed
+chunk by chunk, and returns None for them. Every other call computes the logits as before. So it is where a masked
+language model writes ``loss_fct = CrossEntropyLoss()``, and where the layer is the last one of a head like BERT's.
+
+``model.loss_function`` is a property of the generated class: nothing is set on the model, and nothing of transformers
+changes. Where somebody sets it, what he set is called, with the logits.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastlayers import functional
+from fastlayers.modules import FusedCrossEntropyLoss
+from fastlayers.ops.reference import HALF
+from fastlayers.patching import calls
+from fastlayers.patching.functions import canonical, source_of
+from fastlayers.patching.graph import hooked, original_class
+from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.rebuild import innermost, rebuild, rewrap
+from fastlayers.patching.trace import parse
+
+__all__ = ["DeferredLogits", "FusedModel", "fuse_losses", "pretrained_model"]
+
+
+def pretrained_model() -> type[nn.Module] | None:
+    """transformers' class of all models, if transformers is loaded."""
+    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+
+
+#: Whose autocast is known to give losses in float32.
+DEVICES = ("cuda", "cpu")
+
+
+# -- what a patched model computes ------------------------------------------------------------------------------------
+
+
+class DeferredLogits(NamedTuple):
+    """The logits of a linear layer before they are computed: softcap·tanh(scale·head(hidden)/softcap)."""
+
+    hidden: Tensor
+    head: nn.Linear
+    scale: float
+    softcap: float | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def compute(self) -> Tensor:
+        logits: Tensor = self.head(self.hidden) * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def view(self, rows: int, columns: int) -> DeferredLogits | Tensor:
+        """Rows of logits, as a loss takes them."""
+        return self if columns == self.head.weight.shape[0] else self.compute().view(rows, columns)
+
+    def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
+        rows, (weight, bias) = self.hidden.reshape(-1, self.hidden.shape[-1]), (self.head.weight, self.head.bias)
+        options |= {"softcap": self.softcap, "logit_scale": self.scale}
+        return functional.linear_cross_entropy(rows, weight, target, bias, **options)
+
+
+Logits: TypeAlias = Tensor | DeferredLogits
+
+
+class DeferringCrossEntropyLoss(FusedCrossEntropyLoss):
+    """The loss of a forward that writes ``CrossEntropyLoss()``: of logits, and of deferred ones."""
+
+    def forward(self, input: Logits, target: Tensor) -> Tensor:
+        if not isinstance(input, DeferredLogits):
+            return super().forward(input, target)
+        return input.cross_entropy(target, ignore_index=self.ignore_index)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A head that ends with a child: its name, and what computes that child's argument."""
+
+    child: str
+    argument: Callable[[nn.Module, Tensor], Tensor]
+
+
+def defer(
+    model: nn.Module,
+    loss: Any,
+    head: nn.Module,
+    splits: dict[type[nn.Module], Split],
+    hidden: Tensor,
+    scale: Any,
+    softcap: Any,
+) -> DeferredLogits | None:
+    """The logits of ``head``, deferred where a loss that takes them so is all that a training step wants of them."""
+    known = any(loss is function for function in (causal_lm_loss, masked_lm_loss, nn.CrossEntropyLoss))
+    if not (known and model.training and torch.is_grad_enabled()):
+        return None
+    arguments = []
+    while (split := splits.get(original_class(head))) is not None:
+        if not calls.plain(head, original_class(head)) or not calls.no_hooks(head):
+            return None
+        arguments.append((split.argument, head))
+        head = head._modules[split.child]  # type: ignore[assignment]
+    if not isinstance(head, nn.Linear) or not calls.plain(head, nn.Linear) or not calls.no_hooks(head):
+        return None
+    if type(head.weight) not in (Tensor, nn.Parameter) or type(hidden) is not Tensor:  # a DTensor, a quantised weight
+        return None
+    if not isinstance(scale, int | float) or not (
+        softcap is None or (isinstance(softcap, int | float) and softcap > 0)
+    ):
+        return None
+    if hidden.device.type not in DEVICES or head.weight.device != hidden.device:
+        return None
+    if head.weight.dtype is not hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        return None
+    for argument, outer in arguments:
+        hidden = argument(outer, hidden)
+    return DeferredLogits(hidden, head, float(scale), softcap)
+
+
+def token_loss(
+    logits: Logits, target: Tensor, vocab_size: int, num_items_in_batch: Tensor | float | None, ignore_index: int
+) -> Tensor:
+    """The loss of each token's class, in float32 as transformers has it, without a copy of the logits in float32."""
+    target = target.view(-1).to(logits.device)
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "reduction": "mean" if num_items_in_batch is None else "sum",
+    }
+    logits = logits.view(-1, vocab_size)
+    if isinstance(logits, DeferredLogits):
+        with float32_result(logits.hidden):
+            loss = logits.cross_entropy(target, **options)
+    elif type(logits) is Tensor and logits.device.type in DEVICES:
+        with float32_result(logits):
+            loss = functional.cross_entropy(logits, target, **options)
+    else:
+        loss = functional.cross_entropy(logits.float(), target, **options)
+    loss = loss.float()
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+def float32_result(x: Tensor) -> Any:
+    """Under autocast to the dtype that they have anyway, losses are computed from halves and are float32."""
+    kind = x.device.type
+    if x.dtype not in HALF or torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, x.dtype)
+
+
+def causal_lm_loss(
+    logits: Logits,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss: each token's label is the next token."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    return token_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+def masked_lm_loss(
+    logits: Logits,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' ForMaskedLMLoss."""
+    return token_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+def fused_loss(present: Any) -> Any:
+    """What computes the loss that a forward names: torch's, or what somebody has put in its place."""
+    if present is nn.CrossEntropyLoss:
+        return DeferringCrossEntropyLoss
+    return functional.cross_entropy if present is F.cross_entropy else present
+
+
+def gives_tuple(model: Any, return_dict: bool | None) -> bool:
+    """Whether a call returns a tuple, from which a None would be missing."""
+    return not (model.config.return_dict if return_dict is None else return_dict)
+
+
+# -- transformers' loss functions -------------------------------------------------------------------------------------
+
+FIXED_CROSS_ENTROPY = """
+def fixed_cross_entropy(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    reduction = "sum" if num_items_in_batch is not None else "mean"
+    loss = nn.functional.cross_entropy(source, target, ignore_index=ignore_index, reduction=reduction)
+    if reduction == "sum":
+        if torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        loss = loss / num_items_in_batch
+    return loss
+"""
+CAUSAL = """
+def ForCausalLMLoss(
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+):
+    logits = logits.float()
+    if shift_labels is None:
+        labels = nn.functional.pad(labels, (0, 1), value=ignore_index)
+        shift_labels = labels[..., 1:].contiguous()
+    logits = logits.view(-1, vocab_size)
+    shift_labels = shift_labels.view(-1)
+    shift_labels = shift_labels.to(logits.device)
+    loss = fixed_cross_entropy(logits, shift_labels, num_items_in_batch, ignore_index, **kwargs)
+    return loss
+"""
+MASKED = """
+def ForMaskedLMLoss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    logits = logits.float()
+    logits = logits.view(-1, vocab_size)
+    labels = labels.view(-1)
+    labels = labels.to(logits.device)
+    loss = fixed_cross_entropy(logits, labels, num_items_in_batch, ignore_index, **kwargs)
+    return loss
+"""
+
+
+def known_loss(function: Any) -> Any:
+    """What computes the same as a loss function of transformers; None where it is none that is known."""
+    source = source_of(function)
+    for code, ours in ((CAUSAL, causal_lm_loss), (MASKED, masked_lm_loss)):
+        if source == canonical(code):
+            scope = function.__globals__
+            same = source_of(scope.get("fixed_cross_entropy")) == canonical(FIXED_CROSS_ENTROPY)
+            return ours if same and scope.get("nn") is nn else None
+    return None
+
+
+def fused_property(original: type[nn.Module], theirs: Any, ours: Any) -> property:
+    """``model.loss_function``, where it would be ``theirs``."""
+    known: Any = getattr(original, "loss_function")  # noqa: B009 - mypy knows no such attribute
+    scope = theirs.__globals__
+    inner = scope["fixed_cross_entropy"]
+
+    def loss_function(self: nn.Module) -> Any:
+        present = known.fget(self)
+        return ours if present is theirs and scope["fixed_cross_entropy"] is inner else present
+
+    return property(loss_function, known.fset, known.fdel, known.__doc__)
+
+
+# -- reading a forward ------------------------------------------------------------------------------------------------
+
+HIDDEN, DEFER, DEFERRED, SPLITS, LOSS = (
+    f"_fastlayers_{name}" for name in ("hidden", "defer", "DeferredLogits", "splits", "fused_loss")
+)
+
+
+@dataclass
+class Pair:
+    """Where a forward computes logits and their loss.
+
+    Attributes:
+        logits: their name.
+        head: the path of the linear layer.
+        start, end: the statements that compute the logits.
+        loss: the one that computes the loss.
+        function: an expression of what computes it.
+        scale, softcap: expressions of what the logits are multiplied with and bounded by.
+        condition: of a call whose logits may be None.
+    """
+
+    logits: str
+    head: str
+    start: int
+    end: int
+    loss: int
+    function: str
+    scale: ast.expr
+    softcap: ast.expr
+    condition: str
+
+
+def unused(message: str) -> Refusal:
+    return Refusal(Reason.LOGITS_USED, message)
+
+
+def find_pair(tree: ast.FunctionDef) -> Pair | None:
+    """The logits and the loss of a forward; None where it computes no loss of labels over a vocabulary.
+
+    Raises:
+        Refusal: the logits are not computed by a layer of the module, or serve something else too.
+    """
+    calling = ((i, call) for i, statement in enumerate(tree.body) if (call := loss_call(statement)) is not None)
+    index, call = next(calling, (0, None))
+    if call is None:
+        return None
+    name, written = logits_of(call), class_of_loss(tree.body[index])
+    start = next((i for i, statement in enumerate(tree.body[:index]) if name in stored(statement)), None)
+    head = head_of(tree.body[start], name) if start is not None else None
+    if start is None or head is None:
+        raise unused(f"{ast.unparse(call)}, and the logits are not what a layer of the module returns")
+    end = start + 1
+    while end < index and name in mentioned(tree.body[end]):
+        end += 1
+    scale, softcap = transforms(tree.body[start + 1 : end], name)
+    for statement in (*tree.body[end:index], *body_of(tree.body[index])[: -2 if written else -1]):
+        if not is_constant(statement) and not is_same(statement, f"labels = labels.to({name}.device)"):
+            raise unused(f"{ast.unparse(statement)} is between them and the loss")
+    rest = [*tree.body[:start], *tree.body[end:]]
+    tuples = sum(tuple_reads(statement, name) for statement in tree.body[index + 1 :])
+    known = device_reads(tree.body[index], name) + output_reads(tree.body[-1], name) + tuples + 1
+    found = sum(mentioned(statement).count(name) for statement in rest)
+    if found != known:
+        raise unused(f"{name} is used {found} times, of which {known} are known")
+    condition = "labels is not None and return_dict" if tuples else "labels is not None"
+    return Pair(name, head, start, end, index, written or "self.loss_function", scale, softcap, condition)
+
+
+def mentioned(node: ast.AST) -> list[str]:
+    return [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+
+
+def stored(node: ast.AST) -> list[str]:
+    return [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)]
+
+
+def is_same(node: ast.AST, code: str) -> bool:
+    return ast.unparse(node) == code
+
+
+def body_of(statement: ast.stmt) -> list[ast.stmt]:
+    return statement.body if isinstance(statement, ast.If) else []
+
+
+def is_constant(statement: ast.stmt) -> bool:
+    """Whether a statement is like ``loss = None``."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(statement.value, ast.Constant):
+        return False
+    return not {"self", "labels", "return_dict"} & set(mentioned(statement))
+
+
+def loss_call(statement: ast.stmt) -> ast.Call | None:
+    """The call in ``if labels is not None: loss = self.loss_function(...)``, or of a loss that stands before it."""
+    if not isinstance(statement, ast.If) or statement.orelse or not is_same(statement.test, "labels is not None"):
+        return None
+    last = statement.body[-1]
+    if not isinstance(last, ast.Assign) or len(last.targets) != 1 or not isinstance(last.targets[0], ast.Name):
+        return None
+    call = last.value
+    if not isinstance(call, ast.Call):
+        return None
+    return call if is_same(call.func, "self.loss_function") or class_of_loss(statement) else None
+
+
+def class_of_loss(statement: ast.stmt) -> str:
+    """CrossEntropyLoss in ``loss = CrossEntropyLoss(); ... = loss(logits.view(-1, vocab_size), labels.view(-1))``."""
+    *_, made, used = (None, *body_of(statement))
+    if not isinstance(made, ast.Assign) or not isinstance(used, ast.Assign) or not isinstance(used.value, ast.Call):
+        return ""
+    code, call = ast.unparse(made.value), used.value
+    asked = code.startswith(f"{LOSS}(") and code.endswith(")()")
+    words = logits_of(call) and len(call.args) == 2 and not call.keywords and is_same(call.args[1], "labels.view(-1)")
+    if not asked or not words or [ast.unparse(call.func)] != list(map(ast.unparse, made.targets)):
+        return ""
+    return code.removeprefix(f"{LOSS}(").removesuffix(")()")
+
+
+def logits_of(call: ast.Call) -> str:
+    """The name of the logits that a loss is called with."""
+    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "logits")]
+    value = given[0] if len(given) == 1 else None
+    if isinstance(value, ast.Call) and not is_same(call.func, "self.loss_function"):
+        view, sizes = value.func, [ast.unparse(size) for size in value.args]
+        rows = isinstance(view, ast.Attribute) and view.attr == "view" and sizes[:1] == ["-1"] and len(sizes) == 2
+        # Other classes than those of a vocabulary are few: their logits are small, and wanted.
+        value = view.value if rows and sizes[1].endswith(".vocab_size") else None  # type: ignore[attr-defined]
+    return value.id if isinstance(value, ast.Name) else ""
+
+
+def device_reads(statement: ast.stmt, name: str) -> int:
+    """How often ``labels = labels.to(logits.device)`` stands before the loss."""
+    return sum(is_same(inner, f"labels = labels.to({name}.device)") for inner in body_of(statement))
+
+
+def output_reads(statement: ast.stmt, name: str) -> int:
+    """Whether the forward ends with ``return Output(..., logits=logits, ...)``."""
+    call = statement.value if isinstance(statement, ast.Return) else None
+    keywords = call.keywords if isinstance(call, ast.Call) else []
+    return sum(keyword.arg == "logits" and is_same(keyword.value, name) for keyword in keywords)
+
+
+def tuple_reads(statement: ast.stmt, name: str) -> int:
+    """How often ``if not return_dict: return ...`` reads the logits."""
+    returns = isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[-1], ast.Return)
+    return mentioned(statement).count(name) if returns and is_same(statement.test, "not return_dict") else 0  # type: ignore[attr-defined]
+
+
+def unwidened(value: ast.expr) -> ast.expr:
+    """An expression without what only says how its result is stored: its loss is computed in float32 anyway."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.keywords:
+        how = (value.func.attr, *map(ast.unparse, value.args))
+        if how not in (("float",), ("contiguous",), ("to", "torch.float32")):
+            break
+        value = value.func.value
+    return value
+
+
+def assigned(statement: ast.stmt, name: str) -> ast.expr | None:
+    """What a statement assigns to a name and nothing else."""
+    if isinstance(statement, ast.AugAssign) and is_same(statement.target, name):
+        return ast.BinOp(ast.Name(name, ast.Load()), statement.op, statement.value)
+    targets = [ast.unparse(target) for target in statement.targets] if isinstance(statement, ast.Assign) else []
+    return statement.value if isinstance(statement, ast.Assign) and targets == [name] else None
+
+
+def head_call(statement: ast.stmt, name: str) -> ast.Call | None:
+    """The call in ``logits = self.lm_head(hidden)``."""
+    value = assigned(statement, name)
+    call = unwidened(value) if value is not None else None
+    if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
+        return None
+    layer = call.func
+    while isinstance(layer, ast.Attribute):
+        layer = layer.value
+    return call if is_same(layer, "self") and isinstance(call.func, ast.Attribute) else None
+
+
+def head_of(statement: ast.stmt, name: str) -> str | None:
+    call = head_call(statement, name)
+    return ast.unparse(call.func).removeprefix("self.") if call is not None else None
+
+
+@dataclass
+class Transforms:
+    """What a forward does to its logits, step by step: products with a number, and a bound."""
+
+    name: str
+    scale: ast.expr = field(default_factory=lambda: ast.Constant(1.0))
+    softcap: ast.expr = field(default_factory=lambda: ast.Constant(None))
+
+    def run(self, statements: list[ast.stmt]) -> None:
+        while statements:
+            first, *rest = statements
+            if isinstance(first, ast.If) and not first.orelse and self.name not in mentioned(first.test):
+                bound = self.bound(first.body)
+                self.softcap = ast.IfExp(first.test, self.limit(bound), ast.Constant(None))
+            elif len(statements) >= 3 and (bound := self.bound(statements[:3])) is not None:
+                self.softcap, rest = self.limit(bound), statements[3:]
+            else:
+                self.multiply(first)
+            statements = rest
+
+    def limit(self, bound: ast.expr | None) -> ast.expr:
+        if bound is None or not is_same(self.softcap, "None"):
+            raise unused("what it does to them is not known")
+        return bound
+
+    def bound(self, statements: list[ast.stmt]) -> ast.expr | None:
+        """softcap in ``logits = logits / softcap; logits = torch.tanh(logits); logits = logits * softcap``."""
+        values = [assigned(statement, self.name) for statement in statements]
+        if len(values) != 3 or not isinstance(values[0], ast.BinOp) or not isinstance(values[2], ast.BinOp):
+            return None
+        softcap = values[0].right
+        wanted = (f"{self.name} / {ast.unparse(softcap)}", f"torch.tanh({self.name})")
+        same = (*wanted, f"{self.name} * {ast.unparse(softcap)}") == tuple(map(ast.unparse, values))  # type: ignore[arg-type]
+        return softcap if same and is_attribute(softcap) else None
+
+    def multiply(self, statement: ast.stmt) -> None:
+        value = assigned(statement, self.name)
+        if value is not None and is_same(unwidened(value), self.name):
+            return
+        if not is_same(self.softcap, "None") or not isinstance(value, ast.BinOp):
+            raise unused("what it does to them is not known")
+        left, right = value.left, value.right
+        if isinstance(value.op, ast.Mult) and is_same(right, self.name):
+            left, right = right, left
+        if not isinstance(value.op, ast.Mult | ast.Div) or not is_same(left, self.name) or not is_attribute(right):
+            raise unused("what it does to them is not known")
+        self.scale = ast.BinOp(self.scale, value.op, right)
+
+
+def is_attribute(value: ast.expr) -> bool:
+    """Whether an expression is a number or an attribute of the module, or of something there."""
+    if isinstance(value, ast.Constant):
+        return True
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    return is_same(value, "self")
+
+
+def transforms(statements: list[ast.stmt], name: str) -> tuple[ast.expr, ast.expr]:
+    found = Transforms(name)
+    found.run(statements)
+    return found.scale, found.softcap
+
+
+def defer_logits(tree: ast.FunctionDef, pair: Pair) -> None:
+    """Let a forward defer its logits where it computes a loss."""
+    computing = tree.body[pair.start : pair.end]
+    call = head_call(computing[0], pair.logits)
+    assert call is not None
+    head, hidden = ast.unparse(call.func), ast.unparse(call.args[0])
+    call.args = [ast.Name(HIDDEN, ast.Load())]
+    operands = (
+        f"self, {pair.function}, {head}, {SPLITS}, {HIDDEN}, {ast.unparse(pair.scale)}, {ast.unparse(pair.softcap)}"
+    )
+    before = f"""
+{HIDDEN} = {hidden}
+{pair.logits} = {DEFER}({operands}) if {pair.condition} else None
+if {pair.logits} is None:
+    pass
+"""
+    first, second, third = ast.parse(before).body
+    assert isinstance(third, ast.If)
+    third.body = computing
+    after = ast.parse(f"if isinstance({pair.logits}, {DEFERRED}):\n    {pair.logits} = None").body
+    tree.body[pair.loss + 1 : pair.loss + 1] = after
+    tree.body[pair.start : pair.end] = [first, second, third]
+
+
+class Losses(ast.NodeTransformer):
+    """Lets a forward ask, where it names torch's cross-entropy, what computes it."""
+
+    def __init__(self, scope: dict[str, Any], own: set[str]) -> None:
+        self.scope = scope
+        self.own = own
+        self.count = 0
+
+    def value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            return None if node.id in self.own else self.scope.get(node.id)
+        if not isinstance(node, ast.Attribute):
+            return None
+        owner = self.value(node.value)
+        return getattr(owner, node.attr, None) if isinstance(owner, types.ModuleType) else None
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        value = self.value(node.func)
+        if value is nn.CrossEntropyLoss or value is F.cross_entropy:
+            self.count += 1
+            node.func = ast.Call(ast.Name(LOSS, ast.Load()), [node.func], [])
+        return node
+
+
+# -- the outcome for one model ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class FusedModel:
+    """What a generated class has, what was fused, and what was left."""
+
+    members: dict[str, Any] = field(default_factory=dict)
+    rules: Counter[str] = field(default_factory=Counter)
+    left: list[Refusal] = field(default_factory=list)
+    source: str = ""
+    #: Equal for models whose generated classes are.
+    key: tuple[Any, ...] = ()
+
+
+def fuse_losses(module: nn.Module, excluded: frozenset[str]) -> FusedModel | None:
+    """The losses of one of transformers' models; None where the module is none, or computes no loss that is known."""
+    base, original = pretrained_model(), original_class(module)
+    forward = original.forward
+    if base is None or not issubclass(original, base) or not isinstance(forward, types.FunctionType):
+        return None
+    inner = innermost(forward)
+    try:
+        tree = parse(inner, decorated=True)
+    except Refusal:
+        return None
+    if not tree.args.args or tree.args.args[0].arg != "self":
+        return None
+    found = FusedModel()
+    try:
+        rewrite(found, module, tree, inner, forward, excluded)
+    except Refusal as refusal:
+        found.left.append(refusal)
+    return found if found.rules or found.left else None
+
+
+def rewrite(
+    found: FusedModel,
+    module: nn.Module,
+    tree: ast.FunctionDef,
+    inner: types.FunctionType,
+    forward: types.FunctionType,
+    excluded: frozenset[str],
+) -> None:
+    original = original_class(module)
+    theirs = ours = None
+    if "loss_function" in inner.__code__.co_names:
+        theirs = module.loss_function
+        ours = known_loss(theirs)
+        if ours is None:
+            found.left.append(Refusal(Reason.UNKNOWN_LOSS, getattr(theirs, "__name__", type(theirs).__name__)))
+        else:
+            found.members["loss_function"] = fused_property(original, theirs, ours)
+            found.rules["cross_entropy"] += 1
+    own = set(stored(tree)) | {arg.arg for arg in ast.walk(tree.args) if isinstance(arg, ast.arg)}
+    losses = Losses(inner.__globals__, own)
+    losses.visit(tree)
+    pair, splits = None, dict[type[nn.Module], Split]()
+    try:
+        pair = find_pair(tree) if ours is not None or losses.count else None
+        if pair is not None and pair.function == "self.loss_function" and ours is None:
+            pair = None
+        if pair is not None:
+            splits = check_head(module, pair.head, excluded)
+    except Refusal as refusal:
+        found.left.append(refusal)
+        pair = None
+    found.key = (original, theirs, pair is not None, *map(str, found.left))
+    if pair is None and not losses.count:
+        return
+    if pair is not None:
+        defer_logits(tree, pair)
+    bound = {DEFER: defer, DEFERRED: DeferredLogits, SPLITS: splits, LOSS: fused_loss}
+    rebuilt, found.source = rebuild(inner, tree, bound)
+    wrapped = rewrap(forward, rebuilt)
+    found.members["forward"] = with_logits_in_tuples(forward, wrapped) if pair is not None else wrapped
+    found.rules += Counter({"linear_cross_entropy": int(pair is not None), "cross_entropy": losses.count})
+
+
+def check_head(module: nn.Module, path: str, excluded: frozenset[str]) -> dict[type[nn.Module], Split]:
+    """Raise unless a head ends with a layer whose product can be taken chunk by chunk.
+
+    Returns what is to be done before that layer, by the classes of the modules around it.
+    """
+    splits: dict[type[nn.Module], Split] = {}
+    while True:
+        try:
+            head = module.get_submodule(path)
+        except AttributeError:
+            raise unused(f"{path} is no layer of it") from None
+        if path in excluded:
+            raise Refusal(Reason.EXCLUDED_CHILD, path)
+        if "forward" in head.__dict__:
+            raise Refusal(Reason.FORWARD_REPLACED, path)
+        if hooked(head):
+            raise Refusal(Reason.HOOKED_CHILD, path)
+        cls = original_class(head)
+        if cls is nn.Linear:
+            return splits
+        split = split_of(cls) if cls not in splits else None
+        if split is None:
+            raise Refusal(Reason.UNKNOWN_HEAD, f"{path} is a {cls.__name__}")
+        splits[cls] = split
+        path = f"{path}.{split.child}"
+
+
+def split_of(cls: type[nn.Module]) -> Split | None:
+    """Where the forward of a class returns what a child returns: that child, and the rest of the forward."""
+    forward = cls.forward
+    if not isinstance(forward, types.FunctionType) or (forward.__module__ or "").startswith("torch."):
+        return None
+    try:
+        tree = parse(forward)
+        *_, before, last = (None, *tree.body)
+        value = last.value if isinstance(last, ast.Return) else None
+        if isinstance(value, ast.Name) and before is not None:
+            value = assigned(before, value.id)
+            tree.body.pop(-2)
+        call = value if isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords else None
+        owner = call.func if call is not None else None
+        if call is None or not isinstance(owner, ast.Attribute) or not is_same(owner.value, "self"):
+            return None
+        returns = [node for node in ast.walk(tree) if isinstance(node, ast.Return)]
+        if len(returns) > 1 or len(tree.args.args) != 2 or isinstance(call.args[0], ast.Starred):
+            return None
+        returns[0].value = call.args[0]
+        return Split(owner.attr, rebuild(forward, tree, {})[0])
+    except Refusal:
+        return None
+
+
+def with_logits_in_tuples(forward: types.FunctionType, fused: types.FunctionType) -> Any:
+    """The fused forward, and the original one where it is asked for a tuple."""
+
+    @functools.wraps(forward)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if gives_tuple(self, kwargs.get("return_dict")):
+            return forward(self, *args, **kwargs)
+        return fused(self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,79 @@
+"""A forward compiled again from its own source with a few names bound to something else.
+
+For the forwards that cannot be recorded: those of attentions and of whole models take ``**kwargs`` and caches. They run
+over the globals of their own module, and nothing but the syntax that was changed is another one.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import textwrap
+import types
+from typing import Any
+
+from fastlayers.patching.reasons import Reason, Refusal
+
+__all__ = ["innermost", "rebuild", "rewrap"]
+
+FACTORY = "_fastlayers_bind"
+
+
+def innermost(function: types.FunctionType) -> types.FunctionType:
+    """The function inside of all decorators that say what they wrap."""
+    while isinstance(wrapped := getattr(function, "__wrapped__", None), types.FunctionType):
+        function = wrapped
+    return function
+
+
+def rebuild(function: types.FunctionType, tree: ast.FunctionDef, bound: dict[str, Any]) -> tuple[Any, str]:
+    """A function from its syntax tree, which is changed, with names bound to values; and the source of it.
+
+    Raises:
+        Refusal: it has a closure, or names that are private to its class.
+    """
+    if function.__closure__:
+        raise Refusal(Reason.SYNTAX, f"{function.__qualname__} has a closure")
+    words = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree))
+    if any(word.startswith("__") and not word.endswith("__") for word in words):
+        raise Refusal(Reason.SYNTAX, "a private name, which means another one outside of its class")
+    tree.decorator_list, tree.returns = [], None
+    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
+    tree.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in tree.args.kw_defaults]
+    for arg in ast.walk(tree.args):
+        if isinstance(arg, ast.arg):
+            arg.annotation = None
+    ast.fix_missing_locations(tree)
+    lines = [f"def {FACTORY}({', '.join(bound)}):", textwrap.indent(ast.unparse(tree), "    ")]
+    source, made = "\n".join([*lines, f"    return {tree.name}"]), dict[str, Any]()
+    exec(compile(source, f"<fastlayers {function.__qualname__}>", "exec"), function.__globals__, made)
+    rebuilt: types.FunctionType = made[FACTORY](*bound.values())
+    rebuilt.__defaults__, rebuilt.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    rebuilt.__annotations__ = dict(function.__annotations__)
+    rebuilt.__doc__, rebuilt.__module__ = function.__doc__, function.__module__
+    rebuilt.__qualname__ = function.__qualname__
+    return rebuilt, source
+
+
+def rewrap(function: types.FunctionType, rebuilt: types.FunctionType) -> types.FunctionType:
+    """The decorators of a function around a rebuilt one: each wrapper with another function in its closure.
+
+    Raises:
+        Refusal: a decorator does not hold what it wraps in its closure.
+    """
+    wrapped = getattr(function, "__wrapped__", None)
+    if not isinstance(wrapped, types.FunctionType):
+        return rebuilt
+    cells = function.__closure__ or ()
+    held = [cell.cell_contents is wrapped for cell in cells]
+    if sum(held) != 1:
+        raise Refusal(Reason.DECORATED, function.__qualname__)
+    inner = rewrap(wrapped, rebuilt)
+    closure = tuple(types.CellType(inner) if its else cell for cell, its in zip(cells, held, strict=True))
+    copied = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copied, function)
+    copied.__wrapped__ = inner  # type: ignore[attr-defined]
+    return copied

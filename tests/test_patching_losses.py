@@ -1,0 +1,659 @@
+"""Losses: layers and functions in any forward, and the seams of transformers' language models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastlayers import modules
+from fastlayers.patching import patch_model, patch_report, plan_patch, unpatch_model, verify_patch
+
+
+def counts(model):
+    return plan_patch(model).counts()
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "fused"), [(nn.CrossEntropyLoss, modules.FusedCrossEntropyLoss), (nn.KLDivLoss, modules.FusedKLDivLoss)]
+)
+def test_loss_layers_are_swapped(layer, fused):
+    """A swapped layer was never built by the fused constructor, and lacks none of its attributes."""
+    options = {"label_smoothing": 0.1, "ignore_index": 2} if layer is nn.CrossEntropyLoss else {"reduction": "sum"}
+    loss, torch_state = layer(**options), dict(layer(**options).__dict__)
+    x = torch.randn(6, 5).log_softmax(-1)
+    target = torch.randint(0, 5, (6,)) if layer is nn.CrossEntropyLoss else torch.rand(6, 5)
+    expected = loss(x, target)
+    patch_model(loss)
+    assert isinstance(loss, fused)
+    assert all(hasattr(loss, name) for name in vars(fused(**options)))
+    assert all(hasattr(loss, name) for name in ("softcap", "z_loss", "inplace_backward")) or layer is nn.KLDivLoss
+    torch.testing.assert_close(loss(x, target), expected)
+    assert repr(loss)
+    assert loss.__dict__.keys() == torch_state.keys()
+    assert isinstance(copy.deepcopy(loss), fused)
+    assert type(pickle.loads(pickle.dumps(loss))) is layer
+    unpatch_model(loss)
+    assert type(loss) is layer
+    assert loss.__dict__.keys() == torch_state.keys()
+
+
+# -- functions --------------------------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 5)
+        self.register_buffer("class_weight", torch.rand(5) + 0.5)
+
+
+class Function(Classifier):
+    def forward(self, x, target):
+        return F.cross_entropy(self.fc(x), target, self.class_weight, ignore_index=1, label_smoothing=0.1)
+
+
+class Nll(Classifier):
+    def forward(self, x, target):
+        return F.nll_loss(F.log_softmax(self.fc(x), dim=1), target, weight=self.class_weight, reduction="sum")
+
+
+class NllLast(Classifier):
+    def forward(self, x, target):
+        return F.nll_loss(self.fc(x).log_softmax(-1), target)
+
+
+@pytest.mark.parametrize("cls", [Function, Nll, NllLast])
+def test_functions_in_a_forward(cls):
+    model = cls()
+    rule = "cross_entropy" if cls is Function else "nll_loss"
+    assert counts(model) == {rule: 1}
+    report = verify_patch(model, torch.randn(6, 8), torch.tensor([0, 1, 2, 3, 4, 0]))
+    assert report, report
+
+
+def test_nll_loss_over_another_dimension_is_what_it_was():
+    """nll_loss takes the classes from dimension 1, whatever log_softmax normalised."""
+
+    class Last(nn.Module):
+        def forward(self, x, target):
+            return F.nll_loss(F.log_softmax(x, dim=-1), target)
+
+    x, target = torch.randn(2, 5, 3), torch.randint(0, 5, (2, 3))
+    report = verify_patch(Last(), x, target)
+    assert report, report
+    model = patch_model(Last())
+    torch.testing.assert_close(model(x[..., 0], target[:, 0]), F.cross_entropy(x[..., 0], target[:, 0]))
+    torch.testing.assert_close(model(x[0, :, 0], target[0, 0]), F.cross_entropy(x[0, :, 0], target[0, 0]))
+
+
+def test_nll_loss_of_probabilities_stays_an_error():
+    class Probabilities(nn.Module):
+        def forward(self, x, target):
+            return F.nll_loss(F.log_softmax(x, dim=1), target)
+
+    x = torch.randn(4, 5)
+    for model in (Probabilities(), patch_model(Probabilities())):
+        with pytest.raises(RuntimeError):
+            model(x, x.softmax(-1))
+
+
+def test_log_probabilities_that_are_used_elsewhere():
+    class Both(Classifier):
+        def forward(self, x, target):
+            logs = F.log_softmax(self.fc(x), dim=1)
+            return logs, F.nll_loss(logs, target)
+
+    assert "nll_loss" not in counts(Both())
+
+
+# -- transformers: the head and its loss -----------------------------------------------------------------------------
+
+VOCABULARY = 61
+SMALL = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+CAUSAL = {
+    "Llama": SMALL,
+    "Mistral": SMALL,
+    "Qwen2": SMALL,
+    "Qwen3": SMALL,
+    "Gemma": SMALL,
+    "Gemma2": {**SMALL, "final_logit_softcapping": 0.5},
+    "Phi": SMALL,
+    "GPTNeoX": SMALL,
+    "Cohere": {**SMALL, "logit_scale": 0.25},
+    "Granite": {**SMALL, "logits_scaling": 3.0},
+    "Olmo": SMALL,
+    "Mixtral": {**SMALL, "output_router_logits": True},
+    "OPT": {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "GPT2LMHead": GPT,
+    "GPTJ": {**GPT, "rotary_dim": 8},
+    "Bloom": SMALL,
+}
+
+
+def causal_model(family="Llama", **options):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family.removesuffix('LMHead')}Config")(**{**CAUSAL[family], **options})
+    torch.manual_seed(0)
+    name = f"{family}Model" if family.endswith("LMHead") else f"{family}ForCausalLM"
+    model = getattr(transformers, name)(config).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def batch():
+    torch.manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (2, 9))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.fixture
+def chunked(monkeypatch):
+    """Losses of any size chunk by chunk; and a count of them."""
+    from fastlayers.ops import linear_cross_entropy as ops
+
+    calls = []
+
+    def sweep(hidden, weight, *args):
+        calls.append(hidden.shape)
+        return swept(hidden, weight, *args)
+
+    swept = ops.sweep
+    monkeypatch.setattr(ops, "CPU_LEAST", 1)
+    monkeypatch.setattr(ops, "sweep", sweep)
+    return calls
+
+
+def step(model, **kwargs):
+    """The loss and the gradients of one training step."""
+    model.zero_grad()
+    torch.manual_seed(2)
+    output = model(**{**batch(), **kwargs})
+    output.loss.backward()
+    return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(model, twin, **kwargs):
+    output, gradients = step(model, **kwargs)
+    expected, wanted = step(twin, **kwargs)
+    torch.testing.assert_close(output.loss, expected.loss)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_causal_models(family, dtype, chunked):
+    model = causal_model(family).to(dtype)
+    assert dict(plan_patch(model)[""].fused) == {"linear_cross_entropy": 1, "cross_entropy": 1}
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    if dtype is torch.float32:
+        assert assert_same_step(model, twin).logits is None
+    else:
+        assert model(**batch()).loss.dtype is torch.float32
+    assert chunked
+    for training in (True, False):
+        report = verify_patch(model.train(training), **batch())
+        assert report, report
+
+
+def test_softcap_and_scale_are_honoured(chunked):
+    """With the config's numbers changed after patching: they are read on every call."""
+    for family, options in (("Gemma2", {"final_logit_softcapping": 0.05}), ("Granite", {"logits_scaling": 50.0})):
+        model = causal_model(family)
+        twin = copy.deepcopy(model)
+        patch_model(model)
+        before = model(**batch()).loss
+        for name, value in options.items():
+            setattr(model.config, name, value)
+            setattr(twin.config, name, value)
+        assert abs(assert_same_step(model, twin).loss - before) > 1e-2
+    model = causal_model("Gemma2", final_logit_softcapping=None)
+    twin = copy.deepcopy(model)
+    assert_same_step(patch_model(model), twin)
+
+
+def test_a_scale_that_is_no_number_computes_the_logits():
+    model = causal_model("Cohere")
+    model.logit_scale = torch.tensor(0.5)
+    twin = copy.deepcopy(model)
+    assert assert_same_step(patch_model(model), twin).logits is not None
+
+
+def test_when_the_logits_are_returned():
+    model = patch_model(causal_model())
+    given, ids = batch(), {"input_ids": batch()["input_ids"]}
+    assert model(**given).logits is None
+    assert model(**ids).logits is not None
+    with torch.no_grad():
+        assert model(**given).logits is not None
+    assert model.eval()(**given).logits is not None
+
+
+@pytest.mark.parametrize("family", ["Llama", "Bloom"])
+def test_a_tuple_keeps_the_logits(family):
+    """None would be missing from it, and everything after it would move."""
+    model = causal_model(family)
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    outputs, expected = (m(**batch(), return_dict=False)[:2] for m in (model, twin))
+    torch.testing.assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_items_in_batch": torch.tensor(7)},
+        {"num_items_in_batch": 7},
+        {"ignore_index": 5, "labels": torch.arange(18).view(2, 9) % 7},
+        {"shift_labels": torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))},
+    ],
+)
+def test_options_of_the_loss(options, chunked):
+    model = causal_model()
+    twin = copy.deepcopy(model)
+    assert assert_same_step(patch_model(model), twin, **options).logits is None
+    inputs = {**batch(), **options}
+    torch.testing.assert_close(model.eval()(**inputs).loss, twin.eval()(**inputs).loss)
+
+
+def test_bias_and_tied_weights(chunked):
+    for options in ({"tie_word_embeddings": True}, {}):
+        model = causal_model("Phi", **options)
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == bool(options)
+        twin = copy.deepcopy(model)
+        assert_same_step(patch_model(model), twin)
+    assert model.lm_head.bias is not None
+    assert model.lm_head.bias.grad.abs().max() > 0
+
+
+def test_autocast(chunked):
+    model = causal_model()
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = verify_patch(model, **batch())
+        assert report, report
+        loss, expected = model(**batch()).loss, twin(**batch()).loss
+    assert loss.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
+    assert chunked
+
+
+def test_mixed_dtypes_stay_an_error():
+    model = causal_model()
+    model.lm_head.to(torch.bfloat16)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(**batch())
+        patch_model(model)
+
+
+def test_errors_of_labels_stay(chunked):
+    model = patch_model(causal_model())
+    with pytest.raises(IndexError, match="out of bounds"):
+        model(**{**batch(), "labels": torch.full((2, 9), VOCABULARY)})
+    with pytest.raises(ValueError, match=r"batch_size|shape"):
+        model(**{**batch(), "labels": torch.zeros(2, 4, dtype=torch.long)})
+
+
+def test_another_vocab_size_is_what_it_was():
+    """transformers regroups the logits then."""
+    model = causal_model()
+    model.config.vocab_size = VOCABULARY * 2
+    model.vocab_size = VOCABULARY * 2
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    labels = torch.randint(0, VOCABULARY, (1, 9))
+    for each in (twin, model):
+        with pytest.raises((ValueError, RuntimeError)):
+            each(input_ids=batch()["input_ids"][:1], labels=labels)
+
+
+def hook(module, args, output):
+    return output * 2
+
+
+def test_a_head_with_a_hook_is_left_alone():
+    model = causal_model()
+    model.lm_head.register_forward_hook(hook)
+    twin = copy.deepcopy(model)
+    row = plan_patch(model)[""]
+    assert dict(row.fused) == {"cross_entropy": 1}
+    assert row.left[0][0].name == "HOOKED_CHILD"
+    assert assert_same_step(patch_model(model), twin).logits is not None
+
+
+def test_a_hook_that_comes_later_runs():
+    model = causal_model()
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    for each in (model, twin):
+        each.lm_head.register_forward_hook(hook)
+    assert assert_same_step(model, twin).logits is not None
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_a_head_of_another_class_is_left_alone():
+    model = causal_model()
+    model.lm_head.__class__ = Adapted
+    row = plan_patch(model)[""]
+    assert dict(row.fused) == {"cross_entropy": 1}
+    assert row.left[0][0].name == "UNKNOWN_HEAD"
+    twin = copy.deepcopy(model)
+    assert assert_same_step(patch_model(model), twin).logits is not None
+    model = patch_model(causal_model())
+    twin = causal_model()
+    for each in (model, twin):  # after patching
+        each.lm_head.__class__ = Adapted
+    assert assert_same_step(model, twin).logits is not None
+
+
+def test_an_excluded_head_keeps_the_logits():
+    model = patch_model(causal_model(), exclude="lm_head")
+    assert dict(patch_report(model)[""].fused) == {"cross_entropy": 1}
+    assert model(**batch()).logits is not None
+
+
+def test_a_loss_function_that_was_set():
+    def loss_function(logits, labels, vocab_size, **kwargs):
+        return logits.square().mean()
+
+    before, after = causal_model(), causal_model()
+    before.loss_function = loss_function
+    row = plan_patch(before)[""]
+    assert row.became is None
+    assert row.reason.name == "UNKNOWN_LOSS"
+    assert "loss_function" in row.detail
+    twin = copy.deepcopy(before)
+    patch_model(after)
+    after.loss_function = loss_function
+    assert assert_same_step(after, twin).logits is not None
+
+
+def test_a_changed_fixed_cross_entropy_is_called(monkeypatch):
+    model = patch_model(causal_model())
+    from transformers.loss import loss_utils
+
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", lambda source, target, *args, **kwargs: source.sum() * 0)
+    output = model(**batch())
+    assert output.loss == 0
+    assert output.logits is not None
+
+
+def test_logits_that_are_used_otherwise():
+    """A forward of somebody's own, which also looks at them."""
+    transformers = pytest.importorskip("transformers")
+
+    class Entropy(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            hidden = self.model(input_ids=input_ids).last_hidden_state
+            logits = self.lm_head(hidden)
+            loss = None
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            entropy = logits.logsumexp(-1)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits, attentions=entropy)
+
+    model = Entropy(causal_model().config)
+    row = plan_patch(model)[""]
+    assert dict(row.fused) == {"cross_entropy": 1}
+    assert row.left[0][0].name == "LOGITS_USED"
+    assert patch_model(model)(**batch()).logits is not None
+
+
+def test_undo_copy_and_pickle():
+    model = causal_model()
+    cls, state = type(model), dict(model.__dict__)
+    patch_model(model)
+    assert type(model) is not cls
+    assert isinstance(model, cls)
+    assert (type(model).__name__, type(model).__qualname__) == (cls.__name__, cls.__qualname__)  # config.json has it
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model)
+    assert copied(**batch()).logits is None
+    assert type(pickle.loads(pickle.dumps(model))) is cls
+    unpatch_model(model)
+    assert type(model) is cls
+    assert model.__dict__.keys() == state.keys()
+    assert model(**batch()).logits is not None
+    unpatch_model(copied)
+    assert type(copied) is cls
+
+
+def test_nothing_global_changes():
+    model, other = causal_model(), causal_model()
+    from transformers.loss import loss_utils
+
+    mapping, forward = dict(loss_utils.LOSS_MAPPING), type(model).forward
+    patch_model(model)
+    assert mapping == loss_utils.LOSS_MAPPING
+    assert type(other).forward is forward
+    assert other.loss_function is loss_utils.ForCausalLMLoss
+    assert other(**batch()).logits is not None
+
+
+def test_signature_and_generation():
+    import inspect
+
+    model = causal_model()
+    signature, ids = inspect.signature(model.forward), batch()["input_ids"]
+    expected = model.eval().generate(ids, max_new_tokens=3, do_sample=False)
+    patch_model(model)
+    assert inspect.signature(model.forward) == signature
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).equal(expected)
+
+
+def test_save_pretrained(tmp_path):
+    model = patch_model(causal_model())
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    loaded = type(causal_model()).from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_compiled(chunked):
+    model = causal_model()
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    assert torch.compile(model, backend="aot_eager", fullgraph=True)(**batch()).logits is None
+    compiled, expected = torch.compile(model, backend="aot_eager")(**batch()).loss, twin(**batch()).loss
+    torch.testing.assert_close(compiled, expected)
+    compiled.backward()
+    expected.backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, twin.lm_head.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant, chunked):
+    model = causal_model()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    twin = copy.deepcopy(model)
+    assert assert_same_step(patch_model(model), twin).logits is None
+
+
+def test_verify_in_a_patch_that_is_wrong(monkeypatch):
+    """Leaving out the logits does not hide a loss that differs."""
+    model = patch_model(causal_model())
+    from fastlayers import functional
+
+    monkeypatch.setattr(functional, "linear_cross_entropy", lambda x, w, *args, **kwargs: (x @ w.t()).square().mean())
+    assert not verify_patch(model, **batch())
+
+
+# -- transformers: losses that a forward writes ----------------------------------------------------------------------
+
+
+ENCODER = {name: value for name, value in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+MASKED = {"Bert": 2, "Roberta": 2, "ModernBert": 2, "Electra": 1, "Albert": 1}
+
+
+def encoder(name, suffix="ForMaskedLM"):
+    transformers = pytest.importorskip("transformers")
+    config = ENCODER | ({"cls_token_id": 1, "sep_token_id": 2} if name == "ModernBert" else {})
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}{suffix}")(getattr(transformers, f"{name}Config")(**config)).train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_language_models(name, dtype, chunked):
+    model = encoder(name).to(dtype)
+    fused = dict(plan_patch(model)[""].fused)
+    assert fused == dict([("cross_entropy", 1), ("linear_cross_entropy", 1)][: MASKED[name]])
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    output = model(**batch())
+    assert (output.logits is None) == bool(chunked) == (MASKED[name] == 2)
+    assert output.loss.dtype == twin(**batch()).loss.dtype
+    for training in (True, False):
+        report = verify_patch(model.train(training), **batch())
+        assert report, report
+
+
+def test_a_head_of_several_layers(chunked):
+    """Its other layers run once, with their hooks; a hook on itself, or on the last one, wants the logits."""
+    model = encoder("Bert")
+    patch_model(model)
+    twin = copy.deepcopy(model)
+    unpatch_model(twin)
+    seen = []
+    model.cls.predictions.transform.register_forward_hook(lambda module, args, output: seen.append(module))
+    assert assert_same_step(model, twin).logits is None
+    assert len(seen) == 1
+    for path in ("cls", "cls.predictions", "cls.predictions.decoder"):
+        handles = [each.get_submodule(path).register_forward_hook(hook) for each in (model, twin)]
+        assert assert_same_step(model, twin).logits is not None
+        [handle.remove() for handle in handles]
+    assert assert_same_step(model, twin).logits is None
+
+
+@pytest.mark.parametrize("path", ["cls", "cls.predictions.decoder"])
+def test_an_excluded_part_of_a_head(path):
+    model = patch_model(encoder("Bert"), exclude=path)
+    assert dict(patch_report(model)[""].fused) == {"cross_entropy": 1}
+    assert model(**batch()).logits is not None
+
+
+def test_a_few_classes_keep_their_logits():
+    model = encoder("Bert", "ForTokenClassification")
+    twin = copy.deepcopy(model)
+    row = plan_patch(model)[""]
+    assert dict(row.fused) == {"cross_entropy": 1}
+    assert not row.left
+    labels = batch()["labels"] % 2
+    assert assert_same_step(patch_model(model), twin, labels=labels).logits is not None
+
+
+def test_compiled_masked_language_model(chunked):
+    model = encoder("Bert")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(**batch())
+    assert compiled.logits is None
+    torch.testing.assert_close(compiled.loss, twin(**batch()).loss)
+    torch.compiler.reset()
+
+
+def test_a_loss_that_somebody_replaced_is_called(monkeypatch):
+    model = patch_model(encoder("Bert"))
+    from transformers.models.bert import modeling_bert
+
+    monkeypatch.setattr(modeling_bert, "CrossEntropyLoss", lambda: lambda scores, labels: scores.sum() * 0)
+    output = model(**batch())
+    assert output.loss == 0
+    assert output.logits is not None
+
+
+def refusals(body):
+    """What find_pair says of a forward."""
+    import ast
+    import textwrap
+
+    from fastlayers.patching.language_models import find_pair
+    from fastlayers.patching.reasons import Refusal
+
+    source = "def forward(self, x, labels=None, **kwargs):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    try:
+        return find_pair(ast.parse(source).body[0])
+    except Refusal as refusal:
+        return refusal.reason.name
+
+
+PAIR = """
+hidden = self.model(x)
+logits = self.lm_head(hidden)
+{}
+loss = None
+if labels is not None:
+    {}
+    loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+{}
+return Output(loss=loss, logits=logits)
+"""
+MOVED = "labels = labels.to(logits.device)"
+CAP = """
+if self.cap:
+    logits = logits / self.cap
+    logits = torch.tanh(logits)
+    logits = logits * self.cap
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "after"),
+    [
+        ("hidden.mul_(2)", MOVED, "pass"),  # what the loss would be computed from
+        ("logits = logits.softmax(-1)", MOVED, "pass"),
+        ("logits = logits * x", MOVED, "pass"),
+        ("logits[..., 0] = 0", MOVED, "pass"),
+        ("self.last = logits", MOVED, "pass"),
+        ("labels = None", MOVED, "pass"),
+        ("logits = torch.tanh(logits / 3.0) * 3.0", MOVED, "pass"),
+        ("x = 1", "self.model(x)", "pass"),
+        ("x = 1", MOVED, "accuracy = logits.argmax(-1)"),
+        ("x = 1", MOVED, "return logits"),
+        ("x = 1", MOVED, "del logits"),
+    ],
+)
+def test_forwards_that_are_not_rewritten(before, inside, after):
+    assert refusals(PAIR.format(before, inside, after)) == "LOGITS_USED"
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "after"),
+    [
+        ("logits = logits.float()", MOVED, "y = loss"),
+        ("logits *= self.scale", MOVED, "if not return_dict:\n    return (logits,)"),
+        (CAP, MOVED, "y = loss"),
+    ],
+)
+def test_forwards_that_are_rewritten(before, inside, after):
+    assert refusals(PAIR.format(before, inside, after)).head == "lm_head"
