@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import FrameType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlayers.ops.residual import masks_of_torch
 from fastlayers.patching.api import patched, unpatch_model
-from fastlayers.patching.graph import original_class
 from fastlayers.patching.rewrite import is_patched
+from fastlayers.patching.watch import MODULE_CALL, watching
 
 __all__ = ["Comparison", "VerifyReport", "verify_patch"]
 
@@ -57,14 +60,17 @@ class VerifyReport:
         comparisons: every output, gradient and changed buffer.
         patched: how many modules differ between the two models.
         training: the mode that the model was in.
-        first_difference: name of the first patched module, in the order of execution, whose output differs; None if
-            none does.
+        first_difference: name of the first module, in the order of execution, that returns something else for the same
+            inputs; of several inside of one another the innermost. None if there is none.
+        first_gradient_difference: where no module returns something else, name of the first one in the order of the
+            backward that hands on other gradients for the same ones. None if there is none.
     """
 
     comparisons: tuple[Comparison, ...]
     patched: int
     training: bool
     first_difference: str | None = None
+    first_gradient_difference: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -94,6 +100,10 @@ class VerifyReport:
                 lines.append(f"  {comparison.name}: {within}")
         if self.first_difference is not None:
             lines.append(f"  the first module that differs: {self.first_difference or '(model)'}")
+        if self.first_gradient_difference is not None:
+            lines.append(
+                f"  the first module that differs in the backward: {self.first_gradient_difference or '(model)'}"
+            )
         return "\n".join(lines)
 
     def __rich__(self) -> Any:
@@ -121,6 +131,7 @@ class VerifyReport:
             "training": self.training,
             "patched": self.patched,
             "first_difference": self.first_difference,
+            "first_gradient_difference": self.first_gradient_difference,
             "comparisons": rows,
         }
 
@@ -173,15 +184,15 @@ def unwrap(model: nn.Module) -> nn.Module:
 def compare_patched(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
     with rng_state():
         after = run(model, inputs, kwargs, 0.0)
-        classes = {name: type(module) for name, module in model.named_modules() if is_patched(module)}
+        patches = sum(map(is_patched, model.modules()))
         with unpatched(model):
             before = run(model, inputs, kwargs, 0.0)
             nudged = run(model, inputs, kwargs, rounding(model, before))
         comparisons = tuple(compare(before, after, nudged))
-        first = None
+        differences: tuple[str | None, str | None] = None, None
         if not all(comparison.ok for comparison in comparisons):
-            first = first_difference(model, tuple(classes), inputs, kwargs)
-    return VerifyReport(comparisons, len(classes), model.training, first)
+            differences = first_differences(model, inputs, kwargs)
+    return VerifyReport(comparisons, patches, model.training, *differences)
 
 
 @contextmanager
@@ -317,46 +328,98 @@ def describe(value: Any) -> str:
     return repr(value)
 
 
-def first_difference(
-    model: nn.Module, names: tuple[str, ...], inputs: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str | None:
-    """The first of the patched modules whose output differs, by running both models with hooks on these modules only.
+# -- where two runs part ----------------------------------------------------------------------------------------------
 
-    A hook on any other module could be one that makes a patched parent fall back to its original forward.
+
+@dataclass
+class Call:
+    """One call of a module: what went in, what came out, and their gradients."""
+
+    inputs: list[Any]
+    outputs: list[Any]
+    #: By ("input" or "output", position).
+    gradients: dict[tuple[str, int], Tensor]
+
+
+#: The calls of modules in one run by (name, how many calls of it came before), in the order in which they began, and
+#: the keys in the order in which they ended: those of a module's children come before its own.
+Calls: TypeAlias = tuple[dict[tuple[str, int], Call], list[tuple[str, int]]]
+
+
+def first_differences(
+    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str | None, str | None]:
+    """Where forward and backward of the patched model leave the unpatched one's.
+
+    In the forward it is the innermost module, in the order of execution, that returns something else for what is the
+    same; in the backward one that hands on other gradients for those that it is given. Modules that a patched one has
+    absorbed are not called in both runs, and count as part of it.
     """
-    with_patch = outputs_of(model, names, inputs, kwargs)
+    (after, ended), gradients = calls_of(model, inputs, kwargs)
     with unpatched(model):
-        without = outputs_of(model, names, inputs, kwargs)
-        scale = rounding(model, Run([], {}, {}))
-        moved = outputs_of(model, names, inputs, kwargs, scale)
-    for (name, expected), (_, actual), (_, nudged) in zip(without, with_patch, moved, strict=False):
-        if not all(compare_values(name, *values).ok for values in zip(expected, actual, nudged, strict=False)):
-            return name
-    return None
+        (before, _), expected = calls_of(model, inputs, kwargs)
+        (nudged, _), moved = calls_of(model, inputs, kwargs, rounding(model, Run([], {}, {})))
+    common = [key for key in ended if key in before and key in nudged]
+
+    def agree(key: tuple[str, int], part: Callable[[Call], list[Any]]) -> bool:
+        values = (part(calls[key]) for calls in (before, after, nudged))
+        return all(compare_values("", *triple).ok for triple in zip(*values, strict=False))
+
+    def parameters_agree(name: str) -> bool:
+        return all(
+            compare_values("", gradient, gradients.get(parameter), moved.get(parameter)).ok
+            for parameter, gradient in expected.items()
+            if f"{parameter}.".startswith(f"{name}.") or not name
+        )
+
+    for key in common:
+        if agree(key, lambda call: call.inputs) and not agree(key, lambda call: call.outputs):
+            return key[0], None
+    for key in reversed([key for key in after if key in before and key in nudged]):
+        given = agree(key, lambda call: gradients_of(call, "output", call.outputs))
+        if given and not (
+            agree(key, lambda call: gradients_of(call, "input", call.inputs)) and parameters_agree(key[0])
+        ):
+            return None, key[0]
+    return None, None
 
 
-def outputs_of(
-    model: nn.Module, names: tuple[str, ...], inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge: float = 0.0
-) -> list[tuple[str, list[Any]]]:
-    seen: list[tuple[str, list[Any]]] = []
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            values = tree_flatten(output)[0]
-            seen.append((name, [value.detach().clone() if isinstance(value, Tensor) else value for value in values]))
-
-        return hook
-
-    layers = [name for name in names if not is_layer(model.get_submodule(name))]
-    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in layers or names]
-    try:
-        run(model, inputs, kwargs, nudge)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
+def gradients_of(call: Call, kind: str, values: list[Any]) -> list[Tensor | None]:
+    return [call.gradients.get((kind, i)) for i in range(len(values))]
 
 
-def is_layer(module: nn.Module) -> bool:
-    """Whether a patched module is a swapped layer, which a parent may have absorbed."""
-    return original_class(module).__module__.startswith("torch.nn.modules")
+def calls_of(
+    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge: float = 0.0
+) -> tuple[Calls, dict[str, Tensor | None]]:
+    """Every call of a module in a run, and the gradients of the parameters by their names."""
+    names = {module: name for name, module in model.named_modules()}
+    count: Counter[str] = Counter()
+    calls: dict[tuple[str, int], Call] = {}
+    open_calls: dict[FrameType, tuple[str, int]] = {}
+    ended: list[tuple[str, int]] = []
+
+    def keep(call: Call, kind: str, value: Any) -> list[Any]:
+        leaves = tree_flatten(value)[0]
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(call.gradients.__setitem__, (kind, i)))
+        return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def entered(frame: FrameType) -> None:
+        scope = frame.f_locals
+        if scope["self"] in names:
+            name = names[scope["self"]]
+            key = open_calls[frame] = name, count[name]
+            count[name] += 1
+            calls[key] = Call([], [], {})
+            calls[key].inputs = keep(calls[key], "input", (scope["args"], scope["kwargs"]))
+
+    def left(frame: FrameType, result: Any) -> None:
+        if frame in open_calls:
+            key = open_calls.pop(frame)
+            ended.append(key)
+            calls[key].outputs = keep(calls[key], "output", result)
+
+    with watching({MODULE_CALL}, entered, left):
+        result = run(model, inputs, kwargs, nudge)
+    return (calls, ended), {name.removeprefix("grad of "): value for name, value in result.gradients.items()}
