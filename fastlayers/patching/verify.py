@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -18,8 +16,10 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlayers.ops.residual import masks_of_torch
-from fastlayers.patching.api import patched, unpatch_model
+from fastlayers.patching.api import patched
+from fastlayers.patching.report import Report, markdown_table
 from fastlayers.patching.rewrite import is_patched
+from fastlayers.patching.runs import rng_state, unpatched, unwrap
 from fastlayers.patching.watch import MODULE_CALL, watching
 
 __all__ = ["Comparison", "VerifyReport", "verify_patch"]
@@ -53,7 +53,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Report):
     """What :func:`verify_patch` found. True where everything agrees.
 
     Attributes:
@@ -113,15 +113,12 @@ class VerifyReport:
 
     def to_markdown(self) -> str:
         """Every comparison as a row of a Markdown table."""
-        lines = [str(self).partition("\n")[0], "", "| tensor | error | tolerance | |", "|---|---|---|---|"]
-        for row in self.comparisons:
-            verdict = "equal" if row.ok else row.problem or "differs"
-            lines.append(f"| {row.name} | {row.error:.3g} | {row.tolerance:.3g} | {verdict} |")
-        return "\n".join(lines) + "\n"
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
+        rows = [
+            (row.name, f"{row.error:.3g}", f"{row.tolerance:.3g}", "equal" if row.ok else row.problem or "differs")
+            for row in self.comparisons
+        ]
+        first = str(self).partition("\n")[0]
+        return "\n".join([first, "", *markdown_table(("tensor", "error", "tolerance", ""), rows)]) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain Python data."""
@@ -171,16 +168,6 @@ def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
         return compare_patched(model, inputs, kwargs)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    while True:
-        inner = model._modules.get("_orig_mod") or (
-            model._modules.get("module") if type(model).__module__.startswith("torch.nn.parallel") else None
-        )
-        if inner is None:
-            return model
-        model = inner
-
-
 def compare_patched(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
     with rng_state():
         after = run(model, inputs, kwargs, 0.0)
@@ -193,25 +180,6 @@ def compare_patched(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str,
         if not all(comparison.ok for comparison in comparisons):
             differences = first_differences(model, inputs, kwargs)
     return VerifyReport(comparisons, patches, model.training, *differences)
-
-
-@contextmanager
-def unpatched(model: nn.Module) -> Iterator[None]:
-    classes = [(module, type(module)) for module in model.modules() if is_patched(module)]
-    unpatch_model(model)
-    try:
-        yield
-    finally:
-        for module, cls in classes:
-            module.__class__ = cls
-
-
-@contextmanager
-def rng_state() -> Iterator[None]:
-    """Gives every run the same random numbers, and the caller back its own state."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices=list(devices)):
-        yield
 
 
 def run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge: float) -> Run:

@@ -1,8 +1,8 @@
 """Watching a run from outside: which modules are called, with what, and what they return.
 
-A forward hook would change what it watches: a patched parent that has absorbed a layer calls that layer again once there
-is a hook on it, or a global one. The interpreter's own profiling hook sees calls without taking part in them. It is that
-of one thread, and a profiler which was on before is on again afterwards.
+A forward hook would change what it watches: a patched parent that has absorbed a layer calls that layer again once
+there is a hook on it, or a global one. The interpreter's own profiling hook sees calls without taking part in them. It
+is that of one thread, and a profiler which was on before is on again afterwards.
 """
 
 from __future__ import annotations
