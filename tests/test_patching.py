@@ -1000,6 +1000,21 @@ def test_verify_with_dropout_and_integer_inputs():
     assert report, report
 
 
+def test_verify_where_inputs_can_have_no_gradient(x):
+    class Model(nn.Module):
+        def forward(self, x):
+            x = x[:, None]
+            if self.training:
+                x.requires_grad = True  # as transformers' Wav2Vec2 does
+            return F.relu(x * 2) + x
+
+    model = nn.Sequential(Model(), nn.Softmax(-1))
+    report = verify_patch(model.train(), x)
+    assert report
+    assert [c.name for c in report.comparisons] == ["output"]
+    assert {c.name for c in verify_patch(model.eval(), x).comparisons} == {"output", "grad of input 0"}
+
+
 def test_verify_sees_nan_at_other_places():
     nan = torch.tensor([1.0, float("nan"), float("inf")])
     assert verification.compare_values("x", nan, nan, nan).ok

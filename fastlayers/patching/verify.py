@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any, TypeAlias
@@ -133,6 +133,15 @@ class VerifyReport(Report):
         }
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is called with, and whether gradients of it are wanted."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wanted: bool = True
+
+
 @dataclass
 class Run:
     """Everything that one forward and backward gave."""
@@ -151,7 +160,8 @@ def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
 
     Args:
         model: any module; DDP and ``torch.compile`` wrappers are looked through.
-        inputs, kwargs: what to call it with. Floating-point tensors among them get gradients too.
+        inputs, kwargs: what to call it with. Floating-point tensors among them get gradients too, where the model can
+            give them.
 
     Returns:
         A report that is true where all agree, and that says where they first differ.
@@ -163,26 +173,41 @@ def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     model = unwrap(model)
     if any(is_patched(module) for module in model.modules()):
-        return compare_patched(model, inputs, kwargs)
+        return compare_patched(model, Inputs(inputs, kwargs))
     with patched(model):
-        return compare_patched(model, inputs, kwargs)
+        return compare_patched(model, Inputs(inputs, kwargs))
 
 
-def compare_patched(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
+def compare_patched(model: nn.Module, inputs: Inputs) -> VerifyReport:
     with rng_state():
-        after = run(model, inputs, kwargs, 0.0)
-        patches = sum(map(is_patched, model.modules()))
         with unpatched(model):
-            before = run(model, inputs, kwargs, 0.0)
-            nudged = run(model, inputs, kwargs, rounding(model, before))
+            before, inputs = run_somehow(model, inputs)
+            nudged = run(model, inputs, rounding(model, before))
+        after = run(model, inputs)
+        patches = sum(map(is_patched, model.modules()))
         comparisons = tuple(compare(before, after, nudged))
         differences: tuple[str | None, str | None] = None, None
         if not all(comparison.ok for comparison in comparisons):
-            differences = first_differences(model, inputs, kwargs)
+            differences = first_differences(model, inputs)
     return VerifyReport(comparisons, patches, model.training, *differences)
 
 
-def run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge: float) -> Run:
+def run_somehow(model: nn.Module, inputs: Inputs) -> tuple[Run, Inputs]:
+    """:func:`run`; without gradients of the inputs where the model cannot give them, and the inputs in that way.
+
+    Wav2Vec2 and its like, in training, ask for the gradient of a view of their input, which must then be no part of a
+    graph itself.
+    """
+    try:
+        return run(model, inputs), inputs
+    except RuntimeError as error:
+        if "requires_grad" not in str(error):
+            raise
+    inputs = replace(inputs, wanted=False)
+    return run(model, inputs), inputs
+
+
+def run(model: nn.Module, inputs: Inputs, nudge: float = 0.0) -> Run:
     """One forward and backward over stand-ins of parameters, buffers and inputs; the model's own are only read.
 
     ``nudge`` perturbs parameters and inputs by that relative amount, to see how much the model makes of it.
@@ -201,14 +226,14 @@ def run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge
         return (
             nudged(tensor.detach().clone())
             .detach()
-            .requires_grad_(tensor.is_floating_point() and not tensor.is_inference())
+            .requires_grad_(inputs.wanted and tensor.is_floating_point() and not tensor.is_inference())
         )
 
     parameters = {
         name: nudged(p.detach()).detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()
     }
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    args, keywords = tree_map(leaf, (inputs, kwargs))
+    args, keywords = tree_map(leaf, (inputs.args, inputs.kwargs))
     torch.manual_seed(0)
     with torch.enable_grad(), masks_of_torch():
         result = functional_call(model, {**parameters, **buffers}, args, keywords)
@@ -314,19 +339,17 @@ class Call:
 Calls: TypeAlias = tuple[dict[tuple[str, int], Call], list[tuple[str, int]]]
 
 
-def first_differences(
-    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str | None, str | None]:
+def first_differences(model: nn.Module, inputs: Inputs) -> tuple[str | None, str | None]:
     """Where forward and backward of the patched model leave the unpatched one's.
 
     In the forward it is the innermost module, in the order of execution, that returns something else for what is the
     same; in the backward one that hands on other gradients for those that it is given. Modules that a patched one has
     absorbed are not called in both runs, and count as part of it.
     """
-    (after, ended), gradients = calls_of(model, inputs, kwargs)
+    (after, ended), gradients = calls_of(model, inputs)
     with unpatched(model):
-        (before, _), expected = calls_of(model, inputs, kwargs)
-        (nudged, _), moved = calls_of(model, inputs, kwargs, rounding(model, Run([], {}, {})))
+        (before, _), expected = calls_of(model, inputs)
+        (nudged, _), moved = calls_of(model, inputs, rounding(model, Run([], {}, {})))
     common = [key for key in ended if key in before and key in nudged]
 
     def agree(key: tuple[str, int], part: Callable[[Call], list[Any]]) -> bool:
@@ -356,9 +379,7 @@ def gradients_of(call: Call, kind: str, values: list[Any]) -> list[Tensor | None
     return [call.gradients.get((kind, i)) for i in range(len(values))]
 
 
-def calls_of(
-    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge: float = 0.0
-) -> tuple[Calls, dict[str, Tensor | None]]:
+def calls_of(model: nn.Module, inputs: Inputs, nudge: float = 0.0) -> tuple[Calls, dict[str, Tensor | None]]:
     """Every call of a module in a run, and the gradients of the parameters by their names."""
     names = {module: name for name, module in model.named_modules()}
     count: Counter[str] = Counter()
@@ -389,5 +410,5 @@ def calls_of(
             calls[key].outputs = keep(calls[key], "output", result)
 
     with watching({MODULE_CALL}, entered, left):
-        result = run(model, inputs, kwargs, nudge)
+        result = run(model, inputs, nudge)
     return (calls, ended), {name.removeprefix("grad of "): value for name, value in result.gradients.items()}
