@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import gc
 import io
 import json
@@ -958,6 +959,27 @@ def test_verify_where_parts_are_absorbed(net, x, monkeypatch):
     patch_model(net)
     report = verify_patch(net, x)
     assert report.first_difference == "layer1.0"
+
+
+def test_a_printed_verification_is_short():
+    rows = tuple(verification.Comparison(f"output {i}", 1.0, 0.1) for i in range(30))
+    report = verification.VerifyReport(rows, 1, True)
+    assert str(report).splitlines()[-2:] == ["  output 9: differs by 1, tolerance 0.1", "  and 20 more"]
+    assert report.to_markdown().count("differs") == 30
+
+
+def test_watching_under_cprofile():
+    from fastlayers.patching.watch import MODULE_CALL, watching
+
+    profiler, seen = cProfile.Profile(), []
+    with profiler:
+        before = sys.getprofile()
+        with watching({MODULE_CALL}, seen.append, lambda *left: None):
+            nn.Identity()(1)
+        assert sys.getprofile() is before
+        sum([1, 2])
+    assert len(seen) == 1
+    assert any("sum" in str(entry.code) for entry in profiler.getstats())
 
 
 def test_watching_leaves_the_profiler_of_others_alone(net, x):

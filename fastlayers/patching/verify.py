@@ -28,6 +28,8 @@ __all__ = ["Comparison", "VerifyReport", "verify_patch"]
 ROUNDINGS = 16.0
 #: And of this many times what one rounding of the inputs and weights does to the unpatched model.
 SENSITIVITY = 8.0
+#: Tensors that differ, when a report is printed. As Markdown and JSON it has all of them.
+SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,13 @@ class VerifyReport(Report):
             lines.append("  every value is the same")
         else:
             worst = sorted(self.comparisons, key=lambda c: c.error / c.tolerance if c.tolerance else float(c.error > 0))
-            for comparison in self.failures or worst[:-4:-1]:
+            for comparison in self.failures[:SHOWN] or worst[:-4:-1]:
                 within = (
                     comparison.problem or f"differs by {comparison.error:.3g}, tolerance {comparison.tolerance:.3g}"
                 )
                 lines.append(f"  {comparison.name}: {within}")
+            if len(self.failures) > SHOWN:
+                lines.append(f"  and {len(self.failures) - SHOWN} more")
         if self.first_difference is not None:
             lines.append(f"  the first module that differs: {self.first_difference or '(model)'}")
         if self.first_gradient_difference is not None:

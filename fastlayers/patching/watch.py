@@ -40,9 +40,11 @@ def watching(
             elif event == "return":
                 left(frame, result)
 
-    before = sys.getprofile()
+    before: Any = sys.getprofile()
     sys.setprofile(notice)
     try:
         yield
     finally:
-        sys.setprofile(before)
+        sys.setprofile(before if callable(before) else None)
+        if hasattr(before, "enable"):  # cProfile's until Python 3.11, which cannot be set as a function
+            before.enable()
