@@ -22,7 +22,7 @@ Shapes = list[tuple[str | None, tuple[int, ...]]]
 
 #: What becomes of the numbers of a configuration of transformers in a tiny model, by their usual names.
 TINY: dict[int, tuple[str, ...]] = {
-    64: ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "embedding_size", "decoder_hidden_size",
+    64: ("hidden_size", "d_model", "n_embd", "dim", "hidden_dim", "embedding_size", "decoder_hidden_size",
          "word_embed_proj_dim", "projection_dim", "lru_width"),
     128: ("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "ffn_hidden_size",
           "dim_feedforward", "hidden_dim_ffn", "decoder_intermediate_size", "max_position_embeddings", "n_positions",
@@ -36,8 +36,6 @@ TINY: dict[int, tuple[str, ...]] = {
         "num_decoder_layers", "num_encoder_layers", "num_key_value_heads", "num_experts_per_tok",
         "decoder_num_hidden_layers"),
     1: ("n_group", "topk_group", "first_k_dense_replace"),
-    32: ("image_size",),
-    8: ("patch_size",),
 }  # fmt: skip
 TINY_BY_NAME = {name: size for size, names in TINY.items() for name in names}
 
@@ -154,8 +152,6 @@ def shrink(config: Any) -> Any:
             chosen[name] = shrink(value)
         elif name in TINY_BY_NAME and type(value) is int:
             chosen[name] = min(value, TINY_BY_NAME[name])
-        elif name in TINY_BY_NAME and isinstance(value, list | tuple) and all(type(size) is int for size in value):
-            chosen[name] = [min(size, TINY_BY_NAME[name]) for size in value]
         elif name.endswith("_token_id") and type(value) is int:
             chosen[name] = min(value, TINY_BY_NAME["vocab_size"] - 1)
         elif name == "depths":
