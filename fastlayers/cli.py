@@ -8,7 +8,8 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 from rich.console import Console
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from fastlayers.patching import PatchReport, VerifyReport
+    from fastlayers.patching.report import Report
+    from fastlayers.patching.targets import Shapes
+
+    Inputs: TypeAlias = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 
 console = Console()
 
@@ -170,109 +174,197 @@ def build() -> None:
     console.print(f"[green]{escape(str(builder.LIBRARY))}[/]: {escape(made.contents())}")
 
 
-# scan and verify -----------------------------------------------------------------------------------------------------
+# scan, verify and bench ----------------------------------------------------------------------------------------------
+
+TARGET = (
+    "TARGET is timm:NAME, torchvision:NAME, transformers:NAME (bert, BertConfig, BertForMaskedLM, owner/name) or "
+    "package.module:CALLABLE (anything that returns a module). Weights are random."
+)
+
+
+def _shapes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Shapes:
+    shapes: Shapes = []
+    for value in values:
+        name, equals, sizes = value.rpartition("=")
+        try:
+            shapes.append((name if equals else None, tuple(int(size) for size in sizes.split(","))))
+        except ValueError:
+            raise click.BadParameter(f"expected sizes such as 2,3,224,224, got {sizes}") from None
+    if len({name is None for name, _ in shapes}) > 1:
+        raise click.BadParameter(f"expected a name for every input or for none, got {' '.join(values)}")
+    return shapes
+
 
 FORMAT = click.option(
     "--format", "form", type=click.Choice(["table", "markdown", "json"]), default="table", show_default=True
 )
+INPUT = click.option(
+    "--input",
+    "shapes",
+    metavar="[NAME=]SHAPE",
+    multiple=True,
+    callback=_shapes,
+    help="Shape of a random input, as 2,3,224,224 or input_ids=2,64; again for each further input. Names that end with "
+    "ids get token numbers.  [default: two images or texts of the size that the model is for]",
+)
+TINY = click.option("--tiny", is_flag=True, help="Make a model of transformers with few and small layers.")
 
 
-def _load(target: str) -> nn.Module:
+def _load(target: str, tiny: bool, weights: bool = True) -> nn.Module:
     from fastlayers.patching.targets import TargetError, load_target
 
     try:
-        return load_target(target)
+        return load_target(target, tiny=tiny, weights=weights)
     except TargetError as error:
         raise click.BadParameter(str(error), param_hint="TARGET") from None
 
 
-def _print(report: PatchReport | VerifyReport, form: str) -> None:
+def _print(report: Report, form: str) -> None:
     if form == "table":
         console.print(report)
     else:
         click.echo(report.to_markdown() if form == "markdown" else report.to_json())
 
 
-@main.command()
+def _inputs(model: nn.Module, shapes: Shapes, dtype: torch.dtype | None = None) -> Inputs:
+    """Random inputs on the device of the model."""
+    import torch
+
+    from fastlayers.patching.targets import TargetError, default_inputs, random_inputs
+
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    try:
+        return random_inputs(model, shapes or default_inputs(model), device, dtype)
+    except TargetError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _sizes(inputs: Inputs) -> str:
+    args, kwargs = inputs
+    named = (f"{name}={tuple(tensor.shape)}" for name, tensor in kwargs.items())
+    return ", ".join([*(str(tuple(tensor.shape)) for tensor in args), *named])
+
+
+@contextmanager
+def _speaking(said: set[str]) -> Iterator[None]:
+    """Say what patching warns of, each thing once, and a forced backend that cannot serve without a traceback."""
+    from fastlayers.backends import BackendError
+    from fastlayers.patching import PatchWarning
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PatchWarning)
+        try:
+            yield
+        except BackendError as error:
+            raise click.ClickException(str(error)) from None
+    for message in {str(warning.message): None for warning in caught if warning.category is PatchWarning}:
+        if message not in said:
+            said.add(message)
+            click.echo(f"Warning: {message}", err=True)
+
+
+def _try_out(model: nn.Module, inputs: Inputs) -> None:
+    """What the model cannot take is the user's to know, without a traceback; what fails only when patched is not."""
+    import torch
+
+    args, kwargs = inputs
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:
+        mode = "training" if model.training else "eval"
+        raise click.ClickException(
+            f"the model itself, unpatched and in {mode} mode, fails on random inputs of {_sizes(inputs)}; "
+            f"see --input.\n{type(error).__name__}: {error}"
+        ) from None
+
+
+@main.command(epilog=TARGET)
 @click.argument("target")
+@INPUT
+@TINY
 @FORMAT
-def scan(target: str, form: str) -> None:
+def scan(target: str, shapes: Shapes, tiny: bool, form: str) -> None:
     """Show what patch_model would do to a model.
 
-    The report has a row for what would be fused, and for what would be left alone and why.
-
-    TARGET is timm:NAME, torchvision:NAME or package.module:CALLABLE (anything that returns a module).
+    The report has a row for what would be fused, and for what would be left alone and why; where the inputs of the
+    model are known, with an estimate of the bytes that it saves a step. A model of transformers is looked at without
+    weights.
     """
     from fastlayers import plan_patch
 
-    _print(plan_patch(_load(target)), form)
+    model = _load(target, tiny, weights=False)
+    examples: Any = None
+    if shapes or target.startswith(("timm:", "torchvision:", "transformers:")):
+        try:
+            args, kwargs = inputs = _inputs(model, shapes)
+            _try_out(model, inputs)
+            examples = kwargs or args
+        except click.ClickException as error:
+            if shapes:
+                raise
+            click.echo(f"No estimate of what is saved: {error.message}", err=True)
+    _print(plan_patch(model, example_inputs=examples), form)
 
 
-def _shape(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[tuple[int, ...]]:
-    try:
-        return [tuple(int(size) for size in value.split(",")) for value in values]
-    except ValueError:
-        raise click.BadParameter(f"expected sizes such as 2,3,224,224, got {' '.join(values)}") from None
-
-
-@main.command()
+@main.command(epilog=TARGET)
 @click.argument("target")
-@click.option(
-    "--input",
-    "shapes",
-    multiple=True,
-    callback=_shape,
-    help="Shape of a random input, as 2,3,224,224; again for each further input.  [default: two images]",
-)
+@INPUT
+@TINY
 @FORMAT
-def verify(target: str, shapes: list[tuple[int, ...]], form: str) -> None:
+def verify(target: str, shapes: Shapes, tiny: bool, form: str) -> None:
     """Compare a model patched with the same one unpatched.
 
-    It runs both in training and in eval mode, on random inputs, and compares outputs, gradients and buffers.
-
-    TARGET is timm:NAME, torchvision:NAME or package.module:CALLABLE (anything that returns a module). The exit status
-    is 1 where they differ.
+    It runs both in training and in eval mode, on random inputs, and compares outputs, gradients and buffers. The exit
+    status is 1 where they differ.
     """
     import torch
 
     from fastlayers import verify_patch
-    from fastlayers.backends import BackendError
-    from fastlayers.patching import PatchWarning
-    from fastlayers.patching.targets import default_input
 
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = _load(target).to(device)
-    inputs = [torch.randn(shape, device=device) for shape in shapes or [default_input(model)]]
+    model = _load(target, tiny).to("cuda" if torch.cuda.is_available() else "cpu")
+    args, kwargs = inputs = _inputs(model, shapes)
     equal = True
     said: set[str] = set()
     for training in (True, False):
         _try_out(model.train(training), inputs)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", PatchWarning)
-            try:
-                report = verify_patch(model, *inputs)
-            except BackendError as error:
-                raise click.ClickException(str(error)) from None
+        with _speaking(said):
+            report = verify_patch(model, *args, **kwargs)
         equal = equal and report.ok
-        for message in {str(warning.message) for warning in caught} - said:
-            said.add(message)
-            click.echo(f"Warning: {message}", err=True)
         _print(report, form)
     raise SystemExit(0 if equal else 1)
 
 
-def _try_out(model: nn.Module, inputs: list[torch.Tensor]) -> None:
-    """What the model cannot take is the user's to know, without a traceback; what fails only when patched is not."""
+@main.command(epilog=TARGET)
+@click.argument("target")
+@INPUT
+@TINY
+@click.option("--eval", "inference", is_flag=True, help="Measure a forward in eval mode, not a forward and a backward.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of parameters and inputs.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False), help="Draw a picture into this file, as profile.png.")
+@FORMAT
+def bench(target: str, shapes: Shapes, tiny: bool, inference: bool, dtype: str, plot: str | None, form: str) -> None:
+    """Measure a step of a model unpatched and patched: time, time by kind of kernel, peak memory."""
     import torch
 
-    try:
-        with torch.no_grad():
-            model(*inputs)
-    except Exception as error:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
-        mode = "training" if model.training else "eval"
-        raise click.ClickException(
-            f"the model itself, unpatched and in {mode} mode, fails on random inputs of {shapes}; see --input.\n"
-            f"{type(error).__name__}: {error}"
-        ) from None
+    from fastlayers import profile_patch
+
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException("--plot needs matplotlib: pip install matplotlib")
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    model = _load(target, tiny).to("cuda" if torch.cuda.is_available() else "cpu", kind).train(not inference)
+    args, kwargs = inputs = _inputs(model, shapes, kind)
+    _try_out(model, inputs)
+    with _speaking(set()):
+        report = profile_patch(model, *args, **kwargs)
+    _print(report, form)
+    if plot is not None:
+        report.plot(plot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import gc
 import io
 import json
@@ -907,9 +908,95 @@ def test_verify_finds_a_wrong_kernel_and_says_where(net, x, error, monkeypatch):
     assert not report
     assert report.failures
     assert "DIFFER" in str(report)
-    if error == "output":
-        assert report.first_difference == "layer1.1"
+    assert report.first_difference == {"output": "layer1.1", "gradient": None, "dtype": ""}[error]
+    assert report.first_gradient_difference == ("layer1.1" if error == "gradient" else None)
     assert json.dumps(report.to_dict())
+
+
+def test_verify_names_a_swapped_layer_beside_patched_blocks(net, x, monkeypatch):
+    patch_model(net)
+    cls = type(net.log)
+    right = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, x: right(self, x) + 0.01)
+    report = verify_patch(net, x)
+    assert not report
+    assert report.first_difference == "log"
+    assert "the first module that differs: log" in str(report)
+
+
+def test_verify_names_the_module_whose_parameter_gets_another_gradient(monkeypatch):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4))
+
+        def forward(self, x):
+            return F.relu(x) + x * self.weight
+
+    model = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Linear(4, 4), Scale())
+    patch_model(model)
+    model[3].__class__ = type("Wrong", (type(model[3]),), {**vars(type(model[3]))})
+    right = type(model[3]).forward
+
+    def forward(self, x):
+        y = right(self, x)
+        return y + 0.1 * (self.weight - self.weight.detach()).sum()
+
+    monkeypatch.setattr(type(model[3]), "forward", forward)
+    report = verify_patch(model, torch.randn(3, 4))
+    assert [c.name for c in report.failures] == ["grad of 3.weight"]
+    assert report.first_difference is None
+    assert report.first_gradient_difference == "3"
+    assert "the first module that differs in the backward: 3" in str(report)
+
+
+def test_verify_where_parts_are_absorbed(net, x, monkeypatch):
+    """A layer that a block has absorbed, and one after it that is given something else, are not what differs."""
+    from fastlayers.patching import calls
+
+    original = calls.batch_norm_layer
+    monkeypatch.setattr(calls, "batch_norm_layer", lambda *args, **options: original(*args, **options) * 1.01)
+    patch_model(net)
+    report = verify_patch(net, x)
+    assert report.first_difference == "layer1.0"
+
+
+def test_a_printed_verification_is_short():
+    rows = tuple(verification.Comparison(f"output {i}", 1.0, 0.1) for i in range(30))
+    report = verification.VerifyReport(rows, 1, True)
+    assert str(report).splitlines()[-2:] == ["  output 9: differs by 1, tolerance 0.1", "  and 20 more"]
+    assert report.to_markdown().count("differs") == 30
+
+
+def test_watching_under_cprofile():
+    from fastlayers.patching.watch import MODULE_CALL, watching
+
+    profiler, seen = cProfile.Profile(), []
+    with profiler:
+        before = sys.getprofile()
+        with watching({MODULE_CALL}, seen.append, lambda *left: None):
+            nn.Identity()(1)
+        assert sys.getprofile() is before
+        sum([1, 2])
+    assert len(seen) == 1
+    assert any("sum" in str(entry.code) for entry in profiler.getstats())
+
+
+def test_watching_leaves_the_profiler_of_others_alone(net, x):
+    from fastlayers.patching.watch import MODULE_CALL, watching
+
+    seen = []
+    mine = lambda *event: None  # noqa: E731
+    sys.setprofile(mine)
+    try:
+        with watching({MODULE_CALL}, lambda frame: seen.append(type(frame.f_locals["self"])), lambda *left: None):
+            patch_model(net)(x)
+        assert sys.getprofile() is mine
+    finally:
+        sys.setprofile(None)
+    assert seen[0] is Net
+    assert nn.Conv2d in seen
+    assert not any(issubclass(cls, nn.BatchNorm2d) for cls in seen)  # absorbed, and still so
 
 
 def test_verify_restores_after_an_error(net):
@@ -933,6 +1020,21 @@ def test_verify_with_dropout_and_integer_inputs():
 
     report = verify_patch(Model().train(), torch.randint(0, 11, (2, 7)), scale=2)
     assert report, report
+
+
+def test_verify_where_inputs_can_have_no_gradient(x):
+    class Model(nn.Module):
+        def forward(self, x):
+            x = x[:, None]
+            if self.training:
+                x.requires_grad = True  # as transformers' Wav2Vec2 does
+            return F.relu(x * 2) + x
+
+    model = nn.Sequential(Model(), nn.Softmax(-1))
+    report = verify_patch(model.train(), x)
+    assert report
+    assert [c.name for c in report.comparisons] == ["output"]
+    assert {c.name for c in verify_patch(model.eval(), x).comparisons} == {"output", "grad of input 0"}
 
 
 def test_verify_sees_nan_at_other_places():

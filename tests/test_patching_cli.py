@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from fastlayers import backends, cli
-from fastlayers.patching.targets import TargetError, default_input, load_target
+from fastlayers.patching.targets import TargetError, default_inputs, load_target, random_inputs
 
 TARGET = f"{__name__}:Block"
 
@@ -108,12 +109,6 @@ def test_wrong_targets(run, target, message):
     assert "Invalid value for TARGET" in result.output
 
 
-def test_a_library_that_is_not_installed(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "timm", None)
-    with pytest.raises(TargetError, match=r"timm cannot be imported .* pip install timm"):
-        load_target("timm:resnet18")
-
-
 def test_wrong_input(run):
     result = run("verify", TARGET, "--input", "a,b")
     assert result.exit_code == 2
@@ -124,7 +119,188 @@ def test_targets_and_their_inputs():
     assert isinstance(load_target(TARGET), Block)
     model = load_target(f"{__name__}:Nested.block")
     assert model is Nested.block
-    assert default_input(model) == (2, 3, 224, 224)
+    assert default_inputs(model) == [(None, (2, 3, 224, 224))]
     model.pretrained_cfg = {"input_size": (3, 99, 99)}
-    assert default_input(model) == (2, 3, 99, 99)
+    assert default_inputs(model) == [(None, (2, 3, 99, 99))]
     del model.pretrained_cfg
+
+
+def test_random_inputs():
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Embedding(7, 4))
+    args, kwargs = random_inputs(model, [(None, (2, 3))], "cpu", torch.bfloat16)
+    assert (args[0].dtype, args[0].shape, kwargs) == (torch.bfloat16, (2, 3), {})
+    args, kwargs = random_inputs(model, [("input_ids", (50, 50)), ("mask", (2,)), ("x", (1,))], "cpu")
+    assert args == ()
+    assert kwargs["input_ids"].unique().tolist() == [0, 1, 2]
+    assert kwargs["mask"].tolist() == [1, 1]
+    assert kwargs["x"].dtype == torch.float32
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+
+    def forward(self, input_ids, *, scores):
+        return (self.embedding(input_ids) @ self.embedding.weight.T * 0.5).softmax(-1) * scores
+
+
+NAMED = ("--input", "input_ids=2,3", "--input", "scores=2,3,5")
+
+
+def test_inputs_by_name(run):
+    result = run("verify", f"{__name__}:Named", *NAMED)
+    assert result.exit_code == 0, result.output
+    assert run("bench", f"{__name__}:Named", *NAMED, "--eval").exit_code == 0
+    wrong = run("verify", f"{__name__}:Named", "--input", "2,3", "--input", "scores=2,3,5")
+    assert wrong.exit_code == 2
+    assert "expected a name for every input or for none, got 2,3 scores=2,3,5" in wrong.output
+
+
+def test_scan_estimates_what_is_saved(run):
+    assert "less to move" not in run("scan", TARGET).output
+    result = run("scan", TARGET, "--input", "256,4")
+    assert "about 16.0 KiB a step less to move" in " ".join(result.output.split())
+    result = run("scan", TARGET, "--input", "256,5")
+    assert result.exit_code == 1
+    assert "fails on random inputs of (256, 5); see --input" in result.output
+
+
+@pytest.fixture
+def _quick(monkeypatch):
+    from fastlayers.patching import profile
+
+    monkeypatch.setattr(profile, "SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_bench(run):
+    result = run("bench", TARGET, "--input", "3,4")
+    assert result.exit_code == 0, result.output
+    assert "Block, 1 modules patched, forward and backward on " in result.output
+    assert "peak memory" in result.output
+    data = json.loads(run("bench", TARGET, "--input", "3,4", "--eval", "--format", "json").output)
+    assert not data["training"]
+    assert data["after"]["step_ms"] > 0
+    assert "| step |" in run("bench", TARGET, "--input", "3,4", "--dtype", "bfloat16", "--format", "markdown").output
+
+
+@pytest.mark.usefixtures("_quick")
+def test_bench_draws(run, tmp_path, monkeypatch):
+    path = tmp_path / "profile.png"
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    result = run("bench", TARGET, "--input", "3,4", "--plot", str(path))
+    assert result.exit_code == 1
+    assert "Error: --plot needs matplotlib: pip install matplotlib" in result.output
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    assert run("bench", TARGET, "--input", "3,4", "--plot", str(path)).exit_code == 0
+    assert path.exists()
+
+
+def test_bench_says_what_the_model_does_not_take(run):
+    result = run("bench", TARGET, "--input", "3,5")
+    assert result.exit_code == 1
+    assert "in training mode, fails on random inputs of (3, 5); see --input" in result.output
+
+
+@pytest.mark.usefixtures("_quick")
+def test_bench_warns_where_nothing_is_patched(run):
+    assert run("bench", "torch.nn:Identity", "--input", "3,5").output.count("Warning: nothing in Identity") == 1
+
+
+@pytest.mark.parametrize("command", ["scan", "verify", "bench"])
+def test_help_says_what_a_target_is(run, command):
+    assert "TARGET is timm:NAME, torchvision:NAME, transformers:NAME" in " ".join(run(command, "--help").output.split())
+
+
+def test_tiny_is_for_transformers(run):
+    result = run("scan", TARGET, "--tiny")
+    assert result.exit_code == 2
+    assert "only a model of transformers has a configuration to make tiny" in " ".join(result.output.split())
+
+
+# -- libraries --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["timm", "torchvision", "transformers"])
+def test_libraries_that_are_not_installed(monkeypatch, run, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setitem(sys.modules, f"{library}.models", None)
+    with pytest.raises(TargetError, match=rf"{library} cannot be imported .* pip install {library}"):
+        load_target(f"{library}:anything")
+    result = run("bench", f"{library}:anything")
+    assert result.exit_code == 2
+    assert f"pip install {library}" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("target", ["timm:resnet18", "torchvision:resnet18"])
+def test_scan_of_a_vision_model(run, target):
+    pytest.importorskip(target.partition(":")[0])
+    result = run("scan", target, "--format", "json", "--input", "2,3,64,64")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.output)
+    assert data["counts"] == {"batch_norm_act": 9, "BatchNorm2d": 20, "batch_norm_add_act": 8}
+    assert data["bytes_saved"] > 2**20
+
+
+@pytest.mark.parametrize("target", ["timm:resnet1", "torchvision:resnet1", "transformers:bort"])
+def test_a_library_without_such_a_model(run, target):
+    library = target.partition(":")[0]
+    pytest.importorskip(library)
+    result = run("scan", target)
+    assert result.exit_code == 2
+    assert f"{library} has no such model: " in result.output
+
+
+def test_transformers_says_what_is_close():
+    pytest.importorskip("transformers")
+    with pytest.raises(TargetError, match=r"'bort' is no model type .*did you mean .*bert"):
+        load_target("transformers:bort")
+    with pytest.raises(TargetError, match="gives no configuration of transformers"):
+        load_target("transformers:/nowhere/at/all")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("bert", "BertModel"), ("GPT2Config", "GPT2Model"), ("T5ForConditionalGeneration", "T5ForConditionalGeneration")],
+)
+def test_names_of_transformers(name, kind):
+    pytest.importorskip("transformers")
+    model = load_target(f"transformers:{name}", tiny=True)
+    assert type(model).__name__ == kind
+    assert sum(p.numel() for p in model.parameters()) < 10**6
+    assert not model.config.use_cache
+
+
+def test_a_folder_with_a_configuration(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.BertConfig(num_hidden_layers=1, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
+    model = load_target(f"transformers:{tmp_path}", weights=False)
+    assert type(model).__name__ == "BertForMaskedLM"
+    assert model.config.num_hidden_layers == 1
+
+
+def test_scan_of_transformers_needs_no_weights(run):
+    pytest.importorskip("transformers")
+    assert next(load_target("transformers:llama", weights=False).parameters()).is_meta
+    result = run("scan", "transformers:llama", "--format", "json")  # 7B parameters
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.output)
+    assert data["counts"]["rms_norm (llama)"] == 65
+    assert data["bytes_saved"] > 2**30
+
+
+@pytest.mark.parametrize("name", ["bert", "LlamaForCausalLM", "t5", "vit", "whisper", "GPT2LMHeadModel", "wav2vec2"])
+def test_verify_of_transformers(run, name):
+    pytest.importorskip("transformers")
+    result = run("verify", f"transformers:{name}", "--tiny")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.usefixtures("_quick")
+def test_bench_of_transformers(run):
+    pytest.importorskip("transformers")
+    result = run("bench", "transformers:Qwen2ForCausalLM", "--tiny", "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+    assert "matmul" in result.output

@@ -12,6 +12,7 @@ from fastlayers.patching.api import (
 )
 from fastlayers.patching.dynamo import compile_report, dynamo_backend
 from fastlayers.patching.graph import Op, View
+from fastlayers.patching.profile import Measurement, ProfileReport, profile_patch
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
 from fastlayers.patching.rules import GraphRule, Match, ModuleRule, register_rule
@@ -21,11 +22,13 @@ __all__ = [
     "Comparison",
     "GraphRule",
     "Match",
+    "Measurement",
     "ModuleRule",
     "Op",
     "PatchError",
     "PatchReport",
     "PatchWarning",
+    "ProfileReport",
     "Reason",
     "Refusal",
     "Row",
@@ -39,6 +42,7 @@ __all__ = [
     "patched",
     "plan_fold",
     "plan_patch",
+    "profile_patch",
     "register_rule",
     "unfold_batch_norm",
     "unpatch_model",

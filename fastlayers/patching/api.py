@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -25,6 +25,8 @@ from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusa
 from fastlayers.patching.report import PatchReport, Row
 from fastlayers.patching.rewrite import Fused, fuse, is_folded, is_patched, swap_class
 from fastlayers.patching.rules import FOLDING_RULE, ModuleRule, graph_rules, module_rules
+from fastlayers.patching.runs import arguments
+from fastlayers.patching.traffic import bytes_saved
 
 __all__ = [
     "Pattern",
@@ -295,16 +297,38 @@ def plan_patch(
     include: Pattern | None = None,
     exclude: Pattern | None = None,
     filter_fn: FilterFn | None = None,
+    example_inputs: Any = None,
 ) -> PatchReport:
     """What :func:`patch_model` would do with the same arguments. Changes nothing.
+
+    Args:
+        model, include, exclude, filter_fn: as for :func:`patch_model`.
+        example_inputs: where given, what to call the model with, for an estimate of the bytes that each row saves a
+            step: a tensor, a sequence of positional or a mapping of keyword arguments. The model is run twice, forward
+            only; :mod:`fastlayers.patching.traffic` says how they are counted. A model and inputs on the "meta" device
+            need no memory for it.
 
     Returns:
         A report with a row for every module. Print it, or see :class:`PatchReport`.
 
     Raises:
-        TypeError: as :func:`patch_model`.
+        TypeError: as :func:`patch_model`, or ``example_inputs`` is none of these.
     """
-    return make_plan(model, include, exclude, filter_fn).report
+    plan = make_plan(model, include, exclude, filter_fn)
+    if example_inputs is None:
+        return plan.report
+    changed = swap(plan)
+    try:
+        return with_bytes(plan.report, model, example_inputs)
+    finally:
+        restore(changed)
+
+
+def with_bytes(report: PatchReport, model: nn.Module, example_inputs: Any) -> PatchReport:
+    """A report on a model, which is patched as it says, with the bytes that its rows save."""
+    saved = bytes_saved(model, *arguments(example_inputs))
+    rows = (replace(row, bytes_saved=saved.get(model.get_submodule(row.fqn))) for row in report.rows)
+    return replace(report, rows=tuple(rows))
 
 
 def patch_model(
@@ -356,6 +380,11 @@ def apply(plan: Plan, strict: bool, stacklevel: int = 3) -> list[nn.Module]:
         raise PatchError("strict=True, and nothing was changed, because:\n  " + "\n  ".join(problems))
     for message in plan.warnings:
         warnings.warn(message, PatchWarning, stacklevel=stacklevel)
+    return swap(plan)
+
+
+def swap(plan: Plan) -> list[nn.Module]:
+    """Give the modules of a plan their classes, and return those that changed."""
     changed = []
     for step in plan.steps:
         if step.cls is not None:
@@ -364,8 +393,19 @@ def apply(plan: Plan, strict: bool, stacklevel: int = 3) -> list[nn.Module]:
     return changed
 
 
-def patch_report(model: nn.Module) -> PatchReport:
+def restore(changed: list[nn.Module]) -> None:
+    """Take back what :func:`swap` did."""
+    for module in changed:
+        if is_patched(module):
+            module.__class__ = original_class(module)
+
+
+def patch_report(model: nn.Module, *, example_inputs: Any = None) -> PatchReport:
     """How a model stands now: what is patched, and why the rest is not.
+
+    Args:
+        model: any module.
+        example_inputs: as for :func:`plan_patch`, for an estimate of the bytes that each row saves a step.
 
     Returns:
         A report in which only modules that are patched have a ``became``. What :func:`patch_model` would still do is
@@ -376,7 +416,8 @@ def patch_report(model: nn.Module) -> PatchReport:
     for step in plan.steps:
         pending = step.cls is not None
         rows.append(left_alone(step.row, Refusal(Reason.NOT_SELECTED)) if pending else step.row)
-    return PatchReport(tuple(rows), original_class(model).__name__)
+    report = PatchReport(tuple(rows), original_class(model).__name__)
+    return report if example_inputs is None else with_bytes(report, model, example_inputs)
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:
@@ -421,9 +462,7 @@ def patched(
     try:
         yield model
     finally:
-        for module in changed:
-            if is_patched(module):
-                module.__class__ = original_class(module)
+        restore(changed)
 
 
 # -- folding ----------------------------------------------------------------------------------------------------------

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastlayers.patching.reasons import Reason
 
-__all__ = ["PatchReport", "Row"]
+__all__ = ["PatchReport", "Report", "Row", "markdown_table", "plain_table", "readable"]
 
 #: Rows that say no more than that there was nothing to do; a table counts them and leaves them out.
 QUIET = frozenset({Reason.NO_RULE, Reason.NOTHING_TO_FUSE, Reason.NOT_SELECTED})
@@ -29,6 +30,8 @@ class Row:
         detail: what exactly the reason refers to.
         left: places in a forward that looked fusable and were not, as (reason, detail).
         aliases: further names of a shared module.
+        bytes_saved: estimated memory traffic that it saves a step, where example inputs were given, else None. A layer
+            that its parent has absorbed saves nothing itself.
     """
 
     fqn: str
@@ -39,6 +42,7 @@ class Row:
     detail: str = ""
     left: tuple[tuple[Reason, str], ...] = ()
     aliases: tuple[str, ...] = ()
+    bytes_saved: int | None = None
 
     def outcome(self) -> str:
         """The row's result in words."""
@@ -50,8 +54,53 @@ class Row:
         return [f"{reason.value} ({detail})" if detail else reason.value for reason, detail in self.left]
 
 
+class Report(abc.ABC):
+    """What the reports have in common: they are plain data, and print in more ways than one."""
+
+    @abc.abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain Python data."""
+
+    @abc.abstractmethod
+    def to_markdown(self) -> str:
+        """The report as Markdown."""
+
+    @abc.abstractmethod
+    def __rich__(self) -> Any:
+        """What rich prints."""
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """:meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+
+def plain_table(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table of text, its columns but the last one padded."""
+    widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header) - 1)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
+        for line in (header, *lines)
+    ]
+
+
+def markdown_table(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    rows = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return ["| " + " | ".join(row) + " |" if row else "|" + "---|" * len(header) for row in (list(header), [], *rows)]
+
+
+def readable(count: int) -> str:
+    """A number of bytes for people."""
+    number, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{count} B" if unit == "B" else f"{number:.1f} {unit}"
+
+
 @dataclass(frozen=True)
-class PatchReport:
+class PatchReport(Report):
     """The result of :func:`plan_patch` and :func:`patch_report`; iterates over its rows.
 
     Printing it gives a table of what was patched and of what was refused; modules with nothing to fuse are counted.
@@ -95,18 +144,31 @@ class PatchReport:
         """Modules left alone, by reason."""
         return dict(Counter(row.reason for row in self.rows if row.reason is not None))
 
+    @property
+    def bytes_saved(self) -> int | None:
+        """Estimated memory traffic that the whole model saves a step; None without example inputs."""
+        known = [row.bytes_saved for row in self.rows if row.bytes_saved is not None]
+        return sum(known) if known else None
+
     def summary(self) -> str:
         """One line: how many modules, how many places, what was left."""
         places = ", ".join(f"{count} {rule}" for rule, count in self.counts().items()) or "nothing to fuse"
-        return f"{self.model or 'model'}: {len(self.patched)} of {len(self.rows)} modules patched: {places}"
+        saved = "" if self.bytes_saved is None else f"; about {readable(self.bytes_saved)} a step less to move"
+        return f"{self.model or 'model'}: {len(self.patched)} of {len(self.rows)} modules patched: {places}{saved}"
 
-    def _table(self) -> list[tuple[str, str, str, str]]:
+    def _header(self) -> tuple[str, ...]:
+        saved = () if self.bytes_saved is None else ("saved a step",)
+        return ("module", "was", "became", *saved, "fused, or why not")
+
+    def _table(self) -> list[tuple[str, ...]]:
         lines = []
+        between = len(self._header()) - 4
         for row in self.rows:
             if row.reason in QUIET and not row.left:
                 continue
-            lines.append((row.fqn or "(model)", row.was, row.became or "-", row.outcome()))
-            lines.extend(("", "", "", f"left: {note}") for note in row.notes())
+            saved = ("" if row.bytes_saved is None else readable(row.bytes_saved),) * between
+            lines.append((row.fqn or "(model)", row.was, row.became or "-", *saved, row.outcome()))
+            lines.extend(("", "", "", *("",) * between, f"left: {note}") for note in row.notes())
         return lines
 
     def _footer(self) -> list[str]:
@@ -114,15 +176,9 @@ class PatchReport:
         return [*quiet, *(f"pattern {pattern!r} matched nothing" for pattern in self.unmatched)]
 
     def __str__(self) -> str:
-        header = ("module", "was", "became", "fused, or why not")
         lines = self._table()
-        widths = [max(len(line[i]) for line in (header, *lines)) for i in range(3)]
-        text = [self.summary()]
-        if lines:
-            for line in (header, *lines):
-                cells = [cell.ljust(width) for cell, width in zip(line[:3], widths, strict=True)]
-                text.append("  ".join([*cells, line[3]]).rstrip())
-        return "\n".join([*text, *self._footer()])
+        table = plain_table(self._header(), lines) if lines else []
+        return "\n".join([self.summary(), *table, *self._footer()])
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -134,21 +190,19 @@ class PatchReport:
         if not lines:
             return Group(Text(self.summary()), *footer)
         table = Table(title=Text(self.summary()), title_justify="left")
-        for column in ("module", "was", "became", "fused, or why not"):
-            table.add_column(column, overflow="fold")
-        for fqn, was, became, outcome in lines:
+        for column in self._header():
+            table.add_column(column, overflow="fold", justify="right" if column == "saved a step" else "left")
+        for line in lines:
+            fqn, _, became, *_ = line
             style = "green" if became not in ("-", "") else ("dim" if fqn == "" else "yellow")
-            table.add_row(*(Text(cell, style=style) for cell in (fqn, was, became, outcome)))
+            table.add_row(*(Text(cell, style=style) for cell in line))
         return Group(table, *footer)
 
     def to_markdown(self) -> str:
         """The table in Markdown, with the summary above and the counts of what was left out below."""
-        lines, table = [self.summary()], self._table()
-        if table:
-            lines += ["", "| module | was | became | fused, or why not |", "|---|---|---|---|"]
-        for line in table:
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
-        return "\n".join([*lines, "", *(f"- {line}" for line in self._footer())]).rstrip() + "\n"
+        table = self._table()
+        lines = ["", *markdown_table(self._header(), table)] if table else []
+        return "\n".join([self.summary(), *lines, "", *(f"- {line}" for line in self._footer())]).rstrip() + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """All rows, those with nothing to fuse included, as plain Python data."""
@@ -162,11 +216,15 @@ class PatchReport:
                 "reason": row.reason.name if row.reason else None,
                 "explanation": row.outcome() if row.reason else None,
                 "left": [{"reason": reason.name, "detail": detail} for reason, detail in row.left],
+                "bytes_saved": row.bytes_saved,
             }
             for row in self.rows
         ]
-        return {"model": self.model, "counts": self.counts(), "unmatched": list(self.unmatched), "modules": rows}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
+        return {
+            "model": self.model,
+            "counts": self.counts(),
+            "reasons": {reason.name: count for reason, count in self.reasons().items()},
+            "bytes_saved": self.bytes_saved,
+            "unmatched": list(self.unmatched),
+            "modules": rows,
+        }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,11 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlayers.ops.residual import masks_of_torch
-from fastlayers.patching.api import patched, unpatch_model
-from fastlayers.patching.graph import original_class
+from fastlayers.patching.api import patched
+from fastlayers.patching.report import Report, markdown_table
 from fastlayers.patching.rewrite import is_patched
+from fastlayers.patching.runs import rng_state, unpatched, unwrap
+from fastlayers.patching.watch import MODULE_CALL, watching
 
 __all__ = ["Comparison", "VerifyReport", "verify_patch"]
 
@@ -25,6 +28,8 @@ __all__ = ["Comparison", "VerifyReport", "verify_patch"]
 ROUNDINGS = 16.0
 #: And of this many times what one rounding of the inputs and weights does to the unpatched model.
 SENSITIVITY = 8.0
+#: Tensors that differ, when a report is printed. As Markdown and JSON it has all of them.
+SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -50,21 +55,24 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Report):
     """What :func:`verify_patch` found. True where everything agrees.
 
     Attributes:
         comparisons: every output, gradient and changed buffer.
         patched: how many modules differ between the two models.
         training: the mode that the model was in.
-        first_difference: name of the first patched module, in the order of execution, whose output differs; None if
-            none does.
+        first_difference: name of the first module, in the order of execution, that returns something else for the same
+            inputs; of several inside of one another the innermost. None if there is none.
+        first_gradient_difference: where no module returns something else, name of the first one in the order of the
+            backward that hands on other gradients for the same ones. None if there is none.
     """
 
     comparisons: tuple[Comparison, ...]
     patched: int
     training: bool
     first_difference: str | None = None
+    first_gradient_difference: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -87,13 +95,19 @@ class VerifyReport:
             lines.append("  every value is the same")
         else:
             worst = sorted(self.comparisons, key=lambda c: c.error / c.tolerance if c.tolerance else float(c.error > 0))
-            for comparison in self.failures or worst[:-4:-1]:
+            for comparison in self.failures[:SHOWN] or worst[:-4:-1]:
                 within = (
                     comparison.problem or f"differs by {comparison.error:.3g}, tolerance {comparison.tolerance:.3g}"
                 )
                 lines.append(f"  {comparison.name}: {within}")
+            if len(self.failures) > SHOWN:
+                lines.append(f"  and {len(self.failures) - SHOWN} more")
         if self.first_difference is not None:
             lines.append(f"  the first module that differs: {self.first_difference or '(model)'}")
+        if self.first_gradient_difference is not None:
+            lines.append(
+                f"  the first module that differs in the backward: {self.first_gradient_difference or '(model)'}"
+            )
         return "\n".join(lines)
 
     def __rich__(self) -> Any:
@@ -103,15 +117,12 @@ class VerifyReport:
 
     def to_markdown(self) -> str:
         """Every comparison as a row of a Markdown table."""
-        lines = [str(self).partition("\n")[0], "", "| tensor | error | tolerance | |", "|---|---|---|---|"]
-        for row in self.comparisons:
-            verdict = "equal" if row.ok else row.problem or "differs"
-            lines.append(f"| {row.name} | {row.error:.3g} | {row.tolerance:.3g} | {verdict} |")
-        return "\n".join(lines) + "\n"
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
+        rows = [
+            (row.name, f"{row.error:.3g}", f"{row.tolerance:.3g}", "equal" if row.ok else row.problem or "differs")
+            for row in self.comparisons
+        ]
+        first = str(self).partition("\n")[0]
+        return "\n".join([first, "", *markdown_table(("tensor", "error", "tolerance", ""), rows)]) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain Python data."""
@@ -121,8 +132,18 @@ class VerifyReport:
             "training": self.training,
             "patched": self.patched,
             "first_difference": self.first_difference,
+            "first_gradient_difference": self.first_gradient_difference,
             "comparisons": rows,
         }
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is called with, and whether gradients of it are wanted."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wanted: bool = True
 
 
 @dataclass
@@ -147,7 +168,8 @@ def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
 
     Args:
         model: any module; DDP and ``torch.compile`` wrappers are looked through.
-        inputs, kwargs: what to call it with. Floating-point tensors among them get gradients too.
+        inputs, kwargs: what to call it with. Floating-point tensors among them get gradients too, where the model can
+            give them.
 
     Returns:
         A report that is true where all agree, and that says where they first differ.
@@ -159,53 +181,42 @@ def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     model = unwrap(model)
     if any(is_patched(module) for module in model.modules()):
-        return compare_patched(model, inputs, kwargs)
+        return compare_patched(model, Inputs(inputs, kwargs))
     with patched(model):
-        return compare_patched(model, inputs, kwargs)
+        return compare_patched(model, Inputs(inputs, kwargs))
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    while True:
-        inner = model._modules.get("_orig_mod") or (
-            model._modules.get("module") if type(model).__module__.startswith("torch.nn.parallel") else None
-        )
-        if inner is None:
-            return model
-        model = inner
-
-
-def compare_patched(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> VerifyReport:
+def compare_patched(model: nn.Module, inputs: Inputs) -> VerifyReport:
     with rng_state():
-        after = run(model, inputs, kwargs, 0.0)
-        omitted = omitted_logits(model, after)
-        classes = {name: type(module) for name, module in model.named_modules() if is_patched(module)}
         with unpatched(model):
-            before = run(model, inputs, kwargs, 0.0, omitted)
-            nudged = run(model, inputs, kwargs, rounding(model, before), omitted)
+            before, inputs = run_somehow(model, inputs)
+        after = run(model, inputs)
+        omitted = omitted_logits(model, after)
+        with unpatched(model):
+            if omitted:
+                before = run(model, inputs, omitted=omitted)
+            nudged = run(model, inputs, rounding(model, before), omitted)
+        patches = sum(map(is_patched, model.modules()))
         comparisons = tuple(compare(before, after, nudged))
-        first = None
+        differences: tuple[str | None, str | None] = None, None
         if not all(comparison.ok for comparison in comparisons):
-            first = first_difference(model, tuple(classes), inputs, kwargs)
-    return VerifyReport(comparisons, len(classes), model.training, first)
+            differences = first_differences(model, inputs)
+    return VerifyReport(comparisons, patches, model.training, *differences)
 
 
-@contextmanager
-def unpatched(model: nn.Module) -> Iterator[None]:
-    classes = [(module, type(module)) for module in model.modules() if is_patched(module)]
-    unpatch_model(model)
+def run_somehow(model: nn.Module, inputs: Inputs) -> tuple[Run, Inputs]:
+    """:func:`run`; without gradients of the inputs where the model cannot give them, and the inputs in that way.
+
+    Wav2Vec2 and its like, in training, ask for the gradient of a view of their input, which must then be no part of a
+    graph itself.
+    """
     try:
-        yield
-    finally:
-        for module, cls in classes:
-            module.__class__ = cls
-
-
-@contextmanager
-def rng_state() -> Iterator[None]:
-    """Gives every run the same random numbers, and the caller back its own state."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices=list(devices)):
-        yield
+        return run(model, inputs), inputs
+    except RuntimeError as error:
+        if "requires_grad" not in str(error):
+            raise
+    inputs = replace(inputs, wanted=False)
+    return run(model, inputs), inputs
 
 
 def omitted_logits(model: nn.Module, run: Run) -> frozenset[str]:
@@ -214,13 +225,7 @@ def omitted_logits(model: nn.Module, run: Run) -> frozenset[str]:
     return frozenset({"logits"}) - run.keys if run.keys and "linear_cross_entropy" in rules else frozenset()
 
 
-def run(
-    model: nn.Module,
-    inputs: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    nudge: float,
-    omitted: frozenset[str] = frozenset(),
-) -> Run:
+def run(model: nn.Module, inputs: Inputs, nudge: float = 0.0, omitted: frozenset[str] = frozenset()) -> Run:
     """One forward and backward over stand-ins of parameters, buffers and inputs; the model's own are only read.
 
     ``nudge`` perturbs parameters and inputs by that relative amount, to see how much the model makes of it. What is
@@ -240,14 +245,14 @@ def run(
         return (
             nudged(tensor.detach().clone())
             .detach()
-            .requires_grad_(tensor.is_floating_point() and not tensor.is_inference())
+            .requires_grad_(inputs.wanted and tensor.is_floating_point() and not tensor.is_inference())
         )
 
     parameters = {
         name: nudged(p.detach()).detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()
     }
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    args, keywords = tree_map(leaf, (inputs, kwargs))
+    args, keywords = tree_map(leaf, (inputs.args, inputs.kwargs))
     torch.manual_seed(0)
     with torch.enable_grad(), masks_of_torch():
         result = functional_call(model, {**parameters, **buffers}, args, keywords)
@@ -338,46 +343,94 @@ def describe(value: Any) -> str:
     return repr(value)
 
 
-def first_difference(
-    model: nn.Module, names: tuple[str, ...], inputs: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str | None:
-    """The first of the patched modules whose output differs, by running both models with hooks on these modules only.
+# -- where two runs part ----------------------------------------------------------------------------------------------
 
-    A hook on any other module could be one that makes a patched parent fall back to its original forward.
+
+@dataclass
+class Call:
+    """One call of a module: what went in, what came out, and their gradients."""
+
+    inputs: list[Any]
+    outputs: list[Any]
+    #: By ("input" or "output", position).
+    gradients: dict[tuple[str, int], Tensor]
+
+
+#: The calls of modules in one run by (name, how many calls of it came before), in the order in which they began, and
+#: the keys in the order in which they ended: those of a module's children come before its own.
+Calls: TypeAlias = tuple[dict[tuple[str, int], Call], list[tuple[str, int]]]
+
+
+def first_differences(model: nn.Module, inputs: Inputs) -> tuple[str | None, str | None]:
+    """Where forward and backward of the patched model leave the unpatched one's.
+
+    In the forward it is the innermost module, in the order of execution, that returns something else for what is the
+    same; in the backward one that hands on other gradients for those that it is given. Modules that a patched one has
+    absorbed are not called in both runs, and count as part of it.
     """
-    with_patch = outputs_of(model, names, inputs, kwargs)
+    (after, ended), gradients = calls_of(model, inputs)
     with unpatched(model):
-        without = outputs_of(model, names, inputs, kwargs)
-        scale = rounding(model, Run([], {}, {}))
-        moved = outputs_of(model, names, inputs, kwargs, scale)
-    for (name, expected), (_, actual), (_, nudged) in zip(without, with_patch, moved, strict=False):
-        if not all(compare_values(name, *values).ok for values in zip(expected, actual, nudged, strict=False)):
-            return name
-    return None
+        (before, _), expected = calls_of(model, inputs)
+        (nudged, _), moved = calls_of(model, inputs, rounding(model, Run([], {}, {})))
+    common = [key for key in ended if key in before and key in nudged]
+
+    def agree(key: tuple[str, int], part: Callable[[Call], list[Any]]) -> bool:
+        values = (part(calls[key]) for calls in (before, after, nudged))
+        return all(compare_values("", *triple).ok for triple in zip(*values, strict=False))
+
+    def parameters_agree(name: str) -> bool:
+        return all(
+            compare_values("", gradient, gradients.get(parameter), moved.get(parameter)).ok
+            for parameter, gradient in expected.items()
+            if f"{parameter}.".startswith(f"{name}.") or not name
+        )
+
+    for key in common:
+        if agree(key, lambda call: call.inputs) and not agree(key, lambda call: call.outputs):
+            return key[0], None
+    for key in reversed([key for key in after if key in before and key in nudged]):
+        given = agree(key, lambda call: gradients_of(call, "output", call.outputs))
+        if given and not (
+            agree(key, lambda call: gradients_of(call, "input", call.inputs)) and parameters_agree(key[0])
+        ):
+            return None, key[0]
+    return None, None
 
 
-def outputs_of(
-    model: nn.Module, names: tuple[str, ...], inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge: float = 0.0
-) -> list[tuple[str, list[Any]]]:
-    seen: list[tuple[str, list[Any]]] = []
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            values = tree_flatten(output)[0]
-            seen.append((name, [value.detach().clone() if isinstance(value, Tensor) else value for value in values]))
-
-        return hook
-
-    layers = [name for name in names if not is_layer(model.get_submodule(name))]
-    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in layers or names]
-    try:
-        run(model, inputs, kwargs, nudge)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
+def gradients_of(call: Call, kind: str, values: list[Any]) -> list[Tensor | None]:
+    return [call.gradients.get((kind, i)) for i in range(len(values))]
 
 
-def is_layer(module: nn.Module) -> bool:
-    """Whether a patched module is a swapped layer, which a parent may have absorbed."""
-    return original_class(module).__module__.startswith("torch.nn.modules")
+def calls_of(model: nn.Module, inputs: Inputs, nudge: float = 0.0) -> tuple[Calls, dict[str, Tensor | None]]:
+    """Every call of a module in a run, and the gradients of the parameters by their names."""
+    names = {module: name for name, module in model.named_modules()}
+    count: Counter[str] = Counter()
+    calls: dict[tuple[str, int], Call] = {}
+    open_calls: dict[FrameType, tuple[str, int]] = {}
+    ended: list[tuple[str, int]] = []
+
+    def keep(call: Call, kind: str, value: Any) -> list[Any]:
+        leaves = tree_flatten(value)[0]
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(call.gradients.__setitem__, (kind, i)))
+        return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def entered(frame: FrameType) -> None:
+        scope = frame.f_locals
+        if scope["self"] in names:
+            name = names[scope["self"]]
+            key = open_calls[frame] = name, count[name]
+            count[name] += 1
+            calls[key] = Call([], [], {})
+            calls[key].inputs = keep(calls[key], "input", (scope["args"], scope["kwargs"]))
+
+    def left(frame: FrameType, result: Any) -> None:
+        if frame in open_calls:
+            key = open_calls.pop(frame)
+            ended.append(key)
+            calls[key].outputs = keep(calls[key], "output", result)
+
+    with watching({MODULE_CALL}, entered, left):
+        result = run(model, inputs, nudge)
+    return (calls, ended), {name.removeprefix("grad of "): value for name, value in result.gradients.items()}

@@ -1,0 +1,372 @@
+"""profile_patch: what patching a model changes in the time and the memory of a step.
+
+Step time is wall time from an idle device to an idle device, the unpatched and the patched step in turn, so that
+whatever else the machine does meets both. The time by kind of kernel comes from a profiler session of its own: summed
+kernels on a GPU, the time in each operator less those that it calls on a CPU.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fastlayers.patching.api import patched
+from fastlayers.patching.graph import original_class
+from fastlayers.patching.report import Report, markdown_table, plain_table, readable
+from fastlayers.patching.rewrite import is_patched
+from fastlayers.patching.runs import buffers_aside, loss_or_outputs, rng_state, trains, unpatched, unwrap
+
+__all__ = ["Measurement", "ProfileReport", "kind_of", "profile_patch"]
+
+WARM_UPS = 3
+#: Steps that are timed of each: as many as fit into the seconds, within these bounds.
+STEPS = (3, 20)
+SECONDS = 4.0
+PROFILED = 3  # steps in the session of the profiler
+
+#: Kinds of kernels by what their names contain, the first one that fits. The names are those of CUDA kernels (ATen's,
+#: cuDNN's, cuBLAS's, Inductor's and fastlayers') and, for a CPU, of operators. fastlayers' Triton kernels for norms and
+#: for softmax share some names, and count as norms.
+KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        ("attention", r"flash|fmha|sdpa|attention"),
+        ("convolution", r"conv(?!ert)|implicit_gemm|fprop|dgrad|wgrad|winograd|cudnn::cnn|im2col|col2im"),
+        ("matmul", r"gemm|gemv|cutlass|cublas|nvjet|xmma|split_?k|aten::(addmm|mm|bmm|baddbmm|addmv|mv|dot|linear)\b"),
+        (
+            "norm",
+            r"(layer|batch|group|instance|rms)_?norm|cudnn::bn_|RowwiseMoments|GammaBeta|ComputeInternalGradients"
+            r"|Compute(Backward)?FusedParams|^_(whole|long)_(for|back)ward|^_(normalise|(finish_)?(statistics|sums))"
+            r"|^_(column_sums|gradient)|add_pieces",
+        ),
+        ("copy", r"memcpy|memset|copy|convert|fillfunctor|nchwToNhwc|nhwcToNchw|aten::(clone|fill_|zero_|cat|stack)\b"),
+        (
+            "reduction",
+            r"softmax|reduce|entropy|nll|kl_div|_losses|_total|arg(max|min)|triton_(red|per)|_sum_rows|sum_partials"
+            r"|aten::(sum|mean|amax|max|norm|var|logsumexp|cumsum|topk)\b",
+        ),
+        (
+            "elementwise",
+            r"elementwise|pointwise|triton_poi|functor|dropout|_flat|relu|gated|bias_act|act_backward|scale_|mul_|rotate"
+            r"|^_(relu|add|mul|scale|dropout|rotary|rotate|gated|bias|act|repeated)|repeated_"
+            r"|aten::(add|sub|mul|div|neg|abs|exp|log|pow|sqrt|rsqrt|sin|cos|tanh|sigmoid|silu|gelu|mish|elu|where|clamp"
+            r"|threshold|masked_fill|bernoulli|hardswish|hardsigmoid|hardtanh|leaky_relu|addcmul|addcdiv|reciprocal)",
+        ),
+    )
+)
+OTHER = "other"
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel or CPU operator by its name."""
+    return next((kind for kind, pattern in KINDS if pattern.search(kernel)), OTHER)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One step of a model.
+
+    Attributes:
+        step_ms: median wall time.
+        spread_ms: distance between its quartiles.
+        kinds: device time in ms by kind of kernel, on a CPU the operators' own time; "other" is what fits no kind.
+        kernels: how many kernels, copies and memsets there are, on a CPU calls of operators.
+        peak_bytes: most memory held at once beyond what was held before the step, such as the weights.
+    """
+
+    step_ms: float
+    spread_ms: float
+    kinds: dict[str, float]
+    kernels: int
+    peak_bytes: int
+
+    @property
+    def device_ms(self) -> float:
+        """Device time of all kernels."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class ProfileReport(Report):
+    """What :func:`profile_patch` measured.
+
+    Attributes:
+        before, after: a step of the unpatched and of the patched model.
+        model: the model's class.
+        patched: how many of its modules are patched.
+        training: whether a step is a forward and a backward, or a forward alone.
+        device: what it ran on.
+        on_gpu: whether that is a GPU.
+    """
+
+    before: Measurement
+    after: Measurement
+    model: str
+    patched: int
+    training: bool
+    device: str
+    on_gpu: bool
+
+    @property
+    def speedup(self) -> float:
+        """Step time of the unpatched model over that of the patched one."""
+        return self.before.step_ms / self.after.step_ms
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of kernels that ran."""
+        known = (*(kind for kind, _ in KINDS), OTHER)
+        return tuple(kind for kind in known if kind in self.before.kinds or kind in self.after.kinds)
+
+    def summary(self) -> str:
+        """One line."""
+        step = "forward and backward" if self.training else "forward"
+        return f"{self.model}, {self.patched} modules patched, {step} on {self.device}: {self.speedup:.2f}x as fast"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        before, after = self.before, self.after
+        device = "GPU time" if self.on_gpu else "operators"
+        rows = [("step", before.step_ms, after.step_ms), (device, before.device_ms, after.device_ms)]
+        rows += [(f"  {kind}", before.kinds.get(kind, 0.0), after.kinds.get(kind, 0.0)) for kind in self.kinds]
+        lines = [(name, f"{a:.3f} ms", f"{b:.3f} ms", change(a, b)) for name, a, b in rows]
+        count = "kernels" if self.on_gpu else "operator calls"
+        lines.append((count, str(before.kernels), str(after.kernels), change(before.kernels, after.kernels)))
+        a, b = before.peak_bytes, after.peak_bytes
+        return [*lines, ("peak memory", readable(a), readable(b), change(a, b))]
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary(), *plain_table(HEADER, self._table())])
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(self.summary()), title_justify="left")
+        for i, column in enumerate(HEADER):
+            table.add_column(column, justify="right" if i else "left")
+        for line in self._table():
+            table.add_row(*map(Text, line))
+        return table
+
+    def to_markdown(self) -> str:
+        """The table in Markdown, with the summary above."""
+        return "\n".join([self.summary(), "", *markdown_table(HEADER, self._table())]) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain Python data."""
+        return {
+            "model": self.model,
+            "patched": self.patched,
+            "training": self.training,
+            "device": self.device,
+            "speedup": self.speedup,
+            "before": {**vars(self.before), "device_ms": self.before.device_ms},
+            "after": {**vars(self.after), "device_ms": self.after.device_ms},
+        }
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw step time, device time by kind and peak memory, before and after, into a file.
+
+        Args:
+            path: where to; the ending says the format, as :meth:`matplotlib.figure.Figure.savefig` has it.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from fastlayers.patching.picture import draw
+
+        return draw(self, Path(path))
+
+
+HEADER = ("", "unpatched", "patched", "change")
+
+
+def change(before: float, after: float) -> str:
+    """How much more or less in percent."""
+    return f"{(after / before - 1) * 100:+.0f} %" if before else ""
+
+
+def profile_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> ProfileReport:
+    """Measure a step of a model unpatched and patched: time, device time by kind of kernel, peak memory.
+
+    A patched model is measured as it is, an unpatched one as :func:`patch_model` would leave it. In training mode, with
+    gradients enabled, a step is a forward and a backward: of the loss where the model returns one as ``loss``, else of
+    all its outputs, with random gradients. Otherwise it is a forward. It runs in the present autocast state.
+
+    Parameters and their gradients, buffers, the random state and the patches are afterwards what they were. Hooks and
+    the model's own Python code run at every step.
+
+    Args:
+        model: any module; DDP and ``torch.compile`` wrappers are looked through, what is inside is run as it is.
+        inputs, kwargs: what to call it with.
+
+    Returns:
+        A report that prints as a table, Markdown and JSON, and draws a picture.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    model = unwrap(model)
+    tensors = [*model.parameters(), *(leaf for leaf in tree_leaves((inputs, kwargs)) if isinstance(leaf, Tensor))]
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+    context = nullcontext(model) if any(map(is_patched, model.modules())) else patched(model)
+    with rng_state(), buffers_aside(model), context:
+        before, after = measure(Step(model, inputs, kwargs), device)
+        patches = sum(map(is_patched, model.modules()))
+    gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
+    return ProfileReport(before, after, original_class(model).__name__, patches, trains(model), name, gpu)
+
+
+class Step:
+    """A step of a model that leaves no gradient behind, with tensors of its own for inputs."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model = model
+        self.given = args, kwargs
+        self.trains = trains(model)
+        self.seeds: list[Tensor] = []
+
+    def prepare(self) -> Any:
+        """The inputs of a step: a model may write them."""
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.detach().clone().requires_grad_(value.requires_grad)
+
+        return tree_map(own, self.given)
+
+    def __call__(self, given: Any) -> None:
+        args, kwargs = given
+        if not self.trains:
+            with torch.no_grad():
+                self.model(*args, **kwargs)
+            return
+        outputs = loss_or_outputs(self.model(*args, **kwargs))
+        if [seed.shape for seed in self.seeds] != [output.shape for output in outputs]:
+            self.seeds = [torch.randn_like(output) for output in outputs]
+        wanted = [tensor for tensor in (*self.model.parameters(), *tree_leaves(given)) if requires_grad(tensor)]
+        if outputs:
+            torch.autograd.grad(outputs, wanted, self.seeds, allow_unused=True)
+
+
+def requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def measure(step: Step, device: torch.device) -> tuple[Measurement, Measurement]:
+    """The unpatched and the patched step; the model is patched now."""
+    states: tuple[Callable[[], AbstractContextManager[Any]], ...] = (lambda: unpatched(step.model), nullcontext)
+    for state in states:
+        with state():
+            for _ in range(WARM_UPS):
+                step(step.prepare())
+    times: tuple[list[float], list[float]] = [], []
+    least, most = STEPS
+    end = time.perf_counter() + SECONDS
+    while len(times[0]) < least or (len(times[0]) < most and time.perf_counter() < end):
+        for state, its in zip(states, times, strict=True):
+            with state():
+                its.append(wall_ms(step, device))
+    measurements = []
+    for state, its in zip(states, times, strict=True):
+        low, middle, high = statistics.quantiles(its, n=4)
+        with state():
+            kinds, kernels, peak = profiled(step, device)
+        measurements.append(Measurement(middle, high - low, kinds, kernels, peak))
+    return measurements[0], measurements[1]
+
+
+def wall_ms(step: Step, device: torch.device) -> float:
+    given = step.prepare()
+    synchronize(device)
+    start = time.perf_counter()
+    step(given)
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- what a step consists of ------------------------------------------------------------------------------------------
+
+
+def profiled(step: Step, device: torch.device) -> tuple[dict[str, float], int, int]:
+    """Device time in ms by kind of kernel, the number of kernels, and the peak memory of a step."""
+    gpu = device.type == "cuda"
+    events = gpu_events(step, device) if gpu else cpu_events(step)
+    kinds: Counter[str] = Counter()
+    for name, us in events:
+        kinds[kind_of(name)] += us / 1e3 / PROFILED  # type: ignore[assignment]
+    peak = gpu_peak(step, device) if gpu else cpu_peak(step)
+    return dict(kinds), round(len(events) / PROFILED), peak
+
+
+def gpu_events(step: Step, device: torch.device) -> list[tuple[str, float]]:
+    """Names and times in us of what ran on the GPU."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True):
+        synchronize(device)  # the first session starts CUPTI, and may miss kernels
+    inputs = [step.prepare() for _ in range(PROFILED)]
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
+        for given in inputs:
+            step(given)
+        synchronize(device)
+    return [
+        (event.name, event.time_range.elapsed_us())
+        for event in prof.events() or ()
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+def cpu_events(step: Step) -> list[tuple[str, float]]:
+    """Names of the operators that ran, and the time in us of each without those that it called."""
+    inputs = [step.prepare() for _ in range(PROFILED)]
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
+        for given in inputs:
+            step(given)
+    events = ((event.name, event.self_cpu_time_total) for event in prof.events() or ())
+    return [(name, us) for name, us in events if name.startswith(("aten::", "fastlayers::"))]
+
+
+def gpu_peak(step: Step, device: torch.device) -> int:
+    given = step.prepare()
+    synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step(given)
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def cpu_peak(step: Step) -> int:
+    given = step.prepare()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
+        step(given)
+    results: Any = prof.profiler
+    changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in changes), initial=0))

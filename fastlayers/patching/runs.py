@@ -1,0 +1,93 @@
+"""Running a model for a look at it: afterwards it is what it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from fastlayers.patching.graph import original_class
+from fastlayers.patching.rewrite import is_patched
+
+__all__ = ["arguments", "buffers_aside", "loss_or_outputs", "rng_state", "trains", "unpatched", "unwrap"]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside of DDP, DataParallel and torch.compile."""
+    while True:
+        inner = model._modules.get("_orig_mod") or (
+            model._modules.get("module") if type(model).__module__.startswith("torch.nn.parallel") else None
+        )
+        if inner is None:
+            return model
+        model = inner
+
+
+@contextmanager
+def unpatched(model: nn.Module) -> Iterator[None]:
+    """Gives every patched module its own class for the time of a block."""
+    classes = [(module, type(module)) for module in model.modules() if is_patched(module)]
+    for module, _ in classes:
+        module.__class__ = original_class(module)
+    try:
+        yield
+    finally:
+        for module, cls in classes:
+            module.__class__ = cls
+
+
+@contextmanager
+def rng_state() -> Iterator[None]:
+    """Gives the caller back its own random state."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices=list(devices)):
+        yield
+
+
+@contextmanager
+def buffers_aside(model: nn.Module) -> Iterator[None]:
+    """Puts copies in the place of the buffers for the time of a block: running statistics stay what they are."""
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in buffers}
+    for module, name, buffer in buffers:
+        module._buffers[name] = copies[id(buffer)]
+    try:
+        yield
+    finally:
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+
+
+def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call a model with: a tensor, a sequence of positional arguments, or a mapping of keyword arguments."""
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, Sequence) and not isinstance(example_inputs, str):
+        return tuple(example_inputs), {}
+    raise TypeError(
+        "example_inputs must be a tensor, a sequence of positional or a mapping of keyword arguments, got "
+        f"{type(example_inputs).__name__}"
+    )
+
+
+def trains(model: nn.Module) -> bool:
+    """Whether a step of this model is a forward and a backward, and not a forward alone."""
+    return model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+
+
+def loss_or_outputs(result: Any) -> list[Tensor]:
+    """What a step differentiates: the loss where a model returns one under that name, else every output."""
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    leaves = [loss] if isinstance(loss, Tensor) and loss.requires_grad else tree_flatten(result)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -1,0 +1,126 @@
+"""How many bytes fewer a patched model moves: an estimate from one run of it with each of its two sets of classes.
+
+The model of a run is a simple one. Every operation of torch reads each of its tensors once and writes each of its
+results once; views, allocations and the statistics of a norm count nothing. Every function of
+:mod:`fastlayers.functional` counts as one operation, whatever answers it here: that is what its kernel does. What a
+patched module saves in the forward is the difference of the two sums. In a step that trains, the backward reads and
+writes the gradients of the same tensors, so it is taken to save as much again.
+
+Caches, and how often a kernel really reads its input, are left out; so is what need not be kept for the backward, of
+which :func:`fastlayers.profile_patch` measures the effect. Where a guard of a rewritten forward fails on the example
+inputs, the original code runs, and saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fastlayers import functional
+from fastlayers.patching.rewrite import is_patched
+from fastlayers.patching.runs import buffers_aside, rng_state, trains, unpatched
+from fastlayers.patching.watch import MODULE_CALL, watching
+
+__all__ = ["bytes_saved"]
+
+FUNCTIONS: dict[CodeType, str] = {getattr(functional, name).__code__: name for name in functional.__all__}
+#: Functions that call a matrix product of torch in between, and the bytes of what one of the two hands the other, which
+#: is written once and read once: the product of gate and up; the logits, a chunk at a time.
+HANDS_ON: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    "gated_linear": lambda scope: nbytes(scope["gate"]),
+    "linear_cross_entropy": lambda scope: nbytes(scope["hidden"]) // scope["hidden"].shape[-1] * len(scope["weight"]),
+}
+#: Operations that move nothing, besides the views.
+MOVES_NOTHING = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+)
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of the tensors in a structure, of one that is expanded only those that are there."""
+    total = 0
+    for tensor in tree_iter(value):
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+            total += (
+                tensor.element_size()
+                * torch.Size(
+                    size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size
+                ).numel()
+            )
+    return total
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that are moved in the forward of each of the chosen modules, what is inside of it included.
+
+    Of chosen modules inside of one another the innermost one counts.
+    """
+
+    def __init__(self, chosen: set[nn.Module]) -> None:
+        super().__init__()
+        self.chosen = chosen
+        self.moved: Counter[nn.Module] = Counter()
+        #: Which of the chosen modules were called: others have been absorbed.
+        self.called: set[nn.Module] = set()
+        self.inside: list[nn.Module] = []
+        self.fused = 0
+
+    def add(self, moved: int) -> None:
+        if self.inside and not self.fused:
+            self.moved[self.inside[-1]] += moved
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if not func.is_view and name not in MOVES_NOTHING:
+            first = result[0] if "norm" in name and isinstance(result, tuple) else result
+            self.add(nbytes((args, kwargs, first)))
+        return result
+
+    def entered(self, frame: FrameType) -> None:
+        scope = frame.f_locals
+        if frame.f_code is not MODULE_CALL:
+            name = FUNCTIONS[frame.f_code]
+            self.add(nbytes(list(scope.values())) + (2 * HANDS_ON[name](scope) if name in HANDS_ON else 0))
+            self.fused += 1
+        elif scope["self"] in self.chosen:
+            self.called.add(scope["self"])
+            self.inside.append(scope["self"])
+
+    def left(self, frame: FrameType, result: Any) -> None:
+        if frame.f_code is not MODULE_CALL:
+            self.fused -= 1
+            self.add(nbytes(result))
+        elif frame.f_locals["self"] in self.chosen:
+            self.inside.pop()
+
+
+def traffic(model: nn.Module, chosen: set[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traffic:
+    seen = Traffic(chosen)
+    with (
+        rng_state(),
+        buffers_aside(model),
+        torch.no_grad(),
+        watching({MODULE_CALL, *FUNCTIONS}, seen.entered, seen.left),
+        seen,
+    ):
+        model(*args, **kwargs)
+    return seen
+
+
+def bytes_saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[nn.Module, int]:
+    """Estimated bytes that each patched module of a model saves a step, called with these arguments."""
+    patched = set(filter(is_patched, model.modules()))
+    after = traffic(model, patched, args, kwargs)
+    with unpatched(model):
+        before = traffic(model, after.called, args, kwargs)
+    passes = 2 if trains(model) else 1
+    return {module: passes * (before.moved[module] - after.moved[module]) for module in patched}
