@@ -53,6 +53,7 @@ __all__ = [
     "scale_add",
     "softmax_added",
     "softmax_masked",
+    "softmax_scaled",
     "unpack",
     "written_norm",
 ]
@@ -137,10 +138,26 @@ def add_relu_to_(y: Tensor, x: Tensor) -> Tensor:
     return functional.relu_add(x, y) if _stays(y, x) else y.add_(torch.relu(x))
 
 
+def softmax_scaled(x: Tensor, dim: int, scale: float | Tensor, dtype: torch.dtype | None, *, log: bool) -> Tensor:
+    """softmax of ``x * scale``, where the scale may turn out to be a tensor."""
+    if isinstance(scale, Tensor):
+        return (F.log_softmax if log else F.softmax)(x * scale, dim, dtype=dtype)
+    return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, dtype=dtype)
+
+
 def softmax_added(
-    x: Tensor, mask: Tensor, dim: int, scale: float | None, dtype: torch.dtype | None, *, inplace: bool, log: bool
+    x: Tensor,
+    mask: Tensor,
+    dim: int,
+    scale: float | Tensor | None,
+    dtype: torch.dtype | None,
+    *,
+    inplace: bool,
+    log: bool,
 ) -> Tensor:
     """softmax of ``x * scale + mask``, where a boolean mask adds ones and zeros as it does in torch."""
+    if isinstance(scale, Tensor):
+        x, scale = x * scale, None
     if isinstance(mask, Tensor) and mask.dtype != torch.bool and (not inplace or _fits(x, mask, x.dtype)):
         return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, mask=mask, dtype=dtype)
     scores = x if scale is None else x * scale
@@ -152,7 +169,7 @@ def softmax_masked(
     x: Tensor,
     mask: Tensor,
     dim: int,
-    scale: float | None,
+    scale: float | Tensor | None,
     dtype: torch.dtype | None,
     *,
     fill: bool,
@@ -165,6 +182,8 @@ def softmax_masked(
     ``where`` says which function masked the scores originally, ``torch.where`` or ``masked_fill``: they take other
     dtypes.
     """
+    if isinstance(scale, Tensor):
+        x, scale = x * scale, None
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and (not inplace or _fits(x, mask, torch.bool)):
         keep = ~mask if fill else mask
         return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, mask=keep, dtype=dtype)

@@ -29,12 +29,23 @@ from fastlayers.patching import calls
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
 from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rotary import rotary_forward
 from fastlayers.patching.rules import Deferred, GraphRule, Match, ModuleRule, graph_rules
 from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
-from fastlayers.patching.trace import Recording, equality, optional_parameters, record
+from fastlayers.patching.trace import CHECKPOINTING, Recording, equality, optional_parameters, plain_forward, record
 
-__all__ = ["Fused", "fuse", "is_folded", "is_patched", "swap_class"]
+__all__ = [
+    "GUARD_BUILTINS",
+    "Fused",
+    "apply_rules",
+    "body_source",
+    "check_subclassing",
+    "fuse",
+    "is_folded",
+    "is_patched",
+    "seal",
+    "show_source",
+    "swap_class",
+]
 
 #: With more optional tensors than this, a forward is recorded with none, each alone and all of them.
 ALL_COMBINATIONS = 2
@@ -45,7 +56,7 @@ RECONSTRUCT: Any = copyreg._reconstructor  # type: ignore[attr-defined]
 
 #: What guards call; a parameter of that name would hide it.
 GUARD_BUILTINS = frozenset(
-    {"type", "isinstance", "len", "tuple", "list", "dict", "int", "float", "str", "super", "getattr"}
+    {"type", "isinstance", "len", "tuple", "list", "dict", "int", "float", "str", "super", "getattr", "hasattr"}
 )
 
 _serial = itertools.count(1)
@@ -55,12 +66,13 @@ _serial = itertools.count(1)
 class Fused:
     """The outcome for one module: its generated class, what was fused, and what looked fusable and was left.
 
-    ``made`` has the fused calls in a graph by the names of their rules.
+    ``made`` has the fused calls in a graph by the names of their rules; ``size`` counts the operations they replace.
     """
 
     cls: type[nn.Module] | None
     rules: Counter[str] = field(default_factory=Counter)
     made: dict[Node, str] = field(default_factory=dict)
+    size: int = 0
     left: list[Refusal] = field(default_factory=list)
 
 
@@ -100,6 +112,7 @@ def apply_rules(
                 view.refresh()
                 pending = [other for other in view.position if view.position[other] < view.position[fused]]
                 made[fused] = rule.name
+                outcome.size += len(found.ops)
                 break
             outcome.left.extend(refusals)
     outcome.made = {node: made[node] for node in view.position if node in made}
@@ -374,7 +387,7 @@ def argument(graph: fx.Graph, value: Any) -> Any:
 def fuse(
     module: nn.Module,
     excluded: frozenset[str] = frozenset(),
-    known: dict[Any, type[nn.Module]] | None = None,
+    known: dict[Any, Any] | None = None,
     rules: tuple[GraphRule, ...] | None = None,
     needed: str | None = None,
     prefix: str = "Fused",
@@ -402,7 +415,7 @@ def fuse(
     written = fingerprint(original) if needed is None else None
     if written is not None:
         return fuse_written_norm(module, written, known)
-    recordings, refusals = record_all(module, original.forward)
+    recordings, refusals = record_all(module, plain_forward(original))
     outcome = Fused(None)
     variants: list[tuple[Recording, str]] = []
     for recording in recordings:
@@ -414,9 +427,6 @@ def fuse(
     if not variants:
         if needed is None and not outcome.left and looks_like_a_norm(original):
             raise Refusal(Reason.UNKNOWN_NORM)
-        rotated = fuse_rotary(original, known) if needed is None and type(module) is original else None
-        if rotated is not None:
-            return rotated
         if not recordings:
             raise refusals[0]
         return outcome
@@ -425,7 +435,7 @@ def fuse(
     return outcome
 
 
-def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, type[nn.Module]]) -> Fused:
+def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, Any]) -> Fused:
     """The class for a norm that a library wrote out: its forward is one call, where its casting order holds."""
     body, graph = found.body, fx.Graph()
     recording = Recording(graph)
@@ -441,18 +451,6 @@ def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, ty
     name = f"Fused{type(module).__name__}"
     generated = generate_class(type(module), name, [(recording, body_source(recording))], known)
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
-
-
-def fuse_rotary(original: type[nn.Module], known: dict[Any, type[nn.Module]]) -> Fused | None:
-    """The class for an attention whose forward calls a known rotary function, and is otherwise left as it is."""
-    key = ("rotary", original)
-    if key not in known:
-        found = rotary_forward(original)
-        if found is None:
-            return None
-        forward, source = found
-        known[key] = seal(type(f"Fused{original.__name__}", (original,), {"forward": forward}), original, source)
-    return Fused(known[key], Counter({"rotary": 1}))
 
 
 def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:
@@ -556,7 +554,7 @@ def class_source(
 
 
 def generate_class(
-    present: type[nn.Module], name: str, variants: list[tuple[Recording, str]], known: dict[Any, type[nn.Module]]
+    present: type[nn.Module], name: str, variants: list[tuple[Recording, str]], known: dict[Any, Any]
 ) -> type[nn.Module]:
     """A subclass of the class that a module has now, which may be a generated one, standing for its own class."""
     original = present.__dict__.get("__fastlayers_original__", present)
@@ -569,19 +567,23 @@ def generate_class(
     source = class_source(name, present, variants, namespace)
     key = (present, source, *sorted((name, id(value)) for name, value in namespace.items()))
     if key in known:
-        return known[key]
-    filename = f"<fastlayers {original.__qualname__} {next(_serial)}>"
+        return known[key]  # type: ignore[no-any-return]
     scope = dict(namespace)
-    exec(compile(source, filename, "exec"), scope)
+    exec(compile(source, show_source(original.__qualname__, source), "exec"), scope)
     generated = scope[name]
-    names = generated.__dict__["forward"].__code__.co_varnames
+    names = inspect.unwrap(generated.__dict__["forward"]).__code__.co_varnames
     if clash := set(names) & (set(namespace) | GUARD_BUILTINS):
         raise Refusal(Reason.SIGNATURE, f"a variable called {', '.join(sorted(clash))} hides what the guards use")
-    # Tracebacks, inspect.getsource and torch.compile show and read the generated source.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     generated.forward.__doc__ = original.forward.__doc__
     known[key] = seal(generated, original, source)
-    return known[key]
+    return generated
+
+
+def show_source(name: str, source: str) -> str:
+    """A file name for generated source, under which tracebacks, inspect.getsource and torch.compile find it."""
+    filename = f"<fastlayers {name} {next(_serial)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    return filename
 
 
 # -- the class that takes the place of another ------------------------------------------------------------------------
@@ -600,7 +602,8 @@ def check_subclassing(original: type[nn.Module]) -> None:
     if type(original) not in (type, abc.ABCMeta):
         raise Refusal(Reason.CLASS_HOOKS, f"metaclass {type(original).__name__}")
     for cls in original.__mro__:
-        if "__init_subclass__" in cls.__dict__ and cls.__module__ not in ("builtins", "typing"):
+        known = cls.__module__ in ("builtins", "typing") or (cls.__module__, cls.__name__) == CHECKPOINTING
+        if "__init_subclass__" in cls.__dict__ and not known:
             raise Refusal(Reason.CLASS_HOOKS, f"{cls.__name__}.__init_subclass__")
 
 

@@ -1,27 +1,18 @@
-"""The rotary function of an attention, replaced where its forward calls it and nowhere else.
-
-The forwards of attentions take ``**kwargs`` and caches, and cannot be recorded. So this one is compiled again from its
-own source, over the globals of its own module, with one name bound to a fused function: nothing else of it changes, and
-where that global is replaced by somebody, what he put there is called.
-"""
+"""The rotary function of an attention, and what stands for it where its forward calls it."""
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 import types
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastlayers import functional
 from fastlayers.patching.functions import canonical
-from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.trace import parse
 
-__all__ = ["rotary_forward"]
+__all__ = ["fused_rotary", "is_rotary"]
 
 HALVES = """
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
@@ -37,7 +28,6 @@ def rotate_half(x):
     x2 = x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)
 """
-FACTORY = "_fastlayers_bind"
 
 
 def source_of(function: Any) -> str:
@@ -70,36 +60,3 @@ def fused_rotary(scope: dict[str, Any], name: str, original: Any) -> Any:
         return functional.rotary(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
     return rotary
-
-
-def rotary_forward(cls: type[nn.Module]) -> tuple[types.FunctionType, str] | None:
-    """The forward of a class with its rotary function replaced, and its source; None where it calls none known."""
-    forward = cls.forward
-    if not isinstance(forward, types.FunctionType) or forward.__closure__:
-        return None
-    scope = forward.__globals__
-    names = [name for name in forward.__code__.co_names if is_rotary(scope.get(name))]
-    if len(names) != 1:
-        return None
-    try:
-        tree = parse(forward)
-    except Refusal:
-        return None
-    words = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree))
-    if any(word.startswith("__") and not word.endswith("__") for word in words):
-        return None  # a private name means another one outside of its class
-    (name,) = names
-    tree.decorator_list, tree.returns = [], None
-    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
-    tree.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in tree.args.kw_defaults]
-    for arg in ast.walk(tree.args):
-        if isinstance(arg, ast.arg):
-            arg.annotation = None
-    lines = [f"def {FACTORY}({name}):", textwrap.indent(ast.unparse(tree), "    "), f"    return {tree.name}"]
-    source, made = "\n".join(lines), dict[str, Any]()
-    exec(compile(source, f"<fastlayers {forward.__qualname__}>", "exec"), scope, made)
-    rebuilt: types.FunctionType = made[FACTORY](fused_rotary(scope, name, scope[name]))
-    rebuilt.__defaults__, rebuilt.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
-    rebuilt.__annotations__ = dict(forward.__annotations__)
-    rebuilt.__doc__, rebuilt.__module__ = forward.__doc__, forward.__module__
-    return rebuilt, source
