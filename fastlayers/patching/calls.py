@@ -7,6 +7,8 @@ otherwise does what the original code did.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ __all__ = [
     "softmax_masked",
     "softmax_scaled",
     "unpack",
+    "written_activation",
     "written_norm",
 ]
 
@@ -138,10 +141,12 @@ def add_relu_to_(y: Tensor, x: Tensor) -> Tensor:
     return functional.relu_add(x, y) if _stays(y, x) else y.add_(torch.relu(x))
 
 
-def softmax_scaled(x: Tensor, dim: int, scale: float | Tensor, dtype: torch.dtype | None, *, log: bool) -> Tensor:
+def softmax_scaled(
+    x: Tensor, dim: int, scale: float | Tensor | None, dtype: torch.dtype | None, *, log: bool
+) -> Tensor:
     """softmax of ``x * scale``, where the scale may turn out to be a tensor."""
     if isinstance(scale, Tensor):
-        return (F.log_softmax if log else F.softmax)(x * scale, dim, dtype=dtype)
+        x, scale = x * scale, None
     return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, dtype=dtype)
 
 
@@ -239,6 +244,23 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     if bias_in_act(x, weight, bias):
         return functional.bias_act(F.linear(x, weight), bias, act)
     return activation(act).function(F.linear(x, weight, bias))
+
+
+# -- activations that a library wrote out -----------------------------------------------------------------------------
+
+WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_pow": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "gelu_mul": lambda x: 0.5 * x * (1.0 + torch.tanh(x * math.sqrt(2.0 / math.pi) * (1.0 + 0.044715 * x * x))),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def written_activation(x: Tensor, form: str) -> Tensor:
+    """An activation of :data:`WRITTEN`, whose dtype is that of x but for integers and, with pow, under autocast."""
+    wide = form == "gelu_pow" and x.dtype in HALF and torch.is_autocast_enabled(x.device.type)
+    if x.dtype not in (torch.float32, *HALF) or wide:
+        return WRITTEN[form](x)
+    return functional.quick_gelu(x) if form == "quick_gelu" else functional.gelu(x, approximate="tanh")
 
 
 # -- residuals --------------------------------------------------------------------------------------------------------

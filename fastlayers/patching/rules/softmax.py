@@ -76,7 +76,8 @@ def scaling(view: View, node: Any) -> tuple[Op, Node, Callable[[fx.Graph], Any]]
     if op is None or op.name not in ("mul", "div"):
         return None
     x, other = op["input"], op["other"]
-    if op.name == "mul" and (view.is_number(x) or maybe_number(view, x)) and not op.inplace:
+    computed = isinstance(other, Node) and other.op not in ("get_attr", "placeholder") and not view.is_number(other)
+    if op.name == "mul" and not op.inplace and (view.is_number(x) or (computed and maybe_number(view, x))):
         x, other = other, x
     if not view.is_tensor(x):
         return None
