@@ -912,6 +912,28 @@ def test_verify_finds_a_wrong_kernel_and_says_where(net, x, error, monkeypatch):
     assert json.dumps(report.to_dict())
 
 
+def test_verify_restores_shared_modules_and_tied_parameters():
+    """torch.func.functional_call leaves its stand-ins in a module that is used in two places."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+            self.second = self.first
+            self.last = nn.Linear(4, 4)
+            self.last.weight = self.first[0].weight
+
+        def forward(self, x):
+            return self.last(self.second(self.first(x)))
+
+    model = Twice()
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    assert verify_patch(model, torch.randn(3, 4))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor is before[name][0]
+        assert torch.equal(tensor, before[name][1])
+
+
 def test_verify_restores_after_an_error(net):
     wrong = torch.randn(2, 3, 6, 6)
     before = snapshot(net)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlayers.ops.residual import masks_of_torch
@@ -232,7 +231,8 @@ def run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge
     args, keywords = tree_map(leaf, (inputs, kwargs))
     torch.manual_seed(0)
     with torch.enable_grad(), masks_of_torch():
-        result = functional_call(model, {**parameters, **buffers}, args, keywords)
+        with standing_in(model, {**parameters, **buffers}):
+            result = model(*args, **keywords)
         outputs, _ = tree_flatten(result)
         wanted = {f"grad of {name}": p for name, p in parameters.items() if p.requires_grad}
         leaves = [value for value in tree_flatten((args, keywords))[0] if isinstance(value, Tensor)]
@@ -240,6 +240,26 @@ def run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], nudge
         gradients = backward(outputs, wanted)
     kept = [output.detach() if isinstance(output, Tensor) else output for output in outputs]
     return Run(kept, gradients, buffers)
+
+
+@contextmanager
+def standing_in(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Other parameters and buffers, under every name that each has.
+
+    torch.func.functional_call puts those of a module that is used in several places in twice, and leaves them in.
+    """
+    stand_ins = {
+        id(own): tensors[name] for found in (model.named_parameters(), model.named_buffers()) for name, own in found
+    }
+    registries = [registry for module in model.modules() for registry in (module._parameters, module._buffers)]
+    before = [(registry, dict(registry)) for registry in registries]
+    try:
+        for registry, tensors_before in before:
+            registry.update({name: stand_ins.get(id(own), own) for name, own in tensors_before.items()})  # type: ignore[misc]
+        yield
+    finally:
+        for registry, tensors_before in before:
+            registry.update(tensors_before)  # type: ignore[arg-type]
 
 
 def backward(outputs: list[Any], wanted: dict[str, Tensor]) -> dict[str, Tensor | None]:

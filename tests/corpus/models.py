@@ -60,13 +60,6 @@ def images(size: int, channels: int = 3) -> torch.Tensor:
 
 # -- torchvision ------------------------------------------------------------------------------------------------------
 
-#: Large relatives of models that are here as they are: their depth or width is cut, not their code.
-CUT: dict[str, dict[str, Any]] = {
-    "vit_l_16": {"patch_size": 16, "hidden_dim": 64, "mlp_dim": 96, "num_heads": 4, "num_layers": 4},
-    "vit_l_32": {"patch_size": 32, "hidden_dim": 64, "mlp_dim": 96, "num_heads": 4, "num_layers": 4},
-    "vit_h_14": {"patch_size": 14, "hidden_dim": 80, "mlp_dim": 96, "num_heads": 4, "num_layers": 4},
-}
-
 
 def torchvision_names() -> list[str]:
     from torchvision import models
@@ -75,30 +68,50 @@ def torchvision_names() -> list[str]:
 
 
 def torchvision_model(name: str) -> Sample:
-    from torchvision import models
-    from torchvision.models.regnet import BlockParams, RegNet
+    """The model; of the large relatives of others one with fewer or narrower layers, whose code is what it was."""
+    import torchvision.models as tv
 
-    if name in CUT:
-        size = CUT[name]["patch_size"] * 4
-        return Sample(models.VisionTransformer(image_size=size, num_classes=4, **CUT[name]), (images(size),))
-    if name == "regnet_y_128gf":
-        blocks = BlockParams.from_init_params(depth=6, w_0=48, w_a=27.89, w_m=2.09, group_width=8, se_ratio=0.25)
-        return Sample(RegNet(blocks, num_classes=4), (images(64),))
-    options: dict[str, Any] = {}
-    size = 64
+    size, options = 64, dict[str, Any]()
+    model: nn.Module | None = None
     if name.startswith("vit"):
-        size = options["image_size"] = 64
+        patch = int(name.rpartition("_")[2])
+        size = patch * 4
+        model = tv.VisionTransformer(size, patch, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=96, num_classes=4)
     elif name == "maxvit_t":
-        size, options = 64, {"input_size": (64, 64)}
-        options = {}
-        block = {"stem_channels": 16, "block_channels": [16, 32], "block_layers": [1, 2], "head_dim": 8}
-        maxvit = models.MaxVit((size, size), partition_size=4, stochastic_depth_prob=0.2, num_classes=4, **block)
-        return Sample(maxvit, (images(size),))
-    elif name == "inception_v3":
+        widths = {"stem_channels": 16, "block_channels": [16, 32], "block_layers": [1, 2], "head_dim": 8}
+        model = tv.MaxVit((64, 64), partition_size=4, stochastic_depth_prob=0.2, num_classes=4, **widths)
+    elif name in ("convnext_base", "convnext_large"):
+        blocks = [tv.convnext.CNBlockConfig(16 * 2**i, 32 * 2**i if i < 3 else None, 2) for i in range(4)]
+        model = tv.ConvNeXt(blocks, stochastic_depth_prob=0.5, num_classes=4)
+    elif name in ("swin_s", "swin_b"):
+        model = tv.SwinTransformer([4, 4], 32, [2, 2, 2, 2], [2, 4, 8, 16], [7, 7], num_classes=4)
+    elif name in ("swin_v2_s", "swin_v2_b"):
+        swin = tv.swin_transformer
+        kinds = {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
+        model = tv.SwinTransformer([4, 4], 32, [2, 2, 2, 2], [2, 4, 8, 16], [8, 8], num_classes=4, **kinds)
+    elif name.startswith("regnet") and name.endswith(("_8gf", "16gf", "32gf", "128gf")):
+        squeeze = 0.25 if name.startswith("regnet_y") else 0.0
+        blocks = tv.regnet.BlockParams.from_init_params(6, 48, 27.89, 2.09, 8, squeeze)
+        model = tv.RegNet(blocks, num_classes=4)
+    elif name.startswith(("resnet1", "resnext", "wide")):
+        depth = {"groups": 32 if name.startswith("resnext") else 1, "width_per_group": 8}
+        model = tv.ResNet(tv.resnet.Bottleneck, [1, 2, 2, 1], num_classes=4, **depth)
+    elif name.startswith(("efficientnet_b5", "efficientnet_b6", "efficientnet_b7", "efficientnet_v2")):
+        scale = {} if name.startswith("efficientnet_v2") else {"width_mult": 1.0, "depth_mult": 1.0}
+        blocks, last = tv.efficientnet._efficientnet_conf(name, **scale)
+        for block in blocks:
+            block.num_layers = min(block.num_layers, 2)
+        model = tv.EfficientNet(blocks, dropout=0.3, last_channel=last, num_classes=4)
+    elif name in ("inception_v3", "googlenet"):
         size, options = 96, {"init_weights": False}
-    elif name == "googlenet":
-        options = {"init_weights": False}
-    return Sample(models.get_model(name, weights=None, num_classes=4, **options), (images(size),))
+    if model is None:
+        model = tv.get_model(name, weights=None, num_classes=4, **options)
+    if name.startswith(("vgg", "alexnet")):
+        wide = [layer for layer in model.classifier if isinstance(layer, nn.Linear)]
+        narrow = [nn.Linear(wide[0].in_features, 64), nn.Linear(64, 64), nn.Linear(64, 4)]
+        swaps = dict(zip(wide, narrow, strict=True))
+        model.classifier = nn.Sequential(*(swaps.get(layer, layer) for layer in model.classifier))
+    return Sample(model, (images(size),))
 
 
 # -- timm -------------------------------------------------------------------------------------------------------------
