@@ -37,8 +37,8 @@ class Entry:
 
     def line(self) -> str:
         """All of it but long messages."""
-        found = f"{self.name}: {self.patched} of {self.modules} modules, fused {self.fused}, left {self.left}"
-        return "\n  ".join([f"{found}, not read {self.unread}", *self.problems])
+        found = f"{self.name}: {self.patched} of {self.modules} modules, fused {self.fused}, left {dict(self.left)}"
+        return "\n  ".join([f"{found}, not read {dict(self.unread)}", *self.problems])
 
 
 def check(name: str, sample: Sample) -> Entry:

@@ -249,7 +249,10 @@ TINY: dict[str, int] = {
 }  # fmt: skip
 
 #: What names do not say. None leaves a value as it is.
-SPECIAL: dict[str, dict[str, Any]] = {}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "efficientnet": {"width_coefficient": 0.3, "depth_coefficient": 0.5, "hidden_dim": 384, "image_size": 64},
+    **dict.fromkeys(("donut-swin", "swin", "swin2sr", "swinv2"), {"embed_dim": 24, "image_size": 64, "window_size": 2}),
+}
 
 
 def tiny(cls: Any, special: dict[str, Any]) -> Any:
@@ -352,9 +355,9 @@ TRANSFORMERS = (
     "cohere2_moe", "cohere2_vision", "convbert", "convnext", "convnextv2", "cosmos3_omni", "cpmant", "ctrl", "cvt",
     "cwm", "data2vec-audio", "data2vec-text", "data2vec-vision", "deberta", "deberta-v2", "deepseek_v3",
     "deepseek_v32", "deepseek_v4", "deepseek_vl", "deepseek_vl_hybrid", "deit", "diffllama", "dinov2",
-    "dinov2_with_registers", "dinov3_convnext", "dinov3_vit", "distilbert", "doge", "dpr", "dpt", "electra",
-    "encoder-decoder", "ernie", "ernie4_5", "ernie4_5_moe", "esmc", "eurobert", "exaone4", "exaone4_5", "exaone_moe",
-    "falcon", "falcon_h1", "falcon_mamba", "flaubert", "flava", "flex_olmo", "flint",
+    "dinov2_with_registers", "dinov3_convnext", "dinov3_vit", "distilbert", "doge", "donut-swin", "dpr", "dpt",
+    "efficientnet", "electra", "encoder-decoder", "ernie", "ernie4_5", "ernie4_5_moe", "esmc", "eurobert", "exaone4",
+    "exaone4_5", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flaubert", "flava", "flex_olmo", "flint",
     "fnet", "focalnet", "fsmt", "funnel", "fuyu", "gemma", "gemma2", "gemma2/eager", "gemma3", "gemma3_text",
     "gemma4_audio", "git", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next", "glm5_next_text", "glm_moe_dsa",
     "glmasr", "glmasr_encoder", "got_ocr2", "gpt-sw3", "gpt2", "gpt2/eager", "gpt_bigcode", "gpt_neox",
@@ -383,13 +386,13 @@ TRANSFORMERS = (
     "resnet", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "rwkv", "sam3_vision_model",
     "sam3_vit_model", "sam_hq_vision_model", "sam_vision_model", "sapiens2", "seamless_m4t", "seamless_m4t_v2",
     "seed_oss", "segformer", "sew", "sew-d", "siglip", "siglip_vision_model", "smollm3", "smolvlm", "smolvlm_vision",
-    "solar_open", "splinter", "squeezebert", "stablelm", "starcoder2", "swiftformer", "switch_transformers", "t5",
-    "t5/eager", "t5gemma", "t5gemma2", "tapas", "timm_wrapper", "tipsv2", "tipsv2_text_model", "tipsv2_vision_model",
-    "trocr", "ultrabert", "ultravbert", "umt5", "unispeech", "unispeech-sat", "unlimited_ocr", "vaultgemma",
-    "video_llama_3", "video_llava", "vipllava", "visual_bert", "vit", "vit/eager", "vit_mae", "vit_msn", "vitdet",
-    "vits", "voxtral", "voxtral_encoder", "voxtral_realtime_encoder", "wav2vec2", "wav2vec2-conformer", "wavlm",
-    "whisper", "whisper/eager", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "yolos", "yoso",
-    "youtu", "zaya",
+    "solar_open", "splinter", "squeezebert", "stablelm", "starcoder2", "swiftformer", "swin", "swin2sr", "swinv2",
+    "switch_transformers", "t5", "t5/eager", "t5gemma", "t5gemma2", "tapas", "timm_wrapper", "tipsv2",
+    "tipsv2_text_model", "tipsv2_vision_model", "trocr", "ultrabert", "ultravbert", "umt5", "unispeech",
+    "unispeech-sat", "unlimited_ocr", "vaultgemma", "video_llama_3", "video_llava", "vipllava", "visual_bert", "vit",
+    "vit/eager", "vit_mae", "vit_msn", "vitdet", "vits", "voxtral", "voxtral_encoder", "voxtral_realtime_encoder",
+    "wav2vec2", "wav2vec2-conformer", "wavlm", "whisper", "whisper/eager", "xglm", "xlm", "xlm-roberta",
+    "xlm-roberta-xl", "xlnet", "xlstm", "yolos", "yoso", "youtu", "zaya",
 )  # fmt: skip
 
 LISTS: dict[str, Callable[[], list[str]]] = {
