@@ -16,7 +16,7 @@ ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum |
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
-.PHONY: help demo test env build lint types pytest format test-gpu bench wheel test-wheel clean
+.PHONY: help demo test env build lint types pytest format test-corpus test-gpu bench wheel test-wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -54,6 +54,10 @@ types: $(ENV)  ## mypy
 pytest: $(ENV)  ## the tests alone, on the build that is there
 	@# Two workers share the cores, so an idle OpenMP thread must not spin on one.
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+# With the torchvision, timm and transformers of PYTHON: make test-corpus PYTHON=venvs/tv/bin/python ARGS='transformers:*'
+test-corpus:  ## patch every model of the corpus and compare; writes tests/corpus/TABLE.md unless ARGS narrow it
+	PYTHONPATH=.:tests HF_HUB_OFFLINE=1 $(PYTHON) -m corpus $(ARGS)
 
 format: $(ENV)  ## let ruff format and fix what it can
 	$(PY) -m ruff format .

@@ -349,7 +349,7 @@ def test_an_error_while_planning_changes_nothing(net):
 def test_strict(net):
     class Refused(nn.Module):
         def forward(self, x, *rest):
-            return F.relu(x) + x
+            return F.relu(x)
 
     patch_model(copy.deepcopy(net), strict=True)
     net.extra = Refused()
@@ -997,6 +997,28 @@ def test_watching_leaves_the_profiler_of_others_alone(net, x):
     assert seen[0] is Net
     assert nn.Conv2d in seen
     assert not any(issubclass(cls, nn.BatchNorm2d) for cls in seen)  # absorbed, and still so
+
+
+def test_verify_restores_shared_modules_and_tied_parameters():
+    """torch.func.functional_call leaves its stand-ins in a module that is used in two places."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+            self.second = self.first
+            self.last = nn.Linear(4, 4)
+            self.last.weight = self.first[0].weight
+
+        def forward(self, x):
+            return self.last(self.second(self.first(x)))
+
+    model = Twice()
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    assert verify_patch(model, torch.randn(3, 4))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor is before[name][0]
+        assert torch.equal(tensor, before[name][1])
 
 
 def test_verify_restores_after_an_error(net):

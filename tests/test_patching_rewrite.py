@@ -602,3 +602,24 @@ def test_a_maker_that_is_replaced():
         actual = block(x.clone())
         unpatch_model(block)
         torch.testing.assert_close(actual, block(x.clone()))
+
+
+# -- activations that a library wrote out -----------------------------------------------------------------------------
+
+WRITTEN_OUT = {
+    "0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))": "gelu",
+    "0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))": "gelu",
+    "x * torch.sigmoid(1.702 * x)": "quick_gelu",
+}
+
+
+@pytest.mark.parametrize("code", WRITTEN_OUT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_activation_that_is_written_out(build, code, dtype, autocast):
+    module = build("", "x", f"return {code}")
+    assert fused(module) == {WRITTEN_OUT[code]: 1}
+    x = torch.linspace(-4, 4, 15).to(dtype)
+    tolerance = {"rtol": 0.05, "atol": 0.02} if dtype == torch.bfloat16 else {}
+    with torch.autocast("cpu", enabled=autocast):
+        same(module, x.requires_grad_(dtype.is_floating_point), **tolerance)

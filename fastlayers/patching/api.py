@@ -26,6 +26,7 @@ from fastlayers.patching.report import PatchReport, Row
 from fastlayers.patching.rewrite import Fused, fuse, is_folded, is_patched, swap_class
 from fastlayers.patching.rules import FOLDING_RULE, ModuleRule, graph_rules, module_rules
 from fastlayers.patching.runs import arguments
+from fastlayers.patching.stretches import fuse_stretches
 from fastlayers.patching.traffic import bytes_saved
 
 __all__ = [
@@ -150,7 +151,7 @@ def make_plan(
         modules[id(module)] = module
     lineages = {key: [lineage(model, name) for name in aliases] for key, aliases in names.items()}
     banned = {key for key in modules if selection.excludes(lineages[key])}
-    classes: dict[Any, type[nn.Module]] = {}
+    classes: dict[Any, Any] = {}
     steps: list[Step] = []
     scripted: tuple[str, ...] = ()
     for key, module in modules.items():
@@ -185,7 +186,7 @@ def already(row: Row, module: nn.Module) -> Row:
     return Row(row.fqn, row.was, cls.__name__, fused, left=left, aliases=row.aliases)
 
 
-def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, type[nn.Module]]) -> Step:
+def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
     try:
         refuse_kind(module)
         rule = next((rule for rule in module_rules() if type(module) is rule.layer), None)
@@ -193,13 +194,27 @@ def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: 
             return plan_swap(module, row, rule, classes)
         if not has_own_forward(type(module)):
             raise Refusal(Reason.SUBCLASS if is_subclass(module) else Reason.NO_RULE)
-        outcome = fuse(module, excluded, classes)
+        outcome = fuse_some(module, excluded, classes)
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
     return step_of(module, row, outcome)
 
 
-def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, type[nn.Module]]) -> Step:
+def fuse_some(module: nn.Module, excluded: frozenset[str], classes: dict[Any, Any]) -> Fused:
+    """What can be fused in a forward as a whole or, where that cannot be recorded or has nothing, in parts of it."""
+    try:
+        outcome = fuse(module, excluded, classes)
+    except Refusal:
+        parts = fuse_stretches(module, excluded, classes)
+        if parts is None:
+            raise
+        return parts
+    if outcome.cls is None:
+        return fuse_stretches(module, excluded, classes, recorded=True) or outcome
+    return outcome
+
+
+def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
     """As :func:`plan_module`, for folding BatchNorms. A patched module stays patched where they are not folded."""
     original = original_class(module)
     try:
@@ -226,7 +241,7 @@ def step_of(module: nn.Module, row: Row, outcome: Fused) -> Step:
     return Step(module, Row(row.fqn, row.was, outcome.cls.__name__, fused, left=left, aliases=row.aliases), outcome.cls)
 
 
-def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, type[nn.Module]]) -> Step:
+def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, Any]) -> Step:
     if rule not in classes:
         classes[rule] = swap_class(rule)
         classes[rule].__fastlayers_rules__ = ((rule.name, 1),)  # type: ignore[attr-defined]

@@ -7,6 +7,8 @@ otherwise does what the original code did.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,7 +56,9 @@ __all__ = [
     "scale_add",
     "softmax_added",
     "softmax_masked",
+    "softmax_scaled",
     "unpack",
+    "written_activation",
     "written_norm",
 ]
 
@@ -138,10 +142,28 @@ def add_relu_to_(y: Tensor, x: Tensor) -> Tensor:
     return functional.relu_add(x, y) if _stays(y, x) else y.add_(torch.relu(x))
 
 
+def softmax_scaled(
+    x: Tensor, dim: int, scale: float | Tensor | None, dtype: torch.dtype | None, *, log: bool
+) -> Tensor:
+    """softmax of ``x * scale``, where the scale may turn out to be a tensor."""
+    if isinstance(scale, Tensor):
+        x, scale = x * scale, None
+    return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, dtype=dtype)
+
+
 def softmax_added(
-    x: Tensor, mask: Tensor, dim: int, scale: float | None, dtype: torch.dtype | None, *, inplace: bool, log: bool
+    x: Tensor,
+    mask: Tensor,
+    dim: int,
+    scale: float | Tensor | None,
+    dtype: torch.dtype | None,
+    *,
+    inplace: bool,
+    log: bool,
 ) -> Tensor:
     """softmax of ``x * scale + mask``, where a boolean mask adds ones and zeros as it does in torch."""
+    if isinstance(scale, Tensor):
+        x, scale = x * scale, None
     if isinstance(mask, Tensor) and mask.dtype != torch.bool and (not inplace or _fits(x, mask, x.dtype)):
         return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, mask=mask, dtype=dtype)
     scores = x if scale is None else x * scale
@@ -153,7 +175,7 @@ def softmax_masked(
     x: Tensor,
     mask: Tensor,
     dim: int,
-    scale: float | None,
+    scale: float | Tensor | None,
     dtype: torch.dtype | None,
     *,
     fill: bool,
@@ -166,6 +188,8 @@ def softmax_masked(
     ``where`` says which function masked the scores originally, ``torch.where`` or ``masked_fill``: they take other
     dtypes.
     """
+    if isinstance(scale, Tensor):
+        x, scale = x * scale, None
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and (not inplace or _fits(x, mask, torch.bool)):
         keep = ~mask if fill else mask
         return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, mask=keep, dtype=dtype)
@@ -221,6 +245,23 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     if bias_in_act(x, weight, bias):
         return functional.bias_act(F.linear(x, weight), bias, act)
     return activation(act).function(F.linear(x, weight, bias))
+
+
+# -- activations that a library wrote out -----------------------------------------------------------------------------
+
+WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_pow": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "gelu_mul": lambda x: 0.5 * x * (1.0 + torch.tanh(x * math.sqrt(2.0 / math.pi) * (1.0 + 0.044715 * x * x))),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def written_activation(x: Tensor, form: str) -> Tensor:
+    """An activation of :data:`WRITTEN`, whose dtype is that of x but for integers and, with pow, under autocast."""
+    wide = form == "gelu_pow" and x.dtype in HALF and torch.is_autocast_enabled(x.device.type)
+    if x.dtype not in (torch.float32, *HALF) or wide:
+        return WRITTEN[form](x)
+    return functional.quick_gelu(x) if form == "quick_gelu" else functional.gelu(x, approximate="tanh")
 
 
 # -- residuals --------------------------------------------------------------------------------------------------------

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["COMPOSITIONS"]
 
-#: The activations that transformers writes out, by the operation and its operands.
-ACTIVATIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("gelu", {"approximate": "tanh"}, "0.5 * x * (1.0 + (0.7978845608028654 * (x + 0.044715 * x.pow(3.0))).tanh())"),
-    ("gelu", {"approximate": "tanh"}, "0.5 * x * (1.0 + (x * 0.7978845608028654 * (1.0 + 0.044715 * x * x)).tanh())"),
-    ("quick_gelu", {}, "x * (1.702 * x).sigmoid()"),
+TANH = {"approximate": "tanh"}
+#: The activations that transformers writes out, by the operation and its operands, and what :mod:`calls` calls them.
+ACTIVATIONS: tuple[tuple[str, dict[str, Any], str, str], ...] = (
+    ("gelu", TANH, "gelu_pow", "0.5 * x * (1.0 + (0.7978845608028654 * (x + 0.044715 * x.pow(3.0))).tanh())"),
+    ("gelu", TANH, "gelu_mul", "0.5 * x * (1.0 + (x * 0.7978845608028654 * (1.0 + 0.044715 * x * x)).tanh())"),
+    ("quick_gelu", {}, "quick_gelu", "x * (1.702 * x).sigmoid()"),
 )
 #: Some write sqrt(2 / pi) with eight digits.
 CONSTANT_TOLERANCE = 1e-8
@@ -153,8 +154,6 @@ def read_cast(
 
 def readings(view: View, known: Expression, node: Node) -> Iterator[tuple[Reading, tuple[Op, ...]]]:
     """The ways to read a node as a known expression, with the operations that it is written out in but the last."""
-    if view.example(node) is None:
-        return
     for reading in read(view, known, ("node", node), Reading()):
         if reading.holds() and node in reading.nodes:
             yield reading, parts(view, reading.nodes - {node})
@@ -179,7 +178,7 @@ def read_norm(name: str) -> Callable[[View, Node], Op | None]:
     bodies = tuple((body, expression) for body, expression in EXPRESSIONS if body.op == name)
 
     def find(view: View, node: Node) -> Op | None:
-        for body, expression in bodies:
+        for body, expression in bodies if view.example(node) is not None else ():
             for reading, inner in readings(view, expression, node):
                 operands = norm_operands(view, body, reading.names)
                 if operands is not None:
@@ -223,16 +222,21 @@ def may_autocast(view: View, kind: str) -> bool:
 
 
 def read_activation(name: str) -> Callable[[View, Node], Op | None]:
-    bodies = tuple((operands, expression_of(code)) for known, operands, code in ACTIVATIONS if known == name)
+    bodies = tuple(
+        (operands, form, expression_of(code)) for known, operands, form, code in ACTIVATIONS if known == name
+    )
 
     def find(view: View, node: Node) -> Op | None:
         result = view.example(node)
-        for operands, expression in bodies:
+        for operands, form, expression in bodies:
             for reading, inner in readings(view, expression, node):
-                x = view.example(reading.names["input"])
+                value = reading.names["input"]
+                x = view.example(value)
                 # Under autocast pow gives float32.
                 if x is not None and result is not None and x.dtype.is_floating_point and x.dtype is result.dtype:
-                    return last(name, node, {"input": reading.names["input"], **operands}, inner)
+                    return last(name, node, {"input": value, **operands}, inner)
+                if result is None and isinstance(value, Node) and view.is_tensor(value):  # only a call knows its dtype
+                    return last(name, node, {"input": value, **operands, "written": form}, inner)
         return None
 
     return find

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
+import itertools
+import linecache
 import textwrap
 import types
 from typing import Any
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["innermost", "rebuild", "rewrap"]
+__all__ = ["innermost", "rebuild", "refuse_private_names", "rewrap", "show_source"]
 
 FACTORY = "_fastlayers_bind"
+
+_serial = itertools.count(1)
 
 
 def innermost(function: types.FunctionType) -> types.FunctionType:
@@ -34,9 +39,7 @@ def rebuild(function: types.FunctionType, tree: ast.FunctionDef, bound: dict[str
     """
     if function.__closure__:
         raise Refusal(Reason.SYNTAX, f"{function.__qualname__} has a closure")
-    words = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree))
-    if any(word.startswith("__") and not word.endswith("__") for word in words):
-        raise Refusal(Reason.SYNTAX, "a private name, which means another one outside of its class")
+    refuse_private_names(tree)
     tree.decorator_list, tree.returns = [], None
     tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
     tree.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in tree.args.kw_defaults]
@@ -46,13 +49,21 @@ def rebuild(function: types.FunctionType, tree: ast.FunctionDef, bound: dict[str
     ast.fix_missing_locations(tree)
     lines = [f"def {FACTORY}({', '.join(bound)}):", textwrap.indent(ast.unparse(tree), "    ")]
     source, made = "\n".join([*lines, f"    return {tree.name}"]), dict[str, Any]()
-    exec(compile(source, f"<fastlayers {function.__qualname__}>", "exec"), function.__globals__, made)
+    exec(compile(source, show_source(function.__qualname__, source), "exec"), function.__globals__, made)
     rebuilt: types.FunctionType = made[FACTORY](*bound.values())
     rebuilt.__defaults__, rebuilt.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    rebuilt.__annotations__ = dict(function.__annotations__)
+    rebuilt.__annotations__ = dict(inspect.get_annotations(function))
     rebuilt.__doc__, rebuilt.__module__ = function.__doc__, function.__module__
     rebuilt.__qualname__ = function.__qualname__
     return rebuilt, source
+
+
+def refuse_private_names(tree: ast.FunctionDef) -> None:
+    """A private name means another one outside of its class."""
+    words = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree))
+    for word in words:
+        if word.startswith("__") and not word.endswith("__"):
+            raise Refusal(Reason.SYNTAX, f"{word}, which means another name outside of its class")
 
 
 def rewrap(function: types.FunctionType, rebuilt: types.FunctionType) -> types.FunctionType:
@@ -77,3 +88,10 @@ def rewrap(function: types.FunctionType, rebuilt: types.FunctionType) -> types.F
     functools.update_wrapper(copied, function)
     copied.__wrapped__ = inner  # type: ignore[attr-defined]
     return copied
+
+
+def show_source(name: str, source: str) -> str:
+    """A file name for generated source, under which tracebacks, inspect.getsource and torch.compile find it."""
+    filename = f"<fastlayers {name} {next(_serial)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    return filename

@@ -12,7 +12,6 @@ import copy
 import copyreg
 import inspect
 import itertools
-import linecache
 import operator
 import textwrap
 import types
@@ -30,12 +29,23 @@ from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_lik
 from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.language_models import FusedModel, fuse_losses, pretrained_model
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rotary import rotary_forward
+from fastlayers.patching.rebuild import show_source
 from fastlayers.patching.rules import Deferred, GraphRule, Match, ModuleRule, graph_rules
 from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
-from fastlayers.patching.trace import Recording, equality, optional_parameters, record
+from fastlayers.patching.trace import CHECKPOINTING, Recording, equality, optional_parameters, plain_forward, record
 
-__all__ = ["Fused", "fuse", "is_folded", "is_patched", "swap_class"]
+__all__ = [
+    "GUARD_BUILTINS",
+    "Fused",
+    "apply_rules",
+    "body_source",
+    "check_subclassing",
+    "fuse",
+    "is_folded",
+    "is_patched",
+    "seal",
+    "swap_class",
+]
 
 #: With more optional tensors than this, a forward is recorded with none, each alone and all of them.
 ALL_COMBINATIONS = 2
@@ -46,22 +56,21 @@ RECONSTRUCT: Any = copyreg._reconstructor  # type: ignore[attr-defined]
 
 #: What guards call; a parameter of that name would hide it.
 GUARD_BUILTINS = frozenset(
-    {"type", "isinstance", "len", "tuple", "list", "dict", "int", "float", "str", "super", "getattr"}
+    {"type", "isinstance", "len", "tuple", "list", "dict", "int", "float", "str", "super", "getattr", "hasattr"}
 )
-
-_serial = itertools.count(1)
 
 
 @dataclass
 class Fused:
     """The outcome for one module: its generated class, what was fused, and what looked fusable and was left.
 
-    ``made`` has the fused calls in a graph by the names of their rules.
+    ``made`` has the fused calls in a graph by the names of their rules; ``size`` counts the operations they replace.
     """
 
     cls: type[nn.Module] | None
     rules: Counter[str] = field(default_factory=Counter)
     made: dict[Node, str] = field(default_factory=dict)
+    size: int = 0
     left: list[Refusal] = field(default_factory=list)
 
 
@@ -101,6 +110,7 @@ def apply_rules(
                 view.refresh()
                 pending = [other for other in view.position if view.position[other] < view.position[fused]]
                 made[fused] = rule.name
+                outcome.size += len(found.ops)
                 break
             outcome.left.extend(refusals)
     outcome.made = {node: made[node] for node in view.position if node in made}
@@ -375,7 +385,7 @@ def argument(graph: fx.Graph, value: Any) -> Any:
 def fuse(
     module: nn.Module,
     excluded: frozenset[str] = frozenset(),
-    known: dict[Any, type[nn.Module]] | None = None,
+    known: dict[Any, Any] | None = None,
     rules: tuple[GraphRule, ...] | None = None,
     needed: str | None = None,
     prefix: str = "Fused",
@@ -406,7 +416,7 @@ def fuse(
     written = fingerprint(original) if needed is None else None
     if written is not None:
         return fuse_written_norm(module, written, known)
-    recordings, refusals = record_all(module, original.forward)
+    recordings, refusals = record_all(module, plain_forward(original))
     outcome = Fused(None)
     variants: list[tuple[Recording, str]] = []
     for recording in recordings:
@@ -418,9 +428,6 @@ def fuse(
     if not variants:
         if needed is None and not outcome.left and looks_like_a_norm(original):
             raise Refusal(Reason.UNKNOWN_NORM)
-        rotated = fuse_rotary(original, known) if needed is None and type(module) is original else None
-        if rotated is not None:
-            return rotated
         if not recordings:
             raise refusals[0]
         return outcome
@@ -429,7 +436,7 @@ def fuse(
     return outcome
 
 
-def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, type[nn.Module]]) -> Fused:
+def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, Any]) -> Fused:
     """The class for a norm that a library wrote out: its forward is one call, where its casting order holds."""
     body, graph = found.body, fx.Graph()
     recording = Recording(graph)
@@ -445,18 +452,6 @@ def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, ty
     name = f"Fused{type(module).__name__}"
     generated = generate_class(type(module), name, [(recording, body_source(recording))], known)
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
-
-
-def fuse_rotary(original: type[nn.Module], known: dict[Any, type[nn.Module]]) -> Fused | None:
-    """The class for an attention whose forward calls a known rotary function, and is otherwise left as it is."""
-    key = ("rotary", original)
-    if key not in known:
-        found = rotary_forward(original)
-        if found is None:
-            return None
-        forward, source = found
-        known[key] = seal(type(f"Fused{original.__name__}", (original,), {"forward": forward}), original, source)
-    return Fused(known[key], Counter({"rotary": 1}))
 
 
 def fuse_model(original: type[nn.Module], losses: FusedModel, known: dict[Any, type[nn.Module]]) -> Fused:
@@ -573,7 +568,7 @@ def class_source(
 
 
 def generate_class(
-    present: type[nn.Module], name: str, variants: list[tuple[Recording, str]], known: dict[Any, type[nn.Module]]
+    present: type[nn.Module], name: str, variants: list[tuple[Recording, str]], known: dict[Any, Any]
 ) -> type[nn.Module]:
     """A subclass of the class that a module has now, which may be a generated one, standing for its own class."""
     original = present.__dict__.get("__fastlayers_original__", present)
@@ -586,19 +581,16 @@ def generate_class(
     source = class_source(name, present, variants, namespace)
     key = (present, source, *sorted((name, id(value)) for name, value in namespace.items()))
     if key in known:
-        return known[key]
-    filename = f"<fastlayers {original.__qualname__} {next(_serial)}>"
+        return known[key]  # type: ignore[no-any-return]
     scope = dict(namespace)
-    exec(compile(source, filename, "exec"), scope)
+    exec(compile(source, show_source(original.__qualname__, source), "exec"), scope)
     generated = scope[name]
-    names = generated.__dict__["forward"].__code__.co_varnames
+    names = inspect.unwrap(generated.__dict__["forward"]).__code__.co_varnames
     if clash := set(names) & (set(namespace) | GUARD_BUILTINS):
         raise Refusal(Reason.SIGNATURE, f"a variable called {', '.join(sorted(clash))} hides what the guards use")
-    # Tracebacks, inspect.getsource and torch.compile show and read the generated source.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     generated.forward.__doc__ = original.forward.__doc__
     known[key] = seal(generated, original, source)
-    return known[key]
+    return generated
 
 
 # -- the class that takes the place of another ------------------------------------------------------------------------
@@ -617,7 +609,8 @@ def check_subclassing(original: type[nn.Module], harmless: type[nn.Module] | Non
     if type(original) not in (type, abc.ABCMeta):
         raise Refusal(Reason.CLASS_HOOKS, f"metaclass {type(original).__name__}")
     for cls in original.__mro__:
-        if "__init_subclass__" in cls.__dict__ and cls is not harmless and cls.__module__ not in ("builtins", "typing"):
+        known = cls is harmless or cls.__module__ in ("builtins", "typing")
+        if "__init_subclass__" in cls.__dict__ and not known and (cls.__module__, cls.__name__) != CHECKPOINTING:
             raise Refusal(Reason.CLASS_HOOKS, f"{cls.__name__}.__init_subclass__")
 
 

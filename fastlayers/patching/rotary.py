@@ -1,25 +1,16 @@
-"""The rotary function of an attention, replaced where its forward calls it and nowhere else.
-
-The forwards of attentions take ``**kwargs`` and caches, and cannot be recorded. So this one is compiled again from its
-own source, over the globals of its own module, with one name bound to a fused function: nothing else of it changes, and
-where that global is replaced by somebody, what he put there is called.
-"""
+"""The rotary function of an attention, and what stands for it where its forward calls it."""
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastlayers import functional
 from fastlayers.patching.functions import canonical, source_of
-from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rebuild import rebuild
-from fastlayers.patching.trace import parse
 
-__all__ = ["rotary_forward"]
+__all__ = ["fused_rotary", "is_rotary"]
 
 HALVES = """
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
@@ -57,18 +48,3 @@ def fused_rotary(scope: dict[str, Any], name: str, original: Any) -> Any:
         return functional.rotary(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
     return rotary
-
-
-def rotary_forward(cls: type[nn.Module]) -> tuple[types.FunctionType, str] | None:
-    """The forward of a class with its rotary function replaced, and its source; None where it calls none known."""
-    forward = cls.forward
-    if not isinstance(forward, types.FunctionType) or forward.__closure__:
-        return None
-    scope = forward.__globals__
-    names = [name for name in forward.__code__.co_names if is_rotary(scope.get(name))]
-    if len(names) != 1:
-        return None
-    try:
-        return rebuild(forward, parse(forward), {names[0]: fused_rotary(scope, names[0], scope[names[0]])})
-    except Refusal:
-        return None

@@ -161,6 +161,7 @@ FRESH_FUNCTIONS = frozenset(
         F.gelu, F.silu, F.hardswish, F.relu6, F.leaky_relu, F.sigmoid, F.tanh, F.avg_pool2d,
         F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
         calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked,
+        calls.softmax_scaled, calls.written_activation,
         calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
         calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded,

@@ -36,7 +36,18 @@ from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 from fastlayers.patching import calls
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Recording", "optional_parameters", "record", "record_child"]
+__all__ = [
+    "CHECKPOINTING",
+    "Recording",
+    "Stretch",
+    "local_names",
+    "optional_parameters",
+    "parse",
+    "plain_forward",
+    "record",
+    "record_child",
+    "record_stretch",
+]
 
 MAX_DEPTH = 16
 #: What the parameters of a child are called while it is recorded.
@@ -195,7 +206,20 @@ REFUSED_SYNTAX: dict[type[ast.AST], tuple[Reason, str]] = {
     ast.Match: (Reason.SYNTAX, "match"),
     ast.Delete: (Reason.SYNTAX, "del"),
 }
-HOOKS = ("attribute", "call", "same", "contains", "inplace", "unpack", "container", "test", "string", "name", "parent")
+HOOKS = (
+    "attribute",
+    "call",
+    "same",
+    "contains",
+    "inplace",
+    "unpack",
+    "container",
+    "test",
+    "string",
+    "name",
+    "parent",
+    "mark",
+)
 
 
 def hook(name: str, *args: ast.expr) -> ast.Call:
@@ -278,7 +302,7 @@ class Instrument(ast.NodeTransformer):
             ast.Name(node.target.id, ast.Load()),
             self.visit(node.value),
         )
-        return ast.Assign([node.target], value, lineno=node.lineno)
+        return ast.copy_location(ast.Assign([node.target], value), node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt:
         self.generic_visit(node)
@@ -344,6 +368,8 @@ class Trace:
         self.depth = 0
         self.frames: list[tuple[types.FunctionType, Any]] = []
         self.lent: list[tuple[str, Any, Any]] = []
+        self.closed: frozenset[Any] = frozenset()
+        self.statement = 0
         self.paths: dict[int, str] = {}
         for path, child in module.named_modules():
             self.paths.setdefault(id(child), path)
@@ -540,6 +566,9 @@ class Trace:
         return calls.format_string(*parts)
 
     def require_tensor(self, proxy: Proxy) -> None:
+        if proxy.node.op == "get_attr" and proxy.node.target != "training":  # a parameter or buffer
+            self.hook_same(proxy, None)
+            return
         if proxy.node.op != "placeholder":
             raise Refusal(Reason.TYPE_TEST, f"of {proxy.node}")
         self.guard(f"isinstance({proxy.node.target}, {self.bind(Tensor, 'Tensor')})")
@@ -632,8 +661,12 @@ class Trace:
             return False
         if from_torch(function):
             return self.record("call_function", function, args, kwargs)
+        if function in self.closed:
+            raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
         # A recorded call gets its own copy of a list, so one that might fill the caller's list must be followed.
         recordable = not any(isinstance(value, list | dict | set) for value in (*args, *kwargs.values()))
+        # An attribute of a traced value gets its node at its first use, which must not be among those erased below.
+        fx.node.map_aggregate((args, kwargs), lambda value: value.node if isinstance(value, Proxy) else value)
         last = next(iter(reversed(self.graph.nodes)), None)
         try:
             if (function.__module__ or "").split(".")[0] in sys.stdlib_module_names:
@@ -656,22 +689,22 @@ class Trace:
         for name, value in bound.arguments.items():
             if name not in given and not (isinstance(value, tuple | dict) and not value):
                 bound.arguments[name] = self.constant(value, None, f"the default {name} of {function.__qualname__}")
-        rewritten = self.compile(function)
+        return self.inside(function, self.compile(function), bound.args, bound.kwargs)
+
+    def inside(
+        self, function: types.FunctionType, rewritten: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self.depth += 1
         self.frames.append((function, args[0] if args else None))
         try:
-            return rewritten(*bound.args, **bound.kwargs)
+            return rewritten(*args, **kwargs)
         finally:
             self.frames.pop()
             self.depth -= 1
 
     def compile(self, function: types.FunctionType) -> Callable[..., Any]:
         tree = parse(function)
-        names = {
-            node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-        }
-        names.update(node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
-        instrument = Instrument(names)
+        instrument = Instrument(local_names(tree))
         tree.decorator_list = []
         tree.returns = None
         tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
@@ -683,6 +716,9 @@ class Trace:
         for statement in tree.body:
             body.append(instrument.visit(statement))
         tree.body = body
+        return self.made(tree, function)
+
+    def made(self, tree: ast.FunctionDef, function: types.FunctionType) -> Callable[..., Any]:
         code = ast.fix_missing_locations(ast.Module([tree], []))
         scope: dict[str, Any] = {f"__trace_{name}": getattr(self, f"hook_{name}") for name in HOOKS}
         exec(compile(code, f"<traced {function.__qualname__}>", "exec"), scope)
@@ -694,6 +730,8 @@ class Trace:
             return self.is_instance(*args)
         if function is getattr and isinstance(args[1], str):
             return self.hook_attribute(args[0], args[1])
+        if function is hasattr and isinstance(args[0], nn.Module) and isinstance(args[1], str):
+            return self.has_attribute(*args)
         arguments = [*args, *kwargs.values()]
         traced = any(isinstance(value, Proxy) for value in arguments)
         if function in STRUCTURAL or (function in PURE_BUILTINS and not traced):
@@ -723,6 +761,13 @@ class Trace:
         if function in (torch.finfo, torch.iinfo, torch.Size, torch.device):
             return self.record("call_function", function, args, kwargs) if traced else function(*args, **kwargs)
         raise Refusal(Reason.UNKNOWN_CALL, name)
+
+    def has_attribute(self, module: nn.Module, name: str) -> bool:
+        if isinstance(inspect.getattr_static(type(module), name, None), property):
+            raise Refusal(Reason.READS_STATE, f"asks for the property {name}")
+        there = hasattr(module, name)
+        self.guard(f"hasattr({self.module_origin(module)}, {name!r}) is {there}")
+        return there
 
     def is_instance(self, value: Any, classes: Any) -> bool:
         if isinstance(value, Proxy):
@@ -785,6 +830,89 @@ class Trace:
                 raise Refusal(Reason.CHANGES_STATE, f"changes {what}")
         return self.recording
 
+    # -- a part of a forward -----------------------------------------------------------------------------------------
+
+    def hook_mark(self, statement: int) -> None:
+        self.statement = statement
+
+    def run_stretch(self, stretch: Stretch) -> tuple[str, ...]:
+        """Record some statements of a function; returns the variables that they set, in the order of the results."""
+        given: dict[str, Any] = {}
+        for name in stretch.reads:
+            if name == stretch.itself:
+                given[name] = self.root
+            elif name in stretch.absent:
+                given[name] = None
+                self.guard(f"{name} is None")
+            else:
+                given[name] = self.recorder.create_proxy("placeholder", name, (), {})
+                if name in stretch.tensors:
+                    self.require_tensor(given[name])
+        body: list[ast.stmt] = []
+        for i, statement in enumerate(stretch.statements):
+            body += [ast.Expr(hook("mark", ast.Constant(i))), copy.deepcopy(statement)]
+        body.append(ast.Return(ast.Call(ast.Name("locals", ast.Load()), [], [])))
+        tree = ast.parse(f"def stretch({', '.join(stretch.reads)}): pass").body[0]
+        assert isinstance(tree, ast.FunctionDef)
+        tree.body = body
+        self.statement = 0
+        owner = self.root if stretch.itself else None
+        self.frames.append((stretch.function, owner))
+        found = self.made(tree, stretch.function)(**given)
+        self.frames.pop()
+        self.statement = len(stretch.statements)  # what fails now is the stretch as a whole
+        written = tuple(name for name in stretch.writes if name in found)
+        self.recorder.create_node("output", "output", (self.recorder.create_arg(tuple(found[n] for n in written)),), {})
+        for what, before, lent in self.lent:
+            if before != lent:
+                raise Refusal(Reason.CHANGES_STATE, f"changes {what}")
+        return written
+
+
+@dataclass
+class Stretch:
+    """Consecutive statements of a function, to be recorded by themselves.
+
+    Attributes:
+        function: whose statements they are.
+        statements: as :class:`Instrument` left them.
+        reads: the variables that they read before they set them.
+        writes: those that they may set and that are read afterwards.
+        itself: what the function calls its module; None where it has none.
+        absent: variables that are None.
+        tensors: variables that are tensors; what the others are is not known.
+        closed: functions that are not followed.
+    """
+
+    function: types.FunctionType
+    statements: list[ast.stmt]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    itself: str | None
+    absent: frozenset[str] = frozenset()
+    tensors: frozenset[str] = frozenset()
+    closed: frozenset[Any] = frozenset()
+
+
+def record_stretch(module: nn.Module, stretch: Stretch) -> tuple[Recording, tuple[str, ...]] | int:
+    """Trace some statements of a function: the recording, and the variables that it returns.
+
+    Where they cannot be recorded, the number of the statement at fault (of all of them, where it is none alone).
+    """
+    trace = Trace(module, None)
+    trace.closed = stretch.closed
+    try:
+        written = trace.run_stretch(stretch)
+    except Exception:  # a refusal, or what the code itself raised: proxies are no tensors
+        return trace.statement
+    return trace.recording, written
+
+
+def local_names(tree: ast.FunctionDef) -> set[str]:
+    """The variables of a function, its parameters among them."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    return names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+
 
 def from_torch(function: types.FunctionType) -> bool:
     return (function.__module__ or "").split(".")[0] == "torch"
@@ -826,8 +954,20 @@ def type_name(value: Any, bind: Callable[[object, str], str]) -> str:
     return kind.__name__ if getattr(builtins, kind.__name__, None) is kind else bind(kind, kind.__name__)
 
 
+#: Where transformers has its base class of layers, and what it is called. Subclassing it wraps the forward once more,
+#: and of several such wrappers only the outermost checkpoints: the generated class gets one of its own.
+CHECKPOINTING = ("transformers.modeling_layers", "GradientCheckpointingLayer")
+
 #: Branches for TorchScript: a patched model runs as Python.
 SCRIPTING = frozenset({torch.jit.is_scripting})
+
+
+def plain_forward(cls: type[nn.Module]) -> Any:
+    """The forward of a class, without the activation checkpoint that transformers wraps the forward of a layer in."""
+    forward: Any = cls.forward
+    while getattr(forward, "__globals__", {}).get("__name__") == CHECKPOINTING[0] and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
 
 
 def own_forward(module: nn.Module) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
@@ -12,7 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlayers.ops.residual import masks_of_torch
@@ -255,7 +255,8 @@ def run(model: nn.Module, inputs: Inputs, nudge: float = 0.0, omitted: frozenset
     args, keywords = tree_map(leaf, (inputs.args, inputs.kwargs))
     torch.manual_seed(0)
     with torch.enable_grad(), masks_of_torch():
-        result = functional_call(model, {**parameters, **buffers}, args, keywords)
+        with standing_in(model, {**parameters, **buffers}):
+            result = model(*args, **keywords)
         keys = frozenset(result) if isinstance(result, Mapping) else frozenset()
         if omitted & keys:
             result = {key: value for key, value in result.items() if key not in omitted}
@@ -266,6 +267,26 @@ def run(model: nn.Module, inputs: Inputs, nudge: float = 0.0, omitted: frozenset
         gradients = backward(outputs, wanted)
     kept = [output.detach() if isinstance(output, Tensor) else output for output in outputs]
     return Run(kept, gradients, buffers, keys)
+
+
+@contextmanager
+def standing_in(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Other parameters and buffers, under every name that each has.
+
+    torch.func.functional_call puts those of a module that is used in several places in twice, and leaves them in.
+    """
+    stand_ins = {
+        id(own): tensors[name] for found in (model.named_parameters(), model.named_buffers()) for name, own in found
+    }
+    registries = [registry for module in model.modules() for registry in (module._parameters, module._buffers)]
+    before = [(registry, dict(registry)) for registry in registries]
+    try:
+        for registry, tensors_before in before:
+            registry.update({name: stand_ins.get(id(own), own) for name, own in tensors_before.items()})  # type: ignore[misc]
+        yield
+    finally:
+        for registry, tensors_before in before:
+            registry.update(tensors_before)  # type: ignore[arg-type]
 
 
 def backward(outputs: list[Any], wanted: dict[str, Tensor]) -> dict[str, Tensor | None]:

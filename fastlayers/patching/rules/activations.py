@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from fastlayers import functional
+from fastlayers.patching import calls
 from fastlayers.patching.graph import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
@@ -19,6 +20,9 @@ def find_activation(name: str) -> Callable[[View, Node], Iterator[Match | Refusa
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         op = view.op(node, name)
         if op is None or op.child is not None or op.inplace:  # a layer is for the module rules
+            return
+        if op["written"] is not None:
+            yield Match((op,), calls.written_activation, (op["input"], op["written"]), {}, (op["input"],))
             return
         options: dict[str, Any] = {k: v for k, v in op.operands.items() if k not in ("input", "inplace")}
         yield Match((op,), getattr(functional, name), (op["input"],), options, (op["input"],))

@@ -47,7 +47,7 @@ def is_function(op: Op) -> bool:
 def activation(view: View, node: Any) -> tuple[Op, str] | None:
     """A node as an activation that a fused norm can end with, and its name there."""
     op = view.op(node, "gelu") or view.op(node, "quick_gelu") or view.op(node)
-    if op is None:
+    if op is None or op["written"] is not None:
         return None
     if op.name in ("relu", "silu", "hardswish", "quick_gelu"):
         return op, op.name

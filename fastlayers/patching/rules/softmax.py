@@ -76,10 +76,13 @@ def scaling(view: View, node: Any) -> tuple[Op, Node, Callable[[fx.Graph], Any]]
     if op is None or op.name not in ("mul", "div"):
         return None
     x, other = op["input"], op["other"]
-    if op.name == "mul" and view.is_number(x) and not op.inplace:
+    computed = isinstance(other, Node) and other.op not in ("get_attr", "placeholder") and not view.is_number(other)
+    if op.name == "mul" and not op.inplace and (view.is_number(x) or (computed and maybe_number(view, x))):
         x, other = other, x
     if not view.is_tensor(x):
         return None
+    if op.name == "mul" and maybe_number(view, other):
+        return op, x, lambda graph: other
     if not view.is_number(other):
         learned = isinstance(other, Node) and other.op in ("get_attr", "placeholder")
         return Refusal(Reason.TENSOR_SCALE, f"{node} by {other}") if learned else None
@@ -88,6 +91,11 @@ def scaling(view: View, node: Any) -> tuple[Op, Node, Callable[[fx.Graph], Any]]
     if isinstance(other, Node):
         return op, x, lambda graph: graph.call_function(operator.truediv, (1.0, other))
     return (op, x, lambda graph: 1.0 / other) if other != 0 else None
+
+
+def maybe_number(view: View, value: Any) -> bool:
+    """Whether only a call can say if a value is a number, as the scale that an attention function is given is."""
+    return isinstance(value, Node) and value.op == "placeholder" and "example_value" not in value.meta
 
 
 def find_softmax(view: View, node: Node) -> Iterator[Match | Refusal]:
@@ -127,6 +135,8 @@ def softmax_match(
     if masked is not None:
         options = {**masked.options, "log": log}
         return Match(ops, masked.target, (x, masked.mask, op["dim"], scale, dtype), options, (x, masked.mask))
+    if scaled is not None and any(maybe_number(view, value) for value in (scaled[0]["input"], scaled[0]["other"])):
+        return Match(ops, calls.softmax_scaled, (x, op["dim"], scale, dtype), {"log": log}, (x,))
     options = {name: value for name, value in (("scale", scale), ("dtype", dtype)) if value is not None}
     return Match(ops, functional.log_softmax if log else functional.softmax, (x, op["dim"]), options, (x,))
 

@@ -1,0 +1,418 @@
+"""Forwards that cannot be recorded as a whole: the stretches of them that can, and the functions that they call.
+
+A layer of a language model takes ``**kwargs``, hands a cache on, branches on what it was given, and most of its
+statements are ordinary all the same. Its forward is compiled again from its own source, over the globals of its own
+module, with two kinds of changes:
+
+* Consecutive statements that can be recorded are rewritten as if they were a forward, whose parameters are the
+  variables that they read and whose results are those that are read after them. Where its guards do not hold, the
+  original statements answer, which stand behind an ``else``.
+* The name of a global function in which the same can be done, or of a known rotary function, is bound to a fused one.
+  Where somebody replaces that global, what he put there is called.
+
+Everything else of the source stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import sys
+import textwrap
+import types
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fastlayers.patching.graph import original_class
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rebuild import rebuild, refuse_private_names, show_source
+from fastlayers.patching.rewrite import (
+    GUARD_BUILTINS,
+    Fused,
+    apply_rules,
+    body_source,
+    check_subclassing,
+    seal,
+)
+from fastlayers.patching.rotary import fused_rotary, is_rotary
+from fastlayers.patching.rules import GraphRule, graph_rules
+from fastlayers.patching.trace import (
+    Instrument,
+    Recording,
+    Stretch,
+    local_names,
+    parse,
+    plain_forward,
+    record_stretch,
+)
+
+__all__ = ["fuse_stretches"]
+
+#: What the last value of a function is called before it is returned.
+RESULT = "_fastlayers_result"
+#: Functions that call functions are followed this deep.
+MAX_DEPTH = 3
+#: What transformers hands to its attention registry, which calls it where the configuration says "eager".
+EAGER_ATTENTION = "eager_attention_forward"
+
+
+@dataclass
+class Piece:
+    """One rewritten stretch: the statements from ``first`` to before ``last``, as two functions in source."""
+
+    first: int
+    last: int
+    reads: tuple[str, ...]
+    written: tuple[str, ...]
+    guards: str
+    body: str
+    namespace: dict[str, Any]
+    outcome: Fused
+
+
+@dataclass
+class Rewritten:
+    """What became of a function.
+
+    Attributes:
+        tree: its source.
+        bound: what that names besides the globals of its module.
+        helpers: the source of the functions that are generated for its stretches, which are among these.
+        objects: everything else that its source and that of the helpers name.
+        rules: what was fused.
+        left: what looked fusable and was not.
+    """
+
+    tree: ast.FunctionDef
+    bound: dict[str, Any] = field(default_factory=dict)
+    helpers: list[str] = field(default_factory=list)
+    objects: list[tuple[str, Any]] = field(default_factory=list)
+    rules: Counter[str] = field(default_factory=Counter)
+    left: list[Refusal] = field(default_factory=list)
+
+
+def fuse_stretches(
+    module: nn.Module, excluded: frozenset[str], known: dict[Any, Any], *, recorded: bool = False
+) -> Fused | None:
+    """The class for a module whose forward cannot be recorded; None where nothing in it can be fused.
+
+    Args:
+        module: it is not changed.
+        excluded: paths of children that no fusion may absorb.
+        known: classes and functions generated so far.
+        recorded: the forward was recorded and there is nothing in it itself: only the functions that it calls are
+            looked at.
+    """
+    original = original_class(module)
+    forward = plain_forward(original)
+    if type(module) is not original or not rebuildable(forward):
+        return None
+    try:
+        check_subclassing(original)
+        rewritten = rewrite(forward, module, excluded, known, cut=not recorded)
+        if rewritten is None:
+            return None
+        source = "\n".join([*rewritten.helpers, ast.unparse(rewritten.tree)])
+        key = ("stretches", original, source, *((name, id(value)) for name, value in rewritten.objects))
+        if key not in known:
+            made, _ = rebuild(forward, rewritten.tree, rewritten.bound)
+            known[key] = seal(type(f"Fused{original.__name__}", (original,), {"forward": made}), original, source)
+    except Refusal:
+        return None
+    return Fused(known[key], rewritten.rules, left=rewritten.left)
+
+
+def rebuildable(function: Any) -> bool:
+    """Whether a function can be compiled again from its source and be the same."""
+    if not isinstance(function, types.FunctionType) or function.__closure__ or hasattr(function, "__wrapped__"):
+        return False
+    package = (function.__module__ or "").split(".")[0]
+    return package not in ("torch", "fastlayers") and package not in sys.stdlib_module_names
+
+
+def rewrite(
+    function: types.FunctionType,
+    module: nn.Module | None,
+    excluded: frozenset[str],
+    known: dict[Any, Any],
+    depth: int = 0,
+    cut: bool = True,
+) -> Rewritten | None:
+    """The rewritten source of a forward, or of a function that is no method; None where nothing was fused."""
+    tree = parse(function)
+    refuse_private_names(tree)
+    rewritten = Rewritten(tree)
+    names = replaced_names(function, tree, module, known, depth)
+    if cut:
+        cutter = Cutter(function, tree, module, excluded, graph_rules(), frozenset(names))
+        cutter.replace(rewritten)
+    for name, (stand_in, rules) in names.items():
+        rewritten.bound[name] = stand_in
+        rewritten.objects.append((name, stand_in))
+        rewritten.rules += rules
+    return rewritten if rewritten.rules else None
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def replaced_names(
+    function: types.FunctionType, tree: ast.FunctionDef, module: nn.Module | None, known: dict[Any, Any], depth: int
+) -> dict[str, tuple[Any, Counter[str]]]:
+    """The global functions that a function calls and that there is a fused one for."""
+    scope, inner = function.__globals__, local_names(tree)
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    if uses_eager_attention(module):
+        called |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == EAGER_ATTENTION}
+    found: dict[str, tuple[Any, Counter[str]]] = {}
+    for name in sorted(called - inner):
+        original: Any = scope.get(name)
+        if not rebuildable(original) or depth >= MAX_DEPTH:
+            continue
+        key = ("function", name, id(scope), original)
+        if key not in known:
+            known[key] = None  # a function that calls itself
+            known[key] = fused_function(scope, name, original, known, depth)
+        if known[key] is not None:
+            found[name] = known[key]
+    return found
+
+
+def uses_eager_attention(module: nn.Module | None) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+
+
+def fused_function(
+    scope: dict[str, Any], name: str, original: types.FunctionType, known: dict[Any, Any], depth: int
+) -> tuple[Any, Counter[str]] | None:
+    if is_rotary(original):
+        return fused_rotary(scope, name, original), Counter({"rotary": 1})
+    try:
+        rewritten = rewrite(original, None, frozenset(), known, depth + 1)
+        if rewritten is None:
+            return None
+        fused, _ = rebuild(original, rewritten.tree, rewritten.bound)
+    except Refusal:
+        return None
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        present = scope[name]
+        return (fused if present is original else present)(*args, **kwargs)
+
+    return stand_in, rewritten.rules
+
+
+# -- stretches --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cutter:
+    """Finds the stretches of a function in which something can be fused, and puts what is fused in their place."""
+
+    function: types.FunctionType
+    tree: ast.FunctionDef
+    module: nn.Module | None
+    excluded: frozenset[str]
+    rules: tuple[GraphRule, ...]
+    closed: frozenset[str]
+
+    def __post_init__(self) -> None:
+        *_, last = self.tree.body
+        if isinstance(last, ast.Return) and last.value is not None:  # so that it can be the end of a stretch
+            self.tree.body[-1:] = [
+                ast.copy_location(ast.Assign([ast.Name(RESULT, ast.Store())], last.value), last),
+                ast.copy_location(ast.Return(ast.Name(RESULT, ast.Load())), last),
+            ]
+        self.body = self.tree.body
+        arguments = self.tree.args
+        everything = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+        self.parameters = [arg.arg for arg in everything if arg is not None]
+        self.itself = self.parameters[0] if self.module is not None else None
+        self.locals = local_names(self.tree)
+        self.reads, self.stores, self.sets = zip(*map(self.variables, self.body), strict=True)
+        self.defined: list[frozenset[str]] = [frozenset(self.parameters)]  # before each statement, whatever happened
+        for statement, sets in zip(self.body, self.sets, strict=True):
+            gone = {name.id for name in ast.walk(statement) if isinstance(name, ast.Name) and is_deleted(name)}
+            self.defined.append((self.defined[-1] | sets) - gone)
+        self.instrumented = list(map(self.instrument, range(len(self.body))))
+
+    def variables(self, node: ast.AST) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+        """What code reads before it sets it, may set, and sets for certain, among the variables of the function."""
+        if isinstance(node, ast.If | ast.For | ast.With):
+            return self.variables_of_block(node)
+        names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and inner.id in self.locals]
+        loops = [inner.target for inner in ast.walk(node) if isinstance(inner, ast.comprehension)]
+        own = {name.id for loop in loops for name in ast.walk(loop) if isinstance(name, ast.Name)}
+        reads = {name.id for name in names if isinstance(name.ctx, ast.Load)} - own
+        stores = {name.id for name in names if isinstance(name.ctx, ast.Store)} - own
+        if isinstance(node, ast.AugAssign):
+            reads |= stores
+        simple = isinstance(node, ast.Assign | ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value)
+        return frozenset(reads), frozenset(stores), frozenset(stores if simple else ())
+
+    def variables_of_block(
+        self, node: ast.If | ast.For | ast.With
+    ) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+        if isinstance(node, ast.If):
+            heads: list[ast.AST] = [node.test]
+            branches = [node.body, node.orelse]
+        elif isinstance(node, ast.For):
+            heads, branches = [node.iter, node.target], [node.body, node.orelse]
+        else:
+            heads, branches = [*node.items], [node.body]
+        reads, stores, certain = frozenset[str](), frozenset[str](), []
+        for head in heads:
+            read, stored, _ = self.variables(head)
+            reads, stores = reads | read, stores | stored
+        given = stores  # the target of a loop, what a context manager is called
+        for branch in branches:
+            done = given
+            for statement in branch:
+                read, stored, sets = self.variables(statement)
+                reads, stores, done = reads | (read - done), stores | stored, done | sets
+            certain.append(done)
+        return reads, stores, frozenset() if isinstance(node, ast.For) else frozenset.intersection(*certain)
+
+    def instrument(self, i: int) -> ast.stmt | None:
+        """A statement as a recording takes it; None where none can."""
+        statement = self.body[i]
+        unfit = (ast.Return, ast.Break, ast.Continue, ast.NamedExpr, ast.Delete)
+        if any(isinstance(node, unfit) for node in ast.walk(statement)) or not self.reads[i] <= self.defined[i]:
+            return None
+        if any(isinstance(node, ast.Name) and node.id in ("super", "locals") for node in ast.walk(statement)):
+            return None
+        if self.itself in self.stores[i]:
+            return None
+        try:
+            return Instrument(self.locals).visit(copy.deepcopy(statement))  # type: ignore[no-any-return]
+        except Refusal:
+            return None
+
+    def tested(self) -> frozenset[str]:
+        """Parameters that are compared with None and never set."""
+        stored = frozenset[str]().union(*self.stores)
+        compared = {
+            node.left.id
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Compare)
+            and isinstance(node.left, ast.Name)
+            and isinstance(node.ops[0], ast.Is | ast.IsNot)
+        }
+        return frozenset((compared & set(self.parameters)) - stored)
+
+    def replace(self, rewritten: Rewritten) -> None:
+        """Put what can be fused in the place of its statements: the cut in which most is."""
+        tested = self.tested()
+        options = [(frozenset[str](), frozenset[str]())]
+        if tested:
+            options += [(tested, frozenset[str]()), (frozenset[str](), tested)]
+        cuts = [self.cut(*option) for option in options]
+        best = max(range(len(cuts)), key=lambda i: (size(cuts[i]), -i))
+        variants = [[piece] for piece in cuts[best]]
+        if best:  # and for those stretches, what is fused where the parameters are otherwise
+            for pieces in variants:
+                other = self.piece(pieces[0].first, pieces[0].last, *options[3 - best])
+                if isinstance(other, Piece) and (other.guards, other.body) != (pieces[0].guards, pieces[0].body):
+                    pieces.append(other)
+        for pieces in reversed(variants):
+            self.emit(pieces, rewritten)
+        ast.fix_missing_locations(self.tree)
+
+    def cut(self, absent: frozenset[str], tensors: frozenset[str]) -> list[Piece]:
+        pieces = []
+        first = 0
+        while first < len(self.body):
+            last = first
+            while last < len(self.body) and self.instrumented[last] is not None:
+                last += 1
+            piece = self.piece(first, last, absent, tensors) if last > first else 0
+            if isinstance(piece, int) and 0 < piece < last - first:
+                last = first + piece
+                piece = self.piece(first, last, absent, tensors)
+            if isinstance(piece, Piece):
+                pieces.append(piece)
+            first = last if not isinstance(piece, int) else max(first + 1, last if piece else first)
+        return pieces
+
+    def piece(self, first: int, last: int, absent: frozenset[str], tensors: frozenset[str]) -> Piece | int | None:
+        """A stretch with what is fused in it; None where nothing is; else the number of the statement at fault."""
+        reads: dict[str, None] = {}
+        inside: set[str] = set()
+        for i in range(first, last):
+            reads.update(dict.fromkeys(sorted(self.reads[i] - inside)))
+            inside |= self.sets[i]
+        after = frozenset[str]().union(*self.reads[last:])
+        writes = sorted(frozenset[str]().union(*self.stores[first:last]) & after)
+        scope = self.function.__globals__
+        stretch = Stretch(
+            self.function,
+            [statement for statement in self.instrumented[first:last] if statement is not None],
+            tuple(reads),
+            tuple(writes),
+            self.itself,
+            absent & frozenset(reads),
+            tensors & frozenset(reads),
+            frozenset(scope[name] for name in self.closed),
+        )
+        root = self.module if self.module is not None else nn.Module()
+        found = record_stretch(root, stretch)
+        if isinstance(found, int):
+            return found
+        recording, written = found
+        try:
+            outcome = apply_rules(recording, root, self.excluded, self.rules)
+            return self.generate(first, last, tuple(reads), written, recording, outcome) if outcome.rules else None
+        except Refusal:
+            return None
+
+    def generate(
+        self, first: int, last: int, reads: tuple[str, ...], written: tuple[str, ...], found: Recording, outcome: Fused
+    ) -> Piece | None:
+        body = body_source(found)
+        guards = "\nand ".join(found.guards) or "True"
+        taken = set(found.namespace) | GUARD_BUILTINS | ({"self"} if self.itself != "self" else set())
+        if set(reads) & taken:
+            return None
+        return Piece(first, last, reads, written, guards, body, found.namespace, outcome)
+
+    def emit(self, pieces: list[Piece], rewritten: Rewritten) -> None:
+        """``if HOLDS(...): a, b = FUSED(...)`` for each variant of a stretch, and ``else:`` its own statements."""
+        first, last = pieces[0].first, pieces[0].last
+        statements = self.body[first:last]
+        for piece in reversed(pieces):
+            given = ["self" if name == self.itself else name for name in piece.reads]
+            holds, fused = (f"_fastlayers_{kind}_{len(rewritten.helpers)}" for kind in ("holds", "fused"))
+            source = (
+                f"def {holds}({', '.join(given)}):\n    return (\n{textwrap.indent(piece.guards, ' ' * 8)}\n    )\n\n"
+                f"def {fused}({', '.join(given)}):\n{textwrap.indent(piece.body, ' ' * 4)}\n"
+            )
+            made = dict(piece.namespace)
+            exec(compile(source, show_source(self.function.__qualname__, source), "exec"), made)
+            if set(made[fused].__code__.co_varnames) & (set(piece.namespace) | GUARD_BUILTINS):
+                continue
+            call = f"{fused}({', '.join(piece.reads)})"
+            target = f"({', '.join(piece.written)},) = " if piece.written else ""
+            branch = ast.parse(f"if {holds}({', '.join(piece.reads)}):\n    {target}{call}").body[0]
+            assert isinstance(branch, ast.If)
+            branch.orelse = statements
+            statements = [branch]
+            rewritten.helpers.append(source)
+            rewritten.objects += sorted(piece.namespace.items(), key=lambda item: item[0])
+            rewritten.bound |= {holds: made[holds], fused: made[fused]}
+        if statements[0] is self.body[first]:
+            return
+        rewritten.rules += pieces[0].outcome.rules
+        rewritten.left += pieces[0].outcome.left
+        self.body[first:last] = statements
+
+
+def is_deleted(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Del)
+
+
+def size(pieces: list[Piece]) -> tuple[int, int]:
+    """How much is fused: places, and operations that they replace."""
+    return sum(piece.outcome.rules.total() for piece in pieces), sum(piece.outcome.size for piece in pieces)

@@ -1,0 +1,120 @@
+"""What must hold for a model, whichever it is: patched it computes the same, and everything about it survives."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from corpus.models import Sample
+from fastlayers.patching import PatchReport, PatchWarning, Reason, patch_model, plan_patch, unpatch_model, verify_patch
+from fastlayers.patching.report import QUIET
+
+__all__ = ["Entry", "check"]
+
+
+@dataclass
+class Entry:
+    """A line of the table."""
+
+    name: str
+    modules: int = 0
+    patched: int = 0
+    fused: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def library(self) -> str:
+        return self.name.partition(":")[0]
+
+    def line(self) -> str:
+        """All of it but long messages."""
+        found = f"{self.name}: {self.patched} of {self.modules} modules, fused {self.fused}, left {dict(self.left)}"
+        return "\n  ".join([f"{found}, not read {dict(self.unread)}", *self.problems])
+
+
+def check(name: str, sample: Sample) -> Entry:
+    """Patch a model, compare it with itself, take it back, and say what was found and what is wrong."""
+    model, args, kwargs = sample.model, sample.args, sample.kwargs
+    entry = Entry(name)
+    before = run(model, args, kwargs)  # which may change classes by itself, as BigBird does for short inputs
+    keys, types = list(model.state_dict()), [type(module) for module in model.modules()]
+    if not all(value.isfinite().all() for value in before if value.is_floating_point()):
+        entry.problems.append("the unpatched model gives infinities or NaN, which compare with anything")
+
+    pickles = can_pickle(model)
+    plan = plan_patch(model)
+    entry.modules, entry.patched = len(plan), len(plan.patched)
+    entry.fused = dict(sorted(plan.counts().items()))
+    entry.left, entry.unread = reasons(plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if plan.patched else "ignore", PatchWarning)
+        patch_model(model)
+    expect(entry, list(model.state_dict()) == keys, "state-dict keys changed")
+    for training in (True, False):
+        report = verify_patch(model.train(training), *args, **kwargs)
+        expect(entry, bool(report), str(report))
+
+    classes = [type(module) for module in model.modules()]
+    patched = run(model, args, kwargs)
+    copied = copy.deepcopy(model)
+    expect(entry, [type(module) for module in copied.modules()] == classes, "deepcopy lost a class")
+    expect(entry, equal(run(copied, args, kwargs), patched), "a deepcopy computes something else")
+    del copied
+    if pickles:
+        loaded = pickle.loads(pickle.dumps(model))
+        expect(entry, [type(module) for module in loaded.modules()] == types, "pickle did not restore the classes")
+        expect(entry, equal(run(loaded, args, kwargs), before), "unpickled, it computes something else")
+        del loaded
+    unpatch_model(model)
+    expect(entry, [type(module) for module in model.modules()] == types, "unpatching did not restore the classes")
+    expect(entry, equal(run(model, args, kwargs), before), "unpatched again, it computes something else")
+    return entry
+
+
+def expect(entry: Entry, truth: bool, problem: str) -> None:
+    if not truth:
+        entry.problems.append(problem)
+
+
+def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a model returns in eval, which is the mode that it is left in."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        values = tree_flatten(model.eval()(*copy.deepcopy(args), **copy.deepcopy(kwargs)))[0]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def can_pickle(model: Any) -> bool:
+    """Parametrized models cannot, nor those on which a library has put hooks of its own, patched or not."""
+    try:
+        pickle.dumps(model)
+    except (RuntimeError, AttributeError, pickle.PicklingError):
+        return False
+    return True
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+#: The first of the reasons that are about a place in a forward, in the order of :class:`Reason`.
+PLACES = list(Reason)[list(Reason).index(Reason.USED_ELSEWHERE) :]
+
+
+def reasons(plan: PatchReport) -> tuple[Counter[str], Counter[str]]:
+    """Places that were left alone though they looked fusable, and forwards that cannot be recorded, by reason."""
+    left, unread = Counter[str](), Counter[str]()
+    for row in plan:
+        for reason in (row.reason, *(reason for reason, _ in row.left)):
+            if reason is not None and reason not in QUIET:
+                (left if reason in PLACES or reason is Reason.UNKNOWN_NORM else unread)[reason.name] += 1
+    return left, unread

@@ -1,0 +1,38 @@
+"""A quick part of the corpus; ``make test-corpus`` has the whole. These places are there, and all are fused."""
+
+from __future__ import annotations
+
+import pytest
+from corpus.check import check
+from corpus.models import build
+
+RESIDUAL = {"add_layer_norm": 2, "dropout_add": 2}
+QUICK = {
+    "torchvision:shufflenet_v2_x0_5": {"batch_norm_act": 37},
+    "torchvision:vit_b_16": {"add_layer_norm": 4, "dropout_add": 4, "linear_act": 8},
+    "timm:test_convnext": {},
+    "timm:test_efficientnet": {},
+    "timm:test_resnet": {},
+    "timm:test_vit": {},
+    "transformers:bert": {"add_layer_norm": 5, "linear_act": 3},
+    "transformers:bert/eager": {"add_layer_norm": 5, "softmax": 2},
+    "transformers:convnext": {"linear_act": 8},
+    "transformers:gemma2": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2, "softmax": 2},
+    "transformers:gpt2": {"add_layer_norm": 2, "gelu": 2},
+    "transformers:gpt2/eager": {"softmax": 2},
+    "transformers:llama": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2},
+    "transformers:llama/eager": {"softmax": 2},
+    "transformers:qwen3": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2},
+    "transformers:swin": {"add_layer_norm": 8, "dropout_add": 8, "linear_act": 8},
+    "transformers:t5/eager": {"dropout_add": 10, "rms_norm (t5)": 12, "softmax": 6},
+    "transformers:vit": RESIDUAL | {"linear_act": 2},
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_model(name):
+    pytest.importorskip(name.partition(":")[0])
+    entry = check(name, build(name))
+    assert not entry.problems, entry.line()
+    assert {rule: entry.fused.get(rule, 0) for rule in QUICK[name]} == QUICK[name], entry.line()
+    assert entry.fused
