@@ -16,7 +16,7 @@ ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum |
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
-.PHONY: help demo test env build lint types pytest format test-gpu bench bench-models wheel test-wheel clean
+.PHONY: help demo test env build lint types pytest docs format test-gpu bench bench-models wheel test-wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -54,6 +54,9 @@ types: $(ENV)  ## mypy
 pytest: $(ENV)  ## the tests alone, on the build that is there
 	@# Two workers share the cores, so an idle OpenMP thread must not spin on one.
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+docs: $(ENV)  ## the API reference, into build/site; nothing is fetched but the environment
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 format: $(ENV)  ## let ruff format and fix what it can
 	$(PY) -m ruff format .
