@@ -86,9 +86,9 @@ def measure(chosen: Network, mode: str, device: torch.device, seconds: float, co
     row["weights_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
     row["inference"] = inference(chosen, model, batch, mode, seconds, compile_only)
     row["training"] = training(chosen, model, batch, mode, seconds, compile_only)
-    if mode == "eager" and drops(model):
+    if mode == "eager" and not compile_only:
         del model
-        row["training"]["losses_other_seed"] = other_losses(chosen, device)
+        row["training"]["losses_apart"] = other_losses(chosen, device)
     return row
 
 
@@ -97,10 +97,6 @@ def make(chosen: Network, mode: str, device: torch.device) -> tuple[nn.Module, B
     torch.manual_seed(0)
     model, batch = chosen.build(device), chosen.example(device)
     return model, batch, prepare(model, mode)
-
-
-def drops(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 # -- inference and training -------------------------------------------------------------------------------------------
@@ -153,17 +149,21 @@ def trainer(chosen: Network, model: nn.Module, batch: Batch, mode: str, seed: in
 
 
 def other_losses(chosen: Network, device: torch.device) -> list[float]:
-    """Of the same model with other dropouts: how far two runs may be apart that compute the same."""
+    """Of another run of eager torch that computes the same: other dropouts, and weights that differ by a rounding."""
     model, batch, _ = make(chosen, "eager", device)
+    half = torch.finfo(torch.bfloat16 if device.type == "cuda" else torch.float32).eps / 2
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + half * torch.empty_like(weight, dtype=torch.float32).uniform_(-1, 1))
     step = trainer(chosen, model, batch, "eager", seed=2)
     losses = [step() for _ in range(LOSSES)]
     return [loss.item() for loss in losses]
 
 
 def sample(result: Tensor) -> list[float]:
-    """Numbers from all over the result."""
-    flat = result.detach().flatten()
-    return flat[:: max(1, flat.numel() // OUTPUTS)][:OUTPUTS].float().tolist()
+    """Numbers from all over the result, at places that are the same in every process."""
+    places = torch.randint(result.numel(), (OUTPUTS,), generator=torch.Generator().manual_seed(0))
+    return result.detach().flatten()[places.to(result.device)].float().tolist()
 
 
 # -- how it is measured -----------------------------------------------------------------------------------------------

@@ -163,8 +163,9 @@ def run(
     if resume and path.exists():
         results.keep(json.loads(path.read_text()))
     jobs = [job for job in jobs if not results.has(job)]
-    if settings.device == "cuda":
-        results.compile_s |= compile_ahead([job for job in jobs if job.mode in COMPILED], settings, report)
+    to_compile = [job for job in jobs if job.mode in COMPILED]
+    if settings.device == "cuda" and len(to_compile) > 1:
+        results.compile_s |= compile_ahead(to_compile, settings, report)
     results.save()
     waiting: Process | None = None
     try:
