@@ -13,10 +13,11 @@ from benchmarks.model_worker import FUSED, OTHER, PATTERNS
 from benchmarks.networks import MODES
 from benchmarks.report import Line, caption, folded_away, markdown_table, number, print_table
 
-#: A step within this factor takes as long: medians of the same code in two processes differ by about that much.
+#: Within this factor two numbers count as equal.
 NOISE = 1.01
-#: Greatest relative distance of a loss from eager's: bfloat16 carries eight bits, and ten steps of AdamW spread that.
-#: If it is more, twice the distance of two runs of eager with other dropouts and weights that differ by a rounding.
+#: Greatest distance of a loss from eager's, as a share of the first one: bfloat16 carries eight bits, and ten steps of
+#: AdamW spread that. If it is more, twice the distance of two runs of eager with other dropouts and weights that differ
+#: by a rounding.
 LOSS_TOLERANCE = 0.01
 #: Greatest relative distance of the outputs of inference, all of the layers in bfloat16.
 OUTPUT_TOLERANCE = 0.05
@@ -120,7 +121,7 @@ def verdicts(rows: Rows, metric: Metric) -> Iterator[tuple[str, str]]:
 
 
 def losses_apart(rows: Rows, mode: str) -> float | None:
-    """Greatest relative distance of the first losses from eager's; of eager's from those of a run that may differ."""
+    """Greatest distance of the first losses from eager's; of eager's from those of a run that may differ."""
     if any(name not in rows or rows[name]["status"] != "ok" for name in (mode, "eager")):
         return None
     expected = rows["eager"]["training"]["losses"]
@@ -128,8 +129,8 @@ def losses_apart(rows: Rows, mode: str) -> float | None:
 
 
 def distance(losses: list[float], expected: list[float]) -> float:
-    """NaN where one is NaN."""
-    found = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
+    """The greatest, as a share of the first loss: later ones may be next to nothing. NaN where one is NaN."""
+    found = [abs(a - b) / abs(expected[0]) for a, b in zip(losses, expected, strict=True)]
     return math.nan if any(math.isnan(value) for value in found) else max(found)
 
 

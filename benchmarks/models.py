@@ -158,6 +158,10 @@ def run(
         ValueError: ``resume``, and the file is of another machine, other settings or another commit.
     """
     started = time.monotonic()
+
+    def late() -> bool:
+        return settings.time_limit is not None and time.monotonic() - started > settings.time_limit
+
     measured_how = {name: getattr(settings, name) for name in ("device", "tiny", "seconds")}
     results = Results(path, environment(torch.device(settings.device)), measured_how)
     if resume and path.exists():
@@ -165,12 +169,12 @@ def run(
     jobs = [job for job in jobs if not results.has(job)]
     to_compile = [job for job in jobs if job.mode in COMPILED]
     if settings.device == "cuda" and len(to_compile) > 1:
-        results.compile_s |= compile_ahead(to_compile, settings, report)
+        results.compile_s |= compile_ahead(to_compile, settings, late, report)
     results.save()
     waiting: Process | None = None
     try:
         for place, job in enumerate(jobs):
-            if settings.time_limit is not None and time.monotonic() - started > settings.time_limit:
+            if late():
                 results.skipped += [left.id for left in jobs[place:]]
                 break
             process = waiting or Process(job, settings)
@@ -199,9 +203,13 @@ def place_in_tables(row: dict[str, Any]) -> tuple[int, int]:
     return [network.name for network in NETWORKS].index(row["model"]), list(MODES).index(row["mode"])
 
 
-def compile_ahead(jobs: list[Job], settings: Settings, report: Callable[[str], None]) -> dict[str, float]:
-    """Fill torch.compile's caches by processes side by side, as many as the GPU's memory takes. Seconds that each took;
-    what fails or does not end here fails when it is measured."""
+def compile_ahead(
+    jobs: list[Job], settings: Settings, late: Callable[[], bool], report: Callable[[str], None]
+) -> dict[str, float]:
+    """Fill torch.compile's caches by processes side by side, as many as the GPU's memory takes, until it is late.
+
+    Returns the seconds that each took. What fails here, or does not end, fails again when it is measured.
+    """
     room = torch.cuda.get_device_properties(0).total_memory / 2**30 * SHARE
     threads = max(1, (os.cpu_count() or 1) // 3)
     started = time.monotonic()
@@ -209,9 +217,10 @@ def compile_ahead(jobs: list[Job], settings: Settings, report: Callable[[str], N
     running: list[Process] = []
     seconds: dict[str, float] = {}
     try:
-        while pending or running:
+        while running or (pending and not late()):
             used = sum(process.job.network.gib for process in running)
-            for job in [job for job in pending if not running or used + job.network.gib <= room][:1]:
+            fitting = [job for job in pending if not running or used + job.network.gib <= room]
+            for job in fitting[:1] if not late() else ():
                 pending.remove(job)
                 running.append(Process(job, settings, compile_only=True, threads=threads))
                 running[-1].begin()
@@ -223,5 +232,5 @@ def compile_ahead(jobs: list[Job], settings: Settings, report: Callable[[str], N
         for process in running:
             process.end()
     if jobs:
-        report(f"compiled {len(jobs)} models in {time.monotonic() - started:.0f} s")
+        report(f"compiled {len(seconds)} of {len(jobs)} models in {time.monotonic() - started:.0f} s")
     return seconds
