@@ -16,7 +16,7 @@ ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum |
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
-.PHONY: help demo test env build lint types pytest format test-corpus test-gpu bench wheel test-wheel clean
+.PHONY: help demo test env build lint types pytest docs format test-corpus test-gpu bench bench-models wheel test-wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -59,6 +59,9 @@ pytest: $(ENV)  ## the tests alone, on the build that is there
 test-corpus:  ## patch every model of the corpus and compare; writes tests/corpus/TABLE.md unless ARGS narrow it
 	PYTHONPATH=.:tests HF_HUB_OFFLINE=1 $(PYTHON) -m corpus $(ARGS)
 
+docs: $(ENV)  ## the API reference, into build/site; nothing is fetched but the environment
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
 format: $(ENV)  ## let ruff format and fix what it can
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
@@ -72,6 +75,9 @@ test-gpu: fastlayers/_C.so  ## the tests on a GPU, with the python3 that is ther
 
 bench: fastlayers/_C.so  ## the benchmarks on a GPU, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m benchmarks run $(ARGS)
+
+bench-models: fastlayers/_C.so  ## whole models on a GPU, with its python3, transformers and timm (and Liger, if it has it)
+	PYTHONPATH=. $(PYTHON) -m benchmarks models $(ARGS)
 
 wheel: $(ENV)  ## dist/fastlayers-*-py3-none-linux_x86_64.whl, for every GPU from sm_80 on
 	rm -rf build/lib* dist

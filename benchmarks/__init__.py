@@ -10,6 +10,10 @@ startup.py           the import, and the first call of a kernel
 run.py               one case after the other: check, time, write down
 environment.py       the machine, the versions and the commit that a result belongs to
 report.py            tables, for the terminal and for Markdown
-plots.py             pictures, drawn from a result file
+networks.py          the whole models: how each is built and fed, and the modes
+models.py            the run over them, each model and mode in a process of its own
+model_worker.py      what such a process measures
+model_report.py      their tables, and which bars hold
+plots.py             pictures, drawn from a result file of either kind
 ===================  ==========================================================================================
 """

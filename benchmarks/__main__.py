@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import report
+from benchmarks import model_report, models, report
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 from benchmarks.implementations import TITLES
+from benchmarks.networks import MODES, NETWORKS
 from benchmarks.run import DeviceLostError, Settings
 from benchmarks.run import run as run_cases
 
@@ -110,9 +111,47 @@ def run(
             raise click.ClickException(
                 f"a kernel broke the CUDA context; what was measured is in {path}\n{error}"
             ) from None
-    results = load(path)
-    report.print_tables(results, wide_console())
-    draw(results, out, name)
+    show(path)
+    draw(load(path), out, name)
+
+
+@main.command("models")
+@click.option("--only", multiple=True, type=click.Choice([n.name for n in NETWORKS]), help="Only these; repeatable.")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(list(MODES)), help="Only these; repeatable.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
+@click.option("--name", default="models", show_default=True, help="The result file is NAME.json.")
+@click.option("--seconds", default=2.0, show_default=True, help="About how long each timed loop takes.")
+@click.option("--run-limit", default=240.0, show_default=True, help="Seconds after which a model in a mode is ended.")
+@click.option("--time-limit", type=float, help="Seconds after which no further one starts.")
+@click.option("--resume", is_flag=True, help="Keep what the file has, and measure the rest.")
+@click.option("--smoke", is_flag=True, help="Tiny models on the CPU: that everything runs. Writes NAME-smoke.json.")
+def run_models(
+    only: tuple[str, ...],
+    modes: tuple[str, ...],
+    out: Path,
+    name: str,
+    seconds: float,
+    run_limit: float,
+    time_limit: float | None,
+    resume: bool,
+    smoke: bool,
+) -> None:
+    """Measure whole models: training step and inference, in every mode, each in a fresh process."""
+    if not smoke and not torch.cuda.is_available():
+        raise click.UsageError("whole models need a GPU, and torch sees none; --smoke runs tiny ones here")
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"{name}-smoke" if smoke else name
+    device, seconds = ("cpu", 0.0) if smoke else ("cuda", seconds)
+    settings = models.Settings(device, smoke, seconds, run_limit, time_limit)
+    chosen_modes = [mode for mode in MODES if mode in (modes or MODES)]
+    jobs = [models.Job(n, mode) for n in NETWORKS if n.name in only or not only for mode in chosen_modes]
+    path = out / f"{name}.json"
+    try:
+        models.run(jobs, path, settings, resume, lambda line: click.echo(line, err=True))
+    except ValueError as error:
+        raise click.ClickException(f"{error}; without --resume it is written anew") from None
+    show(path)
+    draw(load(path), out, name)
 
 
 @main.command("list")
@@ -137,15 +176,16 @@ result_file = click.argument("file", type=click.Path(exists=True, dir_okay=False
 def table(file: Path, markdown: bool, into: Path | None) -> None:
     """Print the tables of a result file."""
     results = load(file)
+    of_kind = renderer(results)
     if into is not None:
         try:
-            into.write_text(report.put_into(into.read_text(), report.readme(results)))
+            into.write_text(report.put_into(into.read_text(), of_kind.readme(results), of_kind.MARKERS))
         except ValueError as error:
             raise click.ClickException(f"{into}: {error}") from None
     elif markdown:
-        click.echo(report.markdown(results), nl=False)
+        click.echo(of_kind.markdown(results), nl=False)
     else:
-        report.print_tables(results, wide_console())
+        show(file)
 
 
 @main.command()
@@ -163,9 +203,19 @@ def draw(results: dict[str, Any], out: Path, name: str) -> None:
         click.echo(f"drew {path}", err=True)
 
 
+def show(path: Path) -> None:
+    results = load(path)
+    renderer(results).print_tables(results, wide_console())
+
+
+def renderer(results: dict[str, Any]) -> Any:
+    """The module that renders results of their kind: of ops, or of whole models."""
+    return model_report if results.get("kind") == "models" else report
+
+
 def load(path: Path) -> dict[str, Any]:
     results = json.loads(path.read_text())
-    missing = {"environment", "copy_gbps", "rows"} - results.keys()
+    missing = {"environment", "rows", *([] if results.get("kind") == "models" else ["copy_gbps"])} - results.keys()
     if missing:
         raise click.ClickException(f"{path} is no result of this benchmark: it has no {', '.join(sorted(missing))}")
     return results

@@ -16,8 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
+from benchmarks import model_report
 from benchmarks.implementations import TITLES
-from benchmarks.report import caption
+from benchmarks.networks import MODES
+from benchmarks.report import caption, number
 
 #: Okabe and Ito's palette, distinguishable without colour vision. fastlayers' own backends are the saturated ones.
 COLOURS = {
@@ -29,6 +31,19 @@ COLOURS = {
     "triton": "#009E73",
     "cuda": "#D55E00",
     "cpu": "#D55E00",
+    "fastlayers_compile": "#009E73",
+}
+#: Of the kinds of kernels: what no fusion removes is grey and blue, what it is about is warm.
+KIND_COLOURS = {
+    "matrix products": "#4D4D4D",
+    "convolutions": "#808080",
+    "attention": "#0072B2",
+    "optimizer": "#56B4E9",
+    "fused layers": "#D55E00",
+    "compiled by torch": "#E69F00",
+    "other torch kernels": "#F0E442",
+    "copies": "#CC79A7",
+    "idle": "#E4E4E4",
 }
 MARKERS = {"naive": "v", "eager": "o", "compile": "s", "triton": "^", "cuda": "D"}
 DIRECTIONS = ("forward", "backward")
@@ -51,6 +66,8 @@ Row = dict[str, Any]
 
 def draw_all(results: dict[str, Any], out: Path, name: str) -> list[Path]:
     """Every picture that the results have rows for, as ``out/NAME-*.png``."""
+    if results.get("kind") == "models":
+        return draw_models(results, out, name)
     rows = [row for row in results["rows"] if row["status"] == "ok" and "gbps" in row.get("forward", {})]
     drawn = []
     with plt.rc_context(STYLE):
@@ -173,10 +190,8 @@ def bars(rows: list[Row], results: dict[str, Any], family: str) -> Figure:
     panels[0].set_ylim(len(cases) - 0.45, -0.55)
     line, *others = zip(*panels[0].get_legend_handles_labels(), strict=True)
     handles, labels = zip(*others, line, strict=True)
-    below_title = (0.5, 1 - 0.33 / inches)
-    figure.legend(handles, labels, loc="upper center", ncols=len(labels), bbox_to_anchor=below_title, columnspacing=1.5)
     title = f"{family}: share of the copy bandwidth reached, {rows[0]['dtype']}"
-    figure.suptitle(title, x=0.01, y=1 - 0.06 / inches, va="top", ha="left", fontweight="bold", fontsize=13)
+    legend_and_title(figure, list(handles), list(labels), title, inches)
     device = rows[0]["device"]
     note = f"black tick: what the case has to reach; copy {results['copy_gbps'][device]:,.0f} GB/s"
     footnote(figure, f"{note}; {results['clock'][device]}", caption(results))
@@ -189,3 +204,111 @@ def bar_ticks(axes: Axes, rows: list[Row], cases: list[str], direction: str) -> 
     for case, limit in limits.items():
         middle = cases.index(case)
         axes.plot([limit, limit], [middle - 0.42, middle + 0.42], color="black", linewidth=1.6, solid_capstyle="butt")
+
+
+# -------------------------------------------------------------------------------------------------- whole models
+
+
+def draw_models(results: dict[str, Any], out: Path, name: str) -> list[Path]:
+    """Time and memory against eager torch's, and where the GPU time of a training step goes."""
+    if not any(row["status"] == "ok" for row in results["rows"]):
+        return []
+    with plt.rc_context(STYLE):
+        drawn = [save(time_and_memory(results), out / f"{name}.png")]
+        if any("kinds" in row.get("training", {}) for row in results["rows"]):
+            drawn.append(save(kinds(results), out / f"{name}-kinds.png"))
+    return drawn
+
+
+#: Of a number beside a bar: readable where a line crosses it.
+LABEL: dict[str, Any] = {"color": "#444444", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}
+
+
+def time_and_memory(results: dict[str, Any]) -> Figure:
+    """One group of bars a model, as shares of eager torch's, with the numbers beside them."""
+    models = model_report.by_model(results)
+    present = [mode for mode in MODES if any(mode in rows and rows[mode]["status"] == "ok" for rows in models.values())]
+    metrics = [
+        metric
+        for metric in (model_report.STEP, model_report.STEP_PEAK, model_report.INFERENCE)
+        if any(metric.of(rows, "eager") for rows in models.values())
+    ]
+    inches = 1.7 + len(models) * (0.2 * len(present) + 0.14)
+    figure, grid = plt.subplots(
+        1, len(metrics), figsize=(12, inches), sharey=True, squeeze=False,
+        layout=ConstrainedLayoutEngine(rect=(0, 0.35 / inches, 1, 1 - 1.0 / inches)),
+    )  # fmt: skip
+    height = 0.82 / len(present)
+    for axes, metric in zip(grid[0], metrics, strict=True):
+        for group, rows in enumerate(models.values()):
+            found = {mode: (metric.ratio(rows, mode, "eager"), metric.of(rows, mode)) for mode in present}
+            known = [(mode, ratio[0], value) for mode, (ratio, value) in found.items() if ratio and value]
+            for place, (mode, length, value) in enumerate(known):
+                at = group + (place - (len(known) - 1) / 2) * height
+                axes.barh(at, length, height * 0.9, color=COLOURS[mode])
+                shown = number(value) if value >= 10 else f"{value:.2f}"
+                axes.annotate(
+                    shown, (length, at), (4, 0), textcoords="offset points", va="center", fontsize=7.5, **LABEL
+                )
+        axes.axvline(1, color="#333333", linewidth=1.2, linestyle=(0, (5, 3)))
+        axes.set_title(metric.title, pad=8, fontsize=11.5)
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", length=0)
+    titles = [f"{row['title']}\n{row['what']}" for row in (next(iter(rows.values())) for rows in models.values())]
+    grid[0][0].set_yticks(range(len(models)), titles, fontsize=9)
+    grid[0][0].set_ylim(len(models) - 0.45, -0.55)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[mode]) for mode in present]
+    title = "Whole models: time and memory, as shares of torch's (less is better)"
+    legend_and_title(figure, handles, [MODES[mode] for mode in present], title, inches)
+    footnote(figure, caption(results))
+    return figure
+
+
+def kinds(results: dict[str, Any]) -> Figure:
+    """GPU time of a training step by kind of kernel, a bar for each model and mode, as shares of eager's step."""
+    rows = [row for row in results["rows"] if "kinds" in row.get("training", {})]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    eager = {row["model"]: row["training"]["ms"] for row in rows if row["mode"] == "eager"}
+    places, at = [], 0.0
+    for before, row in zip([None, *rows], rows, strict=False):
+        at += 1.6 if before is not None and before["model"] != row["model"] else 1.0
+        places.append(at)
+    inches = 1.5 + 0.25 * (len(rows) + 0.6 * len(models))
+    figure, axes = plt.subplots(
+        figsize=(11, inches), layout=ConstrainedLayoutEngine(rect=(0, 0.3 / inches, 1, 1 - 1.15 / inches))
+    )
+    shown = [kind for kind in KIND_COLOURS if any(share(row, kind) for row in rows)]
+    for row, place in zip(rows, places, strict=True):
+        whole, left = eager.get(row["model"], row["training"]["ms"]), 0.0
+        for kind in shown:
+            length = share(row, kind) / whole
+            axes.barh(place, length, 0.85, left=left, color=KIND_COLOURS[kind])
+            left += length
+        axes.text(left + 0.01, place, f"{row['training']['ms']:.1f} ms", va="center", fontsize=8, color="#444444")
+    axes.set_yticks(places, [f"{row['title']}, {MODES[row['mode']]}" for row in rows], fontsize=8.5)
+    axes.set_ylim(places[-1] + 0.7, places[0] - 0.7)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=KIND_COLOURS[kind]) for kind in shown]
+    title = "GPU time of a training step by kind of kernel, as shares of torch's step"
+    legend_and_title(figure, handles, shown, title, inches, columns=(len(shown) + 1) // 2)
+    footnote(figure, caption(results))
+    return figure
+
+
+def share(row: Row, kind: str) -> float:
+    """Milliseconds of a kind of kernel in a training step."""
+    training = row["training"]
+    return model_report.idle_ms(training) if kind == "idle" else training["kinds"].get(kind, 0.0)
+
+
+def legend_and_title(
+    figure: Figure, handles: list[Any], labels: list[str], title: str, inches: float, columns: int | None = None
+) -> None:
+    figure.legend(
+        handles, labels, loc="upper center", ncols=columns or len(labels),
+        bbox_to_anchor=(0.5, 1 - 0.33 / inches), columnspacing=1.5,
+    )  # fmt: skip
+    figure.suptitle(title, x=0.01, y=1 - 0.06 / inches, va="top", ha="left", fontweight="bold", fontsize=13)

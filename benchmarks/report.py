@@ -6,7 +6,7 @@ default choice: whether it reached its bar, and whether eager, torch.compile or,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ NOISE = 1.03
 
 #: Between these two lines of the README stand the results.
 MARKERS = ("<!-- results:begin -->", "<!-- results:end -->")
+
+#: What the first columns of a table say.
+HEADS = ("case", "dtype", "what")
 
 Row = dict[str, Any]
 
@@ -190,8 +193,8 @@ def startup_line(entry: dict[str, Any]) -> Line:
     return Line(labels, {"fastlayers": f"{took:.3f}"}, () if bar is None else (verdict,))
 
 
-def columns(content: list[Line]) -> list[str]:
-    return [name for name in TITLES if any(name in line.cells for line in content)]
+def columns(content: list[Line], titles: Mapping[str, str]) -> list[str]:
+    return [name for name in titles if any(name in line.cells for line in content)]
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -218,22 +221,33 @@ def caption(results: dict[str, Any]) -> str:
 
 
 def print_tables(results: dict[str, Any], console: Console) -> None:
-    styles = {"good": "green", "bad": "bold red", "note": "dim"}
     for title, content in sections(results):
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
-        for heading in ("case", "dtype", "what"):
-            table.add_column(heading, no_wrap=True)
-        shown = columns(content)
-        for name in shown:
-            table.add_column(TITLES[name], justify="right", no_wrap=True)
-        table.add_column("fastlayers against its bar and torch")
-        for line in content:
-            verdict = Text("; ").join(Text(text, styles[kind]) for text, kind in line.verdicts)
-            cells = (line.cells.get(name, "") for name in shown)
-            table.add_row(*line.labels, *cells, verdict, style="on grey11" if line.loses else "")
-        console.print(table, "")
+        print_table(title, content, console)
     console.print(caption(results), style="dim")
     console.print(summary(results), style="bold")
+
+
+def print_table(
+    title: str,
+    content: list[Line],
+    console: Console,
+    heads: tuple[str, ...] = HEADS,
+    titles: Mapping[str, str] = TITLES,
+) -> None:
+    styles = {"good": "green", "bad": "bold red", "note": "dim"}
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
+    for heading in heads:
+        table.add_column(heading, no_wrap=True)
+    shown = columns(content, titles)
+    for name in shown:
+        table.add_column(titles[name], justify="right", no_wrap=True)
+    if any(line.verdicts for line in content):
+        table.add_column("verdict")
+    for line in content:
+        verdict = Text("; ").join(Text(text, styles[kind]) for text, kind in line.verdicts)
+        cells = (line.cells.get(name, "") for name in shown)
+        table.add_row(*line.labels, *cells, verdict, style="on grey11" if line.loses else "")
+    console.print(table, "")
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -241,14 +255,15 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join([*blocks, f"{caption(results)}. {summary(results)}."]) + "\n"
 
 
-def markdown_table(content: list[Line]) -> str:
-    shown = columns(content)
-    heads = ["case", "dtype", "what", *(TITLES[name] for name in shown), "verdict"]
-    block = ["| " + " | ".join(heads) + " |", "|" + "---|" * 3 + "---:|" * len(shown) + "---|"]
+def markdown_table(content: list[Line], heads: tuple[str, ...] = HEADS, titles: Mapping[str, str] = TITLES) -> str:
+    shown = columns(content, titles)
+    judged = any(line.verdicts for line in content)
+    names = [*heads, *(titles[name] for name in shown), *(["verdict"] if judged else [])]
+    block = ["| " + " | ".join(names) + " |", "|" + "---|" * len(heads) + "---:|" * len(shown) + "---|" * judged]
     for line in content:
         verdict = "; ".join(f"**{text}**" if kind == "bad" else text for text, kind in line.verdicts)
         cells = (line.cells.get(name, "") for name in shown)
-        block.append("| " + " | ".join([*line.labels, *cells, verdict]) + " |")
+        block.append("| " + " | ".join([*line.labels, *cells, *([verdict] if judged else [])]) + " |")
     return "\n".join(block)
 
 
@@ -261,19 +276,24 @@ def readme(results: dict[str, Any]) -> str:
         blocks += ["Where fastlayers misses its bar, or torch or torch.compile is faster:", markdown_table(losing)]
     for title, content in found:
         heading, _, rest = title.partition(": ")
-        summary_line = f"<summary>{heading}, {len(content)} rows{f': {rest}' if rest else ''}</summary>"
-        blocks.append(f"<details>{summary_line}\n\n{markdown_table(content)}\n\n</details>")
+        opened = f"{heading}, {len(content)} rows{f': {rest}' if rest else ''}"
+        blocks.append(folded_away(opened, markdown_table(content)))
     return "\n\n".join(blocks) + "\n"
 
 
-def put_into(text: str, content: str) -> str:
+def folded_away(summary_line: str, block: str) -> str:
+    """What a page shows at a click."""
+    return f"<details><summary>{summary_line}</summary>\n\n{block}\n\n</details>"
+
+
+def put_into(text: str, content: str, markers: tuple[str, str] = MARKERS) -> str:
     """``text`` with what stands between its markers replaced.
 
     Raises:
         ValueError: it does not hold both markers, in order.
     """
-    before, begin, rest = text.partition(MARKERS[0])
-    _, end, after = rest.partition(MARKERS[1])
+    before, begin, rest = text.partition(markers[0])
+    _, end, after = rest.partition(markers[1])
     if not (begin and end):
-        raise ValueError(f"expected a line {MARKERS[0]} and after it a line {MARKERS[1]}")
+        raise ValueError(f"expected a line {markers[0]} and after it a line {markers[1]}")
     return f"{before}{begin}\n{content}{end}{after}"

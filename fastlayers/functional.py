@@ -123,7 +123,9 @@ def log_softmax(
 
 
 def relu_add(x: Tensor, y: Tensor, bias: float | Tensor = 0.0) -> Tensor:
-    """relu(x) + y + bias in one pass.
+    r"""relu(x) + y + bias in one pass.
+
+    .. math:: z = \max(x, 0) + y + \text{bias}
 
     Stands for ``torch.relu(x) + y + bias``, rounded once instead of twice.
 
@@ -137,7 +139,9 @@ def relu_add(x: Tensor, y: Tensor, bias: float | Tensor = 0.0) -> Tensor:
 
 
 def add_relu(x: Tensor, y: Tensor) -> Tensor:
-    """relu(x + y) in one pass: how a residual block ends.
+    r"""relu(x + y) in one pass: how a residual block ends.
+
+    .. math:: z = \max(x + y, 0)
 
     Stands for ``torch.relu(x + y)``.
 
@@ -150,7 +154,10 @@ def add_relu(x: Tensor, y: Tensor) -> Tensor:
 
 
 def mul(x: Tensor, y: Tensor) -> Tensor:
-    """x·y, with both gradients from one kernel.
+    r"""x·y, with both gradients from one kernel.
+
+    .. math:: z = x \cdot y, \qquad \frac{\partial L}{\partial x} = y\, \frac{\partial L}{\partial z}, \qquad
+        \frac{\partial L}{\partial y} = x\, \frac{\partial L}{\partial z}
 
     Stands for ``x * y``. Where y broadcasts along x (a per-channel or per-row factor, squeeze-and-excite), the sum for
     its gradient is made in the same pass, in float32.
@@ -241,7 +248,10 @@ def add_layer_norm(
     dropout: float = 0.0,
     training: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + residual and its layer normalisation: how a block takes up the residual stream.
+    r"""The sum x + residual and its layer normalisation: how a block takes up the residual stream.
+
+    .. math:: s = x + \text{residual}, \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} \cdot
+        \text{weight} + \text{bias}
 
     Stands for ``s = F.dropout(x, dropout, training) + residual`` and ``F.layer_norm(s, ...)``. Both results carry
     gradients, and one backward kernel joins them.
@@ -274,7 +284,9 @@ def add_rms_norm(
     dropout: float = 0.0,
     training: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The sum x + residual and its root mean square normalisation.
+    r"""The sum x + residual and its root mean square normalisation.
+
+    .. math:: s = x + \text{residual}, \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} \cdot \text{weight}
 
     Stands for ``s = F.dropout(x, dropout, training) + residual`` and ``rms_norm(s, ...)``. Both results carry
     gradients, and one backward kernel joins them.
@@ -299,7 +311,10 @@ def add_rms_norm(
 def channel_layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """Layer normalisation over dimension 1, the channels of an image (N, C, H, W), at each pixel.
+    r"""Layer normalisation over dimension 1, the channels of an image (N, C, H, W), at each pixel.
+
+    .. math:: y_{n,c} = \frac{x_{n,c} - \mathrm{E}_c[x_n]}{\sqrt{\mathrm{Var}_c[x_n] + \epsilon}} \cdot
+        \text{weight}_c + \text{bias}_c
 
     Stands for ``F.layer_norm(x.permute(0, 2, 3, 1), (C,), weight, bias, eps).permute(0, 3, 1, 2)``, for any number of
     dimensions after the channels. As there the result is channels_last in memory, and a channels_last x is read as it
@@ -363,7 +378,10 @@ def instance_norm(
     *,
     act: str | None = None,
 ) -> Tensor:
-    """Instance normalisation, :func:`group_norm` with one channel in each group, and an activation in the same pass.
+    r"""Instance normalisation, :func:`group_norm` with one channel in each group, and an activation in the same pass.
+
+    .. math:: y = \text{act}\left( \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot \text{weight} +
+        \text{bias}\right)
 
     Stands for ``act(F.instance_norm(x, ...))``. Torch's function answers itself where there are running statistics.
 
@@ -435,7 +453,9 @@ def batch_norm(
 
 
 def bias_act(x: Tensor, bias: Tensor | None, act: str | None, **parameters: float) -> Tensor:
-    """act(x + bias) in one pass, and in the backward the bias' gradient in the same pass as x's.
+    r"""act(x + bias) in one pass, and in the backward the bias' gradient in the same pass as x's.
+
+    .. math:: y = \text{act}(x + \text{bias})
 
     Stands for ``act(x + bias)``, rounded once instead of twice. What follows a matrix product: that of a linear layer
     whose bias is left out, and added here.
@@ -466,7 +486,9 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str | None, **parameters: floa
 
 
 def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
-    """:func:`torch.nn.functional.gelu`, see :func:`bias_act`.
+    r""":func:`torch.nn.functional.gelu`, see :func:`bias_act`.
+
+    .. math:: y = x \cdot \Phi(x)
 
     Keeps: the input.
     """
@@ -476,7 +498,9 @@ def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def quick_gelu(input: Tensor) -> Tensor:
-    """x·sigmoid(1.702·x), the GELU of CLIP, in one pass; see :func:`bias_act`.
+    r"""x·sigmoid(1.702·x), the GELU of CLIP, in one pass; see :func:`bias_act`.
+
+    .. math:: y = \frac{x}{1 + \exp(-1.702\, x)}
 
     Keeps: the input.
     """
@@ -484,7 +508,9 @@ def quick_gelu(input: Tensor) -> Tensor:
 
 
 def relu2(input: Tensor) -> Tensor:
-    """relu(x)², the activation of Primer, in one pass; see :func:`bias_act`.
+    r"""relu(x)², the activation of Primer, in one pass; see :func:`bias_act`.
+
+    .. math:: y = \max(x, 0)^2
 
     Keeps: the input.
     """
@@ -492,7 +518,9 @@ def relu2(input: Tensor) -> Tensor:
 
 
 def mish(input: Tensor, inplace: bool = False) -> Tensor:
-    """:func:`torch.nn.functional.mish`, which answers itself in place; see :func:`bias_act`.
+    r""":func:`torch.nn.functional.mish`, which answers itself in place; see :func:`bias_act`.
+
+    .. math:: y = x \cdot \tanh(\log(1 + \exp(x)))
 
     Keeps: the input.
     """
@@ -500,36 +528,63 @@ def mish(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
-    """:func:`torch.nn.functional.silu`, whose own kernels serve where no backend is forced; see :func:`bias_act`."""
+    r""":func:`torch.nn.functional.silu`, whose own kernels serve where no backend is forced; see :func:`bias_act`.
+
+    .. math:: y = \frac{x}{1 + \exp(-x)}
+
+    Keeps: the input.
+    """
     return _bias_act.in_place(F.silu, input) if inplace else _bias_act.bias_act(input, None, "silu", {})
 
 
 def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
-    """:func:`torch.nn.functional.hardswish`, served as :func:`silu` is."""
+    r""":func:`torch.nn.functional.hardswish`, served as :func:`silu` is.
+
+    .. math:: y = x \cdot \frac{\min(\max(x + 3, 0), 6)}{6}
+
+    Keeps: the input.
+    """
     return _bias_act.in_place(F.hardswish, input) if inplace else _bias_act.bias_act(input, None, "hardswish", {})
 
 
 def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-    """:func:`torch.nn.functional.leaky_relu`, served as :func:`silu` is."""
+    r""":func:`torch.nn.functional.leaky_relu`, served as :func:`silu` is.
+
+    .. math:: y = \max(x, 0) + \text{negative\_slope} \cdot \min(x, 0)
+
+    Keeps: the input.
+    """
     if inplace:
         return _bias_act.in_place(F.leaky_relu, input, negative_slope)
     return _bias_act.bias_act(input, None, "leaky_relu", {"negative_slope": negative_slope})
 
 
 def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """:func:`torch.nn.functional.elu`, served as :func:`silu` is."""
+    r""":func:`torch.nn.functional.elu`, served as :func:`silu` is.
+
+    .. math:: y = \max(x, 0) + \min(\alpha\, (\exp(x) - 1), 0)
+
+    Keeps: the input.
+    """
     return (
         _bias_act.in_place(F.elu, input, alpha) if inplace else _bias_act.bias_act(input, None, "elu", {"alpha": alpha})
     )
 
 
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    """:func:`torch.nn.functional.softplus`, served as :func:`silu` is."""
+    r""":func:`torch.nn.functional.softplus`, served as :func:`silu` is.
+
+    .. math:: y = \frac{1}{\beta} \log(1 + \exp(\beta x))
+
+    Keeps: the input.
+    """
     return _bias_act.bias_act(input, None, "softplus", {"beta": beta, "threshold": threshold})
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate)·up, the gate of Llama's MLP, in one pass forward and one backward.
+    r"""silu(gate)·up, the gate of Llama's MLP, in one pass forward and one backward.
+
+    .. math:: y = \frac{\text{gate}}{1 + \exp(-\text{gate})} \cdot \text{up}
 
     Stands for ``F.silu(gate) * up``, rounded once instead of twice.
 
@@ -544,7 +599,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    """gelu(gate)·up in one pass forward and one backward.
+    r"""gelu(gate)·up in one pass forward and one backward.
+
+    .. math:: y = \text{gelu}(\text{gate}) \cdot \text{up}
 
     Stands for ``F.gelu(gate, approximate=approximate) * up``. Arguments and what is kept are those of :func:`swiglu`.
     """
@@ -554,7 +611,9 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 
 
 def reglu(gate: Tensor, up: Tensor) -> Tensor:
-    """relu(gate)·up in one pass forward and one backward.
+    r"""relu(gate)·up in one pass forward and one backward.
+
+    .. math:: y = \max(\text{gate}, 0) \cdot \text{up}
 
     Stands for ``F.relu(gate) * up``. Arguments and what is kept are those of :func:`swiglu`.
     """
@@ -593,7 +652,9 @@ def gated_linear(
 
 
 def glu(x: Tensor, act: str | None = "sigmoid", dim: int = -1, *, gate_first: bool = False) -> Tensor:
-    """a·act(b) for the halves a and b of a tensor along one dimension, or act(a)·b, without copies of them.
+    r"""a·act(b) for the halves a and b of a tensor along one dimension, or act(a)·b, without copies of them.
+
+    .. math:: y = a \cdot \text{act}(b), \qquad (a, b) = x
 
     Stands for :func:`torch.nn.functional.glu` with any activation: ``a, b = x.chunk(2, dim); a * act(b)``.
 
@@ -846,6 +907,8 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
 ) -> Tensor:
     r"""Cross-entropy of logits whose classes are spread over the ranks of a process group, with two all-reduces.
+
+    .. math:: l_i = \log \sum_c \exp(s_c) - s_t, \qquad c \text{ in the shards of all ranks}
 
     Stands for ``cross_entropy(torch.cat(shards, -1), target)``: every rank of the group calls it with its own shard of
     the logits, as a linear layer whose weight is sharded over the vocabulary gives it, and with the same target, and

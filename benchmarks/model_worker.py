@@ -1,0 +1,280 @@
+"""One model in one mode, in a process of its own: ``python3 -m benchmarks.model_worker NETWORK MODE RESULT``.
+
+It imports its libraries, waits for a line on its standard input, measures, and writes the row into the file RESULT. So
+the process after the one that measures can import while it waits.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fastlayers
+from benchmarks.networks import MODES, Batch, Network, UnavailableError, compiled, folds, network, prepare
+from benchmarks.precompile import share_compiled_code
+from benchmarks.timing import device_events
+
+LEARNING_RATE = 1e-4
+LOSSES = 10  # steps whose losses are compared; they warm up what is timed after them
+WARM = 3  # calls before inference is timed
+PROFILED = 2  # calls in a profile: kernels differ little from one to the next
+LEAST, MOST = 8, 40  # timed calls
+OUTPUTS = 64  # numbers of an inference's result that are kept for comparison
+
+#: Where GPU time goes: the first pattern that is found in a kernel's name. Those of Inductor's kernels name the
+#: operations that were fused, so they come first. 1x1 convolutions that are computed as matrix products count as these.
+PATTERNS = {
+    "compiled by torch": re.compile(r"^triton_(poi|red|per|for|mix)"),
+    "attention": re.compile(r"flash|fmha|attention|sdpa"),
+    "optimizer": re.compile(r"multi_tensor_apply|[Ff]used_?[Aa]dam"),
+    "convolutions": re.compile(r"fprop|dgrad|wgrad|conv\dd|conv_|convolv|depthwise|implicit_gemm|n(chw|hwc)ToN"),
+    "matrix products": re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitK|^triton_tem_"),
+    "copies": re.compile(r"^Mem(cpy|set)"),
+}
+FUSED, OTHER = "fused layers", "other torch kernels"
+
+
+@click.command()
+@click.argument("name")
+@click.argument("mode", type=click.Choice(list(MODES)))
+@click.argument("result", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--device", "device_name", default="cuda")
+@click.option("--seconds", default=2.0, help="About how long each timed loop takes.")
+@click.option("--tiny", is_flag=True, help="The small configuration.")
+@click.option("--compile-only", is_flag=True, help="Fill torch.compile's caches and time nothing.")
+def main(name: str, mode: str, result: Path, device_name: str, seconds: float, tiny: bool, compile_only: bool) -> None:
+    chosen = network(name)
+    import_libraries(mode)
+    sys.stdin.readline()
+    device = torch.device(device_name)
+    share_compiled_code()
+    try:
+        row = measure(chosen.tiny() if tiny else chosen, mode, device, seconds, compile_only)
+    except (UnavailableError, ImportError) as error:
+        row = {"status": "unavailable", "reason": str(error)}
+    except Exception as error:  # a mode may fail in any way; the parent goes on with the others
+        row = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
+    result.write_text(json.dumps(row))
+
+
+def import_libraries(mode: str) -> None:
+    """What takes seconds to import. Where one is missing, the build says so."""
+    for library in ("transformers", "timm", *(["liger_kernel.transformers"] if mode == "liger" else [])):
+        try:
+            __import__(library)
+        except ImportError:
+            continue
+
+
+def measure(chosen: Network, mode: str, device: torch.device, seconds: float, compile_only: bool) -> dict[str, Any]:
+    """Inference with the initial weights, then training from them."""
+    model, batch, patched = make(chosen, mode, device)
+    row: dict[str, Any] = {"status": "ok", "reason": None, "patched": patched}
+    row["weights_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
+    row["inference"] = inference(chosen, model, batch, mode, seconds, compile_only)
+    row["training"] = training(chosen, model, batch, mode, seconds, compile_only)
+    if mode == "eager" and not compile_only:
+        del model
+        row["training"]["losses_apart"] = other_losses(chosen, device)
+    return row
+
+
+def make(chosen: Network, mode: str, device: torch.device) -> tuple[nn.Module, Batch, str]:
+    """The same weights and the same batch in every process."""
+    torch.manual_seed(0)
+    model, batch = chosen.build(device), chosen.example(device)
+    return model, batch, prepare(model, mode)
+
+
+# -- inference and training -------------------------------------------------------------------------------------------
+
+
+def inference(
+    chosen: Network, model: nn.Module, batch: Batch, mode: str, seconds: float, compile_only: bool
+) -> dict[str, Any]:
+    model.eval()
+    folded = folds(model, mode)
+    if folded:
+        fastlayers.fold_batch_norm(model)
+    called = compiled(model, mode)
+    with torch.no_grad():
+        found, result = timed(lambda: chosen.predict(called, batch), batch, WARM, seconds, compile_only)
+    if folded:
+        fastlayers.unfold_batch_norm(model)
+    found["outputs"] = sample(result)
+    found["folded"] = folded
+    return found
+
+
+def training(
+    chosen: Network, model: nn.Module, batch: Batch, mode: str, seconds: float, compile_only: bool
+) -> dict[str, Any]:
+    """Forward, backward and optimizer, again and again on one batch, so that the losses fall if the gradients are
+    right."""
+    step = trainer(chosen, model, batch, mode, seed=1)
+    losses: list[Tensor] = []
+    found, _ = timed(lambda: losses.append(step()), batch, LOSSES, seconds, compile_only)
+    found["losses"] = [loss.item() for loss in losses[:LOSSES]]
+    return found
+
+
+def trainer(chosen: Network, model: nn.Module, batch: Batch, mode: str, seed: int) -> Callable[[], Tensor]:
+    """One training step, with the dropouts that this seed draws."""
+    model.train()
+    called = compiled(model, mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    torch.manual_seed(seed)
+
+    def step() -> Tensor:
+        loss = chosen.loss(called, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def other_losses(chosen: Network, device: torch.device) -> list[float]:
+    """Of another run of eager torch that computes the same: other dropouts, and weights that differ by a rounding."""
+    model, batch, _ = make(chosen, "eager", device)
+    half = torch.finfo(torch.bfloat16 if device.type == "cuda" else torch.float32).eps / 2
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + half * torch.empty_like(weight, dtype=torch.float32).uniform_(-1, 1))
+    step = trainer(chosen, model, batch, "eager", seed=2)
+    losses = [step() for _ in range(LOSSES)]
+    return [loss.item() for loss in losses]
+
+
+def sample(result: Tensor) -> list[float]:
+    """Numbers from all over the result, at places that are the same in every process."""
+    places = torch.randint(result.numel(), (OUTPUTS,), generator=torch.Generator().manual_seed(0))
+    return result.detach().flatten()[places.to(result.device)].float().tolist()
+
+
+# -- how it is measured -----------------------------------------------------------------------------------------------
+
+
+def timed(
+    call: Callable[[], Any], batch: Batch, warm: int, seconds: float, compile_only: bool
+) -> tuple[dict[str, Any], Any]:
+    """Times, memory and kernels of a call, after ``warm`` calls of which the first one compiles; and a result of it."""
+    device = next(iter(batch.values())).device
+    started = time.perf_counter()
+    result = call()
+    synchronize(device)
+    found: dict[str, Any] = {"first_s": round(time.perf_counter() - started, 3)}
+    if compile_only:
+        return found, result
+    for _ in range(warm - 1):
+        call()
+    gc.collect()
+    reset_peak(device)
+    durations = durations_ms(call, device, seconds)
+    quartiles = statistics.quantiles(durations, n=4)
+    found |= {"ms": rounded(quartiles[1]), "spread_ms": rounded(quartiles[2] - quartiles[0]), "calls": len(durations)}
+    if device.type == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        found |= kinds_of(call, device)
+    return found, result
+
+
+def durations_ms(call: Callable[[], Any], device: torch.device, seconds: float) -> list[float]:
+    """Of calls one after the other, without waiting in between, as a training loop makes them.
+
+    On a GPU the time from the end of one call's work to the end of the next one's: where Python is slower than the GPU,
+    that is what is seen.
+    """
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    synchronize(device)
+    count = max(LEAST, min(MOST, int(seconds / (time.perf_counter() - started))))
+    if device.type != "cuda":
+        times = [time.perf_counter()]
+        for _ in range(count):
+            call()
+            times.append(time.perf_counter())
+        return [1e3 * (after - before) for before, after in pairwise(times)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    ends[0].record()
+    for end in ends[1:]:
+        call()
+        end.record()
+    synchronize(device)
+    return [before.elapsed_time(after) for before, after in pairwise(ends)]
+
+
+def kinds_of(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """GPU time of a call by kind of kernel, in ms, and how many kernels it launches."""
+    with profile(activities=[ProfilerActivity.CUDA]):  # the first session starts CUPTI, and may miss kernels
+        torch.zeros(1, device=device)
+        synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(PROFILED):
+            call()
+        synchronize(device)
+    events = device_events(prof)
+    fused = fused_kernels()
+    kinds = dict.fromkeys((*PATTERNS, FUSED, OTHER), 0.0)
+    for event in events:
+        kinds[kind(event.name, fused)] += event.duration_us / 1e3 / PROFILED
+    slowest: dict[str, float] = {}
+    for event in events:
+        slowest[event.name[:160]] = slowest.get(event.name[:160], 0.0) + event.duration_us / 1e3 / PROFILED
+    return {
+        "gpu_ms": rounded(sum(kinds.values())),
+        "kinds": {name: rounded(ms) for name, ms in kinds.items()},
+        "kernels": len(events) // PROFILED,
+        "slowest": {name: rounded(slowest[name]) for name in sorted(slowest, key=lambda n: -slowest[n])[:12]},
+    }
+
+
+def kind(name: str, fused: frozenset[str]) -> str:
+    """Of a kernel, by its name; ``fused`` are the names of the Triton kernels of fastlayers and Liger."""
+    if "fastlayers::" in name or name in fused:
+        return FUSED
+    return next((kind for kind, pattern in PATTERNS.items() if pattern.search(name)), OTHER)
+
+
+def fused_kernels() -> frozenset[str]:
+    """The names of the Triton functions in the modules of fastlayers and Liger that are loaded."""
+    return frozenset(
+        value.__name__
+        for module_name, module in list(sys.modules.items())
+        if module_name.startswith(("fastlayers.kernels.", "liger_kernel."))
+        for value in vars(module).values()
+        if type(value).__module__.startswith("triton.") and hasattr(value, "__name__")
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""The benchmark of whole models: what a process measures, the run over them, tables and plots. No timing is judged."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from torch import nn
+
+from benchmarks import model_report, model_worker, models, networks, plots
+from benchmarks.__main__ import main
+from benchmarks.model_worker import kind, measure
+from benchmarks.networks import MODES, NETWORKS, Network, UnavailableError
+
+CPU = torch.device("cpu")
+FLASH = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0"
+KERNELS = {
+    "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT": "matrix products",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_64x64>": "matrix products",
+    "sm80_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc": "convolutions",
+    "void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel_generic": "convolutions",
+    FLASH: "attention",
+    "pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>": "attention",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+    "triton_poi_fused__scaled_dot_product_flash_attention_convolution_2": "compiled by torch",
+    "triton_tem_fused_mm_0": "matrix products",
+    "void fastlayers::(anonymous namespace)::layer_norm_forward<c10::BFloat16>": "fused layers",
+    "_rms_norm_forward_kernel": "fused layers",
+    "Memcpy DtoD (Device -> Device)": "copies",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "other torch kernels",
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), KERNELS.items(), ids=lambda text: text[:30])
+def test_kinds_of_kernels(name, expected):
+    assert kind(name, frozenset({"_rms_norm_forward_kernel"})) == expected
+
+
+def test_fused_kernels_are_those_of_fastlayers():
+    pytest.importorskip("triton")
+    from fastlayers.kernels import softmax  # noqa: F401
+
+    assert {"_whole_forward", "_whole_backward"} <= model_worker.fused_kernels()
+
+
+# ----------------------------------------------------------------------------------------------------- one process
+
+
+class Residual(nn.Module):
+    def __init__(self, channels, p):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.drop = nn.Dropout(p) if p else nn.Identity()
+
+    def forward(self, x):
+        return torch.relu(self.drop(self.norm(self.conv(x))) + x)
+
+
+@dataclass(frozen=True)
+class Toy(Network):
+    p: float = 0.0
+
+    def build(self, device):
+        return networks.used(nn.Sequential(nn.Conv2d(3, 8, 3), Residual(8, self.p), Residual(8, self.p)))
+
+    def example(self, device):
+        return {"images": torch.randn(4, 3, 8, 8), "labels": torch.randint(8, (4,))}
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch["images"]).mean((2, 3)), batch["labels"])
+
+    def predict(self, model, batch):
+        return model(batch["images"]).mean((2, 3))
+
+
+def toy(mode, p=0.0):
+    return measure(Toy("toy", "Toy", "", 4, 8, p=p), mode, CPU, seconds=0.0, compile_only=False)
+
+
+def test_a_process_measures_training_and_inference():
+    eager, ours = toy("eager"), toy("fastlayers")
+    assert "2 batch_norm" in ours["patched"]
+    assert ours["inference"]["folded"]
+    assert not eager["inference"]["folded"]
+    for row in (eager, ours):
+        assert row["training"]["ms"] > 0
+        assert row["inference"]["calls"] == model_worker.LEAST
+        assert row["training"]["losses"][-1] < row["training"]["losses"][0]
+    rows = {"eager": eager, "fastlayers": ours}
+    for mode, row in rows.items():
+        row["mode"] = mode
+    assert model_report.losses_apart(rows, "fastlayers") < 1e-4
+    assert model_report.outputs_apart(rows, "fastlayers") < 1e-4
+    assert list(model_report.disagreements(rows)) == []
+
+
+def test_eager_shows_how_far_equal_runs_may_be_apart():
+    plain, dropping = toy("eager")["training"], toy("eager", p=0.5)["training"]
+    assert 0 < model_report.distance(plain["losses_apart"], plain["losses"]) < 1e-4
+    assert model_report.distance(dropping["losses_apart"], dropping["losses"]) > 1e-3
+    assert "losses_apart" not in toy("fastlayers", p=0.5)["training"]
+
+
+def test_compiling_ahead_times_nothing():
+    row = measure(Toy("toy", "Toy", "", 4, 8), "eager", CPU, seconds=0.0, compile_only=True)
+    assert row["training"].keys() == {"first_s", "losses"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="Liger is installed")
+def test_liger_is_no_dependency():
+    with pytest.raises(UnavailableError, match="Liger is not there"):
+        networks.prepare(nn.Linear(2, 2), "liger")
+
+
+# --------------------------------------------------------------------------------------------------------- the run
+
+
+def jobs(*ids):
+    return [models.Job(networks.network(name), mode) for name, mode in (text.split("/") for text in ids)]
+
+
+TINY = models.Settings("cpu", tiny=True, seconds=0.0)
+
+
+@pytest.mark.slow
+def test_smoke(tmp_path):
+    """The command on tiny models, each mode in a fresh process."""
+    pytest.importorskip("transformers")
+    arguments = ["models", "--smoke", "--only", "bert", "--mode", "eager", "--mode", "fastlayers"]
+    done = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "models-smoke.json").read_text())["rows"]
+    assert [(row["mode"], row["status"], row["reason"]) for row in rows] == [
+        ("eager", "ok", None),
+        ("fastlayers", "ok", None),
+    ]
+    assert "losses and outputs agree with torch's: met" in done.output
+    assert (tmp_path / "models-smoke.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", NETWORKS, ids=lambda network: network.name)
+def test_tiny_networks_agree(chosen):
+    """In this process: every network is built, trained and patched."""
+    pytest.importorskip("transformers" if isinstance(chosen, networks.LanguageModel) else "timm")
+    rows = {mode: measure(chosen.tiny(), mode, CPU, 0.0, False) for mode in ("eager", "fastlayers")}
+    assert " patched: " in rows["fastlayers"]["patched"]
+    assert list(model_report.disagreements(rows)) == []
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed(tmp_path):
+    path = tmp_path / "r.json"
+    reports = []
+    found = models.run(jobs("llama/liger", "vit/liger"), path, replace(TINY, time_limit=-1.0), report=reports.append)
+    assert (found.rows, found.skipped) == ([], ["llama/liger", "vit/liger"])
+    found = models.run(jobs("vit/liger"), path, replace(TINY, run_limit=0.0), report=reports.append)
+    assert [row["reason"] for row in found.rows] == ["ended after 0 s"]
+    content = json.loads(path.read_text())
+    content["rows"].append({"model": "llama", "mode": "eager", "status": "ok", "reason": None})
+    path.write_text(json.dumps(content))
+    both = jobs("llama/eager", "vit/liger")
+    found = models.run(both, path, replace(TINY, run_limit=0.0), resume=True, report=reports.append)
+    assert [(row["model"], row["status"]) for row in found.rows] == [("llama", "ok"), ("vit", "failed")]
+    with pytest.raises(ValueError, match=r"r.json is of a run with seconds 0.0; expected 3.0"):
+        models.run([], path, replace(TINY, seconds=3.0), resume=True)
+
+
+def test_what_compiles_side_by_side_fits_into_the_gpu(monkeypatch):
+    alive, most = [], []
+
+    class Fake:
+        def __init__(self, job, settings, compile_only, threads):
+            self.job, self.polls = job, 0
+
+        def begin(self):
+            alive.append(self)
+            most.append(sum(process.job.network.gib for process in alive))
+
+        def running(self, limit):
+            self.polls += 1
+            return self.polls < 4
+
+        def finish(self, limit):
+            alive.remove(self)
+            return {"took_s": 1.0}
+
+    monkeypatch.setattr(models, "Process", Fake)
+    monkeypatch.setattr(models.time, "sleep", lambda seconds: None)
+    gpu = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    wanted = [models.Job(network, "compile") for network in NETWORKS]
+    reports = []
+    found = models.compile_ahead(wanted, models.Settings(), lambda: False, reports.append)
+    assert set(found) == {job.id for job in wanted}
+    assert max(network.gib for network in NETWORKS) < max(most) <= models.SHARE * 80
+    assert len(alive) == 0
+    assert "compiled 7 of 7 models" in reports[0]
+    assert models.compile_ahead(wanted, models.Settings(), lambda: True, reports.append) == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_whole_models_need_a_gpu():
+    refused = CliRunner().invoke(main, ["models"])
+    assert refused.exit_code == 2
+    assert "--smoke runs tiny ones" in refused.output
+
+
+# ------------------------------------------------------------------------------------------------ tables and plots
+
+
+def part(ms, peak, losses=(11.0, 10.0), apart=0.0):
+    kinds = {"matrix products": ms / 2, "fused layers": ms / 4}
+    return {
+        "ms": ms,
+        "peak_bytes": peak * 2**30,
+        "gpu_ms": 0.75 * ms,
+        "kinds": kinds,
+        "kernels": 100,
+        "losses": list(losses),
+        "losses_apart": [loss * (1 + apart) for loss in losses],
+        "outputs": [1.0, 2.0],
+    }
+
+
+def row(model, mode, ms, peak=10.0, **more):
+    network = networks.network(model)
+    labels = {"model": model, "title": network.title, "what": network.describe("cuda"), "mode": mode}
+    measured = {"training": part(ms, peak, **more), "inference": part(ms / 3, peak / 2)}
+    return labels | {"status": "ok", "reason": None} | measured
+
+
+def results(*rows, skipped=()):
+    environment = {
+        "device": "H100",
+        "driver": "1",
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "commit": "abc",
+        "date": "2026",
+    }
+    settings = {"device": "cuda", "tiny": False, "seconds": 2.0}
+    return {
+        "kind": "models",
+        "environment": environment,
+        "settings": settings,
+        "rows": list(rows),
+        "skipped": list(skipped),
+    }
+
+
+FAILED = {"model": "vit", "title": "ViT-B/16", "what": "64x224x224, AMP bf16", "mode": "liger"}
+FAILED = FAILED | {"status": "failed", "reason": "ended after 240 s"}
+SAMPLE = results(
+    row("llama", "eager", 200.0, 40.0),
+    row("llama", "compile", 180.0, 42.0),
+    row("llama", "liger", 150.0, 20.0),
+    row("llama", "fastlayers", 144.0, 25.0),
+    row("llama", "fastlayers_compile", 175.0, 40.0),
+    row("vit", "eager", 50.0),
+    row("vit", "compile", 40.0),
+    FAILED,
+    row("vit", "fastlayers", 44.0, losses=(11.0, 10.5)),
+    skipped=["bert/eager"],
+)
+
+
+def lines():
+    return {line.labels: [text for text, _ in line.verdicts] for line in model_report.lines(SAMPLE)}
+
+
+def test_verdicts_name_the_better_rival():
+    found = lines()
+    llama, vit = "Llama 1.2B (4x2048, bf16)", "ViT-B/16 (64x224x224, AMP bf16)"
+    assert found[llama, "training step, ms"] == ["0.80x torch.compile", "0.96x Liger", "compiled 0.97x torch.compile"]
+    assert found[llama, "training, peak GiB"] == ["0.62x torch", "1.25x Liger, loses", "compiled 0.95x torch.compile"]
+    assert found[vit, "training step, ms"] == ["Liger failed: ended after 240 s", "1.10x torch.compile, loses"]
+
+
+def test_losses_that_differ_are_told():
+    assert lines()["ViT-B/16 (64x224x224, AMP bf16)", "losses, distance from torch's"] == [
+        "fastlayers: losses 4.5e-02 from torch's; expected 1e-02"
+    ]
+    excused = row("vit", "eager", 50.0, apart=0.03)
+    assert list(model_report.disagreements({"eager": excused, "fastlayers": SAMPLE["rows"][-1]})) == []
+    broken = row("vit", "fastlayers", 44.0, losses=(11.0, float("nan")))
+    assert [kind for _, kind in model_report.disagreements({"eager": excused, "fastlayers": broken})] == ["bad"]
+
+
+def test_bars_count_models():
+    assert model_report.judged(SAMPLE) == [
+        "training step no slower than the better of torch and torch.compile: 1 of 2, bar 2 MISSED",
+        "at most 0.90x of it: 1 of 2, bar 4 MISSED",
+        "peak memory of a training step no more than the lower of theirs: 2 of 2, bar 2 met",
+        "training step at most 0.90x of Liger's: 0 of 1, bar 1 MISSED",
+        "no more peak memory than Liger: 0 of 1, bar 1 MISSED",
+        "compiled, a training step no slower than torch.compile's: 1 of 1, bar 1 met",
+        "compiled, at most 0.95x of torch.compile's: 0 of 1, bar 4 MISSED",
+        "inference no slower than torch.compile's: 1 of 2, bar 4 MISSED",
+        "losses and outputs agree with torch's: MISSED by ViT-B/16 (64x224x224, AMP bf16)",
+        "1 not run: bert/eager",
+    ]
+
+
+def test_time_that_the_gpu_waits_is_a_kind():
+    first = model_report.kind_lines(SAMPLE)[0]
+    assert first.labels == ("Llama 1.2B", "torch")
+    assert first.cells == {"matrix products": "100.0", "fused layers": "50.0", "idle": "50.0", "kernels": "100"}
+
+
+def test_results_go_into_the_readme(tmp_path):
+    file, page = tmp_path / "models.json", tmp_path / "page.md"
+    file.write_text(json.dumps(SAMPLE))
+    page.write_text("before\n<!-- models:begin -->\nSTALE\n<!-- models:end -->\nafter\n")
+    done = CliRunner().invoke(main, ["table", str(file), "--into", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "STALE" not in text
+    assert text.endswith("<!-- models:end -->\nafter\n")
+    in_sight = text.partition("<details>")[0]
+    assert "**1.10x torch.compile, loses**" in in_sight
+    assert "bar 2 met" in in_sight
+    assert all(line.endswith("|") for line in text.splitlines() if line.startswith("|"))
+    for arguments in (["table", str(file)], ["table", str(file), "--markdown"]):
+        shown = CliRunner().invoke(main, arguments)
+        assert shown.exit_code == 0, shown.output
+        assert "Llama 1.2B" in shown.output
+
+
+def test_plots_of_models(tmp_path):
+    assert plots.draw_all(SAMPLE, tmp_path, "models") == [tmp_path / "models.png", tmp_path / "models-kinds.png"]
+    assert plots.draw_all(results(FAILED), tmp_path, "none") == []
+
+
+def test_every_mode_has_a_colour():
+    assert set(MODES) <= set(plots.COLOURS)
+    assert {*model_worker.PATTERNS, model_worker.FUSED, model_worker.OTHER, "idle"} == set(plots.KIND_COLOURS)
