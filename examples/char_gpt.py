@@ -236,7 +236,8 @@ class Processes:
         mesh = dist.init_device_mesh(self.device.type, (self.world,))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
 
 
 # training ------------------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ def train(
     title: str,
     *,
     batch_size: int = 64,
+    stop_at: int | None = None,
     checkpoint: Path | None = None,
     resume: bool = False,
 ) -> History:
@@ -88,4 +89,4 @@ def train(
         return {"loss": torch.stack(losses).mean().item(), "accuracy": accuracy(model, digits)}
 
     saved = Checkpoint(checkpoint, model, optimizer) if checkpoint is not None else None
-    return fit(title, epochs, epoch, checkpoint=saved, resume=resume)
+    return fit(title, epochs, epoch, stop_at=stop_at, checkpoint=saved, resume=resume)

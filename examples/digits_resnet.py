@@ -10,7 +10,6 @@ makes the BatchNorms part of the convolutions.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from digits import PANELS, Digits, accuracy, set_up, train, train_step
 from fastlayers import fold_batch_norm, patch_model, patch_report, unfold_batch_norm, verify_patch
 from fastlayers.backends import choose
 from fastlayers.checkpoint import load_model, save_model
-from training import DEVICE, OUT, console, draw_curves, synchronize
+from training import DEVICE, OUT, console, draw_curves, in_turns
 
 #: Images in a timed batch: enough that a GPU works rather than waits for Python.
 TIMED_BATCH = {"cpu": 256, "cuda": 8192}
@@ -77,20 +76,6 @@ class DigitsResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
-
-
-def in_turns(first: Callable[[], object], second: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Milliseconds of both: the fastest of 20 calls each, in turns, so that what else the machine does counts least."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(25):
-        for function, its in zip((first, second), times, strict=True):
-            synchronize(device)
-            start = time.perf_counter()
-            function()
-            synchronize(device)
-            if turn >= 5:  # the first ones warm up
-                its.append((time.perf_counter() - start) * 1e3)
-    return min(times[0]), min(times[1])
 
 
 def compare_speed(stock: nn.Module, patched: nn.Module, digits: Digits) -> Table:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +59,6 @@ def seed_all(*what: int) -> None:
     torch.manual_seed(number)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # checkpoints ---------------------------------------------------------------------------------------------------------
 
 
@@ -83,7 +79,7 @@ class Checkpoint:
     def save(self, history: History) -> None:
         from safetensors.torch import save_file
 
-        tensors = self._tensors(full_state_dict=True, cpu_offload=True)  # gathered by all processes, kept by the first
+        tensors = self._tensors(whole=True)  # gathered by all processes, kept by the first
         if not IS_FIRST:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +101,7 @@ class Checkpoint:
 
         if not self.path.is_file():
             raise click.UsageError(f"--resume: there is no checkpoint {self.path}")
-        expected = {name: tensor.shape for name, tensor in self._tensors().items()}
+        expected = {name: tensor.shape for name, tensor in self._tensors(whole=False).items()}
         with safe_open(self.path, framework="pt") as file:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             history: History = json.loads(file.metadata()["history"])
@@ -130,19 +126,20 @@ class Checkpoint:
         )
         return history
 
-    def _tensors(self, **options: bool) -> dict[str, Tensor]:
+    def _tensors(self, whole: bool) -> dict[str, Tensor]:
+        """The weights and the optimizer's state; of FSDP2 either all of them, on the CPU, or this process' shards."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             get_model_state_dict,
             get_optimizer_state_dict,
         )
 
-        weights = get_model_state_dict(self.model, options=StateDictOptions(**options))
-        state = get_optimizer_state_dict(
-            self.model, self.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True, **options)
-        )
-        tensors = {f"model.{name}": value for name, value in weights.items()}
-        return tensors | {name: value for name, value in state.items() if name.startswith("state.")}
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole, flatten_optimizer_state_dict=True)
+        weights = get_model_state_dict(self.model, options=options)
+        state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        named = [*((f"model.{name}", value) for name, value in weights.items()), *state.items()]
+        # Of the optimizer's the rest are rates and other options.
+        return {name: value for name, value in named if isinstance(value, Tensor) and "param_groups." not in name}
 
 
 # the loop ------------------------------------------------------------------------------------------------------------
@@ -205,6 +202,30 @@ def fit(
 def latest(history: History) -> dict[str, float]:
     """The last value of each measure: not every round has all of them."""
     return {name: value for record in history for name, value in record.items()}
+
+
+# timing --------------------------------------------------------------------------------------------------------------
+
+
+def in_turns(
+    first: Callable[[], object], second: Callable[[], object], device: torch.device, turns: int = 20, warm_up: int = 5
+) -> tuple[float, float]:
+    """Milliseconds of both: the fastest of ``turns`` calls, in turns, so that other work here counts least."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(warm_up + turns):
+        for function, its in zip((first, second), times, strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            if turn >= warm_up:
+                its.append((time.perf_counter() - start) * 1e3)
+    return min(times[0]), min(times[1])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 # the picture ---------------------------------------------------------------------------------------------------------
