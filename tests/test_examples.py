@@ -121,7 +121,7 @@ def alone(tmp_path_factory) -> list[float]:
 @pytest.mark.parametrize("layers", ["torch", "patched"])
 def test_char_gpt_has_the_losses_of_plain_torch(tmp_path, alone, layers):
     printed = example("char_gpt.py", tmp_path, *SMALL, "--layers", layers)
-    assert ("2 gated_linear" in printed) == (layers == "patched")
+    assert ("FusedGatedMLP" in printed) == (layers == "patched")
     assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
