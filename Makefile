@@ -21,8 +21,9 @@ export TORCH
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: build  ## environment, build, and the main example: a real network trained, patched, verified, timed
+demo: build  ## environment, build, and the main examples: a network that is trained here, and a pretrained one, patched
 	$(PY) examples/digits_resnet.py $(ARGS)
+	$(PY) examples/patch_minilm.py $(ARGS)
 
 test: build  ## environment, build, lint, types and tests
 	@$(MAKE) --no-print-directory --keep-going lint types pytest

@@ -1,4 +1,4 @@
-"""What the examples share: scikit-learn's handwritten digits, a training loop with a progress bar, and a picture."""
+"""What the examples on scikit-learn's handwritten digits share: the data, and a training by epochs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-console = Console(highlight=False)
+from training import Checkpoint, History, Panel, cosine, find_device, fit, seed_all, set_rate
+
+PANELS = (Panel("training loss", ("loss",), log=True), Panel("test accuracy", ("accuracy",), percent=True))
 
 
 @dataclass(frozen=True)
@@ -45,26 +44,12 @@ class Digits:
             yield self.train_images[chosen].roll(shift, dims=(2, 3)), self.train_labels[chosen]
 
 
-@dataclass(frozen=True)
-class Epoch:
-    loss: float
-    accuracy: float
-
-
 def set_up(device_name: str | None, seed: int = 0) -> torch.device:
-    """The device of ``--device``, without it CUDA where there is one; and the same random numbers every time."""
-    random.seed(seed)
-    torch.manual_seed(seed)
+    """The device of ``--device``, and the same random numbers every time."""
+    seed_all(seed)
     # On images of 8x8, waiting for a second thread costs more than it brings, and on a busy machine far more.
     torch.set_num_threads(1)
-    if device_name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(device_name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA was asked for it
-        raise click.UsageError(f"--device {device_name}: {str(error).splitlines()[0]}") from None
-    return device
+    return find_device(device_name)
 
 
 @torch.no_grad()
@@ -83,51 +68,25 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tenso
 
 
 def train(
-    model: nn.Module, digits: Digits, epochs: int, learning_rate: float, title: str, batch_size: int = 64
-) -> list[Epoch]:
-    """AdamW with a cosine schedule; a progress bar under ``title``."""
+    model: nn.Module,
+    digits: Digits,
+    epochs: int,
+    learning_rate: float,
+    title: str,
+    *,
+    batch_size: int = 64,
+    stop_at: int | None = None,
+    checkpoint: Path | None = None,
+    resume: bool = False,
+) -> History:
+    """AdamW with a cosine schedule; a progress bar under ``title``, a checkpoint after each epoch if given its path."""
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    history: list[Epoch] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:
-        bar = progress.add_task(title, total=epochs, state="")
-        for _ in range(epochs):
-            model.train()
-            losses = [train_step(model, optimizer, *batch) for batch in digits.batches(batch_size)]
-            schedule.step()
-            history.append(Epoch(torch.stack(losses).mean().item(), accuracy(model, digits)))
-            state = f"loss {history[-1].loss:.3f}, test accuracy {history[-1].accuracy:.1%}"
-            progress.update(bar, advance=1, state=state)
-    return history
 
+    def epoch(index: int) -> dict[str, float]:
+        set_rate(optimizer, learning_rate * cosine(index / epochs))
+        model.train()
+        losses = [train_step(model, optimizer, *batch) for batch in digits.batches(batch_size)]
+        return {"loss": torch.stack(losses).mean().item(), "accuracy": accuracy(model, digits)}
 
-def draw_curves(phases: dict[str, list[Epoch]], path: Path) -> None:
-    """Loss and test accuracy over the epochs, one colour for each phase of the training."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    first = 1
-    for (name, history), colour in zip(phases.items(), ("#0072B2", "#D55E00"), strict=False):
-        epochs = range(first, first + len(history))
-        left.plot(epochs, [epoch.loss for epoch in history], color=colour, marker="o", markersize=3.5, label=name)
-        right.plot(epochs, [epoch.accuracy for epoch in history], color=colour, marker="o", markersize=3.5, label=name)
-        first += len(history)
-    left.set(title="training loss", yscale="log")
-    right.set(title="test accuracy")
-    left.yaxis.set_major_formatter("{x:g}")
-    right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    for axes in (left, right):
-        axes.set_xlabel("epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(color="#E4E4E4")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="best" if axes is left else "lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    saved = Checkpoint(checkpoint, model, optimizer) if checkpoint is not None else None
+    return fit(title, epochs, epoch, stop_at=stop_at, checkpoint=saved, resume=resume)

@@ -10,7 +10,6 @@ makes the BatchNorms part of the convolutions.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,10 +18,11 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from digits import Digits, accuracy, console, draw_curves, set_up, train, train_step
+from digits import PANELS, Digits, accuracy, set_up, train, train_step
 from fastlayers import fold_batch_norm, patch_model, patch_report, unfold_batch_norm, verify_patch
 from fastlayers.backends import choose
 from fastlayers.checkpoint import load_model, save_model
+from training import DEVICE, OUT, console, draw_curves, in_turns
 
 #: Images in a timed batch: enough that a GPU works rather than waits for Python.
 TIMED_BATCH = {"cpu": 256, "cuda": 8192}
@@ -78,25 +78,6 @@ class DigitsResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-def in_turns(first: Callable[[], object], second: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Milliseconds of both: the fastest of 20 calls each, in turns, so that what else the machine does counts least."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(25):
-        for function, its in zip((first, second), times, strict=True):
-            synchronize(device)
-            start = time.perf_counter()
-            function()
-            synchronize(device)
-            if turn >= 5:  # the first ones warm up
-                its.append((time.perf_counter() - start) * 1e3)
-    return min(times[0]), min(times[1])
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def compare_speed(stock: nn.Module, patched: nn.Module, digits: Digits) -> Table:
     device = digits.train_images.device
     chosen = torch.randint(len(digits.train_labels), (TIMED_BATCH[device.type],), device=device)
@@ -125,10 +106,8 @@ def compare_speed(stock: nn.Module, patched: nn.Module, digits: Digits) -> Table
 
 @click.command()
 @click.option("--epochs", default=12, show_default=True, type=click.IntRange(min=1), help="Epochs of the training.")
-@click.option("--device", default=None, help="cpu or cuda.  [default: cuda where there is one]")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(__file__).parent / "out", show_default=True
-)
+@DEVICE
+@OUT
 def main(epochs: int, device: str | None, out: Path) -> None:
     """Train a ResNet on handwritten digits, then patch it as one would a pretrained network."""
     where = set_up(device)
@@ -161,7 +140,7 @@ def main(epochs: int, device: str | None, out: Path) -> None:
     console.rule("5. Fine-tune the patched network", align="left")
     phases["fine-tuned, patched"] = train(network, digits, max(1, epochs // 4), 3e-4, "fine-tuning")
     picture = out / "digits_resnet.png"
-    draw_curves(phases, picture)
+    draw_curves(phases, PANELS, picture)
     console.print(f"training curves in {picture}")
 
     console.rule("6. Time both", align="left")

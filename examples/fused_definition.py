@@ -15,9 +15,10 @@ import click
 from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from digits import Digits, console, draw_curves, set_up, train
+from digits import PANELS, Digits, set_up, train
 from fastlayers import FusedAddReLU, FusedMul, FusedReLUAdd, FusedSoftmax
 from fastlayers.backends import choose
+from training import DEVICE, OUT, console, draw_curves
 
 
 class GatedConvBlock(nn.Module):
@@ -69,10 +70,8 @@ class GatedAttentionNet(nn.Module):
 
 @click.command()
 @click.option("--epochs", default=10, show_default=True, type=click.IntRange(min=1))
-@click.option("--device", default=None, help="cpu or cuda.  [default: cuda where there is one]")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(__file__).parent / "out", show_default=True
-)
+@DEVICE
+@OUT
 def main(epochs: int, device: str | None, out: Path) -> None:
     """Train a network of fused layers on handwritten digits."""
     where = set_up(device)
@@ -88,8 +87,8 @@ def main(epochs: int, device: str | None, out: Path) -> None:
     console.rule("Training", align="left")
     history = train(model, digits, epochs, 3e-3, "training")
     picture = out / "fused_definition.png"
-    draw_curves({"fused layers": history}, picture)
-    console.print(f"test accuracy {history[-1].accuracy:.2%}; training curves in {picture}")
+    draw_curves({"fused layers": history}, PANELS, picture)
+    console.print(f"test accuracy {history[-1]['accuracy']:.2%}; training curves in {picture}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,379 @@
+"""A Llama-style language model of characters, trained on the source text of Python's standard library.
+
+    python examples/char_gpt.py [--steps N] [--layers fused|torch|patched] [--resume] ...
+    torchrun --nproc-per-node 2 examples/char_gpt.py --parallel ddp|fsdp ...
+
+RMSNorm, rotary embeddings and SwiGLU, written with einops. The fused layers stand in the definition: the sum and the
+norm after it, the rotation of queries and keys, the gated MLP without its product in memory, and the last linear layer
+with the loss, whose logits are never whole in memory. ``--layers torch`` is the same model without fastlayers,
+``--layers patched`` that one after ``patch_model``.
+
+The batch of a step depends on the seed and the number of the step only, and each process takes its share of it: one
+process and several, under DDP or FSDP2, give the same losses up to rounding, and a checkpoint of one goes on in others.
+The defaults are for a GPU. On a CPU: --dim 128 --depth 4 --heads 4 --context 128 --batch 16 --steps 300
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+import fastlayers.functional as FL
+from fastlayers import FusedAddRMSNorm, FusedRMSNorm, patch_model, patch_report, save_model
+from stdlib_text import SourceText, random_rows
+from training import (
+    DEVICE,
+    IS_FIRST,
+    OUT,
+    RESUME,
+    Checkpoint,
+    Panel,
+    console,
+    cosine,
+    draw_curves,
+    find_device,
+    fit,
+    latest,
+    seed_all,
+    set_rate,
+)
+
+VOCABULARY = 256  # a character is a byte of UTF-8
+
+
+# the layers, fused and in plain torch --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What the model is made of, besides torch's linear layers, embedding and attention."""
+
+    RMSNorm: type[nn.RMSNorm]
+    AddRMSNorm: type[nn.RMSNorm]
+    rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gated_linear: Callable[[Tensor, Tensor, Tensor], Tensor]
+    linear_cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class AddRMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        total = x + residual
+        return F.rms_norm(total, self.normalized_shape, self.weight, self.eps), total
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def gated_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(F.silu(gate) * up, weight)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).flatten(0, -2), target.flatten())
+
+
+LAYERS = {
+    "fused": Layers(FusedRMSNorm, FusedAddRMSNorm, FL.rotary, FL.gated_linear, FL.linear_cross_entropy),  # type: ignore[arg-type]
+    "torch": Layers(nn.RMSNorm, AddRMSNorm, rotary, gated_linear, linear_cross_entropy),
+}
+
+
+# the model -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    dim: int
+    depth: int
+    heads: int
+    context: int
+
+    @property
+    def hidden(self) -> int:
+        """Of the MLP: 8/3 of dim, as many weights with three matrices as 4 of dim has with two; a multiple of 64."""
+        return (self.dim * 8 // 3 + 63) // 64 * 64
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config, layers: Layers) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.rotary = layers.rotary
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.heads)
+        q, k = self.rotary(q, k, cos.to(q.dtype), sin.to(q.dtype))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(rearrange(attended, "b h t d -> b t (h d)"))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: Config, layers: Layers) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+        self.gated_linear = layers.gated_linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gated_linear(self.gate(x), self.up(x), self.down.weight)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layers: Layers) -> None:
+        super().__init__()
+        self.norm1 = layers.RMSNorm(config.dim, eps=1e-5)
+        self.attention = Attention(config, layers)
+        self.norm2 = layers.AddRMSNorm(config.dim, eps=1e-5)
+        self.mlp = GatedMLP(config, layers)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        normed, x = self.norm2(self.attention(self.norm1(x), cos, sin), x)
+        return x + self.mlp(normed)
+
+
+class CharGPT(nn.Module):
+    """Returns the loss where it is given what comes next, else the logits of the last character."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: Config, layers: Layers) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.blocks = nn.ModuleList(Block(config, layers) for _ in range(config.depth))
+        self.norm = layers.RMSNorm(config.dim, eps=1e-5)
+        self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        self.linear_cross_entropy = layers.linear_cross_entropy
+        angles = rotary_angles(config.context, config.dim // config.heads)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                # Those that add to the residual stream start smaller, so that its size does not grow with the depth.
+                scale = (2 * config.depth) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
+                nn.init.normal_(weight, std=0.02 * scale)
+
+    def forward(self, text: Tensor, target: Tensor | None = None) -> Tensor:
+        x = self.embedding(text)
+        cos, sin = self.cos[: text.shape[1]], self.sin[: text.shape[1]]
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        x = self.norm(x)
+        if target is None:
+            return self.head(x[:, -1])
+        return self.linear_cross_entropy(x, self.head.weight, target)
+
+
+def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """(length, head_dim): of position t and pair i of a head's elements, t / base^(2i / head_dim)."""
+    frequencies = base ** -(torch.arange(0, head_dim, 2) / head_dim)
+    return repeat(torch.outer(torch.arange(length), frequencies), "t d -> t (two d)", two=2)
+
+
+# processes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Those that torchrun started, or this one alone."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, device_name: str | None) -> Processes:
+        device = find_device(device_name)
+        if "WORLD_SIZE" not in os.environ:
+            return cls(0, 1, device)
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    def share(self, rows: Tensor) -> Tensor:
+        """The rows of the global batch that are this process' own."""
+        return rows[self.rank :: self.world].to(self.device)
+
+    def mean(self, value: Tensor) -> Tensor:
+        value = value.detach().clone()
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value / self.world
+
+    def spread(self, model: CharGPT, how: str) -> nn.Module:
+        if self.world == 1:
+            return model
+        if how == "ddp":
+            return nn.parallel.DistributedDataParallel(model)
+        # The parameters of a block are gathered for its forward and backward; what the root holds itself, throughout.
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.init_device_mesh(self.device.type, (self.world,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+
+# training ------------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A model on the text: its steps, and its loss on what it has not seen."""
+
+    def __init__(
+        self, model: CharGPT, processes: Processes, parallel: str, batch: int, context: int, rate: float, steps: int
+    ) -> None:
+        self.text = SourceText.load()
+        self.processes = processes
+        self.model = processes.spread(model, parallel)
+        self.rows, self.length = batch, context + 1  # the target of a character is the next one
+        self.rate, self.steps = rate, steps
+        matrices = [weight for weight in self.model.parameters() if weight.ndim == 2]
+        others = [weight for weight in self.model.parameters() if weight.ndim != 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+    def loss(self, text: Tensor) -> Tensor:
+        """Of this process' share of a global batch, which all processes draw alike."""
+        rows = self.processes.share(random_rows(text, self.rows, self.length))
+        kind = rows.device.type
+        # Weights are float32 under FSDP2 too, where its own mixed precision would round otherwise than autocast.
+        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+            return self.model(rows[:, :-1], rows[:, 1:])
+
+    def step(self, index: int) -> dict[str, Tensor]:
+        set_rate(self.optimizer, self.rate * cosine((index + 1) / self.steps, warmup=0.05))
+        loss = self.loss(self.text.train)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return {"loss": self.processes.mean(loss)}
+
+    @torch.no_grad()
+    def validation_loss(self) -> Tensor:
+        seed_all(0)  # the same passages every time
+        return self.processes.mean(torch.stack([self.loss(self.text.validation) for _ in range(4)]).mean())
+
+
+@torch.no_grad()
+def sample(model: CharGPT, prompt: str, length: int) -> str:
+    """Text drawn from the model, a character at a time. Under FSDP2 every process must call it; all draw the same."""
+    seed_all(0)
+    device = model.cos.device
+    text = torch.tensor([list(prompt.encode())], device=device)
+    for _ in range(length):
+        logits = model(text[:, -len(model.cos) :])[0].float().cpu()
+        chosen = torch.multinomial((logits / 0.8).softmax(-1), 1)
+        text = torch.cat((text, chosen[None].to(device)), 1)
+    return bytes(text[0].tolist()).decode(errors="replace")
+
+
+def save_whole(model: nn.Module, empty: CharGPT, path: Path) -> None:
+    """The weights alone, under their plain names, gathered from all processes."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if IS_FIRST:
+        empty.load_state_dict(weights)
+        save_model(empty, path)
+
+
+@click.command()
+@click.option("--steps", default=2000, show_default=True, type=click.IntRange(min=1))
+@click.option("--batch", default=64, show_default=True, type=click.IntRange(min=1), help="Rows, of all processes.")
+@click.option("--dim", default=384, show_default=True, type=click.IntRange(min=2))
+@click.option("--depth", default=6, show_default=True, type=click.IntRange(min=1), help="Blocks.")
+@click.option("--heads", default=6, show_default=True, type=click.IntRange(min=1))
+@click.option("--context", default=256, show_default=True, type=click.IntRange(min=2), help="Characters in a row.")
+@click.option("--learning-rate", default=1e-3, show_default=True)
+@click.option("--layers", "kind", default="fused", show_default=True, type=click.Choice(["fused", "torch", "patched"]))
+@click.option("--parallel", default="ddp", show_default=True, type=click.Choice(["ddp", "fsdp"]), help="For torchrun.")
+@click.option("--validate-every", default=100, show_default=True, type=click.IntRange(min=1), help="Steps.")
+@click.option("--save-every", default=500, show_default=True, type=click.IntRange(min=1), help="Steps to a checkpoint.")
+@click.option("--stop-at", default=None, type=click.IntRange(min=1), help="Stop after this step, to be resumed.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--sample", "sampled", default=400, show_default=True, help="Characters to write at the end.")
+@RESUME
+@DEVICE
+@OUT
+def main(
+    steps: int, batch: int, dim: int, depth: int, heads: int, context: int, learning_rate: float, kind: str,
+    parallel: str, validate_every: int, save_every: int, stop_at: int | None, seed: int, sampled: int, resume: bool,
+    device: str | None, out: Path,
+) -> None:  # fmt: skip
+    """Train a language model on the source text of Python's standard library."""
+    if dim % (2 * heads):
+        raise click.UsageError(f"--dim {dim} --heads {heads}: expected heads of equal and even size")
+    processes = Processes.join(device)
+    if batch % processes.world:
+        raise click.UsageError(f"--batch {batch}: expected a multiple of the {processes.world} processes")
+    where = processes.device
+
+    console.rule(f"1. The model, on {where}", align="left")
+    seed_all(seed)
+    config, layers = Config(dim, depth, heads, context), LAYERS["torch" if kind == "patched" else kind]
+    model = CharGPT(config, layers).to(where)
+    console.print(f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} M parameters, {kind} layers")
+    if kind == "patched":
+        console.print(patch_report(patch_model(model)))
+    training = Training(model, processes, parallel, batch, context, learning_rate, steps)
+
+    def one_round(index: int) -> dict[str, Tensor]:
+        measured = training.step(index)
+        if (index + 1) % validate_every == 0 or index + 1 == steps:
+            measured["validation"] = training.validation_loss()
+        return measured
+
+    console.rule(f"2. Training on {len(training.text.train) / 1e6:.1f} MB of source text", align="left")
+    checkpoint = Checkpoint(out / "char_gpt.checkpoint.safetensors", training.model, training.optimizer, save_every)
+    start = time.perf_counter()
+    history = fit(
+        "training", steps, one_round, seed=seed, report=10, stop_at=stop_at, checkpoint=checkpoint, resume=resume
+    )
+    console.print(f"{len(history)} steps, {time.perf_counter() - start:.1f} s of this run")
+    for name, value in latest(history).items():
+        console.print(f"{name} {value:.3f}, {value / math.log(2):.2f} bits a character")
+    if where.type == "cuda":
+        console.print(f"peak memory {torch.cuda.max_memory_allocated(where) / 2**30:.2f} GiB a GPU")
+    save_whole(training.model, CharGPT(config, layers), out / "char_gpt.safetensors")
+    if IS_FIRST:
+        (out / "char_gpt.json").write_text(json.dumps(history))
+    picture = out / "char_gpt.png"
+    draw_curves({"": history}, (Panel("loss, nats a character", ("loss", "validation")),), picture, unit="step")
+    console.print(f"weights, losses and their curves in {out / 'char_gpt'}.safetensors, .json and .png")
+
+    console.rule("3. What it writes", align="left")
+    console.print(sample(model, "def ", sampled), markup=False)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

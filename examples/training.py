@@ -1,0 +1,279 @@
+"""What the examples share: options, a training loop with a progress bar, checkpoints it resumes from, and a picture.
+
+The loop seeds torch and Python anew for every round from the seed of the run and the number of the round. A resumed run
+so draws what the uninterrupted one would have drawn, and its checkpoint needs no generator's state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+#: Of the processes that torchrun starts, the first one speaks.
+IS_FIRST = os.environ.get("RANK", "0") == "0"
+console = Console(highlight=False, quiet=not IS_FIRST)
+
+#: What one round of the training measured, and all rounds of a run, in order.
+Record: TypeAlias = Mapping[str, float | Tensor]
+History: TypeAlias = list[dict[str, float]]
+
+
+# options -------------------------------------------------------------------------------------------------------------
+
+DEVICE = click.option("--device", default=None, help="cpu or cuda.  [default: cuda where there is one]")
+OUT = click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(__file__).parent / "out", show_default=True
+)
+RESUME = click.option("--resume", is_flag=True, help="Go on from the checkpoint in --out.")
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of ``--device``, without it CUDA where there is one."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA was asked for it
+        raise click.UsageError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def seed_all(*what: int) -> None:
+    """The same random numbers after the same arguments."""
+    number = random.Random(repr(what)).getrandbits(32)  # torch's generator on the CPU takes 32 bits of a seed
+    random.seed(number)
+    torch.manual_seed(number)
+
+
+# checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+class Checkpoint:
+    """One safetensors file with all that a run needs to go on: weights, the optimizer's state and the history.
+
+    It holds whole tensors under the names that they have without wrappers, so a run that DDP or FSDP2 spreads over
+    several processes may go on in another number of them. The first process writes it; it appears whole or not at all.
+    """
+
+    def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, every: int = 1) -> None:
+        """``every``: how many rounds from one writing to the next."""
+        self.path = path
+        self.model = model
+        self.optimizer = optimizer
+        self.every = every
+
+    def save(self, history: History) -> None:
+        from safetensors.torch import save_file
+
+        tensors = self._tensors(whole=True)  # gathered by all processes, kept by the first
+        if not IS_FIRST:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, partial, {"history": json.dumps(history)}
+        )
+        os.replace(partial, self.path)
+
+    def load(self) -> History:
+        """Fill the model and the optimizer; returns the rounds that they have behind them."""
+        from safetensors import safe_open
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_optimizer_state_dict,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        if not self.path.is_file():
+            raise click.UsageError(f"--resume: there is no checkpoint {self.path}")
+        expected = {name: tensor.shape for name, tensor in self._tensors(whole=False).items()}
+        with safe_open(self.path, framework="pt") as file:
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            history: History = json.loads(file.metadata()["history"])
+        odd = [
+            name for name in stored.keys() | expected.keys()
+            if name not in stored or expected.get(name) != stored[name].shape
+        ]  # fmt: skip
+        if odd:
+            raise click.UsageError(
+                f"--resume: {self.path} is of another model or optimizer: {min(odd)} and {len(odd) - 1} more of its "
+                f"{len(stored)} tensors differ"
+            )
+        options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+        weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
+        set_model_state_dict(self.model, weights, options=options)
+        # The optimizer's tensors come from the file, its rates and options from the run that goes on.
+        own = get_optimizer_state_dict(
+            self.model, self.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+        )
+        set_optimizer_state_dict(
+            self.model, self.optimizer, {name: stored.get(name, value) for name, value in own.items()}, options=options
+        )
+        return history
+
+    def _tensors(self, whole: bool) -> dict[str, Tensor]:
+        """The weights and the optimizer's state; of FSDP2 either all of them, on the CPU, or this process' shards."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
+
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole, flatten_optimizer_state_dict=True)
+        weights = get_model_state_dict(self.model, options=options)
+        state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        named = [*((f"model.{name}", value) for name, value in weights.items()), *state.items()]
+        # Of the optimizer's the rest are rates and other options.
+        return {name: value for name, value in named if isinstance(value, Tensor) and "param_groups." not in name}
+
+
+# the loop ------------------------------------------------------------------------------------------------------------
+
+
+def cosine(done: float, warmup: float = 0.0) -> float:
+    """The factor of the learning rate after the fraction ``done`` of a run: up over ``warmup``, then down a cosine."""
+    if done < warmup:
+        return done / warmup
+    return 0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup)))
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def fit(
+    title: str,
+    rounds: int,
+    one_round: Callable[[int], Record],
+    *,
+    seed: int = 0,
+    report: int = 1,
+    stop_at: int | None = None,
+    checkpoint: Checkpoint | None = None,
+    resume: bool = False,
+) -> History:
+    """Call ``one_round`` with 0, 1, ..., under a progress bar; returns what the calls measured, those of before too.
+
+    A round is what its caller wants it to be, an epoch or a step. Its measures may be tensors, which are read every
+    ``report`` rounds only, as a GPU waits for that.
+
+    Args:
+        stop_at: the round at which to stop, as where a cluster's time limit ends a run that is to be resumed.
+        checkpoint: written whenever its ``every`` rounds are over, and at the end.
+        resume: start from the checkpoint.
+    """
+    history: History = checkpoint.load() if checkpoint is not None and resume else []
+    last = rounds if stop_at is None else min(stop_at, rounds)
+    unread: list[Record] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:
+        bar = progress.add_task(title, total=rounds, completed=len(history), state="")
+        for index in range(len(history), last):
+            seed_all(seed, index)
+            unread.append(one_round(index))
+            over = index + 1
+            saving = checkpoint is not None and (over % checkpoint.every == 0 or over == last)
+            if saving or over % report == 0 or over == last:
+                history += [{name: float(value) for name, value in record.items()} for record in unread]
+                unread = []
+                state = ", ".join(f"{name} {value:.3f}" for name, value in latest(history).items())
+                progress.update(bar, completed=over, state=state)
+            if checkpoint is not None and saving:
+                checkpoint.save(history)
+    return history
+
+
+def latest(history: History) -> dict[str, float]:
+    """The last value of each measure: not every round has all of them."""
+    return {name: value for record in history for name, value in record.items()}
+
+
+# timing --------------------------------------------------------------------------------------------------------------
+
+
+def in_turns(
+    first: Callable[[], object], second: Callable[[], object], device: torch.device, turns: int = 20, warm_up: int = 5
+) -> tuple[float, float]:
+    """Milliseconds of both: the fastest of ``turns`` calls, in turns, so that other work here counts least."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(warm_up + turns):
+        for function, its in zip((first, second), times, strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            if turn >= warm_up:
+                its.append((time.perf_counter() - start) * 1e3)
+    return min(times[0]), min(times[1])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# the picture ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A plot of one or more measures over the rounds."""
+
+    title: str
+    measures: tuple[str, ...]
+    log: bool = False
+    percent: bool = False
+
+
+def draw_curves(phases: dict[str, History], panels: tuple[Panel, ...], path: Path, unit: str = "epoch") -> None:
+    """The panels side by side, in each a colour for each phase of the training, which follow one another."""
+    if not IS_FIRST:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure, row = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.4), layout="constrained", squeeze=False)
+    for axes, panel in zip(row[0], panels, strict=True):
+        colours = iter(("#0072B2", "#D55E00", "#009E73", "#CC79A7"))
+        first = 1
+        for phase, history in phases.items():
+            for measure in panel.measures:
+                points = [(first + i, record[measure]) for i, record in enumerate(history) if measure in record]
+                label = phase if len(panel.measures) == 1 else measure
+                marker = "o" if len(points) <= 50 else None
+                axes.plot(*zip(*points, strict=True), color=next(colours), marker=marker, markersize=3.5, label=label)
+            first += len(history)
+        axes.set_title(panel.title)
+        if panel.log:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+        if panel.percent:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_xlabel(unit)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(color="#E4E4E4")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
