@@ -913,6 +913,23 @@ def test_verify_finds_a_wrong_kernel_and_says_where(net, x, error, monkeypatch):
     assert json.dumps(report.to_dict())
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_verify_allows_for_the_error_of_torch_itself(monkeypatch, factor):
+    """A long sum that is added up one after the other is further off than a perturbed input makes it."""
+
+    class Total(nn.Module):
+        def forward(self, x):
+            rows = torch.zeros(len(x), dtype=torch.long)
+            return F.relu(x.new_zeros(1, 2).index_add(0, rows, x)) + 0 * x[:1]
+
+    model = patch_model(Total())
+    x = torch.full((100000, 2), 0.1)
+    monkeypatch.setattr(type(model), "forward", lambda self, x: factor * F.relu(x.sum(0, True)) + 0 * x[:1])
+    report = verify_patch(model, x)
+    assert bool(report) == (factor == 1)
+    assert report.comparisons[0].error > verification.ROUNDINGS * torch.finfo(x.dtype).eps * 10000
+
+
 def test_verify_names_a_swapped_layer_beside_patched_blocks(net, x, monkeypatch):
     patch_model(net)
     cls = type(net.log)
