@@ -205,10 +205,12 @@ class View:
         if recording is None:
             return None
         argument, *nodes, output = recording.graph.nodes
-        op = View(recording.graph, self.root).op(output.args[0])
+        view, result = View(recording.graph, self.root), output.args[0]
+        op = view.op(result, "channel_layer_norm") or view.op(result)
         if op is None or op["input"] is not argument:
             return None
-        if any(node is not op.node and node.op != "get_attr" for node in nodes):
+        seen = {op.node, *(part.node for part in op.parts)}
+        if any(node not in seen and node.op != "get_attr" for node in nodes):
             return None
         operands = {
             name: Attribute(str(value.target)) if isinstance(value, Node) else value
@@ -320,6 +322,9 @@ class View:
             yield from self.memory(op["input"])
             return
         if self.is_number(node):
+            return
+        if node.target is operator.getitem and is_fork(node.args[0]):
+            yield from (node.args[0],) if node.args[1] == 0 else self.memory(node.args[0].args[FORKED[node.args[0].target]])
             return
         if node.op == "call_module":
             yield from self._layer_allocations(node)
@@ -451,6 +456,15 @@ class View:
         if is_fresh(original) or original in DROP_IN or original is nn.Identity:
             return True
         return getattr(child, "inplace", None) is False and original.__module__.startswith("torch.nn.")
+
+
+#: The calls of a norm and the sum that it is of, and where they are given x.
+FORKED: dict[Any, int] = {calls.add_layer_norm: 0, calls.add_rms_norm: 0, calls.add_written_norm: 1}
+
+
+def is_fork(node: Any) -> bool:
+    """Whether a node calls such a norm without a residual: then it returns x itself."""
+    return isinstance(node, Node) and node.target in FORKED and node.args[FORKED[node.target] + 1] is None
 
 
 def is_opaque(node: Node) -> bool:

@@ -58,6 +58,8 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.ADD_LAYER_NORM,
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,
+    *norm.FORKED_NORMS,
+    *norm.CAST_NORMS,
     *norm.NORM_FUNCTIONS,
     rotary.ROTARY,
     glu.GATED_LINEAR,
