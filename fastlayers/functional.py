@@ -232,8 +232,8 @@ def rms_norm(
         dtype: of the result, as for :func:`layer_norm`.
 
     Returns:
-        A tensor of x's dtype, but for ``"llama"``, or of ``dtype``. Contiguous, where torch's function does not keep a channels_last x;
-        the other casting orders, of elementwise operations, keep the order of dimensions in memory.
+        A tensor of x's dtype, but for ``"llama"``, or of ``dtype``. Contiguous, where torch's function does not keep a
+        channels_last x; the other casting orders, of elementwise operations, keep the order of dimensions in memory.
         Under CUDA autocast ``"torch"`` gives float32 where torch's own does: since 2.13.
 
     Keeps: x, weight, and the rstd of each row.

@@ -7,6 +7,7 @@ shape, layout and values, so that each can be made on any device and in any dtyp
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Callable
@@ -835,11 +836,10 @@ def row_norms(add: bool, bias: bool, **common: Any) -> tuple[Sample, ...]:
                      weight=Input((768,), dtype=torch.float32), second=Input((768,), dtype=torch.float32),
                      kwargs={"dtype": half}, dtypes=(half,)) for half in HALF),
         ) if add else ()),
-        # What a layer under autocast reads. The rest of the casts are torch's.
+        # What a layer under autocast reads.
         *(sample(f"length {n}, {name(half)} result", (16 if n < 1000 else 3, n), kwargs={"dtype": half},
-                 dtypes=(torch.float32,)) for n, half in ((37, HALF[0]), (37, HALF[1]), (768, HALF[1]), (4099, HALF[1]))),
-        *(sample(f"length {n}, {name(half)} result", (3, n), kwargs={"dtype": half}, dtypes=(torch.float32,),
-                 gpu_only=True) for n, half in ((1024, HALF[0]), (8192, HALF[1]), (40000, HALF[1]), (2**20 + 3, HALF[1]))),
+                 dtypes=(torch.float32,), gpu_only=n in LONG_ROW_LENGTHS)
+          for n, half in itertools.product((37, 768, 4097, 8192, 32776, 2**20 + 3), HALF)),
         sample("float32 result", kwargs={"dtype": torch.float32}),
     )  # fmt: skip
 
@@ -990,11 +990,12 @@ CHANNEL_LAYER_NORM = Op(
         Sample("no weight", (Input(IMAGE),)),
         Sample("float32 weight", (Input(IMAGE, channels_last), Input((8,), dtype=torch.float32)), dtypes=HALF),
         *(
-            channel_norm(f"{name(half)} result", (2, 96, 7, 7), channels_last, kwargs={"dtype": half},
-                         dtypes=(torch.float32,))
+            channel_norm(
+                f"{name(half)} result", (2, 96, 7, 7), channels_last, kwargs={"dtype": half}, dtypes=(torch.float32,)
+            )
             for half in HALF
         ),
-    ),  # fmt: skip
+    ),
     saved_bytes=lambda call, out: (
         nbytes(call.args[0])
         + nbytes(call.args[1])

@@ -51,7 +51,7 @@ def result_dtype(kind: int, x: Tensor, weight: Tensor | None) -> torch.dtype:
 
 
 def _written(own: torch.dtype, dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
-    """What a kernel writes where ``dtype`` is wanted and ``own`` is torch's: the bits are those of a cast afterwards."""
+    """What kernels write where ``dtype`` is wanted and torch's is ``own``: the bits are those of a cast afterwards."""
     return dtype if dtype in reference.HALF and own == torch.float32 and x.dtype in (own, dtype) else own
 
 

@@ -400,9 +400,9 @@ def channel_layer_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, inplace: bool = False, casts: Casts | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """(F.layer_norm(s, ...), s) for s = x + residual, which was written to x where ``inplace``; x itself without one."""
+    """(F.layer_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
     options["dtype"] = narrower(casts, x, residual, options.get("weight"))
-    if inplace and not _stays(x, residual):
+    if inplace and residual is not None and not _stays(x, residual):
         x = x.add_(residual)
         return functional.layer_norm(x, **options), x
     return functional.add_layer_norm(*_low_first(x, residual), **options)
@@ -411,9 +411,9 @@ def add_layer_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, inplace: bool = False, casts: Casts | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """(F.rms_norm(s, ...), s) for s = x + residual, which was written to x where ``inplace``; x itself without one."""
+    """(F.rms_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
     options["dtype"] = narrower(casts, x, residual, options.get("weight"))
-    if inplace and not _stays(x, residual):
+    if inplace and residual is not None and not _stays(x, residual):
         x = x.add_(residual)
         return functional.rms_norm(x, **options), x
     return functional.add_rms_norm(*_low_first(x, residual), **options)

@@ -41,7 +41,7 @@ FUNCTIONS = frozenset(
 METHODS = frozenset({"matmul", "bmm", "mm"})
 LAYERS = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d})
 
-#: They hand on each element once, as it is: of what they repeat (expand, advanced indexing) gradients would be added up.
+#: They hand on each element once, as it is. Of what others repeat (expand, advanced indexing) gradients are added up.
 VIEWS = frozenset(
     {
         "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "contiguous", "squeeze",
@@ -56,7 +56,7 @@ SIZE_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
 
 @dataclass(frozen=True)
 class Casts:
-    """The test, on every call, that what was seen of the children holds: Python source, and what its names stand for."""
+    """The test, on every call, that what was seen of the children holds, and whether it is about the module."""
 
     name: str
     test: Callable[[nn.Module], bool]

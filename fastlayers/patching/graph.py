@@ -323,8 +323,8 @@ class View:
             return
         if self.is_number(node):
             return
-        if node.target is operator.getitem and is_fork(node.args[0]):
-            yield from (node.args[0],) if node.args[1] == 0 else self.memory(node.args[0].args[FORKED[node.args[0].target]])
+        if node.target is operator.getitem and (x := forked(node.args[0])) is not None:
+            yield from self.memory(x) if node.args[1] == 1 else (node,)
             return
         if node.op == "call_module":
             yield from self._layer_allocations(node)
@@ -458,13 +458,16 @@ class View:
         return getattr(child, "inplace", None) is False and original.__module__.startswith("torch.nn.")
 
 
-#: The calls of a norm and the sum that it is of, and where they are given x.
-FORKED: dict[Any, int] = {calls.add_layer_norm: 0, calls.add_rms_norm: 0, calls.add_written_norm: 1}
+#: The calls for the norm of x + residual and this sum, and where among their arguments x is; the residual comes next.
+JOINED_NORMS: dict[Any, int] = {calls.add_layer_norm: 0, calls.add_rms_norm: 0, calls.add_written_norm: 1}
 
 
-def is_fork(node: Any) -> bool:
-    """Whether a node calls such a norm without a residual: then it returns x itself."""
-    return isinstance(node, Node) and node.target in FORKED and node.args[FORKED[node.target] + 1] is None
+def forked(node: Any) -> Node | None:
+    """The x of such a call without a residual, which then returns x itself; None for any other node."""
+    position = JOINED_NORMS.get(node.target) if isinstance(node, Node) else None
+    if position is None or node.args[position + 1] is not None:
+        return None
+    return node.args[position]  # type: ignore[no-any-return]
 
 
 def is_opaque(node: Node) -> bool:

@@ -821,14 +821,14 @@ class Trace:
     def run_child(self, child: nn.Module, arguments: int | fx.Node) -> Recording:
         """Record the forward of a child as the module's own, so that its guards are ones about the module."""
         self.subject = child
-        if isinstance(arguments, int):
-            args, kwargs = tuple(map(self.given, range(arguments))), {}
-        else:
-            numbers = itertools.count()
-            args, kwargs = fx.node.map_aggregate(
-                (arguments.args, arguments.kwargs),
-                lambda value: self.given(next(numbers)) if isinstance(value, fx.Node) else value,
-            )
+        args: Any = tuple(map(self.given, range(arguments))) if isinstance(arguments, int) else arguments.args
+        kwargs: Any = {} if isinstance(arguments, int) else arguments.kwargs
+        numbers = itertools.count()
+
+        def taken(value: Any) -> Any:
+            return self.given(next(numbers)) if isinstance(value, fx.Node) else value
+
+        args, kwargs = fx.node.map_aggregate((args, kwargs), taken)
         result = self.follow(own_forward(child), (child, *args), dict(kwargs))
         self.recorder.create_node("output", "output", (self.recorder.create_arg(result),), {})
         if any(before != lent for _, before, lent in self.lent) or any(

@@ -12,7 +12,7 @@ from fastlayers import functional
 from fastlayers.patching import calls
 from fastlayers.patching.casting import cast_by
 from fastlayers.patching.fingerprints import Fingerprint
-from fastlayers.patching.graph import FORKED, Attribute, Op, View, is_fork
+from fastlayers.patching.graph import JOINED_NORMS, Attribute, Op, View, forked
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.elementwise import addition
@@ -216,8 +216,7 @@ def joins(view: View, x: Node, user: Node) -> bool:
     op = view.op(user, "add")
     if op is not None:
         return not op.inplace and op.child is None
-    fused = user.target in FORKED and not is_fork(user)
-    return fused and not user.kwargs.get("inplace", False)
+    return user.target in JOINED_NORMS and forked(user) is None and not user.kwargs.get("inplace", False)
 
 
 def may_be_written(view: View, x: Node, norm: Node, later: tuple[Node, ...]) -> bool:
