@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.modules.group_norm import _apply
-from fastlayers.ops import bias_act, glu, reference
+from fastlayers.ops import bias_act, convolution, glu, reference
 from fastlayers.ops.activations import activation
 from fastlayers.ops.dispatch import is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
@@ -45,10 +45,12 @@ __all__ = [
     "channel_layer_norm",
     "checkpointed",
     "dropout_add",
+    "forked_convolution",
     "gated",
     "gated_linear",
     "instance_norm_layer",
     "is_plain",
+    "is_pointwise",
     "knows",
     "layer_norm",
     "linear_act",
@@ -279,6 +281,27 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     if bias_in_act(x, weight, bias):
         return functional.bias_act(F.linear(x, weight), bias, act)
     return activation(act).function(F.linear(x, weight, bias))
+
+
+# -- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def is_pointwise(layer: Any) -> bool:
+    """Whether a convolution is a matrix product of the channels of each pixel."""
+    return (
+        plain(layer, nn.Conv2d)
+        and layer.kernel_size == layer.stride == (1, 1)
+        and layer.padding in ((0, 0), "valid", "same")
+        and layer.groups == 1
+        and layer.bias is None
+    )
+
+
+def forked_convolution(layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(layer(x), x) of a pointwise convolution, where a kernel adds the gradients of both if it gains by that."""
+    if isinstance(x, Tensor) and convolution.adds_gradients(x, layer.weight):
+        return convolution.pointwise_fork(x, layer.weight)
+    return layer(x), x
 
 
 # -- activations that a library wrote out -----------------------------------------------------------------------------
