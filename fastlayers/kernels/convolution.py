@@ -18,8 +18,10 @@ from fastlayers.kernels.launch import KEPT, Launch, cdiv
 
 # Microseconds on an H100, bfloat16, (rows, N, K) of ResNet-50 at a batch of 128, for torch's two kernels: 166 for 322
 # (401408, 256, 64), 101 for 171 (100352, 512, 128), of which memory takes 154 and 77. A tile of 128x128 spills with
-# more than one step of K in flight at K = 64, and of several shapes of tiles none is faster by more than 5 %.
-ROWS, COLUMNS, STEP, WARPS = 128, 128, 64, 4
+# more than one step of K in flight at K = 64, and of several shapes of tiles none is faster by more than 5 %. Of long
+# sums four warps spill.
+ROWS, COLUMNS, STEP = 128, 128, 64
+WARPS, LONG, LONG_WARPS = 4, 256, 8
 
 
 @triton.jit
@@ -48,8 +50,9 @@ def _product_and_sum(
 def _launch(rows: int, n: int, k: int) -> Launch:
     columns = COLUMNS if n >= COLUMNS else max(16, triton.next_power_of_2(n))
     step = STEP if k >= STEP else max(16, triton.next_power_of_2(k))
+    warps = LONG_WARPS if k > LONG else WARPS
     programs = cdiv(rows, ROWS) * cdiv(n, columns)
-    return Launch(_product_and_sum, programs, (rows,), (n, k, ROWS, columns, step), WARPS)
+    return Launch(_product_and_sum, programs, (rows,), (n, k, ROWS, columns, step), warps)
 
 
 def pointwise_backward(dy: Tensor, weight: Tensor, other: Tensor) -> Tensor:
