@@ -118,7 +118,7 @@ def test_one_result_or_one_gradient(stand_in, used, wanted):
 
 def test_it_hands_on_the_tensor_itself(stand_in):
     x, layer = image(2, 6, 3, 3, dtype=torch.float64, device="cpu"), conv(6, 5, torch.float64, "cpu")
-    y, again = calls.forked_convolution(layer, x.requires_grad_())
+    _, again = calls.forked_convolution(layer, x.requires_grad_())
     assert again.data_ptr() == x.data_ptr()
     assert again.stride() == x.stride()
     with pytest.raises(RuntimeError, match="modified inplace"):
