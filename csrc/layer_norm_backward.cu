@@ -598,7 +598,7 @@ template <typename X, typename D, bool LAYER>
 bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight, const Tensor& dbias, const Launch& on, const Tensor& like) {
   using A = compute_t<X>;
   constexpr int V = kVectorBytes / sizeof(X);
-  constexpr bool kRare = sizeof(D) < sizeof(X) || sizeof(X) == 8;  // the ragged kernels serve all rows
+  constexpr bool kRare = sizeof(X) == 8;  // the ragged kernels serve all rows
   if (n > INT32_MAX / 2) return false;
   const bool ragged = n % V != 0;
   const int word_bytes = static_cast<int>(V * ((args.dsum != nullptr ? 2 : 1) * sizeof(X) + sizeof(D)));

@@ -21,6 +21,7 @@ struct ForwardArgs {
   int lane_bits;  // log2 of them, up to a warp
   bool ragged;    // n is no multiple of the vector
   bool wide_weight, wide_out;  // float32, where x has 16 bits
+  Type small_out;  // that of a result of 16 bits, where x is float32; none otherwise
   A eps, inverse_n;
 };
 
@@ -299,6 +300,11 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
     else if (a.wide_weight) finish(A{}, X{});
     else if (a.wide_out) finish(X{}, A{});
     else finish(X{}, X{});
+  } else if constexpr (sizeof(X) == 4) {
+    // By the kernel that writes float32: the 16 bits are those that rounding its result afterwards would give.
+    if (a.small_out == Type::bfloat16) finish(X{}, __nv_bfloat16{});
+    else if (a.small_out == Type::half) finish(X{}, __half{});
+    else finish(X{}, X{});
   } else {
     finish(X{}, X{});
   }
@@ -535,8 +541,8 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in
   const Shape s = shape_of(x_in, dims, op);
   check_kind(kind, bias_in.has_value(), op);
   const ScalarType x_dtype = x_in.scalar_type();
-  const bool half = is_half(x_dtype);
-  if (dtype != x_dtype && !(half && dtype == ScalarType::Float)) no_kernel(op, "a result", x_dtype, dtype);
+  const bool half = is_half(x_dtype), small_out = x_dtype == ScalarType::Float && is_half(dtype);
+  if (dtype != x_dtype && !(half && dtype == ScalarType::Float) && !small_out) no_kernel(op, "a result", x_dtype, dtype);
   const std::optional<Tensor> weight = checked_weight(weight_in, x_in, s.n, op, "weight");
   const std::optional<Tensor> bias = checked_weight(bias_in, x_in, s.n, op, "bias");
   const ScalarType weight_dtype = weight ? weight->scalar_type() : bias ? bias->scalar_type() : x_dtype;
@@ -574,7 +580,8 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in
     args.rows = s.rows;
     args.kind = static_cast<int>(kind);
     args.wide_weight = weight_dtype != x_dtype;
-    args.wide_out = dtype != x_dtype;
+    args.wide_out = half && dtype != x_dtype;
+    args.small_out = small_out ? type_of(dtype) : Type::none;
     args.eps = static_cast<A>(eps);
     SplitArgs<A> split{};
     split.x = operand(x);

@@ -176,6 +176,8 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     r"""Layer normalisation over the last dimensions, forward and backward at one reading of each tensor.
 
@@ -189,13 +191,15 @@ def layer_norm(
         weight, bias: of shape ``normalized_shape``, in x's dtype, or in float32 where x is float16 or bfloat16 (torch's
             CUDA kernels take that under autocast only): computed in float32, rounded once to x's dtype.
         eps: added to the variance.
+        dtype: of the result, which is cast to it. What is computed in float32 is rounded once, by the same kernel: what
+            a layer under autocast reads need not be written in float32 first.
 
     Returns:
-        A contiguous tensor of x's dtype; under CUDA autocast float32, as torch gives it.
+        A contiguous tensor of x's dtype; under CUDA autocast float32, as torch gives it; or of ``dtype``.
 
     Keeps: x, weight, and the mean and rstd of each row.
     """
-    return _layer_norm.layer_norm(x, normalized_shape, weight, bias, eps)
+    return _layer_norm.layer_norm(x, normalized_shape, weight, bias, eps, dtype)
 
 
 def rms_norm(
@@ -205,6 +209,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     casting: str = "torch",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     r"""Root mean square normalisation over the last dimensions.
 
@@ -224,9 +229,11 @@ def rms_norm(
               that this product has, float32 for a float32 weight.
             - ``"gemma"``: x·rstd·(1 + weight), rounded once at the end.
 
+        dtype: of the result, as for :func:`layer_norm`.
+
     Returns:
-        A tensor of x's dtype, but for ``"llama"``. Contiguous, where torch's function does not keep a channels_last x;
-        the other casting orders, of elementwise operations, keep the order of dimensions in memory.
+        A tensor of x's dtype, but for ``"llama"``, or of ``dtype``. Contiguous, where torch's function does not keep a
+        channels_last x; the other casting orders, of elementwise operations, keep the order of dimensions in memory.
         Under CUDA autocast ``"torch"`` gives float32 where torch's own does: since 2.13.
 
     Keeps: x, weight, and the rstd of each row.
@@ -234,12 +241,12 @@ def rms_norm(
     Raises:
         ValueError: no such casting order.
     """
-    return _layer_norm.rms_norm(x, normalized_shape, weight, eps, casting)
+    return _layer_norm.rms_norm(x, normalized_shape, weight, eps, casting, dtype)
 
 
 def add_layer_norm(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -247,6 +254,7 @@ def add_layer_norm(
     *,
     dropout: float = 0.0,
     training: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""The sum x + residual and its layer normalisation: how a block takes up the residual stream.
 
@@ -258,10 +266,12 @@ def add_layer_norm(
 
     Args:
         x, residual: tensors that broadcast against each other; the kernels take one shape, and one dtype or a float32
-            residual to a float16 or bfloat16 x.
+            residual to a float16 or bfloat16 x. Without a residual s is x itself: code that uses it in the place of x
+            has the gradient of that use added in the norm's backward kernel, and may not write to it.
         normalized_shape, weight, bias, eps: as for :func:`layer_norm`.
         dropout: probability with which elements of x are zeroed before the sum.
         training: whether they are.
+        dtype: of layer_norm(s), as for :func:`layer_norm`.
 
     Returns:
         (layer_norm(s), s).
@@ -270,12 +280,12 @@ def add_layer_norm(
     """
     if training and dropout:
         x = F.dropout(x, dropout)
-    return _layer_norm.add_layer_norm(x, residual, normalized_shape, weight, bias, eps)
+    return _layer_norm.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, dtype)
 
 
 def add_rms_norm(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
@@ -283,6 +293,7 @@ def add_rms_norm(
     casting: str = "torch",
     dropout: float = 0.0,
     training: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""The sum x + residual and its root mean square normalisation.
 
@@ -294,6 +305,7 @@ def add_rms_norm(
     Args:
         x, residual, dropout, training: as for :func:`add_layer_norm`.
         normalized_shape, weight, eps, casting: as for :func:`rms_norm`.
+        dtype: of rms_norm(s), as for :func:`layer_norm`.
 
     Returns:
         (rms_norm(s), s).
@@ -305,11 +317,16 @@ def add_rms_norm(
     """
     if training and dropout:
         x = F.dropout(x, dropout)
-    return _layer_norm.add_rms_norm(x, residual, normalized_shape, weight, eps, casting)
+    return _layer_norm.add_rms_norm(x, residual, normalized_shape, weight, eps, casting, dtype)
 
 
 def channel_layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     r"""Layer normalisation over dimension 1, the channels of an image (N, C, H, W), at each pixel.
 
@@ -324,11 +341,12 @@ def channel_layer_norm(
         x: (N, C, *).
         weight, bias: (C,), in the dtypes that :func:`layer_norm` takes.
         eps: added to the variance.
+        dtype: of the result, as for :func:`layer_norm`.
 
     Keeps: what :func:`layer_norm` keeps.
     """
     last = x.movedim(1, -1)
-    return _layer_norm.layer_norm(last, last.shape[-1:], weight, bias, eps).movedim(-1, 1)
+    return _layer_norm.layer_norm(last, last.shape[-1:], weight, bias, eps, dtype).movedim(-1, 1)
 
 
 def group_norm(

@@ -7,6 +7,7 @@ shape, layout and values, so that each can be made on any device and in any dtyp
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Callable
@@ -693,11 +694,19 @@ SCALE_ADD = Op(
 
 
 def layer_norm(
-    x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     if weight is not None and weight.dtype == torch.float32 and x.dtype in HALF:  # torch's CUDA kernels refuse it
-        return F.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)
-    return F.layer_norm(x, shape, weight, bias, eps)
+        y = F.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)
+    else:
+        y = F.layer_norm(x, shape, weight, bias, eps)
+    return y if dtype is None else y.to(dtype)
 
 
 def rms_norm(
@@ -707,7 +716,10 @@ def rms_norm(
     eps: float | None = None,
     *,
     casting: str = "torch",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if dtype is not None:
+        return rms_norm(x, shape, weight, eps, casting=casting).to(dtype)
     if casting == "torch":
         return F.rms_norm(x, shape, weight, eps)
     wide = x.double() if x.dtype == torch.float64 else x.float()
@@ -719,24 +731,33 @@ def rms_norm(
     return (wide if weight is None else wide * (1.0 + weight.to(wide.dtype))).to(x.dtype)
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    s = x + residual
+def add_layer_norm(x: Tensor, residual: Tensor | None, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    s = x.view_as(x) if residual is None else x + residual
     return layer_norm(s, *args, **kwargs), s
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    s = x + residual
+def add_rms_norm(x: Tensor, residual: Tensor | None, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    s = x.view_as(x) if residual is None else x + residual
     return rms_norm(s, *args, **kwargs), s
 
 
 def channel_layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], weight, bias, eps).permute(0, 3, 1, 2)
+    return layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], weight, bias, eps, dtype=dtype).permute(0, 3, 1, 2)
 
 
 GPU_KERNELS = ("triton", "cuda")
 IMAGE = (2, 8, 5, 6)
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def row_norms(add: bool, bias: bool, **common: Any) -> tuple[Sample, ...]:
@@ -744,12 +765,12 @@ def row_norms(add: bool, bias: bool, **common: Any) -> tuple[Sample, ...]:
 
     def sample(
         name: str, shape: tuple[int, ...] = (5, 37), *, dims: int = 1, layout: Any = contiguous, values: Any = normal,
-        other: Any = None, weight: Any = ..., second: Any = ..., kwargs: Any = None, **options: Any,
+        other: Any = ..., weight: Any = ..., second: Any = ..., kwargs: Any = None, **options: Any,
     ) -> Sample:  # fmt: skip
         row = shape[len(shape) - dims :]
         inputs = [Input(shape, layout, values)]
         if add:
-            inputs.append(other or Input(shape, layout))
+            inputs.append(Input(shape, layout) if other is ... else other)
         parameters = [Input(row) if weight is ... else weight]
         if bias:
             parameters.append(Input(row) if second is ... else second)
@@ -802,7 +823,24 @@ def row_norms(add: bool, bias: bool, **common: Any) -> tuple[Sample, ...]:
             sample("residual that broadcasts", other=Input((37,))),
             sample("transposed residual", (24, 33), other=Input((24, 33), transposed)),
             sample("misaligned residual", (6, 64), other=Input((6, 64), misaligned)),
+            *(sample(f"no residual{suffix}", shape, other=None, **options) for suffix, shape, options in (
+                ("", (5, 37), {"smooth": True}),
+                (", 768", (9, 768), {}),
+                (", misaligned", (6, 65), {"layout": misaligned}),
+                (", transposed", (24, 33), {"layout": transposed}),
+                (", empty", (0, 7), {"refused": KERNELS}),
+            )),
+            *(sample(f"no residual, {name(half)} result", (9, 768), other=None, kwargs={"dtype": half},
+                     dtypes=(torch.float32,)) for half in HALF),
+            *(sample(f"float32 residual, {name(half)} result", (9, 768), other=Input((9, 768), dtype=torch.float32),
+                     weight=Input((768,), dtype=torch.float32), second=Input((768,), dtype=torch.float32),
+                     kwargs={"dtype": half}, dtypes=(half,)) for half in HALF),
         ) if add else ()),
+        # What a layer under autocast reads.
+        *(sample(f"length {n}, {name(half)} result", (16 if n < 1000 else 3, n), kwargs={"dtype": half},
+                 dtypes=(torch.float32,), gpu_only=n in LONG_ROW_LENGTHS)
+          for n, half in itertools.product((37, 768, 4097, 8192, 32776, 2**20 + 3), HALF)),
+        sample("float32 result", kwargs={"dtype": torch.float32}),
     )  # fmt: skip
 
 
@@ -951,6 +989,12 @@ CHANNEL_LAYER_NORM = Op(
         channel_norm("empty", (0, 8, 5, 5), refused=KERNELS),
         Sample("no weight", (Input(IMAGE),)),
         Sample("float32 weight", (Input(IMAGE, channels_last), Input((8,), dtype=torch.float32)), dtypes=HALF),
+        *(
+            channel_norm(
+                f"{name(half)} result", (2, 96, 7, 7), channels_last, kwargs={"dtype": half}, dtypes=(torch.float32,)
+            )
+            for half in HALF
+        ),
     ),
     saved_bytes=lambda call, out: (
         nbytes(call.args[0])

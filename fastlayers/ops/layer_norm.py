@@ -50,6 +50,15 @@ def result_dtype(kind: int, x: Tensor, weight: Tensor | None) -> torch.dtype:
     return x.dtype
 
 
+def _written(own: torch.dtype, dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
+    """What kernels write where ``dtype`` is wanted and torch's is ``own``: the bits are those of a cast afterwards."""
+    return dtype if dtype in reference.HALF and own == torch.float32 and x.dtype in (own, dtype) else own
+
+
+def _cast(y: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return y if dtype is None else y.to(dtype)
+
+
 def unsupported(
     x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, kind: int
 ) -> str | None:
@@ -94,14 +103,21 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """Keeps s = x + residual, the weight, and the rstd of each row, of a layer_norm the mean too."""
+    """Keeps s = x + residual, the weight, and the rstd of each row, of a layer_norm the mean too.
+
+    Without a residual s is x itself: autograd hands it on as a view, whose gradient comes here as that of s.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, rest: Rest
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, rest: Rest
     ) -> tuple[Tensor, Tensor]:
         dims, eps, kind, dtype, kernels = rest
-        y, s, stats = kernels.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, True)
+        if residual is None:
+            s = x
+            y, stats = kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, True)
+        else:
+            y, s, stats = kernels.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, True)
         ctx.save_for_backward(s, weight, stats)
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
             ctx.mark_non_differentiable(s)
@@ -111,11 +127,11 @@ class _AddLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, for_residual, for_weight, for_bias, _ = ctx.needs_input_grad
         if dy is None:
-            return ds, ds, None, None, None
-        _, _, for_weight, for_bias, _ = ctx.needs_input_grad
+            return ds, ds if for_residual else None, None, None, None
         dx, dweight, dbias = gradients(ctx, dy, ds, for_weight, for_bias)
-        return dx, dx, dweight, dbias, None
+        return dx, dx if for_residual else None, dweight, dbias, None
 
 
 _record_norm = dispatch.recorder(_LayerNorm)
@@ -171,8 +187,9 @@ def _in_memory_order(x: Tensor, dims: int) -> list[int] | None:
 
 
 def _norm(
-    x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int
-) -> Tensor | None:
+    x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int,
+    dtype: torch.dtype | None,
+) -> Tensor | None:  # fmt: skip
     """The norm by a kernel, None where the reference has to answer."""
     kernels = FAMILY.serving(x)
     if kernels is None:
@@ -189,49 +206,58 @@ def _norm(
             backends.refuse(f"the rows of an x with strides {x.stride()} do not follow each other")
             return None
         if order != list(range(x.dim())):
-            y = _norm(x.permute(order), shape, weight, bias, eps, kind)
+            y = _norm(x.permute(order), shape, weight, bias, eps, kind, dtype)
             assert y is not None
             return y.permute([order.index(d) for d in range(x.dim())])
     if eps is None:
         eps = _default_eps(x.dtype)
-    dtype = x.dtype
-    if dtype in reference.HALF:
-        dtype = result_dtype(kind, x, weight)
+    own = x.dtype
+    if own in reference.HALF:
+        own = result_dtype(kind, x, weight)
+    out = _written(own, dtype, x)
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)))
     ):
         weight = weight if weight is None else dispatch.unwrap(weight)
         bias = bias if bias is None else dispatch.unwrap(bias)
-        return _record_norm(dispatch.unwrap(x), weight, bias, (dims, eps, kind, dtype, kernels))  # type: ignore[no-any-return]
-    return kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, False)[0]  # type: ignore[no-any-return]
+        return _record_norm(dispatch.unwrap(x), weight, bias, (dims, eps, kind, out, kernels))  # type: ignore[no-any-return]
+    return kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, out, False)[0]  # type: ignore[no-any-return]
 
 
 def _add_norm(
-    x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int
-) -> tuple[Tensor, Tensor] | None:
+    x: Tensor, residual: Tensor | None, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None,
+    kind: int, dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """(norm(s), s), s = x + residual, by one kernel; None where the sum is torch's, and the norm a call of its own."""
     kernels = FAMILY.serving(x)
     if kernels is None:
         return None
-    if not _adds(x, residual):
-        return None
+    if residual is None:  # a norm like any other, unless there are two gradients to add
+        if not (torch.is_grad_enabled() and x.requires_grad and x.is_contiguous()):
+            return None
+        total = x.dtype
+    else:
+        if not _adds(x, residual):
+            return None
+        total = residual.dtype  # that of x, or float32 to a half
     shape = tuple(shape)
-    total = residual.dtype  # that of x, or float32 to a half
     if unsupported(x, total, shape, weight, bias, kind) is not None:
         return None
     if eps is None:
         eps = _default_eps(total)
-    dtype = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
+    own = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
+    out = _written(own, dtype, x)
     if torch.is_grad_enabled() and (
         x.requires_grad
-        or residual.requires_grad
+        or (residual is not None and residual.requires_grad)
         or (weight is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)))
     ):
         weight = weight if weight is None else dispatch.unwrap(weight)
         bias = bias if bias is None else dispatch.unwrap(bias)
-        rest = len(shape), eps, kind, dtype, kernels
-        return _record_add_norm(dispatch.unwrap(x), dispatch.unwrap(residual), weight, bias, rest)  # type: ignore[no-any-return]
-    y, s, _ = kernels.add_layer_norm_forward(x, residual, weight, bias, len(shape), eps, kind, dtype, False)
+        residual = residual if residual is None else dispatch.unwrap(residual)
+        rest = len(shape), eps, kind, out, kernels
+        return _record_add_norm(dispatch.unwrap(x), residual, weight, bias, rest)  # type: ignore[no-any-return]
+    y, s, _ = kernels.add_layer_norm_forward(x, residual, weight, bias, len(shape), eps, kind, out, False)
     return y, s
 
 
@@ -247,48 +273,54 @@ def _adds(x: Tensor, residual: Tensor) -> bool:
     )
 
 
-def layer_norm(x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(
+    x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
     if torch.compiler.is_compiling():
-        y = _norm_compiling(x, shape, weight, bias, eps, LAYER)
-        return reference.layer_norm(x, shape, weight, bias, eps) if y is None else y
-    y = _norm(x, shape, weight, bias, eps, LAYER)
-    return dispatch.answer("layer_norm", x, shape, weight, bias, eps) if y is None else y
+        y = _norm_compiling(x, shape, weight, bias, eps, LAYER, dtype)
+        return _cast(reference.layer_norm(x, shape, weight, bias, eps) if y is None else y, dtype)
+    y = _norm(x, shape, weight, bias, eps, LAYER, dtype)
+    return _cast(dispatch.answer("layer_norm", x, shape, weight, bias, eps) if y is None else y, dtype)
 
 
-def rms_norm(x: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str) -> Tensor:
+def rms_norm(
+    x: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str, dtype: torch.dtype | None = None
+) -> Tensor:
     kind = _rms_kind(casting)
     if torch.compiler.is_compiling():
-        y = _norm_compiling(x, shape, weight, None, eps, kind)
-        return reference.rms_norm(x, shape, weight, eps, casting) if y is None else y
-    y = _norm(x, shape, weight, None, eps, kind)
-    return dispatch.answer("rms_norm", x, shape, weight, eps, casting) if y is None else y
+        y = _norm_compiling(x, shape, weight, None, eps, kind, dtype)
+        return _cast(reference.rms_norm(x, shape, weight, eps, casting) if y is None else y, dtype)
+    y = _norm(x, shape, weight, None, eps, kind, dtype)
+    return _cast(dispatch.answer("rms_norm", x, shape, weight, eps, casting) if y is None else y, dtype)
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if torch.compiler.is_compiling():
-        both = _add_norm_compiling(x, residual, shape, weight, bias, eps, LAYER)
+        both = _add_norm_compiling(x, residual, shape, weight, bias, eps, LAYER, dtype)
     else:
-        both = _add_norm(x, residual, shape, weight, bias, eps, LAYER)
+        both = _add_norm(x, residual, shape, weight, bias, eps, LAYER, dtype)
     if both is None:
-        s = x + residual
-        return layer_norm(s, shape, weight, bias, eps), s
-    return both
+        s = x if residual is None else x + residual
+        return layer_norm(s, shape, weight, bias, eps, dtype), s
+    return _cast(both[0], dtype), both[1]
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, shape: Shape, weight: Tensor | None, eps: float | None, casting: str,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     kind = _rms_kind(casting)
     if torch.compiler.is_compiling():
-        both = _add_norm_compiling(x, residual, shape, weight, None, eps, kind)
+        both = _add_norm_compiling(x, residual, shape, weight, None, eps, kind, dtype)
     else:
-        both = _add_norm(x, residual, shape, weight, None, eps, kind)
+        both = _add_norm(x, residual, shape, weight, None, eps, kind, dtype)
     if both is None:
-        s = x + residual
-        return rms_norm(s, shape, weight, eps, casting), s
-    return both
+        s = x if residual is None else x + residual
+        return rms_norm(s, shape, weight, eps, casting, dtype), s
+    return _cast(both[0], dtype), both[1]
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
@@ -394,8 +426,9 @@ add_layer_norm_op.register_autograd(_add_op_backward, setup_context=_add_setup_c
 
 
 def _norm_compiling(
-    x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int
-) -> Tensor | None:
+    x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int,
+    dtype: torch.dtype | None,
+) -> Tensor | None:  # fmt: skip
     shape = tuple(shape)
     if (
         not dispatch.graph_keeps_kernel(x)
@@ -405,16 +438,19 @@ def _norm_compiling(
     ):
         return None
     eps = _default_eps(x.dtype) if eps is None else eps
-    y, _ = layer_norm_op(x, weight, bias, len(shape), eps, kind, result_dtype(kind, x, weight), True)
+    out = _written(result_dtype(kind, x, weight), dtype, x)
+    y, _ = layer_norm_op(x, weight, bias, len(shape), eps, kind, out, True)
     return y
 
 
 def _add_norm_compiling(
-    x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int
-) -> tuple[Tensor, Tensor] | None:
+    x: Tensor, residual: Tensor | None, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None,
+    kind: int, dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     shape = tuple(shape)
     if (
-        not dispatch.graph_keeps_kernel(x)
+        residual is None  # an op may not return its argument; Inductor adds the two gradients
+        or not dispatch.graph_keeps_kernel(x)
         or not dispatch.wants_gradient(x, residual, weight, bias)
         or not _adds(x, residual)
         or unsupported(x, residual.dtype, shape, weight, bias, kind) is not None
@@ -422,8 +458,8 @@ def _add_norm_compiling(
         return None
     total = residual.dtype
     eps = _default_eps(total) if eps is None else eps
-    dtype = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
-    y, s, _ = add_layer_norm_op(x, residual, weight, bias, len(shape), eps, kind, dtype, True)
+    own = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
+    y, s, _ = add_layer_norm_op(x, residual, weight, bias, len(shape), eps, kind, _written(own, dtype, x), True)
     return y, s
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.modules.group_norm import _apply
-from fastlayers.ops import bias_act, glu, reference
+from fastlayers.ops import bias_act, convolution, glu, reference
 from fastlayers.ops.activations import activation
+from fastlayers.ops.dispatch import is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import HALF
 
@@ -40,18 +41,26 @@ __all__ = [
     "add_written_norm",
     "batch_norm",
     "batch_norm_layer",
+    "casts_input",
+    "channel_layer_norm",
     "checkpointed",
     "dropout_add",
+    "forked_convolution",
     "gated",
     "gated_linear",
     "instance_norm_layer",
+    "is_plain",
+    "is_pointwise",
     "knows",
+    "layer_norm",
     "linear_act",
+    "narrower",
     "nll_loss_of_log_softmax",
     "no_hooks",
     "plain",
     "plain_any",
     "relu_add_",
+    "rms_norm",
     "rotary_alone",
     "scale_add",
     "softmax_added",
@@ -85,6 +94,33 @@ def plain_any(module: nn.Module, layers: frozenset[type[nn.Module]]) -> bool:
     """:func:`plain` for several layers of which any will do."""
     kind = type(module)
     return getattr(kind, "__fastlayers_original__", kind) in layers and "forward" not in module.__dict__
+
+
+#: A test of a module, which narrower calls, and the module.
+Casts: TypeAlias = tuple[Callable[[Any], bool], nn.Module | None]
+
+
+def casts_input(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a linear layer or convolution of torch hands its input as it is to an operation that autocast casts for.
+
+    A weight of a tensor subclass (quantised, say) may see the call before autocast does.
+    """
+    padding: Any = getattr(layer, "padding_mode", "zeros")
+    return plain(layer, kind) and padding == "zeros" and is_plain(layer.weight)
+
+
+def narrower(casts: Casts | None, *tensors: Tensor | None) -> torch.dtype | None:
+    """autocast's dtype, where what is computed from these tensors is only cast to that; None where nothing is known."""
+    if casts is None or not isinstance(tensors[0], Tensor):
+        return None
+    kind = tensors[0].device.type
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+        return None
+    # autocast leaves float64 alone, and has no say in what tensor subclasses do.
+    if any(t is not None and (t.dtype == torch.float64 or not is_plain(t)) for t in tensors):
+        return None
+    test, module = casts
+    return torch.get_autocast_dtype(kind) if test(module) else None
 
 
 def unpack(value: Any, count: int) -> tuple[Any, ...]:
@@ -247,6 +283,27 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     return activation(act).function(F.linear(x, weight, bias))
 
 
+# -- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def is_pointwise(layer: Any) -> bool:
+    """Whether a convolution is a matrix product of the channels of each pixel."""
+    return (
+        plain(layer, nn.Conv2d)
+        and layer.kernel_size == layer.stride == (1, 1)
+        and layer.padding in ((0, 0), "valid", "same")
+        and layer.groups == 1
+        and layer.bias is None
+    )
+
+
+def forked_convolution(layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(layer(x), x) of a pointwise convolution, where a kernel adds the gradients of both if it gains by that."""
+    if isinstance(x, Tensor) and convolution.adds_gradients(x, layer.weight):
+        return convolution.pointwise_fork(x, layer.weight)
+    return layer(x), x
+
+
 # -- activations that a library wrote out -----------------------------------------------------------------------------
 
 WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -341,24 +398,45 @@ def instance_norm_layer(layer: _InstanceNorm, x: Tensor, act: str) -> Tensor:
     return activation(act).function(layer(x))
 
 
-def _low_first(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def _low_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The two in the order in which kernels take a float32 and a 16-bit tensor."""
-    if x.dtype == torch.float32 and residual.dtype in HALF:
+    if residual is not None and x.dtype == torch.float32 and residual.dtype in HALF:
         return residual, x
     return x, residual
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, inplace: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-    """(F.layer_norm(s, ...), s) for s = x + residual, which was written to x where ``inplace``."""
-    if inplace and not _stays(x, residual):
+def layer_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
+    """F.layer_norm, in the dtype to which autocast casts the result."""
+    return functional.layer_norm(x, weight=weight, **options, dtype=narrower(casts, x, weight))
+
+
+def rms_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
+    """F.rms_norm, in the dtype to which autocast casts the result."""
+    return functional.rms_norm(x, weight=weight, **options, dtype=narrower(casts, x, weight))
+
+
+def channel_layer_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
+    """The layer_norm of an image over its channels, in the dtype to which autocast casts the result."""
+    return functional.channel_layer_norm(x, weight, **options, dtype=narrower(casts, x, weight))
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor | None, inplace: bool = False, casts: Casts | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(F.layer_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
+    options["dtype"] = narrower(casts, x, residual, options.get("weight"))
+    if inplace and residual is not None and not _stays(x, residual):
         x = x.add_(residual)
         return functional.layer_norm(x, **options), x
     return functional.add_layer_norm(*_low_first(x, residual), **options)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, inplace: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-    """(F.rms_norm(s, ...), s) for s = x + residual, which was written to x where ``inplace``."""
-    if inplace and not _stays(x, residual):
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, inplace: bool = False, casts: Casts | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """(F.rms_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
+    options["dtype"] = narrower(casts, x, residual, options.get("weight"))
+    if inplace and residual is not None and not _stays(x, residual):
         x = x.add_(residual)
         return functional.rms_norm(x, **options), x
     return functional.add_rms_norm(*_low_first(x, residual), **options)
@@ -404,7 +482,7 @@ def written_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str | No
 def add_written_norm(
     layer: nn.Module,
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     eps: float,
     *,
@@ -412,8 +490,10 @@ def add_written_norm(
     casting: str | None,
     same: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(layer(s), s) for s = x + residual, where the layer is a norm that a library wrote out."""
-    if not (
+    """(layer(s), s) for s = x + residual, x itself without one, where the layer is a norm that a library wrote out."""
+    if residual is None and not knows(x, weight, casting=casting, same=same):
+        return layer(x), x
+    if residual is not None and not (
         isinstance(residual, Tensor)
         and x.shape == residual.shape
         and (x.dtype == residual.dtype if inplace or same else residual.dtype in (torch.float32, *HALF))

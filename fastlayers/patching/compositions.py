@@ -218,6 +218,33 @@ def may_autocast(view: View, kind: str) -> bool:
     return torch.is_autocast_enabled(kind) or "_enter_autocast" in names
 
 
+def permutation(view: View, node: Any) -> tuple[Op, tuple[int, ...]] | None:
+    """A node as x.permute(...) by known numbers, none of them negative."""
+    op = view.op(node, "permute")
+    dims = op["dims"] if op is not None else None
+    if op is None or not isinstance(dims, tuple | list) or not all(type(dim) is int for dim in dims):
+        return None
+    return op, tuple(dim % len(dims) for dim in dims)
+
+
+def read_channel_norm(view: View, node: Node) -> Op | None:
+    """A layer_norm of an image over its channels, between two permutes."""
+    back = permutation(view, node)
+    norm = view.op(back[0]["input"], "layer_norm") if back is not None else None
+    forth = permutation(view, norm["input"]) if norm is not None else None
+    if back is None or norm is None or forth is None or (norm.child is not None and norm.recording is None):
+        return None
+    rank = len(forth[1])
+    if forth[1] != (0, *range(2, rank), 1) or back[1] != (0, rank - 1, *range(1, rank - 1)):
+        return None
+    shape = norm["normalized_shape"]
+    if not isinstance(shape, tuple | list) or len(shape) != 1:
+        return None
+    operands = {"eps": 1e-5, **norm.operands, "input": forth[0]["input"]}
+    del operands["normalized_shape"]
+    return last("channel_layer_norm", node, operands, (forth[0], norm))
+
+
 # -- activations ------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +305,7 @@ def is_method(node: Any, name: str) -> bool:
 COMPOSITIONS: dict[str | None, Callable[[View, Node], Op | None]] = {
     "rms_norm": read_norm("rms_norm"),
     "layer_norm": read_norm("layer_norm"),
+    "channel_layer_norm": read_channel_norm,
     "gelu": read_activation("gelu"),
     "quick_gelu": read_activation("quick_gelu"),
     "drop_path": read_drop_path,

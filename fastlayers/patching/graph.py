@@ -205,10 +205,12 @@ class View:
         if recording is None:
             return None
         argument, *nodes, output = recording.graph.nodes
-        op = View(recording.graph, self.root).op(output.args[0])
+        view, result = View(recording.graph, self.root), output.args[0]
+        op = view.op(result, "channel_layer_norm") or view.op(result)
         if op is None or op["input"] is not argument:
             return None
-        if any(node is not op.node and node.op != "get_attr" for node in nodes):
+        seen = {op.node, *(part.node for part in op.parts)}
+        if any(node not in seen and node.op != "get_attr" for node in nodes):
             return None
         operands = {
             name: Attribute(str(value.target)) if isinstance(value, Node) else value
@@ -320,6 +322,9 @@ class View:
             yield from self.memory(op["input"])
             return
         if self.is_number(node):
+            return
+        if node.target is operator.getitem and (x := forked(node.args[0])) is not None:
+            yield from self.memory(x) if node.args[1] == 1 else (node,)
             return
         if node.op == "call_module":
             yield from self._layer_allocations(node)
@@ -451,6 +456,18 @@ class View:
         if is_fresh(original) or original in DROP_IN or original is nn.Identity:
             return True
         return getattr(child, "inplace", None) is False and original.__module__.startswith("torch.nn.")
+
+
+#: The calls for the norm of x + residual and this sum, and where among their arguments x is; the residual comes next.
+JOINED_NORMS: dict[Any, int] = {calls.add_layer_norm: 0, calls.add_rms_norm: 0, calls.add_written_norm: 1}
+
+
+def forked(node: Any) -> Node | None:
+    """The x of such a call without a residual, which then returns x itself; None for any other node."""
+    position = JOINED_NORMS.get(node.target) if isinstance(node, Node) else None
+    if position is None or node.args[position + 1] is not None:
+        return None
+    return node.args[position]  # type: ignore[no-any-return]
 
 
 def is_opaque(node: Node) -> bool:

@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from fastlayers.patching import calls
+from fastlayers.patching.casting import Casts
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
 from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.language_models import FusedModel, fuse_losses, pretrained_model
@@ -32,7 +33,18 @@ from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rebuild import show_source
 from fastlayers.patching.rules import Deferred, GraphRule, Match, ModuleRule, graph_rules
 from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
-from fastlayers.patching.trace import CHECKPOINTING, Recording, equality, optional_parameters, plain_forward, record
+from fastlayers.patching.trace import (
+    CHECKPOINTING,
+    Name,
+    Recording,
+    add_names,
+    bind,
+    equality,
+    module_expression,
+    optional_parameters,
+    plain_forward,
+    record,
+)
 
 __all__ = [
     "GUARD_BUILTINS",
@@ -106,7 +118,7 @@ def apply_rules(
                 if found.condition is not None:
                     function, *paths = found.condition
                     conditions.setdefault(function, {})[tuple(paths)] = None
-                fused = replace(recording.graph, found)
+                fused = replace(recording, found)
                 view.refresh()
                 pending = [other for other in view.position if view.position[other] < view.position[fused]]
                 made[fused] = rule.name
@@ -315,36 +327,23 @@ def inner_guards(inner: Recording, recording: Recording) -> list[str]:
     return list(inner.guards)
 
 
-def add_names(namespace: dict[str, Any], more: dict[str, Any]) -> None:
-    for name, value in more.items():
-        if namespace.setdefault(name, value) is not value:
-            raise Refusal(Reason.TRACE_FAILED, f"two objects are called {name}")
-
-
-def module_expression(path: str) -> str:
-    return "self" + "".join(f"._modules[{atom!r}]" for atom in path.split("."))
-
-
-def bind(recording: Recording, value: Any, hint: str | None = None) -> str:
-    """A name for ``value`` in the generated code."""
-    name = f"_{hint or value.__name__}"
-    while recording.namespace.setdefault(name, value) is not value:
-        name += "_"
-    return name
-
-
-def replace(graph: fx.Graph, match: Match) -> Node:
+def replace(recording: Recording, match: Match) -> Node:
     """Put the call that a match stands for in the place of its operations, and return it."""
-    root = match.root
+    root, graph = match.root, recording.graph
     with graph.inserting_before(root):
-        args = tuple(argument(graph, arg) for arg in match.args)
-        kwargs = {name: argument(graph, arg) for name, arg in match.kwargs.items()}
+        args = tuple(argument(recording, arg) for arg in match.args)
+        kwargs = {name: argument(recording, arg) for name, arg in match.kwargs.items()}
         result = fused = graph.call_function(match.target, args, kwargs)
         if match.kept is not None:
             if set(match.kept.users) - {op.node for op in match.all_ops}:
                 kept = graph.call_function(operator.getitem, (fused, 1))
                 kept.meta = match.kept.meta.copy()
                 match.kept.replace_all_uses_with(kept)
+            result = graph.call_function(operator.getitem, (fused, 0))
+        if match.forked:
+            again = graph.call_function(operator.getitem, (fused, 1))
+            again.meta = match.tensors[0].meta.copy()
+            match.tensors[0].replace_all_uses_with(again, match.forked.__contains__)
             result = graph.call_function(operator.getitem, (fused, 0))
     result.meta = root.meta.copy()
     fused.meta = call_meta(match)
@@ -357,8 +356,9 @@ def replace(graph: fx.Graph, match: Match) -> Node:
 def call_meta(match: Match) -> dict[str, Any]:
     """What Dynamo would have recorded of the fused call: its value, and the modules that all operations are in."""
     meta = match.root.meta.copy()
-    if match.kept is not None and "example_value" in meta:
-        meta["example_value"] = (meta["example_value"], match.kept.meta["example_value"])
+    second = match.tensors[0] if match.forked else match.kept
+    if second is not None and "example_value" in meta:
+        meta["example_value"] = (meta["example_value"], second.meta["example_value"])
     if "nn_module_stack" in meta:
         stacks = [op.node.meta.get("nn_module_stack", {}) for op in match.ops]
         common = itertools.takewhile(lambda key: all(key in stack for stack in stacks), stacks[-1])
@@ -366,10 +366,13 @@ def call_meta(match: Match) -> dict[str, Any]:
     return meta
 
 
-def argument(graph: fx.Graph, value: Any) -> Any:
-    """An argument of a fused call, with the node that it needs."""
+def argument(recording: Recording, value: Any) -> Any:
+    """An argument of a fused call, with the node or the name that it needs."""
+    graph = recording.graph
     if isinstance(value, Attribute):
         return graph.get_attr(value.path)
+    if isinstance(value, Casts):
+        return value.argument(recording)
     if isinstance(value, Leading):
         with graph.inserting_before(value.node):  # where they were called: they may draw random numbers
             x = value.node.args[0]
@@ -536,15 +539,6 @@ def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> 
         )
     text = str(inspect.Signature(declared))
     return text, ", ".join(handed)
-
-
-class Name(str):
-    """A default that prints as the name it is bound to."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def class_source(

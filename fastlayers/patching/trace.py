@@ -20,6 +20,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import itertools
 import math
 import operator
 import sys
@@ -38,9 +39,13 @@ from fastlayers.patching.reasons import Reason, Refusal
 
 __all__ = [
     "CHECKPOINTING",
+    "Name",
     "Recording",
     "Stretch",
+    "add_names",
+    "bind",
     "local_names",
+    "module_expression",
     "optional_parameters",
     "parse",
     "plain_forward",
@@ -89,6 +94,33 @@ class Recording:
     graph: fx.Graph
     guards: dict[str, None] = field(default_factory=dict)
     namespace: dict[str, Any] = field(default_factory=dict)
+
+
+def add_names(namespace: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        if namespace.setdefault(name, value) is not value:
+            raise Refusal(Reason.TRACE_FAILED, f"two objects are called {name}")
+
+
+def module_expression(path: str) -> str:
+    return "self" + "".join(f"._modules[{atom!r}]" for atom in path.split("."))
+
+
+def bind(recording: Recording, value: Any, hint: str | None = None) -> str:
+    """A name for ``value`` in the generated code."""
+    name = f"_{hint or value.__name__}"
+    while recording.namespace.setdefault(name, value) is not value:
+        name += "_"
+    return name
+
+
+class Name(str):
+    """An argument or default that prints as the source that it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 class Opaque:
@@ -786,17 +818,27 @@ class Trace:
 
     # -- the whole -------------------------------------------------------------------------------------------------
 
-    def run_child(self, child: nn.Module, arguments: int) -> Recording:
+    def run_child(self, child: nn.Module, arguments: int | fx.Node) -> Recording:
         """Record the forward of a child as the module's own, so that its guards are ones about the module."""
         self.subject = child
-        given = [self.recorder.create_proxy("placeholder", f"{ARGUMENT}{i}", (), {}) for i in range(arguments)]
-        result = self.follow(own_forward(child), (child, *given), {})
+        args: Any = tuple(map(self.given, range(arguments))) if isinstance(arguments, int) else arguments.args
+        kwargs: Any = {} if isinstance(arguments, int) else arguments.kwargs
+        numbers = itertools.count()
+
+        def taken(value: Any) -> Any:
+            return self.given(next(numbers)) if isinstance(value, fx.Node) else value
+
+        args, kwargs = fx.node.map_aggregate((args, kwargs), taken)
+        result = self.follow(own_forward(child), (child, *args), dict(kwargs))
         self.recorder.create_node("output", "output", (self.recorder.create_arg(result),), {})
         if any(before != lent for _, before, lent in self.lent) or any(
             ARGUMENT in guard for guard in self.recording.guards
         ):
             raise Refusal(Reason.READS_STATE, self.paths[id(child)])
         return self.recording
+
+    def given(self, number: int) -> Proxy:
+        return self.recorder.create_proxy("placeholder", f"{ARGUMENT}{number}", (), {})
 
     def run(self, forward: types.FunctionType, tensors: frozenset[str]) -> Recording:
         """Record ``forward`` with the parameters named in ``tensors``, and those without a default, as proxies."""
@@ -976,10 +1018,16 @@ def own_forward(module: nn.Module) -> Any:
     return cls.__dict__.get("__fastlayers_original__", cls).forward
 
 
-def record_child(module: nn.Module, child: nn.Module, arguments: int, training: bool | None = None) -> Recording | None:
-    """Trace the forward of a child called with that many arguments, in that mode or in any; None where it cannot be.
+def record_child(
+    module: nn.Module, child: nn.Module, arguments: int | fx.Node, training: bool | None = None
+) -> Recording | None:
+    """Trace the forward of a child in that mode or in any; None where it cannot be.
 
     The recording is for looking at, not for running: paths and guards in it are those of ``module``.
+
+    Args:
+        arguments: how many positional ones are given; or the node that calls the child, of whose arguments only the
+            nodes are unknown, each a placeholder, in their order.
     """
     forward = own_forward(child)
     if not isinstance(forward, types.FunctionType) or from_torch(forward) or "forward" in child.__dict__:

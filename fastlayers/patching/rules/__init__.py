@@ -19,6 +19,7 @@ from fastlayers.modules import DROP_IN
 from fastlayers.patching.rules import (
     activations,
     bias_act,
+    convolution,
     elementwise,
     fold,
     glu,
@@ -58,6 +59,9 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.ADD_LAYER_NORM,
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,
+    *norm.FORKED_NORMS,
+    convolution.FORKED_CONVOLUTION,
+    *norm.CAST_NORMS,
     *norm.NORM_FUNCTIONS,
     rotary.ROTARY,
     glu.GATED_LINEAR,

@@ -37,6 +37,8 @@ class Match:
     tensors: tuple[Any, ...] = ()
     #: An intermediate result that is wanted too. The call then returns a pair: the last result, and this one.
     kept: Node | None = None
+    #: Nodes that are to use what a call of a pair returns again as the second: its first tensor.
+    forked: tuple[Node, ...] = ()
     #: A function and the children that it must approve of on every call.
     condition: tuple[Any, ...] | None = None
 

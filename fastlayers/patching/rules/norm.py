@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
 
 from fastlayers import functional
 from fastlayers.patching import calls
+from fastlayers.patching.casting import cast_by
 from fastlayers.patching.fingerprints import Fingerprint
-from fastlayers.patching.graph import Attribute, Op, View
+from fastlayers.patching.graph import JOINED_NORMS, Attribute, Op, View, forked
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.elementwise import addition
@@ -22,7 +24,9 @@ __all__ = [
     "BATCH_NORM_ACT",
     "BATCH_NORM_ADD",
     "BATCH_NORM_ADD_ACT",
+    "CAST_NORMS",
     "CHANNEL_LAYER_NORM",
+    "FORKED_NORMS",
     "GROUP_NORM_ACT",
     "INSTANCE_NORM_ACT",
     "NORM_FUNCTIONS",
@@ -161,53 +165,101 @@ def find_add_norm(name: str) -> Callable[..., Iterator[Match | Refusal]]:
         if not isinstance(add, Op):
             return
         x, residual = add["input"], add["other"]
-        mark = norm["fingerprint"]
-        if mark is not None:
-            target, args, kwargs = add_written_norm(norm, mark, add)
-        else:
-            target = calls.add_layer_norm if name == "layer_norm" else calls.add_rms_norm
-            args, kwargs = (x, residual), {**options(norm), **({"inplace": True} if add.inplace else {})}
+        target, args, kwargs = joined_norm(view, norm, x, residual, add.inplace)
         yield Match((add, norm), target, args, kwargs, (x, residual), kept=add.node)
 
     return find
 
 
-def add_written_norm(norm: Op, mark: Fingerprint, add: Op) -> tuple[Any, ...]:
+def joined_norm(view: View, norm: Op, x: Any, residual: Any, inplace: bool = False) -> tuple[Any, ...]:
+    """The call that gives the norm of x + residual and this sum; without a residual the norm of x, and x."""
+    mark = norm["fingerprint"]
+    if mark is not None:
+        return add_written_norm(norm, mark, x, residual, inplace)
+    target = calls.add_layer_norm if norm.name == "layer_norm" else calls.add_rms_norm
+    return target, (x, residual), {**options(norm), **({"inplace": True} if inplace else {}), **casts(view, norm)}
+
+
+def casts(view: View, norm: Op) -> dict[str, Any]:
+    """What tells a norm that autocast only casts its result."""
+    found = cast_by(view, norm.node)
+    return {} if found is None else {"casts": found}
+
+
+def add_written_norm(norm: Op, mark: Fingerprint, x: Any, residual: Any, inplace: bool) -> tuple[Any, ...]:
     body = mark.body
     weight = Attribute(f"{norm.child}.{mark.weight}") if mark.weight is not None else None
-    args = (Attribute(str(norm.child)), add["input"], add["other"], weight, Attribute(f"{norm.child}.{mark.eps}"))
-    kwargs = {"inplace": add.inplace, "casting": body.casting, "same": body.same}
+    args = (Attribute(str(norm.child)), x, residual, weight, Attribute(f"{norm.child}.{mark.eps}"))
+    kwargs = {"inplace": inplace, "casting": body.casting, "same": body.same}
     return calls.add_written_norm, args, kwargs
+
+
+# -- a residual stream that a norm forks off --------------------------------------------------------------------------
+
+
+def find_forked_norm(name: str) -> Callable[..., Iterator[Match | Refusal]]:
+    def find(view: View, node: Node) -> Iterator[Match | Refusal]:
+        norm = view.op(node, name)
+        if norm is None or not isinstance(norm["input"], Node):
+            return
+        x = norm["input"]
+        later = tuple(user for user in x.users if view.position[user] > view.position[node] and joins(view, x, user))
+        if later and not may_be_written(view, x, node, later):
+            target, args, kwargs = joined_norm(view, norm, x, None)
+            yield Match((norm,), target, args, kwargs, (x,), forked=later)
+
+    return find
+
+
+def joins(view: View, x: Node, user: Node) -> bool:
+    """Whether a node only adds x to something: the sum is a tensor of its own, and x stays what it was."""
+    op = view.op(user, "add")
+    if op is not None:
+        return not op.inplace and op.child is None
+    return user.target in JOINED_NORMS and forked(user) is None and not user.kwargs.get("inplace", False)
+
+
+def may_be_written(view: View, x: Node, norm: Node, later: tuple[Node, ...]) -> bool:
+    """Whether x, or what may share memory with it, is written where the other use has yet to come."""
+    last = max(view.position[user] for user in later)
+    shared = {x}
+    for node in view.position:
+        if node is norm or shared.isdisjoint(node.all_input_nodes):  # the norm's result is a tensor of its own
+            continue
+        if view.position[norm] < view.position[node] < last and view.written(node):
+            return True
+        if view.memory(node) - {node}:
+            shared.add(node)
+    return False
+
+
+# -- norms of which autocast casts the result -------------------------------------------------------------------------
+
+
+def find_cast_norm(name: str) -> Callable[..., Iterator[Match | Refusal]]:
+    target = calls.layer_norm if name == "layer_norm" else calls.rms_norm
+
+    def find(view: View, node: Node) -> Iterator[Match | Refusal]:
+        norm = view.op(node, name)
+        if norm is None or norm["fingerprint"] is not None or norm["casting"] is not None:
+            return
+        if found := casts(view, norm):
+            yield Match((norm,), target, (norm["input"],), {**options(norm), **found}, (norm["input"],))
+
+    return find
 
 
 # -- norms spelled as functions ---------------------------------------------------------------------------------------
 
 
-def permutation(view: View, node: Any) -> tuple[Op, tuple[int, ...]] | None:
-    """A node as x.permute(...) by known numbers, none of them negative."""
-    op = view.op(node, "permute")
-    dims = op["dims"] if op is not None else None
-    if op is None or not isinstance(dims, tuple | list) or not all(type(dim) is int for dim in dims):
-        return None
-    return op, tuple(dim % len(dims) for dim in dims)
-
-
 def find_channel_layer_norm(view: View, node: Node) -> Iterator[Match | Refusal]:
-    back = permutation(view, node)
-    norm = view.op(back[0]["input"], "layer_norm") if back is not None else None
-    forth = permutation(view, norm["input"]) if norm is not None else None
-    if back is None or norm is None or forth is None or not is_function(norm):
+    norm = view.op(node, "channel_layer_norm")
+    found = casts(view, norm) if norm is not None else {}
+    if norm is None or (norm.child is not None and not found):  # what is in the child is for the child
         return
-    rank = len(forth[1])
-    if forth[1] != (0, *range(2, rank), 1) or back[1] != (0, rank - 1, *range(1, rank - 1)):
-        return
-    shape = norm["normalized_shape"]
-    if not isinstance(shape, tuple | list) or len(shape) != 1:
-        return
-    x = forth[0]["input"]
-    given = {"eps": 1e-5, **options(norm)}
-    del given["normalized_shape"]
-    yield Match((forth[0], norm, back[0]), functional.channel_layer_norm, (x,), given, (x,))
+    x = norm["input"]
+    target = calls.channel_layer_norm if found else functional.channel_layer_norm
+    yield Match((*norm.parts, replace(norm, parts=())), target, (x,), {**options(norm), **found}, (x,))
 
 
 def find_norm_function(name: str) -> Callable[..., Iterator[Match | Refusal]]:
@@ -228,6 +280,14 @@ INSTANCE_NORM_ACT = GraphRule(
 )
 ADD_LAYER_NORM = GraphRule("add_layer_norm", "s = x + residual and layer_norm(s)", find_add_norm("layer_norm"))
 ADD_RMS_NORM = GraphRule("add_rms_norm", "s = x + residual and rms_norm(s)", find_add_norm("rms_norm"))
+FORKED_NORMS = tuple(
+    GraphRule(f"forked_{name}", f"{name}(x) and x, whose gradients one kernel adds", find_forked_norm(name))
+    for name in ("layer_norm", "rms_norm")
+)
+CAST_NORMS = tuple(
+    GraphRule(f"cast_{name}", f"{name}(x), of which autocast only casts the result", find_cast_norm(name))
+    for name in ("layer_norm", "rms_norm")
+)
 CHANNEL_LAYER_NORM = GraphRule(
     "channel_layer_norm", "layer_norm of an image over its channels, between two permutes", find_channel_layer_norm
 )
