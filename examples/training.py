@@ -114,16 +114,16 @@ class Checkpoint:
                 f"--resume: {self.path} is of another model or optimizer: {min(odd)} and {len(odd) - 1} more of its "
                 f"{len(stored)} tensors differ"
             )
-        options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+        options = StateDictOptions(full_state_dict=True)
         weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
         set_model_state_dict(self.model, weights, options=options)
         # The optimizer's tensors come from the file, its rates and options from the run that goes on.
-        own = get_optimizer_state_dict(
-            self.model, self.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-        )
-        set_optimizer_state_dict(
-            self.model, self.optimizer, {name: stored.get(name, value) for name, value in own.items()}, options=options
-        )
+        own = get_optimizer_state_dict(self.model, self.optimizer)
+        own["state"] = {
+            name: {key: stored.get(f"state.{name}.{key}", value) for key, value in entries.items()}
+            for name, entries in own["state"].items()
+        }
+        set_optimizer_state_dict(self.model, self.optimizer, own, options=options)
         return history
 
     def _tensors(self, whole: bool) -> dict[str, Tensor]:
@@ -134,12 +134,13 @@ class Checkpoint:
             get_optimizer_state_dict,
         )
 
-        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole, flatten_optimizer_state_dict=True)
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
         weights = get_model_state_dict(self.model, options=options)
-        state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        named = [*((f"model.{name}", value) for name, value in weights.items()), *state.items()]
-        # Of the optimizer's the rest are rates and other options.
-        return {name: value for name, value in named if isinstance(value, Tensor) and "param_groups." not in name}
+        state = get_optimizer_state_dict(self.model, self.optimizer, options=options).get("state", {})
+        # The names of a flattened state, made here: what torch flattens itself, 2.13 cannot load.
+        named = {f"model.{name}": value for name, value in weights.items()}
+        named |= {f"state.{name}.{key}": value for name, entries in state.items() for key, value in entries.items()}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 # the loop ------------------------------------------------------------------------------------------------------------
