@@ -1,7 +1,7 @@
 """Runs examples for tests/test_examples.py, each in a fork of a process that has imported what they need.
 
-The imports take longer than the examples' work in a test. A line of its input is a JSON object: ``argv`` as Python takes
-it, and the files for ``stdout`` and ``stderr``. Its answer is a line with the exit status.
+The imports take longer than the examples' work in a test. A line of its input is a JSON object: ``argv`` as Python
+takes it, and the files for ``stdout`` and ``stderr``. Its answer is a line with the exit status.
 """
 
 import contextlib

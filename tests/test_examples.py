@@ -29,15 +29,16 @@ class Runner:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ
-            | {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
 
     def _run(self, argv: list[str]) -> int:
         for path in (self.stdout, self.stderr):
             path.unlink(missing_ok=True)
         assert self.server.stdin and self.server.stdout
-        print(json.dumps({"argv": argv, "stdout": str(self.stdout), "stderr": str(self.stderr)}), file=self.server.stdin)
+        print(
+            json.dumps({"argv": argv, "stdout": str(self.stdout), "stderr": str(self.stderr)}), file=self.server.stdin
+        )
         self.server.stdin.flush()
         return int(self.server.stdout.readline())
 
