@@ -64,10 +64,11 @@ def run(path: Path, device: torch.device, steps: int, smoke: bool, report: Calla
     for one in RUNS:
         two = device.type == "cpu" or torch.cuda.device_count() > 1
         if one.parallel and not two:
-            rows.append(row := {"model": one.model, "run": one.name, "status": "left out: one GPU"})
+            row: Row = {"model": one.model, "run": one.name, "status": "left out: one GPU"}
         else:
             losses = digits(one, steps, device) if one.model == "digits ResNet" else char_gpt(one, steps, device, smoke)
-            rows.append(row := {"model": one.model, "run": one.name, "status": "ok", "losses": losses})
+            row = {"model": one.model, "run": one.name, "status": "ok", "losses": losses}
+        rows.append(row)
         last = f": last loss {row['losses'][-1]:.4f}" if "losses" in row else ""
         report(f"[{len(rows)}/{len(RUNS)}] {one.model}, {one.name}, {row['status']}{last}")
     content = {"kind": "losses", "environment": environment(device), "steps": steps, "rows": rows}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import click
 import torch
@@ -118,7 +118,7 @@ class Checkpoint:
         weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
         set_model_state_dict(self.model, weights, options=options)
         # The optimizer's tensors come from the file, its rates and options from the run that goes on.
-        own = get_optimizer_state_dict(self.model, self.optimizer)
+        own: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer)
         own["state"] = {
             name: {key: stored.get(f"state.{name}.{key}", value) for key, value in entries.items()}
             for name, entries in own["state"].items()
@@ -136,10 +136,11 @@ class Checkpoint:
 
         options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
         weights = get_model_state_dict(self.model, options=options)
-        state = get_optimizer_state_dict(self.model, self.optimizer, options=options).get("state", {})
+        own: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        states = own.get("state", {})  # whole ones are the first process' alone
         # The names of a flattened state, made here: what torch flattens itself, 2.13 cannot load.
         named = {f"model.{name}": value for name, value in weights.items()}
-        named |= {f"state.{name}.{key}": value for name, entries in state.items() for key, value in entries.items()}
+        named |= {f"state.{name}.{key}": value for name, entries in states.items() for key, value in entries.items()}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 

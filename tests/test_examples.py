@@ -35,10 +35,10 @@ class Runner:
     def _run(self, argv: list[str]) -> int:
         for path in (self.stdout, self.stderr):
             path.unlink(missing_ok=True)
-        assert self.server.stdin and self.server.stdout
-        print(
-            json.dumps({"argv": argv, "stdout": str(self.stdout), "stderr": str(self.stderr)}), file=self.server.stdin
-        )
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        asked = {"argv": argv, "stdout": str(self.stdout), "stderr": str(self.stderr)}
+        self.server.stdin.write(json.dumps(asked) + "\n")
         self.server.stdin.flush()
         return int(self.server.stdout.readline())
 
