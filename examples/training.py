@@ -251,7 +251,7 @@ def draw_curves(phases: dict[str, History], panels: tuple[Panel, ...], path: Pat
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
     figure, row = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.4), layout="constrained", squeeze=False)
     for axes, panel in zip(row[0], panels, strict=True):
@@ -267,9 +267,11 @@ def draw_curves(phases: dict[str, History], panels: tuple[Panel, ...], path: Pat
         axes.set_title(panel.title)
         if panel.log:
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
         if panel.percent:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_xlabel(unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(color="#E4E4E4")
