@@ -127,8 +127,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = [
         {"fastlayers": "index.md"},
         {"Operations": families},
+        {"Networks": "models.md"},
         {"Patching": "patching.md"},
         {"Backends and checkpoints": "backends.md"},
+        {"Building": "build.md"},
     ]
     return config
 
