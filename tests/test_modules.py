@@ -21,6 +21,7 @@ ARGUMENTS = {
     nn.Softmax: {"dim": -1},
     nn.LogSoftmax: {"dim": 1},
     nn.LayerNorm: {"normalized_shape": 5},
+    nn.Linear: {"in_features": 5, "out_features": 4},
     nn.RMSNorm: {"normalized_shape": (5,), "eps": 1e-3},
     nn.GroupNorm: {"num_groups": 2, "num_channels": 6},
     nn.BatchNorm1d: {"num_features": 5},
