@@ -29,6 +29,7 @@ FAMILIES = {
     "residual": "Residual branches",
     "rotary": "Rotary embeddings",
     "bias_act": "Activations",
+    "linear": "Linear layers",
     "glu": "Gated units",
     "cross_entropy": "Cross-entropy",
     "linear_cross_entropy": "Cross-entropy of a linear layer",
