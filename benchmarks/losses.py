@@ -59,20 +59,24 @@ RUNS = (
 
 
 def run(path: Path, device: torch.device, steps: int, smoke: bool, report: Callable[[str], None]) -> None:
-    """Train each of ``RUNS``, those on two devices where there are two, and write the losses."""
+    """Train each of ``RUNS``, those on two devices where there are two, and write the losses after each."""
     rows: list[Row] = []
-    for one in RUNS:
-        two = device.type == "cpu" or torch.cuda.device_count() > 1
-        if one.parallel and not two:
-            row: Row = {"model": one.model, "run": one.name, "status": "left out: one GPU"}
-        else:
-            losses = digits(one, steps, device) if one.model == "digits ResNet" else char_gpt(one, steps, device, smoke)
-            row = {"model": one.model, "run": one.name, "status": "ok", "losses": losses}
-        rows.append(row)
-        last = f": last loss {row['losses'][-1]:.4f}" if "losses" in row else ""
-        report(f"[{len(rows)}/{len(RUNS)}] {one.model}, {one.name}, {row['status']}{last}")
     content = {"kind": "losses", "environment": environment(device), "steps": steps, "rows": rows}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    for one in RUNS:
+        row: Row = {"model": one.model, "run": one.name, "status": "ok"}
+        try:
+            if one.parallel and device.type == "cuda" and torch.cuda.device_count() < 2:
+                row["status"] = "left out: one GPU"
+            elif one.model == "char_gpt":
+                row["losses"] = char_gpt(one, steps, device, smoke)
+            else:
+                row["losses"] = digits(one, steps, device)
+        except Exception as error:
+            row.update(status="failed", reason=str(error)[-2000:])
+        rows.append(row)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        said = f"last loss {row['losses'][-1]:.4f}" if "losses" in row else row.get("reason", row["status"])
+        report(f"[{len(rows)}/{len(RUNS)}] {one.model}, {one.name}: {said}")
 
 
 def char_gpt(one: Run, steps: int, device: torch.device, smoke: bool) -> list[float]:
@@ -85,7 +89,7 @@ def char_gpt(one: Run, steps: int, device: torch.device, smoke: bool) -> list[fl
             "--device", device.type, "--sample", "1", "--out", out, *(SMOKE if smoke else ()),
         ]  # fmt: skip
         variables = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-        done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=240)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
         return [record["loss"] for record in json.loads((Path(out) / "char_gpt.json").read_text())]
@@ -131,13 +135,14 @@ def lines(results: dict[str, Any]) -> Iterator[Line]:
         if one.against is None or row is None:
             continue
         labels = (one.model, one.name, one.against)
-        if row["status"] != "ok":
-            yield Line(labels, {}, ((row["status"], "note"),))
+        needed = [row, *(found[one.model, name] for name in (one.against, "torch", "torch, another seed"))]
+        if any(other["status"] != "ok" for other in needed):
+            first = next(other for other in needed if other["status"] != "ok")
+            said = f"{first['run']}: {first['status']}"
+            yield Line(labels, {}, ((said, "bad" if first["status"] == "failed" else "note"),))
             continue
-        expected = found[one.model, one.against]["losses"]
-        apart = distances(row["losses"], expected)
-        torchs = [found[one.model, name]["losses"] for name in ("torch", "torch, another seed")]
-        spread = mean(distances(*torchs))
+        losses, expected, *torchs = (other["losses"] for other in needed)
+        apart, spread = distances(losses, expected), mean(distances(*torchs))
         numbers = {"mean": mean(apart), "greatest": max(apart), "last": apart[-1], "seeds": spread}
         agrees = mean(apart) <= spread  # False where a loss is not a number
         verdict = ("agrees", "good") if agrees else ("APART: farther than two seeds", "bad")

@@ -540,6 +540,10 @@ def test_losses_that_are_farther_apart_than_those_of_two_seeds_are_told(tmp_path
         "fused layers, FSDP2 on two": "note",
     }
     assert "0.01" in losses.markdown(results)
+    failed = [row | {"status": "failed"} if row["run"] == "fused layers" else row for row in rows]
+    marks = {line.labels[1]: line.verdicts[0] for line in losses.lines(results | {"rows": failed})}
+    assert marks["patched"][1] == "good"
+    assert marks["fused layers"] == marks["fused layers, DDP on two"] == ("fused layers: failed", "bad")
     (picture,) = plots.draw_all(results, tmp_path, "losses")
     assert picture.stat().st_size > 10_000
 
