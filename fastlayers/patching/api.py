@@ -24,7 +24,7 @@ from fastlayers.patching.graph import original_class
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
 from fastlayers.patching.rewrite import Fused, fuse, is_folded, is_patched, swap_class
-from fastlayers.patching.rules import FOLDING_RULE, ModuleRule, graph_rules, module_rules
+from fastlayers.patching.rules import FOLDING_RULES, ModuleRule, graph_rules, module_rules
 from fastlayers.patching.runs import arguments
 from fastlayers.patching.stretches import fuse_stretches
 from fastlayers.patching.traffic import bytes_saved
@@ -221,8 +221,8 @@ def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes:
         refuse_kind(module)
         if not has_own_forward(original):
             raise Refusal(Reason.NO_RULE)
-        rules = (FOLDING_RULE, *(graph_rules() if is_patched(module) else ()))
-        outcome = fuse(module, excluded, classes, rules, needed=FOLDING_RULE.name, prefix="Folded")
+        rules = (*FOLDING_RULES, *(graph_rules() if is_patched(module) else ()))
+        outcome = fuse(module, excluded, classes, rules, needed=FOLDING_RULES[0].name, prefix="Folded")
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
     if outcome.cls is not None:

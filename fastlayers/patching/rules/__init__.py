@@ -31,7 +31,7 @@ from fastlayers.patching.rules import (
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule
 
 __all__ = [
-    "FOLDING_RULE",
+    "FOLDING_RULES",
     "GRAPH_RULES",
     "MODULE_RULES",
     "Deferred",
@@ -76,7 +76,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
 )
 
 #: What :func:`fastlayers.fold_batch_norm` looks for; no part of patching.
-FOLDING_RULE = fold.FOLD_BATCH_NORM
+FOLDING_RULES = fold.FOLD_BATCH_NORM
 
 _registered: OrderedDict[int, GraphRule | ModuleRule] = OrderedDict()
 
