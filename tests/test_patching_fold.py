@@ -757,3 +757,84 @@ def test_on_a_gpu(make, count, dtype, autocast):
         assert (ours.dtype, ours.stride()) == (stock.dtype, stock.stride())
         allowed = 1.5 * (stock - exact).abs().max() + 4 * torch.finfo(stock.dtype).eps * exact.abs().max()
         assert (ours - exact).abs().max() <= allowed
+
+
+# -- convolutions with a bias of their own, in a patched model ---------------------------------------------------------
+
+
+class ConvNeXt(nn.Module):
+    """As timm's block, with a stem of patches before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv_dw = nn.Conv2d(4, 6, 2, stride=2), nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.reduce, self.expand = nn.Conv2d(6, 2, 1), nn.Conv2d(2, 6, 1)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        x = self.conv_dw(self.stem(x))
+        return x * self.expand(self.act(self.reduce(x))).sigmoid()
+
+
+BIASED = [
+    (ConvNeXt, 3, [0, 0, 2]),
+    (lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(inplace=True)), 1, [1]),
+    (lambda: nn.Sequential(nn.Conv2d(4, 6, 3, padding="same", padding_mode="circular"), nn.GELU()), 1, [3]),
+    (lambda: nn.Sequential(nn.Conv2d(4, 6, 3), QuickGELU()), 0, []),
+    (lambda: nn.Sequential(nn.Conv2d(4, 6, 3, bias=False), nn.ReLU()), 0, []),
+    (lambda: nn.Sequential(nn.Conv2d(4, 6, 1), nn.Conv2d(6, 4, 3)), 0, []),
+    (lambda: nn.Sequential(parametrizations.weight_norm(nn.Conv2d(4, 6, 3)), nn.ReLU()), 0, []),
+]
+
+
+@pytest.mark.parametrize(("make", "count", "acts"), BIASED)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_bias_of_its_own(make, count, acts, channels_last, kernel):
+    torch.manual_seed(0)
+    x, model = features(channels_last=channels_last), make()
+    plain = copy.deepcopy(model)
+    assert plan_patch(model).counts().get("conv_bias", 0) == count
+    if count:
+        patch_model(model)
+    expected = infer(plain, x)
+    actual = infer(model, x)
+    torch.testing.assert_close(actual, expected)
+    assert actual.stride() == expected.stride()
+    assert [act for _, _, act in kernel] == acts
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for other, leaf in zip((plain, model), inputs, strict=True):
+        other(leaf).square().sum().backward()
+    assert len(kernel) == len(acts)  # it has no backward
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_bias_that_is_taken_away_or_of_another_dtype(kernel):
+    model = patch_model(nn.Sequential(nn.Conv2d(4, 6, 3), nn.SiLU()))
+    plain = unpatch_model(copy.deepcopy(model))
+    for other in (model, plain):
+        other[0].bias = None
+    assert torch.equal(infer(model, features()), infer(plain, features()))
+    torch.testing.assert_close(infer(model, features()[0]), infer(plain, features()[0]))  # without a batch
+    assert not kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("make", "count", "acts"), BIASED[:3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_bias_of_its_own_on_a_gpu(make, count, acts, dtype, autocast):
+    torch.manual_seed(0)
+    for channels_last in (False, True):
+        x, model = features(torch.float64, channels_last).cuda(), make().double().cuda()
+        exact = infer(model, x)
+        model, x = model.to(torch.float32 if autocast else dtype), x.to(torch.float32 if autocast else dtype)
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast), torch.backends.cudnn.flags(allow_tf32=False):
+            stock = infer(model, x)
+            ours = infer(patch_model(model), x)
+            misfit = infer(model, x[0])
+        assert (ours.dtype, ours.stride()) == (stock.dtype, stock.stride())
+        assert misfit.shape == stock.shape[1:]
+        allowed = 1.5 * (stock - exact).abs().max() + 4 * torch.finfo(stock.dtype).eps * exact.abs().max()
+        assert (ours - exact).abs().max() <= allowed

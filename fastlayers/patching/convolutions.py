@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from fastlayers import functional
 from fastlayers.ops import dispatch
 from fastlayers.ops.activations import NORM_CODES, activation
 from fastlayers.ops.batch_norm import FAMILY
 from fastlayers.patching.calls import join
 
-__all__ = ["adds_bias", "convolve", "layer_and_more"]
+__all__ = ["adds_bias", "convolution_and_more", "convolve", "layer_and_more"]
 
 TRANSPOSED: dict[int, Callable[..., Tensor]] = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}
 
@@ -41,7 +42,10 @@ def layer_and_more(
     "residual".
     """
     if not adds_bias(layer, x, weight, bias) or dispatch.wants_gradient(residual):
-        return join(convolve(layer, x, weight, bias), residual, act, written)
+        y = convolve(layer, x, weight, bias)
+        if residual is not None or act is None:
+            return join(y, residual, act, written)
+        return torch.relu_(y) if act == "relu" else functional.bias_act(y, None, act)
     assert bias is not None
     kernels = FAMILY.serving(x)
     y = convolve(layer, x, weight, None)
@@ -55,6 +59,11 @@ def layer_and_more(
         return entry.function(y)
     kernels.channel_bias_act_(y, bias, residual, entry.code)
     return y
+
+
+def convolution_and_more(layer: Any, x: Tensor, act: str | None = None) -> Tensor:
+    """act(layer(x)), of a convolution."""
+    return layer_and_more(layer, x, layer.weight, layer.bias, act=act)
 
 
 def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,7 +80,9 @@ def adds_bias(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) 
     """Whether a kernel of ours is to add the bias. torch adds that of a linear layer in the matrix product."""
     if bias is None or not x.is_cuda or isinstance(layer, nn.Linear) or x.dim() != weight.dim():
         return False
-    if torch.compiler.is_compiling() or dispatch.wants_gradient(x, weight, bias):
+    if torch.compiler.is_compiling() or dispatch.wants_gradient(x, weight, bias) or not dispatch.is_plain(bias):
+        return False
+    if bias.dtype is not weight.dtype and not torch.is_autocast_enabled("cuda"):  # torch's error
         return False
     return FAMILY.serving(x) is not None
 

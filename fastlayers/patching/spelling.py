@@ -16,6 +16,7 @@ from torch import nn
 
 from fastlayers import functional
 from fastlayers.patching import calls
+from fastlayers.patching.convolutions import convolution_and_more
 from fastlayers.patching.folding import folded, folded_and_more, folded_sum
 
 
@@ -87,6 +88,9 @@ spell("rms_norm", "input normalized_shape weight eps", F.rms_norm, torch.rms_nor
 LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.Identity: ("identity", ()),
     nn.Linear: ("linear", ()),
+    nn.Conv1d: ("convolution", ()),
+    nn.Conv2d: ("convolution", ()),
+    nn.Conv3d: ("convolution", ()),
     nn.Dropout: ("dropout", ()),
     nn.ReLU: ("relu", ()),
     nn.SiLU: ("silu", ()),
@@ -166,7 +170,7 @@ FRESH_FUNCTIONS = frozenset(
         calls.softmax_scaled, calls.written_activation,
         calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
-        calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded, folded_sum,
+        calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded, folded_sum, convolution_and_more,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

@@ -19,6 +19,7 @@ from fastlayers.modules import DROP_IN
 from fastlayers.patching.rules import (
     activations,
     bias_act,
+    convolution,
     elementwise,
     fold,
     glu,
@@ -70,6 +71,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,
     elementwise.EXCITE,
+    *convolution.CONV_BIAS,
     loss.NLL_LOSS,
     loss.CROSS_ENTROPY,
     softmax.SOFTMAX,
