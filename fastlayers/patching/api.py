@@ -512,13 +512,15 @@ def fold_batch_norm(
 ) -> nn.Module:
     """For inference: compute each BatchNorm that follows a convolution or a linear layer as part of that layer.
 
-    A BatchNorm with an activation of its own, timm's BatchNormAct2d, leaves the activation behind.
+    What follows, a sum and an activation (also one that the norm holds, as timm's BatchNormAct2d does), is part of the
+    folded layer: on a GPU one kernel adds the bias and the residual and applies the activation.
 
     Only classes change, and only the results' rounding does: parameters, buffers and state-dict keys stay, patches by
     :func:`patch_model` stay where they are, and :func:`unfold_batch_norm` takes it back. The folded weights are kept
-    beside the model, as much memory again as the weights of those layers, and are made anew where a parameter or a
-    running statistic has changed; writes that torch does not count, ``p.data.copy_(...)``, call for unfolding and
-    folding again, as :func:`load_model` and ``load_state_dict`` do not.
+    beside the model, as much memory again as the weights of those layers in the dtype that they are used in (that of
+    autocast, say), and are made anew where a parameter or a running statistic has changed; writes that torch does not
+    count, ``p.data.copy_(...)``, call for unfolding and folding again, as :func:`load_model` and ``load_state_dict`` do
+    not.
 
     In training mode, and where a gradient of a folded parameter is wanted, the unfolded forward answers: a folded model
     that is trained trains as it did before, and is folded with its new weights when it is back in eval.
