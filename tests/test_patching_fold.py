@@ -549,6 +549,11 @@ def test_selection(net):
 # -- what follows a folded convolution ---------------------------------------------------------------------------------
 
 
+class QuickGELU(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
 class Bottleneck(nn.Module):
     """As timm's, with a shortcut of its own where ``strided``."""
 
@@ -594,6 +599,18 @@ class Shortcut(nn.Module):
         return F.gelu(shortcut)
 
 
+class Between(nn.Module):
+    """Something that fastlayers does not know runs between the convolution and the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.side = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), QuickGELU()
+
+    def forward(self, x):
+        y = self.bn(self.conv(x * 2))
+        return F.relu(y + self.side(x))
+
+
 class Broadcast(nn.Module):
     def __init__(self):
         super().__init__()
@@ -609,6 +626,7 @@ FOLLOWED = [
     (lambda: Bottleneck(True), 2),
     (TwoBranches, 1),
     (lambda: Shortcut(3), 1),
+    (Between, 1),
     (Broadcast, 1),
     (lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.LeakyReLU(0.01)), 1),
     (lambda: nn.Sequential(nn.Conv2d(4, 6, 3), NormAct(6, nn.SiLU(inplace=True))), 1),
@@ -616,11 +634,6 @@ FOLLOWED = [
     (lambda: nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU6()), 1),
     (lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Identity(), QuickGELU()), 1),
 ]
-
-
-class QuickGELU(nn.Module):
-    def forward(self, x):
-        return x * torch.sigmoid(1.702 * x)
 
 
 def features(dtype=torch.float32, channels_last=True):
@@ -704,6 +717,11 @@ def test_a_shortcut_of_its_own(kernel):
     for other in (model, plain):
         other.downsample.append(nn.Tanh())
     torch.testing.assert_close(infer(model, features()), infer(plain, features()))
+
+
+def test_a_stranger_between_convolution_and_sum(kernel):
+    infer(fold_batch_norm(warmed(Between(), features())), features())
+    assert [(residual is not None, act) for _, residual, act in kernel] == [(True, 1)]
 
 
 def test_an_activation_with_a_hook_or_another_one(kernel):
