@@ -8,7 +8,8 @@
 // Small tensors' forwards, and all backwards, are one kernel: all blocks are resident (a cooperative launch), and each merges
 // what the others found for its channels. Where one block has a whole channel, the blocks do not wait. Large forwards are
 // three: the statistics of the pieces, their merging, and the result, an elementwise kernel of few registers that reaches the
-// copy bandwidth where the second half of a kernel of many does not. In eval there is nothing but the last.
+// copy bandwidth where the second half of a kernel of many does not. In eval there is nothing but the last, which without
+// statistics adds the bias of a convolution, in place.
 //
 // What is kept for backward is x and the statistics. With a residual the activation's argument cannot be computed from them:
 // relu then keeps one bit an element (bit j of byte i for element 8i + j in memory order), the others the residual. The
@@ -1383,12 +1384,30 @@ void run_apply(const ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t 
 }
 
 template <typename T, bool LAST, Act ACT, bool RESIDUAL>
-void run_forward(ForwardArgs<compute_t<T>>& args, const Operand& x, int64_t n, bool training, const Launch& launch) {
+void run_passes(ForwardArgs<compute_t<T>>& args, const Operand& x, bool training, const Launch& launch) {
+  const int64_t n = x.x.numel();
   if (training) {
     if (run_in_one<T, LAST, ACT, RESIDUAL>(args, x, n, launch)) return;
     run_statistics<T, LAST>(args, x, launch);
   }
   run_apply<T, LAST, ACT, RESIDUAL, kApplyUnroll<T>>(args, x, n, training, launch);
+}
+
+template <typename T>
+void run_forward(ForwardArgs<compute_t<T>>& args, const Operand& x, bool training, const Launch& launch) {
+  const bool residual = args.residual != nullptr;
+  const auto run = [&](auto last) {
+    constexpr bool LAST = decltype(last)::value;
+    if constexpr (!std::is_same_v<T, double>) {
+      if (!residual && args.act == Act::none) return run_passes<T, LAST, Act::none, false>(args, x, training, launch);
+      if (!residual && args.act == Act::relu) return run_passes<T, LAST, Act::relu, false>(args, x, training, launch);
+      if (residual && args.act == Act::relu) return run_passes<T, LAST, Act::relu, true>(args, x, training, launch);
+    }
+    if (residual) return run_passes<T, LAST, Act::run_time, true>(args, x, training, launch);
+    return run_passes<T, LAST, Act::run_time, false>(args, x, training, launch);
+  };
+  if (x.image.last) run(std::true_type{});
+  else run(std::false_type{});
 }
 
 struct Affine {
@@ -1424,18 +1443,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_in, const std::option
     args.eps = static_cast<A>(eps);
     args.count = x.image.count();
     args.act = activation;
-    const auto run = [&](auto last) {
-      constexpr bool LAST = decltype(last)::value;
-      if constexpr (!std::is_same_v<T, double>) {
-        if (!residual && activation == Act::none) return run_forward<T, LAST, Act::none, false>(args, x, n, training, launch);
-        if (!residual && activation == Act::relu) return run_forward<T, LAST, Act::relu, false>(args, x, n, training, launch);
-        if (residual && activation == Act::relu) return run_forward<T, LAST, Act::relu, true>(args, x, n, training, launch);
-      }
-      if (residual) return run_forward<T, LAST, Act::run_time, true>(args, x, n, training, launch);
-      return run_forward<T, LAST, Act::run_time, false>(args, x, n, training, launch);
-    };
-    if (x.image.last) run(std::true_type{});
-    else run(std::false_type{});
+    run_forward<T>(args, x, training, launch);
   });
   return {y, stats, bits};
 }
@@ -1453,6 +1461,27 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_eval(const Tensor& x, const std::o
                                                    const Tensor& running_mean, const Tensor& running_var, double eps, int64_t act,
                                                    bool bits, bool keep) {
   return forward(x, residual, {weight, bias, running_mean, running_var}, 0.0, eps, act, false, bits, keep, "batch_norm_eval");
+}
+
+// act(x + bias + residual), written to x: the last of the forward's kernels, without statistics.
+void channel_bias_act_(const Tensor& x_in, const Tensor& bias, const std::optional<Tensor>& residual_in, int64_t act) {
+  const char* op = "channel_bias_act_";
+  const Operand x(x_in, op);
+  STD_TORCH_CHECK(x.x.const_data_ptr() == x_in.const_data_ptr(), "fastlayers::", op,
+                  ": expected x contiguous or channels_last, and aligned to 16 bytes");
+  const Launch launch(x.x);
+  const Act activation = act_of(act, op);
+  const std::optional<Tensor> residual = residual_in ? std::optional<Tensor>(x.like_x(*residual_in, op, "residual")) : std::nullopt;
+  if (x.x.numel() == 0) return;
+  dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
+    using T = decltype(zero);
+    ForwardArgs<compute_t<T>> args{};
+    args.x = args.y = x.x.mutable_data_ptr();
+    args.residual = residual ? residual->const_data_ptr() : nullptr;
+    args.bias = param(bias, x, op, "bias");
+    args.act = activation;
+    run_forward<T>(args, x, false, launch);
+  });
 }
 
 template <typename T, bool LAST, Act ACT, Gate GATE>
@@ -1546,5 +1575,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
   m.impl("batch_norm_train", TORCH_BOX(&fastlayers::batch_norm_train));
   m.impl("batch_norm_eval", TORCH_BOX(&fastlayers::batch_norm_eval));
+  m.impl("channel_bias_act_", TORCH_BOX(&fastlayers::channel_bias_act_));
   m.impl("batch_norm_backward", TORCH_BOX(&fastlayers::batch_norm_backward_op));
 }

@@ -102,6 +102,12 @@ def batch_norm_eval(
     return y, stats, packed
 
 
+def channel_bias_act_(x: Tensor, bias: Tensor, residual: Tensor | None, act: int) -> None:
+    """act(x + bias + residual), written to x, which is contiguous or channels_last; the bias is one a channel."""
+    _, residual, plan = _prepare(x, (residual, None, bias, None, None), 0.0, 0.0, act, False)
+    plan.normalise(x, None, None, x, residual, None, bias, None, None)
+
+
 @dataclass(frozen=True, eq=False)
 class Backward:
     geometry: Geometry

@@ -194,11 +194,16 @@ def _count(split, outer, inner, inner_splits, outer_chunk, inner_chunk, ACC: tl.
 def _parameters(
     stats_ptr, var_ptr, weight_ptr, bias_ptr, sample, channel, channels, groups, per, eps, ACC: tl.constexpr
 ):
-    """(mean, rstd, rstd * weight, bias) of channels; the rstd is from the running variance where that is given."""
+    """(mean, rstd, rstd * weight, bias) of channels; the rstd is from the running variance where that is given.
+
+    Without statistics 0 and 1.
+    """
     there = channel < channels
     group = (sample * channels + channel) // per
-    mean = _load(stats_ptr, group, there, ACC)
-    if var_ptr is None:
+    mean = tl.zeros(channel.shape, ACC) if stats_ptr is None else _load(stats_ptr, group, there, ACC)
+    if stats_ptr is None:
+        rstd = mean + 1.0
+    elif var_ptr is None:
         rstd = _load(stats_ptr, groups + group, there, ACC)
     else:
         rstd = tl.rsqrt(_load(var_ptr, group, there, ACC) + tl.full((), eps, ACC))

@@ -11,7 +11,11 @@ from fastlayers import backends
 from fastlayers.ops import bias_act, dispatch, elementwise, reference
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, NORM_CODES, activation
 
-FAMILY = dispatch.Family("batch_norm", ("batch_norm_train", "batch_norm_eval", "batch_norm_backward"), cpu=False)
+FAMILY = dispatch.Family(
+    "batch_norm",
+    ("batch_norm_train", "batch_norm_eval", "batch_norm_backward", "channel_bias_act_"),
+    cpu=False,
+)
 
 RELU = ACTIVATIONS["relu"].code
 
@@ -335,5 +339,6 @@ dispatch.register_fakes(
             _fake_bits(x, bits),
         ),
         "batch_norm_backward": _fake_backward,
+        "channel_bias_act_": lambda x, bias, residual, act: None,
     }
 )

@@ -24,7 +24,7 @@ from fastlayers.patching.graph import original_class
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
 from fastlayers.patching.rewrite import Fused, fuse, is_folded, is_patched, swap_class
-from fastlayers.patching.rules import FOLDING_RULE, ModuleRule, graph_rules, module_rules
+from fastlayers.patching.rules import FOLDING_RULES, ModuleRule, graph_rules, module_rules
 from fastlayers.patching.runs import arguments
 from fastlayers.patching.stretches import fuse_stretches
 from fastlayers.patching.traffic import bytes_saved
@@ -221,8 +221,8 @@ def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes:
         refuse_kind(module)
         if not has_own_forward(original):
             raise Refusal(Reason.NO_RULE)
-        rules = (FOLDING_RULE, *(graph_rules() if is_patched(module) else ()))
-        outcome = fuse(module, excluded, classes, rules, needed=FOLDING_RULE.name, prefix="Folded")
+        rules = (*FOLDING_RULES, *(graph_rules() if is_patched(module) else ()))
+        outcome = fuse(module, excluded, classes, rules, needed=FOLDING_RULES[0].name, prefix="Folded")
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
     if outcome.cls is not None:
@@ -513,13 +513,15 @@ def fold_batch_norm(
 ) -> nn.Module:
     """For inference: compute each BatchNorm that follows a convolution or a linear layer as part of that layer.
 
-    A BatchNorm with an activation of its own, timm's BatchNormAct2d, leaves the activation behind.
+    What follows, a sum and an activation (also one that the norm holds, as timm's BatchNormAct2d does), is part of the
+    folded layer: on a GPU one kernel adds the bias and the residual and applies the activation.
 
     Only classes change, and only the results' rounding does: parameters, buffers and state-dict keys stay, patches by
     :func:`patch_model` stay where they are, and :func:`unfold_batch_norm` takes it back. The folded weights are kept
-    beside the model, as much memory again as the weights of those layers, and are made anew where a parameter or a
-    running statistic has changed; writes that torch does not count, ``p.data.copy_(...)``, call for unfolding and
-    folding again, as :func:`load_model` and ``load_state_dict`` do not.
+    beside the model, as much memory again as the weights of those layers in the dtype that they are used in (that of
+    autocast, say), and are made anew where a parameter or a running statistic has changed; writes that torch does not
+    count, ``p.data.copy_(...)``, call for unfolding and folding again, as :func:`load_model` and ``load_state_dict`` do
+    not.
 
     In training mode, and where a gradient of a folded parameter is wanted, the unfolded forward answers: a folded model
     that is trained trains as it did before, and is folded with its new weights when it is back in eval.

@@ -55,6 +55,7 @@ __all__ = [
     "instance_norm_layer",
     "is_plain",
     "is_pointwise",
+    "join",
     "knows",
     "layer_norm",
     "linear_act",
@@ -406,9 +407,14 @@ def rotary_alone(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 
-def _join(normed: Tensor, residual: Tensor, act: str | None, written: str) -> Tensor:
-    """act(normed + residual), where the sum was written to ``written``: "norm" or "residual"."""
-    return activation(act).function(normed.add_(residual) if written == "norm" else residual.add_(normed))
+def join(normed: Tensor, residual: Tensor | None, act: str | None, written: str | None) -> Tensor:
+    """act(normed + residual). ``written`` says which of them an in-place sum was written to: "norm" or "residual"."""
+    if residual is None:
+        return activation(act).function(normed)
+    target, other = (residual, normed) if written == "residual" else (normed, residual)
+    if act == "relu" and (written is None or _stays(target, other)):
+        return functional.add_relu(target, other)
+    return activation(act).function(target + other if written is None else target.add_(other))
 
 
 def batch_norm(
@@ -416,7 +422,7 @@ def batch_norm(
 ) -> Tensor:
     """act(F.batch_norm(x, ...) + residual). ``written`` says which operand an in-place sum was written to."""
     if written is not None and not _stays(x, residual):
-        return _join(functional.batch_norm(x, **options), residual, act, written)
+        return join(functional.batch_norm(x, **options), residual, act, written)
     return functional.batch_norm(x, **options, residual=residual, act=act)
 
 
@@ -425,7 +431,7 @@ def batch_norm_layer(
 ) -> Tensor:
     """act(layer(x) + residual), with all that a BatchNorm layer does to its running statistics."""
     if written is not None and residual is not None and not _stays(x, residual):
-        return _join(_normalize(layer, x), residual, act, written)
+        return join(_normalize(layer, x), residual, act, written)
     return _normalize(layer, x, residual, act)
 
 

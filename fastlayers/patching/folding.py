@@ -9,20 +9,26 @@ wanted. A folded model that is trained trains as if it were not folded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 
-__all__ = ["folded", "folded_and_more", "forget", "may_fold"]
+from fastlayers.patching.calls import join, no_hooks
+from fastlayers.patching.convolutions import adds_bias, convolve, layer_and_more
 
-TRANSPOSED: dict[int, Callable[..., Tensor]] = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}
+__all__ = ["folded", "folded_and_more", "folded_sum", "forget", "may_fold"]
+
+#: Children of a norm that its kernel may stand for, by the name of the activation.
+ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Hardswish: "hardswish",
+}
 
 #: weight and bias of the layer, then of the norm, its running mean and variance, and the count that training raises.
 Sources: TypeAlias = tuple[Tensor | None, ...]
@@ -30,8 +36,15 @@ Sources: TypeAlias = tuple[Tensor | None, ...]
 
 def sources(layer: nn.Module, norm: _BatchNorm) -> Sources:
     """The tensors that the folded weights are made of, or whose change means that those have changed."""
-    statistics = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-    return layer.weight, layer.bias, norm.weight, norm.bias, *statistics  # type: ignore[return-value]
+    ours, theirs, statistics = layer._parameters, norm._parameters, norm._buffers
+    try:  # every call asks, and as attributes of modules they take ten times as long
+        return (
+            ours["weight"], ours["bias"], theirs["weight"], theirs["bias"],
+            statistics["running_mean"], statistics["running_var"], statistics["num_batches_tracked"],
+        )  # fmt: skip
+    except KeyError:  # FSDP, say, keeps plain tensors there
+        kept = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+        return layer.weight, layer.bias, norm.weight, norm.bias, *kept  # type: ignore[return-value]
 
 
 def may_fold(*layers: nn.Module) -> bool:
@@ -45,42 +58,106 @@ def may_fold(*layers: nn.Module) -> bool:
 
 
 def pair_may_fold(layer: Any, norm: Any) -> bool:
-    if norm.training or norm.running_mean is None or norm.running_var is None:
+    given = sources(layer, norm)
+    weight, _, _, _, mean, variance, _ = given
+    if norm.training or mean is None or variance is None:
         if not torch.compiler.is_compiling():  # compiled code writes buffers in ways that they do notice
             forget(norm)
         return False
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in sources(layer, norm)):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
         return False
+    assert weight is not None
     groups = layer.groups if isinstance(layer, _ConvTransposeNd) else 0
-    return bool((layer.weight.shape[1] * groups if groups else layer.weight.shape[0]) == norm.num_features)
+    return bool((weight.shape[1] * groups if groups else weight.shape[0]) == norm.num_features)
 
 
-def folded(layer: Any, norm: Any, x: Tensor) -> Tensor:
-    """norm(layer(x)), in eval, as one layer."""
+def folded(
+    layer: Any,
+    norm: Any,
+    x: Tensor,
+    residual: Tensor | None = None,
+    act: str | None = None,
+    written: str | None = None,
+) -> Tensor:
+    """act(norm(layer(x)) + residual), in eval, as one layer.
+
+    Args:
+        layer, norm: a pair that :func:`may_fold` approves of.
+        x: what the layer is called with.
+        residual, act, written: as :func:`layer_and_more` has them.
+    """
     if x.dim() != layer.weight.dim():  # without a batch, or a sequence to a linear layer: not what BatchNorm would do
-        return norm(layer(x))  # type: ignore[no-any-return]
-    weight, bias = folded_weights(layer, norm)
-    if isinstance(layer, nn.Linear):
-        return F.linear(x, weight, bias)
-    if isinstance(layer, _ConvTransposeNd):
-        options = (layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
-        return TRANSPOSED[x.dim()](x, weight, bias, *options)
-    return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
+        return join(norm(layer(x)), residual, act, written)
+    weight, bias = folded_weights(layer, norm, computing_dtype(layer.weight))
+    return layer_and_more(layer, x, weight, bias, residual, act, written)
 
 
-def folded_and_more(layer: Any, norm: Any, x: Tensor, *after: nn.Module) -> Tensor:
-    """norm(layer(x)), in eval, for a norm that hands its result to children of its own: an activation, say."""
+def folded_and_more(
+    layer: Any,
+    norm: Any,
+    after: tuple[nn.Module, ...],
+    x: Tensor,
+    residual: Tensor | None = None,
+    act: str | None = None,
+    written: str | None = None,
+) -> Tensor:
+    """:func:`folded`, of a norm that hands its result to children of its own: an activation, say."""
     if x.dim() != layer.weight.dim():
-        return norm(layer(x))  # type: ignore[no-any-return]
+        return join(norm(layer(x)), residual, act, written)
+    own = activations(after)
+    if own == []:
+        return folded(layer, norm, x, residual, act, written)
+    if own is not None and len(own) == 1:
+        return join(folded(layer, norm, x, act=own[0]), residual, act, written)
     y = folded(layer, norm, x)
     for child in after:
         y = child(y)
-    return y
+    return join(y, residual, act, written)
+
+
+def folded_sum(
+    layer: Any,
+    norm: Any,
+    x: Tensor,
+    other_layer: Any,
+    other_norm: Any,
+    other_x: Tensor,
+    act: str | None = None,
+    written: str | None = None,
+) -> Tensor:
+    """act(norm(layer(x)) + other_norm(other_layer(other_x))), in eval: where a kernel adds the biases, it adds both."""
+    weights = [
+        folded_weights(*pair, computing_dtype(pair[0].weight)) for pair in ((layer, norm), (other_layer, other_norm))
+    ]
+    (weight, bias), (other_weight, other_bias) = weights
+    if adds_bias(layer, x, weight, bias) and adds_bias(other_layer, other_x, other_weight, other_bias):
+        residual = convolve(other_layer, other_x, other_weight, None)
+        return layer_and_more(layer, x, weight, bias + other_bias, residual, act, written)
+    residual = folded(other_layer, other_norm, other_x)
+    return folded(layer, norm, x, residual, act, written)
+
+
+def activations(children: tuple[nn.Module, ...]) -> list[str] | None:
+    """The names of what these children compute one after the other; None where one has to be called for it."""
+    kinds = [type(child) for child in children if type(child) is not nn.Identity]
+    known = all(kind in ACTIVATIONS for kind in kinds) and not any("forward" in vars(child) for child in children)
+    return [ACTIVATIONS[kind] for kind in kinds] if known and no_hooks(*children) else None
+
+
+def computing_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype that the weight is cast to when a layer uses it.
+
+    Autocast would cast a folded weight anew in every call: it keeps the casts of leaves that require a gradient alone.
+    """
+    kind = weight.device.type
+    if torch.compiler.is_compiling() or weight.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return weight.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 @dataclass(frozen=True)
 class Folded:
-    """Folded weights, and what they were made of.
+    """Folded weights by the dtype of the weight, and what they were made of.
 
     The aliases share the memory of the sources: while they hold it, a tensor at another address is another one even
     where somebody assigned ``tensor.data``, which no version counter sees.
@@ -90,20 +167,17 @@ class Folded:
     eps: float
     sources: Sources
     aliases: Sources
-    versions: tuple[int, ...]
-    weights: tuple[Tensor, Tensor]
+    #: Of each source its version counter, its address and its dtype.
+    states: tuple[tuple[int, int, torch.dtype] | None, ...]
+    weights: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def fits(self, layer: nn.Module, norm: _BatchNorm) -> bool:
+    def fits(self, layer: nn.Module, norm: _BatchNorm, given: Sources) -> bool:
         if self.layer() is not layer or self.eps != norm.eps:
             return False
-        for tensor, source, alias, version in zip(
-            sources(layer, norm), self.sources, self.aliases, self.versions, strict=True
-        ):
+        for tensor, source, known in zip(given, self.sources, self.states, strict=True):
             if tensor is not source:
                 return False
-            if tensor is None or alias is None:
-                continue
-            if tensor._version != version or tensor.data_ptr() != alias.data_ptr() or tensor.dtype != alias.dtype:
+            if tensor is not None and (tensor._version, tensor.data_ptr(), tensor.dtype) != known:
                 return False
         return True
 
@@ -116,48 +190,50 @@ def forget(norm: nn.Module) -> None:
     _folded.pop(norm, None)
 
 
-def folded_weights(layer: nn.Module, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """The weight and bias of the folded layer, made anew where a tensor that they come from has changed."""
+def folded_weights(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The weight, in that dtype, and bias of the folded layer; made anew where what they come from has changed."""
     given = sources(layer, norm)
-    if not keepable(given):
-        return fold(layer, norm)
+    if observed(given):
+        return fold(layer, norm, dtype)
     kept = _folded.get(norm)
-    if kept is None or not kept.fits(layer, norm):
+    if kept is None or not kept.fits(layer, norm, given):
+        if any(tensor is not None and tensor.is_inference() for tensor in given):  # they do not count their versions
+            return fold(layer, norm, dtype)
         with torch.no_grad(), torch.inference_mode(False):
             aliases = tuple(tensor.detach() if tensor is not None else None for tensor in given)
-            versions = tuple(tensor._version if tensor is not None else 0 for tensor in given)
-            kept = Folded(ref(layer), norm.eps, given, aliases, versions, fold(layer, norm))
-        _folded[norm] = kept
-    return kept.weights
+        states = tuple((t._version, t.data_ptr(), t.dtype) if t is not None else None for t in given)
+        kept = _folded[norm] = Folded(ref(layer), norm.eps, given, aliases, states)
+    if dtype not in kept.weights:
+        with torch.no_grad(), torch.inference_mode(False):
+            kept.weights[dtype] = fold(layer, norm, dtype)
+    return kept.weights[dtype]
 
 
-def keepable(given: Sources) -> bool:
-    """Whether folded weights may outlive the call: not while something traces, transforms or captures it."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
-        return False
-    if any(tensor is not None and tensor.is_inference() for tensor in given):  # they do not count their versions
-        return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+def observed(given: Sources) -> bool:
+    """Whether something traces, transforms or captures this call: what it sees must not outlive the call."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
+        return True
+    return given[0].is_cuda and torch.cuda.is_current_stream_capturing()  # type: ignore[union-attr]
 
 
-def fold(layer: nn.Module, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the one layer that computes both; in float32 at least, rounded once."""
+def fold(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weight, in that dtype, and bias of the one layer that computes both; in float32 at least, rounded once."""
     weight, bias, gain, shift, mean, variance, _ = sources(layer, norm)
     assert weight is not None
     assert mean is not None
     assert variance is not None  # may_fold says so
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    scale = torch.rsqrt(variance.to(dtype) + norm.eps)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    scale = torch.rsqrt(variance.to(wide) + norm.eps)
     if gain is not None:
-        scale = scale * gain.to(dtype)
+        scale = scale * gain.to(wide)
     kernel = [1] * (weight.dim() - 2)
     if isinstance(layer, _ConvTransposeNd):  # (in, out / groups, *kernel): the groups lie along the first dimension
-        by_group = weight.to(dtype).unflatten(0, (layer.groups, -1))
+        by_group = weight.to(wide).unflatten(0, (layer.groups, -1))
         scaled = (by_group * scale.view(layer.groups, 1, -1, *kernel)).flatten(0, 1)
     else:
-        scaled = weight.to(dtype) * scale.view(-1, 1, *kernel)
-    offset = -mean.to(dtype) if bias is None else bias.to(dtype) - mean.to(dtype)
+        scaled = weight.to(wide) * scale.view(-1, 1, *kernel)
+    offset = -mean.to(wide) if bias is None else bias.to(wide) - mean.to(wide)
     offset = offset * scale
     if shift is not None:
-        offset = offset + shift.to(dtype)
-    return scaled.to(weight.dtype), offset.to(weight.dtype)
+        offset = offset + shift.to(wide)
+    return scaled.to(dtype), offset.to(weight.dtype)

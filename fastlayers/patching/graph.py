@@ -311,7 +311,8 @@ class View:
 
     def _allocations(self, node: Node) -> Iterator[object]:
         if node.op in ("placeholder", "get_attr", "output"):
-            yield OUTSIDE
+            if node.op != "get_attr" or not isinstance(operator.attrgetter(str(node.target))(self.root), nn.Module):
+                yield OUTSIDE
             return
         op = self.op(node)
         if op is not None and op.inplace:

@@ -348,8 +348,8 @@ def replace(recording: Recording, match: Match) -> Node:
     result.meta = root.meta.copy()
     fused.meta = call_meta(match)
     root.replace_all_uses_with(result)
-    for op in reversed(match.all_ops):
-        graph.erase_node(op.node)
+    for node in reversed(dict.fromkeys(op.node for op in match.all_ops)):
+        graph.erase_node(node)
     return fused
 
 

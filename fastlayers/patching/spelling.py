@@ -16,7 +16,8 @@ from torch import nn
 
 from fastlayers import functional
 from fastlayers.patching import calls
-from fastlayers.patching.folding import folded
+from fastlayers.patching.convolutions import convolution_and_more
+from fastlayers.patching.folding import folded, folded_and_more, folded_sum
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,17 @@ spell("instance_norm", "input running_mean running_var weight bias use_input_sta
 spell("layer_norm", "input normalized_shape weight bias eps", F.layer_norm, torch.layer_norm)
 spell("permute", "input dims", torch.permute)
 spell("permute", "input dims", "permute", gathers=True)
+spell("folded", "layer norm input residual act written", folded)
+spell("folded", "layer norm after input residual act written", folded_and_more)
 spell("rms_norm", "input normalized_shape weight eps", F.rms_norm, torch.rms_norm)
 
 #: Layers that stand for one operation, and what of their attributes is its operands: a guard compares these.
 LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.Identity: ("identity", ()),
     nn.Linear: ("linear", ()),
+    nn.Conv1d: ("convolution", ()),
+    nn.Conv2d: ("convolution", ()),
+    nn.Conv3d: ("convolution", ()),
     nn.Dropout: ("dropout", ()),
     nn.ReLU: ("relu", ()),
     nn.SiLU: ("silu", ()),
@@ -168,7 +174,8 @@ FRESH_FUNCTIONS = frozenset(
         calls.softmax_scaled, calls.written_activation,
         calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
-        calls.addmm, calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded,
+        calls.addmm, calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded, folded_sum,
+        convolution_and_more,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

@@ -342,6 +342,7 @@ def registered_norms(device: str):
         "layer_norm_grad": (dy, None, x, stats, weight, 1, 0, False, True),
         "batch_norm_train": (x, y, weight, bias, mean, var, 0.1, 1e-5, 1, True),
         "batch_norm_eval": (x, None, weight, bias, mean, var, 1e-5, 2, False, True),
+        "channel_bias_act_": (x.clone(), bias, y, 1),
         "batch_norm_backward": (dy, x, None, bits, weight, None, of_columns, True, 1, True),
         "batch_norm": (leaf, y, weight, bias, 1e-5, 1),
         "batch_norm_grad": (dy, x, y, None, weight, bias, of_columns, False, 2, False),

@@ -293,6 +293,7 @@ def test_batch_norm(compiled, last, dtype):
                 x, residual, weight, weight, weight, weight, 0.1, 1e-5, act, bits
             )
             batch_norm.batch_norm_eval(x, residual, weight, weight, weight, weight, 1e-5, act, bits, bits)
+            batch_norm.channel_bias_act_(y, weight, residual, act)
             for training in (True, False):
                 batch_norm.batch_norm_backward(
                     y, x, None if bits else residual, packed if bits else None, weight, weight, stats, training, act,

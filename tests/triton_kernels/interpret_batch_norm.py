@@ -7,7 +7,7 @@ import torch
 import triton
 
 from fastlayers.kernels import batch_norm, channels
-from fastlayers.kernels.batch_norm import batch_norm_backward, batch_norm_eval, batch_norm_train
+from fastlayers.kernels.batch_norm import batch_norm_backward, batch_norm_eval, batch_norm_train, channel_bias_act_
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1", allow_module_level=True)
@@ -157,6 +157,23 @@ def test_activations(act, training, layout):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for other in (None, residual.to(dtype)):
             check(x.to(dtype) * 2, act, other, torch.float32 if dtype == torch.bfloat16 else dtype, dtype, training)
+
+
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
+@pytest.mark.parametrize(
+    ("shape", "act"), [*((shape, RELU) for shape in SHAPES), *(((2, 10, 4, 5), act) for act in range(8))]
+)
+def test_bias_in_place(shape, act, layout):
+    for dtype in DTYPES:
+        x, other = (layout(torch.randn(shape).to(dtype)) for _ in range(2))
+        bias = torch.randn(shape[1]).to(torch.float32 if dtype == torch.bfloat16 else dtype)
+        for residual in (None, other):
+            expected = x.double() + bias.double().view(-1, *[1] * (len(shape) - 2))
+            if residual is not None:
+                expected = expected + residual.double()
+            y = x.clone(memory_format=torch.preserve_format)
+            channel_bias_act_(y, bias, residual, act)
+            assert_close(y, ACTIVATIONS[act](expected), dtype, expected.abs().max().item())
 
 
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])

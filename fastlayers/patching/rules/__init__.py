@@ -35,7 +35,7 @@ from fastlayers.patching.rules import (
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule
 
 __all__ = [
-    "FOLDING_RULE",
+    "FOLDING_RULES",
     "GRAPH_RULES",
     "MODULE_RULES",
     "Deferred",
@@ -82,6 +82,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,
     elementwise.EXCITE,
+    *convolution.CONV_BIAS,
     loss.NLL_LOSS,
     loss.CROSS_ENTROPY,
     softmax.SOFTMAX,
@@ -89,7 +90,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
 )
 
 #: What :func:`fastlayers.fold_batch_norm` looks for; no part of patching.
-FOLDING_RULE = fold.FOLD_BATCH_NORM
+FOLDING_RULES = fold.FOLD_BATCH_NORM
 
 _registered: OrderedDict[int, GraphRule | ModuleRule] = OrderedDict()
 

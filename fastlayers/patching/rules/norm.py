@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.fx import Node
 
@@ -32,6 +32,8 @@ __all__ = [
     "NORM_FUNCTIONS",
 ]
 
+
+Find: TypeAlias = Callable[..., Iterator[Match | Refusal]]
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
@@ -80,14 +82,14 @@ def closing(view: View, node: Any, name: str) -> Op | None:
 # -- norms over channels, and what follows ----------------------------------------------------------------------
 
 
-def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Callable[..., Iterator[Match | Refusal]]:
+def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Find:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         found = activation(view, node)
         if found is None:
             return
         before, passed = behind(view, found[0]["input"])
         norm = closing(view, before, name)
-        if norm is not None:
+        if norm is not None and norm["act"] is None:
             target, args, kwargs = call(norm, found[1])
             yield Match((norm, *passed, found[0]), target, args, kwargs, (norm["input"],))
 
@@ -110,51 +112,63 @@ def instance_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
     return functional.instance_norm, (norm["input"],), {**options(norm), "act": act}
 
 
-def find_batch_norm_add(view: View, node: Any) -> Iterator[Match | Refusal]:
-    """batch_norm(x) + residual; the residual may be the result of a batch_norm too."""
-    plain = view.op(node, "add")
-    if plain is None:
-        return
-    operands = [behind(view, plain[name]) for name in ("input", "other")]
-    norms = [closing(view, before, "batch_norm") for before, _ in operands]
-    add = addition(view, node) if any(norms) else None
-    if isinstance(add, Refusal):
-        yield add
-    if not isinstance(add, Op) or add["input"] is add["other"]:
-        return
-    sides = zip(norms, operands, (add["other"], add["input"]), ("norm", "residual"), strict=True)
-    # One that stands in this forward comes before one that has to be taken out of a Sequential.
-    for norm, (_, passed), residual, written in sorted(sides, key=lambda side: bool(side[0] and side[0].sequentials)):
-        if norm is None:
-            continue
-        kwargs = {"written": written} if add.inplace else {}
-        x = norm["input"]
-        if not is_function(norm):
-            args: tuple[Any, ...] = (Attribute(str(norm.child)), x, residual)
-            yield Match((norm, *passed, add), calls.batch_norm_layer, args, kwargs, (x, residual))
-        else:
-            target = calls.batch_norm if add.inplace else functional.batch_norm
-            args, given = ((x, residual), {}) if add.inplace else ((x,), {"residual": residual})
-            yield Match((norm, *passed, add), target, args, {**options(norm), **given, **kwargs}, (x, residual))
+def find_norm_add(name: str, call: Callable[[Op, Any, str | None], tuple[Any, ...]]) -> Find:
+    """norm(x) + residual; the residual may be the result of such a norm too."""
+
+    def find(view: View, node: Any) -> Iterator[Match | Refusal]:
+        plain = view.op(node, "add")
+        if plain is None:
+            return
+        operands = [behind(view, plain[name]) for name in ("input", "other")]
+        norms = [closing(view, before, name) for before, _ in operands]
+        add = addition(view, node) if any(norms) else None
+        if isinstance(add, Refusal):
+            yield add
+        if not isinstance(add, Op) or add["input"] is add["other"]:
+            return
+        sides = zip(norms, operands, (add["other"], add["input"]), ("norm", "residual"), strict=True)
+        # One that stands in this forward comes before one that has to be taken out of a Sequential.
+        for norm, (_, passed), residual, written in sorted(
+            sides, key=lambda side: bool(side[0] and side[0].sequentials)
+        ):
+            if norm is not None and norm["residual"] is None and norm["act"] is None:
+                target, args, kwargs = call(norm, residual, written if add.inplace else None)
+                yield Match((norm, *passed, add), target, args, kwargs, (norm["input"], residual))
+
+    return find
 
 
-def find_batch_norm_add_act(view: View, node: Node) -> Iterator[Match | Refusal]:
-    found = activation(view, node)
-    if found is None:
-        return
-    before, passed = behind(view, found[0]["input"])
-    for match in find_batch_norm_add(view, before):
-        if isinstance(match, Refusal):
-            yield match
-        else:
-            ops, kwargs = (*match.ops, *passed, found[0]), {**match.kwargs, "act": found[1]}
-            yield Match(ops, match.target, match.args, kwargs, match.tensors)
+def batch_norm_add(norm: Op, residual: Any, written: str | None) -> tuple[Any, ...]:
+    x, kwargs = norm["input"], {"written": written} if written is not None else {}
+    if not is_function(norm):
+        return calls.batch_norm_layer, (Attribute(str(norm.child)), x, residual), kwargs
+    if written is not None:
+        return calls.batch_norm, (x, residual), {**options(norm), **kwargs}
+    return functional.batch_norm, (x,), {**options(norm), "residual": residual}
+
+
+def find_norm_add_act(name: str, call: Callable[[Op, Any, str | None], tuple[Any, ...]]) -> Find:
+    find_add = find_norm_add(name, call)
+
+    def find(view: View, node: Node) -> Iterator[Match | Refusal]:
+        found = activation(view, node)
+        if found is None:
+            return
+        before, passed = behind(view, found[0]["input"])
+        for match in find_add(view, before):
+            if isinstance(match, Refusal):
+                yield match
+            else:
+                ops, kwargs = (*match.ops, *passed, found[0]), {**match.kwargs, "act": found[1]}
+                yield Match(ops, match.target, match.args, kwargs, match.tensors)
+
+    return find
 
 
 # -- the sum that is normalised ---------------------------------------------------------------------------------------
 
 
-def find_add_norm(name: str) -> Callable[..., Iterator[Match | Refusal]]:
+def find_add_norm(name: str) -> Find:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         norm = view.op(node, name)
         if norm is None or not isinstance(norm["input"], Node):
@@ -262,7 +276,7 @@ def find_channel_layer_norm(view: View, node: Node) -> Iterator[Match | Refusal]
     yield Match((*norm.parts, replace(norm, parts=())), target, (x,), {**options(norm), **found}, (x,))
 
 
-def find_norm_function(name: str) -> Callable[..., Iterator[Match | Refusal]]:
+def find_norm_function(name: str) -> Find:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         op = view.op(node, name)
         if op is not None and op.child is None:  # a layer is for the module rules
@@ -271,8 +285,10 @@ def find_norm_function(name: str) -> Callable[..., Iterator[Match | Refusal]]:
     return find
 
 
-BATCH_NORM_ADD_ACT = GraphRule("batch_norm_add_act", "act(batch_norm(x) + residual)", find_batch_norm_add_act)
-BATCH_NORM_ADD = GraphRule("batch_norm_add", "batch_norm(x) + residual", find_batch_norm_add)
+BATCH_NORM_ADD_ACT = GraphRule(
+    "batch_norm_add_act", "act(batch_norm(x) + residual)", find_norm_add_act("batch_norm", batch_norm_add)
+)
+BATCH_NORM_ADD = GraphRule("batch_norm_add", "batch_norm(x) + residual", find_norm_add("batch_norm", batch_norm_add))
 BATCH_NORM_ACT = GraphRule("batch_norm_act", "act(batch_norm(x))", find_norm_act("batch_norm", batch_norm_act))
 GROUP_NORM_ACT = GraphRule("group_norm_act", "act(group_norm(x))", find_norm_act("group_norm", group_norm_act))
 INSTANCE_NORM_ACT = GraphRule(

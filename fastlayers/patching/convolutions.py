@@ -1,0 +1,98 @@
+"""A convolution and what follows it: its bias, a sum and an activation in one kernel.
+
+torch adds the bias of a convolution in a kernel of its own, which reads and writes the whole result, and so do the sum
+and the activation after it. Here torch convolves without the bias, and one kernel does the rest in place. That kernel
+has no backward: where a gradient is wanted, in a graph that torch.compile makes and where it does not apply, torch
+answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from fastlayers import functional
+from fastlayers.ops import dispatch
+from fastlayers.ops.activations import NORM_CODES, activation
+from fastlayers.ops.batch_norm import FAMILY
+from fastlayers.patching.calls import join
+
+__all__ = ["adds_bias", "convolution_and_more", "convolve", "layer_and_more"]
+
+TRANSPOSED: dict[int, Callable[..., Tensor]] = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}
+
+
+def layer_and_more(
+    layer: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    act: str | None = None,
+    written: str | None = None,
+) -> Tensor:
+    """act(layer(x) + residual), of a convolution or linear layer with another weight and bias than its own.
+
+    ``written`` says which operand an in-place sum was written to: "norm", that is what the layer returns, or
+    "residual".
+    """
+    if not adds_bias(layer, x, weight, bias) or dispatch.wants_gradient(residual):
+        y = convolve(layer, x, weight, bias)
+        if residual is not None or act is None:
+            return join(y, residual, act, written)
+        return torch.relu_(y) if act == "relu" else functional.bias_act(y, None, act)
+    assert bias is not None
+    kernels = FAMILY.serving(x)
+    y = convolve(layer, x, weight, None)
+    bias = bias if bias.dtype is torch.float32 else bias.to(y.dtype)
+    if residual is not None and not takes(y, residual):
+        kernels.channel_bias_act_(y, bias, None, 0)
+        return join(y, residual, act, written)
+    entry = activation(act)
+    if entry.code >= NORM_CODES:
+        kernels.channel_bias_act_(y, bias, residual, 0)
+        return entry.function(y)
+    kernels.channel_bias_act_(y, bias, residual, entry.code)
+    return y
+
+
+def convolution_and_more(layer: Any, x: Tensor, act: str | None = None) -> Tensor:
+    """act(layer(x)), of a convolution."""
+    return layer_and_more(layer, x, layer.weight, layer.bias, act=act)
+
+
+def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The layer with these parameters."""
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, bias)
+    if isinstance(layer, _ConvTransposeNd):
+        options = (layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
+        return TRANSPOSED[x.dim()](x, weight, bias, *options)
+    return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def adds_bias(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a kernel of ours is to add the bias. torch adds that of a linear layer in the matrix product."""
+    if bias is None or not x.is_cuda or isinstance(layer, nn.Linear) or x.dim() != weight.dim():
+        return False
+    if torch.compiler.is_compiling() or dispatch.wants_gradient(x, weight, bias) or not dispatch.is_plain(bias):
+        return False
+    if bias.dtype is not weight.dtype and not torch.is_autocast_enabled("cuda"):  # torch's error
+        return False
+    return FAMILY.serving(x) is not None
+
+
+def takes(y: Tensor, residual: Tensor) -> bool:
+    """Whether a residual can be added to y in its kernel: it is what torch would add without promoting or expanding."""
+    return (
+        dispatch.is_plain(residual)
+        and residual.dtype == y.dtype
+        and residual.stride() == y.stride()
+        and residual.shape == y.shape
+        and residual.device == y.device
+    )
