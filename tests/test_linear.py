@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import PLACES, assert_close, excess, greatest_error, needs_gpu, same_bits
+from harness import DRAWS, PLACES, assert_close, excess, greatest_error, needs_gpu, same_bits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -208,16 +208,19 @@ def test_column_sum(place, dtype, shape):
     if place.device == "cpu" and dtype in (torch.float16, torch.bfloat16):
         pytest.skip("the interpreter rounds to 16 bits in its own way")
     for offset in (0, 1):
-        values = torch.randn(shape[0] * shape[1] + offset, generator=torch.Generator().manual_seed(1))
-        x = values.to(place.device, dtype)[offset:].view(shape)
-        exact = x.double().sum(0)
-        with backends.backend(place.backend):
-            kernel = linear.FAMILY.serving(x).column_sum
         for to in {dtype, torch.float32} - ({torch.float32} if dtype == torch.float64 else set()):
+            allowed = 0.0
+            for draw in range(DRAWS):
+                values = torch.randn(shape[0] * shape[1] + offset, generator=torch.Generator().manual_seed(draw))
+                x = values.to(place.device, dtype)[offset:].view(shape)
+                exact = x.double().sum(0)
+                allowed = max(allowed, greatest_error(x.sum(0, dtype=to), exact))
+            with backends.backend(place.backend):
+                kernel = linear.FAMILY.serving(x).column_sum
             sums = kernel(x, to)
             assert sums.dtype == to
             assert same_bits(sums, kernel(x, to))
-            assert excess(sums, exact, greatest_error(x.sum(0, dtype=to), exact)) is None
+            assert excess(sums, exact, allowed) is None
 
 
 # -- the parts of a product --------------------------------------------------------------------------------------------

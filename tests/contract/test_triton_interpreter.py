@@ -26,6 +26,7 @@ FILES = {
     "../test_norms.py": "cpu-triton",
     "../test_residual.py": "cpu-triton",
     "../test_glu.py": "cpu-triton",
+    "../test_linear.py": "cpu-triton",
 }
 
 

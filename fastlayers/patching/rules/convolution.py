@@ -1,4 +1,4 @@
-"""Convolutions: the bias of one that an activation follows or that memory bounds; one of a tensor that is used again."""
+"""Convolutions: the bias of one that an activation follows or that memory bounds; those of what is used again."""
 
 from __future__ import annotations
 
