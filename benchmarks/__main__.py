@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import model_report, models, report
+from benchmarks import losses, model_report, models, report
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 from benchmarks.implementations import TITLES
@@ -154,6 +154,24 @@ def run_models(
     draw(load(path), out, name)
 
 
+@main.command("losses")
+@click.option("--steps", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
+@click.option("--name", default="losses", show_default=True, help="The result file is NAME.json.")
+@click.option("--smoke", is_flag=True, help="A tiny model on the CPU: that everything runs. Writes NAME-smoke.json.")
+def run_losses(steps: int, out: Path, name: str, smoke: bool) -> None:
+    """Compare the losses of training with fastlayers to torch's; on two GPUs under DDP and FSDP2 too."""
+    if not smoke and not torch.cuda.is_available():
+        raise click.UsageError("torch sees no GPU; --smoke trains a tiny model here")
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"{name}-smoke" if smoke else name
+    path = out / f"{name}.json"
+    device = torch.device("cpu" if smoke else "cuda")
+    losses.run(path, device, steps, smoke, lambda line: click.echo(line, err=True))
+    show(path)
+    draw(load(path), out, name)
+
+
 @main.command("list")
 @selection
 def list_cases(only: tuple[str, ...], suites: tuple[str, ...], everything: bool) -> None:
@@ -209,13 +227,13 @@ def show(path: Path) -> None:
 
 
 def renderer(results: dict[str, Any]) -> Any:
-    """The module that renders results of their kind: of ops, or of whole models."""
-    return model_report if results.get("kind") == "models" else report
+    """The module that renders results of their kind: of ops, of whole models, or losses."""
+    return {"models": model_report, "losses": losses}.get(results.get("kind", ""), report)
 
 
 def load(path: Path) -> dict[str, Any]:
     results = json.loads(path.read_text())
-    missing = {"environment", "rows", *([] if results.get("kind") == "models" else ["copy_gbps"])} - results.keys()
+    missing = {"environment", "rows", *([] if "kind" in results else ["copy_gbps"])} - results.keys()
     if missing:
         raise click.ClickException(f"{path} is no result of this benchmark: it has no {', '.join(sorted(missing))}")
     return results

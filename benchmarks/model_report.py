@@ -259,9 +259,11 @@ def bars_block(results: dict[str, Any]) -> str:
 def readme(results: dict[str, Any]) -> str:
     """For a page that is read by people: what a user buys, and what loses, in sight."""
     every = lines(results)
-    steps = [line for line in every if line.labels[1] in (STEP.title, STEP_PEAK.title) or line.loses]
+    losing = [line for line in every if line.loses]
     blocks = ["![Step time and peak memory of whole models, as shares of torch's](benchmarks/results/models.png)"]
-    blocks += [bars_block(results), markdown_table(steps, HEADS, MODES)]
+    blocks.append(bars_block(results))
+    if losing:
+        blocks += ["Where it loses:", markdown_table(losing, HEADS, MODES)]
     blocks.append(folded_away("Every number", markdown_table(every, HEADS, MODES)))
     blocks += [folded_away(f"GPU time by kind, {part}, ms", table) for part, table in kind_tables(results)]
     return "\n\n".join(blocks) + "\n"

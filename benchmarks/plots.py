@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
-from benchmarks import model_report
+from benchmarks import losses, model_report
 from benchmarks.implementations import TITLES
 from benchmarks.networks import MODES
 from benchmarks.report import caption, number
@@ -68,6 +68,8 @@ def draw_all(results: dict[str, Any], out: Path, name: str) -> list[Path]:
     """Every picture that the results have rows for, as ``out/NAME-*.png``."""
     if results.get("kind") == "models":
         return draw_models(results, out, name)
+    if results.get("kind") == "losses":
+        return draw_losses(results, out, name)
     rows = [row for row in results["rows"] if row["status"] == "ok" and "gbps" in row.get("forward", {})]
     drawn = []
     with plt.rc_context(STYLE):
@@ -302,6 +304,39 @@ def share(row: Row, kind: str) -> float:
     """Milliseconds of a kind of kernel in a training step."""
     training = row["training"]
     return model_report.idle_ms(training) if kind == "idle" else training["kinds"].get(kind, 0.0)
+
+
+# ------------------------------------------------------------------------------------------------ losses
+
+
+def draw_losses(results: dict[str, Any], out: Path, name: str) -> list[Path]:
+    """The losses of each model's runs, and below how far they are from those of torch."""
+    rows = [row for row in results["rows"] if row["status"] == "ok"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(
+            2, len(models), figsize=(6 * len(models), 6), sharex=True, squeeze=False,
+            layout=ConstrainedLayoutEngine(rect=(0, 0.06, 1, 0.94)),
+        )  # fmt: skip
+        for model, (upper, lower) in zip(models, grid.T, strict=True):
+            runs = {row["run"]: row["losses"] for row in rows if row["model"] == model}
+            colours = ("#333333", "#BBBBBB", "#D55E00", "#009E73", "#0072B2", "#CC79A7")
+            for (run, values), colour in zip(runs.items(), colours, strict=False):
+                steps = range(1, len(values) + 1)
+                # Curves that agree lie on each other: each is dashed over the one before it.
+                style = "-" if run.startswith("torch") else (0, (4, 4))
+                upper.plot(steps, values, color=colour, linewidth=1.4, linestyle=style, label=run)
+                if run != "torch":
+                    lower.plot(steps, losses.distances(values, runs["torch"]), color=colour, linewidth=1)
+            upper.set_title(model)
+            upper.set_ylabel("loss")
+            upper.legend(frameon=False, fontsize=8.5)
+            lower.set_yscale("log")
+            lower.set_ylabel("distance from torch's")
+            lower.set_xlabel("step")
+        figure.suptitle("Losses of training with fastlayers and without", x=0.01, ha="left", fontweight="bold")
+        footnote(figure, caption(results))
+        return [save(figure, out / f"{name}.png")]
 
 
 def legend_and_title(

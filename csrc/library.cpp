@@ -16,6 +16,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");
   m.def("bias_act_forward(Tensor x, Tensor? bias, int act, float first, float second) -> Tensor");
   m.def("bias_act_backward(Tensor dy, Tensor x, Tensor? bias, int act, float first, float second, bool dbias) -> (Tensor, Tensor)");
+  m.def("column_sum(Tensor x, ScalarType dtype) -> Tensor");
   m.def("gated_forward(Tensor gate, Tensor up, int act) -> Tensor");
   m.def("gated_backward(Tensor dy, Tensor gate, Tensor up, int act) -> (Tensor, Tensor)");
   m.def("gated_backward_(Tensor(a!) dy, Tensor gate, Tensor up, int act) -> Tensor");

@@ -29,6 +29,7 @@ FAMILIES = {
     "residual": "Residual branches",
     "rotary": "Rotary embeddings",
     "bias_act": "Activations",
+    "linear": "Linear layers",
     "glu": "Gated units",
     "cross_entropy": "Cross-entropy",
     "linear_cross_entropy": "Cross-entropy of a linear layer",
@@ -127,8 +128,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = [
         {"fastlayers": "index.md"},
         {"Operations": families},
+        {"Networks": "models.md"},
         {"Patching": "patching.md"},
         {"Backends and checkpoints": "backends.md"},
+        {"Building": "build.md"},
     ]
     return config
 

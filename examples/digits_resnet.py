@@ -25,7 +25,7 @@ from fastlayers.checkpoint import load_model, save_model
 from training import DEVICE, OUT, console, draw_curves, in_turns
 
 #: Images in a timed batch: enough that a GPU works rather than waits for Python.
-TIMED_BATCH = {"cpu": 256, "cuda": 8192}
+TIMED_BATCH = {"cpu": 64, "cuda": 8192}
 
 
 class BasicBlock(nn.Module):

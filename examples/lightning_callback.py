@@ -8,6 +8,8 @@ network, so they resume with and without the callback; the weights at the end ar
 
 from __future__ import annotations
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,8 @@ class Classifier(lightning.LightningModule):
 def main(epochs: int, stock: bool, resume: bool, device: str | None, out: Path) -> None:
     """Train a ResNet on handwritten digits with Lightning."""
     where = set_up(device)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # no tips and advertisements
+    warnings.filterwarnings("ignore", message=".*LeafSpec")  # of Lightning's own code
     digits = Digits.load(where)
     folder = out / "lightning"
     if resume and not (folder / "last.ckpt").is_file():

@@ -50,7 +50,7 @@ QUESTIONS = (
 )
 #: Tokens of a text; the package's own setting is 256, but first sentences and short functions need less.
 LENGTH = 64
-#: Pairs that are kept from the fine-tuning.
+#: Pairs that are kept from the fine-tuning, of fewer than that no more than it gets.
 TESTED = 128
 PANELS = (
     Panel("training loss", ("loss",), log=True),
@@ -234,7 +234,8 @@ def main(texts: int, pairs: int, epochs: int, stop_at: int | None, resume: bool,
     console.rule("4. Fine-tune the patched encoder to find code by its docstring", align="left")
     order = torch.randperm(len(functions)).tolist()
     chosen = [functions[index] for index in order]
-    tuning = FineTuning(encoder, tokens, chosen[TESTED : TESTED + pairs], chosen[:TESTED])
+    tested = min(TESTED, pairs)
+    tuning = FineTuning(encoder, tokens, chosen[tested : tested + pairs], chosen[:tested])
     console.print(f"found before: {tuning.found():.1%} of {len(tuning.test)}")
     checkpoint = Checkpoint(out / "minilm.checkpoint.safetensors", encoder, tuning.optimizer)
     history = fit(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import click
 import torch
@@ -114,16 +114,16 @@ class Checkpoint:
                 f"--resume: {self.path} is of another model or optimizer: {min(odd)} and {len(odd) - 1} more of its "
                 f"{len(stored)} tensors differ"
             )
-        options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+        options = StateDictOptions(full_state_dict=True)
         weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
         set_model_state_dict(self.model, weights, options=options)
         # The optimizer's tensors come from the file, its rates and options from the run that goes on.
-        own = get_optimizer_state_dict(
-            self.model, self.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-        )
-        set_optimizer_state_dict(
-            self.model, self.optimizer, {name: stored.get(name, value) for name, value in own.items()}, options=options
-        )
+        own: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer)
+        own["state"] = {
+            name: {key: stored.get(f"state.{name}.{key}", value) for key, value in entries.items()}
+            for name, entries in own["state"].items()
+        }
+        set_optimizer_state_dict(self.model, self.optimizer, own, options=options)
         return history
 
     def _tensors(self, whole: bool) -> dict[str, Tensor]:
@@ -134,12 +134,14 @@ class Checkpoint:
             get_optimizer_state_dict,
         )
 
-        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole, flatten_optimizer_state_dict=True)
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
         weights = get_model_state_dict(self.model, options=options)
-        state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        named = [*((f"model.{name}", value) for name, value in weights.items()), *state.items()]
-        # Of the optimizer's the rest are rates and other options.
-        return {name: value for name, value in named if isinstance(value, Tensor) and "param_groups." not in name}
+        own: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        states = own.get("state", {})  # whole ones are the first process' alone
+        # The names of a flattened state, made here: what torch flattens itself, 2.13 cannot load.
+        named = {f"model.{name}": value for name, value in weights.items()}
+        named |= {f"state.{name}.{key}": value for name, entries in states.items() for key, value in entries.items()}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 # the loop ------------------------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ def draw_curves(phases: dict[str, History], panels: tuple[Panel, ...], path: Pat
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
     figure, row = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.4), layout="constrained", squeeze=False)
     for axes, panel in zip(row[0], panels, strict=True):
@@ -265,9 +267,11 @@ def draw_curves(phases: dict[str, History], panels: tuple[Panel, ...], path: Pat
         axes.set_title(panel.title)
         if panel.log:
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
         if panel.percent:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_xlabel(unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(color="#E4E4E4")

@@ -1549,6 +1549,62 @@ def of_gate(name: str, gate: Any, up: Any = None, *rest: Any, out: int = 5, **op
     return Sample(name, (gate, up or gate, weight, *rest), **options)
 
 
+def of_linear(name: str, x: Any, bias: Any = 5, weight: Any = None, **options: Any) -> Sample:
+    """A call of linear, with 5 features out and a bias unless given."""
+    x = x if isinstance(x, Input) else Input(x)
+    bias = Input((bias,)) if isinstance(bias, int) else bias
+    features = bias.shape[0] if bias is not None else 5
+    return Sample(name, (x, weight or Input((features, x.shape[-1])), bias), **options)
+
+
+def linear_of_ones(features: int, out: int) -> nn.Linear:
+    layer = fastlayers.FusedLinear(features, out)
+    for parameter in layer.parameters():
+        nn.init.ones_(parameter)
+    return layer
+
+
+ONES = Input((5,), values=constant(1.0))
+LINEAR = Op(
+    "linear",
+    functional.linear,
+    F.linear,
+    kernels=GPU_KERNELS,
+    samples=(
+        of_linear("matrix", (6, 7), smooth=True),
+        of_linear("batch", (2, 3, 8), 16, smooth=True),
+        of_linear("batch of batches", (2, 3, 4, 8)),
+        of_linear("one feature", (7, 4), 1),
+        of_linear("several blocks", (1030, 4), 257),
+        of_linear("several blocks of words", (1030, 4), 264),
+        of_linear("few wide rows", (3, 4), 4099),
+        of_linear("no bias", (6, 8), None),
+        of_linear("misaligned", Input((6, 64), misaligned)),
+        of_linear("weight transposed", (6, 40), 8, Input((8, 40), transposed)),
+        of_linear("frozen weight", (6, 40), weight=Input((5, 40), grad=False)),
+        of_linear("only the bias", Input((6, 8), grad=False), weight=Input((5, 8), grad=False)),
+        of_linear("frozen bias", (6, 8), Input((5,), grad=False)),
+        of_linear("bias expanded", (6, 8), Input((5,), expanded(0))),
+        of_linear("NaN", Input((5, 40), values=with_nan)),
+        of_linear("empty", (0, 7)),
+        of_linear("nothing out", (3, 8), 0),
+        of_linear("no features", (3, 0), refused=KERNELS),
+        of_linear("vector", (33,), refused=KERNELS, smooth=True),
+        of_linear("transposed", Input((2, 24, 33), transposed), refused=KERNELS),
+        of_linear("row slice", Input((5, 64), row_slice), refused=KERNELS),
+        of_linear("bias of one", (3, 8), 1, Input((5, 8)), refused=KERNELS),
+    ),
+    saved_bytes=lambda call, out: sum(map(nbytes, call.args[:2])),
+    mistakes=(
+        of_linear("other features", (3, 8), weight=Input((5, 7))),
+        of_linear("bias of float64", (3, 8), Input((5,), dtype=torch.float64)),
+        of_linear("bias of other features", (3, 8), 4, Input((5, 8))),
+    ),
+    layers=(Layer(linear_of_ones(7, 5), of_linear("layer", (2, 3, 7), ONES, Input((5, 7), values=constant(1.0))), 1),),
+    matrix=None,
+)  # fmt: skip
+
+
 GATED_LINEAR = Op(
     "gated_linear",
     functional.gated_linear,
@@ -2279,7 +2335,7 @@ OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
-    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, GATED_LINEAR, GLU, ROTARY, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,
+    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, LINEAR, GATED_LINEAR, GLU, ROTARY, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,
     KL_DIV, KL_DIV_LOGITS, JS_DIV_LOGITS,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

@@ -508,3 +508,50 @@ def test_results_go_into_the_readme(results, tmp_path):
     assert refused.exit_code == 1
     assert "expected a line <!-- results:begin -->" in refused.output
     assert page.read_text() == "no markers"
+
+
+# losses --------------------------------------------------------------------------------------------------------------
+
+
+def test_losses_that_are_farther_apart_than_those_of_two_seeds_are_told(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks import losses, plots
+
+    courses = {"torch": 1.0, "torch, another seed": 1.1, "patched": 1.01, "fused layers": 1.2}
+    courses["fused layers, DDP on two"] = float("nan")
+    rows = [
+        {"model": "char_gpt", "run": name, "status": "ok", "losses": [value] * 3} for name, value in courses.items()
+    ]
+    rows.append({"model": "char_gpt", "run": "fused layers, FSDP2 on two", "status": "left out: one GPU"})
+    environment = {
+        "device": "a GPU",
+        "driver": None,
+        "torch": "2",
+        "triton": None,
+        "commit": None,
+        "date": "2026-11-21",
+    }
+    results = {"kind": "losses", "steps": 3, "environment": environment, "rows": rows}
+    verdicts = {line.labels[1]: line.verdicts[0][1] for line in losses.lines(results)}
+    assert verdicts == {
+        "patched": "good",
+        "fused layers": "bad",
+        "fused layers, DDP on two": "bad",
+        "fused layers, FSDP2 on two": "note",
+    }
+    assert "0.01" in losses.markdown(results)
+    (picture,) = plots.draw_all(results, tmp_path, "losses")
+    assert picture.stat().st_size > 10_000
+
+
+def test_losses_of_the_digits_network_are_the_same_patched():
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    from benchmarks import losses
+
+    torch_run, patched = (
+        losses.digits(one, 2, torch.device("cpu"))
+        for one in losses.RUNS
+        if one.model == "digits ResNet" and one.seed == 0
+    )
+    assert patched == pytest.approx(torch_run, rel=1e-5)

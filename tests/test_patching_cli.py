@@ -49,14 +49,14 @@ def test_scan(run):
 
 def test_scan_as_json_and_markdown(run):
     data = json.loads(run("scan", TARGET, "--format", "json").output)
-    assert data["counts"] == {"add_relu": 1}
+    assert data["counts"] == {"add_relu": 1, "Linear": 1}
     assert "| (model) | Block | FusedBlock | add_relu |" in run("scan", TARGET, "--format", "markdown").output
 
 
 def test_verify(run):
     result = run("verify", TARGET, "--input", "3,4")
     assert result.exit_code == 0, result.output
-    assert "equal (1 modules patched, 4 tensors compared, training mode)" in result.output
+    assert "equal (2 modules patched, 4 tensors compared, training mode)" in result.output
     assert "eval mode" in result.output
     assert "| output |" in run("verify", TARGET, "--input", "3,4", "--format", "markdown").output
 
@@ -177,7 +177,7 @@ def _quick(monkeypatch):
 def test_bench(run):
     result = run("bench", TARGET, "--input", "3,4")
     assert result.exit_code == 0, result.output
-    assert "Block, 1 modules patched, forward and backward on " in result.output
+    assert "Block, 2 modules patched, forward and backward on " in result.output
     assert "peak memory" in result.output
     data = json.loads(run("bench", TARGET, "--input", "3,4", "--eval", "--format", "json").output)
     assert not data["training"]

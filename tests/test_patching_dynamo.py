@@ -103,7 +103,7 @@ def test_reaches_what_no_module_trace_does():
     with pytest.warns(fastlayers.patching.PatchWarning):
         assert "dropout_add" not in fastlayers.patching.patch_report(patch_model(block, include="")).counts()
     counts = fused(Block(), tensor(3, 8))
-    assert counts == {"add_layer_norm": 1, "dropout_add": 2, "linear_act": 1}
+    assert counts == {"add_layer_norm": 1, "dropout_add": 2, "linear_act": 1, "linear": 2}
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_regions_of_autocast_and_without_gradient():
         return s
 
     x, y = tensor(3, 8), tensor(3, 8, seed=2)
-    assert fused(autocast, x, y) == {"add_relu": 2, "gelu": 1}
+    assert fused(autocast, x, y) == {"add_relu": 2, "gelu": 1, "linear": 1}
     assert fused(no_grad, x, y) == {"relu_add": 1}
     assert fused(enabled, x, y) == {"add_relu": 1}  # both with a gradient: Dynamo drops what changes nothing
     assert fused(inference, x, y) == {"add_relu": 1}
@@ -514,7 +514,7 @@ def test_dynamic_shapes_recompile_no_more_than_dynamo():
         x = tensor(rows, 8)
         torch.testing.assert_close(compiled(x), block(x))
     assert len(graphs) == 1
-    assert compile_report().counts() == {"add_layer_norm": 1, "dropout_add": 2, "linear_act": 1}
+    assert compile_report().counts() == {"add_layer_norm": 1, "dropout_add": 2, "linear_act": 1, "linear": 2}
 
     weight = nn.Parameter(tensor(8).detach())
 
@@ -622,7 +622,7 @@ def test_compile_method_of_a_module():
     plain = copy.deepcopy(model)
     model.compile(backend=dynamo_backend)
     torch.testing.assert_close(run(model, [tensor(3, 8)]), run(plain, [tensor(3, 8)]))
-    assert compile_report().counts() == {"add_layer_norm": 1, "dropout_add": 2, "linear_act": 1}
+    assert compile_report().counts() == {"add_layer_norm": 1, "dropout_add": 2, "linear_act": 1, "linear": 2}
 
 
 def test_a_patched_model():
@@ -660,24 +660,24 @@ IMAGES = {**SIZES, "image_size": 32, "patch_size": 8}
 IDS = {"input_ids": torch.arange(1, 13).view(2, 6)}
 PIXELS = {"pixel_values": tensor(2, 3, 32, 32, grad=False)}
 DECODED = {"decoder_input_ids": IDS["input_ids"]}
-LLAMA = {"add_rms_norm": 4, "forked_rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
-GEMMA = {"add_rms_norm": 4, "forked_rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
+LLAMA = {"add_rms_norm": 4, "rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
+GEMMA = {"add_rms_norm": 4, "rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
 
 #: Model, the sizes in its configuration, its inputs, and what is fused in training.
 TRANSFORMERS = {
-    "bert": ("BertModel", SIZES, IDS, {"add_layer_norm": 5, "softmax": 2, "linear_act": 2}),
+    "bert": ("BertModel", SIZES, IDS, {"add_layer_norm": 5, "softmax": 2, "linear_act": 2, "linear": 11}),
     "gpt2": (
         "GPT2LMHeadModel",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50},
         IDS,
-        {"add_layer_norm": 4, "forked_layer_norm": 1, "softmax": 2, "gelu": 2},
+        {"add_layer_norm": 4, "layer_norm": 1, "softmax": 2, "gelu": 2, "linear": 8, "split": 2},
     ),
     "llama": ("LlamaForCausalLM", GROUPED, {**IDS, "labels": IDS["input_ids"]}, {**LLAMA, "cross_entropy": 1}),
     "mistral": ("MistralForCausalLM", GROUPED, IDS, LLAMA),
-    "qwen2": ("Qwen2ForCausalLM", GROUPED, IDS, LLAMA),
-    "qwen3": ("Qwen3ForCausalLM", GROUPED, IDS, {**LLAMA, "rms_norm": 4}),
+    "qwen2": ("Qwen2ForCausalLM", GROUPED, IDS, {**LLAMA, "linear": 6}),
+    "qwen3": ("Qwen3ForCausalLM", GROUPED, IDS, {**LLAMA, "rms_norm": 5}),
     "gemma": ("GemmaForCausalLM", GROUPED, IDS, GEMMA),
-    "gemma2": ("Gemma2ForCausalLM", GROUPED, IDS, {**GEMMA, "rms_norm": 4}),
+    "gemma2": ("Gemma2ForCausalLM", GROUPED, IDS, {**GEMMA, "rms_norm": 5}),
     "olmo2": (
         "Olmo2ForCausalLM",
         {**SIZES, "num_key_value_heads": 2},
@@ -688,7 +688,7 @@ TRANSFORMERS = {
         "T5ForConditionalGeneration",
         {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 50},
         {**IDS, **DECODED},
-        {"add_rms_norm": 10, "forked_rms_norm": 2, "softmax": 6},
+        {"add_rms_norm": 10, "rms_norm": 2, "softmax": 6},
     ),
     "opt": (
         "OPTForCausalLM",
@@ -697,31 +697,39 @@ TRANSFORMERS = {
             "word_embed_proj_dim": 32,
         },
         IDS,
-        {"add_layer_norm": 1, "forked_layer_norm": 3, "layer_norm": 1, "softmax": 2, "dropout_add": 4, "linear_act": 2},
+        {"add_layer_norm": 1, "layer_norm": 4, "softmax": 2, "dropout_add": 4, "linear_act": 2, "linear": 10},
     ),
     "phi": (
         "PhiForCausalLM",
         SIZES,
         IDS,
-        {"add_layer_norm": 2, "forked_layer_norm": 1, "rotary": 2, "softmax": 2, "linear_act": 2, "dropout_add": 2},
+        {
+            "add_layer_norm": 2,
+            "layer_norm": 1,
+            "rotary": 2,
+            "softmax": 2,
+            "linear_act": 2,
+            "dropout_add": 2,
+            "linear": 11,
+        },
     ),
     "bloom": (
         "BloomForCausalLM",
         {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50},
         IDS,
-        {"add_layer_norm": 4, "forked_layer_norm": 1, "layer_norm": 1, "softmax": 2},
+        {"add_layer_norm": 4, "layer_norm": 2, "softmax": 2, "linear": 8},
     ),
     "vit": (
         "ViTForImageClassification",
         IMAGES,
         PIXELS,
-        {"add_layer_norm": 4, "forked_layer_norm": 1, "softmax": 2, "linear_act": 2},
+        {"add_layer_norm": 4, "layer_norm": 1, "softmax": 2, "linear_act": 2, "linear": 11},
     ),
     "clip": (
         "CLIPVisionModel",
         IMAGES,
         PIXELS,
-        {"add_layer_norm": 4, "forked_layer_norm": 1, "layer_norm": 1, "softmax": 2, "linear_act": 2},
+        {"add_layer_norm": 4, "layer_norm": 2, "softmax": 2, "linear_act": 2, "linear": 10},
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
@@ -732,7 +740,7 @@ TRANSFORMERS = {
             **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
         },
         {"input_features": tensor(2, 8, 40, grad=False), **DECODED},
-        {"add_layer_norm": 10, "forked_layer_norm": 2, "softmax": 6, "linear_act": 4, "gelu": 2},
+        {"add_layer_norm": 10, "layer_norm": 2, "softmax": 6, "linear_act": 4, "gelu": 2, "linear": 22},
     ),
 }
 
@@ -784,11 +792,7 @@ def test_gradient_checkpointing_of_transformers(reentrant):
     config = transformers.LlamaConfig(**GROUPED, attn_implementation="eager", use_cache=False, attention_dropout=0.2)
     model = transformers.LlamaForCausalLM(config)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    check_model(
-        model,
-        IDS,
-        {"add_rms_norm": 2, "forked_rms_norm": 2, "rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2},
-    )
+    check_model(model, IDS, {"add_rms_norm": 2, "rms_norm": 3, "rotary": 2, "softmax": 2, "gated_linear": 2})
 
 
 TIMM = {
@@ -796,7 +800,7 @@ TIMM = {
     "convnext_atto": ({"drop_path_rate": 0.2}, {"channel_layer_norm": 17, "gelu": 12, "scale_add": 12}),
     "vit_tiny_patch16_224": (
         {"img_size": 32, "drop_path_rate": 0.2},
-        {"add_layer_norm": 24, "forked_layer_norm": 1, "linear_act": 12},
+        {"add_layer_norm": 24, "layer_norm": 1, "linear_act": 12},
     ),
 }
 

@@ -399,6 +399,38 @@ def test_layer_scale(build, body):
     undone(block.float(), torch.randn(3, 4))
 
 
+@pytest.mark.parametrize(
+    ("body", "fused_call"),
+    [
+        ("return self.drop(self.linear(x)) + x", "dropout_add"),
+        ("return x + self.drop(self.linear(x))", "dropout_add"),
+        ("return self.linear(x) * self.gamma + x", "scale_add"),
+        ("return x + self.linear(x) * self.gamma", "scale_add"),
+        ("y = self.linear(x)\ny *= self.gamma\nreturn y + x", None),
+        ("y = self.drop(self.linear(x))\ny += x\nreturn y", None),
+        ("x = x * 1\nx += self.linear(x) * self.gamma\nreturn x", None),
+    ],
+)
+def test_residuals_under_autocast(build, monkeypatch, body, fused_call):
+    """A half goes to a float32 residual as torch promotes it, unless an in-place operation says what comes out."""
+    called = []
+    for name in ("dropout_add", "scale_add"):
+        given = getattr(calls.functional, name)
+
+        def noted(*args, name=name, given=given):
+            called.append(name)
+            return given(*args)
+
+        monkeypatch.setattr(calls.functional, name, noted)
+    block = build(DROP_INIT, "x", body).eval()
+    plain, x = copy.deepcopy(block), torch.randn(3, 4)
+    patch_model(block)
+    with torch.autocast("cpu"):
+        ours, theirs = block(x), plain(x)
+    torch.testing.assert_close(ours, theirs)
+    assert called == ([fused_call] if fused_call else [])
+
+
 def test_no_layer_scale(build):
     for body in ("return x * self.gamma + self.linear.bias", "return x + x * self.linear(x)", "return x + x * 0.5"):
         assert not fused(build(DROP_INIT, "x", body))
@@ -452,7 +484,7 @@ def served(request, monkeypatch):
     """Both ways that linear_act goes, on a machine without kernels."""
 
     def fits(x, weight, bias):
-        return bias is not None and bias.dtype == x.dtype and not torch.is_autocast_enabled("cpu")
+        return bias is not None and (bias.dtype == x.dtype or torch.is_autocast_enabled("cpu"))
 
     if request.param == "kernels":
         monkeypatch.setattr("fastlayers.patching.calls.bias_in_act", fits)
@@ -477,6 +509,31 @@ def test_linear_act(build, served, body):
     undone(block, torch.randn(3, 4))
     with torch.autocast("cpu"):
         same(block, *tensors((3, 4)))
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
+def test_linear_act_under_autocast(build, monkeypatch, low):
+    """The bias goes to the activation's kernel in the product's dtype, and its gradient is float32, as torch has it."""
+    given = []
+
+    def bias_act(x, bias, act):
+        given.append((x.dtype, bias.dtype))
+        return F.gelu(x + bias)
+
+    monkeypatch.setattr(calls, "bias_in_act", lambda x, weight, bias: True)
+    monkeypatch.setattr(calls.functional, "bias_act", bias_act)
+    block = build(LINEAR_INIT, "x", "return self.gelu(self.fc(x))")
+    plain, x = copy.deepcopy(block), torch.randn(3, 4)
+    patch_model(block)
+    for module in (block, plain):
+        with torch.autocast("cpu", low):
+            out = module(x)
+        assert out.dtype == low
+        out.float().sin().sum().backward()
+    assert given == [(low, low)]
+    for ours, theirs in zip(block.fc.parameters(), plain.fc.parameters(), strict=True):
+        assert ours.grad.dtype == torch.float32
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-2, atol=2e-2)
 
 
 def test_linear_act_of_a_sequential(served):
@@ -543,9 +600,11 @@ def test_what_bias_act_serves(monkeypatch):
     assert calls.bias_in_act(x, weight, bias)
     assert not calls.bias_in_act(x[:2], weight, bias)
     assert not calls.bias_in_act(x.bfloat16(), weight, bias)
-    with torch.autocast("cpu"):
-        assert not calls.bias_in_act(x, weight, bias)
+    with torch.autocast("cpu"):  # casts all of them
+        assert calls.bias_in_act(x, weight, bias)
+        assert calls.bias_in_act(x.bfloat16(), weight, bias)
         assert calls.bias_in_act(x, weight.bfloat16(), bias.bfloat16())
+        assert not calls.bias_in_act(x.double(), weight, bias)
 
 
 # -- the rotary function of an attention -------------------------------------------------------------------------------

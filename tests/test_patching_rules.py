@@ -48,7 +48,7 @@ HINGE = GraphRule("hinge", "max(margin - x, 0)", find_hinge)
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(4, 4)
+        self.fc = nn.Linear(4, 4, bias=False)
 
     def forward(self, x):
         x = self.fc(x)
@@ -130,7 +130,7 @@ class FusedScale(Scale):
 
 
 def test_module_rule():
-    model = nn.Sequential(Scale(), nn.Linear(4, 4))
+    model = nn.Sequential(Scale(), nn.Linear(4, 4, bias=False))
     with register_rule(ModuleRule("scale", "Scale -> FusedScale", Scale, FusedScale)):
         patch_model(model)
     assert isinstance(model[0], FusedScale)

@@ -62,7 +62,7 @@ def test_a_step_that_trains_saves_it_in_the_backward_too(x):
     assert report["join"].bytes_saved == 2 * 2 * TENSOR
     assert report[""].bytes_saved == 2 * 2 * TENSOR  # act(norm(x)); the product stays what it is
     assert report["norm"].bytes_saved == 0  # part of the block now
-    assert report["fc"].bytes_saved is None
+    assert report["fc"].bytes_saved == 0  # the sum over the rows reads as much; only faster
     assert plan_patch(model.eval(), example_inputs=x)["join"].bytes_saved == 2 * TENSOR
     model.train().requires_grad_(False)
     assert plan_patch(model, example_inputs=x)["join"].bytes_saved == 2 * TENSOR
@@ -75,7 +75,7 @@ def test_an_expanded_tensor_is_what_is_there(x):
 
 def test_a_gated_mlp_still_hands_its_product_to_the_matrix_product(x):
     report = plan_patch(Gated().eval(), example_inputs=x)
-    assert report.counts() == {"gated_linear": 1}
+    assert report.counts() == {"gated_linear": 1, "Linear": 3}
     assert report.bytes_saved == 2 * 2 * TENSOR  # silu(gate), written and read; not the product
 
 
@@ -164,7 +164,7 @@ def test_in_every_form_of_the_report(x):
     data = json.loads(report.to_json())
     assert data["bytes_saved"] == report.bytes_saved
     assert {row["module"]: row["bytes_saved"] for row in data["modules"]}["join"] == 4 * TENSOR
-    assert data["reasons"] == {"NO_RULE": 2}
+    assert data["reasons"] == {"NO_RULE": 1}
     plain = plan_patch(Block())
     assert plain.bytes_saved is None
     assert "saved" not in str(plain)

@@ -1,4 +1,4 @@
-"""The README is true: its Python runs as one program, what it says was printed is printed, its links lead somewhere."""
+"""The README and the pages are true: the Python of each runs as one program, and prints what they say was printed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ import pytest
 from fastlayers.patching import Reason
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+TEXT = PAGES["README.md"]
 
 
-def test_python_blocks_run_and_print_what_it_says(tmp_path, monkeypatch):
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Language and code."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if "```python" in text])
+def test_python_blocks_run_and_print_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "readme"}
     printed = io.StringIO()
-    for number, (language, code) in enumerate(BLOCKS):
+    for number, (language, code) in enumerate(blocks(PAGES[page])):
         if language == "python":
             path = tmp_path / f"block_{number}.py"  # a file: patching reads the source of a forward
             path.write_text(code)
             with contextlib.redirect_stdout(printed):
                 exec(compile(code, str(path), "exec"), namespace)
     everything = printed.getvalue()
-    for said in (code for language, code in BLOCKS if language == "text"):
+    for said in (code for language, code in blocks(PAGES[page]) if language == "text"):
         assert said in everything
 
 
@@ -35,9 +41,10 @@ def test_shell_blocks_name_targets_and_commands_that_exist():
     from fastlayers.cli import main
 
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    shell = "".join(code for language, code in BLOCKS if language == "sh")
-    assert set(re.findall(r"\bmake ([a-z-]+)", shell)) <= targets
-    assert set(re.findall(r"python -m fastlayers (\w+)", TEXT)) <= set(main.commands)
+    for text in PAGES.values():
+        shell = "".join(code for language, code in blocks(text) if language == "sh")
+        assert set(re.findall(r"\bmake ([a-z-]+)", shell)) <= targets
+        assert set(re.findall(r"python -m fastlayers (\w+)", text)) <= set(main.commands)
 
 
 def test_links_lead_somewhere():
@@ -49,7 +56,7 @@ def test_links_lead_somewhere():
 
 
 def test_reasons_exist():
-    table = TEXT.partition("| reason |")[2].partition("\n\n")[0]
+    table = PAGES["models.md"].partition("| reason |")[2].partition("\n\n")[0]
     named = set(re.findall(r"`([A-Z_]+)`", table))
     assert len(named) > 5
     assert named <= set(Reason.__members__)
@@ -60,6 +67,7 @@ def test_functions_and_results_have_their_place():
 
     assert all(f"| `{name}" in TEXT for name in functional.__all__)
     pytest.importorskip("matplotlib")
-    from benchmarks import report
+    from benchmarks import losses, model_report, report
 
-    assert report.put_into(TEXT, "(the table)\n").count("(the table)\n") == 1
+    for kind in (report, model_report, losses):
+        assert report.put_into(TEXT, "(the table)\n", kind.MARKERS).count("(the table)\n") == 1

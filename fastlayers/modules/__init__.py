@@ -40,6 +40,7 @@ from fastlayers.modules.layer_norm import (
     FusedLayerNorm2d,
     FusedRMSNorm,
 )
+from fastlayers.modules.linear import FusedLinear
 from fastlayers.modules.linear_cross_entropy import FusedLinearCrossEntropyLoss
 from fastlayers.modules.residual import FusedDropoutAdd, FusedScaleAdd
 from fastlayers.modules.rotary import FusedRotary
@@ -59,6 +60,7 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm1d: FusedInstanceNorm1d,
     nn.InstanceNorm2d: FusedInstanceNorm2d,
     nn.InstanceNorm3d: FusedInstanceNorm3d,
+    nn.Linear: FusedLinear,
     nn.GELU: FusedGELU,
     nn.Mish: FusedMish,
     nn.ELU: FusedELU,
@@ -98,6 +100,7 @@ __all__ = [
     "FusedLayerNorm",
     "FusedLayerNorm2d",
     "FusedLeakyReLU",
+    "FusedLinear",
     "FusedLinearCrossEntropyLoss",
     "FusedLogSoftmax",
     "FusedMish",

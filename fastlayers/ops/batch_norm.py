@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, NORM_CODES, activat
 FAMILY = dispatch.Family("batch_norm", ("batch_norm_train", "batch_norm_eval", "batch_norm_backward"), cpu=False)
 
 RELU = ACTIVATIONS["relu"].code
+
+#: The running mean and variance, training, momentum, eps, act and the kernels: what has no gradient goes to autograd as
+#: one argument.
+Rest: TypeAlias = tuple[Tensor | None, Tensor | None, bool, float, float, int, Any]
 
 
 def unsupported(
@@ -68,10 +72,9 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        running_mean: Tensor | None, running_var: Tensor | None, training: bool, momentum: float, eps: float, act: int,
-        kernels: Any,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, rest: Rest
+    ) -> Tensor:
+        running_mean, running_var, training, momentum, eps, act, kernels = rest
         packed = residual is not None and act == RELU
         if training:
             y, stats, bits = kernels.batch_norm_train(
@@ -91,7 +94,10 @@ class _BatchNorm(torch.autograd.Function):
             grads = compose_backward(dy, *ctx.saved_tensors, *ctx.rest)
         else:
             grads = gradients(ctx, dy, ctx.kernels.batch_norm_backward)
-        return (*wanted(ctx, dy, grads), None, None, None, None, None, None, None)
+        return (*wanted(ctx, dy, grads), None)
+
+
+_record = dispatch.recorder(_BatchNorm)
 
 
 def keep(
@@ -184,9 +190,11 @@ def batch_norm(
                 or (bias is not None and bias.requires_grad)
                 or (residual is not None and residual.requires_grad)
             ):
-                return _BatchNorm.apply(  # type: ignore[no-any-return]
-                    x, residual, weight, bias, running_mean, running_var, training, momentum, eps, code, kernels
-                )
+                residual = residual if residual is None else dispatch.unwrap(residual)
+                weight = weight if weight is None else dispatch.unwrap(weight)
+                bias = bias if bias is None else dispatch.unwrap(bias)
+                rest = running_mean, running_var, training, momentum, eps, code, kernels
+                return _record(dispatch.unwrap(x), residual, weight, bias, rest)  # type: ignore[no-any-return]
             if training:
                 return kernels.batch_norm_train(  # type: ignore[no-any-return]
                     x, residual, weight, bias, running_mean, running_var, momentum, eps, code, False

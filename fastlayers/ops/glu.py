@@ -15,6 +15,7 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import dispatch, elementwise, reference
 from fastlayers.ops.activations import BY_CODE, activation
+from fastlayers.ops.linear import linear_dtype
 
 FAMILY = dispatch.Family(
     "glu", ("gated_forward", "gated_backward", "gated_backward_", "glu_forward", "glu_backward"), cpu=False
@@ -117,27 +118,19 @@ def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 _record_linear = dispatch.recorder(_GatedLinear)
 
 
-def _linear_dtype(t: Tensor) -> torch.dtype:
-    """dtype in which F.linear takes a tensor, autocast included."""
-    device = t.device.type
-    if t.dtype in dispatch.FLOATING and t.dtype is not torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return t.dtype
-
-
 def _unsupported_linear(gate: Tensor, weight: object, bias: object) -> str | None:
     """Why no kernel takes a linear layer of these on the product of a gate, None where one does."""
     if not (dispatch.is_plain(weight) and (bias is None or dispatch.is_plain(bias))):
         return f"weight and bias are {type(weight).__name__} and {type(bias).__name__}; it takes plain tensors"
     assert isinstance(weight, Tensor)
-    shape, dtype = weight.shape, _linear_dtype(gate)
+    shape, dtype = weight.shape, linear_dtype(gate)
     if gate.dim() == 0 or len(shape) != 2 or shape[1] != gate.shape[-1] or shape[0] == 0:
         return f"a weight of shape {tuple(shape)} for {tuple(gate.shape)}"
-    if weight.layout is not torch.strided or _linear_dtype(weight) is not dtype or weight.device != gate.device:
+    if weight.layout is not torch.strided or linear_dtype(weight) is not dtype or weight.device != gate.device:
         return f"a weight of {weight.dtype}, {weight.layout} on {weight.device}, for {dtype} on {gate.device}"
     if bias is not None:
         assert isinstance(bias, Tensor)
-        if bias.shape != shape[:1] or _linear_dtype(bias) is not dtype or bias.device != gate.device:
+        if bias.shape != shape[:1] or linear_dtype(bias) is not dtype or bias.device != gate.device:
             return f"a bias of {bias.dtype}, shape {tuple(bias.shape)} on {bias.device}, for {dtype}, {tuple(shape)}"
     return None
 
@@ -157,7 +150,7 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, 
     if reason is not None:
         backends.refuse(reason)
         return F.linear(gated(gate, up, act), weight, bias)
-    dtype = _linear_dtype(gate)
+    dtype = linear_dtype(gate)
     # Recorded by autograd, as what autocast does is: a float32 weight gets a float32 gradient.
     weight = dispatch.unwrap(weight).to(dtype)
     bias = bias if bias is None else dispatch.unwrap(bias).to(dtype)

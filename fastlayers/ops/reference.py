@@ -57,6 +57,10 @@ def gated(gate: Tensor, up: Tensor, act: str | None) -> Tensor:
     return activation(act).function(gate) * up
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
     return F.linear(gated(gate, up, act), weight, bias)
 

@@ -189,7 +189,7 @@ def already(row: Row, module: nn.Module) -> Row:
 def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
     try:
         refuse_kind(module)
-        rule = next((rule for rule in module_rules() if type(module) is rule.layer), None)
+        rule = next((rule for rule in module_rules() if type(module) is rule.layer and rule.gains(module)), None)
         if rule is not None:
             return plan_swap(module, row, rule, classes)
         if not has_own_forward(type(module)):
@@ -252,7 +252,8 @@ def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, 
 
 def is_subclass(module: nn.Module) -> bool:
     """Whether a module would be swapped if it were exactly a layer and not a user's subclass of it."""
-    return any(isinstance(module, rule.layer) and not isinstance(module, rule.fused) for rule in module_rules())
+    own = original_class(module)
+    return any(issubclass(own, rule.layer) and own not in (rule.layer, rule.fused) for rule in module_rules())
 
 
 def has_own_forward(cls: type[nn.Module]) -> bool:

@@ -27,11 +27,13 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.modules.group_norm import _apply
-from fastlayers.ops import bias_act, glu, reference
+from fastlayers.ops import bias_act, convolution, glu, reference
+from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
 from fastlayers.ops.dispatch import is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import HALF
+from fastlayers.ops.split import parts
 
 __all__ = [
     "add_layer_norm",
@@ -39,16 +41,20 @@ __all__ = [
     "add_relu_to_",
     "add_rms_norm",
     "add_written_norm",
+    "addmm",
     "batch_norm",
     "batch_norm_layer",
     "casts_input",
     "channel_layer_norm",
     "checkpointed",
+    "chunk",
     "dropout_add",
+    "forked_convolution",
     "gated",
     "gated_linear",
     "instance_norm_layer",
     "is_plain",
+    "is_pointwise",
     "knows",
     "layer_norm",
     "linear_act",
@@ -64,6 +70,8 @@ __all__ = [
     "softmax_added",
     "softmax_masked",
     "softmax_scaled",
+    "split",
+    "unbind",
     "unpack",
     "written_activation",
     "written_norm",
@@ -150,9 +158,14 @@ def _stays(written: Tensor, other: Tensor) -> bool:
     return isinstance(other, Tensor) and written.dtype == other.dtype and written.shape == other.shape
 
 
+def _same_layout(x: Tensor, y: Tensor) -> bool:
+    """Whether a new tensor made of the two has one memory format in either order; its dtype is the same in both."""
+    return isinstance(y, Tensor) and x.shape == y.shape and x.stride() == y.stride()
+
+
 def _alike(x: Tensor, y: Tensor) -> bool:
     """Whether in place or out of it, and in either order, a result of the two has one dtype and memory format."""
-    return _stays(x, y) and x.stride() == y.stride()
+    return _same_layout(x, y) and x.dtype == y.dtype
 
 
 def _fits(written: Tensor, mask: Tensor, dtype: torch.dtype) -> bool:
@@ -265,20 +278,64 @@ def gated_linear(
 # -- linear layers ----------------------------------------------------------------------------------------------------
 
 
+addmm = _linear.addmm
+
+
 def bias_in_act(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether bias_act has a kernel for act(linear(x)), and gains by it. Autocast, say, leaves the bias in float32."""
-    kind = x.device.type
+    """Whether bias_act has a kernel for act(linear(x)), and gains by it."""
     if bias is None or torch.compiler.is_compiling() or bias_act.FAMILY.serving(x) is None:
         return False
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return bias.dtype == dtype and x.numel() // weight.shape[-1] * len(bias) >= GPU_LEAST
+    if _linear.linear_dtype(bias) is not _linear.linear_dtype(x):
+        return False
+    return x.numel() // weight.shape[-1] * len(bias) >= GPU_LEAST
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    """act(linear(x)): the product by torch, the bias with the activation where that has a kernel and gains by it."""
+    """act(linear(x)): the product by torch, the bias with the activation where that has a kernel and gains by it.
+
+    Autocast casts the bias of a linear layer. So does this, and autograd records it: the gradient has its dtype.
+    """
     if bias_in_act(x, weight, bias):
-        return functional.bias_act(F.linear(x, weight), bias, act)
+        assert bias is not None
+        product = F.linear(x, weight)
+        return functional.bias_act(product, bias.to(product.dtype), act)
     return activation(act).function(F.linear(x, weight, bias))
+
+
+def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    """torch.unbind, whose parts' gradients are written into one tensor."""
+    return parts(torch.unbind, x, dim)  # type: ignore[no-any-return]
+
+
+def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    """torch.chunk, as :func:`unbind`."""
+    return parts(torch.chunk, x, chunks, dim)  # type: ignore[no-any-return]
+
+
+def split(x: Tensor, split_size: int | list[int], dim: int = 0) -> tuple[Tensor, ...]:
+    """torch.split, as :func:`unbind`."""
+    return parts(torch.split, x, split_size, dim)  # type: ignore[no-any-return]
+
+
+# -- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def is_pointwise(layer: Any) -> bool:
+    """Whether a convolution is a matrix product of the channels of each pixel."""
+    return (
+        plain(layer, nn.Conv2d)
+        and layer.kernel_size == layer.stride == (1, 1)
+        and layer.padding in ((0, 0), "valid", "same")
+        and layer.groups == 1
+        and layer.bias is None
+    )
+
+
+def forked_convolution(layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(layer(x), x) of a pointwise convolution, where a kernel adds the gradients of both if it gains by that."""
+    if isinstance(x, Tensor) and convolution.adds_gradients(x, layer.weight):
+        return convolution.pointwise_fork(x, layer.weight)
+    return layer(x), x
 
 
 # -- activations that a library wrote out -----------------------------------------------------------------------------
@@ -303,7 +360,7 @@ def written_activation(x: Tensor, form: str) -> Tensor:
 
 def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool, *, written: str | None) -> Tensor:
     """dropout(x) + residual, where the sum was written to one of the two: "x", that is its dropout, or "residual"."""
-    if _alike(x, residual):
+    if (_same_layout if written is None else _alike)(x, residual):
         return functional.dropout_add(x, residual, p, training)
     dropped = F.dropout(x, p, training)
     return dropped + residual if written is None else _add_to(written, dropped, residual)
@@ -327,7 +384,11 @@ def scale_add(
 
     ``scaled`` says that the product was written to x.
     """
-    if (gamma is None or _fits(x, gamma, x.dtype)) and _alike(x, residual):
+    if written is None and not scaled:  # nothing of which the dtype would have to stay: torch promotes
+        fits = _same_layout(x, residual) and (gamma is None or _fits(x, gamma, gamma.dtype))
+    else:
+        fits = _alike(x, residual) and (gamma is None or _fits(x, gamma, x.dtype))
+    if fits:
         return functional.scale_add(x, gamma, residual, drop_path, training)
     y = x if gamma is None else x.mul_(gamma) if scaled else x * gamma
     y = reference.drop_path(y, drop_path, training)

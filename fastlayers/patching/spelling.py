@@ -53,6 +53,10 @@ spell("add", "input other", operator.iadd, inplace=True)
 spell("add", "input other alpha", torch.add, "add")
 spell("add", "input other alpha", "add_", inplace=True)
 spell("linear", "input weight bias", F.linear)
+spell("addmm", "input mat1 mat2", torch.addmm)
+spell("unbind", "input dim", torch.unbind, "unbind")
+spell("chunk", "input chunks dim", torch.chunk, "chunk")
+spell("split", "input split_size dim", torch.split, "split")
 spell("sub", "input other", operator.sub, torch.sub, torch.subtract, "sub", "subtract")
 spell("dropout", "input p training inplace", F.dropout)
 spell("mul", "input other", operator.mul, torch.mul, torch.multiply, "mul", "multiply")
@@ -164,7 +168,7 @@ FRESH_FUNCTIONS = frozenset(
         calls.softmax_scaled, calls.written_activation,
         calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
-        calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded,
+        calls.addmm, calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
@@ -28,6 +28,8 @@ __all__ = ["Comparison", "VerifyReport", "verify_patch"]
 ROUNDINGS = 16.0
 #: And of this many times what one rounding of the inputs and weights does to the unpatched model.
 SENSITIVITY = 8.0
+#: And of this many times what the unpatched model differs from itself in float64.
+OWN_ERROR = 4.0
 #: Tensors that differ, when a report is printed. As Markdown and JSON it has all of them.
 SHOWN = 10
 
@@ -40,7 +42,8 @@ class Comparison:
         name: ``output``, ``grad of <parameter>``, ``grad of input 0``, ``buffer <name>``.
         error: largest absolute difference.
         tolerance: what is allowed: the larger of 16 roundings of its largest value, and 8 times what it changes by
-            when inputs and weights of the *unpatched* model are perturbed by one rounding.
+            when inputs and weights of the *unpatched* model are perturbed by one rounding; where that is not enough,
+            4 times the unpatched model's own error, by its result in float64.
         problem: a difference of kind (dtype, shape, missing); empty where there is none.
     """
 
@@ -198,6 +201,10 @@ def compare_patched(model: nn.Module, inputs: Inputs) -> VerifyReport:
             nudged = run(model, inputs, rounding(model, before), omitted)
         patches = sum(map(is_patched, model.modules()))
         comparisons = tuple(compare(before, after, nudged))
+        if not all(comparison.ok for comparison in comparisons):
+            with unpatched(model):
+                exact = run_in_float64(model, inputs, omitted)
+            comparisons = tuple(compare(before, after, nudged, exact))
         differences: tuple[str | None, str | None] = None, None
         if not all(comparison.ok for comparison in comparisons):
             differences = first_differences(model, inputs)
@@ -219,22 +226,43 @@ def run_somehow(model: nn.Module, inputs: Inputs) -> tuple[Run, Inputs]:
     return run(model, inputs), inputs
 
 
+def run_in_float64(model: nn.Module, inputs: Inputs, omitted: frozenset[str]) -> Run | None:
+    """:func:`run` in float64; None where the model cannot, or there is no memory for it."""
+    kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    try:
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return run(model, inputs, omitted=omitted, dtype=torch.float64)
+    except (RuntimeError, TypeError, ValueError, AssertionError):
+        return None
+
+
 def omitted_logits(model: nn.Module, run: Run) -> frozenset[str]:
     """What a patched language model left out of its output, since it never had it in memory."""
     rules = {rule for module in model.modules() for rule, _ in getattr(type(module), "__fastlayers_rules__", ())}
     return frozenset({"logits"}) - run.keys if run.keys and "linear_cross_entropy" in rules else frozenset()
 
 
-def run(model: nn.Module, inputs: Inputs, nudge: float = 0.0, omitted: frozenset[str] = frozenset()) -> Run:
+def run(
+    model: nn.Module,
+    inputs: Inputs,
+    nudge: float = 0.0,
+    omitted: frozenset[str] = frozenset(),
+    dtype: torch.dtype | None = None,
+) -> Run:
     """One forward and backward over stand-ins of parameters, buffers and inputs; the model's own are only read.
 
     ``nudge`` perturbs parameters and inputs by that relative amount, to see how much the model makes of it. What is
-    ``omitted`` of an output by its name is not looked at.
+    ``omitted`` of an output by its name is not looked at. ``dtype`` replaces that of all floating-point tensors.
     """
     noise = torch.Generator().manual_seed(0)
 
     def nudged(tensor: Tensor) -> Tensor:
-        if not nudge or not tensor.is_floating_point():
+        if not tensor.is_floating_point():
+            return tensor
+        tensor = tensor.to(tensor.dtype if dtype is None else dtype)
+        if not nudge:
             return tensor
         sign = torch.randint(0, 2, tensor.shape, generator=noise, dtype=torch.int8).to(tensor.device) * 2 - 1
         return tensor * (1 + nudge * sign).to(tensor.dtype)
@@ -251,7 +279,10 @@ def run(model: nn.Module, inputs: Inputs, nudge: float = 0.0, omitted: frozenset
     parameters = {
         name: nudged(p.detach()).detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()
     }
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    buffers = {
+        name: buffer.detach().clone().to(dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype)
+        for name, buffer in model.named_buffers()
+    }
     args, keywords = tree_map(leaf, (inputs.args, inputs.kwargs))
     torch.manual_seed(0)
     with torch.enable_grad(), masks_of_torch():
@@ -310,22 +341,28 @@ def rounding(model: nn.Module, run: Run) -> float:
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float32).eps) / 2
 
 
-def compare(before: Run, after: Run, nudged: Run) -> Iterator[Comparison]:
+def compare(before: Run, after: Run, nudged: Run, exact: Run | None = None) -> Iterator[Comparison]:
     if len(before.outputs) != len(after.outputs):
         yield Comparison("output", 0.0, 0.0, f"has {len(after.outputs)} leaves instead of {len(before.outputs)}")
         return
-    for i, (a, b, c) in enumerate(zip(before.outputs, after.outputs, nudged.outputs, strict=True)):
-        yield compare_values(f"output {i}" if len(before.outputs) > 1 else "output", a, b, c)
+    runs = before, after, nudged
+    truth = exact.outputs if exact is not None and len(exact.outputs) == len(before.outputs) else None
+    for i, (a, b, c) in enumerate(zip(*(run.outputs for run in runs), strict=True)):
+        name = f"output {i}" if len(before.outputs) > 1 else "output"
+        yield compare_values(name, a, b, c, truth[i] if truth is not None else None)
     for kind, label in ((lambda run: run.gradients, ""), (lambda run: run.buffers, "buffer ")):
-        yield from compare_dicts(kind, label, before, after, nudged)
+        yield from compare_dicts(kind, label, runs, exact)
 
 
-def compare_dicts(kind: Callable[[Run], Any], label: str, before: Run, after: Run, nudged: Run) -> Iterator[Comparison]:
-    for name, value in kind(before).items():
-        yield compare_values(f"{label}{name}", value, kind(after).get(name), kind(nudged).get(name))
+def compare_dicts(
+    kind: Callable[[Run], Any], label: str, runs: tuple[Run, Run, Run], exact: Run | None
+) -> Iterator[Comparison]:
+    for name in kind(runs[0]):
+        a, b, c = (kind(run).get(name) for run in runs)
+        yield compare_values(f"{label}{name}", a, b, c, kind(exact).get(name) if exact is not None else None)
 
 
-def compare_values(name: str, expected: Any, actual: Any, nudged: Any) -> Comparison:
+def compare_values(name: str, expected: Any, actual: Any, nudged: Any, exact: Any = None) -> Comparison:
     if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
         alike = isinstance(expected, Tensor) or not compares(expected)
         same = type(expected) is type(actual) and (alike or expected == actual)
@@ -334,7 +371,7 @@ def compare_values(name: str, expected: Any, actual: Any, nudged: Any) -> Compar
         return Comparison(name, 0.0, 0.0, f"is {describe(actual)} instead of {describe(expected)}")
     if expected.numel() == 0:
         return Comparison(name, 0.0, 0.0)
-    exact = not expected.is_floating_point() and not expected.is_complex()
+    whole = not expected.is_floating_point() and not expected.is_complex()
     wide = torch.complex128 if expected.is_complex() else torch.float64
     a, b, c = (value.detach().to("cpu", wide) for value in (expected, actual, nudged))
     finite = a.isfinite()
@@ -343,10 +380,16 @@ def compare_values(name: str, expected: Any, actual: Any, nudged: Any) -> Compar
     ):
         return Comparison(name, float("inf"), 0.0, "has NaN or infinity at other places")
     error = largest((a - b)[finite])
-    if exact:
+    if whole:
         return Comparison(name, error, 0.0)
     magnitude, moved = largest(a[finite]), largest((a - c)[finite & c.isfinite()])
-    return Comparison(name, error, max(ROUNDINGS * torch.finfo(expected.dtype).eps * magnitude, SENSITIVITY * moved))
+    eps = torch.finfo(expected.dtype).eps
+    tolerance = max(ROUNDINGS * eps * magnitude, SENSITIVITY * moved)
+    if isinstance(exact, Tensor) and exact.shape == expected.shape:
+        own = largest((a - exact.detach().to("cpu", wide))[finite])
+        if own <= eps**0.5 * magnitude:  # else it computed something else, dropped other elements perhaps
+            tolerance = max(tolerance, OWN_ERROR * own)
+    return Comparison(name, error, tolerance)
 
 
 def compares(value: Any) -> bool:

@@ -18,6 +18,7 @@ from fastlayers.kernels import (
     batch_norm,
     bias_act,
     channels,
+    convolution,
     cross_entropy,
     elementwise,
     flat,
@@ -381,3 +382,9 @@ def test_cross_entropy_asserts_its_targets(tmp_path):
     source = ASTSource(launched.function, signature, constexprs, attributes)
     kernel = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "debug": True})
     assert "__assertfail" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(("channels", "wanted"), [(64, 64), (256, 64), (512, 256), (2048, 512), (24, 144)])
+def test_pointwise_backward(compiled, channels, wanted):
+    convolution.pointwise_backward(meta(8, wanted, 14, 14), meta(wanted, channels, 1, 1), meta(8, channels, 14, 14))
+    assert compiled == ["_product_and_sum"]

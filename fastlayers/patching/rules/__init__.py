@@ -11,6 +11,8 @@ between, no hook of an absorbed child would be skipped) is checked for every rul
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -19,9 +21,11 @@ from fastlayers.modules import DROP_IN
 from fastlayers.patching.rules import (
     activations,
     bias_act,
+    convolution,
     elementwise,
     fold,
     glu,
+    linear,
     loss,
     norm,
     residual,
@@ -43,9 +47,13 @@ __all__ = [
     "register_rule",
 ]
 
+#: Which layers of a class gain by being replaced, where that is not all of them.
+GAINS: dict[type[nn.Module], Callable[[Any], bool]] = {nn.Linear: lambda layer: layer.bias is not None}
+
 MODULE_RULES: tuple[ModuleRule, ...] = tuple(
-    ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused)
+    ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused, *gains)
     for layer, fused in DROP_IN.items()
+    for gains in [(GAINS[layer],) if layer in GAINS else ()]
 )
 
 #: Tried in this order, each over the whole graph, so the larger fusions come first.
@@ -59,6 +67,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,
     *norm.FORKED_NORMS,
+    convolution.FORKED_CONVOLUTION,
     *norm.CAST_NORMS,
     *norm.NORM_FUNCTIONS,
     rotary.ROTARY,
@@ -67,6 +76,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     residual.DROPOUT_ADD,
     residual.SCALE_ADD,
     bias_act.LINEAR_ACT,
+    linear.LINEAR,
     *activations.ACTIVATIONS,
     elementwise.RELU_ADD_BIAS,
     elementwise.ADD_RELU,
@@ -75,6 +85,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     loss.NLL_LOSS,
     loss.CROSS_ENTROPY,
     softmax.SOFTMAX,
+    linear.SPLIT,
 )
 
 #: What :func:`fastlayers.fold_batch_norm` looks for; no part of patching.

@@ -23,6 +23,8 @@ class ModuleRule:
     doc: str
     layer: type[nn.Module]
     fused: type[nn.Module]
+    #: Which modules of that class gain by it.
+    gains: Callable[[Any], bool] = lambda layer: True
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,94 @@
+// The sums of a matrix over its rows: the gradient of a linear layer's bias.
+//
+// torch's reduction reads such a matrix at a fifth to a quarter of the memory bandwidth.
+#include "columns.cuh"
+
+#include <numeric>
+
+namespace fastlayers {
+namespace {
+
+constexpr int kSumRows = 4;  // that a thread has in flight: nothing but a word of each
+
+// `width` is how many sums there are; rows whose words would straddle are taken several at once for one row of columns.
+template <typename T, typename S, int V>
+__global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
+    column_sum(const T* __restrict__ x, compute_t<T>* partial, S* sums, int64_t n, const Columns c) {
+  using A = compute_t<T>;
+  ColumnThread<V> me(c, blockIdx.x);
+  Vec<A, V> sum = filled<A, V>(A(0));
+  const auto nothing = static_cast<unsigned>(n >> 62);
+  me.template for_rows<kSumRows>(c, [&](auto count, int64_t row) {
+    constexpr int U = count.value;
+    const int64_t first = row * c.columns + me.column;
+    Vec<T, V> w[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t i = first + u * me.step * c.columns;
+      w[u] = U > 1 || first + V <= n ? load_vec<T, V>(x + i) : load_flat<T, false, V>(x, i, n);
+    }
+    wait_for_all(w, w, nothing);
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const Vec<A, V> z = unpack<A>(w[u]);
+#pragma unroll
+      for (int j = 0; j < V; ++j) sum.v[j] += z.v[j];
+    }
+  });
+  me.store(c, sum, partial, sums);
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+// Sums of T as S, which is T or what sums of T are computed in.
+template <typename T, typename S>
+Tensor sums_of(const Tensor& x, ScalarType dtype) {
+  using A = compute_t<T>;
+  constexpr int V = kVector<T>;
+  const int64_t rows = x.size(0), width = x.size(1), n = rows * width;
+  Tensor result = empty_contiguous({width}, dtype, x);
+  if (n == 0) {
+    torch::stable::zero_(result);
+    return result;
+  }
+  const Launch launch(x);
+  const T* px = static_cast<const T*>(x.const_data_ptr());
+  const auto run = [&](auto vector, int64_t rows_at_once) {
+    constexpr int W = decltype(vector)::value;
+    Columns c = Columns::plan<A>(rows / rows_at_once, width * rows_at_once, W, launch.device());
+    c.ends_within = rows % rows_at_once != 0;
+    const int64_t pieces = c.pieces * rows_at_once;
+    S* sums = pieces == 1 ? static_cast<S*>(result.mutable_data_ptr()) : nullptr;
+    Tensor partial = empty_partial<A>(sums ? 0 : pieces, width, x);
+    column_sum<T, S, W><<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
+        px, static_cast<A*>(partial.mutable_data_ptr()), sums, n, c);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    if (!sums) launch_add_pieces<S>(partial, result.mutable_data_ptr(), 1, pieces, width, launch);
+  };
+  if (aligned(px)) run(std::integral_constant<int, V>{}, V / std::gcd<int64_t>(V, width));
+  else run(std::integral_constant<int, 1>{}, 1);
+  return result;
+}
+
+// x.sum(0) of a contiguous matrix, added up in float32 or float64, in x's dtype or in that one.
+Tensor column_sum_op(const Tensor& x, ScalarType dtype) {
+  const char* op = "column_sum";
+  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "fastlayers::", op, ": expected a contiguous matrix");
+  std::optional<Tensor> result;
+  dispatch_floating(x.scalar_type(), op, [&](auto zero) {
+    using T = decltype(zero);
+    if (dtype == x.scalar_type()) {
+      result = sums_of<T, T>(x, dtype);
+    } else {
+      STD_TORCH_CHECK(sizeof(T) == 2 && dtype == ScalarType::Float, "fastlayers::", op, ": expected sums in x's dtype, or in float32 of ",
+                      "halves, but got ", torch::headeronly::toString(dtype));
+      result = sums_of<T, compute_t<T>>(x, dtype);
+    }
+  });
+  return *result;
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) { m.impl("column_sum", TORCH_BOX(&fastlayers::column_sum_op)); }

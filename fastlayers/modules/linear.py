@@ -1,0 +1,14 @@
+"""The linear layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastlayers import functional
+
+
+class FusedLinear(nn.Linear):
+    """:class:`torch.nn.Linear` through :func:`fastlayers.functional.linear`. Constructor and repr are torch's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, self.weight, self.bias)

@@ -1,0 +1,54 @@
+"""Linear layers that are spelled as functions, and the parts that their results are taken apart in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.fx import Node
+
+from fastlayers import functional
+from fastlayers.patching import calls
+from fastlayers.patching.graph import View
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rules.base import GraphRule, Match
+
+__all__ = ["LINEAR", "SPLIT"]
+
+
+def find_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
+    linear = view.op(node, "linear")
+    if linear is not None and linear.child is None and view.is_parameter(linear["bias"]):
+        x = linear["input"]  # a layer is for the module rules
+        yield Match((linear,), functional.linear, (x, linear["weight"], linear["bias"]), {}, (x,))
+    addmm = view.op(node, "addmm")
+    if addmm is not None and view.is_parameter(addmm["input"]):
+        bias, x, weight = addmm["input"], addmm["mat1"], addmm["mat2"]
+        yield Match((addmm,), calls.addmm, (bias, x, weight), {}, (x,))
+
+
+#: What rearranges a tensor and makes no other one, most often.
+ARRANGING = frozenset({"view", "reshape", "permute", "transpose", "flatten", "unflatten"})
+
+
+def is_product(view: View, node: Any) -> bool:
+    """Whether a node is what a layer or a linear layer made, rearranged or not."""
+    while isinstance(node, Node) and node.op == "call_method" and node.target in ARRANGING:
+        node = node.args[0]
+    if not isinstance(node, Node):
+        return False
+    if node.op == "call_module" or node.target in (functional.linear, calls.addmm):
+        return True
+    return view.op(node, "linear") is not None
+
+
+def find_split(view: View, node: Node) -> Iterator[Match | Refusal]:
+    op = view.op(node)
+    if op is None or op.name not in ("unbind", "chunk", "split") or not is_product(view, op["input"]):
+        return
+    given = {name: value for name, value in op.operands.items() if name != "input"}
+    yield Match((op,), getattr(calls, op.name), (op["input"],), given, (op["input"],))
+
+
+LINEAR = GraphRule("linear", "F.linear and torch.addmm with a bias, whose gradient a kernel sums", find_linear)
+SPLIT = GraphRule("split", "unbind, chunk, split of a product, whose gradients are written into one tensor", find_split)

@@ -1,0 +1,63 @@
+"""Runs examples for tests/test_examples.py, each in a fork of a process that has imported what they need.
+
+The imports take longer than the examples' work in a test. A line of its input is a JSON object: ``argv`` as Python
+takes it, and the files for ``stdout`` and ``stderr``. Its answer is a line with the exit status.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+
+LIBRARIES = (
+    "torch.distributed.checkpoint.state_dict", "fastlayers", "einops", "matplotlib.pyplot", "sklearn.model_selection",
+    "sklearn.datasets", "safetensors.torch", "transformers.trainer", "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama", "lightning",
+)  # fmt: skip
+
+
+def execute(argv: list[str], stdout: str, stderr: str) -> int:
+    """As ``python *argv``, in this process; returns the exit status."""
+    signal.alarm(600)  # nobody waits longer
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            sys.path.insert(0, os.path.dirname(argv[0]))
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else bool(end.code)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):  # its examples are skipped
+            importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would copy the memory of all that was imported
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            status = execute(**json.loads(line))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)  # taking all the libraries down takes longer than the example
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
