@@ -840,7 +840,7 @@ def row_norms(add: bool, bias: bool, **common: Any) -> tuple[Sample, ...]:
         *(sample(f"length {n}, {name(half)} result", (16 if n < 1000 else 3, n), kwargs={"dtype": half},
                  dtypes=(torch.float32,), gpu_only=n in LONG_ROW_LENGTHS)
           for n, half in itertools.product((37, 768, 4097, 8192, 32776, 2**20 + 3), HALF)),
-        sample("float32 result", kwargs={"dtype": torch.float32}),
+        sample("float32 result", kwargs={"dtype": torch.float32}, dtypes=FLOATING[:3]),
     )  # fmt: skip
 
 

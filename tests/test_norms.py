@@ -340,6 +340,50 @@ def test_dropout_before_the_sum(name):
     assert_close(fused(x, residual, (16,), dropout=0.4), (norm(x + residual, (16,)), x + residual))
 
 
+@EVERYWHERE
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_without_a_residual(name, place):
+    """s is x, no copy, with the gradients of both uses; what writes to it raises, or has torch's gradient."""
+    weight = images(place.device, 6, seed=1)
+
+    def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+        return getattr(functional, name)(x, None, (6,), weight, eps=1e-5)  # type: ignore[no-any-return]
+
+    x = images(place.device, 4, 6).requires_grad_()
+    with backends.backend(place.backend):
+        with torch.no_grad():
+            assert pair(x)[1] is x
+        y, s = pair(x)
+        assert s.data_ptr() == x.data_ptr()
+        (both,) = torch.autograd.grad((y.sin() + s.square()).sum(), x)
+        (of_y,) = torch.autograd.grad(pair(x)[0].sin().sum(), x)
+        assert_close(both, of_y + 2 * x.detach())
+        (of_s,) = torch.autograd.grad(pair(x)[1].square().sum(), x)
+        assert_close(of_s, 2 * x.detach())
+        if place.backend != "eager":
+            with pytest.raises(RuntimeError, match="inplace"):
+                pair(x * 1)[1].add_(1)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("casting", [None, "torch", "llama", "gemma"])
+def test_results_of_16_bits_are_rounded_once(casting, place):
+    """Second derivatives are there, and those of the norm."""
+    options = {"eps": 1e-5} if casting is None else {"eps": 1e-5, "casting": casting}
+    norm = functional.layer_norm if casting is None else functional.rms_norm
+    x, weight = images(place.device, 4, 6).requires_grad_(), images(place.device, 6, seed=1).requires_grad_()
+    with backends.backend(place.backend):
+        found = []
+        for dtype in (None, torch.float16):
+            y = norm(x, (6,), weight, **options, dtype=dtype)
+            assert y.dtype == (dtype or torch.float32)
+            first = torch.autograd.grad(y.float().square().sum(), (x, weight), create_graph=True)
+            second = torch.autograd.grad(sum(g.sin().sum() for g in first), (x, weight))
+            found.append((y, *first, *second))
+    for whole, rounded in zip(*found, strict=True):
+        torch.testing.assert_close(rounded.float(), whole.float(), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("layer", [fastlayers.FusedAddLayerNorm, fastlayers.FusedAddRMSNorm])
 def test_dropout_of_a_layer(layer):
     x, residual = images("cpu", 5, 16), images("cpu", 5, 16, seed=1)

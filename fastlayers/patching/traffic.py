@@ -98,7 +98,10 @@ class Traffic(TorchDispatchMode):
     def left(self, frame: FrameType, result: Any) -> None:
         if frame.f_code is not MODULE_CALL:
             self.fused -= 1
-            self.add(nbytes(result))
+            code = frame.f_code
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            given = [frame.f_locals[name] for name in names]  # an argument that is returned was not written
+            self.add(nbytes([t for t in tree_iter(result) if not any(t is value for value in given)]))
         elif frame.f_locals["self"] in self.chosen:
             self.inside.pop()
 
