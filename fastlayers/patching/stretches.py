@@ -288,7 +288,7 @@ class Cutter:
         if self.itself in self.stores[i]:
             return None
         try:
-            return Instrument(self.locals).visit(copy.deepcopy(statement))  # type: ignore[no-any-return]
+            return ast.fix_missing_locations(Instrument(self.locals).visit(copy.deepcopy(statement)))
         except Refusal:
             return None
 
