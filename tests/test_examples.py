@@ -205,10 +205,10 @@ from lightning_callback import Classifier, FastLayers
 module = Classifier(DigitsResNet(), None, 1)
 callback = FastLayers(exclude="network.stem")
 callback.setup(None, module, "fit")
-assert module.network.blocks[0]._get_name() == "FusedBasicBlock"
+assert repr(module.network.blocks[0]).startswith("FusedBasicBlock(")
 assert type(module.network.stem).__name__ == "Sequential"
 callback.teardown(None, module, "fit")
-assert module.network.blocks[0]._get_name() == "BasicBlock"
+assert repr(module.network.blocks[0]).startswith("BasicBlock(")
 """
     done = run(["-c", f"import os; os.chdir({str(ROOT)!r})\n{code}"])
     assert done.returncode == 0, done.stderr

@@ -642,7 +642,7 @@ def become(module: nn.Module, cls: type[nn.Module]) -> bool:
         False, and nothing was changed, where a wrapper that was put on the instance calls the present forward.
     """
     present = type(module)
-    kinds = present.__mro__[: present.__mro__.index(original_class(module)) + 1]
+    kinds: Any = present.__mro__[: present.__mro__.index(original_class(module)) + 1]
     forwards = [kind.forward for kind in kinds]
     bound = [
         name
@@ -652,7 +652,7 @@ def become(module: nn.Module, cls: type[nn.Module]) -> bool:
     if "forward" not in bound and any(function in forwards for function in wrapped(vars(module).get("forward"))):
         return False
     for name in bound:
-        vars(module)[name] = types.MethodType(cls.forward, module)  # type: ignore[arg-type]
+        vars(module)[name] = types.MethodType(cls.forward, module)
     module.__class__ = cls
     return True
 
@@ -669,7 +669,7 @@ def wrapped(function: Any) -> Iterator[Any]:
 
 def called_by_class(module: nn.Module) -> bool:
     """Whether a call of a module runs the forward of its class; on the instance may be the same, which hooks leave."""
-    present = module.forward
+    present: Any = module.forward
     return getattr(present, "__self__", None) is module and present.__func__ is type(module).forward
 
 
@@ -697,11 +697,13 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
     """Make a class undoable and copyable and, in a pickle, its original: a file loads where it never existed.
 
     It takes the name and the module of its original, by which libraries look classes up: the initialisation of weights,
-    FSDP's and accelerate's lists of blocks that must not be split, torch.fx's layers that are not looked into.
+    FSDP's and accelerate's lists of blocks that must not be split, torch.fx's layers that are not looked into, the
+    shifted labels of transformers' Trainer. Only ``repr`` says what it is.
     """
 
-    def get_name(self: nn.Module) -> str:
-        return name
+    def represent(self: nn.Module) -> str:
+        text: str = super(generated, self).__repr__()  # type: ignore[misc]
+        return name + text.removeprefix(original.__name__) if text.startswith(original.__name__) else text
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:
         reduced = super(generated, self).__reduce_ex__(protocol)  # type: ignore[misc]
@@ -743,7 +745,7 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
 
     name = generated.__name__
     for attribute, value in (
-        ("_get_name", get_name),
+        ("__repr__", represent),
         ("__reduce_ex__", reduce_ex),
         ("__deepcopy__", deepcopy),
         ("__prepare_scriptable__", prepare_scriptable),
