@@ -117,7 +117,7 @@ def test_what_survives(net, x):
     assert isinstance(net.layer1[0], Block)
     assert isinstance(net.head.soft, nn.Softmax)
     assert isinstance(net.head.soft, FusedSoftmax)
-    assert type(net.layer1[0]).__name__ == "FusedBlock"
+    assert repr(net.layer1[0]).startswith("FusedBlock(")
     assert type(net.layer1[0]).__module__ == __name__
     assert type(net.layer1[0]).forward.__doc__ == Block.forward.__doc__
     assert list(net.state_dict()) == keys
@@ -150,7 +150,7 @@ def test_patching_twice_changes_nothing(net):
     patch_model(net)
     assert types_of(net) == before
     unpatch_model(net)
-    assert all("Fused" not in cls.__name__ for cls in types_of(net).values())
+    assert "Fused" not in repr(net)
 
 
 def test_patching_in_two_parts(net):
@@ -174,7 +174,7 @@ def test_the_context_manager_takes_back_what_it_did(net):
 
 def test_the_root_module(x):
     block = patch_model(Block())
-    assert type(block).__name__ == "FusedBlock"
+    assert repr(block).startswith("FusedBlock(")
     assert plan_patch(block)[""].became == "FusedBlock"
     soft = patch_model(nn.Softmax(-1))
     assert isinstance(soft, FusedSoftmax)
@@ -188,7 +188,7 @@ def test_shared_modules_are_visited_once():
     assert [row.fqn for row in report.patched] == ["0", "0.bn"]
     assert report["1.0"] is report["0"] is report["2"]
     assert report.counts() == {"batch_norm_add_act": 1, "BatchNorm2d": 1}
-    assert type(patch_model(model)[1][0]).__name__ == "FusedBlock"
+    assert repr(patch_model(model)[1][0]).startswith("FusedBlock(")
     assert names(plan_patch(nn.Sequential(block, nn.ModuleDict({"again": block})), include="1.again")) == {"0", "0.bn"}
 
 
@@ -601,7 +601,7 @@ def test_a_pickle_holds_the_original_classes(net, x, protocol):
     assert type(loaded.layer1[0]) is Block
     assert type(loaded.head.soft) is nn.Softmax
     assert torch.equal(loaded(x), expected)
-    assert type(net.layer1[0]).__name__ == "FusedBlock"
+    assert repr(net.layer1[0]).startswith("FusedBlock(")
 
 
 def test_torch_save_of_a_whole_model(net, x, tmp_path):
@@ -737,7 +737,7 @@ def test_wrappers(net, x):
     compiled = torch.compile(net, backend="eager")
     with pytest.warns(PatchWarning, match="wrapped in OptimizedModule"):
         patch_model(compiled)
-    assert type(net.layer1[0]).__name__ == "FusedBlock"
+    assert repr(net.layer1[0]).startswith("FusedBlock(")
     torch.testing.assert_close(compiled.eval()(x), net(x))
 
 

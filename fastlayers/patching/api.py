@@ -23,7 +23,16 @@ from fastlayers.patching.folding import forget
 from fastlayers.patching.graph import original_class
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
-from fastlayers.patching.rewrite import Fused, fuse, is_folded, is_patched, swap_class
+from fastlayers.patching.rewrite import (
+    Fused,
+    become,
+    called_by_class,
+    fuse,
+    is_folded,
+    is_patched,
+    shown_name,
+    swap_class,
+)
 from fastlayers.patching.rules import FOLDING_RULES, ModuleRule, graph_rules, module_rules
 from fastlayers.patching.runs import arguments
 from fastlayers.patching.stretches import fuse_stretches
@@ -140,7 +149,7 @@ def make_plan(
     filter_fn: FilterFn | None = None,
     folding: bool = False,
 ) -> Plan:
-    plan_one, done = (plan_folding, is_folded) if folding else (plan_module, is_patched)
+    plan_one, done = (plan_folding, is_folded) if folding else (plan_module, stays_patched)
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     selection = Selection(include, exclude, filter_fn)
@@ -183,7 +192,7 @@ def already(row: Row, module: nn.Module) -> Row:
     fused, left = getattr(cls, "__fastlayers_rules__", ()), getattr(cls, "__fastlayers_left__", ())
     if is_folded(module) and cls.__fastlayers_unfolded__ is original_class(module):  # type: ignore[attr-defined]
         left = (*left, (Reason.FOLDED, ""))
-    return Row(row.fqn, row.was, cls.__name__, fused, left=left, aliases=row.aliases)
+    return Row(row.fqn, row.was, shown_name(cls), fused, left=left, aliases=row.aliases)
 
 
 def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
@@ -238,16 +247,16 @@ def step_of(module: nn.Module, row: Row, outcome: Fused) -> Step:
     fused = tuple(outcome.rules.items())
     outcome.cls.__fastlayers_rules__ = fused  # type: ignore[attr-defined]
     outcome.cls.__fastlayers_left__ = left  # type: ignore[attr-defined]
-    return Step(module, Row(row.fqn, row.was, outcome.cls.__name__, fused, left=left, aliases=row.aliases), outcome.cls)
+    became = shown_name(outcome.cls)
+    return Step(module, Row(row.fqn, row.was, became, fused, left=left, aliases=row.aliases), outcome.cls)
 
 
 def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, Any]) -> Step:
     if rule not in classes:
         classes[rule] = swap_class(rule)
         classes[rule].__fastlayers_rules__ = ((rule.name, 1),)  # type: ignore[attr-defined]
-    return Step(
-        module, Row(row.fqn, row.was, classes[rule].__name__, ((rule.name, 1),), aliases=row.aliases), classes[rule]
-    )
+    became = shown_name(classes[rule])
+    return Step(module, Row(row.fqn, row.was, became, ((rule.name, 1),), aliases=row.aliases), classes[rule])
 
 
 def is_subclass(module: nn.Module) -> bool:
@@ -277,7 +286,7 @@ def refuse_kind(module: nn.Module) -> None:
         raise Refusal(Reason.QUANTIZED)
     if package.startswith(WRAPPERS) or any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
         raise Refusal(Reason.WRAPPER, type(module).__name__)
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not called_by_class(module):
         raise Refusal(Reason.FORWARD_REPLACED)
     if is_parametrized(module):
         raise Refusal(Reason.PARAMETRIZED)
@@ -404,16 +413,34 @@ def swap(plan: Plan) -> list[nn.Module]:
     changed = []
     for step in plan.steps:
         if step.cls is not None:
-            step.module.__class__ = step.cls
+            become(step.module, step.cls)
             changed.append(step.module)
     return changed
 
 
-def restore(changed: list[nn.Module]) -> None:
-    """Take back what :func:`swap` did."""
-    for module in changed:
-        if is_patched(module):
-            module.__class__ = original_class(module)
+def stays_patched(module: nn.Module) -> bool:
+    """Whether a module is patched, also where its class was changed again since, as FSDP and parametrizations do."""
+    return hasattr(type(module), "__fastlayers_original__")
+
+
+def restore(changed: Iterable[nn.Module]) -> list[nn.Module]:
+    """Take back what :func:`swap` did, and return the modules where that cannot be."""
+    return [
+        module
+        for module in changed
+        if stays_patched(module) and not (is_patched(module) and become(module, original_class(module)))
+    ]
+
+
+def warn_of_stuck(model: nn.Module, stuck: list[nn.Module], stacklevel: int) -> None:
+    """The warning about modules that stay patched."""
+    names = [name or "(model)" for name, module in model.named_modules() if module in stuck]
+    if names:
+        message = (
+            f"the class of {', '.join(names)} was changed again after patching (FSDP, parametrizations?), or a wrapper "
+            "was put around its forward; left as it is"
+        )
+        warnings.warn(message, PatchWarning, stacklevel=stacklevel + 1)
 
 
 def patch_report(model: nn.Module, *, example_inputs: Any = None) -> PatchReport:
@@ -444,23 +471,18 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     Returns:
         The same model. Nothing happens to a model that is not patched.
 
+    Warns:
+        PatchWarning: a module stays patched, because its class was changed again after patching or a wrapper, which
+            calls the fused forward, was put around its forward: undo that first.
+
     Raises:
         TypeError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    stuck = []
-    for name, module in model.named_modules():
+    for module in model.modules():
         forget(module)
-        if is_patched(module):
-            module.__class__ = original_class(module)
-        elif hasattr(type(module), "__fastlayers_original__"):
-            stuck.append(name or "(model)")
-    if stuck:
-        message = (
-            f"the class of {', '.join(stuck)} was changed again after patching (FSDP, parametrizations?); left as it is"
-        )
-        warnings.warn(message, PatchWarning, stacklevel=2)
+    warn_of_stuck(model, restore(model.modules()), stacklevel=2)
     return model
 
 
@@ -478,7 +500,7 @@ def patched(
     try:
         yield model
     finally:
-        restore(changed)
+        warn_of_stuck(model, restore(changed), stacklevel=3)
 
 
 # -- folding ----------------------------------------------------------------------------------------------------------
@@ -559,6 +581,7 @@ def unfold_batch_norm(model: nn.Module) -> nn.Module:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():
         forget(module)
-        if is_folded(module):
-            module.__class__ = type(module).__fastlayers_unfolded__  # type: ignore[attr-defined]
+    folded = filter(is_folded, model.modules())
+    stuck = [module for module in folded if not become(module, type(module).__fastlayers_unfolded__)]  # type: ignore[attr-defined]
+    warn_of_stuck(model, stuck, stacklevel=2)
     return model

@@ -77,7 +77,10 @@ class Refusal(Exception):  # noqa: N818 - not an error: it ends up in the report
 
 
 class PatchError(RuntimeError):
-    """``strict=True`` and something was left alone; the message lists it. Nothing was changed."""
+    """``strict=True`` and something was left alone, which the message lists; or a patched module cannot be scripted.
+
+    Nothing was changed.
+    """
 
 
 class PatchWarning(UserWarning):

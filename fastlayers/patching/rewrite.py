@@ -10,6 +10,7 @@ import abc
 import ast
 import copy
 import copyreg
+import functools
 import inspect
 import itertools
 import operator
@@ -29,7 +30,7 @@ from fastlayers.patching.casting import Casts
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
 from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.language_models import FusedModel, fuse_losses, pretrained_model
-from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.reasons import PatchError, Reason, Refusal
 from fastlayers.patching.rebuild import show_source
 from fastlayers.patching.rules import Deferred, GraphRule, Match, ModuleRule, graph_rules
 from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
@@ -50,12 +51,16 @@ __all__ = [
     "GUARD_BUILTINS",
     "Fused",
     "apply_rules",
+    "become",
     "body_source",
+    "called_by_class",
     "check_subclassing",
     "fuse",
+    "guards_source",
     "is_folded",
     "is_patched",
     "seal",
+    "shown_name",
     "swap_class",
 ]
 
@@ -65,6 +70,9 @@ ALL_COMBINATIONS = 2
 #: The functions that pickle rebuilds a plain object with, for the newer protocols and for the older ones.
 NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 RECONSTRUCT: Any = copyreg._reconstructor  # type: ignore[attr-defined]
+
+#: What a generated forward calls the answer of its guards.
+HOLDS = "_fastlayers_holds"
 
 #: What guards call; a parameter of that name would hide it.
 GUARD_BUILTINS = frozenset(
@@ -132,7 +140,18 @@ def apply_rules(
     for function, given in conditions.items():
         modules = ", ".join(map(module_expression, itertools.chain.from_iterable(given)))
         recording.guards[f"{bind(recording, function)}({modules})"] = None
+    if outcome.rules:
+        recording.guards = {**dict.fromkeys(proxy_guards(view, recording)), **recording.guards}
     return outcome
+
+
+def proxy_guards(view: View, recording: Recording) -> Iterator[str]:
+    """torch.fx follows the original forward: the fused functions need the shapes and dtypes that its proxies lack."""
+    for node in view.position:
+        if node.op == "placeholder" and node.users and view.example(node) is None:
+            tensor = f"isinstance({node.target}, {bind(recording, torch.Tensor)})"
+            if tensor not in recording.guards:
+                yield f"not isinstance({node.target}, {bind(recording, fx.Proxy)})"
 
 
 def check_deeper(
@@ -458,15 +477,11 @@ def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, An
 
 
 def fuse_model(original: type[nn.Module], losses: FusedModel, known: dict[Any, type[nn.Module]]) -> Fused:
-    """The class for one of transformers' models, with other losses. It has the name of its own class.
-
-    ``save_pretrained`` writes that name, and what a model records of its layers is kept by it.
-    """
+    """The class for one of transformers' models, with other losses."""
     if losses.rules and losses.key not in known:
         check_subclassing(original, harmless=pretrained_model())
-        generated = type(original.__name__, (original,), losses.members)
+        generated = type(f"Fused{original.__name__}", (original,), losses.members)
         known[losses.key] = seal(generated, original, losses.source)
-        known[losses.key].__qualname__ = original.__qualname__
     return Fused(known.get(losses.key), losses.rules, left=losses.left)
 
 
@@ -541,6 +556,24 @@ def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> 
     return text, ", ".join(handed)
 
 
+def guards_source(recording: Recording, keyword: str) -> str:
+    """``keyword`` (an assignment, a return) and whether the guards of a recording hold.
+
+    Those that cannot be asked do not hold: a child that they look at may be gone, or be a function now.
+    """
+    guards = "\nand ".join(recording.guards) or "True"
+    return "\n".join(
+        [
+            "try:",
+            f"    {keyword} (",
+            textwrap.indent(guards, " " * 8),
+            "    )",
+            "except (AttributeError, KeyError):",
+            f"    {keyword} False",
+        ]
+    )
+
+
 def class_source(
     name: str, present: type[nn.Module], variants: list[tuple[Recording, str]], namespace: dict[str, Any]
 ) -> str:
@@ -550,12 +583,8 @@ def class_source(
     declared, handed = signature_source(present.forward, namespace)  # type: ignore[arg-type]
     lines = [f"class {name}({base}):", f"    def forward{declared}:"]
     for recording, body in variants:
-        if recording.guards:
-            lines.append("        if (")
-            lines.append(textwrap.indent("\nand ".join(recording.guards), " " * 12))
-            lines.append("        ):")
-        else:
-            lines.append("        if True:")
+        lines.append(textwrap.indent(guards_source(recording, f"{HOLDS} ="), " " * 8))
+        lines.append(f"        if {HOLDS}:")
         lines.append(textwrap.indent(body, " " * 12))
     lines.append(f"        return super().forward({handed})")
     return "\n".join(lines) + "\n"
@@ -598,6 +627,46 @@ def is_folded(module: nn.Module) -> bool:
     return "__fastlayers_unfolded__" in type(module).__dict__
 
 
+def become(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Give a module another of the classes that it may have: its own, or one that was made for it.
+
+    A bound forward that something put on the instance goes along: accelerate's hooks keep one, to call and to put back.
+
+    Returns:
+        False, and nothing was changed, where a wrapper that was put on the instance calls the present forward.
+    """
+    present = type(module)
+    kinds: Any = present.__mro__[: present.__mro__.index(original_class(module)) + 1]
+    forwards = [kind.forward for kind in kinds]
+    bound = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, types.MethodType) and value.__self__ is module and value.__func__ in forwards
+    ]
+    if "forward" not in bound and any(function in forwards for function in wrapped(vars(module).get("forward"))):
+        return False
+    for name in bound:
+        vars(module)[name] = types.MethodType(cls.forward, module)
+    module.__class__ = cls
+    return True
+
+
+def wrapped(function: Any) -> Iterator[Any]:
+    """A function and, as far as it says what it wraps, those inside of it."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if isinstance(function, functools.partial):  # calls this, whatever it says
+            function = function.func
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def called_by_class(module: nn.Module) -> bool:
+    """Whether a call of a module runs the forward of its class; on the instance may be the same, which hooks leave."""
+    present: Any = module.forward
+    return getattr(present, "__self__", None) is module and present.__func__ is type(module).forward
+
+
 def check_subclassing(original: type[nn.Module], harmless: type[nn.Module] | None = None) -> None:
     """Creating a subclass must not run code of the class: a registry would list the generated one."""
     if type(original) not in (type, abc.ABCMeta):
@@ -610,14 +679,25 @@ def check_subclassing(original: type[nn.Module], harmless: type[nn.Module] | Non
 
 def swap_class(rule: ModuleRule) -> type[nn.Module]:
     """The class that a module rule puts in place of a layer: the fused class, which remembers the layer's own."""
-    generated = type(
-        rule.fused.__name__, (rule.fused,), {"__doc__": rule.fused.__doc__, "__module__": rule.fused.__module__}
-    )
-    return seal(generated, rule.layer, None)
+    return seal(type(rule.fused.__name__, (rule.fused,), {"__doc__": rule.fused.__doc__}), rule.layer, None)
+
+
+def shown_name(cls: type[nn.Module]) -> str:
+    """What a report and ``print(model)`` call a sealed class."""
+    return cls.__fastlayers_name__  # type: ignore[attr-defined, no-any-return]
 
 
 def seal(generated: type[nn.Module], original: type[nn.Module], source: str | None) -> type[nn.Module]:
-    """Make a class undoable and copyable and, in a pickle, its original: a file loads where it never existed."""
+    """Make a class undoable and copyable and, in a pickle, its original: a file loads where it never existed.
+
+    It takes the name and the module of its original, by which libraries look classes up: the initialisation of weights,
+    FSDP's and accelerate's lists of blocks that must not be split, torch.fx's layers that are not looked into, the
+    shifted labels of transformers' Trainer. Only ``repr`` says what it is.
+    """
+
+    def represent(self: nn.Module) -> str:
+        text: str = super(generated, self).__repr__()  # type: ignore[misc]
+        return name + text.removeprefix(original.__name__) if text.startswith(original.__name__) else text
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:
         reduced = super(generated, self).__reduce_ex__(protocol)  # type: ignore[misc]
@@ -637,6 +717,13 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
             if type(copied) is original:
                 copied.__class__ = type(self)
             return copied
+        if (
+            type(self) is not generated
+        ):  # a parametrization made a subclass, which torch copies so and refuses to reduce
+            copied = type(self).__new__(type(self))
+            memo[id(self)] = copied
+            copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+            return copied
         reduced: Any = super(generated, self).__reduce_ex__(4)  # type: ignore[misc]
         function, args, state = reduced[:3]
         copied = function(*copy.deepcopy(args, memo))
@@ -644,15 +731,25 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
         copied.__setstate__(copy.deepcopy(state, memo))
         return copied
 
-    for name, value in (
+    def prepare_scriptable(self: nn.Module) -> Any:
+        raise PatchError(
+            f"{name} is a patched module, which torch.jit.script cannot compile: "
+            "call fastlayers.unpatch_model(model) before it; torch.jit.trace and torch.export take patched models"
+        )
+
+    name = generated.__name__
+    for attribute, value in (
+        ("__repr__", represent),
         ("__reduce_ex__", reduce_ex),
         ("__deepcopy__", deepcopy),
+        ("__prepare_scriptable__", prepare_scriptable),
         ("__fastlayers_original__", original),
+        ("__fastlayers_name__", name),
         ("__fastlayers_source__", source),
     ):
-        setattr(generated, name, value)
+        setattr(generated, attribute, value)
+    generated.__module__, generated.__name__ = original.__module__, original.__name__
+    generated.__qualname__ = original.__qualname__
     if source is not None:
-        generated.__module__ = original.__module__
-        generated.__qualname__ = generated.__name__
         generated.__doc__ = original.__doc__
     return generated

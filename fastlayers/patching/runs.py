@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fastlayers.patching.graph import original_class
-from fastlayers.patching.rewrite import is_patched
+from fastlayers.patching.rewrite import become, is_patched
 
 __all__ = ["arguments", "buffers_aside", "loss_or_outputs", "rng_state", "trains", "unpatched", "unwrap"]
 
@@ -32,12 +32,12 @@ def unpatched(model: nn.Module) -> Iterator[None]:
     """Gives every patched module its own class for the time of a block."""
     classes = [(module, type(module)) for module in model.modules() if is_patched(module)]
     for module, _ in classes:
-        module.__class__ = original_class(module)
+        become(module, original_class(module))
     try:
         yield
     finally:
         for module, cls in classes:
-            module.__class__ = cls
+            become(module, cls)
 
 
 @contextmanager

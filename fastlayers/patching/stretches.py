@@ -35,6 +35,7 @@ from fastlayers.patching.rewrite import (
     apply_rules,
     body_source,
     check_subclassing,
+    guards_source,
     seal,
 )
 from fastlayers.patching.rotary import fused_rotary, is_rotary
@@ -287,7 +288,7 @@ class Cutter:
         if self.itself in self.stores[i]:
             return None
         try:
-            return Instrument(self.locals).visit(copy.deepcopy(statement))  # type: ignore[no-any-return]
+            return ast.fix_missing_locations(Instrument(self.locals).visit(copy.deepcopy(statement)))
         except Refusal:
             return None
 
@@ -372,7 +373,7 @@ class Cutter:
         self, first: int, last: int, reads: tuple[str, ...], written: tuple[str, ...], found: Recording, outcome: Fused
     ) -> Piece | None:
         body = body_source(found)
-        guards = "\nand ".join(found.guards) or "True"
+        guards = guards_source(found, "return")
         taken = set(found.namespace) | GUARD_BUILTINS | ({"self"} if self.itself != "self" else set())
         if set(reads) & taken:
             return None
@@ -386,7 +387,7 @@ class Cutter:
             given = ["self" if name == self.itself else name for name in piece.reads]
             holds, fused = (f"_fastlayers_{kind}_{len(rewritten.helpers)}" for kind in ("holds", "fused"))
             source = (
-                f"def {holds}({', '.join(given)}):\n    return (\n{textwrap.indent(piece.guards, ' ' * 8)}\n    )\n\n"
+                f"def {holds}({', '.join(given)}):\n{textwrap.indent(piece.guards, ' ' * 4)}\n\n"
                 f"def {fused}({', '.join(given)}):\n{textwrap.indent(piece.body, ' ' * 4)}\n"
             )
             made = dict(piece.namespace)

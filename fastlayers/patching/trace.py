@@ -748,10 +748,10 @@ class Trace:
         for statement in tree.body:
             body.append(instrument.visit(statement))
         tree.body = body
-        return self.made(tree, function)
+        return self.made(ast.fix_missing_locations(tree), function)
 
     def made(self, tree: ast.FunctionDef, function: types.FunctionType) -> Callable[..., Any]:
-        code = ast.fix_missing_locations(ast.Module([tree], []))
+        code = ast.Module([tree], [])
         scope: dict[str, Any] = {f"__trace_{name}": getattr(self, f"hook_{name}") for name in HOOKS}
         exec(compile(code, f"<traced {function.__qualname__}>", "exec"), scope)
         return scope[tree.name]  # type: ignore[no-any-return]
@@ -890,13 +890,12 @@ class Trace:
                 given[name] = self.recorder.create_proxy("placeholder", name, (), {})
                 if name in stretch.tensors:
                     self.require_tensor(given[name])
-        body: list[ast.stmt] = []
-        for i, statement in enumerate(stretch.statements):
-            body += [ast.Expr(hook("mark", ast.Constant(i))), copy.deepcopy(statement)]
-        body.append(ast.Return(ast.Call(ast.Name("locals", ast.Load()), [], [])))
-        tree = ast.parse(f"def stretch({', '.join(stretch.reads)}): pass").body[0]
+        marks = [f"    __trace_mark({i})" for i in range(len(stretch.statements))]
+        source = "\n".join([f"def stretch({', '.join(stretch.reads)}):", *marks, "    return locals()"])
+        tree = ast.parse(source).body[0]
         assert isinstance(tree, ast.FunctionDef)
-        tree.body = body
+        *marked, end = tree.body
+        tree.body = [*itertools.chain.from_iterable(zip(marked, stretch.statements, strict=True)), end]
         self.statement = 0
         owner = self.root if stretch.itself else None
         self.frames.append((stretch.function, owner))
@@ -917,7 +916,7 @@ class Stretch:
 
     Attributes:
         function: whose statements they are.
-        statements: as :class:`Instrument` left them.
+        statements: as :class:`Instrument` left them, with locations.
         reads: the variables that they read before they set them.
         writes: those that they may set and that are read afterwards.
         itself: what the function calls its module; None where it has none.
