@@ -91,7 +91,7 @@ def torchvision_model(name: str) -> Sample:
         model = tv.SwinTransformer([4, 4], 32, [2, 2, 2, 2], [2, 4, 8, 16], [8, 8], num_classes=4, **kinds)
     elif name.startswith("regnet") and name.endswith(("_8gf", "16gf", "32gf", "128gf")):
         squeeze = 0.25 if name.startswith("regnet_y") else 0.0
-        blocks = tv.regnet.BlockParams.from_init_params(6, 48, 27.89, 2.09, 8, squeeze)
+        blocks = tv.regnet.BlockParams.from_init_params(6, 48, 27.89, 2.09, 8, 1.0, squeeze)
         model = tv.RegNet(blocks, num_classes=4)
     elif name.startswith(("resnet1", "resnext", "wide")):
         depth = {"groups": 32 if name.startswith("resnext") else 1, "width_per_group": 8}
@@ -103,7 +103,7 @@ def torchvision_model(name: str) -> Sample:
             block.num_layers = min(block.num_layers, 2)
         model = tv.EfficientNet(blocks, dropout=0.3, last_channel=last, num_classes=4)
     elif name in ("inception_v3", "googlenet"):
-        size, options = 96, {"init_weights": False}
+        size, options = 299 if name == "inception_v3" else 96, {"init_weights": False}
     if model is None:
         model = tv.get_model(name, weights=None, num_classes=4, **options)
     if name.startswith(("vgg", "alexnet")):
@@ -287,30 +287,33 @@ def tiny(cls: Any, special: dict[str, Any]) -> Any:
     return cls(**chosen)
 
 
-def transformers_class(family: str) -> tuple[Any, Any]:
-    """Configuration and model class of a family: the one with a head that most use."""
+def transformers_class(family: str) -> tuple[Any, Any, str]:
+    """Configuration and model class of a family, the one with a head that most use, and what its labels are like.
+
+    Labels are like one of its inputs, or a "class" for each sample.
+    """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
 
     config = CONFIG_MAPPING[family]
-    for mapping in (
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        auto.MODEL_FOR_MASKED_LM_MAPPING,
-        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-        auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
-        auto.MODEL_MAPPING,
+    for mapping, labels in (
+        (auto.MODEL_FOR_CAUSAL_LM_MAPPING, "input_ids"),
+        (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "decoder_input_ids"),
+        (auto.MODEL_FOR_MASKED_LM_MAPPING, "input_ids"),
+        (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, "class"),
+        (auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING, "class"),
+        (auto.MODEL_MAPPING, ""),
     ):
         if config in mapping:
             model = mapping[config]
-            return config, model[0] if isinstance(model, tuple) else model
+            return config, model[0] if isinstance(model, tuple) else model, labels
     raise LookupError(family)
 
 
 def transformers_model(name: str) -> Sample:
     """``bert``; ``bert/eager`` with the attention that is written out."""
     family, _, attention = name.partition("/")
-    config_class, model_class = transformers_class(family)
+    config_class, model_class, labels = transformers_class(family)
     config = tiny(config_class, SPECIAL.get(family, {}))
     if attention:
         config._attn_implementation = attention
@@ -320,9 +323,19 @@ def transformers_model(name: str) -> Sample:
     ):  # else it wants its input to be a leaf, which verify_patch gives no view
         model.freeze_feature_encoder()
     inputs = dict(example_inputs(model, config))
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    known = inspect.signature(model.forward).parameters
+    if "labels" in known and (labels == "class" or labels in inputs):
+        inputs["labels"] = torch.tensor([1, 0]) if labels == "class" else some_ignored(inputs[labels])
+    if "use_cache" in known:
         inputs["use_cache"] = False
     return Sample(model, (), inputs)
+
+
+def some_ignored(tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens as labels, some of them with the number that losses ignore."""
+    labels = tokens.flip(0)
+    labels[0, 2:4] = -100
+    return labels
 
 
 def example_inputs(model: Any, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
