@@ -432,6 +432,19 @@ def test_a_layer_scale_in_place_before_a_permute(build, body):
     same(block, *tensors((3, 4, 5, 5)))
 
 
+class Unknown(nn.Module):
+    def forward(self, x):
+        return F.avg_pool1d(x, 3, 1, 1) - x
+
+
+def test_layer_scale_of_a_residual_that_goes_through_an_identity(build):
+    """timm's MetaFormer: the layers in between may write x, which the identity hands on all the same."""
+    block = build(DROP_INIT, "x", "return self.skip(x) + self.linear(self.mixer(x)) * self.gamma")
+    block.mixer = Unknown()
+    assert fused(block) == {"scale_add": 1}, plan_patch(block)
+    same(block, *tensors((3, 4)))
+
+
 def test_no_layer_scale(build):
     for body in ("return x * self.gamma + self.linear.bias", "return x + x * self.linear(x)", "return x + x * 0.5"):
         assert not fused(build(DROP_INIT, "x", body))
@@ -616,7 +629,7 @@ def test_no_rotary_of_another_casting():
     assert not fused(model.model.layers[0].self_attn)
 
 
-# -- activations that a library wrote out, with what is around them ------------------------------------------------------
+# -- activations that a library wrote out, with what is around them ----------------------------------------------------
 
 WRITTEN_OUT = {
     "gelu_pow": "0.5 * g * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (g + 0.044715 * torch.pow(g, 3.0))))",
@@ -647,7 +660,9 @@ def test_an_activation_that_is_written_out(build, tmp_path, code, child, body, r
     given = "self.act(g)" if child else f"({code})"
     path = tmp_path / "act.py"
     path.write_text(f"import math, torch\nfrom torch import nn\n{WRITTEN_INIT.partition('self.act')[0].format(code)}")
-    init = f"scope = {{}}\nexec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'), scope)\nAct = scope['Act']\n"
+    init = (
+        f"scope = {{}}\nexec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'), scope)\nAct = scope['Act']\n"
+    )
     init += "self.act" + WRITTEN_INIT.partition("self.act")[2]
     block = build(init, "x", f"g = self.gate(x)\n{body.format(given)}")
     assert fused(block) == {rule: 1}, plan_patch(block)

@@ -118,6 +118,7 @@ class View:
         #: Children of unknown classes whose own forward was looked at, by path, with what was recorded of it.
         self.children: dict[str, tuple[Recording, tuple[str, ...]] | None] = {}
         self.wrapped: dict[str, Op | None] = {}
+        self.recordings: dict[tuple[str, int], Recording | None] = {}
         self.refresh()
 
     def thread_inplace(self) -> None:
@@ -200,8 +201,15 @@ class View:
         op = self.wrapped[path]
         return replace(op, node=node, operands={**op.operands, "input": node.args[0]}) if op is not None else None
 
+    def _record(self, path: str, arguments: int) -> Recording | None:
+        """What a child of some class of its own does."""
+        key = (path, arguments)
+        if key not in self.recordings:
+            self.recordings[key] = record_child(self.root, self.root.get_submodule(path), arguments)
+        return self.recordings[key]
+
     def _unwrap(self, path: str, child: nn.Module) -> Op | None:
-        recording = record_child(self.root, child, 1)
+        recording = self._record(path, 1)
         if recording is None:
             return None
         argument, *nodes, output = recording.graph.nodes
@@ -360,7 +368,7 @@ class View:
         original = original_class(child)
         if is_fresh(original) or (original in OPTIONAL_INPLACE and not child.inplace):
             return tuple(chain) if is_plain_layer(child) else None
-        if not self.deep or original.__module__.startswith("torch.") or node.kwargs:
+        if original.__module__.startswith("torch.") or node.kwargs or (child._modules and not self.deep):
             return None
         if path not in self.children:
             self.children[path] = self._inspect(path, len(node.args) if len(chain) == 1 else 1)
@@ -386,7 +394,7 @@ class View:
 
     def _inspect(self, path: str, arguments: int) -> tuple[Recording, tuple[str, ...]] | None:
         """Whether a child of an unknown class returns a tensor of its own and keeps none, by what its forward does."""
-        recording = record_child(self.root, self.root.get_submodule(path), arguments)
+        recording = self._record(path, arguments)
         if recording is None:
             return None
         inner = View(recording.graph, self.root, deep=True)

@@ -1,12 +1,14 @@
 """The corpus: ``PYTHONPATH=.:tests python -m corpus [NAMES]``, where NAMES are patterns.
 
-The whole of it writes its table to TABLE.md beside this file. Ends with 1 where a model errs or differs.
+The whole of it writes its table to TABLE.md beside this file. Ends with 1 where a model errs or differs. Results are
+kept in build/ for as long as the code is the same, so that a run that was interrupted goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import os
 import sys
@@ -19,14 +21,14 @@ import torch
 
 from corpus.check import Entry, check
 from corpus.models import build, names
-from corpus.table import table
+from corpus.table import table, versions
 
+ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("TABLE.md")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="corpus", description=__doc__)
-    parser.add_argument("--results", type=Path, help="add each result to this file, and take those that are in it")
     parser.add_argument("names", nargs="*", help="patterns: 'timm:*', 'transformers:bert'")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -36,7 +38,9 @@ def main() -> int:
         for name in names(library)
         if any(fnmatchcase(name, pattern) for pattern in options.names or ["*"])
     ]
-    entries, known = [], read(options.results)
+    results = ROOT / "build" / f"corpus-{digest()}.jsonl"
+    results.parent.mkdir(exist_ok=True)
+    entries, known = [], read(results)
     for i, name in enumerate(chosen):
         if name in known:
             entries.append(known[name])
@@ -44,9 +48,8 @@ def main() -> int:
         started = time.monotonic()
         entries.append(one(name))
         print(f"[{i + 1}/{len(chosen)}, {time.monotonic() - started:.0f} s] {entries[-1].line()}", flush=True)
-        if options.results is not None:
-            with options.results.open("a") as file:
-                file.write(json.dumps(vars(entries[-1])) + "\n")
+        with results.open("a") as file:
+            file.write(json.dumps(vars(entries[-1])) + "\n")
         gc.collect()
     if not options.names:
         TABLE.write_text(table(entries))
@@ -55,11 +58,19 @@ def main() -> int:
     return bool(wrong)
 
 
-def read(results: Path | None) -> dict[str, Entry]:
-    """Results of an earlier run, so that one that was interrupted goes on. What was wrong is looked at again."""
-    if results is None or not results.exists():
-        return {}
-    entries = [Entry(**json.loads(line)) for line in results.read_text().splitlines()]
+def digest() -> str:
+    """Another one for any other code of fastlayers, of the corpus, or version of a library."""
+    code = hashlib.sha256(versions().encode())
+    for path in sorted((*(ROOT / "fastlayers").rglob("*"), *Path(__file__).parent.glob("*"))):
+        if path.suffix in (".py", ".so"):
+            code.update(path.read_bytes())
+    return code.hexdigest()[:12]
+
+
+def read(results: Path) -> dict[str, Entry]:
+    """Results of an earlier run but those that were wrong, which are looked at again."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    entries = [Entry(**json.loads(line)) for line in lines]
     return {entry.name: entry for entry in entries if not entry.problems}
 
 

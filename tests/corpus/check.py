@@ -109,7 +109,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 #: The first of the reasons that are about a place in a forward, in the order of :class:`Reason`.
-PLACES = list(Reason)[list(Reason).index(Reason.USED_ELSEWHERE) :]
+PLACES = list(Reason)[list(Reason).index(Reason.UNKNOWN_LOSS) :]
 
 
 def reasons(plan: PatchReport) -> tuple[Counter[str], Counter[str], Counter[str]]:

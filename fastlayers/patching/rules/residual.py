@@ -138,8 +138,8 @@ def find_scale_add(view: View, node: Node) -> Iterator[Match | Refusal]:
         args = (x, gamma, residual, *(how or ()))
         inplace = scale is not None and scale[0].inplace
         if dims is not None:
-            args, options = (x, gamma, residual, dims, *(how or ())), {"first": written == "x"}
-            yield Match((*ops, add), calls.permuted_scale_add, args, options, (x, residual))
+            args, first = (x, gamma, residual, dims, *(how or ())), {"first": written == "x"}
+            yield Match((*ops, add), calls.permuted_scale_add, args, first, (x, residual))
         elif add.inplace or inplace or written == "x":
             options = {"written": written if add.inplace else None, "scaled": inplace}
             yield Match((*ops, add), calls.scale_add, args, options, (x, residual))
