@@ -410,7 +410,7 @@ TRANSFORMERS = (
     "dpt", "efficientnet", "electra", "encoder-decoder", "ernie", "ernie4_5", "ernie4_5_moe", "esm", "esmc",
     "eurobert", "exaone4", "exaone4_5", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flaubert", "flava",
     "flex_olmo", "flint", "fnet", "focalnet", "fsmt", "funnel", "fuyu", "gemma", "gemma2", "gemma2/eager", "gemma3",
-    "gemma3_text", "gemma4_audio", "git", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_text", "glm5_next",
+    "gemma3_text", "gemma4_audio", "git", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_text",
     "glm_moe_dsa", "glmasr", "glmasr_encoder", "got_ocr2", "gpt-sw3", "gpt2", "gpt2/eager",
     "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_docling",
     "granite_docling_text", "granite_docling_vision", "granite_speech", "granite_speech_plus", "granite_swa",

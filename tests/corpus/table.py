@@ -102,18 +102,16 @@ def family(name: str, entries: list[Entry]) -> str:
 def left_out() -> list[str]:
     """What the corpus has not, and why."""
     headless, other = families_left_out()
-    return [
-        *("## Not here", ""),
-        f"Of transformers' {len(headless) + len(other) + len(families())} model types {len(families())} are here.",
-        *(
-            "",
-            f"No model of their own among the heads that are looked for, {len(headless)}: {', '.join(headless)}.",
-            "",
-        ),
-        "No small configuration, or no inputs for one, can be made of the names of its numbers and parameters alone, or a "
-        f"library or a checkpoint is needed, {len(other)}: {', '.join(other)}.",
-        "",
-    ]
+    count = len(families())
+    reasons = {
+        "parts of others, with no model class in the mappings that the corpus looks into": headless,
+        "of which a small configuration or inputs cannot be made by the names of things alone, or which need a library "
+        "or files that are not there": other,
+    }
+    lines = ["## Not here", "", f"Of transformers' {count + len(headless) + len(other)} model types {count} are here."]
+    for reason, names in reasons.items():
+        lines += ["", f"{len(names)}, {reason}: {', '.join(names)}."]
+    return [*lines, ""]
 
 
 def row(entry: Entry) -> str:
