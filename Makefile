@@ -1,7 +1,8 @@
 # `make` lists the targets. The variables that a user may set:
 #   TORCH    the torch to install in .venv, as pip takes it: make test TORCH=torch==2.13.0
 #   PYTHON   the Python that makes .venv, and that the GPU targets use as it is
-#   ARGS     more arguments for demo, pytest, test-gpu and bench: make test ARGS='-k softmax'
+#   ARGS     more arguments for demo, pytest, test-corpus, test-gpu and bench: make test ARGS='-k softmax',
+#            make test-corpus ARGS='timm:*'
 # FASTLAYERS_CUDA_ARCHS, CUDA_HOME, CXX and MAX_JOBS reach the build: fastlayers/build.py explains them.
 
 PYTHON ?= python3
@@ -13,6 +14,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # One name for each content of pyproject.toml and each TORCH: the environment is made anew when either changes.
 ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum | cut -d' ' -f1)
+# The libraries whose models are the corpus, in an environment of their own.
+LIBRARIES := torch==2.14.1 torchvision==0.29.1 timm==1.0.31 transformers==5.23.0
+CORPUS := .venv-corpus
+CORPUS_ENV := $(CORPUS)/made-for-$(shell echo '$(LIBRARIES)' | cat - pyproject.toml | cksum | cut -d' ' -f1)
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
@@ -56,9 +61,16 @@ pytest: $(ENV)  ## the tests alone, on the build that is there
 	@# Two workers share the cores, so an idle OpenMP thread must not spin on one.
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
-# With the torchvision, timm and transformers of PYTHON: make test-corpus PYTHON=venvs/tv/bin/python ARGS='transformers:*'
-test-corpus:  ## patch every model of the corpus and compare; writes tests/corpus/TABLE.md unless ARGS narrow it
-	PYTHONPATH=.:tests HF_HUB_OFFLINE=1 $(PYTHON) -m corpus $(ARGS)
+test-corpus: $(CORPUS_ENV)  ## environment in .venv-corpus, then patch every model of the corpus and compare: an hour
+	@# Interrupted, it goes on where it was. The whole, not a part that ARGS choose, writes tests/corpus/TABLE.md.
+	PYTHONPATH=.:tests HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m corpus $(ARGS)
+
+$(CORPUS_ENV):
+	$(PYTHON) -m venv $(CORPUS)
+	$(CORPUS)/bin/python -m pip install $(LIBRARIES)
+	FASTLAYERS_BUILD_EXT=0 $(CORPUS)/bin/python -m pip install --quiet --editable .
+	@rm -f $(CORPUS)/made-for-*
+	@touch $@
 
 docs: $(ENV)  ## the API reference, into build/site; nothing is fetched but the environment
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
@@ -89,6 +101,6 @@ wheel: $(ENV)  ## dist/fastlayers-*-py3-none-linux_x86_64.whl, for every GPU fro
 test-wheel: wheel  ## that wheel, imported and run on the CPU by each of PYTHONS
 	$(PY) tests/check_wheel.py dist/*.whl $(PYTHONS)
 
-clean:  ## remove what was built; .venv stays
+clean:  ## remove what was built; .venv and .venv-corpus stay
 	rm -rf build dist fastlayers/_C.so fastlayers/_C.json *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find fastlayers tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

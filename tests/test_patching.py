@@ -1039,6 +1039,34 @@ def test_verify_restores_shared_modules_and_tied_parameters():
         assert torch.equal(tensor, before[name][1])
 
 
+class Remembers(nn.Module):
+    """As LeViT's attention: in eval it keeps what it computed of its parameters for the next call."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.norm = nn.Parameter(torch.randn(4)), nn.LayerNorm(4)
+        self.known, self.calls, self.last = {}, [], None
+
+    def forward(self, x):
+        self.calls.append(len(self.calls))
+        self.last = x
+        if self.training or "bias" not in self.known:
+            self.known["bias"] = self.bias * 2
+        return self.norm(x) + self.known["bias"]
+
+
+def test_verify_with_a_model_that_remembers():
+    model = patch_model(Remembers().eval())
+    known, calls = model.known, model.calls
+    report = verify_patch(model, torch.randn(3, 4))
+    assert report, report
+    assert model.known is known
+    assert model.calls is calls
+    assert not known
+    assert not calls
+    assert model.last is None
+
+
 def test_verify_restores_after_an_error(net):
     wrong = torch.randn(2, 3, 6, 6)
     before = snapshot(net)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from corpus.check import check
-from corpus.models import build
+from corpus.models import build, families, names
 
 RESIDUAL = {"add_layer_norm": 2, "dropout_add": 2}
 QUICK = {
@@ -16,10 +16,11 @@ QUICK = {
     "timm:test_vit": {},
     "transformers:bert": {"add_layer_norm": 5, "linear_act": 3},
     "transformers:bert/eager": {"add_layer_norm": 5, "softmax": 2},
-    "transformers:convnext": {"linear_act": 8},
+    "transformers:convnext": {"linear_act": 8, "scale_add": 8},
     "transformers:gemma2": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2, "softmax": 2},
     "transformers:gpt2": {"add_layer_norm": 2, "gelu": 2},
     "transformers:gpt2/eager": {"softmax": 2},
+    "transformers:mt5": {"geglu": 4},
     "transformers:llama": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2},
     "transformers:llama/eager": {"softmax": 2},
     "transformers:qwen3": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2},
@@ -36,3 +37,19 @@ def test_a_model(name):
     assert not entry.problems, entry.line()
     assert {rule: entry.fused.get(rule, 0) for rule in QUICK[name]} == QUICK[name], entry.line()
     assert entry.fused
+
+
+def test_every_family_of_timm_is_there():
+    """timm has a file for each."""
+    timm = pytest.importorskip("timm")
+    families = timm.models._registry._model_to_module
+    have = {families[name.partition(":")[2]] for name in names("timm")}
+    assert have == {families[name] for name in timm.list_models()}
+
+
+def test_enough_families_of_transformers_are_there():
+    pytest.importorskip("transformers")
+    from transformers import CONFIG_MAPPING
+
+    assert len(families()) >= 60
+    assert set(families()) <= set(CONFIG_MAPPING)

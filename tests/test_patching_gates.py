@@ -431,6 +431,52 @@ def test_residuals_under_autocast(build, monkeypatch, body, fused_call):
     assert called == ([fused_call] if fused_call else [])
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return x + (self.gamma * y).permute(0, 3, 1, 2)",
+        "return x + self.skip((y * self.gamma).permute((0, -1, 1, 2)))",
+        "return (y * self.gamma).permute(0, 3, 1, 2) + x",
+        "return torch.permute(y * self.gamma.view(1, -1), (0, 3, 1, 2)) + x",
+        "return x[:, :, :1] + (y * self.gamma).permute(0, 3, 1, 2)",
+        "return x + self.path((y * self.gamma).permute(0, 3, 1, 2))",
+        "return x.permute(2, 3, 0, 1) + self.path((y * self.gamma).permute(1, 2, 0, 3))",
+    ],
+)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_layer_scale_before_a_permute(build, body, channels_last):
+    pytest.importorskip("torchvision")
+    path = "self.path = __import__('torchvision').ops.StochasticDepth(0.5, 'row')"
+    block = build(f"{DROP_INIT}\n{path}", "x", f"y = self.linear(x.permute(0, 2, 3, 1))\n{body}")
+    assert fused(block) == {"scale_add": 1}
+    (x,) = tensors((3, 4, 5, 5))
+    if channels_last:
+        x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    same(block, x)
+    undone(block, x.detach())
+
+
+@pytest.mark.parametrize(
+    "body", ["x += (y * self.gamma).permute(0, 3, 1, 2)\nreturn x", "y *= self.gamma\nreturn x + y.permute(0, 3, 1, 2)"]
+)
+def test_a_layer_scale_in_place_before_a_permute(build, body):
+    block = build(DROP_INIT, "x", f"x = x * 1\ny = self.linear(x.permute(0, 2, 3, 1))\n{body}")
+    same(block, *tensors((3, 4, 5, 5)))
+
+
+class Unknown(nn.Module):
+    def forward(self, x):
+        return F.avg_pool1d(x, 3, 1, 1) - x
+
+
+def test_layer_scale_of_a_residual_that_goes_through_an_identity(build):
+    """timm's MetaFormer: the layers in between may write x, which the identity hands on all the same."""
+    block = build(DROP_INIT, "x", "return self.skip(x) + self.linear(self.mixer(x)) * self.gamma")
+    block.mixer = Unknown()
+    assert fused(block) == {"scale_add": 1}, plan_patch(block)
+    same(block, *tensors((3, 4)))
+
+
 def test_no_layer_scale(build):
     for body in ("return x * self.gamma + self.linear.bias", "return x + x * self.linear(x)", "return x + x * 0.5"):
         assert not fused(build(DROP_INIT, "x", body))
@@ -640,3 +686,45 @@ def test_no_rotary_of_another_casting():
     config = transformers.Olmo2Config(**SIZES)
     model = transformers.Olmo2ForCausalLM(config)
     assert not fused(model.model.layers[0].self_attn)
+
+
+# -- activations that a library wrote out, with what is around them ----------------------------------------------------
+
+WRITTEN_OUT = {
+    "gelu_pow": "0.5 * g * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (g + 0.044715 * torch.pow(g, 3.0))))",
+    "gelu_mul": "0.5 * g * (1.0 + torch.tanh(g * 0.7978845608 * (1.0 + 0.044715 * g * g)))",
+}
+WRITTEN_INIT = """class Act(nn.Module):
+    def forward(self, g):
+        return {}
+self.act = Act()
+self.gate, self.up, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)"""
+
+
+@pytest.mark.parametrize("code", WRITTEN_OUT.values(), ids=WRITTEN_OUT)
+@pytest.mark.parametrize("child", [False, True])
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ("return {} * self.up(x)", "geglu"),
+        ("return self.up(x) * {}", "geglu"),
+        ("u = self.up(x)\nu *= {}\nreturn u", "geglu"),
+        ("return self.down({} * self.up(x))", "gated_linear"),
+        ("return self.down(self.up(x) * {})", "gated_linear"),
+        ("return {}", "linear_act"),
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_activation_that_is_written_out(build, tmp_path, code, child, body, rule, autocast):
+    given = "self.act(g)" if child else f"({code})"
+    path = tmp_path / "act.py"
+    path.write_text(f"import math, torch\nfrom torch import nn\n{WRITTEN_INIT.partition('self.act')[0].format(code)}")
+    init = (
+        f"scope = {{}}\nexec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'), scope)\nAct = scope['Act']\n"
+    )
+    init += "self.act" + WRITTEN_INIT.partition("self.act")[2]
+    block = build(init, "x", f"g = self.gate(x)\n{body.format(given)}")
+    assert fused(block) == {rule: 1}, plan_patch(block)
+    tolerance = {"rtol": 0.05, "atol": 0.02} if autocast else {}
+    with torch.autocast("cpu", enabled=autocast):
+        same(block, *tensors((3, 4)), **tolerance)

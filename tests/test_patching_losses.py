@@ -404,6 +404,57 @@ def test_a_changed_fixed_cross_entropy_is_called(monkeypatch):
     assert output.logits is not None
 
 
+def classifier(name, **options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config.update({"image_size": 8, "patch_size": 4, **options})
+    return getattr(transformers, name)(config).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ({"num_labels": 5}, torch.tensor([1, 4, -100])),
+        ({"num_labels": 1}, torch.randn(3)),
+        ({"num_labels": 5}, torch.rand(3, 5)),
+    ],
+)
+def test_classifiers(options, labels):
+    model, images = classifier("ViTForImageClassification", **options), torch.randn(3, 3, 8, 8)
+    assert dict(plan_patch(model)[""].fused) == {"cross_entropy": 1}
+    twin = copy.deepcopy(model)
+    for training in (True, False):
+        assert verify_patch(patch_model(model).train(training), images, labels=labels)
+    assert model.config.problem_type == (twin(images, labels=labels), twin.config.problem_type)[1]
+    output, expected = model.train()(images, labels=labels), twin.train()(images, labels=labels)
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(output.logits, expected.logits)
+
+
+def test_the_loss_of_a_classifier_goes_through_the_fused_one(monkeypatch):
+    from fastlayers.patching import language_models
+
+    model = patch_model(classifier("ViTForImageClassification", num_labels=5))
+    inputs = torch.randn(3, 3, 8, 8), torch.tensor([1, 4, 0])
+    seen = []
+    fused = language_models.functional.cross_entropy
+    monkeypatch.setattr(
+        language_models.functional, "cross_entropy", lambda *args, **kwargs: seen.append(1) or fused(*args, **kwargs)
+    )
+    given = model(inputs[0], labels=inputs[1], num_items_in_batch=torch.tensor(3)).loss
+    assert seen == [1]
+    torch.testing.assert_close(given, unpatch_model(model)(inputs[0], labels=inputs[1], num_items_in_batch=3).loss)
+
+
+def test_a_fixed_cross_entropy_that_is_replaced_is_that_of_classifiers_too(monkeypatch):
+    model = patch_model(classifier("ViTForImageClassification", num_labels=5))
+    from transformers.loss import loss_utils
+
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", lambda source, target, *args, **kwargs: source.sum() * 0)
+    assert model(torch.randn(3, 3, 8, 8), labels=torch.tensor([1, 4, 0])).loss == 0
+
+
 def test_logits_that_are_used_otherwise():
     """A forward of somebody's own, which also looks at them."""
     transformers = pytest.importorskip("transformers")

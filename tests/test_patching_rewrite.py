@@ -271,6 +271,8 @@ def test_dtypes_promote_as_before(build, body, x, y):
         ("a = x * 2\nr = F.relu(a)\nself.inner(a)\nreturn r + y", None),
         ("a = x * 2\ns = a + y\na.zero_()\nreturn F.relu(s)", Reason.WRITTEN_BETWEEN),
         ("a = x * 2\nv = a.view(-1)\ns = a + y\nv.zero_()\nreturn F.relu(s)", Reason.WRITTEN_BETWEEN),
+        ("a = x * 2\nr = F.relu(self.maybe(a))\nself.writer(a)\nreturn r + y", Reason.WRITTEN_BETWEEN),
+        ("a = x * 2\nm = self.maybe(a)\nself.writer(a)\nreturn F.relu(m) + y", None),
         ("a = self.maybe(x)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
         ("a = self.drop(x)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),
         ("a = self.keeper(x)\na += y\nreturn F.relu(a)", Reason.VISIBLE_MUTATION),

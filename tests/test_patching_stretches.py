@@ -42,6 +42,20 @@ class Layer(Base):
         return self.fc(x) * kwargs.get("scale", 1.0)
 
 
+class SumsOfCalls(Base):
+    """A layer of a vision transformer in transformers."""
+
+    def forward(self, x, y, **kwargs):
+        x = x + self.attend(self.norm(x), **kwargs)
+        x = x + self.fc(self.norm(x))
+        y = self.attend(x, **kwargs) + y
+        y = self.norm(y)
+        return x + y
+
+    def attend(self, x, *, scale=1.0):
+        return self.fc(x) * scale
+
+
 class Branches(Base):
     def forward(self, x, y):
         if x.sum() > 0:
@@ -127,6 +141,7 @@ class Generator(Base):
 
 CASES = [
     (Layer, {"add_layer_norm": 1}),
+    (SumsOfCalls, {"add_layer_norm": 2}),
     (Branches, {"relu_add": 1}),
     (Counts, {"relu_add": 1}),
     (Guards, {"relu_add": 1, "add_layer_norm": 1}),

@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import random
+import types
 import warnings
 from collections import namedtuple
 
@@ -1246,8 +1247,9 @@ class Mangled(Base):
 def test_decorated_forwards():
     for cls in (Decorated, NoGrad, Compiled):
         assert plan_patch(cls())[""].reason is Reason.DECORATED, cls
+    assert dict(plan_patch(Doubled())[""].fused) == {"relu_add": 1}  # its closure has the function, which is followed
+    assert plan_patch(Partial())[""].became is None
     for cls in (Doubled, Partial):
-        assert plan_patch(cls())[""].became is None
         check(patch_model(cls()), *arguments())
 
 
@@ -1325,3 +1327,48 @@ def test_planning_runs_no_side_effect(capsys):
 def test_nothing_to_patch_warns():
     with pytest.warns(PatchWarning, match="nothing in AForwardThatRaises was patched"):
         patch_model(AForwardThatRaises(), exclude=(nn.LayerNorm, nn.Sequential))
+
+
+def register(function):
+    """A decorator that returns what it is given, as transformers' auto_docstring does."""
+    function.registered = True
+    function.__doc__ = "Another one."
+    return function
+
+
+class Registered(Base):
+    @register
+    def forward(self, x, y):
+        """Its own.
+
+        With a second line.
+        """
+        return F.relu(x) + y
+
+
+class RegisteredLayer(Base):
+    @register
+    def forward(self, x, y, **kwargs):
+        x = self.fc(x, *kwargs.values())
+        return F.relu(x) + y
+
+
+def test_decorators_that_return_what_they_are_given():
+    for cls in (Registered, RegisteredLayer):
+        module = cls()
+        assert dict(plan_patch(module)[""].fused) == {"relu_add": 1}, plan_patch(module)
+        check(patch_model(module), *arguments())
+        unpatch_model(module)
+        assert module.forward.registered
+
+
+def test_a_decorator_that_changes_the_code():
+    def changed(self, x, y):
+        return F.relu(x) - y
+
+    class Changes(Base):
+        @lambda f: types.FunctionType(f.__code__.replace(co_code=changed.__code__.co_code), f.__globals__, "forward")
+        def forward(self, x, y):
+            return F.relu(x) + y
+
+    assert plan_patch(Changes())[""].reason is Reason.DECORATED

@@ -62,6 +62,7 @@ __all__ = [
     "narrower",
     "nll_loss_of_log_softmax",
     "no_hooks",
+    "permuted_scale_add",
     "plain",
     "plain_any",
     "relu_add_",
@@ -258,9 +259,10 @@ def gated(gate: Tensor, up: Tensor, act: str, written: str | None) -> Tensor:
 
     ``written`` says to which: "gate", that is its activation, or "up"; None if to neither.
     """
-    if _alike(gate, up):
-        return glu.gated(gate, up, act)
-    activated = activation(act).function(gate)
+    name = kernel_name(act, gate.dtype, gate.device.type)
+    if name is not None and _alike(gate, up):
+        return glu.gated(gate, up, name)
+    activated = applied(act, gate)
     if written is None:
         return up * activated
     return activated.mul_(up) if written == "gate" else up.mul_(activated)
@@ -270,9 +272,14 @@ def gated_linear(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: str, *, gate_first: bool, written: str | None
 ) -> Tensor:
     """linear(act(gate)·up), of a product written as in :func:`gated`, or with the gate first to neither."""
-    if _alike(gate, up):
-        return functional.gated_linear(gate, up, weight, bias, act)
-    product = glu.gated(gate, up, act) if gate_first else gated(gate, up, act, written)
+    name = kernel_name(act, gate.dtype, gate.device.type)
+    if name is None:
+        activated = applied(act, gate)
+        product = activated * up if gate_first else gated(gate, up, act, written)
+    elif _alike(gate, up):
+        return functional.gated_linear(gate, up, weight, bias, name)
+    else:
+        product = glu.gated(gate, up, name) if gate_first else gated(gate, up, act, written)
     return F.linear(product, weight, bias)
 
 
@@ -298,9 +305,13 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     """
     if bias_in_act(x, weight, bias):
         assert bias is not None
-        product = F.linear(x, weight)
-        return functional.bias_act(product, bias.to(product.dtype), act)
-    return activation(act).function(F.linear(x, weight, bias))
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        name = kernel_name(act, dtype, kind)
+        if name is not None:
+            product = F.linear(x, weight)
+            return functional.bias_act(product, bias.to(product.dtype), name)
+    return applied(act, F.linear(x, weight, bias))
 
 
 def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
@@ -348,12 +359,30 @@ WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def kernel_name(act: str, dtype: torch.dtype, kind: str) -> str | None:
+    """The name of an activation, which may be one of :data:`WRITTEN`, among those that kernels have.
+
+    None where what is written out gives another dtype than it is given: of integers, and with pow under autocast.
+    """
+    if act not in WRITTEN:
+        return act
+    wide = act == "gelu_pow" and dtype in HALF and torch.is_autocast_enabled(kind)
+    if dtype not in (torch.float32, *HALF) or wide:
+        return None
+    return "quick_gelu" if act == "quick_gelu" else "gelu_tanh"
+
+
 def written_activation(x: Tensor, form: str) -> Tensor:
-    """An activation of :data:`WRITTEN`, whose dtype is that of x but for integers and, with pow, under autocast."""
-    wide = form == "gelu_pow" and x.dtype in HALF and torch.is_autocast_enabled(x.device.type)
-    if x.dtype not in (torch.float32, *HALF) or wide:
+    """An activation of :data:`WRITTEN`."""
+    name = kernel_name(form, x.dtype, x.device.type)
+    if name is None:
         return WRITTEN[form](x)
-    return functional.quick_gelu(x) if form == "quick_gelu" else functional.gelu(x, approximate="tanh")
+    return functional.quick_gelu(x) if name == "quick_gelu" else functional.gelu(x, approximate="tanh")
+
+
+def applied(act: str, x: Tensor) -> Tensor:
+    """An activation by its name, or one of :data:`WRITTEN`."""
+    return written_activation(x, act) if act in WRITTEN else activation(act).function(x)
 
 
 # -- residuals --------------------------------------------------------------------------------------------------------
@@ -394,6 +423,28 @@ def scale_add(
     y = x if gamma is None else x.mul_(gamma) if scaled else x * gamma
     y = reference.drop_path(y, drop_path, training)
     return y + residual if written is None else _add_to(written, y, residual)
+
+
+def permuted_scale_add(
+    x: Tensor,
+    gamma: Tensor,
+    residual: Tensor,
+    dims: tuple[int, ...],
+    drop_path: float = 0.0,
+    training: bool = False,
+    *,
+    first: bool,
+) -> Tensor:
+    """residual + drop_path((gamma·x).permute(dims)), where gamma scales the last dimension of x.
+
+    ``first`` says that the sum had x before the residual.
+    """
+    y = x.permute(dims)
+    if gamma.dim() == 1 and (_alike(y, residual) if first else isinstance(residual, Tensor)):
+        shape = [-1 if dim == len(dims) - 1 else 1 for dim in dims]
+        return functional.scale_add(y, gamma.view(shape), residual, drop_path, training)
+    y = reference.drop_path((x * gamma).permute(dims), drop_path, training)
+    return y + residual if first else residual + y
 
 
 # -- rotary embedding -------------------------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ class View:
         #: Children of unknown classes whose own forward was looked at, by path, with what was recorded of it.
         self.children: dict[str, tuple[Recording, tuple[str, ...]] | None] = {}
         self.wrapped: dict[str, Op | None] = {}
+        self.recordings: dict[tuple[str, int], Recording | None] = {}
         self.refresh()
 
     def thread_inplace(self) -> None:
@@ -200,17 +201,27 @@ class View:
         op = self.wrapped[path]
         return replace(op, node=node, operands={**op.operands, "input": node.args[0]}) if op is not None else None
 
+    def _record(self, path: str, arguments: int) -> Recording | None:
+        """What a child of some class of its own does."""
+        key = (path, arguments)
+        if key not in self.recordings:
+            self.recordings[key] = record_child(self.root, self.root.get_submodule(path), arguments)
+        return self.recordings[key]
+
     def _unwrap(self, path: str, child: nn.Module) -> Op | None:
-        recording = record_child(self.root, child, 1)
+        recording = self._record(path, 1)
         if recording is None:
             return None
         argument, *nodes, output = recording.graph.nodes
-        view, result = View(recording.graph, self.root), output.args[0]
-        op = view.op(result, "channel_layer_norm") or view.op(result)
-        if op is None or op["input"] is not argument:
+        inner, result = View(recording.graph, self.root), output.args[0]
+        for name in ("channel_layer_norm", None, "gelu", "quick_gelu"):  # an operation, or one that is written out
+            op = inner.op(result, name)
+            known = {part.node for part in (*op.parts, op)} if op is not None else set()
+            if known and all(node in known or node.op == "get_attr" for node in nodes):
+                break
+        else:
             return None
-        seen = {op.node, *(part.node for part in op.parts)}
-        if any(node not in seen and node.op != "get_attr" for node in nodes):
+        if op is None or op["input"] is not argument:
             return None
         operands = {
             name: Attribute(str(value.target)) if isinstance(value, Node) else value
@@ -354,29 +365,42 @@ class View:
     def makers(self, node: Node) -> tuple[str, ...] | None:
         """The children that hand on the fresh tensor which this call returns; None if it may not be fresh.
 
-        For a Sequential they are the Sequential and its last layer. A hook on any of them could keep the tensor.
+        For a Sequential they are the Sequential and its last layer, and the one before where that writes in place. A
+        hook on any of them could keep the tensor.
         """
-        path = str(node.target)
-        child = self.child(node)
-        chain = [path]
-        while is_sequential(child) and child._modules:
-            name = next(reversed(child._modules))
-            path = f"{path}.{name}"
-            child = self.root.get_submodule(path)
-            chain.append(path)
+        chain = self._makers(str(node.target))
+        path = chain[-1]
+        child = self.root.get_submodule(path)
         original = original_class(child)
         if is_fresh(original) or (original in OPTIONAL_INPLACE and not child.inplace):
             return tuple(chain) if is_plain_layer(child) else None
-        if not self.deep or original.__module__.startswith("torch.") or node.kwargs:
+        if original.__module__.startswith("torch.") or node.kwargs or (child._modules and not self.deep):
             return None
         if path not in self.children:
             self.children[path] = self._inspect(path, len(node.args) if len(chain) == 1 else 1)
         inspected = self.children[path]
         return (*chain, *inspected[1]) if inspected is not None else None
 
+    def _makers(self, path: str) -> list[str]:
+        """A child and, inside of it, those whose results are its own; the last one made the tensor, if any did."""
+        chain = [path]
+        while True:
+            child = self.root.get_submodule(path)
+            outer, _, name = path.rpartition(".")
+            if is_sequential(child) and child._modules:
+                path = f"{path}.{next(reversed(child._modules))}"
+            elif len(chain) > 1 and original_class(child) in OPTIONAL_INPLACE and child.inplace:
+                names = list(self.root.get_submodule(outer)._modules)
+                if names[0] == name or not is_plain_layer(child):
+                    return chain
+                path = f"{outer}.{names[names.index(name) - 1]}"
+            else:
+                return chain
+            chain.append(path)
+
     def _inspect(self, path: str, arguments: int) -> tuple[Recording, tuple[str, ...]] | None:
         """Whether a child of an unknown class returns a tensor of its own and keeps none, by what its forward does."""
-        recording = record_child(self.root, self.root.get_submodule(path), arguments)
+        recording = self._record(path, arguments)
         if recording is None:
             return None
         inner = View(recording.graph, self.root, deep=True)

@@ -250,15 +250,41 @@ def ForMaskedLMLoss(logits, labels, vocab_size, num_items_in_batch=None, ignore_
 """
 
 
+def fixed_cross_entropy(
+    source: Tensor,
+    target: Tensor,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' function of that name, in which the losses of its classifiers end."""
+    if num_items_in_batch is None:
+        return functional.cross_entropy(source, target, ignore_index=ignore_index)
+    loss = functional.cross_entropy(source, target, ignore_index=ignore_index, reduction="sum")
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
 def known_loss(function: Any) -> Any:
     """What computes the same as a loss function of transformers; None where it is none that is known."""
+    scope = getattr(function, "__globals__", {})
+    if source_of(scope.get("fixed_cross_entropy")) != canonical(FIXED_CROSS_ENTROPY) or scope.get("nn") is not nn:
+        return None
     source = source_of(function)
     for code, ours in ((CAUSAL, causal_lm_loss), (MASKED, masked_lm_loss)):
         if source == canonical(code):
-            scope = function.__globals__
-            same = source_of(scope.get("fixed_cross_entropy")) == canonical(FIXED_CROSS_ENTROPY)
-            return ours if same and scope.get("nn") is nn else None
-    return None
+            return ours
+    return of_classifier(function) if "fixed_cross_entropy" in function.__code__.co_names else None
+
+
+@functools.cache
+def of_classifier(function: types.FunctionType) -> Any:
+    """A loss function compiled again, with another :func:`fixed_cross_entropy`; None where it cannot be."""
+    try:
+        return rebuild(function, parse(function), {"fixed_cross_entropy": fixed_cross_entropy})[0]
+    except Refusal:
+        return None
 
 
 def fused_property(original: type[nn.Module], theirs: Any, ours: Any) -> property:
@@ -628,8 +654,9 @@ def rewrite(
     losses.visit(tree)
     pair, splits = None, dict[type[nn.Module], Split]()
     try:
-        pair = find_pair(tree) if ours is not None or losses.count else None
-        if pair is not None and pair.function == "self.loss_function" and ours is None:
+        deferring = ours in (causal_lm_loss, masked_lm_loss)
+        pair = find_pair(tree) if deferring or losses.count else None
+        if pair is not None and pair.function == "self.loss_function" and not deferring:
             pair = None
         if pair is not None:
             splits = check_head(module, pair.head, excluded)

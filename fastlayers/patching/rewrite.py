@@ -175,7 +175,8 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
     for op in match.all_ops[:-1]:
         if op.node is not match.kept and not set(op.node.users) <= nodes:
             raise Refusal(Reason.USED_ELSEWHERE, str(op.node))
-        check_operands_keep(view, op, match.root, nodes)
+        if op.name != "identity":  # which hands its operand on: it is read where the next operation is
+            check_operands_keep(view, op, match.root, nodes)
         check_statistics_keep(view, op, match.root, nodes)
         check_draws_keep(view, op, match.root, nodes)
     if match.kept is not None:

@@ -151,6 +151,7 @@ MAY_DRAW = frozenset(
         functional.scale_add,
         calls.dropout_add,
         calls.scale_add,
+        calls.permuted_scale_add,
     }
 )
 
@@ -174,8 +175,8 @@ FRESH_FUNCTIONS = frozenset(
         calls.softmax_scaled, calls.written_activation,
         calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
-        calls.addmm, calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded, folded_sum,
-        convolution_and_more,
+        calls.permuted_scale_add, calls.addmm, calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone,
+        folded, folded_sum, convolution_and_more,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

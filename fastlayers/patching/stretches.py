@@ -54,6 +54,8 @@ __all__ = ["fuse_stretches"]
 
 #: What the last value of a function is called before it is returned.
 RESULT = "_fastlayers_result"
+#: What one side of a sum is called before it is added.
+PART = "_fastlayers_part"
 #: Functions that call functions are followed this deep.
 MAX_DEPTH = 3
 #: What transformers hands to its attention registry, which calls it where the configuration says "eager".
@@ -227,6 +229,7 @@ class Cutter:
                 ast.copy_location(ast.Assign([ast.Name(RESULT, ast.Store())], last.value), last),
                 ast.copy_location(ast.Return(ast.Name(RESULT, ast.Load())), last),
             ]
+        self.tree.body[:] = [part for statement in self.tree.body for part in apart(statement)]
         self.body = self.tree.body
         arguments = self.tree.args
         everything = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
@@ -320,6 +323,9 @@ class Cutter:
                     pieces.append(other)
         for pieces in reversed(variants):
             self.emit(pieces, rewritten)
+        for i in reversed(range(len(self.body))):  # a part is no longer needed, and its memory
+            if any(isinstance(node, ast.Name) and node.id == PART and is_read(node) for node in ast.walk(self.body[i])):
+                self.body.insert(i + 1, ast.Assign([ast.Name(PART, ast.Store())], ast.Constant(None)))
         ast.fix_missing_locations(self.tree)
 
     def cut(self, absent: frozenset[str], tensors: frozenset[str]) -> list[Piece]:
@@ -410,8 +416,26 @@ class Cutter:
         self.body[first:last] = statements
 
 
+def apart(statement: ast.stmt) -> list[ast.stmt]:
+    """``x = x + f(x, **kwargs)`` as two statements: what is called so cannot be recorded, the sum can."""
+    value = getattr(statement, "value", None)
+    if not isinstance(statement, ast.Assign) or not isinstance(value, ast.BinOp):
+        return [statement]
+    for side, other in (("left", value.right), ("right", value.left)):
+        call = getattr(value, side)
+        starred = isinstance(call, ast.Call) and any(keyword.arg is None for keyword in call.keywords)
+        if starred and isinstance(other, ast.Name):  # whose value the call cannot change
+            setattr(value, side, ast.copy_location(ast.Name(PART, ast.Load()), call))
+            return [ast.copy_location(ast.Assign([ast.Name(PART, ast.Store())], call), statement), statement]
+    return [statement]
+
+
 def is_deleted(name: ast.Name) -> bool:
     return isinstance(name.ctx, ast.Del)
+
+
+def is_read(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Load)
 
 
 def size(pieces: list[Piece]) -> tuple[int, int]:

@@ -21,6 +21,7 @@ import enum
 import functools
 import inspect
 import itertools
+import linecache
 import math
 import operator
 import sys
@@ -214,9 +215,27 @@ def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.Funct
     if written != function.__code__.co_varnames[: len(written)]:
         raise Refusal(Reason.NO_SOURCE, f"the source of {function.__qualname__} changed since it was loaded")
     for decorator in () if decorated else tree.decorator_list:
-        if not ast.unparse(decorator).startswith(("torch.jit.", "staticmethod", "classmethod", "property")):
+        known = ast.unparse(decorator).startswith(("torch.jit.", "staticmethod", "classmethod", "property"))
+        if not known and not is_compiled_from_file(function):
             raise Refusal(Reason.DECORATED, f"@{ast.unparse(decorator)}")
     return tree
+
+
+def is_compiled_from_file(function: types.FunctionType) -> bool:
+    """Whether a function has the code that its source compiles to: its decorators have returned it as it was."""
+    source = "".join(linecache.getlines(function.__code__.co_filename, function.__globals__))
+    return function.__code__ in compiled(source)
+
+
+@functools.lru_cache(maxsize=16)
+def compiled(source: str) -> frozenset[types.CodeType]:
+    """The code of every function in a file."""
+    pending, found = [compile(source, "", "exec", dont_inherit=True)], set[types.CodeType]()
+    while pending:
+        inner = [const for const in pending.pop().co_consts if isinstance(const, types.CodeType)]
+        found.update(inner)
+        pending += inner
+    return frozenset(found)
 
 
 REFUSED_SYNTAX: dict[type[ast.AST], tuple[Reason, str]] = {

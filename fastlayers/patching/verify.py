@@ -166,8 +166,8 @@ def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
     A patched model is verified as it is, an unpatched one as :func:`patch_model` would leave it. It runs in its
     present training mode and autocast state, with the same random numbers in every run. Logits that a patched
     language model leaves out of its output, as it does in training when it is given labels, are not compared; their
-    loss is. Parameters, gradients, buffers (BatchNorm's running statistics among them), the random state and the
-    patches are afterwards what they were.
+    loss is. Parameters, gradients, buffers (BatchNorm's running statistics among them), the attributes of modules, the
+    random state and the patches are afterwards what they were.
 
     Args:
         model: any module; DDP and ``torch.compile`` wrappers are looked through.
@@ -286,7 +286,7 @@ def run(
     args, keywords = tree_map(leaf, (inputs.args, inputs.kwargs))
     torch.manual_seed(0)
     with torch.enable_grad(), masks_of_torch():
-        with standing_in(model, {**parameters, **buffers}):
+        with keeping_attributes(model), standing_in(model, {**parameters, **buffers}):
             result = model(*args, **keywords)
         keys = frozenset(result) if isinstance(result, Mapping) else frozenset()
         if omitted & keys:
@@ -318,6 +318,23 @@ def standing_in(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     finally:
         for registry, tensors_before in before:
             registry.update(tensors_before)  # type: ignore[arg-type]
+
+
+@contextmanager
+def keeping_attributes(model: nn.Module) -> Iterator[None]:
+    """What a forward keeps on its modules for the next call, as LeViT's attention does, is gone after the call."""
+    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    values = {id(value): value for _, attributes in before for value in attributes.values()}
+    containers = [(value, copy.copy(value)) for value in values.values() if type(value) in (dict, list, set)]
+    try:
+        yield
+    finally:
+        for attributes, attributes_before in before:
+            attributes.clear()
+            attributes.update(attributes_before)
+        for container, content in containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
 
 
 def backward(outputs: list[Any], wanted: dict[str, Tensor]) -> dict[str, Tensor | None]:

@@ -1,14 +1,18 @@
 """The corpus: ``PYTHONPATH=.:tests python -m corpus [NAMES]``, where NAMES are patterns.
 
-The whole of it writes its table to TABLE.md beside this file. Ends with 1 where a model errs or differs.
+The whole of it writes its table to TABLE.md beside this file. Ends with 1 where a model errs or differs. Results are
+kept in build/ for as long as the code is the same, so that a run that was interrupted goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
+import json
 import os
 import sys
+import time
 import traceback
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,8 +21,9 @@ import torch
 
 from corpus.check import Entry, check
 from corpus.models import build, names
-from corpus.table import table
+from corpus.table import table, versions
 
+ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("TABLE.md")
 
 
@@ -33,16 +38,40 @@ def main() -> int:
         for name in names(library)
         if any(fnmatchcase(name, pattern) for pattern in options.names or ["*"])
     ]
-    entries = []
+    results = ROOT / "build" / f"corpus-{digest()}.jsonl"
+    results.parent.mkdir(exist_ok=True)
+    entries, known = [], read(results)
     for i, name in enumerate(chosen):
+        if name in known:
+            entries.append(known[name])
+            continue
+        started = time.monotonic()
         entries.append(one(name))
-        print(f"[{i + 1}/{len(chosen)}] {entries[-1].line()}", flush=True)
+        print(f"[{i + 1}/{len(chosen)}, {time.monotonic() - started:.0f} s] {entries[-1].line()}", flush=True)
+        with results.open("a") as file:
+            file.write(json.dumps(vars(entries[-1])) + "\n")
         gc.collect()
     if not options.names:
         TABLE.write_text(table(entries))
     wrong = [entry.name for entry in entries if entry.problems]
     print(f"{len(entries)} models, {len(wrong)} err or differ{': ' if wrong else ''}{' '.join(wrong)}")
     return bool(wrong)
+
+
+def digest() -> str:
+    """Another one for any other code of fastlayers, of the corpus, or version of a library."""
+    code = hashlib.sha256(versions().encode())
+    for path in sorted((*(ROOT / "fastlayers").rglob("*"), *Path(__file__).parent.glob("*"))):
+        if path.suffix in (".py", ".so"):
+            code.update(path.read_bytes())
+    return code.hexdigest()[:12]
+
+
+def read(results: Path) -> dict[str, Entry]:
+    """Results of an earlier run but those that were wrong, which are looked at again."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    entries = [Entry(**json.loads(line)) for line in lines]
+    return {entry.name: entry for entry in entries if not entry.problems}
 
 
 def one(name: str) -> Entry:

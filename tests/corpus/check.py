@@ -29,6 +29,7 @@ class Entry:
     fused: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     unread: dict[str, int] = field(default_factory=dict)
+    stated: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -54,9 +55,10 @@ def check(name: str, sample: Sample) -> Entry:
     plan = plan_patch(model)
     entry.modules, entry.patched = len(plan), len(plan.patched)
     entry.fused = dict(sorted(plan.counts().items()))
-    entry.left, entry.unread = reasons(plan)
+    entry.left, entry.unread, entry.stated = reasons(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error" if plan.patched else "ignore", PatchWarning)
+        warnings.filterwarnings("ignore", message=".*whose forward was replaced on the instance")  # timm's FasterNet
         patch_model(model)
     expect(entry, list(model.state_dict()) == keys, "state-dict keys changed")
     for training in (True, False):
@@ -107,14 +109,18 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 #: The first of the reasons that are about a place in a forward, in the order of :class:`Reason`.
-PLACES = list(Reason)[list(Reason).index(Reason.USED_ELSEWHERE) :]
+PLACES = list(Reason)[list(Reason).index(Reason.UNKNOWN_LOSS) :]
 
 
-def reasons(plan: PatchReport) -> tuple[Counter[str], Counter[str]]:
-    """Places that were left alone though they looked fusable, and forwards that cannot be recorded, by reason."""
-    left, unread = Counter[str](), Counter[str]()
+def reasons(plan: PatchReport) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Places that were left alone though they looked fusable, and forwards that cannot be recorded, by reason.
+
+    And all of them, by class, reason and what it refers to.
+    """
+    left, unread, stated = Counter[str](), Counter[str](), Counter[str]()
     for row in plan:
-        for reason in (row.reason, *(reason for reason, _ in row.left)):
+        for reason, detail in ((row.reason, row.detail), *row.left):
             if reason is not None and reason not in QUIET:
                 (left if reason in PLACES or reason is Reason.UNKNOWN_NORM else unread)[reason.name] += 1
-    return left, unread
+                stated[f"{row.was}: {reason.value}{f' ({detail})' if detail else ''}"] += 1
+    return left, unread, stated

@@ -46,7 +46,7 @@ def scatter(model: nn.Module, redraw: bool) -> None:
     """Random values where initialisation leaves zeros and ones, or next to nothing: a lost operand must show."""
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
             if parameter.dim() < 2:
                 parameter.add_(torch.rand_like(parameter).mul_(0.2).sub_(0.1))
@@ -91,7 +91,7 @@ def torchvision_model(name: str) -> Sample:
         model = tv.SwinTransformer([4, 4], 32, [2, 2, 2, 2], [2, 4, 8, 16], [8, 8], num_classes=4, **kinds)
     elif name.startswith("regnet") and name.endswith(("_8gf", "16gf", "32gf", "128gf")):
         squeeze = 0.25 if name.startswith("regnet_y") else 0.0
-        blocks = tv.regnet.BlockParams.from_init_params(6, 48, 27.89, 2.09, 8, squeeze)
+        blocks = tv.regnet.BlockParams.from_init_params(6, 48, 27.89, 2.09, 8, 1.0, squeeze)
         model = tv.RegNet(blocks, num_classes=4)
     elif name.startswith(("resnet1", "resnext", "wide")):
         depth = {"groups": 32 if name.startswith("resnext") else 1, "width_per_group": 8}
@@ -103,7 +103,7 @@ def torchvision_model(name: str) -> Sample:
             block.num_layers = min(block.num_layers, 2)
         model = tv.EfficientNet(blocks, dropout=0.3, last_channel=last, num_classes=4)
     elif name in ("inception_v3", "googlenet"):
-        size, options = 96, {"init_weights": False}
+        size, options = 299 if name == "inception_v3" else 96, {"init_weights": False}
     if model is None:
         model = tv.get_model(name, weights=None, num_classes=4, **options)
     if name.startswith(("vgg", "alexnet")):
@@ -248,8 +248,23 @@ TINY: dict[str, int] = {
     "vision_feature_layer_": 1,
 }  # fmt: skip
 
-#: What names do not say. None leaves a value as it is.
+#: Whose losses want an image besides the tokens.
+UNLABELLED = {"git"}
+MROPE = {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 10000.0}
+#: What names do not say. None leaves a value as it is; a name with a dot is that of a configuration inside.
 SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "glm4v_text": {"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "luke": {"entity_vocab_size": 50, "entity_emb_size": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+    "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    "xmod": {"default_language": "en_XX"},
+    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    **{name: {"text_config.": {"rope_parameters": MROPE}} for name in ("qwen2_vl", "qwen2_5_vl")},
     "efficientnet": {"width_coefficient": 0.3, "depth_coefficient": 0.5, "hidden_dim": 384, "image_size": 64},
     **{
         name: {"embed_dim": 24, "image_size": 64, "window_size": 2}
@@ -287,30 +302,53 @@ def tiny(cls: Any, special: dict[str, Any]) -> Any:
     return cls(**chosen)
 
 
-def transformers_class(family: str) -> tuple[Any, Any]:
-    """Configuration and model class of a family: the one with a head that most use."""
+def transformers_class(family: str) -> tuple[Any, Any, str]:
+    """Configuration and model class of a family, the one with a head that most use, and what its labels are like.
+
+    Labels are like one of its inputs, or a "class" for each sample.
+    """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
 
     config = CONFIG_MAPPING[family]
-    for mapping in (
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        auto.MODEL_FOR_MASKED_LM_MAPPING,
-        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-        auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
-        auto.MODEL_MAPPING,
+    for mapping, labels in (
+        (auto.MODEL_FOR_CAUSAL_LM_MAPPING, "input_ids"),
+        (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "decoder_input_ids"),
+        (auto.MODEL_FOR_MASKED_LM_MAPPING, "input_ids"),
+        (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, "class"),
+        (auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING, "class"),
+        (auto.MODEL_MAPPING, ""),
     ):
         if config in mapping:
             model = mapping[config]
-            return config, model[0] if isinstance(model, tuple) else model
+            return config, model[0] if isinstance(model, tuple) else model, labels
     raise LookupError(family)
+
+
+def families() -> list[str]:
+    """The model types of transformers that the corpus has."""
+    return list(dict.fromkeys(name.partition("/")[0] for name in TRANSFORMERS))
+
+
+def families_left_out() -> tuple[list[str], list[str]]:
+    """Those that it has not: without a model class in the mappings that it looks into, and others."""
+    from transformers import CONFIG_MAPPING
+
+    headless, other = list[str](), list[str]()
+    for family in sorted(set(CONFIG_MAPPING) - set(families())):
+        try:
+            transformers_class(family)
+        except LookupError:
+            headless.append(family)
+        else:
+            other.append(family)
+    return headless, other
 
 
 def transformers_model(name: str) -> Sample:
     """``bert``; ``bert/eager`` with the attention that is written out."""
     family, _, attention = name.partition("/")
-    config_class, model_class = transformers_class(family)
+    config_class, model_class, labels = transformers_class(family)
     config = tiny(config_class, SPECIAL.get(family, {}))
     if attention:
         config._attn_implementation = attention
@@ -320,9 +358,19 @@ def transformers_model(name: str) -> Sample:
     ):  # else it wants its input to be a leaf, which verify_patch gives no view
         model.freeze_feature_encoder()
     inputs = dict(example_inputs(model, config))
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    known = inspect.signature(model.forward).parameters
+    if "labels" in known and family not in UNLABELLED and (labels == "class" or labels in inputs):
+        inputs["labels"] = torch.tensor([1, 0]) if labels == "class" else some_ignored(inputs[labels])
+    if "use_cache" in known:
         inputs["use_cache"] = False
     return Sample(model, (), inputs)
+
+
+def some_ignored(tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens as labels, some of them with the number that losses ignore."""
+    labels = tokens.flip(0)
+    labels[0, 2:4] = -100
+    return labels
 
 
 def example_inputs(model: Any, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -352,50 +400,52 @@ def example_inputs(model: Any, config: Any) -> Iterator[tuple[str, torch.Tensor]
 #: The families of which a small configuration and its inputs can be made by the names of things alone.
 TRANSFORMERS = (
     "afmoe", "aimv2_vision_model", "albert", "apertus", "arcee", "aria", "aria_text", "audioflamingo3", "axk1",
-    "axk2", "aya_vision", "bart", "beam", "beit", "bert", "bert-generation", "bert/eager", "big_bird",
+    "axk2", "aya_vision", "bamba", "bart", "beam", "beit", "bert", "bert-generation", "bert/eager", "big_bird",
     "bigbird_pegasus", "biogpt", "bitnet", "blenderbot", "blenderbot-small", "bloom", "camembert", "canine",
     "chinese_clip_vision_model", "clip", "clip_text_model", "clip_vision_model", "codegen", "cohere", "cohere2",
     "cohere2_moe", "cohere2_vision", "convbert", "convnext", "convnextv2", "cosmos3_omni", "cpmant", "ctrl", "cvt",
-    "cwm", "data2vec-audio", "data2vec-text", "data2vec-vision", "deberta", "deberta-v2", "deepseek_v3",
-    "deepseek_v32", "deepseek_v4", "deepseek_vl", "deepseek_vl_hybrid", "deit", "diffllama", "dinov2",
-    "dinov2_with_registers", "dinov3_convnext", "dinov3_vit", "distilbert", "doge", "donut-swin", "dpr", "dpt",
-    "efficientnet", "electra", "encoder-decoder", "ernie", "ernie4_5", "ernie4_5_moe", "esmc", "eurobert", "exaone4",
-    "exaone4_5", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flaubert", "flava", "flex_olmo", "flint",
-    "fnet", "focalnet", "fsmt", "funnel", "fuyu", "gemma", "gemma2", "gemma2/eager", "gemma3", "gemma3_text",
-    "gemma4_audio", "git", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next", "glm5_next_text", "glm_moe_dsa",
-    "glmasr", "glmasr_encoder", "got_ocr2", "gpt-sw3", "gpt2", "gpt2/eager", "gpt_bigcode", "gpt_neox",
-    "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_docling", "granite_docling_text",
-    "granite_docling_vision", "granite_speech", "granite_speech_plus", "granite_swa", "granitemoe", "granitemoe_swa",
-    "granitemoeshared", "gte", "helium", "hiera", "higgs_audio_v2", "hrm_text", "hubert", "hy_v3", "hy_v4",
-    "hyperclovax", "hyperclovax_vision_v2", "ibert", "idefics2", "idefics3", "idefics3_vision", "ijepa", "imagegpt",
-    "inkling2", "inkling2_text", "inkling_text", "internlm3", "internvl", "internvl_vision", "iquestcoder", "jais2",
-    "jamba", "jetmoe", "jina_embeddings_v3", "kimi_k25", "kolibri1", "kosmos-2.5", "laguna", "lasr_ctc",
-    "lasr_encoder", "layoutlm", "led", "lfm2", "lfm2_vl", "lfm3", "lfm3_vl", "lighton_ocr", "llama", "llama/eager",
-    "llama4_text", "llava", "llava_next", "llava_next_video", "llava_onevision", "longformer", "longt5", "m2m_100",
-    "mamba", "marian", "markuplm", "mbart", "megatron-bert", "mellum", "metaclip_2", "mgp-str", "mimo_v2_flash",
+    "cwm", "data2vec-audio", "data2vec-text", "data2vec-vision", "deberta", "deberta-v2", "deepseek_v2",
+    "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_vl", "deepseek_vl_hybrid", "deit", "diffllama",
+    "dinov2", "dinov2_with_registers", "dinov3_convnext", "dinov3_vit", "distilbert", "doge", "donut-swin", "dpr",
+    "dpt", "efficientnet", "electra", "encoder-decoder", "ernie", "ernie4_5", "ernie4_5_moe", "esm", "esmc",
+    "eurobert", "exaone4", "exaone4_5", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flaubert", "flava",
+    "flex_olmo", "flint", "fnet", "focalnet", "fsmt", "funnel", "fuyu", "gemma", "gemma2", "gemma2/eager", "gemma3",
+    "gemma3_text", "gemma4_audio", "git", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_text",
+    "glm_moe_dsa", "glmasr", "glmasr_encoder", "got_ocr2", "gpt-sw3", "gpt2", "gpt2/eager",
+    "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_docling",
+    "granite_docling_text", "granite_docling_vision", "granite_speech", "granite_speech_plus", "granite_swa",
+    "granitemoe", "granitemoe_swa", "granitemoeshared", "gte", "helium", "hiera", "higgs_audio_v2", "hrm_text",
+    "hubert", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "hyperclovax_vision_v2",
+    "ibert", "idefics2", "idefics3", "idefics3_vision", "ijepa", "imagegpt", "inkling2", "inkling2_text",
+    "inkling_text", "internlm3", "internvl", "internvl_vision", "iquestcoder", "jais2", "jamba", "jetmoe",
+    "jina_embeddings_v3", "kimi_k25", "kolibri1", "kosmos-2.5", "laguna", "lasr_ctc", "lasr_encoder", "layoutlm",
+    "led", "lfm2", "lfm2_vl", "lfm3", "lfm3_vl", "lighton_ocr", "llama", "llama/eager", "llama4_text", "llava",
+    "llava_next", "llava_next_video", "llava_onevision", "longformer", "longt5", "luke", "m2m_100", "mamba",
+    "mamba2", "marian", "markuplm", "mbart", "megatron-bert", "mellum", "metaclip_2", "mgp-str", "mimo_v2_flash",
     "minicpm3", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax", "minimax_m2", "minimax_m3_vl",
-    "minimax_m3_vl_text", "ministral3", "mistral", "mistral3", "mistral_large4", "mistral_large4_text", "mixtral",
-    "mlcd", "mlcd_vision_model", "mllama", "mobilebert", "mobilenet_v1", "mobilenet_v2", "mobilevit", "modernbert",
-    "modernbert-decoder", "modernvbert", "molmo2_text", "moshi", "moss_transcribe_diarize",
+    "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral3", "mistral_large4", "mistral_large4_text",
+    "mixtral", "mlcd", "mlcd_vision_model", "mllama", "mobilebert", "mobilenet_v1", "mobilenet_v2", "mobilevit",
+    "modernbert", "modernbert-decoder", "modernvbert", "molmo2_text", "moshi", "moss_transcribe_diarize",
     "moss_transcribe_diarize_audio", "mpnet", "mpt", "mra", "mt5", "muse_glimmer", "muse_glimmer_text",
-    "muse_spark_text", "musicflamingo", "mvp", "nanochat", "nemotron3_5_transcribe_asr_audio",
-    "nemotron3_diarization_audio", "nemotron_h", "nllb-moe", "nomic_bert", "nystromformer", "olmo", "olmo2", "olmo3",
-    "olmo_hybrid", "olmoe", "openai-gpt", "openai_privacy_filter", "opt", "opt/eager", "ovis2", "paligemma",
-    "pegasus", "pegasus_x", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "pixio", "pixtral", "plbart",
-    "poolformer", "pp_lcnet", "pp_ocrv6_small_rec", "pp_ocrv6_tiny_rec", "prophetnet", "qianfan_ocr",
-    "qianfan_ocr_vision", "qwen2", "qwen2/eager", "qwen2_audio", "qwen2_audio_encoder", "qwen2_moe", "qwen3",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_asr", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
-    "qwen3_vl_moe_text", "qwen3_vl_text", "qwen4_exp_text", "radio", "recurrent_gemma", "regnet", "rembert",
-    "resnet", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "rwkv", "sam3_vision_model",
-    "sam3_vit_model", "sam_hq_vision_model", "sam_vision_model", "sapiens2", "seamless_m4t", "seamless_m4t_v2",
-    "seed_oss", "segformer", "sew", "sew-d", "siglip", "siglip_vision_model", "smollm3", "smolvlm", "smolvlm_vision",
-    "solar_open", "splinter", "squeezebert", "stablelm", "starcoder2", "swiftformer", "swin", "swin2sr", "swinv2",
-    "switch_transformers", "t5", "t5/eager", "t5gemma", "t5gemma2", "tapas", "timm_wrapper", "tipsv2",
-    "tipsv2_text_model", "tipsv2_vision_model", "trocr", "ultrabert", "ultravbert", "umt5", "unispeech",
-    "unispeech-sat", "unlimited_ocr", "vaultgemma", "video_llama_3", "video_llava", "vipllava", "visual_bert", "vit",
-    "vit/eager", "vit_mae", "vit_msn", "vitdet", "vits", "voxtral", "voxtral_encoder", "voxtral_realtime_encoder",
-    "wav2vec2", "wav2vec2-conformer", "wavlm", "whisper", "whisper/eager", "xglm", "xlm", "xlm-roberta",
-    "xlm-roberta-xl", "xlnet", "xlstm", "yolos", "yoso", "youtu", "zaya",
+    "muse_spark_text", "musicflamingo", "mvp", "nanochat", "nemotron", "nemotron3_5_transcribe_asr_audio",
+    "nemotron3_diarization_audio", "nemotron_h", "nllb-moe", "nomic_bert", "nystromformer", "olmo", "olmo2",
+    "olmo3", "olmo_hybrid", "olmoe", "openai-gpt", "openai_privacy_filter", "opt", "opt/eager", "ovis2",
+    "paligemma", "pegasus", "pegasus_x", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "pixio",
+    "pixtral", "plbart", "poolformer", "pp_lcnet", "pp_ocrv6_small_rec", "pp_ocrv6_tiny_rec", "prophetnet",
+    "qianfan_ocr", "qianfan_ocr_vision", "qwen2", "qwen2/eager", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_audio",
+    "qwen2_audio_encoder", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_asr",
+    "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "qwen4_exp_text",
+    "radio", "recurrent_gemma", "regnet", "rembert", "resnet", "roberta", "roberta-prelayernorm", "roc_bert",
+    "roformer", "rwkv", "sam3_vision_model", "sam3_vit_model", "sam_hq_vision_model", "sam_vision_model",
+    "sapiens2", "seamless_m4t", "seamless_m4t_v2", "seed_oss", "segformer", "sew", "sew-d", "siglip",
+    "siglip_vision_model", "smollm3", "smolvlm", "smolvlm_vision", "solar_open", "splinter", "squeezebert",
+    "stablelm", "starcoder2", "swiftformer", "swin", "swin2sr", "swinv2", "switch_transformers", "t5", "t5/eager",
+    "t5gemma", "t5gemma2", "tapas", "timm_wrapper", "tipsv2", "tipsv2_text_model", "tipsv2_vision_model", "trocr",
+    "ultrabert", "ultravbert", "umt5", "unispeech", "unispeech-sat", "unlimited_ocr", "vaultgemma", "video_llama_3",
+    "video_llava", "vipllava", "visual_bert", "vit", "vit/eager", "vit_mae", "vit_msn", "vitdet", "vits", "voxtral",
+    "voxtral_encoder", "voxtral_realtime_encoder", "wav2vec2", "wav2vec2-conformer", "wavlm", "whisper",
+    "whisper/eager", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "xmod", "yolos", "yoso",
+    "youtu", "zaya",
 )  # fmt: skip
 
 LISTS: dict[str, Callable[[], list[str]]] = {

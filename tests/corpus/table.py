@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 import torch
 
 from corpus.check import Entry
+from corpus.models import families, families_left_out
 
 __all__ = ["table"]
 
@@ -17,21 +19,54 @@ HEAD = """\
 Written by `make test-corpus`. For each of these models, at a small size and with random weights: outputs, gradients and
 buffers of the patched model equal those of the unpatched one in training and in eval, its state-dict keys are the same,
 `deepcopy` gives a patched model and `pickle` an unpatched one that compute the same to the bit, and after
-`unpatch_model` it computes the same to the bit as before.
+`unpatch_model` it computes the same to the bit as before. Models of transformers that take labels are given some, and
+their losses compared.
 
 *fused* counts places by rule; *left* are places that look fusable and are not, by reason; *not read* are forwards that
-cannot be recorded, by reason, whatever is in them.
+cannot be recorded as a whole, by reason, whatever is in them: parts of them may be fused all the same.
 """
+FAMILIES_HEAD = """\
+## Families
+
+All that is left alone, besides layers that no rule looks for and forwards with nothing to fuse, in the models of these
+families: the class, the reason, and how often. Most are forwards that cannot be recorded as a whole and have nothing
+that a rule looks for in their parts.
+"""
+#: The families of which every place is fused, or there is a reason why not; names as fnmatch has them.
+FAMILIES = {
+    "ResNet": ("*:resnet*", "*:resnext*", "*:wide_resnet*", "timm:test_resnet"),
+    "ConvNeXt": ("*:convnext*", "timm:test_convnext"),
+    "ViT": ("torchvision:vit_*", "timm:vit_*", "timm:test_vit*", "transformers:vit", "transformers:vit[/_]*"),
+    "EfficientNet": ("*:efficientnet*", "timm:test_efficientnet"),
+    "Swin": ("*:swin*",),
+    "BERT": ("transformers:bert*", "transformers:roberta*", "transformers:distilbert"),
+    "GPT-2": ("transformers:gpt2*", "transformers:gpt-sw3"),
+    "Llama": ("transformers:llama*",),
+    "Qwen": ("transformers:qwen*", "timm:qwen*"),
+    "T5": ("transformers:*t5", "transformers:*t5/*", "transformers:switch_transformers"),
+}
 
 
 def table(entries: list[Entry]) -> str:
-    lines = [HEAD, versions(), ""]
-    for library in dict.fromkeys(entry.library for entry in entries):
+    libraries = list(dict.fromkeys(entry.library for entry in entries))
+    lines = [HEAD, versions(), "", "| | models | err or differ | something fused | places fused |"]
+    lines += [
+        "|---|---:|---:|---:|---:|",
+        *(bars(name, [e for e in entries if e.library == name]) for name in libraries),
+    ]
+    lines += [
+        bars("all", entries),
+        "",
+        FAMILIES_HEAD,
+        "| family | models | fused | left alone |",
+        "|---|---:|---:|---|",
+    ]
+    lines += [family(name, chosen(entries, patterns)) for name, patterns in FAMILIES.items()]
+    lines += ["", *left_out()]
+    for library in libraries:
         group = [entry for entry in entries if entry.library == library]
-        lines += [f"## {library}", "", summary(group), ""]
-        lines += ["| model | modules | patched | fused | left | not read |", "|---|---:|---:|---|---|---|"]
-        lines += [row(entry) for entry in group]
-        lines.append("")
+        lines += [f"## {library}", "", "| model | modules | patched | fused | left | not read |"]
+        lines += ["|---|---:|---:|---|---|---|", *map(row, group), ""]
     return "\n".join(lines)
 
 
@@ -42,12 +77,41 @@ def versions() -> str:
     return ", ".join(found) + "."
 
 
-def summary(entries: list[Entry]) -> str:
-    fused, left = (sum((Counter(getattr(e, kind)) for e in entries), Counter()).total() for kind in ("fused", "left"))
+def bars(name: str, entries: list[Entry]) -> str:
+    fused, left = (sum(sum(getattr(entry, kind).values()) for entry in entries) for kind in ("fused", "left"))
     some = sum(bool(entry.fused) for entry in entries)
     wrong = [entry.name for entry in entries if entry.problems]
-    text = f"{len(entries)} models, {some} with something fused; {fused} of {fused + left} places fused"
-    return f"{text}; WRONG: {', '.join(wrong)}" if wrong else f"{text}; none errs or differs."
+    cells = (name, len(entries), ", ".join(wrong) or 0, share(some, len(entries)), share(fused, fused + left))
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part} of {whole}, {part / whole:.1%}" if whole else "-"
+
+
+def chosen(entries: list[Entry], patterns: tuple[str, ...]) -> list[Entry]:
+    return [entry for entry in entries if any(fnmatchcase(entry.name, pattern) for pattern in patterns)]
+
+
+def family(name: str, entries: list[Entry]) -> str:
+    stated = sum((Counter(entry.stated) for entry in entries), Counter[str]())
+    left = "<br>".join(f"{count} {what.replace('|', chr(92) + '|')}" for what, count in by_number(stated.items()))
+    return f"| {name} | {len(entries)} | {sum(sum(entry.fused.values()) for entry in entries)} | {left or 'nothing'} |"
+
+
+def left_out() -> list[str]:
+    """What the corpus has not, and why."""
+    headless, other = families_left_out()
+    count = len(families())
+    reasons = {
+        "parts of others, with no model class in the mappings that the corpus looks into": headless,
+        "of which a small configuration or inputs cannot be made by the names of things alone, or which need a library "
+        "or files that are not there": other,
+    }
+    lines = ["## Not here", "", f"Of transformers' {count + len(headless) + len(other)} model types {count} are here."]
+    for reason, names in reasons.items():
+        lines += ["", f"{len(names)}, {reason}: {', '.join(names)}."]
+    return [*lines, ""]
 
 
 def row(entry: Entry) -> str:

@@ -27,7 +27,7 @@ def parameters(view: View, linear: Op) -> tuple[tuple[Any, Any], tuple[torch.Ten
 
 
 def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
-    found = activation(view, node)
+    found = activation(view, node, written=True)
     if found is None:
         return
     before, passed = behind(view, found[0]["input"])

@@ -48,16 +48,20 @@ def gates(view: View, node: Any, acts: Container[str]) -> Iterator[Gate]:
         return
     first, second = mul["input"], mul["other"]
     for gated, up in ((first, second), (second, first)):
-        found = activation(view, gated)
+        found = activation(view, gated, written=True)
         if found is not None and gated is not up and found[1] in acts:
             yield Gate(found[0], mul, found[1], up, gated is first)
+
+
+#: The options of geglu for each GELU; those that are written out are known when they are called.
+GELUS: dict[str, dict[str, Any]] = {"gelu": {}, "gelu_tanh": {"approximate": "tanh"}, "gelu_pow": {}, "gelu_mul": {}}
 
 
 def find_gated(function: Callable[..., Any], acts: dict[str, dict[str, Any]]) -> Find:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         for gate in gates(view, node, acts):
             ops, both = (gate.act, gate.mul), gate.operands
-            if gate.mul.inplace or not gate.first:
+            if gate.mul.inplace or not gate.first or gate.act["written"]:
                 yield Match(ops, calls.gated, both, {"act": gate.name, "written": gate.written}, both)
             else:
                 yield Match(ops, function, both, acts[gate.name], both)
@@ -70,7 +74,7 @@ def find_gated_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
     if linear is None or linear.recording is not None:
         return
     product, passed = behind(view, linear["input"])
-    for gate in gates(view, product, ("silu", "gelu", "gelu_tanh", "relu")):
+    for gate in gates(view, product, ("silu", "relu", *GELUS)):
         args = (*gate.operands, *parameters(view, linear)[0], gate.name)
         options = {"gate_first": gate.first and not gate.mul.inplace, "written": gate.written}
         yield Match((gate.act, gate.mul, *passed, linear), calls.gated_linear, args, options, gate.operands)
@@ -79,9 +83,7 @@ def find_gated_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
 #: The public functions, and the activations that each stands for with its options.
 GATES = (
     GraphRule("swiglu", "silu(gate) * up", find_gated(functional.swiglu, {"silu": {}})),
-    GraphRule(
-        "geglu", "gelu(gate) * up", find_gated(functional.geglu, {"gelu": {}, "gelu_tanh": {"approximate": "tanh"}})
-    ),
+    GraphRule("geglu", "gelu(gate) * up", find_gated(functional.geglu, GELUS)),
     GraphRule("reglu", "relu(gate) * up", find_gated(functional.reglu, {"relu": {}})),
 )
 GATED_LINEAR = GraphRule("gated_linear", "linear(act(gate) * up), as a gated MLP ends", find_gated_linear)

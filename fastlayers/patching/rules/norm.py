@@ -50,11 +50,17 @@ def is_function(op: Op) -> bool:
     return op.child is None or op.recording is not None
 
 
-def activation(view: View, node: Any) -> tuple[Op, str] | None:
-    """A node as an activation that a fused norm can end with, and its name there."""
+def activation(view: View, node: Any, *, written: bool = False) -> tuple[Op, str] | None:
+    """A node as an activation that a fused norm can end with, and its name there.
+
+    Args:
+        written: whether one that is written out, of which only a call knows the dtype, will do.
+    """
     op = view.op(node, "gelu") or view.op(node, "quick_gelu") or view.op(node)
-    if op is None or op["written"] is not None:
+    if op is None or (op["written"] is not None and not written):
         return None
+    if op["written"] is not None:
+        return op, str(op["written"])
     if op.name in ("relu", "silu", "hardswish", "quick_gelu"):
         return op, op.name
     if op.name == "relu6" and (op["min_val"] or 0.0, op["max_val"] or 6.0) == (0.0, 6.0):

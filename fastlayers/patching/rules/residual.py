@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from fastlayers import functional
 from fastlayers.patching import calls
+from fastlayers.patching.compositions import permutation
 from fastlayers.patching.graph import Attribute, Op, View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match
@@ -109,7 +110,9 @@ def dropped(op: Op) -> tuple[Any, Any] | None:
 
 def find_scale_add(view: View, node: Node) -> Iterator[Match | Refusal]:
     plain = view.op(node, "add")
-    for branch, residual, written in sides(plain) if plain is not None else ():
+    if plain is None:
+        return
+    for branch, residual, written in sides(plain):
         before, passed = behind(view, branch)
         drop = view.op(before, "drop_path")
         how = dropped(drop) if drop is not None else None
@@ -117,7 +120,11 @@ def find_scale_add(view: View, node: Node) -> Iterator[Match | Refusal]:
         if drop is not None and how is not None:
             before, inner = behind(view, drop["input"])
             ops = (*inner, drop, *passed)
-        scale = scaled(view, before)
+        scale, dims = scaled(view, before), None
+        turned = permutation(view, before) if scale is None and not plain.inplace else None
+        inside = scaled(view, turned[0]["input"]) if turned is not None else None
+        if turned is not None and inside is not None and not inside[0].inplace:
+            scale, dims, ops = inside, turned[1], (turned[0], *ops)
         if (how is None and (drop is not None or scale is None)) or is_parameter(view, residual):
             continue
         add = addition(view, node)
@@ -131,7 +138,10 @@ def find_scale_add(view: View, node: Node) -> Iterator[Match | Refusal]:
             x = mul["input"]
         args = (x, gamma, residual, *(how or ()))
         inplace = scale is not None and scale[0].inplace
-        if add.inplace or inplace or written == "x":
+        if dims is not None:
+            args, first = (x, gamma, residual, dims, *(how or ())), {"first": written == "x"}
+            yield Match((*ops, add), calls.permuted_scale_add, args, first, (x, residual))
+        elif add.inplace or inplace or written == "x":
             options = {"written": written if add.inplace else None, "scaled": inplace}
             yield Match((*ops, add), calls.scale_add, args, options, (x, residual))
         else:
