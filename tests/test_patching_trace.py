@@ -1326,7 +1326,7 @@ def test_planning_runs_no_side_effect(capsys):
 
 def test_nothing_to_patch_warns():
     with pytest.warns(PatchWarning, match="nothing in AForwardThatRaises was patched"):
-        patch_model(AForwardThatRaises(), exclude=(nn.LayerNorm, nn.Sequential))
+        patch_model(AForwardThatRaises(), exclude=(nn.LayerNorm, nn.Linear, nn.Sequential))
 
 
 def register(function):
