@@ -263,8 +263,8 @@ def test_gated_mlp_of_transformers(family, act):
 def test_gated_mlps_of_timm():
     layers = pytest.importorskip("timm.layers")
     packed = layers.GluMlp(8, 12, act_layer=nn.SiLU, gate_last=False)
-    for mlp in (layers.SwiGLU(8, 6), packed):  # with a dropout before the linear layer
-        assert fused(mlp) == {"swiglu": 1}
+    for mlp, more in ((layers.SwiGLU(8, 6), {}), (packed, {"split": 1})):  # with a dropout before the linear layer
+        assert fused(mlp) == {"swiglu": 1, **more}
         same(mlp.eval(), *tensors((2, 3, 8)))
 
 
