@@ -805,11 +805,11 @@ def test_gradient_checkpointing_of_transformers(reentrant):
 
 
 TIMM = {
-    "resnet18": ({}, {"batch_norm_act": 9, "batch_norm_add_act": 8, "batch_norm": 3}),
-    "convnext_atto": ({"drop_path_rate": 0.2}, {"channel_layer_norm": 17, "gelu": 12, "scale_add": 12}),
+    "resnet18": ({}, {"batch_norm_act": 9, "batch_norm_add_act": 8, "batch_norm": 3, "linear": 1}),
+    "convnext_atto": ({"drop_path_rate": 0.2}, {"channel_layer_norm": 17, "gelu": 12, "scale_add": 12, "linear": 1}),
     "vit_tiny_patch16_224": (
         {"img_size": 32, "drop_path_rate": 0.2},
-        {"add_layer_norm": 24, "forked_layer_norm": 1, "linear_act": 12},
+        {"add_layer_norm": 24, "forked_layer_norm": 1, "linear_act": 12, "linear": 37, "split": 12},
     ),
 }
 
