@@ -660,8 +660,8 @@ IMAGES = {**SIZES, "image_size": 32, "patch_size": 8}
 IDS = {"input_ids": torch.arange(1, 13).view(2, 6)}
 PIXELS = {"pixel_values": tensor(2, 3, 32, 32, grad=False)}
 DECODED = {"decoder_input_ids": IDS["input_ids"]}
-LLAMA = {"add_rms_norm": 4, "rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
-GEMMA = {"add_rms_norm": 4, "rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
+LLAMA = {"add_rms_norm": 4, "forked_rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
+GEMMA = {"add_rms_norm": 4, "forked_rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
 
 #: Model, the sizes in its configuration, its inputs, and what is fused in training.
 TRANSFORMERS = {
@@ -670,14 +670,14 @@ TRANSFORMERS = {
         "GPT2LMHeadModel",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50},
         IDS,
-        {"add_layer_norm": 4, "layer_norm": 1, "softmax": 2, "gelu": 2, "linear": 8, "split": 2},
+        {"add_layer_norm": 4, "forked_layer_norm": 1, "softmax": 2, "gelu": 2, "linear": 8, "split": 2},
     ),
     "llama": ("LlamaForCausalLM", GROUPED, {**IDS, "labels": IDS["input_ids"]}, {**LLAMA, "cross_entropy": 1}),
     "mistral": ("MistralForCausalLM", GROUPED, IDS, LLAMA),
     "qwen2": ("Qwen2ForCausalLM", GROUPED, IDS, {**LLAMA, "linear": 6}),
-    "qwen3": ("Qwen3ForCausalLM", GROUPED, IDS, {**LLAMA, "rms_norm": 5}),
+    "qwen3": ("Qwen3ForCausalLM", GROUPED, IDS, {**LLAMA, "rms_norm": 4}),
     "gemma": ("GemmaForCausalLM", GROUPED, IDS, GEMMA),
-    "gemma2": ("Gemma2ForCausalLM", GROUPED, IDS, {**GEMMA, "rms_norm": 5}),
+    "gemma2": ("Gemma2ForCausalLM", GROUPED, IDS, {**GEMMA, "rms_norm": 4}),
     "olmo2": (
         "Olmo2ForCausalLM",
         {**SIZES, "num_key_value_heads": 2},
@@ -688,7 +688,7 @@ TRANSFORMERS = {
         "T5ForConditionalGeneration",
         {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 50},
         {**IDS, **DECODED},
-        {"add_rms_norm": 10, "rms_norm": 2, "softmax": 6},
+        {"add_rms_norm": 10, "forked_rms_norm": 2, "softmax": 6},
     ),
     "opt": (
         "OPTForCausalLM",
@@ -697,7 +697,15 @@ TRANSFORMERS = {
             "word_embed_proj_dim": 32,
         },
         IDS,
-        {"add_layer_norm": 1, "layer_norm": 4, "softmax": 2, "dropout_add": 4, "linear_act": 2, "linear": 10},
+        {
+            "add_layer_norm": 1,
+            "forked_layer_norm": 3,
+            "layer_norm": 1,
+            "softmax": 2,
+            "dropout_add": 4,
+            "linear_act": 2,
+            "linear": 10,
+        },
     ),
     "phi": (
         "PhiForCausalLM",
@@ -705,7 +713,7 @@ TRANSFORMERS = {
         IDS,
         {
             "add_layer_norm": 2,
-            "layer_norm": 1,
+            "forked_layer_norm": 1,
             "rotary": 2,
             "softmax": 2,
             "linear_act": 2,
@@ -717,19 +725,19 @@ TRANSFORMERS = {
         "BloomForCausalLM",
         {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50},
         IDS,
-        {"add_layer_norm": 4, "layer_norm": 2, "softmax": 2, "linear": 8},
+        {"add_layer_norm": 4, "forked_layer_norm": 1, "layer_norm": 1, "softmax": 2, "linear": 8},
     ),
     "vit": (
         "ViTForImageClassification",
         IMAGES,
         PIXELS,
-        {"add_layer_norm": 4, "layer_norm": 1, "softmax": 2, "linear_act": 2, "linear": 11},
+        {"add_layer_norm": 4, "forked_layer_norm": 1, "softmax": 2, "linear_act": 2, "linear": 11},
     ),
     "clip": (
         "CLIPVisionModel",
         IMAGES,
         PIXELS,
-        {"add_layer_norm": 4, "layer_norm": 2, "softmax": 2, "linear_act": 2, "linear": 10},
+        {"add_layer_norm": 4, "forked_layer_norm": 1, "layer_norm": 1, "softmax": 2, "linear_act": 2, "linear": 10},
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
@@ -740,7 +748,7 @@ TRANSFORMERS = {
             **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
         },
         {"input_features": tensor(2, 8, 40, grad=False), **DECODED},
-        {"add_layer_norm": 10, "layer_norm": 2, "softmax": 6, "linear_act": 4, "gelu": 2, "linear": 22},
+        {"add_layer_norm": 10, "forked_layer_norm": 2, "softmax": 6, "linear_act": 4, "gelu": 2, "linear": 22},
     ),
 }
 
@@ -792,7 +800,8 @@ def test_gradient_checkpointing_of_transformers(reentrant):
     config = transformers.LlamaConfig(**GROUPED, attn_implementation="eager", use_cache=False, attention_dropout=0.2)
     model = transformers.LlamaForCausalLM(config)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    check_model(model, IDS, {"add_rms_norm": 2, "rms_norm": 3, "rotary": 2, "softmax": 2, "gated_linear": 2})
+    counts = {"add_rms_norm": 2, "forked_rms_norm": 2, "rms_norm": 1, "rotary": 2, "softmax": 2, "gated_linear": 2}
+    check_model(model, IDS, counts)
 
 
 TIMM = {
@@ -800,7 +809,7 @@ TIMM = {
     "convnext_atto": ({"drop_path_rate": 0.2}, {"channel_layer_norm": 17, "gelu": 12, "scale_add": 12, "linear": 1}),
     "vit_tiny_patch16_224": (
         {"img_size": 32, "drop_path_rate": 0.2},
-        {"add_layer_norm": 24, "layer_norm": 1, "linear_act": 12, "linear": 37, "split": 12},
+        {"add_layer_norm": 24, "forked_layer_norm": 1, "linear_act": 12, "linear": 37, "split": 12},
     ),
 }
 
