@@ -41,6 +41,7 @@ from fastlayers.modules.layer_norm import (
     FusedRMSNorm,
 )
 from fastlayers.modules.linear_cross_entropy import FusedLinearCrossEntropyLoss
+from fastlayers.modules.max_pool2d import FusedMaxPool2d
 from fastlayers.modules.residual import FusedDropoutAdd, FusedScaleAdd
 from fastlayers.modules.rotary import FusedRotary
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
@@ -59,6 +60,7 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm1d: FusedInstanceNorm1d,
     nn.InstanceNorm2d: FusedInstanceNorm2d,
     nn.InstanceNorm3d: FusedInstanceNorm3d,
+    nn.MaxPool2d: FusedMaxPool2d,
     nn.GELU: FusedGELU,
     nn.Mish: FusedMish,
     nn.ELU: FusedELU,
@@ -100,6 +102,7 @@ __all__ = [
     "FusedLeakyReLU",
     "FusedLinearCrossEntropyLoss",
     "FusedLogSoftmax",
+    "FusedMaxPool2d",
     "FusedMish",
     "FusedMul",
     "FusedQuickGELU",
