@@ -8,11 +8,28 @@
 namespace fastlayers {
 namespace {
 
-struct Axis {
-  int size, out, kernel, stride, padding, dilation;
+// Blocks on a multiprocessor, which leaves a thread 64 registers.
+template <typename T>
+constexpr int kBlocks = sizeof(T) == 8 ? 2 : 4;
 
+struct Axis {
+  int size, out, kernel, padding, dilation;
+  Divider stride;
+
+  // Where the window of an output begins.
+  __device__ __forceinline__ int start(int of) const { return of * static_cast<int>(stride.divisor) - padding; }
   // The first offset of a window whose input is there.
-  __device__ __forceinline__ int first(int start) const { return start < 0 ? (-start + dilation - 1) / dilation : 0; }
+  __device__ __forceinline__ int first(int start) const {
+    if (start >= 0) return 0;
+    return dilation == 1 ? -start : (-start + dilation - 1) / dilation;
+  }
+  // The output whose window has input i at offset k; a negative number where there is none.
+  __device__ __forceinline__ int window(int i, int k) const {
+    const int from = i + padding - k * dilation;
+    if (from < 0) return -1;
+    const int of = static_cast<int>(stride.quotient(static_cast<uint32_t>(from)));
+    return of * static_cast<int>(stride.divisor) == from && of < out ? of : -1;
+  }
 };
 
 // Images [outer, height, width, inner] in memory: the channels are inside of channels_last images, and outside of others.
@@ -51,50 +68,118 @@ struct Place {
 __device__ __forceinline__ bool within(int i, int size) { return static_cast<unsigned>(i) < static_cast<unsigned>(size); }
 
 // What a window has seen so far: NaN stays, and of equal elements the first, as in torch.
-template <typename A, int V>
+template <typename T, int V>
 struct Maximum {
-  Vec<A, V> value;
+  using Word = Vec<T, V>;
+  Word value;
   int offset[V];
 
-  __device__ __forceinline__ explicit Maximum(int first) : value(filled<A, V>(A(-INFINITY))) {
+  __device__ __forceinline__ explicit Maximum(int first) : value(lowest()) {
 #pragma unroll
     for (int j = 0; j < V; ++j) offset[j] = first;
   }
-  __device__ __forceinline__ void see(const Vec<A, V>& seen, int at) {
+  static __device__ __forceinline__ Word lowest() { return filled<T, V>(convert<T>(compute_t<T>(-INFINITY))); }
+  __device__ __forceinline__ void see(const Word& seen, int at) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      if (seen.v[j] > value.v[j] || seen.v[j] != seen.v[j]) {
-        value.v[j] = seen.v[j];
-        offset[j] = at;
-      }
+      const auto v = convert<compute_t<T>>(seen.v[j]);
+      const bool taken = v > convert<compute_t<T>>(value.v[j]) || v != v;
+      value.v[j] = taken ? seen.v[j] : value.v[j];
+      offset[j] = taken ? at : offset[j];
     }
   }
+  __device__ __forceinline__ Vec<uint8_t, V> offsets() const {
+    Vec<uint8_t, V> bytes;
+#pragma unroll
+    for (int j = 0; j < V; ++j) bytes.v[j] = static_cast<uint8_t>(offset[j]);
+    return bytes;
+  }
 };
+
+// Which of the two elements of a word take the place of those of another: 16 bits of ones each. In assembly and on words that nobody
+// sees as two elements: the compiler takes those apart, in three times the instructions.
+__device__ __forceinline__ unsigned taken_of(unsigned seen, unsigned value, __half) {
+  unsigned greater, nan;
+  asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(greater) : "r"(seen), "r"(value));
+  asm("set.neu.u32.f16x2 %0, %1, %1;" : "=r"(nan) : "r"(seen));
+  return greater | nan;
+}
+__device__ __forceinline__ unsigned taken_of(unsigned seen, unsigned value, __nv_bfloat16) {
+#if __CUDA_ARCH__ >= 900
+  unsigned greater, nan;
+  asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(greater) : "r"(seen), "r"(value));
+  asm("set.neu.u32.bf16x2 %0, %1, %1;" : "=r"(nan) : "r"(seen));
+  return greater | nan;
+#else
+  const auto taken = [](unsigned v, unsigned w) {  // in the upper half
+    return __uint_as_float(v) > __uint_as_float(w) || __uint_as_float(v) != __uint_as_float(v);
+  };
+  return (taken(seen << 16, value << 16) ? 0xffffu : 0u) | (taken(seen & 0xffff0000u, value & 0xffff0000u) ? 0xffff0000u : 0u);
+#endif
+}
+
+// The same of words of 16-bit elements, two at a time.
+template <typename T>
+struct Pairs {
+  static constexpr int V = kVector<T>;
+  using Word = Vec<unsigned, V / 2>;
+  Word value;
+  unsigned offset[V / 2];
+
+  __device__ __forceinline__ explicit Pairs(int first) : value(lowest()) {
+#pragma unroll
+    for (int j = 0; j < V / 2; ++j) offset[j] = static_cast<unsigned>(first) * 0x10001u;
+  }
+  static __device__ __forceinline__ Word lowest() {  // minus infinity
+    return filled<unsigned, V / 2>(std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u);
+  }
+  __device__ __forceinline__ void see(const Word& seen, int at) {
+#pragma unroll
+    for (int j = 0; j < V / 2; ++j) {
+      const unsigned taken = taken_of(seen.v[j], value.v[j], T{});
+      value.v[j] = (seen.v[j] & taken) | (value.v[j] & ~taken);
+      offset[j] = (static_cast<unsigned>(at) * 0x10001u & taken) | (offset[j] & ~taken);
+    }
+  }
+  __device__ __forceinline__ Vec<uint8_t, V> offsets() const {
+    Vec<uint8_t, V> bytes;
+    auto* words = reinterpret_cast<unsigned*>(bytes.v);
+#pragma unroll
+    for (int j = 0; j < V / 4; ++j) words[j] = __byte_perm(offset[2 * j], offset[2 * j + 1], 0x6420);
+    return bytes;
+  }
+};
+template <>
+struct Maximum<__nv_bfloat16, kVector<__nv_bfloat16>> : Pairs<__nv_bfloat16> { using Pairs::Pairs; };
+template <>
+struct Maximum<__half, kVector<__half>> : Pairs<__half> { using Pairs::Pairs; };
 
 // A thread has a word of the output. K: the size of a square window without dilation, all of whose words are in flight at once; 0:
 // any window.
 template <typename T, int V, int K, bool KEEP>
-__global__ void __launch_bounds__(kThreads) pool_forward(const T* __restrict__ x, T* __restrict__ y, uint8_t* __restrict__ offsets,
-                                                       const Words words, const Images images) {
-  using A = compute_t<T>;
+__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+    pool_forward(const T* __restrict__ x, T* __restrict__ y, uint8_t* __restrict__ offsets, const Words words, const Images images) {
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= words.n) return;
   const Place at(words, i);
   const Axis &height = images.height, &width = images.width;
-  const int top = at.row * height.stride - height.padding, left = at.column * width.stride - width.padding;
+  const int top = height.start(at.row), left = width.start(at.column);
   x += at.image * height.size * width.size * images.inner + at.word * V;
-  Maximum<A, V> maximum(height.first(top) * width.kernel + width.first(left));
+  using Word = typename Maximum<T, V>::Word;
+  const auto load = [&](int row, int column) {
+    return *reinterpret_cast<const Word*>(x + (static_cast<int64_t>(row) * width.size + column) * images.inner);
+  };
+  Maximum<T, V> maximum(height.first(top) * width.kernel + width.first(left));
   if constexpr (K > 0) {
-    Vec<T, V> seen[K * K];
+    Word seen[K * K];
 #pragma unroll
     for (int k = 0; k < K * K; ++k) {
       const int row = top + k / K, column = left + k % K;
       const bool inside = within(row, height.size) && within(column, width.size);
-      seen[k] = inside ? load_vec<T, V>(x + (static_cast<int64_t>(row) * width.size + column) * images.inner)
-                       : filled<T, V>(convert<T>(A(-INFINITY)));
+      seen[k] = inside ? load(row, column) : Maximum<T, V>::lowest();
     }
 #pragma unroll
-    for (int k = 0; k < K * K; ++k) maximum.see(unpack<A>(seen[k]), k);
+    for (int k = 0; k < K * K; ++k) maximum.see(seen[k], k);
   } else {
     for (int kh = 0; kh < height.kernel; ++kh) {
       const int row = top + kh * height.dilation;
@@ -102,18 +187,12 @@ __global__ void __launch_bounds__(kThreads) pool_forward(const T* __restrict__ x
       for (int kw = 0; kw < width.kernel; ++kw) {
         const int column = left + kw * width.dilation;
         if (!within(column, width.size)) continue;
-        maximum.see(unpack<A>(load_vec<T, V>(x + (static_cast<int64_t>(row) * width.size + column) * images.inner)),
-                    kh * width.kernel + kw);
+        maximum.see(load(row, column), kh * width.kernel + kw);
       }
     }
   }
-  store_vec<T, V>(y + static_cast<int64_t>(i) * V, pack<T>(maximum.value));
-  if constexpr (KEEP) {
-    Vec<uint8_t, V> kept;
-#pragma unroll
-    for (int j = 0; j < V; ++j) kept.v[j] = static_cast<uint8_t>(maximum.offset[j]);
-    store_vec<uint8_t, V>(offsets + static_cast<int64_t>(i) * V, kept);
-  }
+  *reinterpret_cast<Word*>(y + static_cast<int64_t>(i) * V) = maximum.value;
+  if constexpr (KEEP) store_vec<uint8_t, V>(offsets + static_cast<int64_t>(i) * V, maximum.offsets());
 }
 
 template <typename A, typename T, int V>
@@ -126,8 +205,8 @@ __device__ __forceinline__ void gather(Vec<A, V>& sum, const Vec<T, V>& dy, cons
 
 // A thread has a word of S x S neighbouring inputs, which lie in the same windows: those that end within S of each other.
 template <typename T, int V, int K, int S>
-__global__ void __launch_bounds__(kThreads) pool_backward(const T* __restrict__ dy, const uint8_t* __restrict__ offsets,
-                                                        T* __restrict__ dx, const Words words, const Images images) {
+__global__ void __launch_bounds__(kThreads, S == 1 ? 2 : kBlocks<T>)
+    pool_backward(const T* __restrict__ dy, const uint8_t* __restrict__ offsets, T* __restrict__ dx, const Words words, const Images images) {
   using A = compute_t<T>;
   constexpr int kWindows = (K - 1) / S + 1;  // along an axis
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
@@ -144,8 +223,8 @@ __global__ void __launch_bounds__(kThreads) pool_backward(const T* __restrict__ 
 #pragma unroll
     for (int w = 0; w < kWindows; ++w) {
       const int row = last_row - h, column = last_column - w;
-      g[h][w] = filled<T, V>(convert<T>(A(0)));
-      kept[h][w] = filled<uint8_t, V>(UINT8_MAX);  // of no window
+      memset(&g[h][w], 0, sizeof(g[h][w]));
+      memset(&kept[h][w], UINT8_MAX, sizeof(kept[h][w]));  // no offset
       if (within(row, height.out) && within(column, width.out)) {
         const int64_t from = shift + (static_cast<int64_t>(row) * width.out + column) * images.inner;
         g[h][w] = load_vec<T, V>(dy + from);
@@ -186,11 +265,11 @@ __global__ void __launch_bounds__(kThreads) pool_backward_any(const T* __restric
   const int64_t shift = at.image * height.out * width.out * images.inner + at.word * V;
   Vec<A, V> sum = filled<A, V>(A(0));
   for (int kh = height.kernel - 1; kh >= 0; --kh) {
-    const int top = at.row + height.padding - kh * height.dilation, row = top / height.stride;
-    if (top < 0 || row * height.stride != top || row >= height.out) continue;
+    const int row = height.window(at.row, kh);
+    if (row < 0) continue;
     for (int kw = width.kernel - 1; kw >= 0; --kw) {
-      const int left = at.column + width.padding - kw * width.dilation, column = left / width.stride;
-      if (left < 0 || column * width.stride != left || column >= width.out) continue;
+      const int column = width.window(at.column, kw);
+      if (column < 0) continue;
       const int64_t from = shift + (static_cast<int64_t>(row) * width.out + column) * images.inner;
       gather(sum, load_vec<T, V>(dy + from), load_vec<uint8_t, V>(offsets + from), kh * width.kernel + kw);
     }
@@ -209,7 +288,8 @@ Axis axis(int d, const Ints& size, const Ints& out, const Ints& kernel, const In
                     ": expected two numbers of at least ", least, " for height and width");
     return static_cast<int>(of[d]);
   };
-  return {number(size, 1), number(out, 1), number(kernel, 1), number(stride, 1), number(padding, 0), number(dilation, 1)};
+  const auto step = static_cast<uint32_t>(number(stride, 1));
+  return {number(size, 1), number(out, 1), number(kernel, 1), number(padding, 0), number(dilation, 1), Divider(step)};
 }
 
 // t has the sizes [..., height, width], and channels_last says how it lies.
@@ -248,7 +328,9 @@ void for_images(int64_t outer, int64_t rows, int64_t columns, int64_t words, F&&
 }
 
 bool is_square(const Images& images, int kernel, int stride) {
-  const auto fits = [&](const Axis& a) { return a.kernel == kernel && a.dilation == 1 && (stride == 0 || a.stride == stride); };
+  const auto fits = [&](const Axis& a) {
+    return a.kernel == kernel && a.dilation == 1 && (stride == 0 || static_cast<int>(a.stride.divisor) == stride);
+  };
   return fits(images.height) && fits(images.width);
 }
 
@@ -321,6 +403,7 @@ Tensor max_pool2d_backward(const Tensor& dy, const Tensor& offsets, Ints size, I
         });
       };
       if (is_square(images, 3, 2)) return blocked(Number<3>{}, Number<2>{});
+      if (is_square(images, 3, 1)) return blocked(Number<3>{}, Number<1>{});
       if (is_square(images, 2, 2)) return blocked(Number<2>{}, Number<2>{});
       for_images(images.outer, images.height.size, images.width.size, images.inner / V, [&](int64_t first, const Words& words) {
         pool_backward_any<T, V><<<blocks_for(words.n, kThreads), kThreads, 0, launch.stream()>>>(

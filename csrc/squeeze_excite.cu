@@ -82,63 +82,39 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const T* __restrict__ x, co
   if (lane == 0 && row < outer) sums[row] = convert<T>(sum);
 }
 
-// Where element i of [outer, repeat, columns] finds its channel.
-struct Channels {
-  bool whole;  // words lie within a row of columns, or within one repeat where columns is 1
-  bool small;  // fewer than 2^31 elements
-  int64_t columns_, block_;
-  Divider columns, block;  // block: repeat·columns
-
-  Channels(int64_t outer, int64_t repeat, int64_t columns_in, bool whole_)
-      : whole(whole_), small(outer * repeat * columns_in <= INT32_MAX), columns_(columns_in), block_(repeat * columns_in) {
-    if (small) {
-      columns = Divider(static_cast<uint32_t>(columns_));
-      block = Divider(static_cast<uint32_t>(block_));
-    }
-  }
-  __device__ __forceinline__ int64_t of(int64_t i) const {
-    if (small) {
-      const uint32_t at = static_cast<uint32_t>(i);
-      return static_cast<int64_t>(block.quotient(at)) * columns.divisor + at - columns.quotient(at) * columns.divisor;
-    }
-    return i / block_ * columns_ + i % columns_;
-  }
-  template <typename T>
-  __device__ __forceinline__ Vec<T, kVector<T>> load(const T* p, int64_t i, int64_t n) const {
-    if (whole) return columns_ == 1 ? filled<T, kVector<T>>(p[of(i)]) : load_vec<T, kVector<T>>(p + of(i));
-    Vec<T, kVector<T>> w;
-#pragma unroll
-    for (int j = 0; j < kVector<T>; ++j) w.v[j] = i + j < n ? p[of(i + j)] : convert<T>(0.f);
-    return w;
-  }
-};
-
-// x·scale + factor·shift, both of a channel of an image.
+// x·scale + factor·shift for a scale and a shift of each channel, in words that Repeats serves.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) scale_shift_flat(const T* __restrict__ x, const T* __restrict__ scale,
-                                                           const T* __restrict__ shift, T* __restrict__ out, int64_t n, bool is_aligned,
-                                                           compute_t<T> factor, const Channels channels) {
+__global__ void __launch_bounds__(kThreads) scale_shift_words(const T* __restrict__ x, const T* __restrict__ scale,
+                                                            const T* __restrict__ shift, T* __restrict__ out, int64_t n,
+                                                            compute_t<T> factor, const Repeats repeats) {
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
-  for_block<T>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
-    constexpr bool WHOLE = U > 1;
-    Vec<T, V> wx[U], ws[U], wm[U];
+  Vec<T, V> wx[kUnroll], ws[kUnroll], wm[kUnroll];
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t i = flat_index<T>(first + u);
-      wx[u] = load_flat<T, WHOLE>(x, i, n);
-      if (WHOLE || i < n) ws[u] = channels.load(scale, i, n), wm[u] = channels.load(shift, i, n);
-    }
+  for (int u = 0; u < kUnroll; ++u) {
+    const int64_t i = flat_index<T>(u);
+    if (i < n) wx[u] = load_vec<T, V>(x + i), ws[u] = repeats.load(scale, i), wm[u] = repeats.load(shift, i);
+  }
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      Vec<A, V> r = unpack<A>(wx[u]);
-      const Vec<A, V> s = unpack<A>(ws[u]), m = unpack<A>(wm[u]);
+  for (int u = 0; u < kUnroll; ++u) {
+    Vec<A, V> r = unpack<A>(wx[u]);
+    const Vec<A, V> s = unpack<A>(ws[u]), m = unpack<A>(wm[u]);
 #pragma unroll
-      for (int j = 0; j < V; ++j) r.v[j] = r.v[j] * s.v[j] + factor * m.v[j];
-      store_flat<T, WHOLE>(out, flat_index<T>(first + u), n, pack<T>(r));
-    }
-  });
+    for (int j = 0; j < V; ++j) r.v[j] = r.v[j] * s.v[j] + factor * m.v[j];
+    if (flat_index<T>(u) < n) store_vec<T, V>(out + flat_index<T>(u), pack<T>(r));
+  }
+}
+
+// The same of any [outer, repeat, columns], element by element.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) scale_shift_elements(const T* __restrict__ x, const T* __restrict__ scale,
+                                                               const T* __restrict__ shift, T* __restrict__ out, int64_t n,
+                                                               compute_t<T> factor, int64_t block, int64_t columns) {
+  using A = compute_t<T>;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n) return;
+  const int64_t channel = i / block * columns + i % columns;
+  out[i] = convert<T>(convert<A>(x[i]) * convert<A>(scale[channel]) + factor * convert<A>(shift[channel]));
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
@@ -232,10 +208,16 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
     const T* px = static_cast<const T*>(x.const_data_ptr());
     const T* ps = static_cast<const T*>(scale.const_data_ptr());
     const T* pm = static_cast<const T*>(shift.const_data_ptr());
-    const bool fits = image.columns == 1 ? image.repeat % V == 0 : image.columns % V == 0 && aligned(ps) && aligned(pm);
-    scale_shift_flat<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(
-        px, ps, pm, static_cast<T*>(out.mutable_data_ptr()), n, aligned(px), static_cast<compute_t<T>>(factor),
-        Channels(image.outer, image.repeat, image.columns, fits));
+    T* po = static_cast<T*>(out.mutable_data_ptr());
+    const auto by = static_cast<compute_t<T>>(factor);
+    const int64_t block = image.repeat * image.columns;
+    const bool whole = image.columns == 1 ? block % V == 0 : image.columns % V == 0 && aligned(ps) && aligned(pm);
+    if (whole && aligned(px) && n <= INT32_MAX) {
+      const Repeats repeats{true, Divider(static_cast<uint32_t>(image.columns)), Divider(static_cast<uint32_t>(block))};
+      scale_shift_words<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(px, ps, pm, po, n, by, repeats);
+    } else {
+      scale_shift_elements<T><<<blocks_for(n, kThreads), kThreads, 0, launch.stream()>>>(px, ps, pm, po, n, by, block, image.columns);
+    }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

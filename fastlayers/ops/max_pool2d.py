@@ -75,11 +75,10 @@ def _scatter(dy: Tensor, offsets: Tensor, size: Pair, window: Window) -> Tensor:
     row, column = offsets.long() // kernel[1], offsets.long() % kernel[1]
     row = row * dilation[0] + torch.arange(out[0], device=device)[:, None] * stride[0] - padding[0]
     column = column * dilation[1] + torch.arange(out[1], device=device) * stride[1] - padding[1]
-    index = (row * size[1] + column).flatten(-2)
-    flat = dy.flatten(-2)
-    return torch.zeros_like(flat[..., :1]).expand(*flat.shape[:-1], size[0] * size[1]).scatter_add(
-        -1, index, flat
-    ).unflatten(-1, size)  # fmt: skip
+    images = offsets.shape[:-2]
+    index = (row * size[1] + column).reshape(*images, -1)
+    zeros = torch.zeros((*images, size[0] * size[1]), dtype=dy.dtype, device=device)
+    return zeros.scatter_add(-1, index, dy.reshape(*images, -1)).reshape(*images, *size)
 
 
 class _MaxPool2d(torch.autograd.Function):

@@ -27,10 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.modules.group_norm import _apply
-from fastlayers.ops import bias_act, glu, reference
+from fastlayers.ops import bias_act, glu, reference, squeeze_excite
 from fastlayers.ops.activations import activation
 from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import HALF
+from fastlayers.ops.squeeze_excite import excite
 
 __all__ = [
     "add_layer_norm",
@@ -42,6 +43,7 @@ __all__ = [
     "batch_norm_layer",
     "checkpointed",
     "dropout_add",
+    "excite",
     "gated",
     "gated_linear",
     "instance_norm_layer",
@@ -226,6 +228,19 @@ def gated_linear(
         return functional.gated_linear(gate, up, weight, bias, act)
     product = glu.gated(gate, up, act) if gate_first else gated(gate, up, act, written)
     return F.linear(product, weight, bias)
+
+
+# -- squeeze and excite -----------------------------------------------------------------------------------------------
+
+
+def squeeze(x: Tensor, dims: Any) -> Tensor:
+    """``x.mean(dims, keepdim=True)`` for the last two of four dimensions."""
+    return squeeze_excite.squeeze(x, lambda x: x.mean(dims, keepdim=True))
+
+
+def squeeze_by_pooling(x: Tensor) -> Tensor:
+    """The same by torch's layer, which takes images without a batch too."""
+    return squeeze_excite.squeeze(x, lambda x: F.adaptive_avg_pool2d(x, 1))
 
 
 # -- linear layers ----------------------------------------------------------------------------------------------------

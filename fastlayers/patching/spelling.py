@@ -52,6 +52,8 @@ spell("add", "input other", operator.add)
 spell("add", "input other", operator.iadd, inplace=True)
 spell("add", "input other alpha", torch.add, "add")
 spell("add", "input other alpha", "add_", inplace=True)
+spell("mean", "input dim keepdim dtype", torch.mean, "mean")
+spell("adaptive_avg_pool2d", "input output_size", F.adaptive_avg_pool2d)
 spell("linear", "input weight bias", F.linear)
 spell("sub", "input other", operator.sub, torch.sub, torch.subtract, "sub", "subtract")
 spell("dropout", "input p training inplace", F.dropout)
@@ -86,6 +88,7 @@ LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.Identity: ("identity", ()),
     nn.Linear: ("linear", ()),
     nn.Dropout: ("dropout", ()),
+    nn.AdaptiveAvgPool2d: ("adaptive_avg_pool2d", ("output_size",)),
     nn.ReLU: ("relu", ()),
     nn.SiLU: ("silu", ()),
     nn.GELU: ("gelu", ("approximate",)),
@@ -164,7 +167,7 @@ FRESH_FUNCTIONS = frozenset(
         calls.softmax_scaled, calls.written_activation,
         calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
-        calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded,
+        calls.linear_act, calls.squeeze, calls.squeeze_by_pooling, calls.excite, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

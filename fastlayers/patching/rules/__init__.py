@@ -69,6 +69,8 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     elementwise.RELU_ADD_BIAS,
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,
+    elementwise.SQUEEZE_EXCITE,
+    elementwise.SQUEEZE,
     elementwise.EXCITE,
     loss.NLL_LOSS,
     loss.CROSS_ENTROPY,
