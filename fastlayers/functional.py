@@ -179,9 +179,9 @@ def squeeze_excite(x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
 
     .. math:: y_{n,c} = x_{n,c} \cdot \text{gate}(m)_{n,c}, \qquad m_{n,c} = \frac{1}{HW} \sum_{h,w} x_{n,c,h,w}
 
-    Stands for ``x * gate(x.mean((2, 3), keepdim=True))``, the squeeze-and-excite of EfficientNet. In the backward dy and
-    x are read for the gradient of the gate, dy again and dx written: autograd would write the gradients of the product
-    and of the mean, and then their sum.
+    Stands for ``x * gate(x.mean((2, 3), keepdim=True))``, squeeze-and-excite as EfficientNet has it. In the
+    backward dy and x are read for the gradient of the gate, dy again and dx written: autograd would write the gradients
+    of the product and of the mean, and then their sum.
 
     Args:
         x: (N, C, H, W); the kernels take contiguous and channels_last images.
@@ -220,7 +220,7 @@ def max_pool2d(
     Keeps: where in its window each maximum is, a byte an output; torch keeps eight, and the input.
     """
     if return_indices:
-        return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode, True)  # type: ignore[arg-type]
+        return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode, True)  # type: ignore[call-overload]
     return _max_pool2d.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
 
 

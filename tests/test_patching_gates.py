@@ -284,7 +284,7 @@ SQUEEZED = {"squeeze_excite": 1, "squeeze": 1}
         "return x * torch.sigmoid(self.fc(x.mean(dim=(2, 3), keepdim=True)))",
         "return torch.mul(x, self.fc(self.pool(x)).sigmoid())",
         "s = self.flat(x.mean((2, 3), keepdim=True))\nreturn x * self.gate(self.fc(s))",
-        "s = F.adaptive_avg_pool2d(x, (1, 1))\nreturn (self.gate(self.fc(0.5 * s + x.amax((2, 3), keepdim=True))) * x) + s",
+        "s = F.adaptive_avg_pool2d(x, (1, 1))\nreturn (self.gate(self.fc(0.5 * s + x.amax((2, 3), True))) * x) + s",
         "x = x + 1\nreturn x * self.gate(self.fc(x.mean((2, 3), keepdim=True))) + x",
     ],
 )

@@ -167,7 +167,8 @@ FRESH_FUNCTIONS = frozenset(
         calls.softmax_scaled, calls.written_activation,
         calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
-        calls.linear_act, calls.squeeze, calls.squeeze_by_pooling, calls.excite, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded,
+        calls.squeeze, calls.squeeze_by_pooling, calls.excite,
+        calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip
