@@ -61,20 +61,6 @@ __device__ __forceinline__ void locate(const Walk<OPERANDS>& walk, int64_t i, in
   }
 }
 
-// Where words of a flat tensor find a small dense operand that is repeated along one run of its memory, [outer, repeat,
-// columns]: two divisions a word, each a multiplication. A word lies within one row of columns, or within one repeat where columns is 1.
-struct Repeats {
-  bool served = false;
-  Divider columns, block;  // block: repeat·columns
-
-  template <typename T>
-  __device__ __forceinline__ Vec<T, kVector<T>> load(const T* p, int64_t i) const {
-    const uint32_t at = static_cast<uint32_t>(i), outer = block.quotient(at);
-    if (columns.divisor == 1) return filled<T, kVector<T>>(p[outer]);
-    return load_vec<T, kVector<T>>(p + outer * columns.divisor + at - columns.quotient(at) * columns.divisor);
-  }
-};
-
 // A tensor that broadcasts to the flat operands.
 struct Bias {
   const void* data = nullptr;

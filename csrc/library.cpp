@@ -14,6 +14,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("mul(Tensor x, Tensor y) -> Tensor");
   m.def("mul_backward(Tensor dy, Tensor x, Tensor y) -> (Tensor, Tensor)");
   m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");
+  m.def("max_pool2d_forward(Tensor x, int[] out, int[] kernel, int[] stride, int[] padding, int[] dilation, bool channels_last, bool keep) -> (Tensor, Tensor)");
+  m.def("max_pool2d_backward(Tensor dy, Tensor offsets, int[] size, int[] kernel, int[] stride, int[] padding, int[] dilation, bool channels_last) -> Tensor");
+  m.def("spatial_sum(Tensor x, Tensor? y, float factor) -> Tensor");
+  m.def("scale_shift(Tensor x, Tensor scale, Tensor shift, float factor) -> Tensor");
   m.def("bias_act_forward(Tensor x, Tensor? bias, int act, float first, float second) -> Tensor");
   m.def("bias_act_backward(Tensor dy, Tensor x, Tensor? bias, int act, float first, float second, bool dbias) -> (Tensor, Tensor)");
   m.def("column_sum(Tensor x, ScalarType dtype) -> Tensor");

@@ -26,6 +26,8 @@ FAMILIES = {
     "batch_norm": "BatchNorm",
     "group_norm": "GroupNorm and InstanceNorm",
     "elementwise": "Elementwise",
+    "squeeze_excite": "Squeeze-and-excite",
+    "max_pool2d": "Pooling",
     "residual": "Residual branches",
     "rotary": "Rotary embeddings",
     "bias_act": "Activations",

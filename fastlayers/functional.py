@@ -7,7 +7,7 @@ said under *Keeps*; double backward, ``torch.func`` transforms and ``torch.compi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from fastlayers.ops import kl_div as _kl_div
 from fastlayers.ops import layer_norm as _layer_norm
 from fastlayers.ops import linear as _linear
 from fastlayers.ops import linear_cross_entropy as _linear_cross_entropy
+from fastlayers.ops import max_pool2d as _max_pool2d
 from fastlayers.ops import residual as _residual
 from fastlayers.ops import rotary as _rotary
 from fastlayers.ops import softmax as _softmax
+from fastlayers.ops import squeeze_excite as _squeeze_excite
 from fastlayers.ops import vocab_parallel as _vocab_parallel
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "log_softmax",
+    "max_pool2d",
     "mish",
     "mul",
     "quick_gelu",
@@ -67,6 +70,7 @@ __all__ = [
     "silu",
     "softmax",
     "softplus",
+    "squeeze_excite",
     "swiglu",
     "vocab_parallel_cross_entropy",
 ]
@@ -170,6 +174,56 @@ def mul(x: Tensor, y: Tensor) -> Tensor:
     Keeps: x and y, as torch does.
     """
     return _elementwise.mul(x, y)
+
+
+def squeeze_excite(x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
+    r"""x·gate(mean of x over space), with one gradient of x from both of its uses.
+
+    .. math:: y_{n,c} = x_{n,c} \cdot \text{gate}(m)_{n,c}, \qquad m_{n,c} = \frac{1}{HW} \sum_{h,w} x_{n,c,h,w}
+
+    Stands for ``x * gate(x.mean((2, 3), keepdim=True))``, squeeze-and-excite as EfficientNet has it. In the
+    backward dy and x are read for the gradient of the gate, dy again and dx written: autograd would write the gradients
+    of the product and of the mean, and then their sum.
+
+    Args:
+        x: (N, C, H, W); the kernels take contiguous and channels_last images.
+        gate: a function of the mean, (N, C, 1, 1), that returns a factor of that shape, for the kernels in x's dtype.
+
+    Keeps: x and the gate, and what the function itself keeps.
+    """
+    return _squeeze_excite.squeeze_excite(x, gate)
+
+
+def max_pool2d(
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    r"""The maximum of each window of an image, and a backward that writes each gradient once.
+
+    .. math:: y_{c,i,j} = \max_{u,v}\; x_{c,\; s i + d u - p,\; s j + d v - p}
+
+    Stands for :func:`torch.nn.functional.max_pool2d`, and takes its arguments. Of equal elements the first one of a
+    window is the maximum; NaN is, wherever it stands.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W); the kernels take contiguous and channels_last images, and windows of up to 254
+            elements.
+        kernel_size, stride, padding, dilation, ceil_mode: as torch has them.
+        return_indices: return the indices of the maxima too; torch itself computes that.
+
+    Returns:
+        A tensor in the memory format that torch gives.
+
+    Keeps: where in its window each maximum is, a byte an output; torch keeps eight, and the input.
+    """
+    if return_indices:
+        return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode, True)  # type: ignore[call-overload]
+    return _max_pool2d.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
 
 
 def layer_norm(

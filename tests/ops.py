@@ -569,6 +569,132 @@ MUL = Op(
     matrix=lambda x: (x, x),
 )
 
+# ---- squeeze-and-excite, pooling -------------------------------------------------------------------------------------
+
+
+def gated_by(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda mean: torch.sigmoid(mean * weight)
+
+
+@functools.wraps(functional.squeeze_excite)
+def fused_squeeze_excite(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.squeeze_excite(x, gated_by(weight))
+
+
+def squeeze_excite(x: Tensor, weight: Tensor) -> Tensor:
+    return x * gated_by(weight)(x.mean((2, 3), keepdim=True))
+
+
+def excited(name: str, shape: tuple[int, ...], layout: Any = contiguous, **options: Any) -> Sample:
+    gate = options.pop("gate", Input((shape[1], 1, 1)))
+    return Sample(name, (Input(shape, layout, options.pop("values", normal)), gate), **options)
+
+
+def excite_saved(call: Call, out: Tensor) -> int:
+    """x and the gate, and what the function of the gate keeps: the mean, the weight, and the gate again."""
+    x, weight = call.args
+    return nbytes(x) + nbytes(weight) + 3 * x[:, :, 0, 0].numel() * x.element_size()
+
+
+GPU_KERNELS = ("triton", "cuda")
+SQUEEZE_EXCITE = Op(
+    "squeeze_excite",
+    fused_squeeze_excite,
+    squeeze_excite,
+    kernels=GPU_KERNELS,
+    samples=(
+        excited("image", (2, 3, 4, 5), smooth=True),
+        excited("channels_last", (2, 8, 3, 4), channels_last, smooth=True),
+        excited("odd channels_last", (2, 5, 3, 3), channels_last, smooth=True),
+        *(excited(f"{layout.__name__} {size}", (2, 16, size, size), layout)
+          for layout in (contiguous, channels_last) for size in (1, 2, 7, 33)),
+        excited("large contiguous", (2, 8, 112, 112)),
+        excited("large channels_last", (2, 32, 112, 112), channels_last),
+        excited("several tiles", (3, 136, 9, 9), channels_last),
+        excited("one channel", (3, 1, 8, 8)),
+        excited("misaligned", (2, 8, 4, 4), misaligned),
+        excited("mean far from 0", (2, 8, 9, 9), channels_last, values=positive),
+        excited("NaN", (2, 8, 4, 4), values=with_nan),
+        excited("infinities", (2, 8, 4, 4), values=with_infinities),
+        excited("transposed", (2, 8, 4, 5), transposed, refused=GPU_KERNELS),
+        excited("expanded", (3, 8, 4, 4), expanded(0), refused=GPU_KERNELS),
+        excited("empty", (0, 8, 4, 4), refused=GPU_KERNELS),
+        excited("weight without gradient", (2, 8, 4, 4), channels_last, gate=Input((8, 1, 1), grad=False), smooth=True),
+    ),
+    saved_bytes=excite_saved,
+    mistakes=(
+        excited("3 dimensions", (2, 8, 4)),
+        excited("other channels", (2, 8, 4, 4), gate=Input((7, 1, 1))),
+    ),
+    layers=(),
+    matrix=None,
+)  # fmt: skip
+
+
+def pooled(name: str, *args: Any, shape: tuple[int, ...] = (2, 8, 9, 10), **options: Any) -> Sample:
+    layout, values = options.pop("layout", contiguous), options.pop("values", normal)
+    return Sample(name, (Input(shape, layout, values), *args), **options)
+
+
+def few_values(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Ties in every window, of 0 and -0 too."""
+    return torch.randint(-1, 2, shape, generator=generator) * torch.rand(shape, generator=generator).sub(0.5).sign()
+
+
+LAYOUTS_OF_IMAGES = (contiguous, channels_last)
+STEM = {"stride": 2, "padding": 1}
+MAX_POOL2D = Op(
+    "max_pool2d",
+    functional.max_pool2d,
+    F.max_pool2d,
+    kernels=GPU_KERNELS,
+    samples=(
+        pooled("stem", 3, kwargs=STEM, smooth=True, shape=(2, 2, 5, 6)),
+        *(sample for layout in LAYOUTS_OF_IMAGES for sample in (
+            pooled(f"3 by 2 {layout.__name__}", 3, 2, 1, layout=layout),
+            pooled(f"odd 3 by 2 {layout.__name__}", 3, 2, 1, shape=(2, 5, 7, 9), layout=layout),
+            pooled(f"3 by 2 without padding {layout.__name__}", 3, 2, layout=layout),
+            pooled(f"2 by 2 {layout.__name__}", 2, layout=layout),
+            pooled(f"2 by 2 with padding {layout.__name__}", 2, 2, 1, shape=(2, 8, 7, 9), layout=layout),
+            pooled(f"3 by 1 {layout.__name__}", 3, 1, 1, layout=layout),
+            pooled(f"5 by 3 {layout.__name__}", 5, 3, 2, shape=(2, 8, 14, 17), layout=layout),
+            pooled(f"oblong {layout.__name__}", (1, 3), (2, 1), (0, 1), layout=layout),
+            pooled(f"dilation {layout.__name__}", 3, 2, 1, 2, layout=layout),
+            pooled(f"ceil_mode {layout.__name__}", 3, 2, 1, 1, True, shape=(2, 8, 8, 11), layout=layout),
+            pooled(f"2 by 3 ceil_mode {layout.__name__}", 2, 3, 1, 1, True, shape=(2, 8, 8, 9), layout=layout),
+            pooled(f"NaN {layout.__name__}", 3, 2, 1, values=with_nan, layout=layout),
+            pooled(f"infinities {layout.__name__}", 3, 2, 1, values=with_infinities, layout=layout),
+            pooled(f"ties {layout.__name__}", 3, 2, 1, values=few_values, layout=layout),
+            pooled(f"ties in other windows {layout.__name__}", 3, 1, values=few_values, layout=layout),
+            pooled(f"larger {layout.__name__}", 3, 2, 1, shape=(3, 16, 56, 57), layout=layout),
+        )),
+        # Of channels_last images torch's CUDA kernel sends the gradients of such windows to the first pixel: no model.
+        pooled("minus infinity", 3, 2, 1, values=constant(-math.inf)),
+        pooled("smooth channels_last", 3, 2, 1, shape=(2, 3, 5, 6), layout=channels_last, smooth=True),
+        pooled("smooth dilation", 2, 1, 0, 2, shape=(2, 2, 5, 5), smooth=True),
+        pooled("no batch", 3, 2, 1, shape=(8, 9, 10)),
+        pooled("one output", 9, shape=(2, 8, 9, 9), layout=channels_last),
+        pooled("one input", 2, 1, 1, shape=(2, 8, 1, 1), layout=channels_last),
+        pooled("misaligned", 3, 2, 1, layout=misaligned),
+        pooled("transposed", 3, 2, 1, layout=transposed),
+        pooled("expanded", 3, 2, 1, layout=expanded(0)),
+        pooled("a large window", 16, 8, 8, shape=(2, 3, 33, 40), refused=GPU_KERNELS),
+        pooled("empty batch", 3, shape=(0, 8, 9, 10), refused=GPU_KERNELS),
+    ),
+    saved_bytes=lambda call, out: out.numel(),
+    mistakes=(
+        pooled("no window", 3, shape=(2, 8, 2, 2)),
+        pooled("padding of more than half", 3, 2, 2),
+        pooled("stride 0", 3, 0),
+        pooled("dilation 0", 3, 1, 0, 0),
+        pooled("2 dimensions", 3, shape=(8, 9)),
+        pooled("three numbers", (3, 3, 3)),
+        pooled("a string", "3"),
+    ),
+    layers=(Layer(fastlayers.FusedMaxPool2d(3, 2, 1), pooled("layer", 3, 2, 1), 1),),
+    matrix=None,
+)  # fmt: skip
+
 # ---- residuals -------------------------------------------------------------------------------------------------------
 # What draws random numbers is in test_residual.py.
 
@@ -752,7 +878,6 @@ def channel_layer_norm(
     return layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], weight, bias, eps, dtype=dtype).permute(0, 3, 1, 2)
 
 
-GPU_KERNELS = ("triton", "cuda")
 IMAGE = (2, 8, 5, 6)
 
 
@@ -2332,7 +2457,7 @@ JS_DIV_LOGITS = replace(
 )  # fmt: skip
 
 OPS = (
-    SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, DROPOUT_ADD, SCALE_ADD,
+    SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, SQUEEZE_EXCITE, MAX_POOL2D, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
     BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, LINEAR, GATED_LINEAR, GLU, ROTARY, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,

@@ -27,6 +27,7 @@ ARGUMENTS = {
     nn.BatchNorm1d: {"num_features": 5},
     nn.BatchNorm2d: {"num_features": 6, "momentum": None},
     nn.BatchNorm3d: {"num_features": 6, "affine": False},
+    nn.MaxPool2d: {"kernel_size": 3, "stride": 2},
     nn.InstanceNorm1d: {"num_features": 6},
     nn.InstanceNorm2d: {"num_features": 6, "affine": True},
     nn.InstanceNorm3d: {"num_features": 6, "track_running_stats": True},
@@ -37,6 +38,7 @@ SHAPES = {
     nn.GroupNorm: (3, 6, 4),
     nn.BatchNorm2d: (3, 6, 4, 2),
     nn.BatchNorm3d: (3, 6, 4, 2, 2),
+    nn.MaxPool2d: (3, 6, 4, 5),
     nn.InstanceNorm1d: (3, 6, 4),
     nn.InstanceNorm2d: (3, 6, 4, 2),
     nn.InstanceNorm3d: (3, 6, 4, 2, 2),
@@ -65,7 +67,8 @@ def results(module: nn.Module, arguments) -> tuple[torch.Tensor, list[torch.Tens
     given = (*arguments.args, *arguments.kwargs.values())
     leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
     leaves += [p for p in module.parameters() if p.requires_grad]
-    return out, list(torch.autograd.grad(out.sin().sum(), leaves))
+    first, *indices = out if isinstance(out, tuple) else (out,)
+    return out, [*torch.autograd.grad(first.sin().sum(), leaves), *indices]
 
 
 @pytest.mark.parametrize("device", DEVICES)

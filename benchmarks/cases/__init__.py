@@ -13,9 +13,11 @@ from benchmarks.cases import (
     kl_div,
     layer_norm,
     linear_cross_entropy,
+    max_pool2d,
     residual,
     rotary,
     softmax,
+    squeeze_excite,
 )
 
 FAMILIES = (
@@ -26,6 +28,8 @@ FAMILIES = (
     group_norm,
     bias_act,
     glu,
+    squeeze_excite,
+    max_pool2d,
     residual,
     rotary,
     cross_entropy,

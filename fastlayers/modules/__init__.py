@@ -42,6 +42,7 @@ from fastlayers.modules.layer_norm import (
 )
 from fastlayers.modules.linear import FusedLinear
 from fastlayers.modules.linear_cross_entropy import FusedLinearCrossEntropyLoss
+from fastlayers.modules.max_pool2d import FusedMaxPool2d
 from fastlayers.modules.residual import FusedDropoutAdd, FusedScaleAdd
 from fastlayers.modules.rotary import FusedRotary
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
@@ -61,6 +62,7 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm2d: FusedInstanceNorm2d,
     nn.InstanceNorm3d: FusedInstanceNorm3d,
     nn.Linear: FusedLinear,
+    nn.MaxPool2d: FusedMaxPool2d,
     nn.GELU: FusedGELU,
     nn.Mish: FusedMish,
     nn.ELU: FusedELU,
@@ -103,6 +105,7 @@ __all__ = [
     "FusedLinear",
     "FusedLinearCrossEntropyLoss",
     "FusedLogSoftmax",
+    "FusedMaxPool2d",
     "FusedMish",
     "FusedMul",
     "FusedQuickGELU",

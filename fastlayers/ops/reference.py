@@ -7,7 +7,7 @@ backend, no autograd Function and no in-place operation but that on running stat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,25 @@ def add_relu(x: Tensor, y: Tensor) -> Tensor:
 
 def mul(x: Tensor, y: Tensor) -> Tensor:
     return x * y
+
+
+def max_pool2d(
+    x: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None,
+    padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    ceil_mode: bool,
+) -> Tensor:
+    return F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)  # type: ignore[arg-type]
+
+
+def spatial_mean(x: Tensor) -> Tensor:
+    return x.mean((2, 3), keepdim=True)
+
+
+def squeeze_excite(x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
+    return x * gate(spatial_mean(x))
 
 
 def bias_act(x: Tensor, bias: Tensor | None, act: str | None, parameters: tuple[float, ...]) -> Tensor:

@@ -27,13 +27,14 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.modules.group_norm import _apply
-from fastlayers.ops import bias_act, convolution, glu, reference
+from fastlayers.ops import bias_act, convolution, glu, reference, squeeze_excite
 from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
 from fastlayers.ops.dispatch import is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import HALF
 from fastlayers.ops.split import parts
+from fastlayers.ops.squeeze_excite import excite
 
 __all__ = [
     "add_layer_norm",
@@ -49,6 +50,7 @@ __all__ = [
     "checkpointed",
     "chunk",
     "dropout_add",
+    "excite",
     "forked_convolution",
     "gated",
     "gated_linear",
@@ -281,6 +283,19 @@ def gated_linear(
     else:
         product = glu.gated(gate, up, name) if gate_first else gated(gate, up, act, written)
     return F.linear(product, weight, bias)
+
+
+# -- squeeze and excite -----------------------------------------------------------------------------------------------
+
+
+def squeeze(x: Tensor, dims: Any) -> Tensor:
+    """``x.mean(dims, keepdim=True)`` for the last two of four dimensions."""
+    return squeeze_excite.squeeze(x, lambda x: x.mean(dims, keepdim=True))
+
+
+def squeeze_by_pooling(x: Tensor) -> Tensor:
+    """The same by torch's layer, which takes images without a batch too."""
+    return squeeze_excite.squeeze(x, lambda x: F.adaptive_avg_pool2d(x, 1))
 
 
 # -- linear layers ----------------------------------------------------------------------------------------------------

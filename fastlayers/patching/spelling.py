@@ -53,6 +53,8 @@ spell("add", "input other", operator.add)
 spell("add", "input other", operator.iadd, inplace=True)
 spell("add", "input other alpha", torch.add, "add")
 spell("add", "input other alpha", "add_", inplace=True)
+spell("mean", "input dim keepdim dtype", torch.mean, "mean")
+spell("adaptive_avg_pool2d", "input output_size", F.adaptive_avg_pool2d)
 spell("linear", "input weight bias", F.linear)
 spell("addmm", "input mat1 mat2", torch.addmm)
 spell("unbind", "input dim", torch.unbind, "unbind")
@@ -96,6 +98,7 @@ LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.Conv2d: ("convolution", ()),
     nn.Conv3d: ("convolution", ()),
     nn.Dropout: ("dropout", ()),
+    nn.AdaptiveAvgPool2d: ("adaptive_avg_pool2d", ("output_size",)),
     nn.ReLU: ("relu", ()),
     nn.SiLU: ("silu", ()),
     nn.GELU: ("gelu", ("approximate",)),
@@ -175,8 +178,8 @@ FRESH_FUNCTIONS = frozenset(
         calls.softmax_scaled, calls.written_activation,
         calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
-        calls.permuted_scale_add, calls.addmm, calls.linear_act, calls.nll_loss_of_log_softmax, calls.rotary_alone,
-        folded, folded_sum, convolution_and_more,
+        calls.squeeze, calls.squeeze_by_pooling, calls.excite, calls.permuted_scale_add, calls.addmm, calls.linear_act,
+        calls.nll_loss_of_log_softmax, calls.rotary_alone, folded, folded_sum, convolution_and_more,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

@@ -290,9 +290,23 @@ def registered_calls(device: str):
         "glu_forward": (x, 1, True, 2),
         "glu_backward": (dy[:, :8].contiguous(), x, 1, True, 2),
         "rotary": (x, y, dy[:1], dy[1:2], 16, True, True, torch.float32, 0, [16, 1], [16, 1]),
+        **registered_images(device),
         **registered_divergences(device),
         **registered_norms(device),
         **registered_losses(device),
+    }
+
+
+def registered_images(device: str):
+    x = torch.randn(2, 8, 5, 6, generator=torch.Generator().manual_seed(0)).to(device)
+    last, window = x.contiguous(memory_format=torch.channels_last), ([3, 3], [2, 2], [1, 1], [1, 1])
+    small, offsets = x[:, :, :3, :3].contiguous(), torch.full((2, 8, 3, 3), 4, dtype=torch.uint8, device=device)
+    gates = x[:, :, :1, :1].contiguous()
+    return {
+        "max_pool2d_forward": (last, [3, 3], *window, True, True),
+        "max_pool2d_backward": (small, offsets, [5, 6], *window, False),
+        "spatial_sum": (x, x.flip(0), 1.0),
+        "scale_shift": (x, gates, gates, 0.5),
     }
 
 

@@ -85,6 +85,19 @@ for dtype in DTYPES:
                 groups = 1 if shape[1] % 2 else 2
                 y, stats = ops.group_norm_forward(x, weight, weight, groups, 1e-5, act, dtype, True)
                 ops.group_norm_backward(whole(y), x, stats, weight, weight, groups, act)
+    for shape in ((2, 3, 7, 9), (2, 8, 5, 6), (3, 16, 12, 8), (1, 24, 1, 1), (5, 2, 33, 40)):
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            x = whole(torch.randn(*shape, device="cuda", dtype=dtype).contiguous(memory_format=memory_format))
+            last = not x.is_contiguous()
+            for kernel, stride, padding in ((3, 2, 1), (2, 2, 1), (3, 1, 1), (2, 3, 1), (5, 3, 2)):
+                window = tuple([number] * 2 for number in (kernel, stride, padding, 1))
+                size = [(side + 2 * padding - kernel) // stride + 1 for side in shape[2:]]
+                if min(size) > 0:
+                    y, offsets = ops.max_pool2d_forward(x, size, *window, last, True)
+                    ops.max_pool2d_backward(whole(y), whole(offsets), list(shape[2:]), *window, last)
+            gates = whole(ops.spatial_sum(x, None, 0.5))
+            ops.spatial_sum(x, x, 1.0)
+            ops.scale_shift(x, gates, gates, 0.5)
     for dim, width, half in ((16, 16, 8), (80, 20, 10), (64, 32, 16), (7, 4, 2), (6, 6, 3)):
         for q in (randn(2, 9, 5, dim), whole(randn(2, 5, 9, dim).transpose(1, 2))):
             k = randn(2, 3, 5, dim)

@@ -27,8 +27,10 @@ from fastlayers.kernels import (
     kl_div,
     launch,
     layer_norm,
+    max_pool2d,
     rotary,
     softmax,
+    squeeze_excite,
 )
 from fastlayers.kernels import residual as joints
 
@@ -389,3 +391,21 @@ def test_cross_entropy_asserts_its_targets(tmp_path):
 def test_pointwise_backward(compiled, channels, wanted):
     convolution.pointwise_backward(meta(8, wanted, 14, 14), meta(wanted, channels, 1, 1), meta(8, channels, 14, 14))
     assert compiled == ["_product_and_sum"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_images(compiled, dtype, channels_last):
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    for shape, kernel, stride, padding in [((128, 64, 112, 112), 3, 2, 1), ((2, 5, 30, 30), 2, 2, 0)]:
+        x = meta(*shape, dtype=dtype).contiguous(memory_format=memory_format)
+        window = tuple((number,) * 2 for number in (kernel, stride, padding, 1))
+        size = tuple((side + 2 * padding - kernel) // stride + 1 for side in shape[2:])
+        max_pool2d.max_pool2d_forward(x, size, *window, channels_last, False)
+        max_pool2d.max_pool2d_backward(
+            *max_pool2d.max_pool2d_forward(x, size, *window, channels_last, True), shape[2:], *window, channels_last
+        )
+        gates = squeeze_excite.spatial_sum(x, None, 0.5)
+        squeeze_excite.spatial_sum(x, x, 1.0)
+        squeeze_excite.scale_shift(x, gates, gates, 0.5)
+    assert set(compiled) == {"_max_pool2d", "_max_pool2d_backward", "_spatial_sum", "_scale_shift"}

@@ -81,6 +81,8 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     elementwise.RELU_ADD_BIAS,
     elementwise.ADD_RELU,
     elementwise.RELU_ADD,
+    elementwise.SQUEEZE_EXCITE,
+    elementwise.SQUEEZE,
     elementwise.EXCITE,
     *convolution.CONV_BIAS,
     loss.NLL_LOSS,

@@ -15,7 +15,7 @@ from fastlayers.patching.graph import Op, View
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 
-__all__ = ["ADD_RELU", "EXCITE", "RELU_ADD", "RELU_ADD_BIAS", "addition"]
+__all__ = ["ADD_RELU", "EXCITE", "RELU_ADD", "RELU_ADD_BIAS", "SQUEEZE", "SQUEEZE_EXCITE", "addition"]
 
 #: What squeezes a gate between 0 and 1: functions, methods, and layers by name, for libraries have their own. Only
 #: where a product is worth a kernel hangs on it: a product is rewritten as the product that it is.
@@ -102,7 +102,47 @@ def find_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
         yield Match((mul,), functional.mul, (x, y), {}, (x, y))
 
 
+#: The dimensions of space, of an image (N, C, H, W).
+SPACE = frozenset({(2, 3), (3, 2), (-2, -1), (-1, -2)})
+
+
+def mean_over_space(view: View, node: Any) -> Op | None:
+    """A node as the mean of an image over space, with those dimensions kept."""
+    op = view.op(node, "mean") or view.op(node, "adaptive_avg_pool2d")
+    if op is None or not view.is_tensor(op["input"]):
+        return None
+    if op.name == "adaptive_avg_pool2d":
+        return op if op["output_size"] in (1, (1, 1), [1, 1]) else None
+    dims = op["dim"]
+    known = isinstance(dims, tuple | list) and all(type(dim) is int for dim in dims) and tuple(dims) in SPACE
+    return op if known and op["keepdim"] is True and op["dtype"] is None else None
+
+
+def find_squeeze_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
+    for match in find_excite(view, node):
+        assert isinstance(match, Match)
+        for x, gate in (match.args, match.args[::-1]):
+            for user in x.users if is_gate(view, gate) else ():
+                if view.position[user] < view.position[node] and mean_over_space(view, user) is not None:
+                    yield Match(match.ops, calls.excite, (x, gate, user), {}, (x, gate))
+
+
+def find_squeeze(view: View, node: Node) -> Iterator[Match | Refusal]:
+    """Of those whose image is excited later: :data:`SQUEEZE_EXCITE` came before."""
+    op = mean_over_space(view, node)
+    if op is not None and any(user.target is calls.excite and user.args[2] is node for user in node.users):
+        x = op["input"]
+        if op.name == "mean":
+            yield Match((op,), calls.squeeze, (x, op["dim"]), {}, (x,))
+        else:
+            yield Match((op,), calls.squeeze_by_pooling, (x,), {}, (x,))
+
+
 RELU_ADD_BIAS = GraphRule("relu_add_bias", "relu(x) + y + bias", find_relu_add_bias)
 ADD_RELU = GraphRule("add_relu", "relu(x + y)", find_add_relu)
 RELU_ADD = GraphRule("relu_add", "relu(x) + y", find_relu_add)
 EXCITE = GraphRule("mul", "x * sigmoid(gate), the gate broadcast over space (squeeze-and-excite)", find_excite)
+SQUEEZE_EXCITE = GraphRule(
+    "squeeze_excite", "x * sigmoid(gate), where the mean of x over space is used too", find_squeeze_excite
+)
+SQUEEZE = GraphRule("squeeze", "that mean", find_squeeze)
