@@ -125,7 +125,7 @@ def find_norm_add(name: str, call: Callable[[Op, Any, str | None], tuple[Any, ..
         plain = view.op(node, "add")
         if plain is None:
             return
-        operands = [behind(view, plain[name]) for name in ("input", "other")]
+        operands = [behind(view, plain[side]) for side in ("input", "other")]
         norms = [closing(view, before, name) for before, _ in operands]
         add = addition(view, node) if any(norms) else None
         if isinstance(add, Refusal):
