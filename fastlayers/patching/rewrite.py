@@ -702,7 +702,7 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
     """
 
     def represent(self: nn.Module) -> str:
-        text: str = super(generated, self).__repr__()  # type: ignore[misc]
+        text = original.__repr__(self)
         return name + text.removeprefix(original.__name__) if text.startswith(original.__name__) else text
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:
