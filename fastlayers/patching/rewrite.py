@@ -696,13 +696,9 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
     shifted labels of transformers' Trainer. Only ``repr`` says what it is.
     """
 
-    # That of a folded class is built on that of a fused one.
-    inner = getattr(generated.__base__, "__fastlayers_name__", original.__name__)
-
     def represent(self: nn.Module) -> str:
-        text: str = super(generated, self).__repr__()  # type: ignore[misc]
-        found = inner if text.startswith(f"{inner}(") else original.__name__
-        return name + text.removeprefix(found) if text.startswith(found) else text
+        text = original.__repr__(self)
+        return name + text.removeprefix(original.__name__) if text.startswith(original.__name__) else text
 
     def reduce_ex(self: nn.Module, protocol: int) -> Any:
         reduced = super(generated, self).__reduce_ex__(protocol)  # type: ignore[misc]
