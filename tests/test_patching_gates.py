@@ -295,6 +295,21 @@ def test_squeeze_excite(build, body):
     undone(block, torch.randn(2, 4, 5, 5))
 
 
+@pytest.mark.parametrize("path", ["timm.layers.SEModule", "timm.layers.EffectiveSEModule"])
+def test_squeeze_excite_of_timm(path):
+    module, name = path.rsplit(".", 1)
+    block = getattr(pytest.importorskip(module), name)(16)
+    assert fused(block) == SQUEEZED
+    same(block, *tensors((2, 16, 5, 5)))
+
+
+def test_squeeze_excite_of_torchvision():
+    block = pytest.importorskip("torchvision.ops.misc").SqueezeExcitation(16, 4)
+    assert fused(block) == SQUEEZED
+    same(block, *tensors((2, 16, 5, 5)))
+    undone(block, torch.randn(2, 16, 5, 5))
+
+
 @pytest.mark.parametrize(
     "body",
     [
