@@ -8,12 +8,14 @@ import gc
 import io
 import json
 import pickle
+import random
 import re
 import subprocess
 import sys
 import warnings
 import weakref
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1065,6 +1067,24 @@ def test_verify_with_a_model_that_remembers():
     assert not known
     assert not calls
     assert model.last is None
+
+
+class Draws(nn.Module):
+    """As VITS: which layers are left out in training is drawn from NumPy's generator, not from torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(x) * numpy.random.uniform(0, 1) * random.random()
+
+
+def test_verify_with_random_numbers_of_others():
+    before = random.getstate(), numpy.random.get_state()[1].tolist()
+    report = verify_patch(Draws(), torch.randn(3, 4))
+    assert report, report
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before
 
 
 def test_verify_restores_after_an_error(net):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +15,16 @@ from torch.utils._pytree import tree_flatten
 from fastlayers.patching.graph import original_class
 from fastlayers.patching.rewrite import become, is_patched
 
-__all__ = ["arguments", "buffers_aside", "loss_or_outputs", "rng_state", "trains", "unpatched", "unwrap"]
+__all__ = [
+    "arguments",
+    "buffers_aside",
+    "loss_or_outputs",
+    "rng_state",
+    "seed_everything",
+    "trains",
+    "unpatched",
+    "unwrap",
+]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -42,10 +53,25 @@ def unpatched(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def rng_state() -> Iterator[None]:
-    """Gives the caller back its own random state."""
+    """Gives the caller back its own random state: torch's, Python's, and NumPy's if that is loaded."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices=list(devices)):
-        yield
+    numpy: Any = sys.modules.get("numpy")
+    python, array = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(array)
+
+
+def seed_everything() -> None:
+    """The same random numbers from here on, from whichever generator a forward draws: VITS' is NumPy's."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
 
 
 @contextmanager

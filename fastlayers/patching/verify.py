@@ -19,7 +19,7 @@ from fastlayers.ops.residual import masks_of_torch
 from fastlayers.patching.api import patched
 from fastlayers.patching.report import Report, markdown_table
 from fastlayers.patching.rewrite import is_patched
-from fastlayers.patching.runs import rng_state, unpatched, unwrap
+from fastlayers.patching.runs import rng_state, seed_everything, unpatched, unwrap
 from fastlayers.patching.watch import MODULE_CALL, watching
 
 __all__ = ["Comparison", "VerifyReport", "verify_patch"]
@@ -284,7 +284,7 @@ def run(
         for name, buffer in model.named_buffers()
     }
     args, keywords = tree_map(leaf, (inputs.args, inputs.kwargs))
-    torch.manual_seed(0)
+    seed_everything()
     with torch.enable_grad(), masks_of_torch():
         with keeping_attributes(model), standing_in(model, {**parameters, **buffers}):
             result = model(*args, **keywords)

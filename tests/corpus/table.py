@@ -105,8 +105,8 @@ def left_out() -> list[str]:
     count = len(families())
     reasons = {
         "parts of others, with no model class in the mappings that the corpus looks into": headless,
-        "of which a small configuration or inputs cannot be made by the names of things alone, or which need a library "
-        "or files that are not there": other,
+        "of which a small configuration or inputs cannot be made by the names of things alone, which need a library or "
+        "files that are not there, or which join models of kinds that are here": other,
     }
     lines = ["## Not here", "", f"Of transformers' {count + len(headless) + len(other)} model types {count} are here."]
     for reason, names in reasons.items():
