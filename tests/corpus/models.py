@@ -340,8 +340,10 @@ def families_left_out() -> tuple[list[str], list[str]]:
             transformers_class(family)
         except LookupError:
             headless.append(family)
-        else:
-            other.append(family)
+            continue
+        except ValueError:  # a class in the mapping that transformers has not
+            pass
+        other.append(family)
     return headless, other
 
 
