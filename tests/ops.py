@@ -1695,6 +1695,7 @@ LINEAR = Op(
     functional.linear,
     F.linear,
     kernels=GPU_KERNELS,
+    dtypes=(*HALF, torch.float64),
     samples=(
         of_linear("matrix", (6, 7), smooth=True),
         of_linear("batch", (2, 3, 8), 16, smooth=True),
@@ -1717,6 +1718,7 @@ LINEAR = Op(
         of_linear("vector", (33,), refused=KERNELS, smooth=True),
         of_linear("transposed", Input((2, 24, 33), transposed), refused=KERNELS),
         of_linear("row slice", Input((5, 64), row_slice), refused=KERNELS),
+        of_linear("float32", (6, 8), refused=KERNELS, dtypes=(torch.float32,)),
         of_linear("bias of one", (3, 8), 1, Input((5, 8)), refused=KERNELS),
     ),
     saved_bytes=lambda call, out: sum(map(nbytes, call.args[:2])),

@@ -47,7 +47,8 @@ def _product_and_sum(
 
 
 @lru_cache(KEPT)
-def _launch(rows: int, n: int, k: int) -> Launch:
+def _launch(rows: int, n: int, k: int, dtype: torch.dtype) -> Launch:
+    """A launch keeps what was compiled for its first tensors: one for each dtype."""
     columns = COLUMNS if n >= COLUMNS else max(16, triton.next_power_of_2(n))
     step = STEP if k >= STEP else max(16, triton.next_power_of_2(k))
     warps = LONG_WARPS if k > LONG else WARPS
@@ -62,5 +63,5 @@ def pointwise_backward(dy: Tensor, weight: Tensor, other: Tensor) -> Tensor:
     """
     out = torch.empty_like(other)
     channels, n = weight.shape[:2]
-    _launch(dy.numel() // channels, n, channels)(out, dy, weight, other)
+    _launch(dy.numel() // channels, n, channels, dy.dtype)(out, dy, weight, other)
     return out
