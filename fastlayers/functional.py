@@ -704,8 +704,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     reads that at a fifth to a quarter of the memory bandwidth.
 
     Args:
-        input: (..., in_features). The kernel takes the gradients of contiguous ones with two dimensions or more, but not
-            of float32, of which torch's own sum has the smaller error.
+        input: (..., in_features). The kernel takes the gradients of contiguous ones with two dimensions or more, but
+            not of float32, of which torch's own sum has the smaller error.
         weight: (out_features, in_features).
         bias: (out_features,), or None. Under autocast its gradient is summed straight into its own dtype.
 
