@@ -111,8 +111,7 @@ def run(
             raise click.ClickException(
                 f"a kernel broke the CUDA context; what was measured is in {path}\n{error}"
             ) from None
-    show(path)
-    draw(load(path), out, name)
+    show_and_draw(path)
 
 
 @main.command("models")
@@ -150,8 +149,7 @@ def run_models(
         models.run(jobs, path, settings, resume, lambda line: click.echo(line, err=True))
     except ValueError as error:
         raise click.ClickException(f"{error}; without --resume it is written anew") from None
-    show(path)
-    draw(load(path), out, name)
+    show_and_draw(path)
 
 
 @main.command("losses")
@@ -168,8 +166,7 @@ def run_losses(steps: int, out: Path, name: str, smoke: bool) -> None:
     path = out / f"{name}.json"
     device = torch.device("cpu" if smoke else "cuda")
     losses.run(path, device, steps, smoke, lambda line: click.echo(line, err=True))
-    show(path)
-    draw(load(path), out, name)
+    show_and_draw(path)
 
 
 @main.command("list")
@@ -203,7 +200,7 @@ def table(file: Path, markdown: bool, into: Path | None) -> None:
     elif markdown:
         click.echo(of_kind.markdown(results), nl=False)
     else:
-        show(file)
+        show(results)
 
 
 @main.command()
@@ -221,9 +218,15 @@ def draw(results: dict[str, Any], out: Path, name: str) -> None:
         click.echo(f"drew {path}", err=True)
 
 
-def show(path: Path) -> None:
-    results = load(path)
+def show(results: dict[str, Any]) -> None:
     renderer(results).print_tables(results, wide_console())
+
+
+def show_and_draw(path: Path) -> None:
+    """The tables of a run that has ended, and its pictures beside the result file."""
+    results = load(path)
+    show(results)
+    draw(results, path.parent, path.stem)
 
 
 def renderer(results: dict[str, Any]) -> Any:

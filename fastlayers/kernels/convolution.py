@@ -16,10 +16,9 @@ from torch import Tensor
 
 from fastlayers.kernels.launch import KEPT, Launch, cdiv
 
-# Microseconds on an H100, bfloat16, (rows, N, K) of ResNet-50 at a batch of 128, for torch's two kernels: 166 for 322
-# (401408, 256, 64), 101 for 171 (100352, 512, 128), of which memory takes 154 and 77. A tile of 128x128 spills with
-# more than one step of K in flight at K = 64, and of several shapes of tiles none is faster by more than 5 %. Of long
-# sums four warps spill.
+# On an H100 in bfloat16 the 16 of a step of ResNet-50, batch 128, take 1.34 ms; torch's product and sum of the same
+# shapes 2.56, of which memory takes 1.12 at 3 TB/s. Tiles of 64 to 256 each way were timed at the five largest shapes:
+# 64x128, 128x64 and 128x128 with four warps were each the best of some. Of long sums four warps spill.
 ROWS, COLUMNS, STEP = 128, 128, 64
 WARPS, LONG, LONG_WARPS = 4, 256, 8
 

@@ -320,9 +320,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     """
     if bias_in_act(x, weight, bias):
         assert bias is not None
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        name = kernel_name(act, dtype, kind)
+        name = kernel_name(act, _linear.linear_dtype(x), x.device.type)
         if name is not None:
             product = F.linear(x, weight)
             return functional.bias_act(product, bias.to(product.dtype), name)
@@ -534,22 +532,30 @@ def add_layer_norm(
     x: Tensor, residual: Tensor | None, inplace: bool = False, casts: Casts | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """(F.layer_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
-    options["dtype"] = narrower(casts, x, residual, options.get("weight"))
-    if inplace and residual is not None and not _stays(x, residual):
-        x = x.add_(residual)
-        return functional.layer_norm(x, **options), x
-    return functional.add_layer_norm(*_low_first(x, residual), **options)
+    return _add_norm(functional.add_layer_norm, functional.layer_norm, x, residual, inplace, casts, options)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, inplace: bool = False, casts: Casts | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """(F.rms_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
+    return _add_norm(functional.add_rms_norm, functional.rms_norm, x, residual, inplace, casts, options)
+
+
+def _add_norm(
+    add_norm: Callable[..., tuple[Tensor, Tensor]],
+    norm: Callable[..., Tensor],
+    x: Tensor,
+    residual: Tensor | None,
+    inplace: bool,
+    casts: Casts | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
     options["dtype"] = narrower(casts, x, residual, options.get("weight"))
     if inplace and residual is not None and not _stays(x, residual):
         x = x.add_(residual)
-        return functional.rms_norm(x, **options), x
-    return functional.add_rms_norm(*_low_first(x, residual), **options)
+        return norm(x, **options), x
+    return add_norm(*_low_first(x, residual), **options)
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------

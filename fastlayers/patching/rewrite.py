@@ -718,9 +718,7 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
             if type(copied) is original:
                 copied.__class__ = type(self)
             return copied
-        if (
-            type(self) is not generated
-        ):  # a parametrization made a subclass, which torch copies so and refuses to reduce
+        if type(self) is not generated:  # of a parametrization, which torch copies so and refuses to reduce
             copied = type(self).__new__(type(self))
             memo[id(self)] = copied
             copied.__dict__ = copy.deepcopy(self.__dict__, memo)

@@ -32,7 +32,7 @@ from fastlayers.patching.rules import (
     rotary,
     softmax,
 )
-from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule
+from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule, always
 
 __all__ = [
     "FOLDING_RULES",
@@ -51,9 +51,8 @@ __all__ = [
 GAINS: dict[type[nn.Module], Callable[[Any], bool]] = {nn.Linear: lambda layer: layer.bias is not None}
 
 MODULE_RULES: tuple[ModuleRule, ...] = tuple(
-    ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused, *gains)
+    ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused, GAINS.get(layer, always))
     for layer, fused in DROP_IN.items()
-    for gains in [(GAINS[layer],) if layer in GAINS else ()]
 )
 
 #: Tried in this order, each over the whole graph, so the larger fusions come first.

@@ -12,7 +12,11 @@ from torch.fx import Node
 from fastlayers.patching.graph import Op, View
 from fastlayers.patching.reasons import Refusal
 
-__all__ = ["Deferred", "GraphRule", "Match", "ModuleRule"]
+__all__ = ["Deferred", "GraphRule", "Match", "ModuleRule", "always"]
+
+
+def always(layer: Any) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class ModuleRule:
     layer: type[nn.Module]
     fused: type[nn.Module]
     #: Which modules of that class gain by it.
-    gains: Callable[[Any], bool] = lambda layer: True
+    gains: Callable[[Any], bool] = always
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ def add_written_norm(norm: Op, mark: Fingerprint, x: Any, residual: Any, inplace
 # -- a residual stream that a norm forks off --------------------------------------------------------------------------
 
 
-def find_forked_norm(name: str) -> Callable[..., Iterator[Match | Refusal]]:
+def find_forked_norm(name: str) -> Find:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         norm = view.op(node, name)
         if norm is None or not isinstance(norm["input"], Node):
@@ -256,7 +256,7 @@ def may_be_written(view: View, x: Node, norm: Node, later: tuple[Node, ...]) -> 
 # -- norms of which autocast casts the result -------------------------------------------------------------------------
 
 
-def find_cast_norm(name: str) -> Callable[..., Iterator[Match | Refusal]]:
+def find_cast_norm(name: str) -> Find:
     target = calls.layer_norm if name == "layer_norm" else calls.rms_norm
 
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
