@@ -322,7 +322,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
         assert bias is not None
         name = kernel_name(act, _linear.linear_dtype(x), x.device.type)
         if name is not None:
-            product = F.linear(x, weight)
+            product = _linear.product(x, weight)
             return functional.bias_act(product, bias.to(product.dtype), name)
     return applied(act, F.linear(x, weight, bias))
 
