@@ -423,6 +423,11 @@ struct ForwardArgs {
   Act act;
   bool direct;  // a block has all of its channels' elements
   bool bits_shared;
+  int64_t* batches;  // how many were seen
+
+  __device__ __forceinline__ void count_batch() const {
+    if (batches != nullptr && blockIdx.x == 0 && threadIdx.x == 0) ++*batches;
+  }
 };
 
 template <typename T, bool LAST>
@@ -631,6 +636,7 @@ __global__ void __launch_bounds__(kThreads<LAST>, kStatisticsResident<LAST, T>)
   const Grid& g = a.grid;
   const Place<T, LAST, true> place(g);
   const T* x = static_cast<const T*>(a.x);
+  a.count_batch();
   load_origin(shared, x, g, place);
   auto m = gather_moments<kStatisticsUnroll<T>>(shared, x, g, place);
   merge_down(m, shared.merging, place, LAST ? g.across : 1, place.down(g));
@@ -663,6 +669,7 @@ __global__ void __launch_bounds__(kThreads<LAST>, kResident<LAST, T>) batch_norm
   __shared__ ForwardShared<T, LAST> shared;
   const Grid& g = a.grid;
   const Place<T, LAST> place(g);
+  a.count_batch();
   const T* x = static_cast<const T*>(a.x);
   const int local = place.tx * V;  // of the thread's first column among the block's
   load_affine(shared, g, place, a.weight, a.bias);
@@ -1411,8 +1418,17 @@ void run_forward(ForwardArgs<compute_t<T>>& args, const Operand& x, bool trainin
 }
 
 struct Affine {
-  const std::optional<Tensor>&weight, &bias, &running_mean, &running_var;
+  const std::optional<Tensor>&weight, &bias, &running_mean, &running_var, &batches;
 };
+
+// The number of batches that a layer has seen.
+int64_t* counter(const std::optional<Tensor>& t, const Operand& x, const char* op) {
+  if (!t) return nullptr;
+  STD_TORCH_CHECK(t->scalar_type() == ScalarType::Long && t->numel() == 1 && t->is_cuda() &&
+                      t->get_device_index() == x.x.get_device_index(),
+                  "fastlayers::", op, ": expected batches to be one int64 on x's device");
+  return static_cast<int64_t*>(t->mutable_data_ptr());
+}
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_in, const std::optional<Tensor>& residual_in, const Affine& affine,
                                            double momentum, double eps, int64_t act, bool training, bool want_bits, bool want_stats,
@@ -1439,6 +1455,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_in, const std::option
     args.running_mean = param(affine.running_mean, x, op, "running_mean");
     args.running_var = param(affine.running_var, x, op, "running_var");
     args.stats = want_stats ? static_cast<A*>(stats.mutable_data_ptr()) : nullptr;
+    args.batches = counter(affine.batches, x, op);
     args.momentum = static_cast<A>(momentum);
     args.eps = static_cast<A>(eps);
     args.count = x.image.count();
@@ -1452,15 +1469,17 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const std::
                                                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                                     const std::optional<Tensor>& running_mean,
                                                     const std::optional<Tensor>& running_var, double momentum, double eps,
-                                                    int64_t act, bool bits) {
-  return forward(x, residual, {weight, bias, running_mean, running_var}, momentum, eps, act, true, bits, true, "batch_norm_train");
+                                                    int64_t act, bool bits, const std::optional<Tensor>& batches) {
+  return forward(x, residual, {weight, bias, running_mean, running_var, batches}, momentum, eps, act, true, bits, true,
+                 "batch_norm_train");
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_eval(const Tensor& x, const std::optional<Tensor>& residual,
                                                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                                    const Tensor& running_mean, const Tensor& running_var, double eps, int64_t act,
                                                    bool bits, bool keep) {
-  return forward(x, residual, {weight, bias, running_mean, running_var}, 0.0, eps, act, false, bits, keep, "batch_norm_eval");
+  const std::optional<Tensor> none;
+  return forward(x, residual, {weight, bias, running_mean, running_var, none}, 0.0, eps, act, false, bits, keep, "batch_norm_eval");
 }
 
 // act(x + bias + residual), written to x: the last of the forward's kernels, without statistics.

@@ -491,6 +491,7 @@ def batch_norm(
     *,
     residual: Tensor | None = None,
     act: str | None = None,
+    num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
     r"""Batch normalisation, and the residual and the activation that follow it in the same pass.
 
@@ -510,6 +511,7 @@ def batch_norm(
         residual: added before the activation; the kernels take x's shape and dtype.
         act: None or the name of an activation, as for :func:`bias_act`. One pass with "relu", "silu", "gelu",
             "gelu_tanh", "hardswish", "relu6" and "leaky_relu"; a pass of its own, of bias_act, with the others.
+        num_batches_tracked: one int64, or None. In training it grows by one, as torch's layer counts its batches.
 
     Returns:
         A tensor of x's dtype and memory format.
@@ -520,7 +522,9 @@ def batch_norm(
     Raises:
         ValueError: no such activation, or one value in each channel in training.
     """
-    return _batch_norm.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act)
+    return _batch_norm.batch_norm(
+        x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act, num_batches_tracked
+    )
 
 
 # ---- activations and gates -------------------------------------------------------------------------------------------

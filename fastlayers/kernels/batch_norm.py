@@ -71,9 +71,11 @@ def _bits(x: Tensor, wanted: bool) -> Tensor:
 
 def batch_norm_train(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, momentum: float, eps: float, act: int, bits: bool,
+    running_var: Tensor | None, momentum: float, eps: float, act: int, bits: bool, batches: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, stats, bits) by the statistics of x, of which the running ones, where given, take ``momentum``.
+
+    ``batches`` counts one more.
 
     y has x's layout; stats are means and rstds as (2, C). bit j of byte i of ``bits`` tells if the activation's
     argument is positive at element 8i + j of y's memory; empty unless asked for.
@@ -82,6 +84,8 @@ def batch_norm_train(
     part = torch.empty(plan.geometry.part_shape, dtype=plan.accumulator, device=x.device)
     stats = torch.empty(2, x.shape[1], dtype=plan.accumulator, device=x.device)
     y, packed = torch.empty_like(x), _bits(x, bits)
+    if batches is not None:
+        batches.add_(1)
     plan.statistics(part, x)
     plan.finish(stats, running_mean, running_var, part)
     plan.normalise(y, packed if bits else None, None, x, residual, weight, bias, stats, None)

@@ -17,21 +17,20 @@ def _normalize(layer: _BatchNorm, input: Tensor, residual: Tensor | None = None,
     """What ``forward`` of torch's layers does, with :func:`fastlayers.functional.batch_norm` at its end."""
     layer._check_input_dim(input)
     training, momentum = layer.training, layer.momentum
-    mean, var = layer.running_mean, layer.running_var
+    mean, var, batches = layer.running_mean, layer.running_var, None
     if training:
         if layer.track_running_stats:
             batches = layer.num_batches_tracked
-            if batches is not None:
+            if batches is not None and momentum is None:
                 batches.add_(1)
-                if momentum is None:
-                    momentum = 1.0 / float(batches)
+                momentum, batches = 1.0 / float(batches), None
         else:
             mean = var = None
     elif mean is None and var is None:
         training = True
     return functional.batch_norm(
         input, mean, var, layer.weight, layer.bias, training, 0.0 if momentum is None else momentum, layer.eps,
-        residual=residual, act=act,
+        residual=residual, act=act, num_batches_tracked=batches,
     )  # fmt: skip
 
 

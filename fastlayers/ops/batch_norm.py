@@ -19,9 +19,9 @@ FAMILY = dispatch.Family(
 
 RELU = ACTIVATIONS["relu"].code
 
-#: The running mean and variance, training, momentum, eps, act and the kernels: what has no gradient goes to autograd as
-#: one argument.
-Rest: TypeAlias = tuple[Tensor | None, Tensor | None, bool, float, float, int, Any]
+#: The running mean and variance, training, momentum, eps, act, the count of batches and the kernels: what has no
+#: gradient goes to autograd as one argument.
+Rest: TypeAlias = tuple[Tensor | None, Tensor | None, bool, float, float, int, Tensor | None, Any]
 
 
 def unsupported(
@@ -78,11 +78,11 @@ class _BatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, rest: Rest
     ) -> Tensor:
-        running_mean, running_var, training, momentum, eps, act, kernels = rest
+        running_mean, running_var, training, momentum, eps, act, batches, kernels = rest
         packed = residual is not None and act == RELU
         if training:
             y, stats, bits = kernels.batch_norm_train(
-                x, residual, weight, bias, running_mean, running_var, momentum, eps, act, packed
+                x, residual, weight, bias, running_mean, running_var, momentum, eps, act, packed, batches
             )
         else:
             y, stats, bits = kernels.batch_norm_eval(
@@ -164,6 +164,22 @@ def compose_backward(
     return (d * rstd).to(x.dtype), dz.to(x.dtype), dweight, dbias
 
 
+def count(batches: Tensor | None, training: bool) -> None:
+    """One batch more, where no kernel counts it."""
+    if training and batches is not None:
+        batches.add_(1)
+
+
+def _is_count(batches: Tensor | None, x: Tensor) -> bool:
+    """Whether a kernel can count the batch."""
+    return batches is None or (
+        batches.dtype is torch.int64
+        and batches.numel() == 1
+        and type(batches) is Tensor
+        and batches.get_device() == x.get_device()
+    )
+
+
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,
@@ -175,12 +191,14 @@ def batch_norm(
     eps: float,
     residual: Tensor | None,
     act: str | None,
+    batches: Tensor | None,
 ) -> Tensor:
     code = activation(act).code
     if code >= NORM_CODES:
-        z = batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, None)
+        z = batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, None, batches)
         return bias_act.bias_act(z, None, act, {})
     if torch.compiler.is_compiling():
+        count(batches, training)
         if _graph_keeps_kernel(x, running_mean, running_var, weight, bias, training, eps, residual):
             return _train_compiling(x, running_mean, running_var, weight, bias, momentum, eps, residual, code)
         return reference.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act)
@@ -188,6 +206,9 @@ def batch_norm(
     if kernels is not None:
         reason = unsupported(x, running_mean, running_var, weight, bias, training, eps, residual)
         if reason is None:
+            if not _is_count(batches, x):
+                count(batches, training)
+                batches = None
             if torch.is_grad_enabled() and (
                 x.requires_grad
                 or (weight is not None and weight.requires_grad)
@@ -197,16 +218,17 @@ def batch_norm(
                 residual = residual if residual is None else dispatch.unwrap(residual)
                 weight = weight if weight is None else dispatch.unwrap(weight)
                 bias = bias if bias is None else dispatch.unwrap(bias)
-                rest = running_mean, running_var, training, momentum, eps, code, kernels
+                rest = running_mean, running_var, training, momentum, eps, code, batches, kernels
                 return _record(dispatch.unwrap(x), residual, weight, bias, rest)  # type: ignore[no-any-return]
             if training:
                 return kernels.batch_norm_train(  # type: ignore[no-any-return]
-                    x, residual, weight, bias, running_mean, running_var, momentum, eps, code, False
+                    x, residual, weight, bias, running_mean, running_var, momentum, eps, code, False, batches
                 )[0]
             return kernels.batch_norm_eval(  # type: ignore[no-any-return]
                 x, residual, weight, bias, running_mean, running_var, eps, code, False, False
             )[0]
         backends.refuse(reason)
+    count(batches, training)
     if act == "relu" and residual is not None and backends.get_backend() is None:
         # torch's norm and one pass for the rest: add_relu has a C++ kernel on CPU, where batch_norm has none.
         z = reference.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, None, None)
