@@ -6,6 +6,7 @@
 // passes, which the same kernel tells by taking it for x.
 #include "activations.cuh"
 #include "columns.cuh"
+#include "ops.h"
 
 #include <numeric>
 
@@ -196,6 +197,8 @@ struct Operand {
   Tensor empty() const { return empty_strided(sizes, strides, x.scalar_type(), x); }
 };
 
+}  // namespace
+
 Tensor bias_act_forward_op(const Tensor& x_in, const std::optional<Tensor>& bias_in, int64_t act_in, double first, double second) {
   const char* op = "bias_act_forward";
   const Act act = act_of(act_in, op, kActs);
@@ -232,9 +235,11 @@ Tensor bias_act_forward_op(const Tensor& x_in, const std::optional<Tensor>& bias
   return with_strides(out, operand.sizes, operand.torch_strides);
 }
 
-// The gradients of x and, if wanted, of the bias. relu has its result for x, and no bias; its sums are asked for all the same.
+// The gradients of x and, if wanted, of the bias, in x's dtype or that one. relu has its result for x, and no bias; its sums are
+// asked for all the same.
 std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tensor& x_in, const std::optional<Tensor>& bias_in,
-                                                int64_t act_in, double first, double second, bool dbias) {
+                                                int64_t act_in, double first, double second, bool dbias,
+                                                std::optional<ScalarType> dtype) {
   const char* op = "bias_act_backward";
   const Act act = act_of(act_in, op, kActs);
   check_same_shape(x_in, dy_in, op, "dy");
@@ -243,7 +248,10 @@ std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tenso
   if (bias_in) bias = torch::stable::contiguous(*bias_in);
   const Launch launch(x_in);
   STD_TORCH_CHECK(!dbias || x_in.dim() > 0, "fastlayers::", op, ": a tensor without dimensions has no bias");
-  Tensor db = empty_contiguous({dbias ? x_in.size(x_in.dim() - 1) : 0}, x_in.scalar_type(), x_in);
+  const bool wide = dtype && *dtype != x_in.scalar_type();
+  STD_TORCH_CHECK(!wide || (x_in.element_size() == 2 && *dtype == ScalarType::Float), "fastlayers::", op,
+                  ": expected the bias' gradient in x's dtype, or in float32 of halves, but got ", torch::headeronly::toString(*dtype));
+  Tensor db = empty_contiguous({dbias ? x_in.size(x_in.dim() - 1) : 0}, wide ? *dtype : x_in.scalar_type(), x_in);
   Operand operand(x_in, bias_in ? bias : dbias ? std::optional<Tensor>(db) : std::nullopt, op);
   const Tensor dy = with_strides(dy_in, operand.sizes, operand.strides);
   Tensor dx = operand.empty();
@@ -276,7 +284,7 @@ std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tenso
       Columns c = Columns::plan<A>(operand.rows / rows_at_once, width * rows_at_once, W, launch.device());
       c.ends_within = operand.rows % rows_at_once != 0;
       const int64_t pieces = c.pieces * rows_at_once;
-      T* sums = pieces == 1 && dbias ? static_cast<T*>(db.mutable_data_ptr()) : nullptr;
+      T* sums = pieces == 1 && dbias && !wide ? static_cast<T*>(db.mutable_data_ptr()) : nullptr;
       Tensor partial = empty_partial<A>(sums ? 0 : pieces, width, dy);
       A* pp = static_cast<A*>(partial.mutable_data_ptr());
       with_compiled<T>(act, [&](auto compiled) {
@@ -284,7 +292,9 @@ std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tenso
             <<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(pg, px, pb, pd, pp, sums, n, width, c, act, p);
       });
       STD_CUDA_KERNEL_LAUNCH_CHECK();
-      if (dbias && !sums) launch_add_pieces<T>(partial, db.mutable_data_ptr(), 1, pieces, width, launch);
+      if (!dbias || sums) return;
+      if (wide) launch_add_pieces<A>(partial, db.mutable_data_ptr(), 1, pieces, width, launch);
+      else launch_add_pieces<T>(partial, db.mutable_data_ptr(), 1, pieces, width, launch);
     };
     if (flat) run(std::integral_constant<int, V>{}, V / std::gcd<int64_t>(V, width));
     else run(std::integral_constant<int, 1>{}, 1);
@@ -292,7 +302,6 @@ std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tenso
   return {dx, db};
 }
 
-}  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {

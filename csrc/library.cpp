@@ -19,7 +19,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("spatial_sum(Tensor x, Tensor? y, float factor) -> Tensor");
   m.def("scale_shift(Tensor x, Tensor scale, Tensor shift, float factor) -> Tensor");
   m.def("bias_act_forward(Tensor x, Tensor? bias, int act, float first, float second) -> Tensor");
-  m.def("bias_act_backward(Tensor dy, Tensor x, Tensor? bias, int act, float first, float second, bool dbias) -> (Tensor, Tensor)");
+  m.def("bias_act_backward(Tensor dy, Tensor x, Tensor? bias, int act, float first, float second, bool dbias, ScalarType? dtype=None) -> (Tensor, Tensor)");
+  m.def("linear_autocast(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)");
+  m.def("linear_autocast_backward(Tensor dy, Tensor x, Tensor low, bool dx, bool dweight, bool dbias) -> (Tensor, Tensor, Tensor)");
+  m.def("mlp_autocast(Tensor x, Tensor weight, Tensor bias, Tensor weight2, Tensor? bias2, int act, float first, float second) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("mlp_autocast_backward(Tensor dy, Tensor x, Tensor product, Tensor low, Tensor low_bias, Tensor low2, int act, float first, float second, bool dx, bool dweight, bool dbias, bool dweight2, bool dbias2) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("convolution_autocast(Tensor x, Tensor weight, Tensor bias, int[] stride, int[] padding, int[] dilation, int groups) -> (Tensor, Tensor)");
+  m.def("convolution_autocast_backward(Tensor dy, Tensor x, Tensor low, int[] stride, int[] padding, int[] dilation, int groups, bool dx, bool dweight, bool dbias) -> (Tensor, Tensor, Tensor)");
   m.def("column_sum(Tensor x, ScalarType dtype) -> Tensor");
   m.def("gated_forward(Tensor gate, Tensor up, int act) -> Tensor");
   m.def("gated_backward(Tensor dy, Tensor gate, Tensor up, int act) -> (Tensor, Tensor)");

@@ -27,14 +27,16 @@ using Dims = std::vector<int64_t>;
 
 inline Dims dims_of(const torch::headeronly::IntHeaderOnlyArrayRef& ref) { return Dims(ref.begin(), ref.end()); }
 
+// A dtype as the C shim takes it.
+inline int32_t raw(ScalarType dtype) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)); }
+
 // empty_strided through the C shim: cheaper by a microsecond than the dispatcher call behind stable::empty_like.
 inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype, const Tensor& like) {
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  const int32_t raw_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dims, sizes, strides, raw_dtype, device_type, like.get_device_index(), &handle));
+      aoti_torch_empty_strided(dims, sizes, strides, raw(dtype), device_type, like.get_device_index(), &handle));
   return Tensor(handle);
 }
 inline Tensor empty_strided(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& like) {

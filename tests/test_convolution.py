@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastlayers.kernels import convolution as kernels
 from fastlayers.ops import convolution
-from fastlayers.patching import calls
+from fastlayers.patching.convolutions import forked_convolution
 
 SHAPES = [(2, 64, 8, 8, 64), (3, 256, 7, 5, 64), (2, 24, 9, 9, 144), (1, 40, 3, 3, 13), (2, 130, 4, 4, 200)]
 
@@ -68,7 +68,7 @@ def test_the_kernel_is_as_near_as_torch(shape, dtype, monkeypatch):
     x, layer = image(n, channels, height, width, dtype=dtype, device="cuda"), conv(channels, wanted, dtype, "cuda")
     assert convolution.adds_gradients(x.requires_grad_(), layer.weight)
     seeds = [image(n, c, height, width, dtype=dtype, device="cuda", seed=3 + c) for c in (wanted, channels)]
-    ours = results(layer, x, calls.forked_convolution, seeds)
+    ours = results(layer, x, forked_convolution, seeds)
     torchs = results(layer, x, plainly, seeds)
     exact = results(layer.double(), x.double(), plainly, [seed.double() for seed in seeds])
     for mine, its, true in zip(ours, torchs, exact, strict=True):
@@ -88,9 +88,7 @@ def test_a_launch_serves_one_dtype():
 def test_derivatives(stand_in):
     x, layer = image(2, 6, 3, 3, dtype=torch.float64, device="cpu"), conv(6, 5, torch.float64, "cpu")
     seeds = [image(2, c, 3, 3, dtype=torch.float64, device="cpu", seed=c) for c in (5, 6)]
-    for mine, its in zip(
-        results(layer, x, calls.forked_convolution, seeds), results(layer, x, plainly, seeds), strict=True
-    ):
+    for mine, its in zip(results(layer, x, forked_convolution, seeds), results(layer, x, plainly, seeds), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6)
     assert stand_in == ["backward"]
 
@@ -107,7 +105,7 @@ def test_one_result_or_one_gradient(stand_in, used, wanted):
     x, layer = image(2, 6, 3, 3, dtype=torch.float64, device="cpu"), conv(6, 5, torch.float64, "cpu")
     x.requires_grad_(wanted != "weight")
     layer.requires_grad_(wanted != "x")
-    for call in (plainly, calls.forked_convolution):
+    for call in (plainly, forked_convolution):
         layer.zero_grad()
         x.grad = None
         result = call(layer, x)[used]
@@ -124,7 +122,7 @@ def test_one_result_or_one_gradient(stand_in, used, wanted):
 
 def test_it_hands_on_the_tensor_itself(stand_in):
     x, layer = image(2, 6, 3, 3, dtype=torch.float64, device="cpu"), conv(6, 5, torch.float64, "cpu")
-    _, again = calls.forked_convolution(layer, x.requires_grad_())
+    _, again = forked_convolution(layer, x.requires_grad_())
     assert again.data_ptr() == x.data_ptr()
     assert again.stride() == x.stride()
     with pytest.raises(RuntimeError, match="modified inplace"):
@@ -137,7 +135,7 @@ def test_under_autocast(monkeypatch):
     x, layer = image(2, 64, 8, 8, dtype=torch.bfloat16, device="cuda"), conv(64, 32, torch.float32, "cuda")
     seeds = [image(2, c, 8, 8, dtype=torch.bfloat16, device="cuda", seed=c) for c in (32, 64)]
     with torch.autocast("cuda", torch.bfloat16):
-        ours, its = (results(layer, x, call, seeds) for call in (calls.forked_convolution, plainly))
+        ours, its = (results(layer, x, call, seeds) for call in (forked_convolution, plainly))
     assert [t.dtype for t in ours] == [t.dtype for t in its]
     assert torch.equal(ours[0], its[0])
     exact = results(layer.double(), x.double(), plainly, [seed.double() for seed in seeds])

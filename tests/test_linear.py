@@ -6,7 +6,6 @@ Kernels made of torch operations stand in for those of a GPU, so that autograd's
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -140,79 +139,6 @@ def test_gradients_that_are_not_dense(kernels):
         grads = torch.autograd.grad(functional.linear(*given), given, dy)
         assert_close(grads, torch.autograd.grad(F.linear(*given), given, dy))
     assert not kernels.given
-
-
-def test_autocast_casts_a_weight_once(kernels):
-    """And the gradient of a float32 bias is summed into float32."""
-    x, weight, bias = leaves((6, 8), (8, 8), (8,), dtype=torch.float32)
-    seen = {}
-    for function in (functional.linear, F.linear):
-        with torch.autocast("cpu", torch.bfloat16):
-            with Calls() as ops:
-                out = function(function(x, weight, bias), weight, bias)
-            assert out.dtype == torch.bfloat16
-        seen[function] = ops.names.count("_to_copy"), out
-        dweight, dbias = torch.autograd.grad(out.sum() + out.square().sum(), (weight, bias))
-        assert dweight.dtype == dbias.dtype == torch.float32
-    assert same_bits(seen[functional.linear][1], seen[F.linear][1])
-    # x and weight once; the bias, of which there is little, each time, being no leaf that autocast would remember
-    assert seen[F.linear][0] <= seen[functional.linear][0] <= seen[F.linear][0] + 1
-    assert kernels.given == [(torch.bfloat16, torch.float32)] * 2
-
-
-def autocast_results(function, given, low):
-    x, weight, bias = given
-    with torch.autocast("cpu", low):
-        out = function(function(x, weight, bias), weight, bias)
-    wanted = [t for t in given if t is not None and t.requires_grad]
-    return [out, *torch.autograd.grad(out.float().sin().sum(), wanted)]
-
-
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)], ids=str)
-@pytest.mark.parametrize("frozen", ["", "x", "weight"])
-def test_under_autocast(kernels, low, shape, frozen):
-    """The same result; gradients nearer to those of float64 than torch's, which rounds them to 16 bits in between."""
-    given = leaves(shape, (8, 8), (8,), dtype=torch.float32)
-    for name, t in zip(("x", "weight", "bias"), given, strict=True):
-        t.requires_grad_(name != frozen)
-    ours, torchs = (autocast_results(function, given, low) for function in (functional.linear, F.linear))
-    wide = [t.detach().double().requires_grad_(t.requires_grad) for t in given]
-    exact = autocast_results(F.linear, wide, low)
-    assert same_bits(ours[0], torchs[0])
-    for mine, its, true in zip(ours[1:], torchs[1:], exact[1:], strict=True):
-        assert mine.dtype == its.dtype == torch.float32
-        error, allowed = (mine - true).abs().max(), (its - true).abs().max()
-        assert error <= 1.5 * allowed
-    assert kernels.given == [(low, torch.float32)] * 2
-
-
-def test_the_cast_of_a_weight(kernels):
-    """One for all uses while one of them is there; another one after the weight has changed."""
-    x, weight, bias = leaves((6, 8), (8, 8), (8,), dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        before = functional.linear(x, weight, bias)
-        assert linear._low_weight(weight, torch.bfloat16) is linear._low_weight(weight, torch.bfloat16)
-        assert linear._low_weight(weight, torch.float16).dtype == torch.float16
-        with torch.no_grad():
-            weight.mul_(2)
-        after = functional.linear(x, weight, bias)
-        assert same_bits(after, F.linear(x, weight, bias))
-    assert not same_bits(before, after)
-    (restored,) = pickle.loads(pickle.dumps((nn.Parameter(weight.detach()),)))
-    assert same_bits(restored, weight)
-
-
-def test_second_derivatives_under_autocast(kernels):
-    x, weight, bias = leaves((6, 8), (8, 8), (8,), dtype=torch.float32)
-    found = []
-    for function in (functional.linear, F.linear):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = function(x, weight, bias).sin()
-        (dx,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(dx.square().sum(), (weight, bias)))
-    for mine, its in zip(*found, strict=True):
-        torch.testing.assert_close(mine, its, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(

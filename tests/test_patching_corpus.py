@@ -16,7 +16,7 @@ QUICK = {
     "timm:test_vit": {},
     "transformers:bert": {"add_layer_norm": 5, "linear_act": 3},
     "transformers:bert/eager": {"add_layer_norm": 5, "softmax": 2},
-    "transformers:convnext": {"linear_act": 8, "scale_add": 8},
+    "transformers:convnext": {"mlp": 8, "scale_add": 8},
     "transformers:gemma2": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2, "softmax": 2},
     "transformers:gpt2": {"add_layer_norm": 2, "gelu": 2},
     "transformers:gpt2/eager": {"softmax": 2},
@@ -24,9 +24,9 @@ QUICK = {
     "transformers:llama": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2},
     "transformers:llama/eager": {"softmax": 2},
     "transformers:qwen3": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2},
-    "transformers:swin": {"add_layer_norm": 8, "dropout_add": 8, "linear_act": 8},
+    "transformers:swin": {"add_layer_norm": 8, "dropout_add": 8, "mlp": 8},
     "transformers:t5/eager": {"dropout_add": 10, "rms_norm (t5)": 12, "softmax": 6},
-    "transformers:vit": RESIDUAL | {"linear_act": 2},
+    "transformers:vit": RESIDUAL | {"mlp": 2},
 }
 
 

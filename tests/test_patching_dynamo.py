@@ -665,7 +665,7 @@ GEMMA = {"add_rms_norm": 4, "forked_rms_norm": 1, "rotary": 2, "softmax": 2, "ga
 
 #: Model, the sizes in its configuration, its inputs, and what is fused in training.
 TRANSFORMERS = {
-    "bert": ("BertModel", SIZES, IDS, {"add_layer_norm": 5, "softmax": 2, "linear_act": 2, "linear": 11}),
+    "bert": ("BertModel", SIZES, IDS, {"add_layer_norm": 5, "softmax": 2, "mlp": 2, "linear": 9}),
     "gpt2": (
         "GPT2LMHeadModel",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50},
@@ -703,8 +703,8 @@ TRANSFORMERS = {
             "layer_norm": 1,
             "softmax": 2,
             "dropout_add": 4,
-            "linear_act": 2,
-            "linear": 10,
+            "mlp": 2,
+            "linear": 8,
         },
     ),
     "phi": (
@@ -716,9 +716,9 @@ TRANSFORMERS = {
             "forked_layer_norm": 1,
             "rotary": 2,
             "softmax": 2,
-            "linear_act": 2,
+            "mlp": 2,
             "dropout_add": 2,
-            "linear": 11,
+            "linear": 9,
         },
     ),
     "bloom": (
@@ -731,13 +731,13 @@ TRANSFORMERS = {
         "ViTForImageClassification",
         IMAGES,
         PIXELS,
-        {"add_layer_norm": 4, "forked_layer_norm": 1, "softmax": 2, "linear_act": 2, "linear": 11},
+        {"add_layer_norm": 4, "forked_layer_norm": 1, "softmax": 2, "mlp": 2, "linear": 9},
     ),
     "clip": (
         "CLIPVisionModel",
         IMAGES,
         PIXELS,
-        {"add_layer_norm": 4, "forked_layer_norm": 1, "layer_norm": 1, "softmax": 2, "linear_act": 2, "linear": 10},
+        {"add_layer_norm": 4, "forked_layer_norm": 1, "layer_norm": 1, "softmax": 2, "mlp": 2, "linear": 8},
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
@@ -748,7 +748,7 @@ TRANSFORMERS = {
             **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
         },
         {"input_features": tensor(2, 8, 40, grad=False), **DECODED},
-        {"add_layer_norm": 10, "forked_layer_norm": 2, "softmax": 6, "linear_act": 4, "gelu": 2, "linear": 22},
+        {"add_layer_norm": 10, "forked_layer_norm": 2, "softmax": 6, "mlp": 4, "gelu": 2, "linear": 18},
     ),
 }
 
@@ -809,7 +809,7 @@ TIMM = {
     "convnext_atto": ({"drop_path_rate": 0.2}, {"channel_layer_norm": 17, "gelu": 12, "scale_add": 12, "linear": 1}),
     "vit_tiny_patch16_224": (
         {"img_size": 32, "drop_path_rate": 0.2},
-        {"add_layer_norm": 24, "forked_layer_norm": 1, "linear_act": 12, "linear": 37, "split": 12},
+        {"add_layer_norm": 24, "forked_layer_norm": 1, "mlp": 12, "linear": 25, "split": 12},
     ),
 }
 

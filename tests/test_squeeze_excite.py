@@ -7,9 +7,10 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from fastlayers import functional
+from fastlayers import functional, patch_model, patch_report, verify_patch
 from fastlayers.ops import elementwise, reference, squeeze_excite
 from fastlayers.patching import calls
 
@@ -194,3 +195,117 @@ def test_images_of_other_dimensions(kernels):
     x = torch.randn(3, 4, 5, requires_grad=True)
     mean = calls.squeeze_by_pooling(x)
     torch.testing.assert_close(calls.excite(x, mean.sigmoid(), mean), x * x.mean((1, 2), keepdim=True).sigmoid())
+
+
+# -- a convolution of the product --------------------------------------------------------------------------------------
+
+
+def gated_convolution(convolve, x: Tensor, w: Tensor, layer: nn.Module) -> Tensor:
+    mean = calls.squeeze(x, (2, 3))
+    return convolve(layer, calls.excite(x, gate_of(w)(mean), mean))
+
+
+def plainly(layer: nn.Module, product: Tensor) -> Tensor:
+    return layer(product)
+
+
+def layer_and_leaves() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    x, w = inputs()
+    layer = nn.Conv2d(3, 4, 1, bias=False, dtype=torch.float64)
+    return layer, (x, w, layer.weight)
+
+
+OF_PRODUCT = {
+    "gradients": lambda y, given: torch.autograd.grad(y.sin().sum(), given),
+    "again": lambda y, given: [torch.autograd.grad(y.sin().sum(), given, retain_graph=True) for _ in range(2)],
+    "the weight alone": lambda y, given: torch.autograd.grad(y.sum(), given[2]),
+    "second derivatives": lambda y, given: torch.autograd.grad(
+        sum(g.square().sum() for g in torch.autograd.grad(y.sin().sum(), given, create_graph=True)), given
+    ),
+    "batched": lambda y, given: torch.autograd.grad(
+        y, given, torch.stack([torch.ones_like(y), y.detach()]), is_grads_batched=True
+    ),
+}
+
+
+@pytest.mark.parametrize("call", OF_PRODUCT)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_convolution_of_product(kernels, call, checkpointed):
+    found = []
+    for convolve in (squeeze_excite.convolution_of_product, plainly):
+        layer, given = layer_and_leaves()
+        layer.weight.data.copy_(torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3, 1, 1))
+        if checkpointed:
+            y = checkpoint(gated_convolution, convolve, *given[:2], layer, use_reentrant=False)
+        else:
+            y = gated_convolution(convolve, *given[:2], layer)
+        found.append(OF_PRODUCT[call](y, given))
+    torch.testing.assert_close(*found)
+
+
+def test_the_product_is_not_kept(kernels):
+    layer, (x, w, weight) = layer_and_leaves()
+    kept = []
+
+    def convolve(layer, product):
+        kept.append(weakref.ref(product))
+        return squeeze_excite.convolution_of_product(layer, product)
+
+    y = gated_convolution(convolve, x, w, layer)
+    assert kept[0]() is None
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), weight)
+
+
+def test_a_product_that_was_written(kernels):
+    """What the convolution is given is no longer x·gate."""
+    found = []
+    for convolve in (squeeze_excite.convolution_of_product, plainly):
+        layer, given = layer_and_leaves()
+        layer.weight.data.fill_(0.5)
+
+        def written(layer, product, convolve=convolve):
+            with torch.no_grad():
+                product.mul_(2)
+            return convolve(layer, product)
+
+        found.append(torch.autograd.grad(gated_convolution(written, *given[:2], layer).sum(), given))
+    torch.testing.assert_close(*found)
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.fc(x.mean((2, 3), keepdim=True)))
+
+
+class Scaled(SqueezeExcite):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.fc(x.mean((2, 3), keepdim=True))
+
+
+class Block(nn.Module):
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.first, self.se, self.last = nn.Conv2d(3, 3, 1), gate, nn.Conv2d(3, 4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.se(self.first(x)))
+
+
+@pytest.mark.parametrize(("gate", "found"), [(SqueezeExcite, 1), (Scaled, 0), (nn.Identity, 0)])
+def test_convolutions_of_products_are_found(kernels, gate, found):
+    model = patch_model(Block(gate()).double())
+    assert patch_report(model).counts().get("conv_of_product", 0) == found
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    assert verify_patch(model, x)
+    kernels.called.clear()
+    seen = []
+    model.last.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    model(x).sum().backward()
+    assert len(seen) == 1

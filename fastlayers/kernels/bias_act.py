@@ -132,9 +132,13 @@ def bias_act_forward(x: Tensor, bias: Tensor | None, act: int, first: float, sec
 
 
 def bias_act_backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, act: int, first: float, second: float, dbias: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradients of x and, if wanted, of the bias. relu has its result for x, and then no bias to be added."""
+    dy: Tensor, x: Tensor, bias: Tensor | None, act: int, first: float, second: float, dbias: bool,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x and, if wanted, of the bias, in x's dtype or that one.
+
+    relu has its result for x, and then no bias to be added.
+    """
     if bias is None and not dbias:
         dx = torch.empty_like(x)
         launch = _flat_launch(x.numel(), x.dtype, act, float(first), float(second))
@@ -148,7 +152,7 @@ def bias_act_backward(
     dx = torch.empty_like(x)
     partial = torch.empty((1, chunks, n), dtype=accumulator(x.dtype)[1], device=x.device)
     launch(dx, partial, dy, x, bias)
-    db = x.new_empty(n if dbias else 0)
+    db = x.new_empty(n if dbias else 0, dtype=dtype or x.dtype)
     if dbias:
         sum_rows(partial, db)
     return dx, db

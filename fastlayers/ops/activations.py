@@ -59,6 +59,12 @@ class Activation:
     backward: Callable[..., Tensor]
     parameters: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def defaults(self) -> tuple[float, float]:
+        """Its parameters as the kernels take them."""
+        first, second = (*self.parameters.values(), 0.0, 0.0)[:2]
+        return first, second
+
 
 #: By the name that the functions and layers take as ``act``.
 ACTIVATIONS: dict[str | None, Activation] = {

@@ -348,13 +348,16 @@ def _train_compiling(
     return y
 
 
+def _fake_train(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, momentum: float, eps: float, act: int, bits: bool, batches: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(x), _fake_stats(x), _fake_bits(x, bits)
+
+
 dispatch.register_fakes(
     {
-        "batch_norm_train": lambda x, residual, weight, bias, running_mean, running_var, momentum, eps, act, bits: (
-            torch.empty_like(x),
-            _fake_stats(x),
-            _fake_bits(x, bits),
-        ),
+        "batch_norm_train": _fake_train,
         "batch_norm_eval": lambda x, residual, weight, bias, running_mean, running_var, eps, act, bits, keep: (
             torch.empty_like(x),
             _fake_stats(x, keep),

@@ -114,9 +114,9 @@ def in_place(function: Callable[..., Tensor], x: Tensor, *parameters: float) -> 
 dispatch.register_fakes(
     {
         "bias_act_forward": lambda x, bias, act, first, second: torch.empty_like(x if bias is None else x + bias),
-        "bias_act_backward": lambda dy, x, bias, act, first, second, dbias: (
+        "bias_act_backward": lambda dy, x, bias, act, first, second, dbias, dtype=None: (
             torch.empty_like(x),
-            x.new_empty(x.shape[-1] if dbias else 0),
+            x.new_empty(x.shape[-1] if dbias else 0, dtype=dtype or x.dtype),
         ),
     }
 )

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, elementwise, reference
+from fastlayers.ops import autocast, dispatch, elementwise, reference
 from fastlayers.ops.activations import BY_CODE, activation
-from fastlayers.ops.linear import linear_dtype
 
 FAMILY = dispatch.Family(
     "glu", ("gated_forward", "gated_backward", "gated_backward_", "glu_forward", "glu_backward"), cpu=False
@@ -123,14 +122,14 @@ def _unsupported_linear(gate: Tensor, weight: object, bias: object) -> str | Non
     if not (dispatch.is_plain(weight) and (bias is None or dispatch.is_plain(bias))):
         return f"weight and bias are {type(weight).__name__} and {type(bias).__name__}; it takes plain tensors"
     assert isinstance(weight, Tensor)
-    shape, dtype = weight.shape, linear_dtype(gate)
+    shape, dtype = weight.shape, autocast.dtype_of(gate)
     if gate.dim() == 0 or len(shape) != 2 or shape[1] != gate.shape[-1] or shape[0] == 0:
         return f"a weight of shape {tuple(shape)} for {tuple(gate.shape)}"
-    if weight.layout is not torch.strided or linear_dtype(weight) is not dtype or weight.device != gate.device:
+    if weight.layout is not torch.strided or autocast.dtype_of(weight) is not dtype or weight.device != gate.device:
         return f"a weight of {weight.dtype}, {weight.layout} on {weight.device}, for {dtype} on {gate.device}"
     if bias is not None:
         assert isinstance(bias, Tensor)
-        if bias.shape != shape[:1] or linear_dtype(bias) is not dtype or bias.device != gate.device:
+        if bias.shape != shape[:1] or autocast.dtype_of(bias) is not dtype or bias.device != gate.device:
             return f"a bias of {bias.dtype}, shape {tuple(bias.shape)} on {bias.device}, for {dtype}, {tuple(shape)}"
     return None
 
@@ -150,7 +149,7 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, 
     if reason is not None:
         backends.refuse(reason)
         return F.linear(gated(gate, up, act), weight, bias)
-    dtype = linear_dtype(gate)
+    dtype = autocast.dtype_of(gate)
     # Recorded by autograd, as what autocast does is: a float32 weight gets a float32 gradient.
     weight = dispatch.unwrap(weight).to(dtype)
     bias = bias if bias is None else dispatch.unwrap(bias).to(dtype)

@@ -20,6 +20,8 @@ from fastlayers.ops import dispatch, elementwise, reference
 
 FAMILY = dispatch.Family("squeeze_excite", ("spatial_sum", "scale_shift"), cpu=False)
 
+_top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+
 
 class _Handed:
     """What :class:`_Excite` hands to :class:`_Squeeze` in a backward beside dy: the gate that dy is to be scaled by."""
@@ -75,7 +77,7 @@ class _Excite(torch.autograd.Function):
     def forward(ctx: Any, stand_in: Tensor, x: Tensor, gate: Tensor, handed: _Handed, kernels: Any) -> Tensor:
         ctx.save_for_backward(x, gate)
         ctx.handed, ctx.kernels = handed, kernels
-        return elementwise.FAMILY.serving(x).mul(x, gate)  # type: ignore[no-any-return]
+        return _product(x, gate)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -87,6 +89,10 @@ class _Excite(torch.autograd.Function):
         dy = dispatch.with_strides(dy, x.stride())
         ctx.handed.gate = gate
         return dy, None, ctx.kernels.spatial_sum(dy, x, 1.0) if for_gate else None, None, None
+
+
+def _product(x: Tensor, gate: Tensor) -> Tensor:
+    return elementwise.FAMILY.serving(x).mul(x, gate)  # type: ignore[no-any-return]
 
 
 def _mean(x: Tensor, kernels: Any) -> Tensor:
@@ -138,6 +144,42 @@ def excite(x: Tensor, gate: Tensor, mean: Tensor) -> Tensor:
     ):
         return elementwise.mul(x, gate)
     return _Excite.apply(link.stand_in, x, dispatch.unwrap(gate), link.handed, kernels)  # type: ignore[no-any-return]
+
+
+def convolution_of_product(layer: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
+    """``layer(product)``, a convolution. Where :func:`excite` made the product, it is computed anew for the backward.
+
+    autograd keeps what a convolution is given, beside the x and gate that the product keeps: one tensor of that size
+    is enough. Where somebody else decides what is kept, as checkpoints do, it is left to them.
+    """
+    node: Any = product.grad_fn if isinstance(product, Tensor) else None
+    if (
+        not isinstance(node, _Excite._backward_cls)  # type: ignore[attr-defined]
+        or product._version != 0
+        or dispatch.composing()
+        or _top_saved_tensors_hooks(False) is not None
+    ):
+        return layer(product)
+    place = product.data_ptr(), product.shape, product.dtype
+    factors = tuple((t, t._version) for t in node.saved_tensors)
+
+    def pack(kept: Tensor) -> Tensor | None:
+        return None if (kept.data_ptr(), kept.shape, kept.dtype) == place else kept
+
+    def unpack(kept: Tensor | None) -> Tensor:
+        if kept is not None:
+            return kept
+        for t, version in factors:
+            if t._version != version:
+                raise RuntimeError(
+                    f"a factor of a convolution's input, shape {tuple(t.shape)}, is needed for the gradient and has "
+                    f"been modified by an inplace operation: it is at version {t._version}; expected {version}"
+                )
+        with torch.no_grad():
+            return _product(*(t for t, _ in factors))
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return layer(product)
 
 
 def squeeze_excite(x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.modules.group_norm import _apply
-from fastlayers.ops import bias_act, convolution, glu, reference, squeeze_excite
+from fastlayers.ops import autocast, bias_act, glu, reference, squeeze_excite
 from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
 from fastlayers.ops.dispatch import is_plain
@@ -51,7 +51,6 @@ __all__ = [
     "chunk",
     "dropout_add",
     "excite",
-    "forked_convolution",
     "gated",
     "gated_linear",
     "instance_norm_layer",
@@ -308,7 +307,7 @@ def bias_in_act(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether bias_act has a kernel for act(linear(x)), and gains by it."""
     if bias is None or torch.compiler.is_compiling() or bias_act.FAMILY.serving(x) is None:
         return False
-    if _linear.linear_dtype(bias) is not _linear.linear_dtype(x):
+    if autocast.dtype_of(bias) is not autocast.dtype_of(x):
         return False
     return x.numel() // weight.shape[-1] * len(bias) >= GPU_LEAST
 
@@ -320,11 +319,33 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     """
     if bias_in_act(x, weight, bias):
         assert bias is not None
-        name = kernel_name(act, _linear.linear_dtype(x), x.device.type)
+        name = kernel_name(act, autocast.dtype_of(x), x.device.type)
         if name is not None:
             product = _linear.product(x, weight)
             return functional.bias_act(product, bias.to(product.dtype), name)
     return applied(act, F.linear(x, weight, bias))
+
+
+def mlp(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    act: str,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    p: float = 0.0,
+    training: bool = False,
+) -> Tensor:
+    """linear(dropout(act(linear(x))))."""
+    drops = training and p > 0
+    if not drops and bias_in_act(x, weight, bias):
+        assert bias is not None
+        name = kernel_name(act, autocast.dtype_of(x), x.device.type)
+        y = autocast.mlp(x, weight, bias, name, weight2, bias2) if name is not None else None
+        if y is not None:
+            return y
+    activated = linear_act(x, weight, bias, act)
+    return functional.linear(F.dropout(activated, p) if drops else activated, weight2, bias2)
 
 
 def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
@@ -354,13 +375,6 @@ def is_pointwise(layer: Any) -> bool:
         and layer.groups == 1
         and layer.bias is None
     )
-
-
-def forked_convolution(layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(layer(x), x) of a pointwise convolution, where a kernel adds the gradients of both if it gains by that."""
-    if isinstance(x, Tensor) and convolution.adds_gradients(x, layer.weight):
-        return convolution.pointwise_fork(x, layer.weight)
-    return layer(x), x
 
 
 # -- activations that a library wrote out -----------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 torch adds the bias of a convolution in a kernel of its own, which reads and writes the whole result, and so do the sum
 and the activation after it. Here torch convolves without the bias, and one kernel does the rest in place. That kernel
 has no backward: where a gradient is wanted, in a graph that torch.compile makes and where it does not apply, torch
-answers.
+answers; under autocast with a Function of ours, of which a kernel sums the bias' gradient.
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from fastlayers import functional
-from fastlayers.ops import dispatch
+from fastlayers.ops import autocast, convolution, dispatch
 from fastlayers.ops.activations import NORM_CODES, activation
 from fastlayers.ops.batch_norm import FAMILY
-from fastlayers.patching.calls import join
+from fastlayers.patching.calls import is_pointwise, join, plain
 
-__all__ = ["adds_bias", "convolution_and_more", "convolve", "layer_and_more"]
+__all__ = [
+    "adds_bias",
+    "bound_by_memory",
+    "convolution_and_more",
+    "convolve",
+    "forked_convolution",
+    "is_forkable",
+    "layer_and_more",
+]
 
 TRANSPOSED: dict[int, Callable[..., Tensor]] = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}
 
@@ -66,10 +74,36 @@ def convolution_and_more(layer: Any, x: Tensor, act: str | None = None) -> Tenso
     return layer_and_more(layer, x, layer.weight, layer.bias, act=act)
 
 
+def bound_by_memory(layer: Any) -> bool:
+    """Whether a convolution computes little for what it moves: depthwise, or of patches that do not overlap."""
+    return layer.groups == layer.in_channels > 1 or (layer.stride == layer.kernel_size and max(layer.stride) > 1)
+
+
+def is_forkable(layer: Any) -> bool:
+    """Whether :func:`forked_convolution` gains something of such a convolution."""
+    return is_pointwise(layer) or (plain(layer, nn.Conv2d) and layer.bias is not None and bound_by_memory(layer))
+
+
+def forked_convolution(layer: nn.Conv2d, x: Any) -> tuple[Tensor, Tensor]:
+    """(layer(x), x), where their gradients are added by a kernel of the one, or with the cast that autocast makes."""
+    if not isinstance(x, Tensor):
+        return layer(x), x
+    if layer.bias is not None and not torch.compiler.is_compiling():
+        low, x = autocast.cast_fork(x)
+        return convolution_and_more(layer, low), x
+    if convolution.adds_gradients(x, layer.weight):
+        return convolution.pointwise_fork(x, layer.weight)
+    return layer(x), x
+
+
 def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The layer with these parameters."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
+    if bias is not None and not torch.compiler.is_compiling():
+        y = autocast.convolution(layer, x, weight, bias)
+        if y is not None:
+            return y
     if isinstance(layer, _ConvTransposeNd):
         options = (layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
         return TRANSPOSED[x.dim()](x, weight, bias, *options)

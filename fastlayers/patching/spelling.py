@@ -179,7 +179,7 @@ FRESH_FUNCTIONS = frozenset(
         calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
         calls.squeeze, calls.squeeze_by_pooling, calls.excite, calls.permuted_scale_add, calls.addmm, calls.linear_act,
-        calls.nll_loss_of_log_softmax, calls.rotary_alone, folded, folded_sum, convolution_and_more,
+        calls.mlp, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded, folded_sum, convolution_and_more,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A linear layer and the activation of it: the bias goes to the activation's kernel."""
+"""A linear layer and the activation of it, whose kernel adds the bias; and the linear layer after these."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from fastlayers.patching.graph import Attribute, Op, View
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.norm import activation, behind
+from fastlayers.patching.rules.residual import dropout
 
-__all__ = ["LINEAR_ACT", "parameters"]
+__all__ = ["LINEAR_ACT", "MLP", "parameters"]
 
 
 def parameters(view: View, linear: Op) -> tuple[tuple[Any, Any], tuple[torch.Tensor | None, torch.Tensor | None]]:
@@ -44,4 +45,22 @@ def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
     yield Match((linear, *passed, found[0]), calls.linear_act, (x, *operands, found[1]), {}, (x,))
 
 
+def find_mlp(view: View, node: Node) -> Iterator[Match | Refusal]:
+    linear = view.op(node, "linear")
+    if linear is None or linear.recording is not None:
+        return
+    before, passed = behind(view, linear["input"])
+    drop = view.op(before, "dropout")
+    dropped: tuple[Any, ...] = ()
+    if drop is not None and not drop.inplace:
+        dropped = dropout(drop)
+        before, earlier = behind(view, drop["input"])
+        passed = (*earlier, drop, *passed)
+    for match in find_linear_act(view, before) if isinstance(before, Node) else ():
+        if isinstance(match, Match):
+            ops, args = (*match.ops, *passed, linear), (*match.args, *parameters(view, linear)[0], *dropped)
+            yield Match(ops, calls.mlp, args, {}, match.tensors)
+
+
+MLP = GraphRule("mlp", "linear(dropout(act(linear(x)))), under autocast one node of autograd", find_mlp)
 LINEAR_ACT = GraphRule("linear_act", "act(linear(x)), the bias added by the activation's kernel", find_linear_act)

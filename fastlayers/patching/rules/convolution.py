@@ -9,25 +9,23 @@ from torch.fx import Node
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers import functional
+from fastlayers.ops import squeeze_excite
 from fastlayers.patching import calls
-from fastlayers.patching.convolutions import convolution_and_more
+from fastlayers.patching.convolutions import bound_by_memory, convolution_and_more, forked_convolution, is_forkable
 from fastlayers.patching.graph import Attribute, Op, View, is_fresh, is_plain_layer, is_sequential, original_class
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
+from fastlayers.patching.rules.elementwise import find_squeeze_excite
 from fastlayers.patching.rules.norm import Find, find_norm_act, joins, may_be_written
+from fastlayers.patching.trace import record_child
 
-__all__ = ["CONV_BIAS", "FORKED_CONVOLUTION"]
+__all__ = ["CONV_BIAS", "CONV_OF_PRODUCT", "FORKED_CONVOLUTION"]
 
 # -- the bias ---------------------------------------------------------------------------------------------------------
 
 
 def and_act(conv: Op, act: str) -> tuple[Any, ...]:
     return convolution_and_more, (Attribute(str(conv.child)), conv["input"]), {"act": act}
-
-
-def bound_by_memory(layer: Any) -> bool:
-    """Whether a convolution computes little for what it moves: depthwise, or of patches that do not overlap."""
-    return layer.groups == layer.in_channels > 1 or (layer.stride == layer.kernel_size and max(layer.stride) > 1)
 
 
 def find_alone(view: View, node: Node) -> Iterator[Match | Refusal]:
@@ -58,6 +56,31 @@ CONV_BIAS = tuple(
     )
 )
 
+# -- of a product -----------------------------------------------------------------------------------------------------
+
+
+def find_of_product(view: View, node: Node) -> Iterator[Match | Refusal]:
+    conv = view.op(node, "convolution")
+    gate = conv["input"] if conv is not None and conv.child is not None else None
+    if conv is None or not isinstance(gate, Node) or gate.op != "call_module" or not makes_product(view, gate):
+        return
+    args = (Attribute(str(conv.child)), gate)
+    yield Match((conv,), squeeze_excite.convolution_of_product, args, {}, (gate,))
+
+
+def makes_product(view: View, node: Node) -> bool:
+    """Whether a child gives its input times a gate that it computes from the mean of it."""
+    recording = record_child(view.root, view.child(node), 1) if len(node.args) == 1 and not node.kwargs else None
+    if recording is None:
+        return False
+    *_, output = recording.graph.nodes
+    return any(True for _ in find_squeeze_excite(View(recording.graph, view.root), output.args[0]))  # type: ignore[arg-type]
+
+
+CONV_OF_PRODUCT = GraphRule(
+    "conv_of_product", "conv(squeeze_excite(x)), of which the backward computes the product anew", find_of_product
+)
+
 # -- a tensor that is used again --------------------------------------------------------------------------------------
 
 
@@ -65,18 +88,20 @@ def find_forked_convolution(view: View, node: Node) -> Iterator[Match | Refusal]
     if node.op != "call_module" or len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
         return
     x, path = node.args[0], str(node.target)
-    if not calls.is_pointwise(view.child(node)):
+    if not is_forkable(view.child(node)):
         return
     later = tuple(user for user in x.users if view.position[user] > view.position[node])
     if later and all(only_reads(view, x, user) for user in later) and not may_be_written(view, x, node, later):
         convolution = Op("convolution", node, {"input": x}, child=path)
         args = (Attribute(path), x)
-        condition = (calls.is_pointwise, path)
-        yield Match((convolution,), calls.forked_convolution, args, {}, (x,), forked=later, condition=condition)
+        condition = (is_forkable, path)
+        yield Match((convolution,), forked_convolution, args, {}, (x,), forked=later, condition=condition)
 
 
 def only_reads(view: View, x: Node, user: Node) -> bool:
     """Whether a node makes a tensor of its own from x: autograd lets nobody write to what the fork hands on."""
+    if view.op(user, "identity") is not None:
+        return all(only_reads(view, user, its) for its in user.users)
     if user.op == "call_module":
         child: Any = view.child(user)
         while is_sequential(child) and child._modules and is_plain_layer(child):
@@ -88,5 +113,5 @@ def only_reads(view: View, x: Node, user: Node) -> bool:
 
 
 FORKED_CONVOLUTION = GraphRule(
-    "forked_convolution", "conv1x1(x) and x, whose gradients one kernel adds", find_forked_convolution
+    "forked_convolution", "conv(x) and x, whose gradients are added in one pass", find_forked_convolution
 )

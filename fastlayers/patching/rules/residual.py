@@ -31,6 +31,13 @@ def sides(add: Op) -> Iterator[tuple[Any, Any, str]]:
         yield add["input"], add["other"], "x"
 
 
+def dropout(drop: Op) -> tuple[Any, Any]:
+    """The probability of a dropout, and whether it is on."""
+    if drop.child is not None:
+        return Attribute(f"{drop.child}.p"), Attribute(f"{drop.child}.training")
+    return drop.operands.get("p", 0.5), drop.operands.get("training", True)
+
+
 def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:
     plain = view.op(node, "add")
     for branch, residual, written in sides(plain) if plain is not None else ():
@@ -41,12 +48,8 @@ def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:
             yield add
         if drop is None or not isinstance(add, Op):
             continue
-        if drop.child is not None:
-            p, training = Attribute(f"{drop.child}.p"), Attribute(f"{drop.child}.training")
-        else:
-            p, training = drop.operands.get("p", 0.5), drop.operands.get("training", True)
         x = drop["input"]
-        ops, args = (drop, *passed, add), (x, residual, p, training)
+        ops, args = (drop, *passed, add), (x, residual, *dropout(drop))
         if add.inplace or written == "x":
             options = {"written": written if add.inplace else None}
             yield Match(ops, calls.dropout_add, args, options, (x, residual))
