@@ -707,16 +707,25 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     these are torch's own to the bit. Only the sum over the rows of the incoming gradient is other than torch's, which
     reads that at a fifth to a quarter of the memory bandwidth.
 
+    Under autocast, of float32 parameters, the result is torch's to the bit as well, and all of it one node of autograd.
+    The gradients of the parameters come in float32 from the product and the sum; torch rounds them to 16 bits on their
+    way.
+
     Args:
         input: (..., in_features). The kernel takes the gradients of contiguous ones with two dimensions or more, but
             not of float32, of which torch's own sum has the smaller error.
         weight: (out_features, in_features).
-        bias: (out_features,), or None. Under autocast its gradient is summed straight into its own dtype.
+        bias: (out_features,), or None.
 
     Returns:
-        (..., out_features). Below 2**19 elements torch's sum is as fast, and an unforced call is torch's throughout.
+        (..., out_features). Without autocast and below 2**19 elements torch's sum is as fast, and an unforced call is
+        torch's throughout.
 
-    Keeps: what torch does, input and weight.
+    Keeps: what torch does, input and weight; under autocast, as torch does, their casts.
+
+    Raises:
+        RuntimeError: under autocast, a backward that is to be differentiated itself, where a parameter was written
+            since the forward.
     """
     return _linear.linear(input, weight, bias)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fastlayers import functional
+from fastlayers.ops.linear import linear
 
 
 class FusedLinear(nn.Linear):
     """:class:`torch.nn.Linear` through :func:`fastlayers.functional.linear`. Constructor and repr are torch's."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers.ops import dispatch
-from fastlayers.ops.activations import ACTIVATIONS, Activation, activation
+from fastlayers.ops.activations import ACTIVATIONS, Activation
 from fastlayers.ops.reference import HALF
 
 FAMILY = dispatch.Family(
@@ -55,16 +55,16 @@ def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     low = torch.get_autocast_dtype(device.type)
     if low not in HALF or (x.dtype is not low and x.dtype is not torch.float32):
         return None
+    index = x.get_device()
     for t in parameters:
         if t is not None and not (
-            t.dtype is torch.float32 and dispatch.is_plain(t) and t.device == device and _is_dense(t)
+            t.dtype is torch.float32
+            and type(t) in dispatch.PLAIN
+            and t.get_device() == index
+            and (t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)))
         ):
             return None
     return FAMILY.serving(x)
-
-
-def _is_dense(t: Tensor) -> bool:
-    return t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
 
 
 class _Given:
@@ -138,7 +138,18 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 _record_linear = dispatch.recorder(_Linear)
 
 
-def are_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """F.linear(x, weight, bias) under autocast; None where this has no kernels for it."""
+    if not torch.is_grad_enabled() or not weight.requires_grad or torch.compiler.is_compiling():
+        return None
+    kernels = kernels_for(x, weight, bias)
+    if kernels is None or not _are_rows(x, weight, bias):
+        return None
+    bias = bias if bias is None else dispatch.unwrap(bias)
+    return _record_linear(_lowered(x), dispatch.unwrap(weight), bias, kernels)  # type: ignore[no-any-return]
+
+
+def _are_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these are contiguous rows, and the parameters of a linear layer that takes them."""
     return (
         x.is_contiguous()
@@ -147,12 +158,6 @@ def are_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.shape[-1:] == weight.shape[1:]
         and (bias is None or bias.shape == weight.shape[:1])
     )
-
-
-def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear(x, weight, bias) by what :func:`kernels_for` found, of what :func:`are_rows`."""
-    bias = bias if bias is None else dispatch.unwrap(bias)
-    return _record_linear(_lowered(x), dispatch.unwrap(weight), bias, kernels)  # type: ignore[no-any-return]
 
 
 def _lowered(x: Tensor) -> Tensor:
@@ -199,18 +204,19 @@ _record_mlp = dispatch.recorder(_Mlp)
 
 def mlp(x: Tensor, weight: Tensor, bias: Tensor, act: str, weight2: Tensor, bias2: Tensor | None) -> Tensor | None:
     """linear(act(linear(x, weight, bias)), weight2, bias2) under autocast; None where this has no kernels for it."""
-    if act not in MLP_ACTIVATIONS or not dispatch.wants_gradient(x, weight, bias, weight2, bias2):
-        return None
     kernels = kernels_for(x, weight, bias, weight2, bias2)
     if (
         kernels is None
-        or not are_rows(x, weight, bias)
+        or act not in MLP_ACTIVATIONS
+        or not dispatch.wants_gradient(x, weight, bias, weight2, bias2)
+        or not _are_rows(x, weight, bias)
         or weight2.shape[1:] != bias.shape
         or (bias2 is not None and bias2.shape != weight2.shape[:1])
     ):
         return None
-    parameters = (t if t is None else dispatch.unwrap(t) for t in (weight, bias, weight2, bias2))
-    return _record_mlp(_lowered(x), *parameters, activation(act), kernels)  # type: ignore[no-any-return]
+    weight, bias, weight2 = dispatch.unwrap(weight), dispatch.unwrap(bias), dispatch.unwrap(weight2)
+    bias2 = bias2 if bias2 is None else dispatch.unwrap(bias2)
+    return _record_mlp(_lowered(x), weight, bias, weight2, bias2, ACTIVATIONS[act], kernels)  # type: ignore[no-any-return]
 
 
 # -- a convolution -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from fastlayers.ops import reference
 #: dtypes that the kernels take.
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+#: What kernels are handed: subclasses have ways of their own.
+PLAIN = (Tensor, torch.nn.Parameter)
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 #: ``is_grads_batched`` goes through the older vmap, which those of torch.func do not see.
@@ -27,7 +28,7 @@ _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedten
 
 def is_plain(t: object) -> bool:
     """A tensor that a kernel may be handed: subclasses (DTensor, FakeTensor, nested) have ways of their own."""
-    return type(t) in _PLAIN
+    return type(t) in PLAIN
 
 
 def composing() -> bool:
@@ -37,7 +38,7 @@ def composing() -> bool:
 
 def differentiating(dy: Tensor) -> bool:
     """Whether a backward must itself be made of torch ops: under ``create_graph``, vmapped, or on a tensor subclass."""
-    return torch.is_grad_enabled() or type(dy) not in _PLAIN or _is_batched(dy) or composing()
+    return torch.is_grad_enabled() or type(dy) not in PLAIN or _is_batched(dy) or composing()
 
 
 #: A tensor that outlived the functorch transform which wrapped it, without the wrapper; any other as it is.
@@ -79,9 +80,9 @@ class Family:
         Raises:
             BackendError: a kernel backend is forced and cannot serve.
         """
-        if type(x) not in _PLAIN:
+        if type(x) not in PLAIN:
             return backends.refuse(f"it takes plain tensors, and got {type(x).__name__}")
-        if composing():
+        if _transforms_active() or forward_ad._current_level >= 0 or _is_tracing():  # composing(), without the call
             return backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
         try:
             return self._by_device[x.device]  # type: ignore[attr-defined]
@@ -131,7 +132,7 @@ def parameter_problem(parameter: Tensor, device: int, dtype: torch.dtype, shape:
     own = parameter.dtype
     if (
         (own is dtype or (own is torch.float32 and dtype in reference.HALF))
-        and type(parameter) in _PLAIN
+        and type(parameter) in PLAIN
         and parameter.shape == shape
         and parameter.get_device() == device
         and parameter.is_contiguous()
@@ -152,7 +153,11 @@ def act_problem(act: str | None, x: Tensor) -> str | None:
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd has to record a call on these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def suggests_channels_last(x: Tensor) -> bool:

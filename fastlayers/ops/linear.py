@@ -78,13 +78,13 @@ def _serving(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> A
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = autocast.linear(x, weight, bias)
+    if y is not None:
+        return y
     kernels = _serving(x, weight, bias, weight.shape[0])
     if kernels is None:
         return dispatch.answer("linear", x, weight, bias)  # type: ignore[no-any-return]
     assert bias is not None
-    casting = autocast.kernels_for(x, weight, bias)
-    if casting is not None:
-        return autocast.linear(casting, x, weight, bias)
     # As torch flattens a batch. Its own result would be a view, whose gradient autograd would copy.
     bias = dispatch.unwrap(bias)
     rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
@@ -94,11 +94,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """F.linear(x, weight), of which the bias is added elsewhere."""
-    if torch.is_grad_enabled() and weight.requires_grad:
-        kernels = autocast.kernels_for(x, weight)
-        if kernels is not None and autocast.are_rows(x, weight, None):
-            return autocast.linear(kernels, x, weight, None)
-    return F.linear(x, weight)
+    y = autocast.linear(x, weight, None)
+    return F.linear(x, weight) if y is None else y
 
 
 def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:

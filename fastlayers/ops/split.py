@@ -82,18 +82,29 @@ _record = dispatch.recorder(_Parts)
 
 def parts(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     """``function(x, *args)`` for one of torch.unbind, torch.chunk and torch.split, with the dim for a last argument."""
-    views = function(x, *args)
     if (
         torch.is_grad_enabled()
-        and _gains(x, len(views))
-        and x.requires_grad
         and dispatch.is_plain(x)
+        and x.requires_grad
+        and _gains(x, _count(function, x, *args))
         and not torch.compiler.is_compiling()
         and not dispatch.composing()
         and _is_dense(x)
     ):
         return _record(dispatch.unwrap(x), function, args)
-    return views
+    return function(x, *args)
+
+
+def _count(function: Callable[..., Any], x: Tensor, *args: Any) -> int:
+    """How many parts there are; more than any where torch has to say what is wrong."""
+    dim = args[-1]
+    if not -x.dim() <= dim < x.dim():
+        return MOST_PARTS + 1
+    if function is torch.unbind:
+        return x.shape[dim]
+    if function is torch.chunk or isinstance(args[0], list | tuple):
+        return args[0] if function is torch.chunk else len(args[0])
+    return -(-x.shape[dim] // max(1, args[0]))
 
 
 def _gains(x: Tensor, count: int) -> bool:

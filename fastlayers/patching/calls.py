@@ -28,9 +28,10 @@ from fastlayers import functional
 from fastlayers.modules.batch_norm import _normalize
 from fastlayers.modules.group_norm import _apply
 from fastlayers.ops import autocast, bias_act, glu, reference, squeeze_excite
+from fastlayers.ops import layer_norm as norms
 from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
-from fastlayers.ops.dispatch import is_plain
+from fastlayers.ops.dispatch import PLAIN, is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import HALF
 from fastlayers.ops.split import parts
@@ -125,9 +126,9 @@ def narrower(casts: Casts | None, *tensors: Tensor | None) -> torch.dtype | None
     kind = tensors[0].device.type
     if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return None
-    # autocast leaves float64 alone, and has no say in what tensor subclasses do.
-    if any(t is not None and (t.dtype == torch.float64 or not is_plain(t)) for t in tensors):
-        return None
+    for t in tensors:  # autocast leaves float64 alone, and has no say in what tensor subclasses do
+        if t is not None and (t.dtype is torch.float64 or type(t) not in PLAIN):
+            return None
     test, module = casts
     return torch.get_autocast_dtype(kind) if test(module) else None
 
@@ -338,9 +339,8 @@ def mlp(
 ) -> Tensor:
     """linear(dropout(act(linear(x))))."""
     drops = training and p > 0
-    if not drops and bias_in_act(x, weight, bias):
-        assert bias is not None
-        name = kernel_name(act, autocast.dtype_of(x), x.device.type)
+    if not drops and bias is not None and not torch.compiler.is_compiling():
+        name = kernel_name(act, autocast.dtype_of(x), x.device.type) if act in WRITTEN else act
         y = autocast.mlp(x, weight, bias, name, weight2, bias2) if name is not None else None
         if y is not None:
             return y
@@ -527,9 +527,17 @@ def _low_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | Non
     return x, residual
 
 
-def layer_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
+def layer_norm(
+    x: Tensor,
+    casts: Casts,
+    *,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
     """F.layer_norm, in the dtype to which autocast casts the result."""
-    return functional.layer_norm(x, weight=weight, **options, dtype=narrower(casts, x, weight))
+    return norms.layer_norm(x, normalized_shape, weight, bias, eps, narrower(casts, x, weight))
 
 
 def rms_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
@@ -543,33 +551,40 @@ def channel_layer_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor | None, inplace: bool = False, casts: Casts | None = None, **options: Any
+    x: Tensor,
+    residual: Tensor | None,
+    inplace: bool = False,
+    casts: Casts | None = None,
+    *,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """(F.layer_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
-    return _add_norm(functional.add_layer_norm, functional.layer_norm, x, residual, inplace, casts, options)
+    dtype = narrower(casts, x, residual, weight)
+    if inplace and residual is not None and not _stays(x, residual):
+        x = x.add_(residual)
+        return norms.layer_norm(x, normalized_shape, weight, bias, eps, dtype), x
+    return norms.add_layer_norm(*_low_first(x, residual), normalized_shape, weight, bias, eps, dtype)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, inplace: bool = False, casts: Casts | None = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """(F.rms_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
-    return _add_norm(functional.add_rms_norm, functional.rms_norm, x, residual, inplace, casts, options)
-
-
-def _add_norm(
-    add_norm: Callable[..., tuple[Tensor, Tensor]],
-    norm: Callable[..., Tensor],
     x: Tensor,
     residual: Tensor | None,
-    inplace: bool,
-    casts: Casts | None,
-    options: dict[str, Any],
+    inplace: bool = False,
+    casts: Casts | None = None,
+    *,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    options["dtype"] = narrower(casts, x, residual, options.get("weight"))
+    """(F.rms_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
+    dtype = narrower(casts, x, residual, weight)
     if inplace and residual is not None and not _stays(x, residual):
         x = x.add_(residual)
-        return norm(x, **options), x
-    return add_norm(*_low_first(x, residual), **options)
+        return norms.rms_norm(x, normalized_shape, weight, eps, "torch", dtype), x
+    return norms.add_rms_norm(*_low_first(x, residual), normalized_shape, weight, eps, "torch", dtype)
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
