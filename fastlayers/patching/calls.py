@@ -578,13 +578,14 @@ def add_rms_norm(
     normalized_shape: tuple[int, ...],
     weight: Tensor | None = None,
     eps: float | None = None,
+    casting: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """(F.rms_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
     dtype = narrower(casts, x, residual, weight)
     if inplace and residual is not None and not _stays(x, residual):
         x = x.add_(residual)
-        return norms.rms_norm(x, normalized_shape, weight, eps, "torch", dtype), x
-    return norms.add_rms_norm(*_low_first(x, residual), normalized_shape, weight, eps, "torch", dtype)
+        return norms.rms_norm(x, normalized_shape, weight, eps, casting, dtype), x
+    return norms.add_rms_norm(*_low_first(x, residual), normalized_shape, weight, eps, casting, dtype)
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
