@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -309,3 +310,11 @@ def test_convolutions_of_products_are_found(kernels, gate, found):
     model.last.register_forward_hook(lambda module, args, out: seen.append(args[0]))
     model(x).sum().backward()
     assert len(seen) == 1
+
+
+def test_one_graph_under_torch_compile(kernels):
+    model = patch_model(Block(SqueezeExcite()).double())
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
+    found = [torch.autograd.grad(call(x).square().sum(), list(call.parameters())) for call in (model, compiled)]
+    torch.testing.assert_close(*found)

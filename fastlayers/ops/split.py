@@ -84,10 +84,10 @@ def parts(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     """``function(x, *args)`` for one of torch.unbind, torch.chunk and torch.split, with the dim for a last argument."""
     if (
         torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
         and dispatch.is_plain(x)
         and x.requires_grad
         and _gains(x, _count(function, x, *args))
-        and not torch.compiler.is_compiling()
         and not dispatch.composing()
         and _is_dense(x)
     ):

@@ -130,6 +130,8 @@ def squeeze(x: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
 
 def excite(x: Tensor, gate: Tensor, mean: Tensor) -> Tensor:
     """x·gate, for a mean that :func:`squeeze` gave, of x as it is now or of anything else."""
+    if torch.compiler.is_compiling():
+        return elementwise.mul(x, gate)
     link = mean.__dict__.pop("fastlayers_link", None) if isinstance(mean, Tensor) else None
     kernels = FAMILY.serving(x) if link is not None else None
     if (
@@ -152,6 +154,8 @@ def convolution_of_product(layer: Callable[[Tensor], Tensor], product: Tensor) -
     autograd keeps what a convolution is given, beside the x and gate that the product keeps: one tensor of that size
     is enough. Where somebody else decides what is kept, as checkpoints do, it is left to them.
     """
+    if torch.compiler.is_compiling():
+        return layer(product)
     node: Any = product.grad_fn if isinstance(product, Tensor) else None
     if (
         not isinstance(node, _Excite._backward_cls)  # type: ignore[attr-defined]
