@@ -181,12 +181,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_autocast_backward(const T
                                                                          bool for_bias2) {
   const int64_t m = low.size(0), k = low.size(1), n = low2.size(0), rows = x.numel() / k;
   const Tensor dy = dense(dy_in);
-  Tensor dweight2 = nothing(x);
-  if (for_weight2) dweight2 = weight_gradient(dy, bias_act_forward_op(product, low_bias, act, first, second), rows, n, m);
-  Tensor dactivated = empty_contiguous({rows, m}, x.scalar_type(), x);
+  Tensor dactivated = empty_contiguous({rows, m}, x.scalar_type(), x), dweight2 = nothing(x);
   multiply(dactivated, matrix(dy, rows, n), low2);
-  const auto [dproduct, dbias] = bias_act_backward_op(dactivated, product, low_bias, act, first, second, for_bias, ScalarType::Float);
-  dactivated = nothing(x);  // its memory is free for what follows
+  auto [dproduct, dbias, activated] =
+      bias_act_gradients(dactivated, product, low_bias, act, first, second, for_bias, ScalarType::Float, for_weight2);
+  dactivated = nothing(x);  // its memory is free for what follows, and so is that of `activated` soon
+  if (activated) dweight2 = weight_gradient(dy, *activated, rows, n, m);
+  activated.reset();
   Tensor dx = for_x ? empty_contiguous(dims_of(x.sizes()), x.scalar_type(), x) : nothing(x);
   if (for_x) multiply(matrix(dx, rows, k), dproduct, low);
   return {dx, for_weight ? weight_gradient(dproduct, x, rows, m, k) : nothing(x), dbias, dweight2,

@@ -102,12 +102,12 @@ __global__ void __launch_bounds__(kThreads) act_backward(const T* __restrict__ d
   });
 }
 
-// dx, and the sums of dx over the rows. `width` is the bias' length; rows whose words would straddle are taken several at once
+// dx, and the sums of dx over the rows; and, where KEEP says so, what was activated. `width` is the bias' length; rows whose words would straddle are taken several at once
 // for one row of columns, whose words do not. bias may be null: of relu, whose result x is then.
-template <typename T, int V, Act ACT>
+template <typename T, int V, Act ACT, bool KEEP>
 __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     bias_act_backward_columns(const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ dx,
-                              compute_t<T>* partial, T* sums, int64_t n, int64_t width, const Columns c, Act act,
+                              T* __restrict__ activated, compute_t<T>* partial, T* sums, int64_t n, int64_t width, const Columns c, Act act,
                               ActParameters<compute_t<T>> p) {
   using A = compute_t<T>;
   ColumnThread<V> me(c, blockIdx.x);
@@ -145,17 +145,23 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
         Vec<A, V> g = unpack<A>(wg[u]);
         const Vec<A, V> z = unpack<A>(wx[u]);
         const Vec<A, V> shift = unpack<A>(b);
+        [[maybe_unused]] Vec<A, V> y;
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          if constexpr (ACT == Act::run_time)
-            g.v[j] = act_gradient<decltype(chosen)::value, sizeof(T) == 2>(g.v[j], z.v[j] + shift.v[j], p);
-          else
-            g.v[j] = act_gradient<ACT, sizeof(T) == 2>(g.v[j], z.v[j] + shift.v[j]);
+          const A biased = z.v[j] + shift.v[j];
+          if constexpr (ACT == Act::run_time) g.v[j] = act_gradient<decltype(chosen)::value, sizeof(T) == 2>(g.v[j], biased, p);
+          else g.v[j] = act_gradient<ACT, sizeof(T) == 2>(g.v[j], biased);
           sum.v[j] += g.v[j];
+          if constexpr (KEEP && ACT == Act::run_time) y.v[j] = act_value<decltype(chosen)::value, sizeof(T) == 2>(biased, p);
+          else if constexpr (KEEP) y.v[j] = act_value<ACT, sizeof(T) == 2>(biased);
         }
         const int64_t i = first + u * me.step * c.columns;
-        if (whole) store_vec<T, V>(dx + i, pack<T>(g));
-        else store_flat<T, false, V>(dx, i, n, pack<T>(g));
+        const auto store = [&](T* to, const Vec<A, V>& values) {
+          if (whole) store_vec<T, V>(to + i, pack<T>(values));
+          else store_flat<T, false, V>(to, i, n, pack<T>(values));
+        };
+        store(dx, g);
+        if constexpr (KEEP) store(activated, y);
       }
     });
   });
@@ -235,11 +241,12 @@ Tensor bias_act_forward_op(const Tensor& x_in, const std::optional<Tensor>& bias
   return with_strides(out, operand.sizes, operand.torch_strides);
 }
 
-// The gradients of x and, if wanted, of the bias, in x's dtype or that one. relu has its result for x, and no bias; its sums are
-// asked for all the same.
-std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tensor& x_in, const std::optional<Tensor>& bias_in,
-                                                int64_t act_in, double first, double second, bool dbias,
-                                                std::optional<ScalarType> dtype) {
+// The gradients of x and, if wanted, of the bias, in x's dtype or that one; and, if that is wanted, act(x + bias), of a bias. relu has
+// its result for x, and no bias; its sums are asked for all the same.
+std::tuple<Tensor, Tensor, std::optional<Tensor>> bias_act_gradients(const Tensor& dy_in, const Tensor& x_in,
+                                                                     const std::optional<Tensor>& bias_in, int64_t act_in, double first,
+                                                                     double second, bool dbias, std::optional<ScalarType> dtype,
+                                                                     bool keep) {
   const char* op = "bias_act_backward";
   const Act act = act_of(act_in, op, kActs);
   check_same_shape(x_in, dy_in, op, "dy");
@@ -255,10 +262,12 @@ std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tenso
   Operand operand(x_in, bias_in ? bias : dbias ? std::optional<Tensor>(db) : std::nullopt, op);
   const Tensor dy = with_strides(dy_in, operand.sizes, operand.strides);
   Tensor dx = operand.empty();
+  std::optional<Tensor> activated;
+  if (keep) activated = operand.empty();
   const int64_t n = dx.numel();
   if (n == 0) {
     if (dbias) torch::stable::zero_(db);
-    return {dx, db};
+    return {dx, db, activated};
   }
   dispatch_floating(x_in.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
@@ -268,6 +277,7 @@ std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tenso
     const T* px = static_cast<const T*>(operand.x.const_data_ptr());
     const T* pb = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
     T* pd = static_cast<T*>(dx.mutable_data_ptr());
+    T* py = activated ? static_cast<T*>(activated->mutable_data_ptr()) : nullptr;
     const ActParameters<A> p{static_cast<A>(first), static_cast<A>(second)};
     const bool flat = aligned(pg) && aligned(px);
     if (!sums) {
@@ -288,8 +298,10 @@ std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tenso
       Tensor partial = empty_partial<A>(sums ? 0 : pieces, width, dy);
       A* pp = static_cast<A*>(partial.mutable_data_ptr());
       with_compiled<T>(act, [&](auto compiled) {
-        bias_act_backward_columns<T, W, decltype(compiled)::value>
-            <<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(pg, px, pb, pd, pp, sums, n, width, c, act, p);
+        constexpr Act kAct = decltype(compiled)::value;
+        const auto* kernel = py ? bias_act_backward_columns<T, W, kAct, true> : bias_act_backward_columns<T, W, kAct, false>;
+        kernel<<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(pg, px, pb, pd, py, pp, sums, n, width, c,
+                                                                                          act, p);
       });
       STD_CUDA_KERNEL_LAUNCH_CHECK();
       if (!dbias || sums) return;
@@ -299,6 +311,12 @@ std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy_in, const Tenso
     if (flat) run(std::integral_constant<int, V>{}, V / std::gcd<int64_t>(V, width));
     else run(std::integral_constant<int, 1>{}, 1);
   });
+  return {dx, db, activated};
+}
+
+std::tuple<Tensor, Tensor> bias_act_backward_op(const Tensor& dy, const Tensor& x, const std::optional<Tensor>& bias, int64_t act,
+                                                double first, double second, bool dbias, std::optional<ScalarType> dtype) {
+  const auto [dx, db, activated] = bias_act_gradients(dy, x, bias, act, first, second, dbias, dtype, false);
   return {dx, db};
 }
 

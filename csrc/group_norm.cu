@@ -1343,6 +1343,8 @@ struct Layout {
     return aligned(r.const_data_ptr()) ? r : torch::stable::clone(r);
   }
   Tensor empty(ScalarType dtype, const Tensor& like) const { return empty_strided(sizes, strides, dtype, like); }
+  // Whether the channels of a pixel are neighbours in memory: of a single pixel they are in any layout.
+  bool channels_together() const { return channels_last || pixels == 1; }
 };
 
 // weight or bias, contiguous; `keep` holds the copy where it is not.
@@ -1511,7 +1513,7 @@ std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, const std::opt
     const Tensor result = stats;
     if (!keep) stats_tensor(true);  // the passes hand them over in memory
     const Tensor scratch = stats;
-    forward_passes<In, Out>(args, layout.channels_last, launch, x);
+    forward_passes<In, Out>(args, layout.channels_together(), launch, x);
     stats = result;
   });
   return {y, stats};
@@ -1659,7 +1661,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& dy_in, cons
     args.out = dx.mutable_data_ptr();
     args.stats = static_cast<compute_t<In>*>(const_cast<void*>(stats.const_data_ptr()));
     if (!layout.channels_last && backward_held<In, Out>(args, gradients, launch, x)) return;
-    backward_passes<In, Out>(args, layout.channels_last, gradients, launch, x);
+    backward_passes<In, Out>(args, layout.channels_together(), gradients, launch, x);
   });
   return {dx, *dweight, *dbias};
 }

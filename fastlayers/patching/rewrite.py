@@ -17,7 +17,7 @@ import operator
 import textwrap
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,17 @@ from torch.fx import Node
 from fastlayers.patching import calls
 from fastlayers.patching.casting import Casts
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
-from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
+from fastlayers.patching.graph import (
+    Attribute,
+    Leading,
+    Op,
+    View,
+    hooked,
+    is_barrier,
+    is_plain_layer,
+    is_sequential,
+    original_class,
+)
 from fastlayers.patching.language_models import FusedModel, fuse_losses, pretrained_model
 from fastlayers.patching.reasons import PatchError, Reason, Refusal
 from fastlayers.patching.rebuild import show_source
@@ -70,6 +80,9 @@ ALL_COMBINATIONS = 2
 #: The functions that pickle rebuilds a plain object with, for the newer protocols and for the older ones.
 NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 RECONSTRUCT: Any = copyreg._reconstructor  # type: ignore[attr-defined]
+
+#: Layers that with p = 0 return their argument itself.
+DROPOUTS: frozenset[type[nn.Module]] = frozenset({nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d})
 
 #: What a generated forward calls the answer of its guards.
 HOLDS = "_fastlayers_holds"
@@ -135,6 +148,8 @@ def apply_rules(
             outcome.left.extend(refusals)
     outcome.made = {node: made[node] for node in view.position if node in made}
     outcome.rules = Counter(outcome.made.values())
+    if outcome.rules:
+        unseen.update(dict.fromkeys(leave_out_idle(view, recording, excluded)))
     if unseen:
         conditions[calls.no_hooks] = {tuple(unseen): None}
     for function, given in conditions.items():
@@ -143,6 +158,32 @@ def apply_rules(
     if outcome.rules:
         recording.guards = {**dict.fromkeys(proxy_guards(view, recording)), **recording.guards}
     return outcome
+
+
+def leave_out_idle(view: View, recording: Recording, excluded: frozenset[str]) -> Iterator[str]:
+    """Take the calls of layers out of a graph that hand on what they are given; their paths, for nobody may look on.
+
+    A call of a module costs the host as much as a small kernel does the GPU.
+    """
+    for node in list(recording.graph.nodes):
+        if node.op != "call_module" or len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
+            continue
+        path = str(node.target)
+        child: Any = view.child(node)
+        if not is_plain_layer(child) or path in excluded or hooked(child):
+            continue
+        layer = original_class(child)
+        idle = layer is nn.Identity or (layer in DROPOUTS and child.p == 0.0)
+        if not idle:
+            continue
+        expression = module_expression(path)
+        recording.guards[f"{bind(recording, calls.plain)}({expression}, {bind(recording, layer)})"] = None
+        if layer in DROPOUTS:
+            recording.guards[f"{expression}.p == 0.0"] = None
+        node.replace_all_uses_with(node.args[0])
+        recording.graph.erase_node(node)
+        yield path
+    view.refresh()
 
 
 def proxy_guards(view: View, recording: Recording) -> Iterator[str]:
@@ -447,7 +488,7 @@ def fuse(
         outcome.left.extend(refusal for refusal in applied.left if str(refusal) not in map(str, outcome.left))
         if applied.rules if needed is None else needed in applied.rules:
             outcome.rules |= applied.rules
-            variants.append((recording, body_source(recording)))
+            variants.append((recording, body_source(recording, module)))
     if not variants:
         if needed is None and not outcome.left and looks_like_a_norm(original):
             raise Refusal(Reason.UNKNOWN_NORM)
@@ -473,7 +514,7 @@ def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, An
     guards.append(f"{bind(recording, calls.knows)}({operands}, casting={body.casting!r}, same={body.same})")
     recording.guards = dict.fromkeys(guards)
     name = f"Fused{type(module).__name__}"
-    generated = generate_class(type(module), name, [(recording, body_source(recording))], known)
+    generated = generate_class(type(module), name, [(recording, body_source(recording, module))], known)
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
 
 
@@ -529,13 +570,27 @@ def merge_modes(variants: list[tuple[Recording, str]]) -> list[tuple[Recording, 
     return list(merged.values())
 
 
-def body_source(recording: Recording) -> str:
+class ByRegistry(ast.NodeTransformer):
+    """Children of ``self`` looked up where they are, past ``nn.Module.__getattr__``, which is Python."""
+
+    def __init__(self, children: Container[str]) -> None:
+        self.children = children
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr in self.children:
+            registry = ast.Attribute(node.value, "_modules", ast.Load())
+            return ast.Subscript(registry, ast.Constant(node.attr), node.ctx)
+        return node
+
+
+def body_source(recording: Recording, module: nn.Module) -> str:
     """The statements of a recorded graph; the objects they name go to the namespace of the recording."""
     code = recording.graph.python_code("self")
     function = next(node for node in ast.parse(code.src).body if isinstance(node, ast.FunctionDef))
-    lines = code.src.splitlines()[function.body[0].lineno - 1 : function.body[-1].end_lineno]
     add_names(recording.namespace, code.globals)
-    return textwrap.dedent("\n".join(lines))
+    by_registry = ByRegistry({name for name in module._modules if not hasattr(type(module), name)})
+    return "\n".join(ast.unparse(by_registry.visit(statement)) for statement in function.body)
 
 
 def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> tuple[str, str]:

@@ -378,7 +378,7 @@ class Cutter:
     def generate(
         self, first: int, last: int, reads: tuple[str, ...], written: tuple[str, ...], found: Recording, outcome: Fused
     ) -> Piece | None:
-        body = body_source(found)
+        body = body_source(found, self.module if self.module is not None else nn.Module())
         guards = guards_source(found, "return")
         taken = set(found.namespace) | GUARD_BUILTINS | ({"self"} if self.itself != "self" else set())
         if set(reads) & taken:
