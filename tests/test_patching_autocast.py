@@ -309,3 +309,23 @@ def test_not_forked(build, init, inputs, body):
     block = build(NORM + init, inputs, body)
     assert "forked_layer_norm" not in fused(block)
     same(block, *tensors((2, 3, 8)))
+
+
+WIDE, LOW = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("norm", ["nn.LayerNorm(4)", "nn.RMSNorm(4)"])
+@pytest.mark.parametrize("dtypes", [(WIDE, LOW), (LOW, WIDE), (WIDE, WIDE)], ids=str)
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+def test_the_layout_of_a_sum_of_two_dtypes(build, norm, dtypes, turned):
+    """The first operand decides on it: a ``view`` of the sum may follow."""
+    block = build(f"self.norm = {norm}", "x, y", "s = x + y\nreturn self.norm(s), s")
+    x, y = (
+        torch.randn(2, 4, 3).mT.to(dtype) if turn else torch.randn(2, 3, 4).to(dtype)
+        for dtype, turn in zip(dtypes, turned, strict=True)
+    )
+    expected = block(x, y)
+    patch_model(block)
+    for ours, its in zip(block(x, y), expected, strict=True):
+        assert ours.stride() == its.stride()
+        torch.testing.assert_close(ours, its)

@@ -521,8 +521,18 @@ def instance_norm_layer(layer: _InstanceNorm, x: Tensor, act: str) -> Tensor:
 
 
 def _low_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The two in the order in which kernels take a float32 and a 16-bit tensor."""
-    if residual is not None and x.dtype == torch.float32 and residual.dtype in HALF:
+    """The two in the order in which kernels take a float32 and a 16-bit tensor.
+
+    Of tensors in other layouts, which are torch's to add, the first one decides on that of the sum.
+    """
+    if (
+        residual is not None
+        and x.dtype is torch.float32
+        and residual.dtype in HALF
+        and x.shape == residual.shape
+        and x.is_contiguous()
+        and residual.is_contiguous()
+    ):
         return residual, x
     return x, residual
 
