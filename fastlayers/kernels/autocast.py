@@ -104,5 +104,5 @@ def convolution_autocast_backward(
     return (
         found if dx else x.new_empty(0),
         found_weight.float() if dweight else x.new_empty(0),
-        _bias_gradient(dy.permute(0, 2, 3, 1).view(-1, dy.shape[1]), dbias) if dbias else x.new_empty(0),
+        column_sum(dy.permute(0, 2, 3, 1).view(-1, dy.shape[1]), torch.float32) if dbias else x.new_empty(0),
     )

@@ -43,6 +43,12 @@ def _tanh_backward(dy: Tensor, z: Tensor) -> Tensor:
     return dy * (1 - t * t)
 
 
+def as_two(parameters: tuple[float, ...]) -> tuple[float, float]:
+    """The parameters of an activation as the kernels take them: two, whichever it has."""
+    first, second = (*parameters, 0.0, 0.0)[:2]
+    return first, second
+
+
 @dataclass(frozen=True)
 class Activation:
     """One activation.
@@ -62,8 +68,7 @@ class Activation:
     @property
     def defaults(self) -> tuple[float, float]:
         """Its parameters as the kernels take them."""
-        first, second = (*self.parameters.values(), 0.0, 0.0)[:2]
-        return first, second
+        return as_two(tuple(self.parameters.values()))
 
 
 #: By the name that the functions and layers take as ``act``.

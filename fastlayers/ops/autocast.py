@@ -49,6 +49,8 @@ def dtype_of(t: Tensor) -> torch.dtype:
 
 def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     """The kernels where autocast casts these from float32 to a half, of x only what is not there yet; else None."""
+    if torch.compiler.is_compiling():
+        return None
     device = x.device
     if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):
         return None
@@ -140,7 +142,7 @@ _record_linear = dispatch.recorder(_Linear)
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """F.linear(x, weight, bias) under autocast; None where this has no kernels for it."""
-    if not torch.is_grad_enabled() or not weight.requires_grad or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or not weight.requires_grad:
         return None
     kernels = kernels_for(x, weight, bias)
     if kernels is None or not _are_rows(x, weight, bias):

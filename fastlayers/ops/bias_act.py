@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
-from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, parameters_of
+from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, as_two, parameters_of
 from fastlayers.ops.elementwise import GPU_LEAST
 
 FAMILY = dispatch.Family("bias_act", ("bias_act_forward", "bias_act_backward"), cpu=False)
@@ -52,8 +52,7 @@ class _BiasAct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, act: int, parameters: tuple[float, ...], kernels: Any
     ) -> Tensor:
-        first, second = (*parameters, 0.0, 0.0)[:2]
-        out = kernels.bias_act_forward(x, bias, act, first, second)
+        out = kernels.bias_act_forward(x, bias, act, *as_two(parameters))
         if act == _RELU:
             ctx.save_for_backward(out, None)
         else:
@@ -72,8 +71,7 @@ class _BiasAct(torch.autograd.Function):
             dx = BY_CODE[act].backward(dy, x if bias is None else x + bias, *parameters)
             dbias = dx.sum_to_size(x.shape[-1:]) if for_bias else None
         else:
-            first, second = (*parameters, 0.0, 0.0)[:2]
-            dx, dbias = ctx.kernels.bias_act_backward(dy, x, bias, act, first, second, for_bias)
+            dx, dbias = ctx.kernels.bias_act_backward(dy, x, bias, act, *as_two(parameters), for_bias)
         return dx if for_x else None, dbias if for_bias else None, None, None, None
 
 
@@ -100,7 +98,7 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str | None, given: Mapping[str
             if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
                 bias = bias if bias is None else dispatch.unwrap(bias)
                 return _record(dispatch.unwrap(x), bias, code, parameters, kernels)  # type: ignore[no-any-return]
-            return kernels.bias_act_forward(x, bias, code, *(*parameters, 0.0, 0.0)[:2])  # type: ignore[no-any-return]
+            return kernels.bias_act_forward(x, bias, code, *as_two(parameters))  # type: ignore[no-any-return]
         backends.refuse(reason)
     return dispatch.answer("bias_act", x, bias, act, parameters)  # type: ignore[no-any-return]
 

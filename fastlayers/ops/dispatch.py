@@ -82,7 +82,7 @@ class Family:
         """
         if type(x) not in PLAIN:
             return backends.refuse(f"it takes plain tensors, and got {type(x).__name__}")
-        if _transforms_active() or forward_ad._current_level >= 0 or _is_tracing():  # composing(), without the call
+        if composing():
             return backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
         try:
             return self._by_device[x.device]  # type: ignore[attr-defined]

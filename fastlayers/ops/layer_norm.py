@@ -75,25 +75,7 @@ def unsupported(
         return "torch's rms_norm keeps channels_last; the kernel's result is contiguous"
     if weight is None:
         return None if bias is None else "a bias without a weight"
-    device, own = x.get_device(), weight.dtype
-    if (  # what follows, in one go for the usual case
-        (own is dtype or (own is torch.float32 and dtype in reference.HALF))
-        and type(weight) in dispatch.PLAIN
-        and weight.shape == shape
-        and weight.get_device() == device
-        and weight.is_contiguous()
-        and (
-            bias is None
-            or (
-                bias.dtype is own
-                and type(bias) in dispatch.PLAIN
-                and bias.shape == shape
-                and bias.get_device() == device
-                and bias.is_contiguous()
-            )
-        )
-    ):
-        return None
+    device = x.get_device()
     problem = dispatch.parameter_problem(weight, device, dtype, shape)
     if problem is None and bias is not None:
         problem = dispatch.parameter_problem(bias, device, weight.dtype, shape)

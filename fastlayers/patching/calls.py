@@ -339,7 +339,7 @@ def mlp(
 ) -> Tensor:
     """linear(dropout(act(linear(x))))."""
     drops = training and p > 0
-    if not drops and bias is not None and not torch.compiler.is_compiling():
+    if not drops and bias is not None:
         name = kernel_name(act, autocast.dtype_of(x), x.device.type) if act in WRITTEN else act
         y = autocast.mlp(x, weight, bias, name, weight2, bias2) if name is not None else None
         if y is not None:
@@ -572,11 +572,8 @@ def add_layer_norm(
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """(F.layer_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
-    dtype = narrower(casts, x, residual, weight)
-    if inplace and residual is not None and not _stays(x, residual):
-        x = x.add_(residual)
-        return norms.layer_norm(x, normalized_shape, weight, bias, eps, dtype), x
-    return norms.add_layer_norm(*_low_first(x, residual), normalized_shape, weight, bias, eps, dtype)
+    rest = normalized_shape, weight, bias, eps, narrower(casts, x, residual, weight)
+    return _add_norm(norms.add_layer_norm, norms.layer_norm, x, residual, inplace, rest)
 
 
 def add_rms_norm(
@@ -591,11 +588,22 @@ def add_rms_norm(
     casting: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """(F.rms_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
-    dtype = narrower(casts, x, residual, weight)
+    rest = normalized_shape, weight, eps, casting, narrower(casts, x, residual, weight)
+    return _add_norm(norms.add_rms_norm, norms.rms_norm, x, residual, inplace, rest)
+
+
+def _add_norm(
+    add_norm: Callable[..., tuple[Tensor, Tensor]],
+    norm: Callable[..., Tensor],
+    x: Tensor,
+    residual: Tensor | None,
+    inplace: bool,
+    rest: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
     if inplace and residual is not None and not _stays(x, residual):
         x = x.add_(residual)
-        return norms.rms_norm(x, normalized_shape, weight, eps, casting, dtype), x
-    return norms.add_rms_norm(*_low_first(x, residual), normalized_shape, weight, eps, casting, dtype)
+        return norm(x, *rest), x
+    return add_norm(*_low_first(x, residual), *rest)
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def forked_convolution(layer: nn.Conv2d, x: Any) -> tuple[Tensor, Tensor]:
     """(layer(x), x), where their gradients are added by a kernel of the one, or with the cast that autocast makes."""
     if not isinstance(x, Tensor):
         return layer(x), x
-    if layer.bias is not None and not torch.compiler.is_compiling():
+    if layer.bias is not None:
         low, x = autocast.cast_fork(x)
         return convolution_and_more(layer, low), x
     if convolution.adds_gradients(x, layer.weight):
@@ -100,7 +100,7 @@ def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     """The layer with these parameters."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
-    if bias is not None and not torch.compiler.is_compiling():
+    if bias is not None:
         y = autocast.convolution(layer, x, weight, bias)
         if y is not None:
             return y
