@@ -28,22 +28,13 @@ from torch.fx import Node
 from fastlayers.patching import calls
 from fastlayers.patching.casting import Casts
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
-from fastlayers.patching.graph import (
-    Attribute,
-    Leading,
-    Op,
-    View,
-    hooked,
-    is_barrier,
-    is_plain_layer,
-    is_sequential,
-    original_class,
-)
+from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.language_models import FusedModel, fuse_losses, pretrained_model
 from fastlayers.patching.reasons import PatchError, Reason, Refusal
 from fastlayers.patching.rebuild import show_source
 from fastlayers.patching.rules import Deferred, GraphRule, Match, ModuleRule, graph_rules
 from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
+from fastlayers.patching.tidy import tidy
 from fastlayers.patching.trace import (
     CHECKPOINTING,
     Name,
@@ -80,9 +71,6 @@ ALL_COMBINATIONS = 2
 #: The functions that pickle rebuilds a plain object with, for the newer protocols and for the older ones.
 NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 RECONSTRUCT: Any = copyreg._reconstructor  # type: ignore[attr-defined]
-
-#: Layers that with p = 0 return their argument itself.
-DROPOUTS: frozenset[type[nn.Module]] = frozenset({nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d})
 
 #: What a generated forward calls the answer of its guards.
 HOLDS = "_fastlayers_holds"
@@ -149,7 +137,7 @@ def apply_rules(
     outcome.made = {node: made[node] for node in view.position if node in made}
     outcome.rules = Counter(outcome.made.values())
     if outcome.rules:
-        unseen.update(dict.fromkeys(leave_out_idle(view, recording, excluded)))
+        unseen.update(dict.fromkeys(tidy(view, recording, excluded)))
     if unseen:
         conditions[calls.no_hooks] = {tuple(unseen): None}
     for function, given in conditions.items():
@@ -158,32 +146,6 @@ def apply_rules(
     if outcome.rules:
         recording.guards = {**dict.fromkeys(proxy_guards(view, recording)), **recording.guards}
     return outcome
-
-
-def leave_out_idle(view: View, recording: Recording, excluded: frozenset[str]) -> Iterator[str]:
-    """Take the calls of layers out of a graph that hand on what they are given; their paths, for nobody may look on.
-
-    A call of a module costs the host as much as a small kernel does the GPU.
-    """
-    for node in list(recording.graph.nodes):
-        if node.op != "call_module" or len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
-            continue
-        path = str(node.target)
-        child: Any = view.child(node)
-        if not is_plain_layer(child) or path in excluded or hooked(child):
-            continue
-        layer = original_class(child)
-        idle = layer is nn.Identity or (layer in DROPOUTS and child.p == 0.0)
-        if not idle:
-            continue
-        expression = module_expression(path)
-        recording.guards[f"{bind(recording, calls.plain)}({expression}, {bind(recording, layer)})"] = None
-        if layer in DROPOUTS:
-            recording.guards[f"{expression}.p == 0.0"] = None
-        node.replace_all_uses_with(node.args[0])
-        recording.graph.erase_node(node)
-        yield path
-    view.refresh()
 
 
 def proxy_guards(view: View, recording: Recording) -> Iterator[str]:

@@ -1,0 +1,120 @@
+"""What a rewritten forward need not do itself: a small call costs the host as much as a small kernel does the GPU."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from fastlayers import functional
+from fastlayers.patching import calls
+from fastlayers.patching.graph import View, hooked, is_barrier, is_plain_layer, original_class
+from fastlayers.patching.trace import Recording, bind, module_expression
+
+#: Layers that with p = 0 return their argument itself.
+DROPOUTS: frozenset[type[nn.Module]] = frozenset({nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d})
+
+
+def tidy(view: View, recording: Recording, excluded: frozenset[str]) -> list[str]:
+    """Leave out of a rewritten graph what it can do without; the children that nobody may look on then."""
+    count_in_norms(view)
+    assert_by_guards(view, recording)
+    for node in list(view.position):
+        if node.op == "get_attr" and not node.users and is_registered(view.root, str(node.target)):
+            view.graph.erase_node(node)
+    unseen = list(leave_out_idle(view, recording, excluded))
+    view.refresh()
+    return unseen
+
+
+def is_registered(root: nn.Module, path: str) -> bool:
+    """Whether reading an attribute of a module gives a parameter or buffer, and does nothing besides."""
+    parent, _, name = path.rpartition(".")
+    try:
+        module = root.get_submodule(parent)
+    except AttributeError:
+        return False
+    return name in {**module._parameters, **module._buffers} and not hasattr(type(module), name)
+
+
+def leave_out_idle(view: View, recording: Recording, excluded: frozenset[str]) -> Iterator[str]:
+    """Take out the calls of layers that hand on what they are given; their paths."""
+    for node in list(recording.graph.nodes):
+        if node.op != "call_module" or len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
+            continue
+        path = str(node.target)
+        child: Any = view.child(node)
+        if not is_plain_layer(child) or path in excluded or hooked(child):
+            continue
+        layer = original_class(child)
+        idle = layer is nn.Identity or (layer in DROPOUTS and child.p == 0.0)
+        if not idle:
+            continue
+        expression = module_expression(path)
+        recording.guards[f"{bind(recording, calls.plain)}({expression}, {bind(recording, layer)})"] = None
+        if layer in DROPOUTS:
+            recording.guards[f"{expression}.p == 0.0"] = None
+        node.replace_all_uses_with(node.args[0])
+        recording.graph.erase_node(node)
+        yield path
+
+
+def count_in_norms(view: View) -> None:
+    """Let a batch_norm count the batches that its layer counts before it: one kernel instead of two."""
+    for norm in list(view.position):
+        mean = norm.kwargs.get("running_mean")
+        if (
+            norm.target is not functional.batch_norm
+            or norm.kwargs.get("training") is not True
+            or "num_batches_tracked" in norm.kwargs
+            or not isinstance(mean, Node)
+            or mean.op != "get_attr"
+        ):
+            continue
+        counted = str(mean.target).removesuffix("running_mean") + "num_batches_tracked"
+        users = [user for read in view.position if read.target == counted for user in read.users]
+        if len(users) != 1:
+            continue
+        count = users[0]
+        if count.target != "add_" or count.args[1:] != (1,) or count.kwargs or count.users:
+            continue
+        between = (n for n in view.position if view.position[count] < view.position[n] < view.position[norm])
+        if view.position[norm] < view.position[count] or any(n.op == "call_module" or is_barrier(n) for n in between):
+            continue
+        norm.kwargs = {**norm.kwargs, "num_batches_tracked": count.args[0]}
+        view.graph.erase_node(count)
+        view.refresh()
+
+
+def assert_by_guards(view: View, recording: Recording) -> None:
+    """Make guards of assertions about the rank of an argument: where one does not hold, the original raises."""
+    for node in list(view.position):
+        condition = node.args[0] if node.target is torch._assert else None
+        if not isinstance(condition, Node) or condition.target is not operator.eq or node.users:
+            continue
+        rank, expected = condition.args
+        if not isinstance(rank, Node) or not isinstance(expected, int):
+            continue
+        tensor = rank.args[0]
+        about_rank = (rank.target is getattr and rank.args[1:] == ("ndim",)) or (
+            rank.op == "call_method" and rank.target == "dim" and len(rank.args) == 1 and not rank.kwargs
+        )
+        if not about_rank or not isinstance(tensor, Node) or tensor.op != "placeholder":
+            continue
+        recording.guards[f"isinstance({tensor.target}, {bind(recording, torch.Tensor)})"] = None
+        recording.guards[f"{tensor.target}.ndim == {expected}"] = None
+        erase(view, node)
+    view.refresh()
+
+
+def erase(view: View, node: Node) -> None:
+    """Take a node out of the graph, and what was computed for it alone."""
+    before = node.all_input_nodes
+    view.graph.erase_node(node)
+    for other in before:
+        if not other.users and (other.target in (getattr, operator.eq, calls.format_string) or other.target == "dim"):
+            erase(view, other)
