@@ -21,7 +21,7 @@ CORPUS_ENV := $(CORPUS)/made-for-$(shell echo '$(LIBRARIES)' | cat - pyproject.t
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
-.PHONY: help demo test env build lint types pytest docs format test-corpus test-gpu bench bench-models wheel test-wheel clean
+.PHONY: help demo test env build lint types pytest docs format test-libraries test-corpus test-gpu bench bench-models wheel test-wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -61,13 +61,16 @@ pytest: $(ENV)  ## the tests alone, on the build that is there
 	@# Two workers share the cores, so an idle OpenMP thread must not spin on one.
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-corpus: $(CORPUS_ENV)  ## environment in .venv-corpus, then patch every model of the corpus and compare: an hour
+test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the patching tests that need its libraries too: minutes
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest $(wildcard tests/test_patching*.py)
+
+test-corpus: test-libraries  ## and then patch every model of the corpus and compare: an hour
 	@# Interrupted, it goes on where it was. The whole, not a part that ARGS choose, writes tests/corpus/TABLE.md.
 	PYTHONPATH=.:tests HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m corpus $(ARGS)
 
 $(CORPUS_ENV):
 	$(PYTHON) -m venv $(CORPUS)
-	$(CORPUS)/bin/python -m pip install $(LIBRARIES)
+	$(CORPUS)/bin/python -m pip install $(LIBRARIES) pytest
 	FASTLAYERS_BUILD_EXT=0 $(CORPUS)/bin/python -m pip install --quiet --editable .
 	@rm -f $(CORPUS)/made-for-*
 	@touch $@

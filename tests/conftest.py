@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fcntl
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,3 +39,22 @@ def _leave_backend_alone() -> Iterator[None]:
     before = backends.get_backend()
     yield
     backends.set_backend(before)
+
+
+@pytest.fixture
+def gpu_memory() -> Iterator[Callable[[float], None]]:
+    """What a test calls that takes much of the GPU's memory, with the bytes that it takes.
+
+    One such test runs at a time, whatever runs beside it, and what it took does not stay with torch afterwards: tests
+    in other processes would find none.
+    """
+    with (Path(tempfile.gettempdir()) / "fastlayers-gpu-memory.lock").open("w") as lock:
+
+        def take(needed: float) -> None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            torch.cuda.empty_cache()
+            if torch.cuda.mem_get_info()[0] < needed:
+                pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory free")
+
+        yield take
+        torch.cuda.empty_cache()

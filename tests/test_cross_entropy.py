@@ -283,9 +283,8 @@ def test_chunk_of_wrong_classes():
 @needs_gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("shape", [(2**16 + 1, 2**15 + 8), (3, 2**20 + 3, 700)], ids=["rows", "columns"])
-def test_more_than_2_to_31_elements(backend, shape):
-    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
-        pytest.skip("needs 20 GiB of GPU memory free")
+def test_more_than_2_to_31_elements(gpu_memory, backend, shape):
+    gpu_memory(20 * 2**30)
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
     target = torch.randint(shape[1], shape[:1] + shape[2:], device="cuda")
     with backends.backend(backend):

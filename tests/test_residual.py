@@ -331,11 +331,10 @@ def test_unforced_calls_run_the_kernel():
 
 @needs_gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_more_than_2_to_32_elements(backend):
+def test_more_than_2_to_32_elements(gpu_memory, backend):
     """The counter of the last elements needs more than 30 bits, their offsets more than 32."""
     n = 2**32 + 40
-    if torch.cuda.mem_get_info()[0] < 5 * 2 * n:
-        pytest.skip("needs 43 GiB of GPU memory free")
+    gpu_memory(5 * 2 * n)
     x = torch.ones(n, device="cuda", dtype=torch.bfloat16)
     torch.manual_seed(0)
     with backends.backend(backend):
@@ -428,10 +427,9 @@ def test_same_bits_of_dropped_samples(op, sample, place, dtype):
 
 @needs_gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_more_than_2_to_31_elements_in_columns(backend):
+def test_more_than_2_to_31_elements_in_columns(gpu_memory, backend):
     rows, n = 2**16 + 8, 2**15 + 8
-    if torch.cuda.mem_get_info()[0] < 5 * 2 * rows * n:
-        pytest.skip("needs 20 GiB of GPU memory free")
+    gpu_memory(5 * 2 * rows * n)
     x = torch.empty((rows // 8, 8, n), dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
     gamma = torch.randn(n, device="cuda", dtype=torch.bfloat16).requires_grad_()
     with backends.backend(backend):

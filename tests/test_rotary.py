@@ -217,10 +217,9 @@ def test_gradient_lies_as_the_heads_do(place):
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dim", [128, 127], ids=["words", "elements"])
-def test_more_than_2_to_31_elements(backend, interleaved, dim):
+def test_more_than_2_to_31_elements(gpu_memory, backend, interleaved, dim):
     shape = (2, 8, 2**20 + 2**14, dim)
-    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GiB of GPU memory free")
+    gpu_memory(24 * 2**30)
     q = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
     k = q[:, :1, : shape[2]]
     cos, sin = tables(shape[2], 126 if dim == 127 else 128, device="cuda", dtype=torch.bfloat16)

@@ -46,13 +46,12 @@ def judge(reference, inputs, dys, ours):
 
 
 @pytest.mark.parametrize(("op", "place"), KERNELS_ON_GPU)
-def test_more_than_2_to_31_elements(op, place):
+def test_more_than_2_to_31_elements(gpu_memory, op, place):
     """Forward and backward of bfloat16 tensors whose offsets pass 32 bits, judged at both ends and in the middle."""
     arguments = op.matrix(Input(HUGE))
     shapes = [value.shape for value in arguments if isinstance(value, Input)]
     needed = 2 * 4 * sum(torch.Size(shape).numel() for shape in shapes)
-    if torch.cuda.mem_get_info()[0] < needed * 1.1:
-        pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory free")
+    gpu_memory(needed * 1.1)
     rest = arguments[len(shapes) :]
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_() for shape in shapes]
     with place.forced(op.samples[0]):
@@ -70,10 +69,9 @@ def test_more_than_2_to_31_elements(op, place):
 
 @needs_gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_more_than_2_to_31_elements_in_columns(backend):
+def test_more_than_2_to_31_elements_in_columns(gpu_memory, backend):
     """The strided dimension of softmax, and a factor that broadcasts: the kernels that index otherwise."""
-    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
-        pytest.skip("needs 20 GiB of GPU memory free")
+    gpu_memory(20 * 2**30)
     place = Place("cuda", backend)
     x = torch.empty((2**12 + 1, 2**19 + 8), dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
     row = torch.randn(x.shape[1], dtype=torch.bfloat16, device="cuda", requires_grad=True)
