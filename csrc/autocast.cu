@@ -194,31 +194,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_autocast_backward(const T
           for_bias2 ? column_sum_op(matrix(dy, rows, n), ScalarType::Float) : nothing(x)};
 }
 
-// A convolution over images and the weight's cast.
-std::tuple<Tensor, Tensor> convolution_autocast(const Tensor& x, const Tensor& weight, const Tensor& bias, std::vector<int64_t> stride,
-                                                std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
-  const Parameters low = narrowed({weight, bias}, x.scalar_type(), "convolution_autocast");
-  const std::array<int64_t, 2> none{0, 0};
-  AtenTensorHandle low_bias = low[1]->get(), y = nullptr;
+// Of a convolution over images.
+struct Geometry {
+  std::vector<int64_t> stride, padding, dilation;
+  int64_t groups;
+};
+constexpr std::array<int64_t, 2> kNoPadding{0, 0};  // of the result: convolutions are not transposed here
+
+Tensor convolve(const Tensor& x, const Tensor& low, const std::optional<Tensor>& bias, const Geometry& g) {
+  AtenTensorHandle low_bias = bias ? bias->get() : nullptr, y = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_convolution(
-      x.get(), low[0]->get(), &low_bias, stride.data(), static_cast<int64_t>(stride.size()), padding.data(),
-      static_cast<int64_t>(padding.size()), dilation.data(), static_cast<int64_t>(dilation.size()), 0, none.data(), 2, groups, &y));
-  return {Tensor(y), *low[0]};
+      x.get(), low.get(), bias ? &low_bias : nullptr, g.stride.data(), static_cast<int64_t>(g.stride.size()), g.padding.data(),
+      static_cast<int64_t>(g.padding.size()), g.dilation.data(), static_cast<int64_t>(g.dilation.size()), 0, kNoPadding.data(), 2,
+      g.groups, &y));
+  return Tensor(y);
 }
 
-// Its gradients, those that are wanted; of the bias only of a dy that is channels_last.
-std::tuple<Tensor, Tensor, Tensor> convolution_autocast_backward(const Tensor& dy, const Tensor& x, const Tensor& low,
-                                                                 std::vector<int64_t> stride, std::vector<int64_t> padding,
-                                                                 std::vector<int64_t> dilation, int64_t groups, bool for_x,
-                                                                 bool for_weight, bool for_bias) {
-  const std::array<int64_t, 2> none{0, 0};
+// The gradients of x and, in float32, of the weight, those that are wanted.
+std::tuple<Tensor, Tensor> convolution_gradients(const Tensor& dy, const Tensor& x, const Tensor& low, const Geometry& g, bool for_x,
+                                                 bool for_weight) {
   const std::array<int32_t, 3> mask{for_x, for_weight, 0};
   AtenTensorHandle handles[3] = {nullptr, nullptr, nullptr};
   if (for_x || for_weight) {
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_convolution_backward(
-        dy.get(), x.get(), low.get(), nullptr, 0, stride.data(), static_cast<int64_t>(stride.size()), padding.data(),
-        static_cast<int64_t>(padding.size()), dilation.data(), static_cast<int64_t>(dilation.size()), 0, none.data(), 2, groups,
-        mask.data(), 3, &handles[0], &handles[1], &handles[2]));
+        dy.get(), x.get(), low.get(), nullptr, 0, g.stride.data(), static_cast<int64_t>(g.stride.size()), g.padding.data(),
+        static_cast<int64_t>(g.padding.size()), g.dilation.data(), static_cast<int64_t>(g.dilation.size()), 0, kNoPadding.data(), 2,
+        g.groups, mask.data(), 3, &handles[0], &handles[1], &handles[2]));
   }
   std::array<Tensor, 2> found{nothing(x), nothing(x)};
   for (int k = 0; k < 3; ++k) {
@@ -226,16 +227,54 @@ std::tuple<Tensor, Tensor, Tensor> convolution_autocast_backward(const Tensor& d
     const Tensor t(handles[k]);
     if (k < 2 && mask[k]) found[k] = t;
   }
-  Tensor dweight = found[1], dbias = nothing(x);
-  if (for_weight) {
-    dweight = empty_strided(dims_of(found[1].sizes()), dims_of(found[1].strides()), ScalarType::Float, x);
-    torch::stable::copy_(dweight, found[1]);
-  }
-  if (for_bias) {
-    const int64_t channels = dy.size(1);
-    dbias = column_sum_op(matrix(dy, dy.numel() / channels, channels), ScalarType::Float);
-  }
-  return {found[0], dweight, dbias};
+  if (!for_weight) return {found[0], found[1]};
+  Tensor dweight = empty_strided(dims_of(found[1].sizes()), dims_of(found[1].strides()), ScalarType::Float, x);
+  torch::stable::copy_(dweight, found[1]);
+  return {found[0], dweight};
+}
+
+// A convolution over images and the weight's cast.
+std::tuple<Tensor, Tensor> convolution_autocast(const Tensor& x, const Tensor& weight, const Tensor& bias, std::vector<int64_t> stride,
+                                                std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
+  const Parameters low = narrowed({weight, bias}, x.scalar_type(), "convolution_autocast");
+  return {convolve(x, *low[0], low[1], {std::move(stride), std::move(padding), std::move(dilation), groups}), *low[0]};
+}
+
+// Its gradients, those that are wanted; of the bias only of a dy that is channels_last.
+std::tuple<Tensor, Tensor, Tensor> convolution_autocast_backward(const Tensor& dy, const Tensor& x, const Tensor& low,
+                                                                 std::vector<int64_t> stride, std::vector<int64_t> padding,
+                                                                 std::vector<int64_t> dilation, int64_t groups, bool for_x,
+                                                                 bool for_weight, bool for_bias) {
+  const auto [dx, dweight] =
+      convolution_gradients(dy, x, low, {std::move(stride), std::move(padding), std::move(dilation), groups}, for_x, for_weight);
+  const int64_t channels = dy.size(1);
+  return {dx, dweight, for_bias ? column_sum_op(matrix(dy, dy.numel() / channels, channels), ScalarType::Float) : nothing(x)};
+}
+
+// act(batch_norm(convolution(x)) + residual) in training; the weight's cast, the convolution's result, and what batch_norm keeps.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> convolution_norm_autocast(
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& residual, const std::optional<Tensor>& norm_weight,
+    const std::optional<Tensor>& norm_bias, const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_var,
+    double momentum, double eps, int64_t act, bool bits, const std::optional<Tensor>& batches, std::vector<int64_t> stride,
+    std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
+  const Parameters low = narrowed({weight}, x.scalar_type(), "convolution_norm_autocast");
+  const Tensor z = convolve(x, *low[0], std::nullopt, {std::move(stride), std::move(padding), std::move(dilation), groups});
+  const auto [y, stats, packed] =
+      batch_norm_train(z, residual, norm_weight, norm_bias, running_mean, running_var, momentum, eps, act, bits, batches);
+  return {y, *low[0], z, stats, packed};
+}
+
+// The gradients of x, weight, residual, norm_weight and norm_bias; of the first three those that are wanted.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> convolution_norm_autocast_backward(
+    const Tensor& dy, const Tensor& x, const Tensor& low, const Tensor& z, const std::optional<Tensor>& residual,
+    const std::optional<Tensor>& bits, const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+    const Tensor& stats, int64_t act, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
+    int64_t groups, bool for_x, bool for_weight, bool for_residual) {
+  const auto [dz, dresidual, dnorm_weight, dnorm_bias] =
+      batch_norm_backward_op(dy, z, residual, bits, norm_weight, norm_bias, stats, true, act, for_residual);
+  const auto [dx, dweight] =
+      convolution_gradients(dz, x, low, {std::move(stride), std::move(padding), std::move(dilation), groups}, for_x, for_weight);
+  return {dx, dweight, dresidual, dnorm_weight, dnorm_bias};
 }
 
 }  // namespace
@@ -248,4 +287,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
   m.impl("mlp_autocast_backward", TORCH_BOX(&fastlayers::mlp_autocast_backward));
   m.impl("convolution_autocast", TORCH_BOX(&fastlayers::convolution_autocast));
   m.impl("convolution_autocast_backward", TORCH_BOX(&fastlayers::convolution_autocast_backward));
+  m.impl("convolution_norm_autocast", TORCH_BOX(&fastlayers::convolution_norm_autocast));
+  m.impl("convolution_norm_autocast_backward", TORCH_BOX(&fastlayers::convolution_norm_autocast_backward));
 }

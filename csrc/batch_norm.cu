@@ -23,6 +23,7 @@
 #include <cooperative_groups.h>
 
 #include "activations.cuh"
+#include "ops.h"
 
 namespace fastlayers {
 namespace {
@@ -1465,6 +1466,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_in, const std::option
   return {y, stats, bits};
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const std::optional<Tensor>& residual,
                                                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                                     const std::optional<Tensor>& running_mean,
@@ -1473,6 +1476,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const std::
   return forward(x, residual, {weight, bias, running_mean, running_var, batches}, momentum, eps, act, true, bits, true,
                  "batch_norm_train");
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_eval(const Tensor& x, const std::optional<Tensor>& residual,
                                                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
@@ -1527,6 +1532,8 @@ void run_backward(BackwardArgs<compute_t<T>>& args, const Operand& x, const Laun
     launch_blocks<kernel>(args, blocks, kThreads<LAST>, false, launch);
   }
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& dy_in, const Tensor& x_in,
                                                                   const std::optional<Tensor>& residual_in,
@@ -1588,7 +1595,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& 
   return {dx, dresidual, dweight, dbias};
 }
 
-}  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {

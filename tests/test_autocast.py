@@ -1,4 +1,4 @@
-"""Linear layers, MLPs and convolutions under autocast: the Functions that cast their float32 parameters themselves.
+"""Linear layers, MLPs, convolutions and the norms behind them under autocast: Functions that cast float32 parameters.
 
 Kernels made of torch operations stand in for those of a GPU, so that autograd's part of it runs everywhere.
 """
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastlayers import backends, functional, patch_model, patch_report, verify_patch
-from fastlayers.ops import autocast, bias_act, linear
-from fastlayers.ops.activations import BY_CODE
+from fastlayers.ops import autocast, batch_norm, bias_act, linear
+from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.patching import calls
-from fastlayers.patching.convolutions import convolution_and_more, forked_convolution
+from fastlayers.patching.convolutions import convolution_and_more, convolution_batch_norm, forked_convolution
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -85,6 +85,35 @@ class StandIns(SimpleNamespace):
         )
         return found, found_weight.float(), dy.sum((0, 2, 3), dtype=torch.float32)
 
+    def convolution_norm_autocast(
+        self, x, weight, residual, gain, shift, mean, var, momentum, eps, act, bits, batches, *options
+    ) -> tuple[Tensor, ...]:
+        self.called.append("convolution_norm_autocast")
+        low = weight.to(x.dtype)
+        z = F.conv2d(x, low, None, *options)
+        wide = F.batch_norm(z.float(), mean, var, gain, shift, True, momentum, eps)
+        wide = wide if residual is None else wide + residual.float()
+        batches.add_(1)
+        y = BY_CODE[act].function(wide).to(x.dtype)
+        packed = torch.empty(0, dtype=torch.uint8)
+        if bits:
+            memory = (y > 0).as_strided((y.numel(),), (1,))
+            eights = F.pad(memory.to(torch.uint8), (0, -y.numel() % 8)).view(-1, 8)
+            packed = (eights << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+        return y, low, z, torch.zeros(2, z.shape[1]), packed
+
+    def convolution_norm_autocast_backward(
+        self, dy, x, low, z, residual, bits, gain, shift, stats, act, stride, padding, dilation, groups, *wanted
+    ) -> tuple[Tensor, ...]:
+        self.called.append("convolution_norm_autocast_backward")
+        if bits is not None:  # what is beyond the last element is not theirs
+            bits = bits[: (z.numel() + 7) // 8]
+        dz, *others = batch_norm.compose_backward(dy, z, residual, bits, gain, shift, stats, True, 1e-5, act)
+        dx, dweight, _ = self.convolution_autocast_backward(
+            dz, x, low, stride, padding, dilation, groups, True, True, False
+        )
+        return dx, dweight, *others
+
 
 @pytest.fixture
 def kernels(monkeypatch) -> StandIns:
@@ -134,7 +163,7 @@ def our_fork(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return y + x
 
 
-def convolution(weight: Tensor, bias: Tensor) -> nn.Conv2d:
+def convolution(weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
     layer = nn.Conv2d(weight.shape[1] * 2, weight.shape[0], weight.shape[2:], padding=1, groups=2)
     for name, t in (("weight", weight), ("bias", bias)):
         del layer._parameters[name]
@@ -142,6 +171,37 @@ def convolution(weight: Tensor, bias: Tensor) -> nn.Conv2d:
     return layer
 
 
+def our_norm(act: str | None) -> Callable[..., Tensor]:
+    """act(batch_norm(convolution(x)) + residual)."""
+
+    def ours(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is not None:
+            residual = residual.to(autocast.dtype_of(residual))
+        layers = convolution(weight, None), normalization(gain, shift)
+        return convolution_batch_norm(layers[0], x, layers[1], residual, act)
+
+    return ours
+
+
+def torch_norm(act: str | None) -> Callable[..., Tensor]:
+    def theirs(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = F.batch_norm(F.conv2d(x, weight, None, padding=1, groups=2), None, None, gain, shift, True)
+        if residual is not None:
+            y = y + residual.to(autocast.dtype_of(residual))
+        return ACTIVATIONS[act].function(y)
+
+    return theirs
+
+
+def normalization(gain: Tensor, shift: Tensor) -> nn.BatchNorm2d:
+    layer = nn.BatchNorm2d(gain.shape[0], device=gain.device, dtype=gain.dtype)
+    for name, t in (("weight", gain), ("bias", shift)):
+        del layer._parameters[name]
+        setattr(layer, name, t)
+    return layer
+
+
+NORMED = [(4, 4, 5, 6), (6, 2, 3, 3), (6,), (6,)]
 LAYERS = {
     "linear": (twice(functional.linear), twice(F.linear), [(6, 8), (8, 8), (8,)]),
     "batch": (twice(functional.linear), twice(F.linear), [(2, 3, 8), (8, 8), (8,)]),
@@ -149,6 +209,10 @@ LAYERS = {
     "mlp twice": (twice(our_mlp), twice(torch_mlp), [(6, 8), (12, 8), (12,), (8, 12), (8,)]),
     "convolution": (our_pair, torch_pair, [(2, 4, 5, 6), (4, 2, 3, 3), (4,)]),
     "forked convolution": (our_fork, torch_fork, [(2, 4, 5, 6), (4, 2, 3, 3), (4,)]),
+    "convolution and norm": (our_norm(None), torch_norm(None), NORMED),
+    "and silu": (our_norm("silu"), torch_norm("silu"), NORMED),
+    "and a residual": (our_norm(None), torch_norm(None), [*NORMED, (4, 6, 5, 6)]),
+    "and a residual and silu": (our_norm("silu"), torch_norm("silu"), [*NORMED, (4, 6, 5, 6)]),
 }
 EACH_LAYER = pytest.mark.parametrize(("ours", "theirs", "shapes"), LAYERS.values(), ids=LAYERS)
 
@@ -160,11 +224,13 @@ def results(function: Callable[..., Tensor], given: list[Tensor], low: torch.dty
     return [out.detach(), *torch.autograd.grad(out, [t for t in given if t.requires_grad], dy)]
 
 
-def assert_as_near(ours, theirs, shapes, low: torch.dtype, frozen: tuple[int, ...] = (), device: str = "cpu") -> None:
+def assert_as_near(
+    ours, theirs, shapes, low: torch.dtype, frozen: tuple[int, ...] = (), device: str = "cpu", draw_leaves=leaves
+) -> None:
     """torch rounds gradients of parameters to 16 bits on their way, and ours may only be nearer to those of float64."""
     errors: list[list[float]] = []
     for draw in range(DRAWS):
-        given = leaves(*shapes, device=device, draw=draw)
+        given = draw_leaves(*shapes, device=device, draw=draw)
         for place in frozen:
             given[place].requires_grad_(False)
         exact = results(theirs, [t.detach().double().requires_grad_(t.requires_grad) for t in given], low)
@@ -223,9 +289,9 @@ def test_parameters_that_change_before_the_backward(kernels, ours, theirs, shape
             out = function(*given)
         with torch.no_grad():
             given[1].mul_(2)
-        found.append(torch.autograd.grad(out.float().sum(), given, retain_graph=True))
+        found.append(torch.autograd.grad(out.float().sin().sum(), given, retain_graph=True))
     for mine, its in zip(*found, strict=True):
-        torch.testing.assert_close(mine, its, rtol=0.02, atol=0.02 * float(its.detach().abs().max()))
+        torch.testing.assert_close(mine, its, rtol=0.03, atol=0.03 * float(its.detach().abs().max()))
     given = leaves(*shapes)
     with torch.autocast("cpu", torch.bfloat16):
         out = ours(*given)
@@ -282,6 +348,138 @@ def test_convolutions_of_all_kinds(kernels, options):
     for mine, its in zip(*found, strict=True):
         torch.testing.assert_close(mine, its, rtol=0.02, atol=0.02 * float(its.detach().abs().max()))
     assert ("convolution_autocast" in kernels.called) == value.isdecimal()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_relu_of_a_sum_behind_a_norm(kernels, layout):
+    """Kept as one bit an element."""
+
+    def drawn(*shapes, **options):
+        x, *parameters, residual = (t.detach() for t in leaves(*shapes, **options))
+        residual = torch.where(residual > 0, 9.0, -9.0)  # not near zero, where a rounding decides
+        x, residual = (t.contiguous(memory_format=layout) for t in (x, residual))
+        return [t.requires_grad_() for t in (x, *parameters, residual)]
+
+    shapes = [*NORMED, (4, 6, 5, 6)]
+    assert_as_near(our_norm("relu"), torch_norm("relu"), shapes, torch.bfloat16, draw_leaves=drawn)
+    given = drawn(*shapes)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = our_norm("relu")(*given)
+    assert out.is_contiguous(memory_format=layout)
+    loss = out.float().sin().sum()
+    once, derivable = (torch.autograd.grad(loss, given, retain_graph=True, create_graph=both) for both in (False, True))
+    for mine, its in zip(derivable, once, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0.02, atol=0.02 * float(its.abs().max()))
+
+
+def normed(conv: dict[str, object] | None = None, norm: dict[str, object] | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, **{"bias": False, **(conv or {})}), nn.BatchNorm2d(6, **(norm or {})), nn.ReLU()
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "served"),
+    [
+        (normed(), True),
+        (normed({"stride": 2, "dilation": 2, "padding": (1, 2), "groups": 3}), True),
+        (normed({"padding": "same"}), False),
+        (normed({"padding": 1, "padding_mode": "reflect"}), False),
+        (normed(norm={"momentum": None}), False),
+        (normed(norm={"track_running_stats": False}), False),
+        (normed(norm={"affine": False}), False),
+        (normed().eval(), False),
+        (normed().bfloat16(), False),
+        (normed().requires_grad_(False), True),  # x has a gradient
+    ],
+    ids=lambda value: str(value) if isinstance(value, bool) else None,
+)
+def test_convolutions_and_norms_of_all_kinds(kernels, model, served):
+    stock, x = copy.deepcopy(model), torch.randn(4, 3, 9, 9, requires_grad=True)
+    patch_model(model)
+    assert patch_report(model).counts()["conv_batch_norm"] == 1
+    found = []
+    for network in (model, stock):
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                out = network(x)
+        wanted = [x, *(t for t in network.parameters() if t.requires_grad)]
+        found.append([out, *torch.autograd.grad(out.float().sin().sum(), wanted), *network.buffers()])
+    for mine, its in zip(*found, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0.03, atol=0.03 * float(its.detach().abs().max()))
+    assert ("convolution_norm_autocast" in kernels.called) == served
+
+
+def test_a_norm_of_one_value_a_channel_is_refused_as_by_torch(kernels):
+    model = patch_model(normed())
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(torch.randn(1, 3, 3, 3))
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.SiLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        mean = self.running_mean if not self.training or self.track_running_stats else None
+        var = self.running_var if not self.training or self.track_running_stats else None
+        x = F.batch_norm(x, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return self.act(self.drop(x))
+
+
+class Sum(nn.Module):
+    """As those of a network of residual blocks."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 6, 3, padding=1, bias=False), norm(6)
+        self.conv2, self.bn2 = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn1(self.conv1(x))
+        out = self.bn2(self.conv2(x))
+        out += x
+        return F.hardswish(out)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, NormAct])
+def test_convolutions_and_norms_are_found(kernels, norm):
+    torch.manual_seed(0)
+    stock = Sum(norm)
+    model = patch_model(copy.deepcopy(stock))
+    assert patch_report(model).counts()["conv_batch_norm"] == 2
+    assert verify_patch(copy.deepcopy(stock), torch.randn(4, 3, 9, 9))
+
+    def step(network: nn.Module, x: Tensor, low: bool = True) -> list[Tensor]:
+        network = copy.deepcopy(network)
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            out = network(x)
+        grads = torch.autograd.grad(out.float().sin().sum(), network.parameters())
+        return [out.detach(), *grads, *(t.float() for t in network.buffers())]
+
+    for training in (True, False):
+        model.train(training), stock.train(training)
+        errors = []
+        for _ in range(DRAWS):
+            x = torch.randn(4, 3, 9, 9)
+            exact, its = step(stock, x, low=False), step(stock, x)
+            errors.append([greatest_error(*pair) for pair in zip(its, exact, strict=True)])
+        for mine, true, *allowed in zip(step(model, x), exact, *errors, strict=True):
+            assert excess(mine, true, max(allowed)) is None
+    assert kernels.called.count("convolution_norm_autocast") == 2
+    assert kernels.called.count("convolution_norm_autocast_backward") == 2
+    for layer in (model.conv1, model.bn1, *model.bn1.children()):
+        seen = []
+        handle = layer.register_forward_hook(lambda module, args, out, seen=seen: seen.append(type(module)))
+        model.train()(x)
+        handle.remove()
+        assert len(seen) == 1
 
 
 # -- in a patched model ------------------------------------------------------------------------------------------------
@@ -395,3 +593,34 @@ def test_the_casts_of_a_convolution_keep_its_layout():
     assert y.is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(RuntimeError, match="expected dense float32 parameters"):
         kernels.convolution_autocast(x, weight[:, ::2], torch.zeros(6, device="cuda"), (1, 1), (0, 0), (1, 1), 2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("act", [None, "relu", "silu"])
+@pytest.mark.parametrize("summed", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_convolution_and_its_norm_are_those_alone(backend, layout, summed, act):
+    """To the bit: one call does what two do."""
+    shapes = [(4, 16, 9, 9), (24, 8, 3, 3), (24,), (24,), (4, 24, 9, 9)]
+    x, weight, gain, shift, residual = leaves(*shapes, device="cuda")
+    x, residual = (t.detach().bfloat16().contiguous(memory_format=layout).requires_grad_() for t in (x, residual))
+    given = [x, weight, gain, shift, *([residual] if summed else [])]
+    dy = torch.linspace(-1, 1, residual.numel(), device="cuda").view(residual.shape).bfloat16()
+    found = []
+    deterministic, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
+    try:
+        for together in (True, False):
+            conv, norm = convolution(weight, None), normalization(gain, shift)
+            with backends.backend(backend), torch.autocast("cuda", torch.bfloat16):
+                if together:
+                    out = convolution_batch_norm(conv, x, norm, residual if summed else None, act)
+                    assert type(out.grad_fn).__name__ == "_ConvolutionNormBackward"
+                else:
+                    out = calls.batch_norm_layer(norm, conv(x), residual if summed else None, act)
+            grads = torch.autograd.grad(out, given, dy)
+            found.append([out, *grads, norm.running_mean, norm.running_var, norm.num_batches_tracked])
+    finally:
+        torch.backends.cudnn.deterministic = deterministic
+    assert all(map(same_bits, *found))
+    assert [t.stride() for t in found[0]] == [t.stride() for t in found[1]]

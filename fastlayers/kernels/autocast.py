@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastlayers.kernels.batch_norm import batch_norm_backward, batch_norm_train
 from fastlayers.kernels.bias_act import bias_act_backward, bias_act_forward
 from fastlayers.kernels.linear import column_sum
 
@@ -106,3 +107,32 @@ def convolution_autocast_backward(
         found_weight.float() if dweight else x.new_empty(0),
         column_sum(dy.permute(0, 2, 3, 1).view(-1, dy.shape[1]), torch.float32) if dbias else x.new_empty(0),
     )
+
+
+def convolution_norm_autocast(
+    x: Tensor, weight: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor, running_mean: Tensor,
+    running_var: Tensor, momentum: float, eps: float, act: int, bits: bool, batches: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """act(batch_norm(convolution(x)) + residual), the weight's cast, the convolution's result, what batch_norm kept."""
+    low = weight.to(x.dtype)
+    z = F.conv2d(x, low, None, stride, padding, dilation, groups)  # type: ignore[arg-type]
+    y, stats, packed = batch_norm_train(
+        z, residual, norm_weight, norm_bias, running_mean, running_var, momentum, eps, act, bits, batches
+    )
+    return y, low, z, stats, packed
+
+
+def convolution_norm_autocast_backward(
+    dy: Tensor, x: Tensor, low: Tensor, z: Tensor, residual: Tensor | None, bits: Tensor | None, norm_weight: Tensor,
+    norm_bias: Tensor | None, stats: Tensor, act: int, stride: list[int], padding: list[int], dilation: list[int],
+    groups: int, dx: bool, dweight: bool, dresidual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, weight, residual, norm_weight and norm_bias; of the first three those that are wanted."""
+    dz, found_residual, dnorm_weight, dnorm_bias = batch_norm_backward(
+        dy, z, residual, bits, norm_weight, norm_bias, stats, True, act, dresidual
+    )
+    found, found_weight, _ = convolution_autocast_backward(
+        dz, x, low, stride, padding, dilation, groups, dx, dweight, False
+    )
+    return found, found_weight, found_residual, dnorm_weight, dnorm_bias

@@ -28,6 +28,8 @@ FAMILY = dispatch.Family(
         "mlp_autocast_backward",
         "convolution_autocast",
         "convolution_autocast_backward",
+        "convolution_norm_autocast",
+        "convolution_norm_autocast_backward",
     ),
     cpu=False,
 )
@@ -69,7 +71,7 @@ def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     return FAMILY.serving(x)
 
 
-class _Given:
+class Given:
     """The parameters that a Function was given, for the derivative of its backward alone.
 
     Kept as saved tensors they could not be changed before any backward, which needs no more than their casts.
@@ -120,7 +122,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: Any) -> Tensor:
         y, low = kernels.linear_autocast(x, weight, bias)
         ctx.save_for_backward(x, low)
-        ctx.given, ctx.kernels = _Given(weight, bias), kernels
+        ctx.given, ctx.kernels = Given(weight, bias), kernels
         return y  # type: ignore[no-any-return]
 
     @staticmethod
@@ -148,7 +150,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     if kernels is None or not _are_rows(x, weight, bias):
         return None
     bias = bias if bias is None else dispatch.unwrap(bias)
-    return _record_linear(_lowered(x), dispatch.unwrap(weight), bias, kernels)  # type: ignore[no-any-return]
+    return _record_linear(lowered(x), dispatch.unwrap(weight), bias, kernels)  # type: ignore[no-any-return]
 
 
 def _are_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -162,7 +164,8 @@ def _are_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _lowered(x: Tensor) -> Tensor:
+def lowered(x: Tensor) -> Tensor:
+    """x as autocast hands it to a product or a convolution."""
     x = dispatch.unwrap(x)
     return x.to(dtype_of(x)) if x.dtype is torch.float32 else x
 
@@ -183,7 +186,7 @@ class _Mlp(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         y, *kept = kernels.mlp_autocast(x, weight, bias, weight2, bias2, act.code, *act.defaults)
         ctx.save_for_backward(x, *kept)
-        ctx.given, ctx.act, ctx.kernels = _Given(weight, bias, weight2, bias2), act, kernels
+        ctx.given, ctx.act, ctx.kernels = Given(weight, bias, weight2, bias2), act, kernels
         return y  # type: ignore[no-any-return]
 
     @staticmethod
@@ -218,7 +221,7 @@ def mlp(x: Tensor, weight: Tensor, bias: Tensor, act: str, weight2: Tensor, bias
         return None
     weight, bias, weight2 = dispatch.unwrap(weight), dispatch.unwrap(bias), dispatch.unwrap(weight2)
     bias2 = bias2 if bias2 is None else dispatch.unwrap(bias2)
-    return _record_mlp(_lowered(x), weight, bias, weight2, bias2, ACTIVATIONS[act], kernels)  # type: ignore[no-any-return]
+    return _record_mlp(lowered(x), weight, bias, weight2, bias2, ACTIVATIONS[act], kernels)  # type: ignore[no-any-return]
 
 
 # -- a convolution -----------------------------------------------------------------------------------------------------
@@ -231,7 +234,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, options: Options, kernels: Any) -> Tensor:
         y, low = kernels.convolution_autocast(x, weight, bias, *options)
         ctx.save_for_backward(x, low)
-        ctx.given, ctx.options, ctx.kernels = _Given(weight, bias), options, kernels
+        ctx.given, ctx.options, ctx.kernels = Given(weight, bias), options, kernels
         return y  # type: ignore[no-any-return]
 
     @staticmethod
@@ -274,7 +277,7 @@ def convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor |
         return None
     options: Options = (layer.stride, layer.padding, layer.dilation, layer.groups)
     parameters = dispatch.unwrap(weight), dispatch.unwrap(bias)
-    return _record_convolution(_lowered(x), *parameters, options, kernels)  # type: ignore[no-any-return]
+    return _record_convolution(lowered(x), *parameters, options, kernels)  # type: ignore[no-any-return]
 
 
 # -- what it is given is used again ------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def count(batches: Tensor | None, training: bool) -> None:
         batches.add_(1)
 
 
-def _is_count(batches: Tensor | None, x: Tensor) -> bool:
+def is_count(batches: Tensor | None, x: Tensor) -> bool:
     """Whether a kernel can count the batch."""
     return batches is None or (
         batches.dtype is torch.int64
@@ -206,7 +206,7 @@ def batch_norm(
     if kernels is not None:
         reason = unsupported(x, running_mean, running_var, weight, bias, training, eps, residual)
         if reason is None:
-            if not _is_count(batches, x):
+            if not is_count(batches, x):
                 count(batches, training)
                 batches = None
             if torch.is_grad_enabled() and (

@@ -20,12 +20,16 @@ from fastlayers import functional
 from fastlayers.ops import autocast, convolution, dispatch
 from fastlayers.ops.activations import NORM_CODES, activation
 from fastlayers.ops.batch_norm import FAMILY
-from fastlayers.patching.calls import is_pointwise, join, plain
+from fastlayers.ops.convolution_norm import convolution_norm
+from fastlayers.ops.squeeze_excite import convolution_of_product
+from fastlayers.patching.calls import batch_norm_layer, is_pointwise, join, plain
 
 __all__ = [
     "adds_bias",
     "bound_by_memory",
     "convolution_and_more",
+    "convolution_and_norm",
+    "convolution_batch_norm",
     "convolve",
     "forked_convolution",
     "is_forkable",
@@ -94,6 +98,30 @@ def forked_convolution(layer: nn.Conv2d, x: Any) -> tuple[Tensor, Tensor]:
     if convolution.adds_gradients(x, layer.weight):
         return convolution.pointwise_fork(x, layer.weight)
     return layer(x), x
+
+
+def convolution_batch_norm(
+    layer: Any,
+    x: Any,
+    norm: Any,
+    residual: Any = None,
+    act: str | None = None,
+    written: str | None = None,
+    of_product: bool = False,
+) -> Tensor:
+    """act(norm(layer(x)) + residual), of a convolution and a BatchNorm; x may be what :func:`excite` made."""
+    if of_product:
+        return convolution_of_product(lambda x: convolution_batch_norm(layer, x, norm, residual, act, written), x)
+    y = None if torch.compiler.is_compiling() else convolution_norm(layer, x, norm, residual, act)
+    return batch_norm_layer(norm, layer(x), residual, act, written) if y is None else y
+
+
+def convolution_and_norm(layer: Any, x: Any, norm: Any, act: str | None = None, of_product: bool = False) -> Tensor:
+    """norm(layer(x)), where ``norm`` is a BatchNorm that ends with an activation of its own."""
+    if of_product:
+        return convolution_of_product(lambda x: convolution_and_norm(layer, x, norm, act), x)
+    y = None if torch.compiler.is_compiling() else convolution_norm(layer, x, norm, None, act)
+    return norm(layer(x)) if y is None else y  # type: ignore[no-any-return]
 
 
 def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -200,7 +200,7 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
         for tensor in placeholders(match.tensors)
         if view.example(tensor) is None
     ]
-    for op in match.ops:
+    for op in (*match.ops, *match.absorbed):
         if op.child is not None:
             if op.child in excluded:
                 raise Refusal(Reason.EXCLUDED_CHILD, op.child)

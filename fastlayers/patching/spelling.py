@@ -16,7 +16,7 @@ from torch import nn
 
 from fastlayers import functional
 from fastlayers.patching import calls
-from fastlayers.patching.convolutions import convolution_and_more
+from fastlayers.patching.convolutions import convolution_and_more, convolution_batch_norm
 from fastlayers.patching.folding import folded, folded_and_more, folded_sum
 
 
@@ -180,6 +180,7 @@ FRESH_FUNCTIONS = frozenset(
         calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
         calls.squeeze, calls.squeeze_by_pooling, calls.excite, calls.permuted_scale_add, calls.addmm, calls.linear_act,
         calls.mlp, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded, folded_sum, convolution_and_more,
+        convolution_batch_norm,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

@@ -32,13 +32,13 @@ def tidy(view: View, recording: Recording, excluded: frozenset[str]) -> list[str
 
 
 def is_registered(root: nn.Module, path: str) -> bool:
-    """Whether reading an attribute of a module gives a parameter or buffer, and does nothing besides."""
+    """Whether reading an attribute gives a child, a parameter or a buffer, and does nothing besides."""
     parent, _, name = path.rpartition(".")
     try:
         module = root.get_submodule(parent)
     except AttributeError:
         return False
-    return name in {**module._parameters, **module._buffers} and not hasattr(type(module), name)
+    return name in {**module._modules, **module._parameters, **module._buffers} and not hasattr(type(module), name)
 
 
 def leave_out_idle(view: View, recording: Recording, excluded: frozenset[str]) -> Iterator[str]:

@@ -45,6 +45,8 @@ class Match:
     kept: Node | None = None
     #: Nodes that are to use what a call of a pair returns again as the second: its first tensor.
     forked: tuple[Node, ...] = ()
+    #: Operations inside a child that is one of ``ops``, of children of its own.
+    absorbed: tuple[Op, ...] = ()
     #: A function and the children that it must approve of on every call.
     condition: tuple[Any, ...] | None = None
 

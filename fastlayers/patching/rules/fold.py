@@ -43,23 +43,40 @@ def is_about_rank(node: Node) -> bool:
     return node.target in (calls.format_string, torch._assert)
 
 
-def batch_norm_and_more(view: View, node: Node) -> tuple[Op, tuple[str, ...]] | None:
-    """A child that in eval is a BatchNorm and then the children that it calls: timm's BatchNormAct2d, say."""
+def counts_batch(node: Node, path: str) -> bool:
+    """Whether a node is what the BatchNorm at that path does for each batch before it normalises it."""
+    counted = node.args[0] if node.target == "add_" and node.args[1:] == (1,) and not node.kwargs else None
+    return isinstance(counted, Node) and counted.target == f"{path}.num_batches_tracked"
+
+
+def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple[Op, View, tuple[Node, ...]] | None:
+    """A child that in this mode is a BatchNorm and then the children that it calls: timm's BatchNormAct2d, say.
+
+    Returns the operation, what was recorded of the child, and the nodes in it that call those children.
+    """
     child = view.child(node) if node.op == "call_module" else None
     if not isinstance(child, _BatchNorm) or len(node.args) != 1 or node.kwargs:
         return None
-    path, recording = str(node.target), record_child(view.root, child, 1, training=False)
+    path, recording = str(node.target), record_child(view.root, child, 1, training=training)
     if recording is None:
         return None
     argument, *nodes, output = recording.graph.nodes
-    result, after = output.args[0], []
+    result, after = output.args[0], list[Node]()
     while isinstance(result, Node) and result.op == "call_module" and len(result.args) == 1 and not result.kwargs:
         nodes.remove(result)
-        after.append(str(result.target))
+        after.append(result)
         result = result.args[0]
-    norm = View(recording.graph, view.root).op(result, "batch_norm")
-    if norm is None or norm["input"] is not argument or norm["training"] is not False or norm["eps"] != child.eps:
+    inner = View(recording.graph, view.root)
+    norm = inner.op(result, "batch_norm")
+    if norm is None or norm["input"] is not argument or norm["training"] is not training or norm["eps"] != child.eps:
         return None
+    if training:
+        if norm["momentum"] is None or norm["momentum"] != child.momentum:
+            return None
+        counts = [other for other in nodes if counts_batch(other, path)]
+        if len(counts) != 1 or counts[0].users:
+            return None
+        nodes.remove(counts[0])
     for name in ("running_mean", "running_var", "weight", "bias"):
         given = norm[name]
         if given is not getattr(child, name) and getattr(given, "target", None) != f"{path}.{name}":
@@ -67,7 +84,7 @@ def batch_norm_and_more(view: View, node: Node) -> tuple[Op, tuple[str, ...]] | 
     if not all(other is norm.node or other.op == "get_attr" or is_about_rank(other) for other in nodes):
         return None
     operands = {"input": node.args[0]}
-    return Op("batch_norm", node, operands, child=path, recording=recording), tuple(reversed(after))
+    return Op("batch_norm", node, operands, child=path, recording=recording), inner, tuple(reversed(after))
 
 
 def foldable(view: View, path: str, norm: Op) -> Refusal | None:
@@ -92,10 +109,13 @@ def foldable(view: View, path: str, norm: Op) -> Refusal | None:
 
 def find_folding(view: View, node: Node) -> Iterator[Match | Refusal]:
     plain = view.op(node, "batch_norm")
-    found = (plain, ()) if plain is not None and plain.recording is None else batch_norm_and_more(view, node)
-    if found is None:
+    after: tuple[Node, ...] = ()
+    if plain is not None and plain.recording is None:
+        norm = plain
+    elif (found := batch_norm_and_more(view, node)) is not None:
+        norm, _, after = found
+    else:
         return
-    norm, after = found
     before = norm["input"]
     if norm.child is None or not isinstance(before, Node) or before.op != "call_module":
         return
@@ -110,7 +130,7 @@ def find_folding(view: View, node: Node) -> Iterator[Match | Refusal]:
     convolution = Op("convolution", before, {"input": x}, child=path)
     args: tuple[Any, ...] = (Attribute(path), Attribute(norm.child), x)
     if after:
-        children = Deferred(lambda graph: tuple(map(graph.get_attr, after)))
+        children = Deferred(lambda graph: tuple(graph.get_attr(str(call.target)) for call in after))
         args = (*args[:2], children, x)
     target = folded_and_more if after else folded
     yield Match((convolution, norm), target, args, {}, (x,), condition=(may_fold, path, norm.child))

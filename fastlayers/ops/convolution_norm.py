@@ -1,0 +1,167 @@
+"""A convolution and the batch_norm behind it, in training under autocast: a Function of both.
+
+The kernels are those of the two. What is gained is the host's time, as in :mod:`fastlayers.ops.autocast`: one node of
+autograd and one raw op instead of three nodes, of which one casts the weight and its gradient back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fastlayers.ops import autocast, batch_norm, dispatch
+from fastlayers.ops.activations import NORM_CODES, activation
+
+#: Of batch_norm: the running mean and variance, momentum, eps, act, the count of batches; the convolution's options,
+#: and the kernels. What has no gradient goes to autograd as one argument.
+Rest: TypeAlias = tuple[Tensor, Tensor, float, float, int, Tensor | None, autocast.Options, Any]
+
+
+class _ConvolutionNorm(torch.autograd.Function):
+    """act(batch_norm(convolution(x)) + residual). Keeps what the two keep, and the convolution's weight as a half."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, norm_weight: Tensor,
+        norm_bias: Tensor, rest: Rest,
+    ) -> Tensor:  # fmt: skip
+        running_mean, running_var, momentum, eps, act, batches, options, kernels = rest
+        packed = residual is not None and act == batch_norm.RELU
+        y, low, z, stats, bits = kernels.convolution_norm_autocast(
+            x, weight, residual, norm_weight, norm_bias, running_mean, running_var, momentum, eps, act, packed, batches,
+            *options,
+        )  # fmt: skip
+        anew = act != 0 and not packed
+        ctx.save_for_backward(
+            x, low, z, residual if anew else None, bits if packed else None, norm_weight, norm_bias if anew else None,
+            stats,
+        )  # fmt: skip
+        ctx.given, ctx.rest = autocast.Given(weight), (eps, act, options, kernels)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _, act, options, kernels = ctx.rest
+        for_x, for_weight, for_residual, for_norm_weight, for_norm_bias, _ = ctx.needs_input_grad
+        if dispatch.differentiating(dy):
+            found = derivable(ctx, dy)
+        else:
+            found = kernels.convolution_norm_autocast_backward(
+                dy, *ctx.saved_tensors, act, *options, for_x, for_weight, act != 0 and for_residual
+            )
+        dx, dweight, dresidual, dnorm_weight, dnorm_bias = found
+        return (
+            dx if for_x else None,
+            dweight if for_weight else None,
+            (dresidual if act else dy) if for_residual else None,
+            dnorm_weight if for_norm_weight else None,
+            dnorm_bias if for_norm_bias else None,
+            None,
+        )
+
+
+_record = dispatch.recorder(_ConvolutionNorm)
+
+
+def derivable(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients in torch's operations, those of the convolution through what autograd records of it."""
+    eps, act, options, _ = ctx.rest
+    x, _, _, residual, bits, norm_weight, norm_bias, stats = ctx.saved_tensors
+    for_x, for_weight, *_ = ctx.needs_input_grad
+    (weight,) = ctx.given.unchanged()
+    with torch.enable_grad():
+        # Of aliases: what is given may itself depend on what is given beside it.
+        x, weight = x.view_as(x), weight.view_as(weight)
+        z = torch.nn.functional.conv2d(x, weight.to(x.dtype), None, *options)
+    dz, *others = batch_norm.compose_backward(dy, z, residual, bits, norm_weight, norm_bias, stats, True, eps, act)
+    wanted = [t for t, needed in ((x, for_x), (weight, for_weight)) if needed]
+    found = iter(torch.autograd.grad(z, wanted, dz, create_graph=True) if wanted else ())
+    return (next(found) if for_x else None, next(found) if for_weight else None, *others)
+
+
+def result_shape(layer: Any, x: Tensor) -> tuple[int, ...]:
+    """The shape of the result of a Conv2d."""
+    weight = layer.weight
+    sizes = (
+        (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        for size, kernel, stride, padding, dilation in zip(
+            x.shape[2:], weight.shape[2:], layer.stride, layer.padding, layer.dilation, strict=True
+        )
+    )
+    return x.shape[0], weight.shape[0], *sizes
+
+
+def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, act: str | None) -> Tensor | None:
+    """act(norm(layer(x)) + residual), of a Conv2d and a BatchNorm2d; None where this has no kernels for it."""
+    weight, norm_weight, norm_bias = layer.weight, norm.weight, norm.bias
+    running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum
+    code = activation(act).code
+    if (
+        not norm.training
+        or not norm.track_running_stats
+        or running_mean is None
+        or running_var is None
+        or momentum is None
+        or norm_weight is None
+        or norm_bias is None
+        or layer.bias is not None
+        or code >= NORM_CODES
+        or norm.eps <= 0
+        or type(layer.padding) is not tuple
+        or layer.padding_mode != "zeros"
+        or x.dim() != 4
+        or x.shape[0] < 2  # of one there might be one value in a channel, which is an error
+        or x.numel() == 0
+        or not dispatch.wants_gradient(x, weight, norm_weight, norm_bias, residual)
+    ):
+        return None
+    kernels = autocast.kernels_for(x, weight, norm_weight, norm_bias)
+    if kernels is None:
+        return None
+    low, index, channels = torch.get_autocast_dtype(x.device.type), x.get_device(), (weight.shape[0],)
+    for t in (norm_weight, norm_bias, running_mean, running_var):
+        if t.dtype is not torch.float32 or dispatch.parameter_problem(t, index, low, channels) is not None:
+            return None
+    if residual is not None:
+        if type(residual) not in dispatch.PLAIN or residual.dtype is not low or residual.get_device() != index:
+            return None
+        if residual.shape != result_shape(layer, x):
+            return None
+        residual = dispatch.unwrap(residual)
+    batches = norm.num_batches_tracked
+    if batches is not None and not batch_norm.is_count(batches, x):
+        return None
+    options = (layer.stride, layer.padding, layer.dilation, layer.groups)
+    rest: Rest = (running_mean, running_var, momentum, norm.eps, code, batches, options, kernels)
+    parameters = dispatch.unwrap(weight), residual, dispatch.unwrap(norm_weight), dispatch.unwrap(norm_bias)
+    return _record(autocast.lowered(x), *parameters, rest)  # type: ignore[no-any-return]
+
+
+def _fake(
+    x: Tensor, weight: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor,
+    running_mean: Tensor, running_var: Tensor, momentum: float, eps: float, act: int, bits: bool,
+    batches: Tensor | None, *options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    z = torch.nn.functional.conv2d(x, weight.to(x.dtype), None, *options)
+    packed = z.new_empty((z.numel() + 7) // 8 if bits else 0, dtype=torch.uint8)
+    stats = z.new_empty((2, z.shape[1]), dtype=torch.float32)
+    return torch.empty_like(z), torch.empty_like(weight, dtype=x.dtype), z, stats, packed
+
+
+def _fake_backward(
+    dy: Tensor, x: Tensor, low: Tensor, z: Tensor, residual: Tensor | None, bits: Tensor | None,
+    norm_weight: Tensor, norm_bias: Tensor | None, stats: Tensor, act: int, stride: Any, padding: Any,
+    dilation: Any, groups: int, dx: bool, dweight: bool, dresidual: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return (
+        torch.empty_like(x) if dx else x.new_empty(0),
+        torch.empty_like(low, dtype=torch.float32) if dweight else low.new_empty(0),
+        torch.empty_like(z) if dresidual else z.new_empty(0),
+        norm_weight.new_empty(z.shape[1]),
+        norm_weight.new_empty(z.shape[1]),
+    )
+
+
+dispatch.register_fakes({"convolution_norm_autocast": _fake, "convolution_norm_autocast_backward": _fake_backward})
