@@ -398,7 +398,7 @@ def normed(conv: dict[str, object] | None = None, norm: dict[str, object] | None
 def test_convolutions_and_norms_of_all_kinds(kernels, model, served):
     stock, x = copy.deepcopy(model), torch.randn(4, 3, 9, 9, requires_grad=True)
     patch_model(model)
-    assert patch_report(model).counts()["conv_batch_norm"] == 1
+    assert patch_report(model).counts()["conv_batch_norm_act"] == 1
     found = []
     for network in (model, stock):
         with torch.autocast("cpu", torch.bfloat16):
@@ -453,7 +453,9 @@ def test_convolutions_and_norms_are_found(kernels, norm):
     torch.manual_seed(0)
     stock = Sum(norm)
     model = patch_model(copy.deepcopy(stock))
-    assert patch_report(model).counts()["conv_batch_norm"] == 2
+    counts = patch_report(model).counts()
+    assert counts["conv_batch_norm_add_act"] == 1
+    assert counts["conv_batch_norm" if norm is nn.BatchNorm2d else "conv_batch_norm_act"] == 1
     assert verify_patch(copy.deepcopy(stock), torch.randn(4, 3, 9, 9))
 
     def step(network: nn.Module, x: Tensor, low: bool = True) -> list[Tensor]:

@@ -85,7 +85,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     elementwise.SQUEEZE,
     elementwise.EXCITE,
     convolution.CONV_OF_PRODUCT,
-    convolution.CONV_BATCH_NORM,
+    *convolution.CONV_BATCH_NORM,
     *convolution.CONV_BIAS,
     loss.NLL_LOSS,
     loss.CROSS_ENTROPY,

@@ -68,7 +68,7 @@ CONV_BIAS = tuple(
 # -- and the norm behind it -------------------------------------------------------------------------------------------
 
 
-def find_batch_norm(view: View, node: Node) -> Iterator[Match | Refusal]:
+def find_batch_norm(view: View, node: Node) -> Iterator[Match]:
     """A conv, and a BatchNorm: alone, with what the rules for norms took into it, or of a class that activates too."""
     absorbed: tuple[Op, ...] = ()
     target: Any = convolution_batch_norm
@@ -130,8 +130,22 @@ def fits(view: View, conv: Op, norm: Op) -> bool:
     )
 
 
-CONV_BATCH_NORM = GraphRule(
-    "conv_batch_norm", "act(batch_norm(conv(x)) + residual), under autocast one step of autograd", find_batch_norm
+def with_operands(*wanted: str) -> Find:
+    """Those of them that have exactly these of a residual and an activation."""
+
+    def find(view: View, node: Node) -> Iterator[Match | Refusal]:
+        for match in find_batch_norm(view, node):
+            if match.kwargs.keys() & {"residual", "act"} == set(wanted):
+                yield match
+
+    return find
+
+
+CONV_BATCH_NORM = (
+    GraphRule("conv_batch_norm_add_act", "act(batch_norm(conv(x)) + residual)", with_operands("residual", "act")),
+    GraphRule("conv_batch_norm_add", "batch_norm(conv(x)) + residual", with_operands("residual")),
+    GraphRule("conv_batch_norm_act", "act(batch_norm(conv(x)))", with_operands("act")),
+    GraphRule("conv_batch_norm", "batch_norm(conv(x)), under autocast one node of autograd", with_operands()),
 )
 
 # -- of a product -----------------------------------------------------------------------------------------------------
