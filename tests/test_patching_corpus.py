@@ -8,8 +8,8 @@ from corpus.models import build, families, names
 
 RESIDUAL = {"add_layer_norm": 2, "dropout_add": 2}
 QUICK = {
-    "torchvision:shufflenet_v2_x0_5": {"batch_norm_act": 37},
-    "torchvision:vit_b_16": {"add_layer_norm": 4, "dropout_add": 4, "linear_act": 8},
+    "torchvision:shufflenet_v2_x0_5": {"conv_batch_norm_act": 37},
+    "torchvision:vit_b_16": {"add_layer_norm": 4, "dropout_add": 4, "mlp": 8},
     "timm:test_convnext": {},
     "timm:test_efficientnet": {},
     "timm:test_resnet": {},
