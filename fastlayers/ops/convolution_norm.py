@@ -95,12 +95,16 @@ def result_shape(layer: Any, x: Tensor) -> tuple[int, ...]:
 
 def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, act: str | None) -> Tensor | None:
     """act(norm(layer(x)) + residual), of a Conv2d and a BatchNorm2d; None where this has no kernels for it."""
+    if not norm.training or torch.compiler.is_compiling():
+        return None
     weight, norm_weight, norm_bias = layer.weight, norm.weight, norm.bias
+    kernels = autocast.kernels_for(x, weight, norm_weight, norm_bias)
+    if kernels is None:
+        return None
     running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum
     code = activation(act).code
     if (
-        not norm.training
-        or not norm.track_running_stats
+        not norm.track_running_stats
         or running_mean is None
         or running_var is None
         or momentum is None
@@ -116,9 +120,6 @@ def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, 
         or x.numel() == 0
         or not dispatch.wants_gradient(x, weight, norm_weight, norm_bias, residual)
     ):
-        return None
-    kernels = autocast.kernels_for(x, weight, norm_weight, norm_bias)
-    if kernels is None:
         return None
     low, index, channels = torch.get_autocast_dtype(x.device.type), x.get_device(), (weight.shape[0],)
     for t in (norm_weight, norm_bias, running_mean, running_var):

@@ -112,7 +112,7 @@ def convolution_batch_norm(
     """act(norm(layer(x)) + residual), of a convolution and a BatchNorm; x may be what :func:`excite` made."""
     if of_product:
         return convolution_of_product(lambda x: convolution_batch_norm(layer, x, norm, residual, act, written), x)
-    y = None if torch.compiler.is_compiling() else convolution_norm(layer, x, norm, residual, act)
+    y = convolution_norm(layer, x, norm, residual, act)
     return batch_norm_layer(norm, layer(x), residual, act, written) if y is None else y
 
 
@@ -120,7 +120,7 @@ def convolution_and_norm(layer: Any, x: Any, norm: Any, act: str | None = None, 
     """norm(layer(x)), where ``norm`` is a BatchNorm that ends with an activation of its own."""
     if of_product:
         return convolution_of_product(lambda x: convolution_and_norm(layer, x, norm, act), x)
-    y = None if torch.compiler.is_compiling() else convolution_norm(layer, x, norm, None, act)
+    y = convolution_norm(layer, x, norm, None, act)
     return norm(layer(x)) if y is None else y  # type: ignore[no-any-return]
 
 
