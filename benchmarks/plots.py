@@ -216,7 +216,7 @@ def draw_models(results: dict[str, Any], out: Path, name: str) -> list[Path]:
     if not any(row["status"] == "ok" for row in results["rows"]):
         return []
     with plt.rc_context(STYLE):
-        drawn = [save(time_and_memory(results), out / f"{name}.png")]
+        drawn = [save(time_and_memory(results, metrics), out / f"{name}.png")] if (metrics := shares(results)) else []
         if any("kinds" in row.get("training", {}) for row in results["rows"]):
             drawn.append(save(kinds(results), out / f"{name}-kinds.png"))
     return drawn
@@ -226,15 +226,17 @@ def draw_models(results: dict[str, Any], out: Path, name: str) -> list[Path]:
 LABEL: dict[str, Any] = {"color": "#444444", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}
 
 
-def time_and_memory(results: dict[str, Any]) -> Figure:
+def shares(results: dict[str, Any]) -> list[model_report.Metric]:
+    """What was measured of eager torch, in whose shares the rest is shown."""
+    models = model_report.by_model(results).values()
+    metrics = (model_report.STEP, model_report.STEP_PEAK, model_report.INFERENCE)
+    return [metric for metric in metrics if any(metric.of(rows, "eager") for rows in models)]
+
+
+def time_and_memory(results: dict[str, Any], metrics: list[model_report.Metric]) -> Figure:
     """One group of bars a model, as shares of eager torch's, with the numbers beside them."""
     models = model_report.by_model(results)
     present = [mode for mode in MODES if any(mode in rows and rows[mode]["status"] == "ok" for rows in models.values())]
-    metrics = [
-        metric
-        for metric in (model_report.STEP, model_report.STEP_PEAK, model_report.INFERENCE)
-        if any(metric.of(rows, "eager") for rows in models.values())
-    ]
     inches = 1.7 + len(models) * (0.2 * len(present) + 0.14)
     figure, grid = plt.subplots(
         1, len(metrics), figsize=(12, inches), sharey=True, squeeze=False,

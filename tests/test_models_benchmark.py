@@ -336,6 +336,8 @@ def test_results_go_into_the_readme(tmp_path):
 def test_plots_of_models(tmp_path):
     assert plots.draw_all(SAMPLE, tmp_path, "models") == [tmp_path / "models.png", tmp_path / "models-kinds.png"]
     assert plots.draw_all(results(FAILED), tmp_path, "none") == []
+    without_torch = {**SAMPLE, "rows": [row for row in SAMPLE["rows"] if row["mode"] != "eager"]}
+    assert plots.draw_all(without_torch, tmp_path, "part") == [tmp_path / "part-kinds.png"]
 
 
 def test_every_mode_has_a_colour():
