@@ -100,7 +100,7 @@ class StandIns(SimpleNamespace):
             memory = (y > 0).as_strided((y.numel(),), (1,))
             eights = F.pad(memory.to(torch.uint8), (0, -y.numel() % 8)).view(-1, 8)
             packed = (eights << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
-        return y, low, z, torch.zeros(2, z.shape[1]), packed
+        return y, low, z, torch.full((2, z.shape[1]), eps), packed
 
     def convolution_norm_autocast_backward(
         self, dy, x, low, z, residual, bits, gain, shift, stats, act, stride, padding, dilation, groups, *wanted
@@ -108,7 +108,8 @@ class StandIns(SimpleNamespace):
         self.called.append("convolution_norm_autocast_backward")
         if bits is not None:  # what is beyond the last element is not theirs
             bits = bits[: (z.numel() + 7) // 8]
-        dz, *others = batch_norm.compose_backward(dy, z, residual, bits, gain, shift, stats, True, 1e-5, act)
+        eps = float(stats[0, 0])
+        dz, *others = batch_norm.compose_backward(dy, z, residual, bits, gain, shift, stats, True, eps, act)
         dx, dweight, _ = self.convolution_autocast_backward(
             dz, x, low, stride, padding, dilation, groups, True, True, False
         )
