@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 # One name for each content of pyproject.toml and each TORCH: the environment is made anew when either changes.
 ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum | cut -d' ' -f1)
 # The libraries whose models are the corpus, in an environment of their own.
-LIBRARIES := torch==2.14.1 torchvision==0.29.1 timm==1.0.31 transformers==5.23.0
+LIBRARIES := torch==2.14.1 torchvision==0.29.1 timm==1.0.31 transformers==5.23.0 pytest
 CORPUS := .venv-corpus
 CORPUS_ENV := $(CORPUS)/made-for-$(shell echo '$(LIBRARIES)' | cat - pyproject.toml | cksum | cut -d' ' -f1)
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
@@ -70,7 +70,7 @@ test-corpus: test-libraries  ## and then patch every model of the corpus and com
 
 $(CORPUS_ENV):
 	$(PYTHON) -m venv $(CORPUS)
-	$(CORPUS)/bin/python -m pip install $(LIBRARIES) pytest
+	$(CORPUS)/bin/python -m pip install $(LIBRARIES)
 	FASTLAYERS_BUILD_EXT=0 $(CORPUS)/bin/python -m pip install --quiet --editable .
 	@rm -f $(CORPUS)/made-for-*
 	@touch $@
