@@ -60,7 +60,12 @@ TORCHVISION = {
     "resnet18": {"conv_batch_norm_act": 9, "conv_batch_norm_add_act": 8, "conv_batch_norm": 3, "BatchNorm2d": 20},
     "mobilenet_v3_small": {"conv_batch_norm_act": 23, "conv_batch_norm_add": 6, "BatchNorm2d": 34},
     "mnasnet0_5": {"conv_batch_norm_act": 45, "batch_norm_act": 10, "conv_batch_norm_add": 10, "BatchNorm2d": 52},
-    "regnet_x_400mf": {"conv_batch_norm_act": 45, "conv_batch_norm_add_act": 18, "batch_norm_add_act": 4},
+    "regnet_x_400mf": {
+        "conv_batch_norm_act": 45,
+        "conv_batch_norm_add_act": 18,
+        "batch_norm_add_act": 4,
+        "BatchNorm2d": 71,
+    },
     "efficientnet_b0": {"conv_batch_norm_act": 33, "conv_batch_norm": 16, "BatchNorm2d": 49},
 }
 

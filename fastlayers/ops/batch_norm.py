@@ -108,13 +108,23 @@ def keep(
     ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
     bits: Tensor, training: bool, eps: float, act: int,
 ) -> None:  # fmt: skip
-    """Save what the backward wants: act's argument is computed anew from x, bias and residual, unless bits say it."""
+    ctx.save_for_backward(*kept(x, residual, weight, bias, stats, bits, act))
+    ctx.rest = training, eps, act
+
+
+def kept(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    stats: Tensor,
+    bits: Tensor,
+    act: int,
+) -> tuple[Tensor | None, ...]:
+    """What the backward wants: act's argument is computed anew from x, bias and residual, unless bits say it."""
     packed = residual is not None and act == RELU
     anew = act != 0 and not packed
-    ctx.save_for_backward(
-        x, residual if anew else None, bits if packed else None, weight, bias if anew else None, stats
-    )
-    ctx.rest = training, eps, act
+    return x, residual if anew else None, bits if packed else None, weight, bias if anew else None, stats
 
 
 def gradients(ctx: Any, dy: Tensor, backward: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -278,7 +288,7 @@ def _fake_bits(x: Tensor, packed: bool) -> Tensor:
     return x.new_empty((x.numel() + 7) // 8 if packed else 0, dtype=torch.uint8)
 
 
-def _fake_backward(
+def fake_backward(
     dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     stats: Tensor, training: bool, act: int, dresidual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -296,7 +306,7 @@ def batch_norm_grad_op(
     return kernels.batch_norm_backward(dy, x, residual, bits, weight, bias, stats, training, act, dresidual)  # type: ignore[no-any-return]
 
 
-batch_norm_grad_op.register_fake(_fake_backward)
+batch_norm_grad_op.register_fake(fake_backward)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -348,7 +358,7 @@ def _train_compiling(
     return y
 
 
-def _fake_train(
+def fake_train(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, momentum: float, eps: float, act: int, bits: bool, batches: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -357,13 +367,13 @@ def _fake_train(
 
 dispatch.register_fakes(
     {
-        "batch_norm_train": _fake_train,
+        "batch_norm_train": fake_train,
         "batch_norm_eval": lambda x, residual, weight, bias, running_mean, running_var, eps, act, bits, keep: (
             torch.empty_like(x),
             _fake_stats(x, keep),
             _fake_bits(x, bits),
         ),
-        "batch_norm_backward": _fake_backward,
+        "batch_norm_backward": fake_backward,
         "channel_bias_act_": lambda x, bias, residual, act: None,
     }
 )

@@ -33,11 +33,7 @@ class _ConvolutionNorm(torch.autograd.Function):
             x, weight, residual, norm_weight, norm_bias, running_mean, running_var, momentum, eps, act, packed, batches,
             *options,
         )  # fmt: skip
-        anew = act != 0 and not packed
-        ctx.save_for_backward(
-            x, low, z, residual if anew else None, bits if packed else None, norm_weight, norm_bias if anew else None,
-            stats,
-        )  # fmt: skip
+        ctx.save_for_backward(x, low, *batch_norm.kept(z, residual, norm_weight, norm_bias, stats, bits, act))
         ctx.given, ctx.rest = autocast.Given(weight), (eps, act, options, kernels)
         return y  # type: ignore[no-any-return]
 
@@ -98,11 +94,11 @@ def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, 
     if not norm.training or torch.compiler.is_compiling():
         return None
     weight, norm_weight, norm_bias = layer.weight, norm.weight, norm.bias
-    kernels = autocast.kernels_for(x, weight, norm_weight, norm_bias)
+    running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum
+    kernels = autocast.kernels_for(x, weight, norm_weight, norm_bias, running_mean, running_var)
     if kernels is None:
         return None
-    running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum
-    code = activation(act).code
+    code, channels = activation(act).code, weight.shape[:1]
     if (
         not norm.track_running_stats
         or running_mean is None
@@ -110,6 +106,7 @@ def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, 
         or momentum is None
         or norm_weight is None
         or norm_bias is None
+        or any(t.shape != channels for t in (norm_weight, norm_bias, running_mean, running_var))
         or layer.bias is not None
         or code >= NORM_CODES
         or norm.eps <= 0
@@ -121,18 +118,17 @@ def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, 
         or not dispatch.wants_gradient(x, weight, norm_weight, norm_bias, residual)
     ):
         return None
-    low, index, channels = torch.get_autocast_dtype(x.device.type), x.get_device(), (weight.shape[0],)
-    for t in (norm_weight, norm_bias, running_mean, running_var):
-        if t.dtype is not torch.float32 or dispatch.parameter_problem(t, index, low, channels) is not None:
-            return None
     if residual is not None:
-        if type(residual) not in dispatch.PLAIN or residual.dtype is not low or residual.get_device() != index:
-            return None
-        if residual.shape != result_shape(layer, x):
+        if (
+            type(residual) not in dispatch.PLAIN
+            or residual.dtype is not torch.get_autocast_dtype(x.device.type)
+            or residual.get_device() != x.get_device()
+            or residual.shape != result_shape(layer, x)
+        ):
             return None
         residual = dispatch.unwrap(residual)
     batches = norm.num_batches_tracked
-    if batches is not None and not batch_norm.is_count(batches, x):
+    if not batch_norm.is_count(batches, x):
         return None
     options = (layer.stride, layer.padding, layer.dilation, layer.groups)
     rest: Rest = (running_mean, running_var, momentum, norm.eps, code, batches, options, kernels)
@@ -145,10 +141,12 @@ def _fake(
     running_mean: Tensor, running_var: Tensor, momentum: float, eps: float, act: int, bits: bool,
     batches: Tensor | None, *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    z = torch.nn.functional.conv2d(x, weight.to(x.dtype), None, *options)
-    packed = z.new_empty((z.numel() + 7) // 8 if bits else 0, dtype=torch.uint8)
-    stats = z.new_empty((2, z.shape[1]), dtype=torch.float32)
-    return torch.empty_like(z), torch.empty_like(weight, dtype=x.dtype), z, stats, packed
+    low = torch.empty_like(weight, dtype=x.dtype)
+    z = torch.nn.functional.conv2d(x, low, None, *options)
+    y, stats, packed = batch_norm.fake_train(
+        z, residual, norm_weight, norm_bias, running_mean, running_var, momentum, eps, act, bits, batches
+    )
+    return y, low, z, stats, packed
 
 
 def _fake_backward(
@@ -156,12 +154,11 @@ def _fake_backward(
     norm_weight: Tensor, norm_bias: Tensor | None, stats: Tensor, act: int, stride: Any, padding: Any,
     dilation: Any, groups: int, dx: bool, dweight: bool, dresidual: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    _, *others = batch_norm.fake_backward(dy, z, residual, bits, norm_weight, norm_bias, stats, True, act, dresidual)
     return (
         torch.empty_like(x) if dx else x.new_empty(0),
         torch.empty_like(low, dtype=torch.float32) if dweight else low.new_empty(0),
-        torch.empty_like(z) if dresidual else z.new_empty(0),
-        norm_weight.new_empty(z.shape[1]),
-        norm_weight.new_empty(z.shape[1]),
+        *others,
     )
 
 

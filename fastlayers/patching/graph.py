@@ -118,7 +118,7 @@ class View:
         #: Children of unknown classes whose own forward was looked at, by path, with what was recorded of it.
         self.children: dict[str, tuple[Recording, tuple[str, ...]] | None] = {}
         self.wrapped: dict[str, Op | None] = {}
-        self.recordings: dict[tuple[str, int], Recording | None] = {}
+        self.recordings: dict[tuple[str, int, bool | None], Recording | None] = {}
         self.refresh()
 
     def thread_inplace(self) -> None:
@@ -201,15 +201,15 @@ class View:
         op = self.wrapped[path]
         return replace(op, node=node, operands={**op.operands, "input": node.args[0]}) if op is not None else None
 
-    def _record(self, path: str, arguments: int) -> Recording | None:
+    def record(self, path: str, arguments: int, training: bool | None = None) -> Recording | None:
         """What a child of some class of its own does."""
-        key = (path, arguments)
+        key = (path, arguments, training)
         if key not in self.recordings:
-            self.recordings[key] = record_child(self.root, self.root.get_submodule(path), arguments)
+            self.recordings[key] = record_child(self.root, self.root.get_submodule(path), arguments, training)
         return self.recordings[key]
 
     def _unwrap(self, path: str, child: nn.Module) -> Op | None:
-        recording = self._record(path, 1)
+        recording = self.record(path, 1)
         if recording is None:
             return None
         argument, *nodes, output = recording.graph.nodes
@@ -400,7 +400,7 @@ class View:
 
     def _inspect(self, path: str, arguments: int) -> tuple[Recording, tuple[str, ...]] | None:
         """Whether a child of an unknown class returns a tensor of its own and keeps none, by what its forward does."""
-        recording = self._record(path, arguments)
+        recording = self.record(path, arguments)
         if recording is None:
             return None
         inner = View(recording.graph, self.root, deep=True)
@@ -501,6 +501,22 @@ def is_opaque(node: Node) -> bool:
         return False
     package = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
     return package not in ("torch", "_operator", "math", "builtins", "fastlayers")
+
+
+def is_about_rank(node: Node) -> bool:
+    """Whether a node serves to assert the number of dimensions."""
+    if node.target is getattr or (node.op == "call_method" and node.target == "dim"):
+        return node.args[1:] in ((), ("ndim",))
+    if node.target is operator.eq:
+        return all(is_about_rank(operand) for operand in node.all_input_nodes)
+    return node.target in (calls.format_string, torch._assert)
+
+
+def counts_batch(node: Node, count: str) -> bool:
+    """Whether a node is what a BatchNorm does to that attribute, its count of batches, and nothing uses the result."""
+    if node.target != "add_" or node.args[1:] != (1,) or node.kwargs or node.users:
+        return False
+    return isinstance(node.args[0], Node) and node.args[0].target == count
 
 
 def is_barrier(node: Node) -> bool:

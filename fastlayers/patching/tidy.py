@@ -12,7 +12,15 @@ from torch.fx import Node
 
 from fastlayers import functional
 from fastlayers.patching import calls
-from fastlayers.patching.graph import View, hooked, is_barrier, is_plain_layer, original_class
+from fastlayers.patching.graph import (
+    View,
+    counts_batch,
+    hooked,
+    is_about_rank,
+    is_barrier,
+    is_plain_layer,
+    original_class,
+)
 from fastlayers.patching.trace import Recording, bind, module_expression
 
 #: Layers that with p = 0 return their argument itself.
@@ -77,11 +85,9 @@ def count_in_norms(view: View) -> None:
             continue
         counted = str(mean.target).removesuffix("running_mean") + "num_batches_tracked"
         users = [user for read in view.position if read.target == counted for user in read.users]
-        if len(users) != 1:
+        if len(users) != 1 or not counts_batch(users[0], counted):
             continue
         count = users[0]
-        if count.target != "add_" or count.args[1:] != (1,) or count.kwargs or count.users:
-            continue
         between = (n for n in view.position if view.position[count] < view.position[n] < view.position[norm])
         if view.position[norm] < view.position[count] or any(n.op == "call_module" or is_barrier(n) for n in between):
             continue
@@ -93,17 +99,12 @@ def count_in_norms(view: View) -> None:
 def assert_by_guards(view: View, recording: Recording) -> None:
     """Make guards of assertions about the rank of an argument: where one does not hold, the original raises."""
     for node in list(view.position):
-        condition = node.args[0] if node.target is torch._assert else None
-        if not isinstance(condition, Node) or condition.target is not operator.eq or node.users:
+        condition = node.args[0] if node.target is torch._assert and not node.users else None
+        if not isinstance(condition, Node) or condition.target is not operator.eq or not is_about_rank(condition):
             continue
         rank, expected = condition.args
-        if not isinstance(rank, Node) or not isinstance(expected, int):
-            continue
-        tensor = rank.args[0]
-        about_rank = (rank.target is getattr and rank.args[1:] == ("ndim",)) or (
-            rank.op == "call_method" and rank.target == "dim" and len(rank.args) == 1 and not rank.kwargs
-        )
-        if not about_rank or not isinstance(tensor, Node) or tensor.op != "placeholder":
+        tensor = rank.args[0] if isinstance(rank, Node) and isinstance(expected, int) else None
+        if not isinstance(tensor, Node) or tensor.op != "placeholder":
             continue
         recording.guards[f"isinstance({tensor.target}, {bind(recording, torch.Tensor)})"] = None
         recording.guards[f"{tensor.target}.ndim == {expected}"] = None
@@ -116,5 +117,5 @@ def erase(view: View, node: Node) -> None:
     before = node.all_input_nodes
     view.graph.erase_node(node)
     for other in before:
-        if not other.users and (other.target in (getattr, operator.eq, calls.format_string) or other.target == "dim"):
+        if not other.users and is_about_rank(other):
             erase(view, other)

@@ -73,7 +73,13 @@ def find_batch_norm(view: View, node: Node) -> Iterator[Match]:
     absorbed: tuple[Op, ...] = ()
     target: Any = convolution_batch_norm
     kwargs: dict[str, Any] = {}
-    if node.target is calls.batch_norm_layer:
+    merged = node.target is calls.batch_norm_layer
+    if not merged and (node.op != "call_module" or len(node.args) != 1):
+        return
+    conv = convolution_before(view, node.args[1 if merged else 0])
+    if conv is None:  # before anything is recorded
+        return
+    if merged:
         layer, x, *rest = node.args
         norm = Op("batch_norm", node, {"input": x}, child=str(getattr(layer, "target", None)))
         kwargs = {**dict(zip(("residual",), rest, strict=False)), **node.kwargs}
@@ -88,19 +94,23 @@ def find_batch_norm(view: View, node: Node) -> Iterator[Match]:
         target, kwargs = convolution_and_norm, {} if act is None else {"act": act}
     else:
         return
-    before = norm["input"]
-    if getattr(before, "target", None) is squeeze_excite.convolution_of_product:
-        layer, x = before.args
-        conv: Op | None = Op("convolution", before, {"input": x}, child=str(layer.target))
-        kwargs["of_product"] = True
-    else:
-        conv = view.op(before, "convolution")
-    if conv is None or conv.child is None or not fits(view, conv, norm):
+    if not fits(view, conv, norm):
         return
+    if conv.node.target is squeeze_excite.convolution_of_product:
+        kwargs["of_product"] = True
     x = conv["input"]
-    args = (Attribute(conv.child), x, Attribute(str(norm.child)))
+    args = (Attribute(str(conv.child)), x, Attribute(str(norm.child)))
     tensors = (x, kwargs["residual"]) if kwargs.get("residual") is not None else (x,)
     yield Match((conv, norm), target, args, kwargs, tensors, absorbed=absorbed)
+
+
+def convolution_before(view: View, node: Any) -> Op | None:
+    """A node as the call of a convolution, perhaps of a product."""
+    if isinstance(node, Node) and node.target is squeeze_excite.convolution_of_product:
+        layer, x = node.args
+        return Op("convolution", node, {"input": x}, child=str(getattr(layer, "target", None)))
+    conv = view.op(node, "convolution")
+    return conv if conv is not None and conv.child is not None else None
 
 
 def closed(inner: View, after: tuple[Node, ...]) -> tuple[tuple[Op, ...], str | None] | None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
-from fastlayers.patching import calls
 from fastlayers.patching.folding import folded, folded_and_more, folded_sum, may_fold
-from fastlayers.patching.graph import Attribute, Leading, Op, View, original_class
+from fastlayers.patching.graph import Attribute, Leading, Op, View, counts_batch, is_about_rank, original_class
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match
 from fastlayers.patching.rules.norm import Find, find_norm_act, find_norm_add, find_norm_add_act
-from fastlayers.patching.trace import record_child
 
 __all__ = ["FOLD_BATCH_NORM"]
 
@@ -34,21 +30,6 @@ FOLDABLE: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def is_about_rank(node: Node) -> bool:
-    """Whether a node serves to assert the number of dimensions, which the folded layer looks at too."""
-    if node.target is getattr or node.target == "dim":
-        return node.args[1:] in ((), ("ndim",))
-    if node.target is operator.eq:
-        return all(is_about_rank(operand) for operand in node.all_input_nodes)
-    return node.target in (calls.format_string, torch._assert)
-
-
-def counts_batch(node: Node, path: str) -> bool:
-    """Whether a node is what the BatchNorm at that path does for each batch before it normalises it."""
-    counted = node.args[0] if node.target == "add_" and node.args[1:] == (1,) and not node.kwargs else None
-    return isinstance(counted, Node) and counted.target == f"{path}.num_batches_tracked"
-
-
 def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple[Op, View, tuple[Node, ...]] | None:
     """A child that in this mode is a BatchNorm and then the children that it calls: timm's BatchNormAct2d, say.
 
@@ -57,7 +38,8 @@ def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple
     child = view.child(node) if node.op == "call_module" else None
     if not isinstance(child, _BatchNorm) or len(node.args) != 1 or node.kwargs:
         return None
-    path, recording = str(node.target), record_child(view.root, child, 1, training=training)
+    path = str(node.target)
+    recording = view.record(path, 1, training)
     if recording is None:
         return None
     argument, *nodes, output = recording.graph.nodes
@@ -73,8 +55,8 @@ def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple
     if training:
         if norm["momentum"] is None or norm["momentum"] != child.momentum:
             return None
-        counts = [other for other in nodes if counts_batch(other, path)]
-        if len(counts) != 1 or counts[0].users:
+        counts = [other for other in nodes if counts_batch(other, f"{path}.num_batches_tracked")]
+        if len(counts) != 1:
             return None
         nodes.remove(counts[0])
     for name in ("running_mean", "running_var", "weight", "bias"):
