@@ -40,7 +40,7 @@ def _in_words(x: Tensor) -> bool:
     """Whether x lies in memory as rows of whole words."""
     count = _WORD.itemsize // x.element_size()
     *steps, last = x.stride()
-    return (
+    return bool(
         last == 1
         and x.shape[-1] % count == 0
         and x.storage_offset() % count == 0

@@ -210,7 +210,7 @@ def only_reads(view: View, x: Node, user: Node) -> bool:
             child = next(iter(child._modules.values()))
         return is_plain_layer(child) and is_fresh(original_class(child))
     if user.target in (calls.batch_norm_layer, calls.batch_norm):
-        return user.kwargs.get("written") != "residual"
+        return bool(user.kwargs.get("written") != "residual")
     return user.target in (functional.batch_norm, functional.add_relu) or joins(view, x, user)
 
 
