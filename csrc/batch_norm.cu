@@ -425,6 +425,7 @@ struct ForwardArgs {
   bool direct;  // a block has all of its channels' elements
   bool bits_shared;
   int64_t* batches;  // how many were seen
+  bool fresh;        // the running statistics are written, not updated: nothing is in their memory yet
 
   __device__ __forceinline__ void count_batch() const {
     if (batches != nullptr && blockIdx.x == 0 && threadIdx.x == 0) ++*batches;
@@ -591,7 +592,7 @@ struct Running {
   template <typename T, typename P>
   __device__ static Running load(const ForwardArgs<A>& a, const P& place) {
     const int64_t c = place.first_column(a.grid) + threadIdx.x;
-    if (static_cast<int>(threadIdx.x) >= place.columns(a.grid) || c >= a.grid.channels) return {A(0), A(0)};
+    if (a.fresh || static_cast<int>(threadIdx.x) >= place.columns(a.grid) || c >= a.grid.channels) return {A(0), A(0)};
     return {load_param<T>(a.running_mean, c, 0.f), load_param<T>(a.running_var, c, 0.f)};
   }
 };
@@ -1304,6 +1305,8 @@ Tensor empty_partial(int states, const Grid& g, const Tensor& x) {
   return empty_values(states * g.pieces * g.columns, compute_dtype(x), x);
 }
 
+constexpr int kUpdateThreads = 128;
+
 // Bytes of x that may wait in L2 for the second pass of one kernel. Above, statistics and result are kernels of their own.
 constexpr int64_t kHeldBytes = int64_t{28} << 20;
 
@@ -1433,7 +1436,7 @@ int64_t* counter(const std::optional<Tensor>& t, const Operand& x, const char* o
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_in, const std::optional<Tensor>& residual_in, const Affine& affine,
                                            double momentum, double eps, int64_t act, bool training, bool want_bits, bool want_stats,
-                                           const char* op) {
+                                           const char* op, Tensor* moments = nullptr) {
   const Operand x(x_in, op);
   const Launch launch(x.x);
   const int64_t n = x.x.numel();
@@ -1442,7 +1445,11 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_in, const std::option
   Tensor y = x.empty(), stats = empty_stats(want_stats, x.image.channels, x.x);
   Tensor bits = empty_values(has_bits ? (n + 7) / 8 : 0, ScalarType::Byte, x.x);
   const std::optional<Tensor> residual = residual_in ? std::optional<Tensor>(x.like_x(*residual_in, op, "residual")) : std::nullopt;
-  if (n == 0) return {y, stats, bits};
+  if (moments != nullptr) *moments = empty_stats(true, x.image.channels, x.x);
+  if (n == 0) {
+    if (moments != nullptr) torch::stable::zero_(*moments);
+    return {y, stats, bits};
+  }
   dispatch_floating(x.x.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
@@ -1455,6 +1462,12 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_in, const std::option
     args.bias = param(affine.bias, x, op, "bias");
     args.running_mean = param(affine.running_mean, x, op, "running_mean");
     args.running_var = param(affine.running_var, x, op, "running_var");
+    if (moments != nullptr) {
+      A* const first = static_cast<A*>(moments->mutable_data_ptr());
+      args.running_mean = {first, true};
+      args.running_var = {first + x.image.channels, true};
+      args.fresh = true;
+    }
     args.stats = want_stats ? static_cast<A*>(stats.mutable_data_ptr()) : nullptr;
     args.batches = counter(affine.batches, x, op);
     args.momentum = static_cast<A>(momentum);
@@ -1478,6 +1491,56 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const std::
 }
 
 namespace {
+
+// The same with the mean and the unbiased variance of each channel, and no running ones: of a graph, in which nothing is written.
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_moments(const Tensor& x, const std::optional<Tensor>& residual,
+                                                              const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                                                              double eps, int64_t act) {
+  const std::optional<Tensor> none;
+  Tensor moments;
+  const auto [y, stats, bits] =
+      forward(x, residual, {weight, bias, none, none, none}, 1.0, eps, act, true, true, true, "batch_norm_moments", &moments);
+  return {y, stats, bits, moments};
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kUpdateThreads) update_running(T* mean, T* var, int64_t* batches, const compute_t<T>* moments,
+                                                                 int64_t channels, compute_t<T> momentum) {
+  using A = compute_t<T>;
+  const int64_t c = int64_t{blockIdx.x} * kUpdateThreads + threadIdx.x;
+  if (c == 0 && batches != nullptr) ++*batches;
+  if (c >= channels) return;
+  mean[c] = convert<T>((A(1) - momentum) * convert<A>(mean[c]) + momentum * moments[c]);
+  var[c] = convert<T>((A(1) - momentum) * convert<A>(var[c]) + momentum * moments[channels + c]);
+}
+
+// What batch_norm_train does to the running statistics and the count of batches, from what batch_norm_moments gave.
+void batch_norm_update_(const Tensor& running_mean, const Tensor& running_var, const std::optional<Tensor>& batches,
+                        const Tensor& moments, double momentum) {
+  const char* op = "batch_norm_update_";
+  const int64_t channels = running_mean.numel();
+  const ScalarType dtype = running_mean.scalar_type();
+  STD_TORCH_CHECK(running_mean.is_cuda() && running_mean.is_contiguous() && running_var.is_contiguous() &&
+                      running_var.numel() == channels && running_var.scalar_type() == dtype && moments.is_contiguous() &&
+                      moments.numel() == 2 * channels && moments.scalar_type() == compute_dtype(running_mean) &&
+                      moments.get_device_index() == running_mean.get_device_index() &&
+                      running_var.get_device_index() == running_mean.get_device_index(),
+                  "fastlayers::", op, ": expected contiguous running statistics of one dtype, and their moments");
+  STD_TORCH_CHECK(!batches || (batches->scalar_type() == ScalarType::Long && batches->numel() == 1 &&
+                               batches->get_device_index() == running_mean.get_device_index()),
+                  "fastlayers::", op, ": expected batches to be one int64 on the device of the statistics");
+  if (channels == 0) return;
+  const Launch launch(running_mean);
+  dispatch_floating(dtype, op, [&](auto zero) {
+    using T = decltype(zero);
+    using A = compute_t<T>;
+    update_running<T><<<blocks_for(channels, kUpdateThreads), kUpdateThreads, 0, launch.stream()>>>(
+        static_cast<T*>(running_mean.mutable_data_ptr()), static_cast<T*>(running_var.mutable_data_ptr()),
+        batches ? static_cast<int64_t*>(batches->mutable_data_ptr()) : nullptr, static_cast<const A*>(moments.const_data_ptr()),
+        channels, static_cast<A>(momentum));
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_eval(const Tensor& x, const std::optional<Tensor>& residual,
                                                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
@@ -1599,6 +1662,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& 
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
   m.impl("batch_norm_train", TORCH_BOX(&fastlayers::batch_norm_train));
+  m.impl("batch_norm_moments", TORCH_BOX(&fastlayers::batch_norm_moments));
+  m.impl("batch_norm_update_", TORCH_BOX(&fastlayers::batch_norm_update_));
   m.impl("batch_norm_eval", TORCH_BOX(&fastlayers::batch_norm_eval));
   m.impl("channel_bias_act_", TORCH_BOX(&fastlayers::channel_bias_act_));
   m.impl("batch_norm_backward", TORCH_BOX(&fastlayers::batch_norm_backward_op));

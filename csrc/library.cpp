@@ -38,6 +38,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("add_layer_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, int dims, float eps, int kind, ScalarType dtype, bool keep) -> (Tensor, Tensor, Tensor)");
   m.def("layer_norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor stats, Tensor? weight, int dims, int kind, bool dweight, bool dbias) -> (Tensor, Tensor, Tensor)");
   m.def("batch_norm_train(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, float eps, int act, bool bits, Tensor(c!)? batches=None) -> (Tensor, Tensor, Tensor)");
+  m.def("batch_norm_moments(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, int act) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("batch_norm_update_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? batches, Tensor moments, float momentum) -> ()");
   m.def("batch_norm_eval(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, float eps, int act, bool bits, bool keep) -> (Tensor, Tensor, Tensor)");
   m.def("channel_bias_act_(Tensor(a!) x, Tensor bias, Tensor? residual, int act) -> ()");
   m.def("batch_norm_backward(Tensor dy, Tensor x, Tensor? residual, Tensor? bits, Tensor? weight, Tensor? bias, Tensor stats, bool training, int act, bool dresidual) -> (Tensor, Tensor, Tensor, Tensor)");

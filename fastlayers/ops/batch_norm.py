@@ -208,9 +208,9 @@ def batch_norm(
         z = batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, None, batches)
         return bias_act.bias_act(z, None, act, {})
     if torch.compiler.is_compiling():
-        count(batches, training)
         if _graph_keeps_kernel(x, running_mean, running_var, weight, bias, training, eps, residual):
-            return _train_compiling(x, running_mean, running_var, weight, bias, momentum, eps, residual, code)
+            return _train_compiling(x, running_mean, running_var, weight, bias, momentum, eps, residual, code, batches)
+        count(batches, training)
         return reference.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act)
     kernels = FAMILY.serving(x)
     if kernels is not None:
@@ -272,7 +272,7 @@ def batch_norm_op(
 
 
 @batch_norm_op.register_fake
-def _(
+def _fake_moments(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, act: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     packed = residual is not None and act == RELU
@@ -319,6 +319,7 @@ def _op_backward(ctx: Any, dy: Tensor, *_: Tensor | None) -> tuple[Tensor | None
 
 
 batch_norm_op.register_autograd(_op_backward, setup_context=_setup_context)
+dispatch.hold_raw({batch_norm_op: "batch_norm_moments", batch_norm_grad_op: "batch_norm_backward"})
 
 
 def _graph_keeps_kernel(
@@ -349,10 +350,17 @@ def _train_compiling(
     eps: float,
     residual: Tensor | None,
     act: int,
+    batches: Tensor | None,
 ) -> Tensor:
     y, _, _, moments = batch_norm_op(x, residual, weight, bias, eps, act)
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
+    if running_mean is None or running_var is None:
+        count(batches, True)
+        return y
+    with torch.no_grad():
+        if dispatch.graph_holds_csrc() and is_count(batches, x):  # one launch instead of three
+            torch.ops.fastlayers.batch_norm_update_(running_mean, running_var, batches, moments, momentum)
+        else:
+            count(batches, True)
             for running, moment in ((running_mean, moments[0]), (running_var, moments[1])):
                 running.copy_((1 - momentum) * running.to(moment.dtype) + momentum * moment)
     return y
@@ -373,6 +381,8 @@ dispatch.register_fakes(
             _fake_stats(x, keep),
             _fake_bits(x, bits),
         ),
+        "batch_norm_moments": _fake_moments,
+        "batch_norm_update_": lambda running_mean, running_var, batches, moments, momentum: None,
         "batch_norm_backward": fake_backward,
         "channel_bias_act_": lambda x, bias, residual, act: None,
     }

@@ -190,8 +190,14 @@ def _is_gpu_backend(device: str) -> bool:
     return backends.choose(torch.device(device)) in ("cuda", "triton")
 
 
+def graph_holds_csrc() -> bool:
+    """Whether the kernels in graphs are those of ``csrc``."""
+    return backends.choose(torch.device("cuda")) == "cuda"
+
+
 # What torch.compiler.assume_constant_result does, without importing Dynamo (and Triton) for it: seconds of an import.
 _is_gpu_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+graph_holds_csrc._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def graph_keeps_kernel(x: Tensor) -> bool:
@@ -205,3 +211,23 @@ def register_fakes(fakes: dict[str, Callable[..., Any]]) -> None:
     for op, fake in fakes.items():
         if hasattr(torch.ops.fastlayers, op):  # csrc was built
             torch.library.register_fake(f"fastlayers::{op}", fake)
+
+
+def hold_raw(raw_ops: dict[Any, str]) -> None:
+    """Let graphs that torch.compile makes hold raw ops of ``csrc`` in the place of custom ops, by these names.
+
+    autograd has asked the custom op for its gradient before this looks. What remains of one in a graph is three calls
+    of Python each time it runs, of which the raw op, with the same arguments and results, needs none.
+    """
+
+    def holding(raw: str) -> Callable[..., Any]:
+        def trace(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+            if not graph_holds_csrc():
+                return mode.__torch_dispatch__(func, types, args, kwargs or {})
+            with mode:
+                return getattr(torch.ops.fastlayers, raw).default(*args, **(kwargs or {}))
+
+        return trace
+
+    for op, raw in raw_ops.items():
+        op.register_torch_dispatch(torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode, holding(raw))

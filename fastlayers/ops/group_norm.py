@@ -239,6 +239,7 @@ def _op_backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None,
 
 
 group_norm_op.register_autograd(_op_backward, setup_context=_setup_context)
+dispatch.hold_raw({group_norm_op: "group_norm_forward", group_norm_grad_op: "group_norm_backward"})
 
 
 def _graph_keeps_kernel(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> bool:

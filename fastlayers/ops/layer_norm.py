@@ -423,6 +423,13 @@ def _add_op_backward(ctx: Any, dy: Tensor, ds: Tensor, _: Tensor | None) -> tupl
 
 layer_norm_op.register_autograd(_op_backward, setup_context=_setup_context)
 add_layer_norm_op.register_autograd(_add_op_backward, setup_context=_add_setup_context)
+dispatch.hold_raw(
+    {
+        layer_norm_op: "layer_norm_forward",
+        add_layer_norm_op: "add_layer_norm_forward",
+        layer_norm_grad_op: "layer_norm_backward",
+    }
+)
 
 
 def _norm_compiling(

@@ -168,6 +168,7 @@ def _op_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 softmax_op.register_autograd(_op_backward, setup_context=_setup_context)
+dispatch.hold_raw({softmax_op: "softmax_forward", softmax_grad_op: "softmax_backward"})
 
 
 def _softmax_compiling(
