@@ -1534,7 +1534,8 @@ void batch_norm_update_(const Tensor& running_mean, const Tensor& running_var, c
   dispatch_floating(dtype, op, [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
-    update_running<T><<<blocks_for(channels, kUpdateThreads), kUpdateThreads, 0, launch.stream()>>>(
+    const auto blocks = static_cast<unsigned>((channels + kUpdateThreads - 1) / kUpdateThreads);
+    update_running<T><<<blocks, kUpdateThreads, 0, launch.stream()>>>(
         static_cast<T*>(running_mean.mutable_data_ptr()), static_cast<T*>(running_var.mutable_data_ptr()),
         batches ? static_cast<int64_t*>(batches->mutable_data_ptr()) : nullptr, static_cast<const A*>(moments.const_data_ptr()),
         channels, static_cast<A>(momentum));
