@@ -29,7 +29,7 @@ __attribute__((weak)) AOTITorchError aoti_torch_cuda_convolution_backward(
 namespace fastlayers {
 namespace {
 
-constexpr int kMost = 4;  // tensors that are narrowed together
+constexpr int kMost = 7;  // tensors that are narrowed together
 
 struct Narrowing {
   const float* from[kMost];
@@ -277,6 +277,69 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> convolution_norm_autocast_bac
   return {dx, dweight, dresidual, dnorm_weight, dnorm_bias};
 }
 
+// Rows of C channels as the image that they are the pixels of, in channels_last.
+Tensor image(const Tensor& rows, const Dims& sizes) {
+  const Dims strides = dense_strides(sizes, {0, 2, 3, 1});
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(rows.get(), 4, sizes.data(), strides.data(), 0, &handle));
+  return Tensor(handle);
+}
+
+bool is_channels_last(const Tensor& t) {
+  const Dims sizes = dims_of(t.sizes());
+  return sizes.size() == 4 && same_layout(sizes, dims_of(t.strides()), dense_strides(sizes, {0, 2, 3, 1}));
+}
+
+// x + gamma·mlp(layer_norm(convolution(x))) of a float32 image in channels_last, the norm over its channels, and what the backward
+// needs: x and the parameters as halves, the convolution's result, the statistics, the norm's result, the first product and the last.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> convnext_block_autocast(
+    const Tensor& x, const Tensor& conv_weight, const Tensor& conv_bias, const Tensor& norm_weight, const Tensor& norm_bias,
+    const Tensor& weight, const Tensor& bias, const Tensor& weight2, const Tensor& bias2, const Tensor& gamma, ScalarType dtype,
+    std::vector<int64_t> padding, double eps, int64_t act, double first, double second) {
+  const char* op = "convnext_block_autocast";
+  STD_TORCH_CHECK(is_channels_last(x) && x.numel() > 0 && x.scalar_type() == ScalarType::Float, "fastlayers::", op,
+                  ": expected a float32 image in channels_last");
+  const Dims sizes = dims_of(x.sizes());
+  const int64_t channels = sizes[1], rows = x.numel() / channels, inner = weight.size(0);
+  const Parameters low = narrowed({x, conv_weight, conv_bias, weight, bias, weight2, bias2}, dtype, op);
+  Tensor z = convolve(*low[0], *low[1], low[2], {{1, 1}, std::move(padding), {1, 1}, channels});
+  STD_TORCH_CHECK(dims_of(z.sizes()) == sizes, "fastlayers::", op, ": expected a convolution that keeps the shape");
+  z = with_strides(z, sizes, dense_strides(sizes, {0, 2, 3, 1}));
+  const auto [normed, stats] = layer_norm_forward(matrix(z, rows, channels), norm_weight, norm_bias, 1, eps, 0, dtype, true);
+  check_rows(normed, weight, bias, channels, op);
+  check_rows(normed, weight2, bias2, inner, op);
+  Tensor product = empty_contiguous({rows, inner}, dtype, x), last = empty_contiguous({rows, channels}, dtype, x);
+  multiply(product, normed, matrix(*low[3], inner, channels, true));
+  multiply(last, bias_act_forward_op(product, low[4], act, first, second), matrix(*low[5], channels, inner, true), low[6]);
+  const Tensor out = scale_add(last, gamma, std::nullopt, 1.0, matrix(x, rows, channels), ScalarType::Float);
+  return {image(out, sizes), *low[0], *low[1], z, stats, normed, product, *low[3], *low[4], *low[5], last};
+}
+
+// Its gradients: of x, if that is wanted, and of all parameters in their order.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> convnext_block_autocast_backward(
+    const Tensor& dy_in, const Tensor& low_x, const Tensor& low_conv, const Tensor& z, const Tensor& stats, const Tensor& normed,
+    const Tensor& product, const Tensor& low, const Tensor& low_bias, const Tensor& low2, const Tensor& last, const Tensor& norm_weight,
+    const Tensor& gamma, std::vector<int64_t> padding, int64_t act, double first, double second, bool for_x) {
+  const Dims sizes = dims_of(low_x.sizes());
+  const int64_t channels = sizes[1], rows = low_x.numel() / channels;
+  const Tensor dy = matrix(with_strides(dy_in, sizes, dense_strides(sizes, {0, 2, 3, 1})), rows, channels);
+  auto [dlast, dgamma] = scale_add_backward(dy, last, gamma, std::nullopt, 1.0);
+  auto [dnormed, dweight, dbias, dweight2, dbias2] =
+      mlp_autocast_backward(dlast, normed, product, low, low_bias, low2, act, first, second, true, true, true, true, true);
+  dlast = nothing(low_x);  // its memory is free for what follows
+  const auto [dz, dnorm_weight, dnorm_bias] =
+      layer_norm_backward(dnormed, std::nullopt, matrix(z, rows, channels), stats, norm_weight, 1, 0, true, true);
+  dnormed = nothing(low_x);
+  const auto [dlow, dconv_weight] = convolution_gradients(image(dz, sizes), low_x, low_conv, {{1, 1}, std::move(padding), {1, 1}, channels},
+                                                          for_x, true);
+  Tensor dx = nothing(low_x);
+  if (for_x) {
+    const Tensor both = with_strides(dlow, sizes, dense_strides(sizes, {0, 2, 3, 1}));
+    dx = image(scale_add(matrix(both, rows, channels), std::nullopt, std::nullopt, 1.0, dy, ScalarType::Float), sizes);
+  }
+  return {dx, dconv_weight, column_sum_op(dz, ScalarType::Float), dnorm_weight, dnorm_bias, dweight, dbias, dweight2, dbias2, dgamma};
+}
+
 }  // namespace
 }  // namespace fastlayers
 
@@ -287,6 +350,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
   m.impl("mlp_autocast_backward", TORCH_BOX(&fastlayers::mlp_autocast_backward));
   m.impl("convolution_autocast", TORCH_BOX(&fastlayers::convolution_autocast));
   m.impl("convolution_autocast_backward", TORCH_BOX(&fastlayers::convolution_autocast_backward));
+  m.impl("convnext_block_autocast", TORCH_BOX(&fastlayers::convnext_block_autocast));
+  m.impl("convnext_block_autocast_backward", TORCH_BOX(&fastlayers::convnext_block_autocast_backward));
   m.impl("convolution_norm_autocast", TORCH_BOX(&fastlayers::convolution_norm_autocast));
   m.impl("convolution_norm_autocast_backward", TORCH_BOX(&fastlayers::convolution_norm_autocast_backward));
 }

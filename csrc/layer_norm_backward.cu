@@ -12,6 +12,7 @@
 #include <numeric>
 
 #include "layer_norm.cuh"
+#include "ops.h"
 
 namespace fastlayers {
 namespace {
@@ -683,6 +684,8 @@ void dispatch_backward(ScalarType x, ScalarType dy, const char* op, F&& f) {
   });
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const std::optional<Tensor>& dsum_in, const Tensor& x_in,
                                                        const Tensor& stats_in, const std::optional<Tensor>& weight_in, int64_t dims,
                                                        int64_t kind, bool want_weight, bool want_bias) {
@@ -757,7 +760,6 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, cons
   return {dx, dweight, dbias};
 }
 
-}  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {

@@ -6,6 +6,7 @@
 //          and the result.
 //   split  rows too long for that: every row cut into pieces, and a pass for each of what the kernel above does at once.
 #include "layer_norm.cuh"
+#include "ops.h"
 
 namespace fastlayers {
 namespace {
@@ -604,11 +605,15 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in
   return {y, sum, stats};
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                               int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep) {
   auto [y, sum, stats] = forward_op("layer_norm_forward", x, std::nullopt, weight, bias, dims, eps, kind, dtype, keep);
   return {y, stats};
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight,
                                                           const std::optional<Tensor>& bias, int64_t dims, double eps, int64_t kind,

@@ -4,6 +4,7 @@
 // Philox4x32-10(key seed, counter i / 4) says, i counted in memory order, and the backward draws the same words again. They
 // depend on no load but that of the seed, so a thread computes them while its words are on their way.
 #include "columns.cuh"
+#include "ops.h"
 
 namespace fastlayers {
 namespace {
@@ -456,6 +457,8 @@ Along make_along(const Tensor& t, int64_t dim, const Dims& sizes, const Dims& st
   return along;
 }
 
+}  // namespace
+
 // x·gamma·keep·scale, plus the residual: gamma a vector along one dimension of x, keep a factor for each index of dimension 0.
 Tensor scale_add(const Tensor& x, const std::optional<Tensor>& gamma, const std::optional<Tensor>& keep, double scale,
                  const std::optional<Tensor>& residual, ScalarType dtype) {
@@ -587,7 +590,6 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   return {dx, dgamma};
 }
 
-}  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {

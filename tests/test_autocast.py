@@ -17,10 +17,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastlayers import backends, functional, patch_model, patch_report, verify_patch
-from fastlayers.ops import autocast, batch_norm, bias_act, linear
+from fastlayers.ops import autocast, batch_norm, bias_act, layer_norm, linear
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.patching import calls
-from fastlayers.patching.convolutions import convolution_and_more, convolution_batch_norm, forked_convolution
+from fastlayers.patching.convolutions import (
+    convnext_block,
+    convolution_and_more,
+    convolution_batch_norm,
+    forked_convolution,
+)
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -115,6 +120,40 @@ class StandIns(SimpleNamespace):
         )
         return dx, dweight, *others
 
+    def convnext_block_autocast(
+        self, x, conv_weight, conv_bias, gain, shift, weight, bias, weight2, bias2, gamma, dtype, padding, eps, act,
+        first, second,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        self.called.append("convnext_block_autocast")
+        low_x = x.to(dtype)
+        z, low_conv = self.convolution_autocast(low_x, conv_weight, conv_bias, (1, 1), padding, (1, 1), x.shape[1])
+        rows = z.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+        normed = F.layer_norm(rows.float(), gain.shape, gain, shift, eps).to(dtype)
+        last, *of_mlp = self.mlp_autocast(normed, weight, bias, weight2, bias2, act, first, second)
+        out = x + (last * gamma).view(z.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+        return out, low_x, low_conv, z, torch.full((2, len(rows)), eps), normed, *of_mlp[:1], *of_mlp[1:], last
+
+    def convnext_block_autocast_backward(
+        self, dy, low_x, low_conv, z, stats, normed, product, low, low_bias, low2, last, gain, gamma, padding, act,
+        first, second, dx,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self.called.append("convnext_block_autocast_backward")
+        rows = dy.permute(0, 2, 3, 1).reshape(last.shape)
+        dlast, dgamma = (rows * gamma).to(last.dtype), (rows * last).sum(0)
+        dnormed, *of_mlp = self.mlp_autocast_backward(
+            dlast, normed, product, low, low_bias, low2, act, first, second, *[True] * 5
+        )
+        pixels, eps = z.permute(0, 2, 3, 1).reshape(last.shape), float(stats[0, 0])
+        dz, dgain, dshift = layer_norm.compose_backward(
+            dnormed, None, pixels, gain, 1, eps, layer_norm.LAYER, True, True
+        )
+        dz = dz.view(z.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+        dlow, dconv, dconv_bias = self.convolution_autocast_backward(
+            dz, low_x, low_conv, (1, 1), padding, (1, 1), low_x.shape[1], True, True, True
+        )
+        return dy + dlow, dconv, dconv_bias, dgain, dshift, *of_mlp, dgamma
+
 
 @pytest.fixture
 def kernels(monkeypatch) -> StandIns:
@@ -164,8 +203,8 @@ def our_fork(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return y + x
 
 
-def convolution(weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
-    layer = nn.Conv2d(weight.shape[1] * 2, weight.shape[0], weight.shape[2:], padding=1, groups=2)
+def convolution(weight: Tensor, bias: Tensor | None, groups: int = 2) -> nn.Conv2d:
+    layer = nn.Conv2d(weight.shape[1] * groups, weight.shape[0], weight.shape[2:], padding=1, groups=groups)
     for name, t in (("weight", weight), ("bias", bias)):
         del layer._parameters[name]
         setattr(layer, name, t)
@@ -202,6 +241,28 @@ def normalization(gain: Tensor, shift: Tensor) -> nn.BatchNorm2d:
     return layer
 
 
+def torch_block(
+    x: Tensor, conv_weight: Tensor, conv_bias: Tensor, gain: Tensor, shift: Tensor, *rest: Tensor
+) -> Tensor:
+    """Of a ConvNeXt."""
+    *of_mlp, gamma = rest
+    x = x.contiguous(memory_format=torch.channels_last)
+    z = F.conv2d(x, conv_weight, conv_bias, padding=1, groups=x.shape[1])
+    normed = F.layer_norm(z.permute(0, 2, 3, 1), gain.shape, gain, shift, 1e-6)
+    return x + (torch_mlp(normed, *of_mlp) * gamma).permute(0, 3, 1, 2)
+
+
+def our_block(x: Tensor, conv_weight: Tensor, conv_bias: Tensor, gain: Tensor, shift: Tensor, *rest: Tensor) -> Tensor:
+    weight, bias, weight2, bias2, gamma = rest
+    x = x.contiguous(memory_format=torch.channels_last)
+    layer = convolution(conv_weight, conv_bias, x.shape[1])
+    return convnext_block(
+        layer, x, lambda n: torch_mlp(n, weight, bias, weight2, bias2), gamma, gain, shift, weight, bias, "gelu",
+        weight2, bias2, normalized_shape=gain.shape, eps=1e-6, casts=(lambda module: False, None),
+    )  # fmt: skip
+
+
+BLOCK = [(2, 4, 5, 6), (4, 1, 3, 3), (4,), (4,), (4,), (12, 4), (12,), (4, 12), (4,), (4,)]
 NORMED = [(4, 4, 5, 6), (6, 2, 3, 3), (6,), (6,)]
 LAYERS = {
     "linear": (twice(functional.linear), twice(F.linear), [(6, 8), (8, 8), (8,)]),
@@ -210,6 +271,7 @@ LAYERS = {
     "mlp twice": (twice(our_mlp), twice(torch_mlp), [(6, 8), (12, 8), (12,), (8, 12), (8,)]),
     "convolution": (our_pair, torch_pair, [(2, 4, 5, 6), (4, 2, 3, 3), (4,)]),
     "forked convolution": (our_fork, torch_fork, [(2, 4, 5, 6), (4, 2, 3, 3), (4,)]),
+    "block": (our_block, torch_block, BLOCK),
     "convolution and norm": (our_norm(None), torch_norm(None), NORMED),
     "and silu": (our_norm("silu"), torch_norm("silu"), NORMED),
     "and a residual": (our_norm(None), torch_norm(None), [*NORMED, (4, 6, 5, 6)]),
@@ -541,6 +603,78 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x
         return torch.tanh(self.norm(self.conv(x))) + self.shortcut(shortcut)
+
+
+class ConvNeXtBlock(nn.Module):
+    """As timm writes it."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.conv_dw, self.norm = nn.Conv2d(8, 8, 7, padding=3, groups=8), nn.LayerNorm(8, eps=1e-6)
+        self.mlp, self.gamma = Mlp(p), nn.Parameter(torch.rand(8))
+        self.drop_path, self.shortcut = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        x = self.conv_dw(x)
+        x = x.permute(0, 2, 3, 1)
+        x = self.norm(x)
+        x = self.mlp(x)
+        x = x.permute(0, 3, 1, 2)
+        x = x.mul(self.gamma.reshape(1, -1, 1, 1))
+        return self.drop_path(x) + self.shortcut(shortcut)
+
+
+def test_a_block_is_found(kernels):
+    torch.manual_seed(0)
+    stock = ConvNeXtBlock()
+    model = patch_model(copy.deepcopy(stock))
+    assert patch_report(model).counts()["convnext_block"] == 1
+    assert verify_patch(copy.deepcopy(stock), torch.randn(2, 8, 9, 9))
+    errors = []
+    for draw in range(DRAWS):
+        torch.manual_seed(draw)
+        x = torch.randn(2, 8, 9, 9).contiguous(memory_format=torch.channels_last).requires_grad_()
+        found = []
+        for network, low in ((stock, False), (stock, True), (model, True)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                out = network(x)
+            found.append([out, *torch.autograd.grad(out.float().sin().sum(), (x, *network.parameters()))])
+        exact, its, mine = found
+        errors.append([greatest_error(*pair) for pair in zip(its, exact, strict=True)])
+    for ours, true, *allowed in zip(mine, exact, *errors, strict=True):
+        assert excess(ours, true, max(allowed)) is None
+        assert ours.dtype == true.dtype
+    assert kernels.called.count("convnext_block_autocast_backward") == DRAWS
+
+
+def test_what_looks_on_at_a_block_or_changes_it(kernels):
+    x = torch.randn(2, 8, 9, 9).contiguous(memory_format=torch.channels_last)
+
+    def served(model: nn.Module, x: Tensor = x) -> bool:
+        kernels.called.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+        return "convnext_block_autocast" in kernels.called
+
+    model = patch_model(ConvNeXtBlock())
+    assert served(model)
+    for layer in (model.conv_dw, model.norm, model.mlp, model.mlp.fc1, model.mlp.act, model.mlp.drop):
+        seen = []
+        handle = layer.register_forward_hook(lambda module, args, out, seen=seen: seen.append(type(module)))
+        assert not served(model)
+        assert len(seen) == 1
+        handle.remove()
+    assert not served(model, x.contiguous())  # not channels_last
+    assert not served(model, x.bfloat16())
+    model.mlp.drop.p = 0.5
+    assert not served(model)
+    model.mlp.drop.p = 0.0
+    model.gamma.requires_grad_(False)
+    assert not served(model)
+    model.gamma.requires_grad_(True)
+    assert served(model)
+    assert "convnext_block" not in patch_report(patch_model(ConvNeXtBlock(p=0.5))).counts()
 
 
 def test_forked_convolution_is_found(kernels):

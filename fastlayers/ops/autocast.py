@@ -30,6 +30,8 @@ FAMILY = dispatch.Family(
         "convolution_autocast_backward",
         "convolution_norm_autocast",
         "convolution_norm_autocast_backward",
+        "convnext_block_autocast",
+        "convnext_block_autocast_backward",
     ),
     cpu=False,
 )
@@ -99,7 +101,7 @@ class Given:
         return self.parameters
 
 
-def _derivable(function: Callable[..., Tensor], ctx: Any, x: Tensor, dy: Tensor) -> list[Tensor | None]:
+def derivable(function: Callable[..., Tensor], ctx: Any, x: Tensor, dy: Tensor) -> list[Tensor | None]:
     """The gradients of ``function(x, *parameters)`` that are wanted, through what autograd records of it."""
     given = (x, *ctx.given.unchanged())
     needs = ctx.needs_input_grad[: len(given)]
@@ -129,7 +131,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
         if dispatch.differentiating(dy):
-            return *_derivable(_linear, ctx, x, dy), None
+            return *derivable(_linear, ctx, x, dy), None
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
         dx, dweight, dbias = ctx.kernels.linear_autocast_backward(dy, x, low, for_x, for_weight, for_bias)
         return dx if for_x else None, dweight if for_weight else None, dbias if for_bias else None, None
@@ -194,13 +196,14 @@ class _Mlp(torch.autograd.Function):
         act: Activation = ctx.act
         x, *kept = ctx.saved_tensors
         if dispatch.differentiating(dy):
-            return *_derivable(partial(_mlp, act), ctx, x, dy), None, None
+            return *derivable(partial(mlp_of, act), ctx, x, dy), None, None
         needs = ctx.needs_input_grad[:5]
         found = ctx.kernels.mlp_autocast_backward(dy, x, *kept, act.code, *act.defaults, *needs)
         return *[gradient if needed else None for gradient, needed in zip(found, needs, strict=True)], None, None
 
 
-def _mlp(act: Activation, x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor | None) -> Tensor:
+def mlp_of(act: Activation, x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor | None) -> Tensor:
+    """linear(act(linear(x))) in torch's operations, in x's dtype."""
     return _linear(act.function(_linear(x, weight, bias)), weight2, bias2)
 
 
@@ -241,7 +244,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
         if dispatch.differentiating(dy):
-            return *_derivable(partial(_convolution, ctx.options), ctx, x, dy), None, None
+            return *derivable(partial(_convolution, ctx.options), ctx, x, dy), None, None
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
         summed = for_bias and dy.is_contiguous(memory_format=torch.channels_last)
         dx, dweight, dbias = ctx.kernels.convolution_autocast_backward(

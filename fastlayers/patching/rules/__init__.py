@@ -21,6 +21,7 @@ from fastlayers.modules import DROP_IN
 from fastlayers.patching.rules import (
     activations,
     bias_act,
+    block,
     convolution,
     elementwise,
     fold,
@@ -87,6 +88,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     convolution.CONV_OF_PRODUCT,
     *convolution.CONV_BATCH_NORM,
     *convolution.CONV_BIAS,
+    block.CONVNEXT_BLOCK,
     loss.NLL_LOSS,
     loss.CROSS_ENTROPY,
     softmax.SOFTMAX,

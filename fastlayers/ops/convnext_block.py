@@ -1,0 +1,139 @@
+"""The block of a ConvNeXt under autocast: depthwise convolution, norm, MLP, scale and sum as one Function.
+
+The kernels are those of the steps. What is gained is the host's time, as in :mod:`fastlayers.ops.autocast`: one node of
+autograd and one raw op instead of four, and one launch that casts x and all parameters.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlayers.ops import autocast, dispatch
+from fastlayers.ops.activations import ACTIVATIONS, Activation
+
+
+class _ConvNeXtBlock(torch.autograd.Function):
+    """Keeps x and the parameters as halves, the results of convolution and norm, both products, a mean and an rstd.
+
+    The second result is x as a half, for the derivative of the backward alone: as a result it leads back to x.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *parameters, padding, eps, act, dtype, kernels = rest
+        out, *kept = kernels.convnext_block_autocast(x, *parameters, dtype, padding, eps, act.code, *act.defaults)
+        norm_weight, gamma = parameters[2], parameters[-1]
+        ctx.save_for_backward(*kept, norm_weight, gamma)
+        ctx.set_materialize_grads(False)
+        ctx.given, ctx.rest = autocast.Given(*parameters), (padding, eps, act, kernels)
+        return out, kept[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dlow: Tensor | None) -> tuple[Tensor | None, ...]:
+        for_x = ctx.needs_input_grad[0]
+        if dy is None:
+            return dlow.float() if dlow is not None and for_x else None, *(None,) * 14
+        padding, eps, act, kernels = ctx.rest
+        kept = ctx.saved_tensors
+        found: Any
+        if dispatch.differentiating(dy):
+            with torch.enable_grad():
+                x = kept[0].float()
+            found = autocast.derivable(partial(_composed, kept[0].dtype, padding, eps, act), ctx, x, dy)
+        else:
+            found = kernels.convnext_block_autocast_backward(dy, *kept, padding, act.code, *act.defaults, for_x)
+        dx, *of_parameters = found
+        dx = None if not for_x else dx if dlow is None else dx + dlow
+        return dx, *of_parameters, *(None,) * 5
+
+
+_record = dispatch.recorder(_ConvNeXtBlock)
+
+
+def _composed(
+    low: torch.dtype, padding: tuple[int, ...], eps: float, act: Activation, x: Tensor, conv_weight: Tensor,
+    conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor,
+    bias2: Tensor, gamma: Tensor,
+) -> Tensor:  # fmt: skip
+    channels = x.shape[1]
+    z = F.conv2d(x.to(low), conv_weight.to(low), conv_bias.to(low), padding=padding, groups=channels)
+    normed = F.layer_norm(z.permute(0, 2, 3, 1).float(), (channels,), norm_weight, norm_bias, eps).to(low)
+    return x + (autocast.mlp_of(act, normed, weight, bias, weight2, bias2) * gamma).permute(0, 3, 1, 2)
+
+
+def convnext_block(
+    layer: Any, x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, weight: Tensor, bias: Tensor, act: str,
+    weight2: Tensor, bias2: Tensor, gamma: Tensor,
+) -> Tensor | None:  # fmt: skip
+    """x + gamma·mlp(layer_norm(layer(x))), of a Conv2d; None where this has no kernels for it."""
+    conv_weight, conv_bias = layer.weight, layer.bias
+    parameters = (conv_weight, conv_bias, norm_weight, norm_bias, weight, bias, weight2, bias2, gamma)
+    if torch.compiler.is_compiling() or any(t is None for t in parameters):
+        return None
+    kernels = autocast.kernels_for(x, *parameters)
+    if (
+        kernels is None
+        or x.dtype is not torch.float32
+        or x.dim() != 4
+        or x.numel() == 0
+        or not x.is_contiguous(memory_format=torch.channels_last)
+        or act not in autocast.MLP_ACTIVATIONS
+        or not torch.is_grad_enabled()
+        or not all(t.requires_grad for t in parameters)
+    ):
+        return None
+    channels = x.shape[1]
+    inner = (weight.shape[0],)
+    if (
+        layer.groups != channels
+        or layer.stride != (1, 1)
+        or layer.dilation != (1, 1)
+        or type(layer.padding) is not tuple
+        or layer.padding_mode != "zeros"
+        or tuple(2 * padding + 1 for padding in layer.padding) != conv_weight.shape[2:]
+        or conv_weight.shape[:2] != (channels, 1)
+        or any(t.shape != (channels,) for t in (conv_bias, norm_weight, norm_bias, bias2, gamma))
+        or weight.shape != (*inner, channels)
+        or bias.shape != inner
+        or weight2.shape != (channels, *inner)
+    ):
+        return None
+    rest = layer.padding, eps, ACTIVATIONS[act], torch.get_autocast_dtype(x.device.type), kernels
+    return _record(dispatch.unwrap(x), *map(dispatch.unwrap, parameters), *rest)[0]  # type: ignore[no-any-return]
+
+
+def _fake(
+    x: Tensor, conv_weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor,
+    bias: Tensor, weight2: Tensor, bias2: Tensor, gamma: Tensor, dtype: torch.dtype, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    channels, rows = x.shape[1], x.numel() // x.shape[1]
+
+    def row(size: int) -> Tensor:
+        return x.new_empty((rows, size), dtype=dtype)
+
+    low_x, low_conv, low, low_bias, low2 = (
+        torch.empty_like(t, dtype=dtype) for t in (x, conv_weight, weight, bias, weight2)
+    )
+    stats = x.new_empty((2, rows))
+    return (
+        torch.empty_like(x), low_x, low_conv, torch.empty_like(low_x), stats, row(channels), row(weight.shape[0]), low,
+        low_bias, low2, row(channels),
+    )  # fmt: skip
+
+
+def _fake_backward(
+    dy: Tensor, low_x: Tensor, low_conv: Tensor, z: Tensor, stats: Tensor, normed: Tensor, product: Tensor,
+    low: Tensor, low_bias: Tensor, low2: Tensor, last: Tensor, norm_weight: Tensor, gamma: Tensor, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    wide = partial(torch.empty_like, dtype=torch.float32)
+    dx = wide(low_x) if rest[-1] else low_x.new_empty(0)
+    like = (low_conv, gamma, norm_weight, norm_weight, low, low_bias, low2, gamma, gamma)
+    return dx, *map(wide, like)
+
+
+dispatch.register_fakes({"convnext_block_autocast": _fake, "convnext_block_autocast_backward": _fake_backward})
