@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from harness import needs_gpu
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastlayers.ops.layer_norm  # noqa: F401
+from fastlayers import patch_model
 from fastlayers.ops import dispatch
 
 #: Custom ops, and the raw ops that graphs hold in their places.
@@ -69,3 +74,34 @@ def test_and_that_of_a_batch_norm(monkeypatch, csrc):
         return torch.ops.fastlayers.batch_norm(x, None, weight, bias, 1e-5, 0)
 
     assert held(forward, (4, 8, 2, 2), (8,), (8,)) == ["batch_norm_moments" if csrc else "batch_norm"]
+
+
+@needs_gpu
+def test_a_compiled_network_runs_raw_ops_and_keeps_its_statistics():
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    stock = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(2), nn.LayerNorm(49))
+    stock = stock.cuda()
+    model, x = patch_model(copy.deepcopy(stock)), torch.randn(4, 3, 9, 9, device="cuda")
+    compiled = torch.compile(model)
+
+    def step(network):
+        for _ in range(2):
+            out = network(x)
+        network.zero_grad()
+        out.sin().sum().backward()
+        return out
+
+    ours, code = run_and_get_code(step, compiled)
+    text = "".join(code)
+    for raw in ("batch_norm_moments", "batch_norm_update_", "batch_norm_backward", "layer_norm_forward"):
+        assert f"fastlayers.{raw}.default" in text
+    for custom in ("batch_norm", "batch_norm_grad", "layer_norm", "layer_norm_grad"):
+        assert f"fastlayers.{custom}.default" not in text
+    torch.testing.assert_close(ours, step(stock))
+    for mine, its in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+    for mine, its in zip(model.buffers(), stock.buffers(), strict=True):
+        torch.testing.assert_close(mine, its)
