@@ -93,10 +93,16 @@ def cast_by(view: View, node: Node) -> Casts | None:
 
 @functools.lru_cache(1024)
 def compiled(source: str, names: tuple[tuple[str, Any], ...]) -> Callable[[nn.Module], bool]:
-    """One function for equal tests, so that modules of one kind share their generated class."""
+    """One function for equal tests, so that modules of one kind share their generated class.
+
+    Those that cannot be asked do not hold: a child that they look at may be gone.
+    """
     name = f"_casts_{zlib.crc32(source.encode()):08x}"
     scope = dict(names)
-    exec(f"def {name}(self):\n    return (\n    {source}\n    )\n", scope)
+    answer = (
+        f"try:\n        return (\n    {source}\n    )\n    except (AttributeError, KeyError):\n        return False"
+    )
+    exec(f"def {name}(self):\n    {answer}\n", scope)
     return scope[name]  # type: ignore[no-any-return]
 
 
