@@ -132,7 +132,7 @@ class StandIns(SimpleNamespace):
         normed = F.layer_norm(rows.float(), gain.shape, gain, shift, eps).to(dtype)
         last, *of_mlp = self.mlp_autocast(normed, weight, bias, weight2, bias2, act, first, second)
         out = x + (last * gamma).view(z.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
-        return out, low_x, low_conv, z, torch.full((2, len(rows)), eps), normed, *of_mlp[:1], *of_mlp[1:], last
+        return out, low_x, low_conv, z, torch.full((2, len(rows)), eps), normed, *of_mlp, last
 
     def convnext_block_autocast_backward(
         self, dy, low_x, low_conv, z, stats, normed, product, low, low_bias, low2, last, gain, gamma, padding, act,
