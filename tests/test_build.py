@@ -323,3 +323,24 @@ def test_an_install_that_must_fail(programs, tmp_path, variables, message):
     done = wheel(tmp_path, **variables)
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_no_source_defines_what_a_header_defines_inline():
+    """The linker would take the one for the other, without a word: a function's name is not its file's alone."""
+    objects = sorted((ROOT / "build" / "csrc").glob("*.o"))
+    if not objects:
+        pytest.skip("csrc was not built in this checkout")
+    listed = subprocess.run(["nm", "--defined-only", *map(str, objects)], capture_output=True, text=True, check=True)
+    strong: dict[str, list[str]] = {}
+    weak: set[str] = set()
+    for line in listed.stdout.splitlines():
+        _, _, symbol = line.partition(" ")
+        kind, _, name = symbol.partition(" ")
+        if "fastlayers" in name:
+            weak |= {name} if kind in "Ww" else set()
+            if kind == "T":
+                strong.setdefault(name, []).append(line)
+    assert strong
+    assert not weak & strong.keys()
+    assert all(len(lines) == 1 for lines in strong.values())
