@@ -4,6 +4,7 @@
 // for backward is one bit an element instead of a tensor: bit j of byte i belongs to element 8i + j in memory order.
 #include "columns.cuh"
 #include "elementwise.h"
+#include "ops.h"
 
 namespace fastlayers {
 namespace {
@@ -633,6 +634,8 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
   });
 }
 
+}  // namespace
+
 Tensor mul(const Tensor& x, const Tensor& y) {
   check_same(x, y, "mul", "y");
   const Dims sizes = broadcast_shape(x, y, "mul");
@@ -690,6 +693,8 @@ Tensor mul(const Tensor& x, const Tensor& y) {
   });
   return out;
 }
+
+namespace {
 
 // t summed over the dimensions along which a tensor of these sizes was repeated.
 Tensor sum_to(const Tensor& t, const Dims& sizes) {

@@ -613,15 +613,12 @@ std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const std::option
   return {y, stats};
 }
 
-namespace {
-
 std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight,
                                                           const std::optional<Tensor>& bias, int64_t dims, double eps, int64_t kind,
                                                           ScalarType dtype, bool keep) {
   return forward_op("add_layer_norm_forward", x, residual, weight, bias, dims, eps, kind, dtype, keep);
 }
 
-}  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {

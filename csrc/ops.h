@@ -24,9 +24,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& 
                                                                   const std::optional<Tensor>& bias, const Tensor& stats, bool training,
                                                                   int64_t act, bool want_dresidual);
 
-// layer_norm and its gradients: layer_norm_forward.cu, layer_norm_backward.cu.
+// layer_norm, that of a sum with the sum, and its gradients: layer_norm_forward.cu, layer_norm_backward.cu.
 std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                               int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep);
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight,
+                                                          const std::optional<Tensor>& bias, int64_t dims, double eps, int64_t kind,
+                                                          ScalarType dtype, bool keep);
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy, const std::optional<Tensor>& dsum, const Tensor& x,
                                                        const Tensor& stats, const std::optional<Tensor>& weight, int64_t dims,
                                                        int64_t kind, bool want_weight, bool want_bias);
@@ -36,6 +39,13 @@ Tensor scale_add(const Tensor& x, const std::optional<Tensor>& gamma, const std:
                  const std::optional<Tensor>& residual, ScalarType dtype);
 std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy, const Tensor& x, const Tensor& gamma, const std::optional<Tensor>& keep,
                                               double scale);
+
+// x·y, which broadcast: elementwise.cu.
+Tensor mul(const Tensor& x, const Tensor& y);
+
+// The sums over space of x·factor or x·y, (N, C, 1, 1); x·scale + factor·shift for scale and shift of that shape: squeeze_excite.cu.
+Tensor spatial_sum(const Tensor& x, const std::optional<Tensor>& y, double factor);
+Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_in, double factor);
 
 // The sums of a contiguous matrix over its rows, in its dtype or that one: linear.cu.
 Tensor column_sum_op(const Tensor& x, ScalarType dtype);

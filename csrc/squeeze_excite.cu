@@ -1,6 +1,7 @@
 // What squeeze-and-excite reads of an image beside the product with its gates: the sum of each channel over space, of x or of a
 // product, and the gradient that the product and the mean send back to one x, in one pass.
 #include "columns.cuh"
+#include "ops.h"
 
 namespace fastlayers {
 namespace {
@@ -135,6 +136,8 @@ struct Image {
   }
 };
 
+}  // namespace
+
 // The sums over space, (N, C, 1, 1), of x·factor or of x·y, for a y that lies as x does.
 Tensor spatial_sum(const Tensor& x, const std::optional<Tensor>& y, double factor) {
   const char* op = "spatial_sum";
@@ -223,7 +226,6 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
   return out;
 }
 
-}  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {

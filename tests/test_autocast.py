@@ -132,11 +132,12 @@ class StandIns(SimpleNamespace):
         normed = F.layer_norm(rows.float(), gain.shape, gain, shift, eps).to(dtype)
         last, *of_mlp = self.mlp_autocast(normed, weight, bias, weight2, bias2, act, first, second)
         out = x + (last * gamma).view(z.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+        low_x = low_x if x.dtype is torch.float32 else x.new_empty(0)
         return out, low_x, low_conv, z, torch.full((2, len(rows)), eps), normed, *of_mlp, last
 
     def convnext_block_autocast_backward(
         self, dy, low_x, low_conv, z, stats, normed, product, low, low_bias, low2, last, gain, gamma, padding, act,
-        first, second, dx,
+        first, second, dx, wide,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         self.called.append("convnext_block_autocast_backward")
         rows = dy.permute(0, 2, 3, 1).reshape(last.shape)
@@ -152,7 +153,8 @@ class StandIns(SimpleNamespace):
         dlow, dconv, dconv_bias = self.convolution_autocast_backward(
             dz, low_x, low_conv, (1, 1), padding, (1, 1), low_x.shape[1], True, True, True
         )
-        return dy + dlow, dconv, dconv_bias, dgain, dshift, *of_mlp, dgamma
+        dx = dy + dlow
+        return dx if wide else dx.to(low_x.dtype), dconv, dconv_bias, dgain, dshift, *of_mlp, dgamma
 
 
 @pytest.fixture
@@ -262,6 +264,11 @@ def our_block(x: Tensor, conv_weight: Tensor, conv_bias: Tensor, gain: Tensor, s
     )  # fmt: skip
 
 
+def of_a_half(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As the first block of a stage is given by the convolution before it."""
+    return lambda x, *rest: block(x.to(autocast.dtype_of(x)), *rest)
+
+
 BLOCK = [(2, 4, 5, 6), (4, 1, 3, 3), (4,), (4,), (4,), (12, 4), (12,), (4, 12), (4,), (4,)]
 NORMED = [(4, 4, 5, 6), (6, 2, 3, 3), (6,), (6,)]
 LAYERS = {
@@ -272,6 +279,7 @@ LAYERS = {
     "convolution": (our_pair, torch_pair, [(2, 4, 5, 6), (4, 2, 3, 3), (4,)]),
     "forked convolution": (our_fork, torch_fork, [(2, 4, 5, 6), (4, 2, 3, 3), (4,)]),
     "block": (our_block, torch_block, BLOCK),
+    "block of a half": (of_a_half(our_block), of_a_half(torch_block), BLOCK),
     "convolution and norm": (our_norm(None), torch_norm(None), NORMED),
     "and silu": (our_norm("silu"), torch_norm("silu"), NORMED),
     "and a residual": (our_norm(None), torch_norm(None), [*NORMED, (4, 6, 5, 6)]),
@@ -666,7 +674,8 @@ def test_what_looks_on_at_a_block_or_changes_it(kernels):
         assert len(seen) == 1
         handle.remove()
     assert not served(model, x.contiguous())  # not channels_last
-    assert not served(model, x.bfloat16())
+    assert not served(model, x.half())
+    assert served(model, x.bfloat16())
     model.mlp.drop.p = 0.5
     assert not served(model)
     model.mlp.drop.p = 0.0

@@ -154,22 +154,23 @@ def convnext_block_autocast(
     bias: Tensor, weight2: Tensor, bias2: Tensor, gamma: Tensor, dtype: torch.dtype, padding: list[int], eps: float,
     act: int, first: float, second: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """x + gamma·mlp(layer_norm(convolution(x))), and what its backward needs."""
+    """x + gamma·mlp(layer_norm(convolution(x))) in float32, and what its backward needs."""
     low_x, low_conv = x.to(dtype), conv_weight.to(dtype)
     z = F.conv2d(low_x, low_conv, conv_bias.to(dtype), padding=padding, groups=x.shape[1])  # type: ignore[arg-type]
     z = z.contiguous(memory_format=torch.channels_last)
     normed, stats = layer_norm_forward(_rows(z), norm_weight, norm_bias, 1, eps, 0, dtype, True)
     last, product, low, low_bias, low2 = mlp_autocast(normed, weight, bias, weight2, bias2, act, first, second)
-    out = scale_add(last, gamma, None, 1.0, _rows(x), torch.float32)
+    out = scale_add(last, gamma, None, 1.0, _rows(x.float()), torch.float32)
+    low_x = low_x if x.dtype is torch.float32 else x.new_empty(0)
     return _image(out, x.shape), low_x, low_conv, z, stats, normed, product, low, low_bias, low2, last
 
 
 def convnext_block_autocast_backward(
     dy: Tensor, low_x: Tensor, low_conv: Tensor, z: Tensor, stats: Tensor, normed: Tensor, product: Tensor,
     low: Tensor, low_bias: Tensor, low2: Tensor, last: Tensor, norm_weight: Tensor, gamma: Tensor, padding: list[int],
-    act: int, first: float, second: float, dx: bool,
+    act: int, first: float, second: float, dx: bool, wide: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of x, if it is wanted, and of all parameters."""
+    """The gradients of x, if it is wanted, in float32 or, where x was none of that, in its dtype; of all parameters."""
     shape, ones = low_x.shape, [1, 1]
     rows = _rows(dy.contiguous(memory_format=torch.channels_last))
     dlast, dgamma = scale_add_backward(rows, last, gamma, None, 1.0)
@@ -180,5 +181,8 @@ def convnext_block_autocast_backward(
     dlow, dconv_weight, dconv_bias = convolution_autocast_backward(
         _image(dz, shape), low_x, low_conv, ones, padding, ones, shape[1], dx, True, True
     )
-    found = _image(scale_add(_rows(dlow), None, None, 1.0, rows, torch.float32), shape) if dx else low_x.new_empty(0)
+    found = low_x.new_empty(0)
+    if dx:
+        found = _image(scale_add(_rows(dlow), None, None, 1.0, rows, torch.float32), shape)
+        found = found if wide else found.to(low_x.dtype)
     return found, dconv_weight, dconv_bias, dnorm_weight, dnorm_bias, *of_mlp, dgamma

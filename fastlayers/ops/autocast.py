@@ -34,6 +34,14 @@ FAMILY = dispatch.Family(
         "convnext_block_autocast_backward",
     ),
     cpu=False,
+    csrc_only=(
+        "convolution_chain_autocast",
+        "convolution_chain_autocast_backward",
+        "transformer_block_autocast_open",
+        "transformer_block_autocast_close",
+        "transformer_block_autocast_close_backward",
+        "transformer_block_autocast_open_backward",
+    ),
 )
 
 #: Those of an MLP: all that autocast leaves in its dtype.

@@ -20,33 +20,35 @@ from fastlayers.ops.activations import ACTIVATIONS, Activation
 class _ConvNeXtBlock(torch.autograd.Function):
     """Keeps x and the parameters as halves, the results of convolution and norm, both products, a mean and an rstd.
 
-    The second result is x as a half, for the derivative of the backward alone: as a result it leads back to x.
+    The second result is x as a half where it is none yet, for the derivative of the backward alone: as a result it
+    leads back to x.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         *parameters, padding, eps, act, dtype, kernels = rest
-        out, *kept = kernels.convnext_block_autocast(x, *parameters, dtype, padding, eps, act.code, *act.defaults)
+        out, low, *kept = kernels.convnext_block_autocast(x, *parameters, dtype, padding, eps, act.code, *act.defaults)
         norm_weight, gamma = parameters[2], parameters[-1]
-        ctx.save_for_backward(*kept, norm_weight, gamma)
+        wide = x.dtype is torch.float32
+        ctx.save_for_backward(low if wide else x, *kept, norm_weight, gamma)
         ctx.set_materialize_grads(False)
-        ctx.given, ctx.rest = autocast.Given(*parameters), (padding, eps, act, kernels)
-        return out, kept[0]
+        ctx.given, ctx.rest = autocast.Given(*parameters), (padding, eps, act, kernels, wide)
+        return out, low if wide else None
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dlow: Tensor | None) -> tuple[Tensor | None, ...]:
         for_x = ctx.needs_input_grad[0]
         if dy is None:
             return dlow.float() if dlow is not None and for_x else None, *(None,) * 14
-        padding, eps, act, kernels = ctx.rest
+        padding, eps, act, kernels, wide = ctx.rest
         kept = ctx.saved_tensors
         found: Any
         if dispatch.differentiating(dy):
             with torch.enable_grad():
-                x = kept[0].float()
+                x = kept[0].float() if wide else kept[0]
             found = autocast.derivable(partial(_composed, kept[0].dtype, padding, eps, act), ctx, x, dy)
         else:
-            found = kernels.convnext_block_autocast_backward(dy, *kept, padding, act.code, *act.defaults, for_x)
+            found = kernels.convnext_block_autocast_backward(dy, *kept, padding, act.code, *act.defaults, for_x, wide)
         dx, *of_parameters = found
         dx = None if not for_x else dx if dlow is None else dx + dlow
         return dx, *of_parameters, *(None,) * 5
@@ -78,7 +80,6 @@ def convnext_block(
     kernels = autocast.kernels_for(x, *parameters)
     if (
         kernels is None
-        or x.dtype is not torch.float32
         or x.dim() != 4
         or x.numel() == 0
         or not x.is_contiguous(memory_format=torch.channels_last)
@@ -116,12 +117,13 @@ def _fake(
     def row(size: int) -> Tensor:
         return x.new_empty((rows, size), dtype=dtype)
 
-    low_x, low_conv, low, low_bias, low2 = (
+    z, low_conv, low, low_bias, low2 = (
         torch.empty_like(t, dtype=dtype) for t in (x, conv_weight, weight, bias, weight2)
     )
-    stats = x.new_empty((2, rows))
+    low_x = torch.empty_like(z) if x.dtype is torch.float32 else z.new_empty(0)
+    stats = x.new_empty((2, rows), dtype=torch.float32)
     return (
-        torch.empty_like(x), low_x, low_conv, torch.empty_like(low_x), stats, row(channels), row(weight.shape[0]), low,
+        torch.empty_like(x, dtype=torch.float32), low_x, low_conv, z, stats, row(channels), row(weight.shape[0]), low,
         low_bias, low2, row(channels),
     )  # fmt: skip
 
@@ -131,7 +133,8 @@ def _fake_backward(
     low: Tensor, low_bias: Tensor, low2: Tensor, last: Tensor, norm_weight: Tensor, gamma: Tensor, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide = partial(torch.empty_like, dtype=torch.float32)
-    dx = wide(low_x) if rest[-1] else low_x.new_empty(0)
+    for_x, is_wide = rest[-2:]
+    dx = (wide(low_x) if is_wide else torch.empty_like(low_x)) if for_x else low_x.new_empty(0)
     like = (low_conv, gamma, norm_weight, norm_weight, low, low_bias, low2, gamma, gamma)
     return dx, *map(wide, like)
 

@@ -77,16 +77,16 @@ def derivable(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return (next(found) if for_x else None, next(found) if for_weight else None, *others)
 
 
-def result_shape(layer: Any, x: Tensor) -> tuple[int, ...]:
-    """The shape of the result of a Conv2d."""
-    weight = layer.weight
-    sizes = (
-        (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-        for size, kernel, stride, padding, dilation in zip(
-            x.shape[2:], weight.shape[2:], layer.stride, layer.padding, layer.dilation, strict=True
-        )
+def result_shape(layer: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what a Conv2d gives for images of that one."""
+    (high, wide), (down, right), (above, left) = layer.kernel_size, layer.stride, layer.padding
+    by, across = layer.dilation
+    return (
+        shape[0],
+        layer.out_channels,
+        (shape[2] + 2 * above - by * (high - 1) - 1) // down + 1,
+        (shape[3] + 2 * left - across * (wide - 1) - 1) // right + 1,
     )
-    return x.shape[0], weight.shape[0], *sizes
 
 
 def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, act: str | None) -> Tensor | None:
@@ -123,7 +123,7 @@ def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, 
             type(residual) not in dispatch.PLAIN
             or residual.dtype is not torch.get_autocast_dtype(x.device.type)
             or residual.get_device() != x.get_device()
-            or residual.shape != result_shape(layer, x)
+            or residual.shape != result_shape(layer, x.shape)
         ):
             return None
         residual = dispatch.unwrap(residual)

@@ -65,11 +65,13 @@ class Family:
         name: name of the family, the same in every room.
         ops: names of its raw ops.
         cpu: whether ``csrc`` has the family for CPU tensors.
+        csrc_only: names of raw ops that no Triton kernel stands beside. Who calls them asks for the backend "cuda".
     """
 
-    def __init__(self, name: str, ops: tuple[str, ...], *, cpu: bool) -> None:
+    def __init__(self, name: str, ops: tuple[str, ...], *, cpu: bool, csrc_only: tuple[str, ...] = ()) -> None:
         self.name = name
         self._ops = ops
+        self._csrc_only = csrc_only
         self._cpu = cpu
         self._by_device: dict[torch.device, Any] = {}
         backends.on_change(self._by_device.clear)
@@ -97,7 +99,7 @@ class Family:
             kernels = SimpleNamespace(backend=backend, **{op: getattr(module, op) for op in self._ops})
         elif backend == "cuda" or (backend == "cpu" and self._cpu):
             # What an OpOverload calls, without the Python call around it: 0.3 us.
-            packets = {op: getattr(torch.ops.fastlayers, op).default._op for op in self._ops}
+            packets = {op: getattr(torch.ops.fastlayers, op).default._op for op in (*self._ops, *self._csrc_only)}
             kernels = SimpleNamespace(backend=backend, **packets)
         elif backend == "cpu":
             backends.refuse(f"csrc has no {self.name} for CPU tensors; torch's own serves them")

@@ -150,7 +150,7 @@ def rewrite(
     rewritten = Rewritten(tree)
     names = replaced_names(function, tree, module, known, depth)
     if cut:
-        cutter = Cutter(function, tree, module, excluded, graph_rules(), frozenset(names))
+        cutter = Cutter(function, tree, module, excluded, graph_rules(all_calls=True), frozenset(names))
         cutter.replace(rewritten)
     for name, (stand_in, rules) in names.items():
         rewritten.bound[name] = stand_in

@@ -58,6 +58,7 @@ MODULE_RULES: tuple[ModuleRule, ...] = tuple(
 
 #: Tried in this order, each over the whole graph, so the larger fusions come first.
 GRAPH_RULES: tuple[GraphRule, ...] = (
+    block.TRANSFORMER_BLOCK,
     norm.BATCH_NORM_ADD_ACT,
     norm.BATCH_NORM_ADD,
     norm.BATCH_NORM_ACT,
@@ -67,6 +68,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,
     *norm.FORKED_NORMS,
+    block.CONVOLUTION_CHAIN,
     convolution.FORKED_CONVOLUTION,
     *norm.CAST_NORMS,
     *norm.NORM_FUNCTIONS,
@@ -133,9 +135,10 @@ def register_rule(rule: GraphRule | ModuleRule) -> RemovableHandle:
     return handle
 
 
-def graph_rules() -> tuple[GraphRule, ...]:
-    """All graph rules in the order in which they are tried."""
-    return (*(rule for rule in _registered.values() if isinstance(rule, GraphRule)), *GRAPH_RULES)
+def graph_rules(*, all_calls: bool = False) -> tuple[GraphRule, ...]:
+    """All graph rules, or those that are for all calls, in the order in which they are tried."""
+    rules = (*(rule for rule in _registered.values() if isinstance(rule, GraphRule)), *GRAPH_RULES)
+    return tuple(rule for rule in rules if rule.when is None) if all_calls else rules
 
 
 def module_rules() -> tuple[ModuleRule, ...]:

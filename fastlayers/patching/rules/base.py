@@ -71,6 +71,9 @@ class GraphRule:
     name: str
     doc: str
     find: Callable[[View, Node], Iterator[Match | Refusal]]
+    #: A function of what a forward is given first: for which calls the rule is. The others run what the other rules
+    #: made.
+    when: Callable[[Any], bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,280 @@
+"""Convolutions with their batch_norms, one after the other, under autocast: a block of a network as one Function.
+
+A bottleneck of a ResNet, an inverted residual of an EfficientNet with its gate. The kernels are those of the steps.
+What is gained is the host's time, as in :mod:`fastlayers.ops.autocast`: one node of autograd and one raw op each way,
+one launch that casts all weights and one that casts their gradients.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlayers.ops import autocast, batch_norm, dispatch
+from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, NORM_CODES
+from fastlayers.ops.convolution_norm import result_shape
+
+#: What is added to the result of the last norm, as the kernels number it.
+SUMS = {None: 0, "x": 1, "shortcut": 2}
+#: Of a step: stride, padding and dilation, two each, groups, act.
+INTS = 8
+#: Of what computes a gate: those that autocast leaves in its dtype and that take no parameters.
+GATE_ACTS = frozenset({"relu", "silu", "gelu", "gelu_tanh", "hardswish", "relu6", "sigmoid"})
+
+
+class Gate(NamedTuple):
+    """x·end(second(act(first(mean of x)))) after a step, of two 1x1 convolutions with a bias."""
+
+    after: int
+    first: Any
+    act: str
+    second: Any
+    end: str
+
+
+class Plan(NamedTuple):
+    """What a chain is but for its tensors, as the raw ops take it; the steps with the shortcut's at the end."""
+
+    ints: list[int]
+    floats: list[float]
+    about: list[int]
+
+    @property
+    def steps(self) -> int:
+        return len(self.ints) // INTS
+
+    @property
+    def length(self) -> int:
+        """Without the shortcut's."""
+        return self.steps - (self.about[0] == SUMS["shortcut"])
+
+    def act(self, step: int) -> int:
+        return self.ints[INTS * step + 7]
+
+    def anew(self, step: int) -> bool:
+        """Whether the backward computes the activation's argument anew, with the norm's bias."""
+        packed = self.about[0] and step == self.length - 1 and self.act(step) == batch_norm.RELU
+        return self.act(step) != 0 and not packed
+
+
+class _ConvolutionChain(torch.autograd.Function):
+    """Keeps x, of each step the weight as a half and what convolution and norm keep, and of a gate its products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        *parameters, (plan, statistics, kernels) = rest
+        steps = plan.steps
+        weights, of_gate = parameters[: 3 * steps], parameters[3 * steps :]
+        y, *kept = kernels.convolution_chain_autocast(x, weights, of_gate, statistics, *plan)
+        norms = []
+        for step in range(steps):
+            norms += weights[3 * step + 1 : 3 * step + (3 if plan.anew(step) else 2)]
+        ctx.save_for_backward(x, *kept, *norms)
+        ctx.given, ctx.rest = autocast.Given(*parameters), (plan, kernels, len(kept))
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        plan, kernels, count = ctx.rest
+        x, *rest = ctx.saved_tensors
+        if dispatch.differentiating(dy):
+            found = autocast.derivable(partial(composed, plan), ctx, x, dy)
+        else:
+            found = kernels.convolution_chain_autocast_backward(
+                dy, x, rest[:count], rest[count:], plan.ints, plan.about, ctx.needs_input_grad[0]
+            )
+        dx, *of_parameters = found
+        return dx if ctx.needs_input_grad[0] else None, *of_parameters, None
+
+
+_record = dispatch.recorder(_ConvolutionChain)
+
+
+def composed(plan: Plan, x: Tensor, *parameters: Tensor) -> Tensor:
+    """The chain in torch's operations, the convolutions in x's dtype; the running statistics stay as they are."""
+    low, steps = x.dtype, plan.steps
+
+    def step(h: Tensor, at: int, residual: Tensor | None = None) -> Tensor:
+        weight, gain, shift = parameters[3 * at : 3 * at + 3]
+        *sizes, groups, act = plan.ints[INTS * at : INTS * (at + 1)]
+        z = F.conv2d(h, weight.to(low), None, sizes[:2], sizes[2:4], sizes[4:], groups)
+        y = F.batch_norm(z.float(), None, None, gain, shift, True, 0.0, plan.floats[2 * at + 1])
+        return BY_CODE[act].function(y if residual is None else y + residual.float()).to(low)
+
+    added, gated, gate_act, gate_end = plan.about
+    h = x
+    for at in range(plan.length):
+        residual = None
+        if at == plan.length - 1 and added:
+            residual = x if added == SUMS["x"] else step(x, steps - 1)
+        h = step(h, at, residual)
+        if at == gated:
+            first, bias, second, bias2 = (t.to(low) for t in parameters[3 * steps :])
+            mean = h.mean((2, 3), keepdim=True)
+            inside = BY_CODE[gate_act].function(F.conv2d(mean, first, bias))
+            h = h * BY_CODE[gate_end].function(F.conv2d(inside, second, bias2))
+    return h
+
+
+def convolution_chain(
+    x: Any, layers: tuple[Any, ...], acts: tuple[str | None, ...], added: str | None, gate: Gate | None
+) -> Tensor | None:
+    """What a chain of Conv2d and BatchNorm2d in training gives; None where this has no kernels for it.
+
+    Args:
+        x: images.
+        layers: of each step the convolution and the norm, those of a shortcut at the end.
+        acts: the activation of each step.
+        added: what is added before the last activation: "x", or the "shortcut" of x.
+        gate: what stands between two of the steps.
+    """
+    if (
+        not isinstance(x, Tensor)
+        or x.dim() != 4
+        or x.shape[0] < 2  # of one there might be one value in a channel, which is an error
+        or x.numel() == 0
+        or not torch.is_grad_enabled()
+        or (added == "x" and x.dtype is torch.float32)  # which torch adds as it is
+        or (added is not None and acts[-1 - (added == "shortcut")] not in (None, "relu"))
+        or not (x.is_contiguous(memory_format=torch.channels_last) or x.is_contiguous())
+    ):
+        return None
+    ints: list[int] = []
+    floats: list[float] = []
+    parameters: list[Tensor] = []
+    statistics: list[Tensor] = []
+    # All in one loop, for this is the host's time. Where layers do not fit each other there is an error in any case,
+    # but for sums and products, which torch would broadcast.
+    for place, act in enumerate(acts):
+        layer, norm = layers[2 * place : 2 * place + 2]
+        of_layer, of_norm, buffers = layer._parameters, norm._parameters, norm._buffers
+        weight, gain, shift = of_layer.get("weight"), of_norm.get("weight"), of_norm.get("bias")
+        mean, var, batches = (
+            buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
+        )  # fmt: skip
+        padding, code = layer.padding, ACTIVATIONS[act].code
+        if (
+            not norm.training
+            or not norm.track_running_stats
+            or norm.momentum is None
+            or norm.eps <= 0
+            or code >= NORM_CODES
+            or type(padding) is not tuple
+            or layer.padding_mode != "zeros"
+            or of_layer.get("bias") is not None
+            or weight is None
+            or gain is None
+            or shift is None
+            or mean is None
+            or var is None
+            or batches is None
+            or not (weight.requires_grad and gain.requires_grad and shift.requires_grad)
+            or not (type(mean) is type(var) is Tensor and mean.dtype is var.dtype is torch.float32)
+            or not batch_norm.is_count(batches, x)
+        ):
+            return None
+        ints += (*layer.stride, *padding, *layer.dilation, layer.groups, code)
+        floats += norm.momentum, norm.eps
+        parameters += weight, gain, shift
+        statistics += mean, var, batches
+    about = [SUMS[added], -1, 0, 0]
+    if gate is not None:
+        of_gate = _parameters_of(gate, parameters[3 * gate.after].shape[0])
+        if of_gate is None:
+            return None
+        parameters += of_gate
+        about[1:] = gate.after, ACTIVATIONS[gate.act].code, ACTIVATIONS[gate.end].code
+    if added is not None and not _adds_up(x.shape, layers, added):
+        return None
+    kernels = autocast.kernels_for(x, *parameters)
+    if kernels is None or kernels.backend != "cuda":
+        return None
+    rest = Plan(ints, floats, about), statistics, kernels
+    return _record(autocast.lowered(x), *map(dispatch.unwrap, parameters), rest)  # type: ignore[no-any-return]
+
+
+def _parameters_of(gate: Gate, channels: int) -> list[Tensor] | None:
+    """Those of the layers of a gate, where they are products of the channels and can be trained."""
+    found: list[Tensor] = []
+    for layer in (gate.first, gate.second):
+        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        if (
+            weight is None
+            or bias is None
+            or not (weight.requires_grad and bias.requires_grad)
+            or layer.groups != 1
+            or layer.kernel_size != (1, 1)
+            or layer.stride != (1, 1)
+            or layer.padding not in ((0, 0), "valid", "same")
+            or layer.padding_mode != "zeros"
+        ):
+            return None
+        found += weight, bias
+    return found if len(bias) == channels and gate.act in GATE_ACTS and gate.end in GATE_ACTS else None
+
+
+def _adds_up(given: tuple[int, ...], layers: tuple[Any, ...], added: str) -> bool:
+    """Whether what is added has the shape of what it is added to."""
+    shape = other = given
+    if added == "shortcut":
+        *layers, layer, _ = layers  # type: ignore[assignment]
+        other = result_shape(layer, given)
+    for layer in layers[::2]:
+        shape = result_shape(layer, shape)
+    return shape == other
+
+
+def _fake(
+    x: Tensor, weights: list[Tensor], of_gate: list[Tensor], statistics: list[Tensor], ints: list[int],
+    floats: list[float], about: list[int],
+) -> list[Tensor]:  # fmt: skip
+    plan = Plan(ints, floats, about)
+    steps, length = plan.steps, plan.length
+    kept: list[Tensor] = []
+    results: list[Tensor] = []
+    gate: list[Tensor] = []
+    packs = about[0] != 0 and plan.act(length - 1) == batch_norm.RELU
+    bits = x.new_empty(0)
+    h = x
+    for step in range(steps):
+        *sizes, groups, _ = ints[INTS * step : INTS * (step + 1)]
+        low = torch.empty_like(weights[3 * step], dtype=x.dtype)
+        z = F.conv2d(x if step == length else h, low, None, sizes[:2], sizes[2:4], sizes[4:], groups)
+        gain, shift = weights[3 * step + 1 : 3 * step + 3]
+        y, stats, packed = batch_norm.fake_train(
+            z, None, gain, shift, None, None, 0.0, 0.0, 0, packs and step == length - 1
+        )
+        kept += low, z, stats
+        if step < length:
+            h = y
+            bits = packed if packs else bits
+        if step < length - 1:
+            results.append(y)
+        if step == about[1]:
+            gate = [torch.empty_like(t, dtype=x.dtype) for t in of_gate]
+            images, channels = y.shape[:2]
+            mean = y.new_empty((images, channels, 1, 1))
+            inner = y.new_empty((images, of_gate[0].shape[0]))
+            gate += mean, inner, y.new_empty((images, channels)), torch.empty_like(mean)
+    return [h, *kept, *results, bits, *gate]
+
+
+def _fake_backward(
+    dy: Tensor, x: Tensor, kept: list[Tensor], norms: list[Tensor], ints: list[int], about: list[int], dx: bool
+) -> list[Tensor]:
+    plan = Plan(ints, [], about)
+    found = [torch.empty_like(x) if dx else x.new_empty(0)]
+    for step in range(plan.steps):
+        low = kept[3 * step]
+        found.append(torch.empty_like(low, dtype=torch.float32))
+        found += (low.new_empty(low.shape[0], dtype=torch.float32) for _ in range(2))
+    if about[1] >= 0:
+        found += (torch.empty_like(t, dtype=torch.float32) for t in kept[-8:-4])
+    return found
+
+
+dispatch.register_fakes({"convolution_chain_autocast": _fake, "convolution_chain_autocast_backward": _fake_backward})

@@ -1,0 +1,227 @@
+"""A block of a transformer with its norms in front, under autocast, as one Function.
+
+s = x + proj(attention(qkv(norm(x)))) and s + mlp(norm(s)), the stream in float32, the attention without mask or
+dropout. The kernels are those of the steps, and the attention is the one that torch chooses. What is gained is the
+host's time, as in :mod:`fastlayers.ops.autocast`: one node of autograd, and a raw op before the attention and one
+behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlayers.ops import autocast, dispatch
+from fastlayers.ops.activations import ACTIVATIONS, Activation
+
+_aten = torch.ops.aten
+_choice: Callable[..., int] = torch._fused_sdp_choice  # type: ignore[attr-defined]
+
+#: What an attention gives besides its result: tensors, of which there may be none, and sizes.
+Extra: TypeAlias = tuple[tuple[Tensor, ...], tuple[int, ...]]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Extra]:
+    out, lse, _, _, *longest, seed, offset, _ = _aten._scaled_dot_product_flash_attention.default(q, k, v)
+    return out, ((lse, seed, offset), tuple(longest))
+
+
+def _flash_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, extra: Extra) -> tuple[Tensor, ...]:
+    (lse, seed, offset), longest = extra
+    return _aten._scaled_dot_product_flash_attention_backward.default(  # type: ignore[no-any-return]
+        dy, q, k, v, out, lse, None, None, *longest, 0.0, False, seed, offset
+    )
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Extra]:
+    out, lse, _, _, *longest, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True)
+    return out, ((lse, seed, offset), tuple(longest))
+
+
+def _cudnn_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, extra: Extra) -> tuple[Tensor, ...]:
+    (lse, seed, offset), longest = extra
+    return _aten._scaled_dot_product_cudnn_attention_backward.default(  # type: ignore[no-any-return]
+        dy, q, k, v, out, lse, seed, offset, None, None, None, *longest, 0.0, False
+    )
+
+
+def _any(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Extra]:
+    return F.scaled_dot_product_attention(q, k, v), ((), ())
+
+
+def _any_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, extra: Extra) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v)
+    return torch.autograd.grad(out, (q, k, v), dy)
+
+
+class Attention(NamedTuple):
+    """One of torch's: the result and what its backward needs; and the gradients of query, key and value."""
+
+    forward: Callable[..., tuple[Tensor, Extra]]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+#: By torch's number on a GPU. Of the others, which are rarely chosen there, the backward computes the forward anew.
+ATTENTIONS = {1: Attention(_flash, _flash_backward), 3: Attention(_cudnn, _cudnn_backward)}
+ANY = Attention(_any, _any_backward)
+
+
+def _parts(qkv: Tensor, x: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Query, key and value, (B, heads, N, size)."""
+    return qkv.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class _TransformerBlock(torch.autograd.Function):
+    """Keeps x, s, the results of the norms and their statistics, the first product of the MLP, the product of qkv, the
+    result of the attention with what that keeps, and the weights as halves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        *parameters, (heads, eps, eps2, act, dtype, kernels) = rest
+        norm_weight, norm_weight2, norm_bias2 = parameters[0], parameters[6], parameters[7]
+        of_open = [*parameters[:6], *parameters[8:]]
+        qkv, normed, stats, low_qkv, *low = kernels.transformer_block_autocast_open(x, of_open, dtype, eps)
+        q, k, v = _parts(qkv, x, heads)
+        attention = ATTENTIONS.get(_choice(q, k, v), ANY) if x.is_cuda else ANY
+        attended, (kept, sizes) = attention.forward(q, k, v)
+        rows = attended.transpose(1, 2).reshape(len(qkv), -1)
+        y, *of_close = kernels.transformer_block_autocast_close(
+            x, rows, low, norm_weight2, norm_bias2, eps2, act.code, *act.defaults
+        )
+        ctx.save_for_backward(
+            x, qkv, normed, stats, low_qkv, attended, norm_weight, norm_weight2, *low, *of_close, *kept
+        )
+        ctx.given, ctx.rest = autocast.Given(*parameters), (heads, eps, eps2, act, dtype, kernels, attention, sizes)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        heads, eps, eps2, act, dtype, kernels, attention, sizes = ctx.rest
+        for_x = ctx.needs_input_grad[0]
+        x, qkv, normed, stats, low_qkv, attended, norm_weight, norm_weight2, *rest = ctx.saved_tensors
+        if dispatch.differentiating(dy):
+            found = autocast.derivable(partial(composed, heads, eps, eps2, act, dtype), ctx, x, dy)
+            return *found, None
+        low, of_close, kept = rest[:6], rest[6:10], tuple(rest[10:])
+        q, k, v = _parts(qkv, x, heads)
+        rows = attended.transpose(1, 2).reshape(len(qkv), -1)
+        ds, dattended, dproj, dproj_bias, *of_rest = kernels.transformer_block_autocast_close_backward(
+            dy, rows, low, of_close, norm_weight2, act.code, *act.defaults
+        )
+        dattended = dattended.view(*x.shape[:2], heads, -1).transpose(1, 2)
+        dqkv = list(attention.backward(dattended, q, k, v, attended, (kept, sizes)))
+        del dattended
+        dx, dnorm, dnorm_bias, dweight, dbias = kernels.transformer_block_autocast_open_backward(
+            dqkv, ds, x, normed, stats, low_qkv, norm_weight
+        )
+        return dx if for_x else None, dnorm, dnorm_bias, dweight, dbias, dproj, dproj_bias, *of_rest, None
+
+
+_record = dispatch.recorder(_TransformerBlock)
+
+
+def composed(
+    heads: int, eps: float, eps2: float, act: Activation, low: torch.dtype, x: Tensor, norm_weight: Tensor,
+    norm_bias: Tensor, qkv: Tensor, qkv_bias: Tensor, proj: Tensor, proj_bias: Tensor, norm_weight2: Tensor,
+    norm_bias2: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor,
+) -> Tensor:  # fmt: skip
+    """The block in torch's operations, its products in ``low``."""
+    normed = F.layer_norm(x, norm_weight.shape, norm_weight, norm_bias, eps).to(low)
+    q, k, v = _parts(F.linear(normed, qkv.to(low), qkv_bias.to(low)).flatten(0, 1), x, heads)
+    attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    s = x + F.linear(attended, proj.to(low), proj_bias.to(low))
+    normed2 = F.layer_norm(s, norm_weight2.shape, norm_weight2, norm_bias2, eps2).to(low)
+    return s + autocast.mlp_of(act, normed2, first, first_bias, second, second_bias)
+
+
+def transformer_block(
+    x: Any, norm: Any, norm2: Any, of_attention: tuple[Tensor | None, ...], of_mlp: tuple[Tensor | None, ...],
+    heads: int, act: str,
+) -> Tensor | None:  # fmt: skip
+    """s + mlp(norm2(s)) for s = x + proj(attention(qkv(norm(x)))); None where this has no kernels for it.
+
+    Args:
+        x: (B, N, C), the stream.
+        norm: the first layer_norm, and ``norm2`` the second one.
+        of_attention: weight and bias of qkv, whose product is (3, heads, size) for each token, and of proj.
+        of_mlp: weight and bias of both layers.
+        act: the activation of the MLP.
+    """
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype is not torch.float32 or not torch.is_grad_enabled():
+        return None
+    gains = [of._parameters.get(name) for of in (norm, norm2) for name in ("weight", "bias")]
+    parameters = (*gains[:2], *of_attention, *gains[2:], *of_mlp)
+    if act not in autocast.MLP_ACTIVATIONS or any(t is None or not t.requires_grad for t in parameters):
+        return None
+    kernels = autocast.kernels_for(x, *parameters)
+    of_both: Any = (*of_attention, *of_mlp)
+    qkv, qkv_bias, proj, proj_bias, first, first_bias, second, second_bias = of_both
+    channels = x.shape[2:]
+    inner, width = first.shape[:1], proj.shape[1:]
+    if (
+        kernels is None
+        or kernels.backend != "cuda"
+        or not x.is_contiguous()
+        or x.numel() == 0
+        or any(t.shape != channels for t in (*gains, proj_bias, second_bias))
+        or qkv.shape != (3 * width[0], *channels)
+        or qkv_bias.shape != qkv.shape[:1]
+        or proj.shape != (*channels, *width)
+        or width[0] % (8 * heads) != 0  # torch pads others for the attention
+        or first.shape != (*inner, *channels)
+        or first_bias.shape != inner
+        or second.shape != (*channels, *inner)
+    ):
+        return None
+    rest = heads, norm.eps, norm2.eps, ACTIVATIONS[act], torch.get_autocast_dtype(x.device.type), kernels
+    return _record(dispatch.unwrap(x), *map(dispatch.unwrap, parameters), rest)  # type: ignore[no-any-return, arg-type]
+
+
+def _fake_open(x: Tensor, parameters: list[Tensor], dtype: torch.dtype, eps: float) -> list[Tensor]:
+    rows = x.numel() // x.shape[-1]
+    low = [torch.empty_like(t, dtype=dtype) for t in (parameters[2], *parameters[4:])]
+    qkv = x.new_empty((rows, len(parameters[2])), dtype=dtype)
+    return [qkv, x.new_empty((rows, x.shape[-1]), dtype=dtype), x.new_empty((2, rows)), *low]
+
+
+def _fake_close(
+    x: Tensor, attended: Tensor, low: list[Tensor], norm_weight: Tensor, norm_bias: Tensor, eps: float, *act: Any
+) -> list[Tensor]:
+    s = x.new_empty((len(attended), x.shape[-1]))
+    return [
+        torch.empty_like(x), s, torch.empty_like(s, dtype=attended.dtype), x.new_empty((2, len(s))),
+        attended.new_empty((len(s), len(low[2]))),
+    ]  # fmt: skip
+
+
+def _fake_close_backward(
+    dy: Tensor, attended: Tensor, low: list[Tensor], kept: list[Tensor], norm_weight: Tensor, *act: Any
+) -> list[Tensor]:
+    proj, proj_bias, *of_mlp = (torch.empty_like(t, dtype=torch.float32) for t in low)
+    norms = [torch.empty_like(norm_weight) for _ in range(2)]
+    return [torch.empty_like(kept[0]), torch.empty_like(attended), proj, proj_bias, *norms, *of_mlp]
+
+
+def _fake_open_backward(
+    dqkv: list[Tensor], ds: Tensor, x: Tensor, normed: Tensor, stats: Tensor, low: Tensor, norm_weight: Tensor
+) -> list[Tensor]:
+    wide = torch.empty_like(low, dtype=torch.float32)
+    norms = [torch.empty_like(norm_weight) for _ in range(2)]
+    return [torch.empty_like(x), *norms, wide, wide.new_empty(len(low))]
+
+
+dispatch.register_fakes(
+    {
+        "transformer_block_autocast_open": _fake_open,
+        "transformer_block_autocast_close": _fake_close,
+        "transformer_block_autocast_close_backward": _fake_close_backward,
+        "transformer_block_autocast_open_backward": _fake_open_backward,
+    }
+)

@@ -1,0 +1,90 @@
+"""Whole blocks, which are for calls that train under autocast; where their kernels do not apply, the steps answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlayers.ops import autocast
+from fastlayers.ops import convolution_chain as chains
+from fastlayers.ops import transformer_block as transformers
+from fastlayers.ops.convolution_chain import Gate
+from fastlayers.patching.calls import plain
+from fastlayers.patching.convolutions import convolution_and_norm, convolution_batch_norm
+
+__all__ = ["all_training", "convolution_chain", "trains_under_autocast", "transformer_block"]
+
+
+def trains_under_autocast(x: Any) -> bool:
+    """Whether a call on x is recorded by autograd, and csrc has kernels for what autocast casts."""
+    if not isinstance(x, Tensor) or not torch.is_grad_enabled():
+        return False
+    kernels = autocast.kernels_for(x)
+    return kernels is not None and kernels.backend == "cuda"
+
+
+def all_training(*modules: Any) -> bool:
+    """Whether these are in training mode, and those of them that drop something drop nothing."""
+    return all(module.training and getattr(module, "p", 0.0) == 0.0 for module in modules)
+
+
+def convolution_chain(
+    x: Any, *layers: Any, acts: tuple[str | None, ...], added: str | None = None, written: str | None = None,
+    gate: tuple[int, str, str] | None = None,
+) -> Tensor:  # fmt: skip
+    """Convolutions, each with its BatchNorm and activation.
+
+    Args:
+        x: images.
+        layers: of each step the convolution and the norm, then those of the shortcut; and of a gate the module, and the
+            two convolutions in it.
+        acts: the activation of each step, the shortcut's at the end.
+        added: what is added before the last step's activation: "x", or the "shortcut" of x.
+        written: "norm" where that sum is written to the result of the norm.
+        gate: after which step it stands, and its activations.
+    """
+    layers, of_gate = layers[: 2 * len(acts)], layers[2 * len(acts) :]
+    found = Gate(gate[0], of_gate[1], gate[1], of_gate[2], gate[2]) if gate is not None else None
+    y = chains.convolution_chain(x, layers, acts, added, found)
+    if y is not None:
+        return y
+    pairs = list(zip(layers[::2], layers[1::2], acts, strict=True))
+    residual = x
+    if added == "shortcut":
+        residual = _step(x, *pairs.pop())
+    for place, (layer, norm, act) in enumerate(pairs):
+        of_product = gate is not None and place == gate[0] + 1
+        if of_product:
+            x = of_gate[0](x)
+        if added is None or place < len(pairs) - 1:
+            x = _step(x, layer, norm, act, of_product)
+        elif plain(norm, nn.BatchNorm2d):
+            x = convolution_batch_norm(layer, x, norm, residual, act, written, of_product)
+        else:  # of a class that activates by itself, which did nothing before the sum
+            x = convolution_and_norm(layer, x, norm, None, of_product)
+            x = x.add_(residual) if written == "norm" else x + residual
+    return x  # type: ignore[no-any-return]
+
+
+def _step(x: Any, layer: Any, norm: Any, act: str | None, of_product: bool = False) -> Tensor:
+    if plain(norm, nn.BatchNorm2d):
+        return convolution_batch_norm(layer, x, norm, None, act, None, of_product)
+    return convolution_and_norm(layer, x, norm, act, of_product)
+
+
+def transformer_block(
+    x: Any, norm: Any, attention: Any, norm2: Any, mlp: Any, *parameters: Tensor | None, heads: int, act: str
+) -> Tensor:
+    """s + mlp(norm2(s)) for s = x + attention(norm(x)).
+
+    Args:
+        parameters: weight and bias of the attention's linear layer for query, key and value and of the one after it,
+            and of both of the MLP.
+    """
+    y = transformers.transformer_block(x, norm, norm2, parameters[:4], parameters[4:], heads, act)
+    if y is not None:
+        return y
+    s = x + attention(norm(x))
+    return s + mlp(norm2(s))  # type: ignore[no-any-return]
