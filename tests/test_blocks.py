@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import patch_model, patch_report, unpatch_model, verify_patch
 from fastlayers.ops import autocast, convolution_chain, layer_norm, transformer_block
 from fastlayers.ops.activations import BY_CODE
+from fastlayers.patching import calls
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -477,6 +478,21 @@ def test_what_is_frozen(kernels, name, kind):
         found.append([out, *torch.autograd.grad(out.float().sin().sum(), wanted)])
     assert_near(*found, 0.05)
     assert (op_of(name) in kernels.called) == (kind == "input")
+
+
+def test_the_steps_of_a_transformer_are_fused_too(kernels, monkeypatch):
+    """Of a stream in a half, which a block is not for, and of frozen parameters."""
+    model, x = patch_model(made("transformer")), given_to("transformer")
+    called: list[dict[str, Any]] = []
+    real = calls.add_layer_norm
+    monkeypatch.setattr(calls, "add_layer_norm", lambda *args, **rest: called.append(rest) or real(*args, **rest))
+    for given, frozen in ((x.bfloat16(), False), (x, True)):
+        model.requires_grad_(not frozen)
+        called.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(given.requires_grad_())
+        assert [options["casts"] is not None for options in called] == [True, True]
+    assert op_of("transformer") not in kernels.called
 
 
 def called_in(model: nn.Module, x: Tensor) -> set[str]:

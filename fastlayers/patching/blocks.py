@@ -11,7 +11,8 @@ from fastlayers.ops import autocast
 from fastlayers.ops import convolution_chain as chains
 from fastlayers.ops import transformer_block as transformers
 from fastlayers.ops.convolution_chain import Gate
-from fastlayers.patching.calls import plain
+from fastlayers.patching import calls
+from fastlayers.patching.calls import Casts, plain
 from fastlayers.patching.convolutions import convolution_and_norm, convolution_batch_norm
 
 __all__ = ["all_training", "convolution_chain", "trains_under_autocast", "transformer_block"]
@@ -75,16 +76,25 @@ def _step(x: Any, layer: Any, norm: Any, act: str | None, of_product: bool = Fal
 
 
 def transformer_block(
-    x: Any, norm: Any, attention: Any, norm2: Any, mlp: Any, *parameters: Tensor | None, heads: int, act: str
-) -> Tensor:
+    x: Any, norm: Any, attention: Any, norm2: Any, mlp: Any, *parameters: Tensor | None, heads: int, act: str,
+    casts: Casts | None = None, casts2: Casts | None = None,
+) -> Tensor:  # fmt: skip
     """s + mlp(norm2(s)) for s = x + attention(norm(x)).
 
     Args:
         parameters: weight and bias of the attention's linear layer for query, key and value and of the one after it,
             and of both of the MLP.
+        casts: whether autocast only casts what the first norm gives, and ``casts2`` the same of the second one.
     """
     y = transformers.transformer_block(x, norm, norm2, parameters[:4], parameters[4:], heads, act)
     if y is not None:
         return y
-    s = x + attention(norm(x))
-    return s + mlp(norm2(s))  # type: ignore[no-any-return]
+    normed, x = calls.add_layer_norm(x, None, casts=casts, **_options(norm))
+    normed, s = calls.add_layer_norm(x, attention(normed), casts=casts2, **_options(norm2))
+    return s + mlp(normed)  # type: ignore[no-any-return]
+
+
+def _options(norm: Any) -> dict[str, Any]:
+    return {
+        "normalized_shape": norm.normalized_shape, "weight": norm.weight, "bias": norm.bias, "eps": norm.eps
+    }  # fmt: skip

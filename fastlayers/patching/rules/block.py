@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers.patching import calls
 from fastlayers.patching.blocks import all_training, convolution_chain, trains_under_autocast, transformer_block
+from fastlayers.patching.casting import cast_by
 from fastlayers.patching.convolutions import convnext_block, drop_nothing, forked_convolution
 from fastlayers.patching.graph import Attribute, Op, View, original_class
 from fastlayers.patching.reasons import Refusal
@@ -349,8 +350,9 @@ def find_transformer_block(view: View, node: Node) -> Iterator[Match | Refusal]:
     args = (x, *(Attribute(str(path)) for path in modules), *linear, weight, bias, weight2, bias2)
     drops = [str(op.child) for op in (*absorbed, *absorbed_too) if op.name == "dropout"]
     ops = (norm, call, *passed_too, first_add, norm2, closed, *passed, add)
+    options = {"heads": heads, "act": act, "casts": cast_by(view, norm.node), "casts2": cast_by(view, norm2.node)}
     yield Match(
-        ops, transformer_block, args, {"heads": heads, "act": act}, (x,), absorbed=(*absorbed, *absorbed_too),
+        ops, transformer_block, args, options, (x,), absorbed=(*absorbed, *absorbed_too),
         condition=(all_training, str(call.child), *drops),
     )  # fmt: skip
 
