@@ -183,7 +183,11 @@ std::vector<Tensor> convolution_chain_autocast_backward(const Tensor& dy, const 
     const Tensor& low = kept.low(i);
     Tensor& dweight = found[1 + kWeights * i];
     if (!is_product(input, low, plan.steps[i].geometry) || !is_channels_last(d)) {
-      auto [dinput, half] = convolution_gradients(d, input, low, plan.steps[i].geometry, for_input, true);
+      // One after the other where memory is what is scarce: of depthwise ones cuDNN's workspace is as large as the result.
+      const Geometry& g = plan.steps[i].geometry;
+      const bool apart = for_input && g.groups > 1 && g.groups == input.size(1);
+      auto [dinput, half] = convolution_gradients(d, input, low, g, for_input && !apart, true);
+      if (apart) dinput = std::get<0>(convolution_gradients(d, input, low, g, true, false));
       dweight = half;
       halves.push_back(&dweight);
       return add && for_input ? scale_add(dinput, std::nullopt, std::nullopt, 1.0, *add, x.scalar_type()) : dinput;

@@ -70,7 +70,7 @@ class Pool {
   }
 
  private:
-  static constexpr int64_t kElements = 1 << 14, kMost = kElements / 4, kStep = 64;  // elements; 16-bit ones stay aligned to the vector
+  static constexpr int64_t kElements = 1 << 13, kMost = kElements / 2, kStep = 64;  // elements; 16-bit ones stay aligned to the vector
   struct Chunk {
     ScalarType dtype;
     int32_t device;
