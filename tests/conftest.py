@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    # Each of these is minutes of a process: begun last, one would be waited for with the other cores idle.
+    items.sort(key=lambda item: item.path.name != "test_triton.py")
 
 
 @pytest.fixture(autouse=True)
