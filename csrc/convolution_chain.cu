@@ -59,8 +59,8 @@ struct Kept {
   const Tensor& gate(int64_t k) const { return all[3 * steps + inner + 1 + k]; }
 };
 
-// Whether a convolution of an image is a matrix product of its pixels as they lie in memory. The calls of one cost the host half of cuDNN's,
-// at the same time of the GPU (H100, 32 shapes of ResNet-50 and EfficientNet-B0), and it gives the gradient of the weight in float32.
+// Whether a convolution of an image is a matrix product of its pixels as they lie in memory. The calls for its gradients cost the host half
+// of cuDNN's, at the same time of the GPU (H100, 32 shapes of ResNet-50 and EfficientNet-B0), and that of the weight comes in float32.
 bool is_product(const Tensor& x, const Tensor& low, const Geometry& g) {
   return low.size(2) == 1 && low.size(3) == 1 && g.groups == 1 && g.stride[0] == 1 && g.stride[1] == 1 && g.padding[0] == 0 &&
          g.padding[1] == 0 && is_channels_last(x);
