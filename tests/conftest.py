@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    # Each of these is minutes of a process: begun last, one would be waited for with the other cores idle.
+    # Some of these take minutes: begun last, one would be waited for with the other cores idle.
     items.sort(key=lambda item: item.path.name != "test_triton.py")
 
 

@@ -59,20 +59,21 @@ def convolution_chain(
         of_product = gate is not None and place == gate[0] + 1
         if of_product:
             x = of_gate[0](x)
-        if added is None or place < len(pairs) - 1:
-            x = _step(x, layer, norm, act, of_product)
-        elif plain(norm, nn.BatchNorm2d):
-            x = convolution_batch_norm(layer, x, norm, residual, act, written, of_product)
-        else:  # of a class that activates by itself, which did nothing before the sum
-            x = convolution_and_norm(layer, x, norm, None, of_product)
-            x = x.add_(residual) if written == "norm" else x + residual
+        is_last = added is not None and place == len(pairs) - 1
+        x = _step(x, layer, norm, act, of_product, residual if is_last else None, written)
     return x  # type: ignore[no-any-return]
 
 
-def _step(x: Any, layer: Any, norm: Any, act: str | None, of_product: bool = False) -> Tensor:
+def _step(
+    x: Any, layer: Any, norm: Any, act: str | None, of_product: bool = False, residual: Any = None,
+    written: str | None = None,
+) -> Tensor:  # fmt: skip
     if plain(norm, nn.BatchNorm2d):
-        return convolution_batch_norm(layer, x, norm, None, act, None, of_product)
-    return convolution_and_norm(layer, x, norm, act, of_product)
+        return convolution_batch_norm(layer, x, norm, residual, act, written, of_product)
+    y = convolution_and_norm(layer, x, norm, act, of_product)  # it activates by itself, and not before a sum
+    if residual is None:
+        return y
+    return y.add_(residual) if written == "norm" else y + residual
 
 
 def transformer_block(

@@ -21,7 +21,7 @@ from fastlayers.patching.graph import Attribute, Op, View, original_class
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.bias_act import find_mlp
-from fastlayers.patching.rules.convolution import find_batch_norm
+from fastlayers.patching.rules.convolution import find_batch_norm, fits
 from fastlayers.patching.rules.elementwise import addition, find_squeeze_excite, mean_over_space
 from fastlayers.patching.rules.norm import activation, behind
 from fastlayers.patching.trace import record_child
@@ -143,16 +143,17 @@ def only_step(view: View, node: Any) -> Match | None:
 
 
 def find_convolution_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
-    summed = addition(view, node)
-    if isinstance(summed, Op) and (summed.child is not None or summed["input"] is summed["other"]):
+    found = addition(view, node)
+    summed = found if isinstance(found, Op) else None
+    if summed is not None and (summed.child is not None or summed["input"] is summed["other"]):
         return
-    for last, residual, passed, written in ends(view, node, summed if isinstance(summed, Op) else None):
+    for last, residual, passed, written in ends(view, node, summed):
         step = only_step(view, last)
-        if step is None or (residual is None and "residual" in step.kwargs and summed is not None):
+        if step is None or (summed is not None and step.kwargs.keys() & {"act", "residual"}):
             continue
         residual = step.kwargs.get("residual", residual)
         written = step.kwargs.get("written", written)
-        if written == "residual" or (isinstance(summed, Op) and (step.kwargs.keys() & {"act", "residual"})):
+        if written == "residual":
             continue
         chain = Chain()
         chain.put(step)
@@ -160,11 +161,7 @@ def find_convolution_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
         begin = shortcut.start if shortcut is not None else residual
         while chain.length < MOST_STEPS and chain.start is not begin and extend(view, chain):
             pass
-        if residual is not None and chain.start is not begin and residual is not chain.start:
-            continue
-        if residual is not None and residual is chain.start:
-            shortcut = None
-        if chain.length < 2:
+        if chain.length < 2 or (residual is not None and chain.start is not begin):
             continue
         args, acts, ops, absorbed = chain.args, chain.acts, chain.ops, chain.absorbed
         kwargs: dict[str, Any] = {}
@@ -179,7 +176,7 @@ def find_convolution_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
             behind_gate, act, end = chain.gate
             kwargs["gate"] = (chain.length - behind_gate - 1, act, end)
             args = (*args, *chain.of_gate)
-        if isinstance(summed, Op):
+        if summed is not None:
             ops = (*ops, *passed, summed)
         x = chain.start
         kwargs["acts"] = acts
@@ -300,19 +297,12 @@ def shortcut_of(view: View, node: Any) -> Chain | None:
     if norm is None or len(norm["input"].paths) != 1 or len(norm.sequentials) != 1:
         return None
     (path,) = norm["input"].paths
-    layer: Any = view.root.get_submodule(path)
-    batch_norm: Any = view.root.get_submodule(str(norm.child))
-    if (
-        original_class(layer) is not nn.Conv2d
-        or original_class(batch_norm) is not nn.BatchNorm2d
-        or layer.bias is not None
-        or is_parametrized(layer)
-        or is_parametrized(batch_norm)
-    ):
+    conv = Op("convolution", node, {"input": node.args[0]}, child=path)
+    if not fits(view, conv, norm):
         return None
     chain.args, chain.acts, chain.start = (Attribute(path), Attribute(str(norm.child))), (None,), node.args[0]
     call = Op("batch_norm", node, {"input": node.args[0]}, child=norm.child, sequentials=norm.sequentials)
-    chain.ops, chain.absorbed = (call,), (Op("convolution", node, {"input": node.args[0]}, child=path),)
+    chain.ops, chain.absorbed = (call,), (conv,)
     return chain
 
 
