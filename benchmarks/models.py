@@ -104,7 +104,8 @@ class Process:
         command = [sys.executable, "-m", "benchmarks.model_worker", job.network.name, job.mode, str(self.result)]
         command += ["--device", settings.device, "--seconds", str(settings.seconds)]
         command += ["--tiny"] * settings.tiny + ["--compile-only"] * compile_only
-        variables = {"PYTHONPATH": str(ROOT)} | ({"TORCHINDUCTOR_COMPILE_THREADS": str(threads)} if threads else {})
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {"PYTHONPATH": paths} | ({"TORCHINDUCTOR_COMPILE_THREADS": str(threads)} if threads else {})
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, cwd=ROOT, env=os.environ | variables
@@ -167,7 +168,7 @@ def run(
     if resume and path.exists():
         results.keep(json.loads(path.read_text()))
     jobs = [job for job in jobs if not results.has(job)]
-    to_compile = [job for job in jobs if job.mode in COMPILED]
+    to_compile = [job for job in jobs if job.mode in COMPILED and job.id not in results.compile_s]
     if settings.device == "cuda" and len(to_compile) > 1:
         results.compile_s |= compile_ahead(to_compile, settings, late, report)
     results.save()
