@@ -1490,8 +1490,6 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const std::
                  "batch_norm_train");
 }
 
-namespace {
-
 // The same with the mean and the unbiased variance of each channel, and no running ones: of a graph, in which nothing is written.
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_moments(const Tensor& x, const std::optional<Tensor>& residual,
                                                               const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
@@ -1502,6 +1500,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_moments(const Tensor& x, c
       forward(x, residual, {weight, bias, none, none, none}, 1.0, eps, act, true, true, true, "batch_norm_moments", &moments);
   return {y, stats, bits, moments};
 }
+
+namespace {
 
 template <typename T>
 __global__ void __launch_bounds__(kUpdateThreads) update_running(T* mean, T* var, int64_t* batches, const compute_t<T>* moments,

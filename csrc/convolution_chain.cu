@@ -79,31 +79,39 @@ Tensor convolved(const Tensor& x, const Tensor& low, const Geometry& g) {
 // The memory of a tensor in another one's layout.
 Tensor like(const Tensor& t, const Tensor& other) { return reinterpreted(t, dims_of(other.sizes()), dims_of(other.strides())); }
 
-std::vector<Tensor> convolution_chain_autocast(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> of_gate,
-                                               std::vector<Tensor> statistics, std::vector<int64_t> ints, std::vector<double> floats,
-                                               std::vector<int64_t> about) {
-  const char* op = "convolution_chain_autocast";
+// What the forward gives: the result, and what is kept. It updates `statistics`, or where there are none gives at the end what they would
+// be updated with.
+std::vector<Tensor> forward(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& of_gate,
+                            const std::vector<Tensor>* statistics, const std::vector<int64_t>& ints, const std::vector<double>& floats,
+                            const std::vector<int64_t>& about, const char* op) {
   const Pool pool;
   const Plan plan(ints, about, op);
   const int64_t steps = static_cast<int64_t>(plan.steps.size()), length = plan.length();
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 4 && x.numel() > 0 && static_cast<int64_t>(weights.size()) == kWeights * steps &&
-                      static_cast<int64_t>(statistics.size()) == kStats * steps && static_cast<int64_t>(floats.size()) == kFloats * steps &&
-                      of_gate.size() == (plan.gated < 0 ? 0 : kGate),
+                      (!statistics || static_cast<int64_t>(statistics->size()) == kStats * steps) &&
+                      static_cast<int64_t>(floats.size()) == kFloats * steps && of_gate.size() == (plan.gated < 0 ? 0 : kGate),
                   "fastlayers::", op, ": expected images, and for each step its parameters, statistics and numbers");
   Parameters wide;
   for (int64_t i = 0; i < steps; ++i) wide.push_back(weights[kWeights * i]);
   for (const Tensor& t : of_gate) wide.push_back(t);
   const Parameters low = narrowed(wide, x.scalar_type(), op);
 
-  std::vector<Tensor> kept, results, gate;
+  std::vector<Tensor> kept, results, gate, moments(statistics ? 0 : steps);
   Tensor bits = nothing(x);
   const auto norm = [&](const Tensor& z, int64_t i, const std::optional<Tensor>& residual) {
     const bool packs = plan.packs() && i == length - 1;
-    const auto [y, stats, packed] = batch_norm_train(
-        z, residual, weights[kWeights * i + 1], weights[kWeights * i + 2], statistics[kStats * i], statistics[kStats * i + 1],
-        floats[kFloats * i], floats[kFloats * i + 1], plan.steps[i].act, packs, statistics[kStats * i + 2]);
+    const Tensor &gain = weights[kWeights * i + 1], &shift = weights[kWeights * i + 2];
+    const double momentum = floats[kFloats * i], eps = floats[kFloats * i + 1];
+    Tensor y, stats, packed;
+    if (statistics) {
+      const Tensor* own = &(*statistics)[kStats * i];
+      std::tie(y, stats, packed) =
+          batch_norm_train(z, residual, gain, shift, own[0], own[1], momentum, eps, plan.steps[i].act, packs, own[2]);
+    } else {
+      std::tie(y, stats, packed, moments[i]) = batch_norm_moments(z, residual, gain, shift, eps, plan.steps[i].act);
+    }
     if (packs) bits = packed;
-    for (const Tensor* t : {&*low[i], &z, &stats}) kept.push_back(*t);
+    for (const Tensor& t : {*low[i], z, stats}) kept.push_back(t);
     return y;
   };
   Tensor h = x;
@@ -136,8 +144,20 @@ std::vector<Tensor> convolution_chain_autocast(const Tensor& x, std::vector<Tens
   kept.insert(kept.begin(), h);
   for (const std::vector<Tensor>* more : {&of_shortcut, &results}) kept.insert(kept.end(), more->begin(), more->end());
   kept.push_back(bits);
-  kept.insert(kept.end(), gate.begin(), gate.end());
+  for (const std::vector<Tensor>* more : {&gate, &moments}) kept.insert(kept.end(), more->begin(), more->end());
   return kept;
+}
+
+std::vector<Tensor> convolution_chain_autocast(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> of_gate,
+                                               std::vector<Tensor> statistics, std::vector<int64_t> ints, std::vector<double> floats,
+                                               std::vector<int64_t> about) {
+  return forward(x, weights, of_gate, &statistics, ints, floats, about, "convolution_chain_autocast");
+}
+
+// Of a graph, which updates the statistics itself.
+std::vector<Tensor> convolution_chain_moments(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> of_gate,
+                                              std::vector<int64_t> ints, std::vector<double> floats, std::vector<int64_t> about) {
+  return forward(x, weights, of_gate, nullptr, ints, floats, about, "convolution_chain_moments");
 }
 
 // The gradients of x, if that is wanted, and of all parameters: of each step those of the weight and of the norm's, and of the gate.
@@ -249,5 +269,6 @@ std::vector<Tensor> convolution_chain_autocast_backward(const Tensor& dy, const 
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
   m.impl("convolution_chain_autocast", TORCH_BOX(&fastlayers::convolution_chain_autocast));
+  m.impl("convolution_chain_moments", TORCH_BOX(&fastlayers::convolution_chain_moments));
   m.impl("convolution_chain_autocast_backward", TORCH_BOX(&fastlayers::convolution_chain_autocast_backward));
 }

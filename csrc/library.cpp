@@ -31,6 +31,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("convnext_block_autocast(Tensor x, Tensor conv_weight, Tensor conv_bias, Tensor norm_weight, Tensor norm_bias, Tensor weight, Tensor bias, Tensor weight2, Tensor bias2, Tensor gamma, ScalarType dtype, int[] padding, float eps, int act, float first, float second) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("convnext_block_autocast_backward(Tensor dy, Tensor low_x, Tensor low_conv, Tensor z, Tensor stats, Tensor normed, Tensor product, Tensor low, Tensor low_bias, Tensor low2, Tensor last, Tensor norm_weight, Tensor gamma, int[] padding, int act, float first, float second, bool dx, bool wide) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("convolution_chain_autocast(Tensor x, Tensor[] weights, Tensor[] gate, Tensor(a!)[] statistics, int[] ints, float[] floats, int[] about) -> Tensor[]");
+  m.def("convolution_chain_moments(Tensor x, Tensor[] weights, Tensor[] gate, int[] ints, float[] floats, int[] about) -> Tensor[]");
   m.def("convolution_chain_autocast_backward(Tensor dy, Tensor x, Tensor[] kept, Tensor[] norms, int[] ints, int[] about, bool dx) -> Tensor[]");
   m.def("transformer_block_autocast_open(Tensor x, Tensor[] parameters, ScalarType dtype, float eps) -> Tensor[]");
   m.def("transformer_block_autocast_close(Tensor x, Tensor attended, Tensor[] low, Tensor norm_weight, Tensor norm_bias, float eps, int act, float first, float second) -> Tensor[]");

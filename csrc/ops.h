@@ -11,13 +11,16 @@ std::tuple<Tensor, Tensor, std::optional<Tensor>> bias_act_gradients(const Tenso
                                                                      const std::optional<Tensor>& bias, int64_t act, double first,
                                                                      double second, bool dbias, std::optional<ScalarType> dtype, bool keep);
 
-// act(batch_norm(x) + residual) in training, the mean and rstd of each channel, and where relu let through; the gradients of x, of the
-// residual, of the weight and of the bias: batch_norm.cu.
+// act(batch_norm(x) + residual) in training, the mean and rstd of each channel, and where relu let through; the same with the moments that
+// the running statistics are updated with; the gradients of x, of the residual, of the weight and of the bias: batch_norm.cu.
 std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const std::optional<Tensor>& residual,
                                                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                                     const std::optional<Tensor>& running_mean,
                                                     const std::optional<Tensor>& running_var, double momentum, double eps,
                                                     int64_t act, bool bits, const std::optional<Tensor>& batches);
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_moments(const Tensor& x, const std::optional<Tensor>& residual,
+                                                              const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                                                              double eps, int64_t act);
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& dy, const Tensor& x,
                                                                   const std::optional<Tensor>& residual,
                                                                   const std::optional<Tensor>& bits, const std::optional<Tensor>& weight,

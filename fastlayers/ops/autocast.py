@@ -36,6 +36,7 @@ FAMILY = dispatch.Family(
     cpu=False,
     csrc_only=(
         "convolution_chain_autocast",
+        "convolution_chain_moments",
         "convolution_chain_autocast_backward",
         "transformer_block_autocast_open",
         "transformer_block_autocast_close",
@@ -61,14 +62,27 @@ def dtype_of(t: Tensor) -> torch.dtype:
 
 def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     """The kernels where autocast casts these from float32 to a half, of x only what is not there yet; else None."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _are_cast(x, *parameters):
         return None
+    return FAMILY.serving(x)
+
+
+def block_kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
+    """The same for a whole block, which csrc alone has kernels for, and which graphs of torch.compile may hold."""
+    if torch.compiler.is_compiling():
+        held = dispatch.graph_keeps_kernel(x) and dispatch.graph_holds_functions() and _are_cast(x, *parameters)
+        return FAMILY.in_graphs if held else None
+    kernels = kernels_for(x, *parameters)
+    return kernels if kernels is not None and kernels.backend == "cuda" else None
+
+
+def _are_cast(x: Tensor, *parameters: Tensor | None) -> bool:
     device = x.device
     if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):
-        return None
+        return False
     low = torch.get_autocast_dtype(device.type)
     if low not in HALF or (x.dtype is not low and x.dtype is not torch.float32):
-        return None
+        return False
     index = x.get_device()
     for t in parameters:
         if t is not None and not (
@@ -77,8 +91,8 @@ def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
             and t.get_device() == index
             and (t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)))
         ):
-            return None
-    return FAMILY.serving(x)
+            return False
+    return True
 
 
 class Given:

@@ -57,6 +57,14 @@ class _ConvNeXtBlock(torch.autograd.Function):
 _record = dispatch.recorder(_ConvNeXtBlock)
 
 
+@dispatch.in_graph
+def _apply(
+    x: Tensor, parameters: list[Tensor], padding: tuple[int, ...], eps: float, act: str, dtype: torch.dtype
+) -> Tensor:
+    rest = padding, eps, ACTIVATIONS[act], dtype, autocast.FAMILY.in_graphs
+    return _ConvNeXtBlock.apply(x, *parameters, *rest)[0]  # type: ignore[no-any-return]
+
+
 def _composed(
     low: torch.dtype, padding: tuple[int, ...], eps: float, act: Activation, x: Tensor, conv_weight: Tensor,
     conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor,
@@ -75,9 +83,10 @@ def convnext_block(
     """x + gamma·mlp(layer_norm(layer(x))), of a Conv2d; None where this has no kernels for it."""
     conv_weight, conv_bias = layer.weight, layer.bias
     parameters = (conv_weight, conv_bias, norm_weight, norm_bias, weight, bias, weight2, bias2, gamma)
-    if torch.compiler.is_compiling() or any(t is None for t in parameters):
+    if any(t is None for t in parameters):
         return None
-    kernels = autocast.kernels_for(x, *parameters)
+    of_kernels = autocast.block_kernels_for if torch.compiler.is_compiling() else autocast.kernels_for
+    kernels = of_kernels(x, *parameters)
     if (
         kernels is None
         or x.dim() != 4
@@ -104,7 +113,10 @@ def convnext_block(
         or weight2.shape != (channels, *inner)
     ):
         return None
-    rest = layer.padding, eps, ACTIVATIONS[act], torch.get_autocast_dtype(x.device.type), kernels
+    dtype = torch.get_autocast_dtype(x.device.type)
+    if torch.compiler.is_compiling():
+        return _apply(x, list(parameters), layer.padding, eps, act, dtype)
+    rest = layer.padding, eps, ACTIVATIONS[act], dtype, kernels
     return _record(dispatch.unwrap(x), *map(dispatch.unwrap, parameters), *rest)[0]  # type: ignore[no-any-return]
 
 

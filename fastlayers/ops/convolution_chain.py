@@ -8,6 +8,7 @@ one launch that casts all weights and one that casts their gradients.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,32 @@ class _ConvolutionChain(torch.autograd.Function):
 
 
 _record = dispatch.recorder(_ConvolutionChain)
+
+
+@dispatch.in_graph
+def _apply(
+    x: Tensor, parameters: list[Tensor], statistics: list[Tensor], ints: list[int], floats: list[float],
+    about: list[int],
+) -> Tensor:  # fmt: skip
+    raw = autocast.FAMILY.in_graphs
+    kernels = SimpleNamespace(
+        convolution_chain_autocast=partial(_functional, raw),
+        convolution_chain_autocast_backward=raw.convolution_chain_autocast_backward,
+    )
+    return _ConvolutionChain.apply(x, *parameters, (Plan(ints, floats, about), statistics, kernels))  # type: ignore[no-any-return]
+
+
+def _functional(
+    kernels: Any, x: Tensor, weights: list[Tensor], of_gate: list[Tensor], statistics: list[Tensor], ints: list[int],
+    floats: list[float], about: list[int],
+) -> list[Tensor]:  # fmt: skip
+    """The forward by ops that AOTAutograd can make functional: none that gives tensors writes others."""
+    steps = len(ints) // INTS
+    found = kernels.convolution_chain_moments(x, weights, of_gate, ints, floats, about)
+    for step, moments in enumerate(found[-steps:]):
+        mean, var, batches = statistics[3 * step : 3 * step + 3]
+        torch.ops.fastlayers.batch_norm_update_(mean, var, batches, moments, floats[2 * step])
+    return found[:-steps]  # type: ignore[no-any-return]
 
 
 def composed(plan: Plan, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -190,9 +217,11 @@ def convolution_chain(
         about[1:] = gate.after, ACTIVATIONS[gate.act].code, ACTIVATIONS[gate.end].code
     if added is not None and not _adds_up(x.shape, layers, added):
         return None
-    kernels = autocast.kernels_for(x, *parameters)
-    if kernels is None or kernels.backend != "cuda":
+    kernels = autocast.block_kernels_for(x, *parameters)
+    if kernels is None:
         return None
+    if torch.compiler.is_compiling():
+        return _apply(x.to(autocast.dtype_of(x)), parameters, statistics, ints, floats, about)
     rest = Plan(ints, floats, about), statistics, kernels
     return _record(autocast.lowered(x), *map(dispatch.unwrap, parameters), rest)  # type: ignore[no-any-return]
 
@@ -277,4 +306,17 @@ def _fake_backward(
     return found
 
 
-dispatch.register_fakes({"convolution_chain_autocast": _fake, "convolution_chain_autocast_backward": _fake_backward})
+def _fake_moments(
+    x: Tensor, weights: list[Tensor], of_gate: list[Tensor], ints: list[int], floats: list[float], about: list[int]
+) -> list[Tensor]:
+    kept = _fake(x, weights, of_gate, [], ints, floats, about)
+    return [*kept, *(kept[3 + 3 * step].new_empty(kept[3 + 3 * step].shape) for step in range(len(ints) // INTS))]
+
+
+dispatch.register_fakes(
+    {
+        "convolution_chain_autocast": _fake,
+        "convolution_chain_moments": _fake_moments,
+        "convolution_chain_autocast_backward": _fake_backward,
+    }
+)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fastlayers import backends
@@ -37,8 +38,16 @@ def composing() -> bool:
 
 
 def differentiating(dy: Tensor) -> bool:
-    """Whether a backward must itself be made of torch ops: under ``create_graph``, vmapped, or on a tensor subclass."""
-    return torch.is_grad_enabled() or type(dy) not in PLAIN or _is_batched(dy) or composing()
+    """Whether a backward must itself be made of torch ops: under ``create_graph``, vmapped, or on a tensor subclass.
+
+    Not on that of AOTAutograd, which puts the kernels into its graphs.
+    """
+    return (
+        torch.is_grad_enabled()
+        or (type(dy) not in PLAIN and not isinstance(dy, FunctionalTensor))
+        or _is_batched(dy)
+        or composing()
+    )
 
 
 #: A tensor that outlived the functorch transform which wrapped it, without the wrapper; any other as it is.
@@ -105,6 +114,12 @@ class Family:
             backends.refuse(f"csrc has no {self.name} for CPU tensors; torch's own serves them")
         self._by_device[device] = kernels
         return kernels
+
+    @cached_property
+    def in_graphs(self) -> SimpleNamespace:
+        """The raw ops of ``csrc``, as what :func:`in_graph` marks calls them."""
+        packets = {op: getattr(torch.ops.fastlayers, op).default for op in (*self._ops, *self._csrc_only)}
+        return SimpleNamespace(backend="cuda", **packets)
 
 
 @cache
@@ -197,9 +212,30 @@ def graph_holds_csrc() -> bool:
     return backends.choose(torch.device("cuda")) == "cuda"
 
 
+_in_graphs: list[Callable[..., Any]] = []
+
+
+def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Dynamo put calls of a function into its graphs as they are; AOTAutograd then looks into it.
+
+    So a Function of eager mode serves graphs, too: they hold the raw ops of its forward and of its backward. Dynamo is
+    told by :func:`graph_holds_functions`.
+    """
+    _in_graphs.append(function)
+    return function
+
+
+def graph_holds_functions() -> bool:
+    """Whether graphs hold what :func:`in_graph` marks, which Dynamo knows from then on."""
+    for function in _in_graphs:
+        torch.compiler.allow_in_graph(function)
+    return graph_holds_csrc()
+
+
 # What torch.compiler.assume_constant_result does, without importing Dynamo (and Triton) for it: seconds of an import.
 _is_gpu_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 graph_holds_csrc._dynamo_marked_constant = True  # type: ignore[attr-defined]
+graph_holds_functions._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def graph_keeps_kernel(x: Tensor) -> bool:

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers.ops import autocast, dispatch
 from fastlayers.ops.activations import ACTIVATIONS, Activation
@@ -73,6 +76,19 @@ ATTENTIONS = {1: Attention(_flash, _flash_backward), 3: Attention(_cudnn, _cudnn
 ANY = Attention(_any, _any_backward)
 
 
+def _chosen(q: Tensor, k: Tensor, v: Tensor) -> Attention:
+    """What torch would take for these, which it says of tensors in memory alone: in a graph, of some that are alike."""
+    if not q.is_cuda:
+        return ANY
+    if isinstance(q, FakeTensor | FunctionalTensor):
+        if not all(type(size) is int for size in (*q.shape, *q.stride())):
+            return ANY
+        with _disable_current_modes():
+            alike = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
+            return ATTENTIONS.get(_choice(alike, alike, alike), ANY)
+    return ATTENTIONS.get(_choice(q, k, v), ANY)
+
+
 def _parts(qkv: Tensor, x: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Query, key and value, (B, heads, N, size)."""
     return qkv.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
@@ -89,7 +105,7 @@ class _TransformerBlock(torch.autograd.Function):
         of_open = [*parameters[:6], *parameters[8:]]
         qkv, normed, stats, low_qkv, *low = kernels.transformer_block_autocast_open(x, of_open, dtype, eps)
         q, k, v = _parts(qkv, x, heads)
-        attention = ATTENTIONS.get(_choice(q, k, v), ANY) if x.is_cuda else ANY
+        attention = _chosen(q, k, v)
         attended, (kept, sizes) = attention.forward(q, k, v)
         rows = attended.transpose(1, 2).reshape(len(qkv), -1)
         y, *of_close = kernels.transformer_block_autocast_close(
@@ -127,6 +143,14 @@ class _TransformerBlock(torch.autograd.Function):
 _record = dispatch.recorder(_TransformerBlock)
 
 
+@dispatch.in_graph
+def _apply(
+    x: Tensor, parameters: list[Tensor], heads: int, eps: float, eps2: float, act: str, dtype: torch.dtype
+) -> Tensor:
+    rest = heads, eps, eps2, ACTIVATIONS[act], dtype, autocast.FAMILY.in_graphs
+    return _TransformerBlock.apply(x, *parameters, rest)  # type: ignore[no-any-return]
+
+
 def composed(
     heads: int, eps: float, eps2: float, act: Activation, low: torch.dtype, x: Tensor, norm_weight: Tensor,
     norm_bias: Tensor, qkv: Tensor, qkv_bias: Tensor, proj: Tensor, proj_bias: Tensor, norm_weight2: Tensor,
@@ -160,14 +184,13 @@ def transformer_block(
     parameters = (*gains[:2], *of_attention, *gains[2:], *of_mlp)
     if act not in autocast.MLP_ACTIVATIONS or any(t is None or not t.requires_grad for t in parameters):
         return None
-    kernels = autocast.kernels_for(x, *parameters)
+    kernels = autocast.block_kernels_for(x, *parameters)
     of_both: Any = (*of_attention, *of_mlp)
     qkv, qkv_bias, proj, proj_bias, first, first_bias, second, second_bias = of_both
     channels = x.shape[2:]
     inner, width = first.shape[:1], proj.shape[1:]
     if (
         kernels is None
-        or kernels.backend != "cuda"
         or not x.is_contiguous()
         or x.numel() == 0
         or any(t.shape != channels for t in (*gains, proj_bias, second_bias))
@@ -180,7 +203,10 @@ def transformer_block(
         or second.shape != (*channels, *inner)
     ):
         return None
-    rest = heads, norm.eps, norm2.eps, ACTIVATIONS[act], torch.get_autocast_dtype(x.device.type), kernels
+    dtype = torch.get_autocast_dtype(x.device.type)
+    if torch.compiler.is_compiling():
+        return _apply(x, list(parameters), heads, norm.eps, norm2.eps, act, dtype)  # type: ignore[arg-type]
+    rest = heads, norm.eps, norm2.eps, ACTIVATIONS[act], dtype, kernels
     return _record(dispatch.unwrap(x), *map(dispatch.unwrap, parameters), rest)  # type: ignore[no-any-return, arg-type]
 
 

@@ -22,8 +22,7 @@ def trains_under_autocast(x: Any) -> bool:
     """Whether a call on x is recorded by autograd, and csrc has kernels for what autocast casts."""
     if not isinstance(x, Tensor) or not torch.is_grad_enabled():
         return False
-    kernels = autocast.kernels_for(x)
-    return kernels is not None and kernels.backend == "cuda"
+    return autocast.block_kernels_for(x) is not None
 
 
 def all_training(*modules: Any) -> bool:

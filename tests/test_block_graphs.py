@@ -1,0 +1,204 @@
+"""Whole blocks in graphs of torch.compile: raw ops, forward and backward, in one graph without a break.
+
+On a CPU the stand-ins of test_blocks are registered as the raw ops' kernels while a test runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from harness import DRAWS, excess, greatest_error, needs_gpu, same_bits
+from test_autocast import ConvNeXtBlock
+from test_blocks import BLOCKS, Blocks, given_to, made, results
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from fastlayers import patch_model
+from fastlayers.ops import autocast, dispatch
+
+#: What graphs do not hold: it writes statistics and gives tensors.
+NOT_FUNCTIONAL = "convolution_chain_autocast"
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.fastlayers, "convolution_chain_moments"), reason="csrc is not built"
+)
+
+
+class Held(Blocks):
+    """The stand-ins, and those of ops that graphs alone hold."""
+
+    def convolution_chain_moments(self, x, weights, of_gate, ints, floats, about):
+        fresh: list[Tensor] = []
+        for gain in weights[1::3]:
+            fresh += torch.zeros_like(gain), torch.zeros_like(gain), torch.tensor(0)
+        eps = [number for step in floats[1::2] for number in (1.0, step)]
+        found = self.convolution_chain_autocast(x, weights, of_gate, fresh, ints, eps, about)
+        self.called[-1] = "convolution_chain_moments"
+        return [*found, *map(torch.stack, zip(fresh[::3], fresh[1::3], strict=True))]
+
+    def batch_norm_update_(self, mean, var, batches, moments, momentum):
+        self.called.append("batch_norm_update_")
+        batches.add_(1)
+        for running, moment in ((mean, moments[0]), (var, moments[1])):
+            running.mul_(1 - momentum).add_(momentum * moment)
+
+
+def owned(stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """What a stand-in gives in memory of its own, as an op has to."""
+
+    def call(*args: Any) -> Any:
+        found = stand_in(*args)
+        return found if found is None else type(found)(t.clone() for t in found)
+
+    return call
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> Iterator[Blocks]:
+    found = Held()
+    monkeypatch.setattr(dispatch, "graph_keeps_kernel", lambda x: True)
+    monkeypatch.setattr(dispatch, "graph_holds_csrc", lambda: True)
+    library = torch.library.Library("fastlayers", "IMPL", "CPU")
+    for name in vars(autocast.FAMILY.in_graphs):
+        if hasattr(found, name) and name not in ("backend", NOT_FUNCTIONAL):
+            library.impl(name, owned(getattr(found, name)))
+    library.impl("batch_norm_update_", found.batch_norm_update_)
+    torch._dynamo.reset()
+    yield found
+    library._destroy()
+    torch._dynamo.reset()
+
+
+def compiled(model: nn.Module, graphs: list[Any], backend: Any = None) -> nn.Module:
+    """It as one graph, which is run as it is; the graphs of forward and backward are put into the list."""
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    return torch.compile(model, fullgraph=True, backend=backend or aot_autograd(fw_compiler=keep))  # type: ignore[return-value]
+
+
+EACH_BLOCK = pytest.mark.parametrize("name", [*BLOCKS, "convnext"])
+OPS = {
+    "transformer": ("transformer_block_autocast_open", "transformer_block_autocast_close"),
+    "convnext": ("convnext_block_autocast",),
+}
+
+
+def block(name: str, device: str = "cpu") -> nn.Module:
+    if name in BLOCKS:
+        return made(name, device)
+    torch.manual_seed(0)
+    return ConvNeXtBlock().to(device)
+
+
+def given(name: str, draw: int = 0, device: str = "cpu") -> Tensor:
+    if name in BLOCKS:
+        return given_to(name, draw=draw, device=device)
+    x = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(draw))
+    return x.to(device).contiguous(memory_format=torch.channels_last)
+
+
+def held(graph: list[Any]) -> list[str]:
+    """The ops of ours in a graph."""
+    names = [str(target) for target in graph]
+    return [name.removeprefix("fastlayers.").partition(".")[0] for name in names if name.startswith("fastlayers.")]
+
+
+@EACH_BLOCK
+def test_a_graph_holds_the_raw_ops_of_a_block(kernels, monkeypatch, name):
+    """To the bit what eager mode computes, but for running statistics, which are updated in another order."""
+    stock, graphs = block(name), []
+    floating = sum(t.is_floating_point() for t in stock.buffers())
+
+    def twice(network: nn.Module) -> list[list[Tensor]]:
+        found = [results(network, given(name, draw), torch.bfloat16) for draw in range(2)]
+        return [run[: len(run) - floating] for run in found]
+
+    model = compiled(patch_model(copy.deepcopy(stock)), graphs)
+    found = twice(model)
+    forward, backward = graphs
+    ops = OPS.get(name, ("convolution_chain_moments",))
+    assert [op for op in held(forward) if op != "batch_norm_update_" and "auto_functionalized" not in op] == [*ops]
+    assert held(backward) == [f"{op.replace('moments', 'autocast')}_backward" for op in reversed(ops)]
+    apart = (torch.ops.aten.convolution.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    assert not set(apart) & {*forward, *backward}
+    monkeypatch.setattr(autocast.FAMILY, "serving", lambda x: kernels)
+    eager = patch_model(copy.deepcopy(stock))
+    kernels.called.clear()
+    for mine, theirs in zip(found, twice(eager), strict=True):
+        assert all(map(same_bits, mine, theirs))
+    assert [op for op in kernels.called if op in (*ops, NOT_FUNCTIONAL)]
+    for mine, theirs in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class CapturedError(Exception):
+    """What Dynamo captured is all that is wanted."""
+
+
+@EACH_BLOCK
+@pytest.mark.parametrize(
+    "kept_out_by", [None, "no kernels", "no autocast", "no gradient", "eval", "a frozen parameter", "a hook"]
+)
+def test_calls_that_blocks_are_not_for(kernels, monkeypatch, name, kept_out_by):
+    stock = block(name)
+    if kept_out_by == "no kernels":
+        monkeypatch.setattr(dispatch, "graph_holds_csrc", lambda: False)
+    elif kept_out_by == "eval":
+        stock.eval()
+    elif kept_out_by == "a frozen parameter":
+        next(stock.parameters()).requires_grad_(False)
+    model = patch_model(stock)
+    if kept_out_by == "a hook":
+        leaf = next(module for module in model.modules() if not len(list(module.children())))
+        leaf.register_forward_hook(lambda module, args, out: out * 2)
+    captured: list[Any] = []
+
+    def capture(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        captured.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        raise CapturedError
+
+    autocasts = kept_out_by != "no autocast"
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocasts),
+        torch.set_grad_enabled(kept_out_by != "no gradient"),
+        pytest.raises(Exception, match="CapturedError"),
+    ):
+        compiled(model, [], capture)(given(name) if autocasts else given(name).float())
+    assert captured
+    # The block of a ConvNeXt has nothing that eval changes, and may be trained in it.
+    expected = kept_out_by is None or (kept_out_by == "eval" and name == "convnext")
+    assert bool(set(captured) & set(dispatch._in_graphs)) == expected
+
+
+@needs_gpu
+@EACH_BLOCK
+def test_compiled_by_inductor(name, monkeypatch):
+    """As near to float64 as torch.compile of the model as it was."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    stock = block(name, "cuda")
+    exact, model = copy.deepcopy(stock).double(), patch_model(copy.deepcopy(stock))
+    theirs, mine = torch.compile(stock, fullgraph=True), torch.compile(model, fullgraph=True)
+    errors = []
+    for draw in range(4 * DRAWS):
+        x = given(name, draw, "cuda")
+        true = results(exact, x.double(), None)
+        errors.append([greatest_error(*pair) for pair in zip(results(theirs, x, torch.bfloat16), true, strict=True)])
+        found, code = run_and_get_code(results, mine, x, torch.bfloat16)
+        if draw == 0:
+            text = "".join(code)
+            for op in OPS.get(name, ("convolution_chain_moments", "batch_norm_update_")):
+                assert f"fastlayers.{op}.default" in text
+    for ours, right, *allowed in zip(found, true, *errors, strict=True):
+        assert excess(ours, right, max(allowed)) is None
+    assert [int(t) for t in model.buffers() if not t.is_floating_point()] == [
+        4 * DRAWS for t in model.buffers() if not t.is_floating_point()
+    ]
