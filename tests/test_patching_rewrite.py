@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from patching_harness import builder, fused, reasons, same, tensors
 from torch import nn
 
 from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
+from fastlayers.patching.calls import untouched
+from fastlayers.patching.rewrite import share_lookups
 
 
 @pytest.fixture
@@ -626,3 +630,44 @@ def test_an_activation_that_is_written_out(build, code, dtype, autocast):
     tolerance = {"rtol": 0.05, "atol": 0.02} if dtype == torch.bfloat16 else {}
     with torch.autocast("cpu", enabled=autocast):
         same(module, x.requires_grad_(dtype.is_floating_point), **tolerance)
+
+
+TESTS = [
+    "self._modules['a'].p",
+    "(self._modules['b']._modules['c'].p or self._modules['a'].p)",
+    "self._modules['b']._modules['c'].p and self._modules['d-1'].p",
+    "any((self._modules['d-1'].p for _ in range(1)))",
+    "(self._modules['b'].p if self._modules['a'].p else self._modules['d-1'].p)",
+    "all([self._modules['b'].p, self._modules['b']._modules['c'].p])",
+    "self._modules['d-1'].p",
+]
+
+
+def test_tests_share_what_they_look_up():
+    """Each child is looked up once, but where that depends on another test; the answer is the same."""
+    shared = " and ".join(share_lookups(TESTS))
+    assert shared.count("self._modules['a']") == 1
+    assert shared.count("self._modules['b']") == 2  # after an or
+    assert "self._modules" not in shared.rpartition(" and ")[2]
+    for truths in itertools.product((False, True), repeat=4):
+        a, b, c, d = (SimpleNamespace(p=p, _modules={}) for p in truths)
+        b._modules["c"] = c
+        model = SimpleNamespace(_modules={"a": a, "b": b, "d-1": d})
+        assert bool(eval(shared, {"self": model})) == all(eval(test, {"self": model}) for test in TESTS)
+
+
+def test_a_hook_or_another_class_is_seen_in_a_nested_child():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    inner = model[1]
+    assert untouched((inner, nn.Sequential), (inner[0], nn.Linear), (inner[1], nn.GELU))
+    assert not untouched((inner, nn.Sequential), (inner[0], nn.Linear), (inner[1], nn.ReLU))
+    assert untouched((patch_model(inner[0]), nn.Linear))
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        handle = getattr(inner[1], f"register_{register}")(lambda *args: None)
+        assert not untouched((inner[0], nn.Linear), (inner[1], nn.GELU))
+        handle.remove()
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    assert not untouched((inner[1], nn.GELU))
+    handle.remove()
+    inner[1].forward = lambda x: x
+    assert not untouched((inner[1], nn.GELU))
