@@ -12,7 +12,8 @@ environment.py       the machine, the versions and the commit that a result belo
 report.py            tables, for the terminal and for Markdown
 networks.py          the whole models: how each is built and fed, and the modes
 models.py            the run over them, each model and mode in a process of its own
-model_worker.py      what such a process measures
+preload.py           what such a process finds imported
+model_worker.py      what it measures
 model_report.py      their tables, and which bars hold
 plots.py             pictures, drawn from a result file of either kind
 ===================  ==========================================================================================

@@ -1,13 +1,10 @@
-"""One model in one mode, in a process of its own: ``python3 -m benchmarks.model_worker NETWORK MODE RESULT``.
-
-It imports its libraries, waits for a line on its standard input, measures, and writes the row into the file RESULT. So
-the process after the one that measures can import while it waits.
-"""
+"""One model in one mode: what a process of models.py measures."""
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import statistics
 import sys
@@ -17,13 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fastlayers
-from benchmarks.networks import MODES, Batch, Network, UnavailableError, compiled, folds, network, prepare
+from benchmarks.networks import Batch, Network, UnavailableError, compiled, folds, prepare
 from benchmarks.precompile import share_compiled_code
 from benchmarks.timing import device_events
 
@@ -48,36 +44,34 @@ PATTERNS = {
 FUSED, OTHER = "fused layers", "other torch kernels"
 
 
-@click.command()
-@click.argument("name")
-@click.argument("mode", type=click.Choice(list(MODES)))
-@click.argument("result", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--device", "device_name", default="cuda")
-@click.option("--seconds", default=2.0, help="About how long each timed loop takes.")
-@click.option("--tiny", is_flag=True, help="The small configuration.")
-@click.option("--compile-only", is_flag=True, help="Fill torch.compile's caches and time nothing.")
-def main(name: str, mode: str, result: Path, device_name: str, seconds: float, tiny: bool, compile_only: bool) -> None:
-    chosen = network(name)
-    import_libraries(mode)
-    sys.stdin.readline()
-    device = torch.device(device_name)
-    share_compiled_code()
+def work(
+    result: Path,
+    output: Path,
+    chosen: Network,
+    mode: str,
+    device: str,
+    seconds: float,
+    compile_only: bool,
+    threads: int | None,
+) -> None:
+    """In a process of its own: the row goes into the file ``result``, what is printed into ``output``.
+
+    Args:
+        compile_only: fill torch.compile's caches and time nothing.
+        threads: of torch.compile; its own choice where None.
+    """
+    os.setsid()  # one group with the processes it starts, to be ended with them
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    share_compiled_code(threads)
     try:
-        row = measure(chosen.tiny() if tiny else chosen, mode, device, seconds, compile_only)
+        row = measure(chosen, mode, torch.device(device), seconds, compile_only)
     except (UnavailableError, ImportError) as error:
         row = {"status": "unavailable", "reason": str(error)}
     except Exception as error:  # a mode may fail in any way; the parent goes on with the others
         row = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
     result.write_text(json.dumps(row))
-
-
-def import_libraries(mode: str) -> None:
-    """What takes seconds to import. Where one is missing, the build says so."""
-    for library in ("transformers", "timm", *(["liger_kernel.transformers"] if mode == "liger" else [])):
-        try:
-            __import__(library)
-        except ImportError:
-            continue
 
 
 def measure(chosen: Network, mode: str, device: torch.device, seconds: float, compile_only: bool) -> dict[str, Any]:
@@ -276,7 +270,3 @@ def reset_peak(device: torch.device) -> None:
 
 def rounded(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,28 +1,33 @@
 """Whole models: training step and inference of seven networks, in every way to run them.
 
-Each (model, mode) runs in a fresh process, one at a time; the next one imports its libraries meanwhile. What
-torch.compile has to compile is compiled before that, by processes side by side, and found in its caches again.
+Each (model, mode) runs in a fresh process, one at a time. These are forks of one process that has imported the
+libraries and done nothing else, so that nothing imports while something is measured. What torch.compile has to compile
+is compiled before that, by processes side by side, and found in its caches again.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import model_worker
 from benchmarks.environment import environment
 from benchmarks.networks import COMPILED, MODES, NETWORKS, Network
 
 ROOT = Path(__file__).parents[1]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["benchmarks.preload"])
 #: Of the GPU's memory, for processes that compile side by side.
 SHARE = 0.8
 #: What has to agree for the rows of an earlier run to stand beside new ones.
@@ -94,57 +99,58 @@ class Results:
 
 
 class Process:
-    """A worker: it imports at once and measures from :meth:`begin` on."""
+    """A worker, which measures at once."""
 
     def __init__(self, job: Job, settings: Settings, compile_only: bool = False, threads: int | None = None) -> None:
         self.job = job
         self.folder = tempfile.TemporaryDirectory(prefix="fastlayers-models-")
         self.result = Path(self.folder.name, "row.json")
-        self.errors = Path(self.folder.name, "stderr")
-        command = [sys.executable, "-m", "benchmarks.model_worker", job.network.name, job.mode, str(self.result)]
-        command += ["--device", settings.device, "--seconds", str(settings.seconds)]
-        command += ["--tiny"] * settings.tiny + ["--compile-only"] * compile_only
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        variables = {"PYTHONPATH": paths} | ({"TORCHINDUCTOR_COMPILE_THREADS": str(threads)} if threads else {})
-        with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, cwd=ROOT, env=os.environ | variables
-            )
-
-    def begin(self) -> None:
-        assert self.process.stdin is not None
+        self.output = Path(self.folder.name, "output")
+        arguments = (sized(job, settings), job.mode, settings.device, settings.seconds, compile_only, threads)
+        self.process = FORKS.Process(target=model_worker.work, args=(self.result, self.output, *arguments))
+        with working_directory(ROOT):  # the first one starts the process that forks, which imports what it finds here
+            self.process.start()
         self.started = time.monotonic()
-        try:
-            self.process.stdin.write(b"\n")
-            self.process.stdin.close()
-        except BrokenPipeError:  # it ended while it imported: finish() says how
-            pass
 
     def running(self, limit: float) -> bool:
         """Whether it still is, within its limit."""
-        return self.process.poll() is None and time.monotonic() - self.started < limit
+        return self.process.is_alive() and time.monotonic() - self.started < limit
 
     def finish(self, limit: float) -> dict[str, Any]:
         """Its row, once it ends or the limit is reached."""
         try:
-            self.process.wait(max(0.0, limit - (time.monotonic() - self.started)))
-            row = self.row()
-        except subprocess.TimeoutExpired:
-            row = {"status": "failed", "reason": f"ended after {limit:.0f} s"}
-        row["took_s"] = round(time.monotonic() - self.started, 1)
-        self.end()
+            self.process.join(max(0.0, limit - (time.monotonic() - self.started)))
+            row = self.row(limit) | {"took_s": round(time.monotonic() - self.started, 1)}
+        finally:
+            self.end()
         return row
 
-    def row(self) -> dict[str, Any]:
+    def row(self, limit: float) -> dict[str, Any]:
+        if self.process.exitcode is None:
+            return {"status": "failed", "reason": f"ended after {limit:.0f} s"}
         if self.result.exists():
             return json.loads(self.result.read_text())
-        last = self.errors.read_text(errors="replace").strip().rpartition("\n")[2]
-        return {"status": "failed", "reason": f"exit status {self.process.returncode}: {last}"[:500]}
+        last = self.output.read_text(errors="replace").strip().rpartition("\n")[2] if self.output.exists() else ""
+        return {"status": "failed", "reason": f"exit status {self.process.exitcode}: {last}"[:500]}
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """End it, and what it started, such as the processes of torch.compile."""
+        assert self.process.pid is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # if it has no group of its own yet
+        self.process.join()
         self.folder.cleanup()
+
+
+@contextmanager
+def working_directory(path: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def run(
@@ -172,31 +178,25 @@ def run(
     if settings.device == "cuda" and len(to_compile) > 1:
         results.compile_s |= compile_ahead(to_compile, settings, late, report)
     results.save()
-    waiting: Process | None = None
-    try:
-        for place, job in enumerate(jobs):
-            if late():
-                results.skipped += [left.id for left in jobs[place:]]
-                break
-            process = waiting or Process(job, settings)
-            process.begin()
-            waiting = Process(jobs[place + 1], settings) if place + 1 < len(jobs) else None
-            row = process.finish(settings.run_limit)
-            results.rows.append(labels(job, settings) | row)
-            results.save()
-            report(
-                f"{job.id}: {row['took_s']:.0f} s" + (f", {row['status']}: {row['reason']}" if row["reason"] else "")
-            )
-    finally:
-        if waiting is not None:
-            waiting.end()
+    for place, job in enumerate(jobs):
+        if late():
+            results.skipped += [left.id for left in jobs[place:]]
+            break
+        row = Process(job, settings).finish(settings.run_limit)
+        results.rows.append(labels(job, settings) | row)
+        results.save()
+        report(f"{job.id}: {row['took_s']:.0f} s" + (f", {row['status']}: {row['reason']}" if row["reason"] else ""))
     results.rows.sort(key=place_in_tables)
     results.save()
     return results
 
 
+def sized(job: Job, settings: Settings) -> Network:
+    return job.network.tiny() if settings.tiny else job.network
+
+
 def labels(job: Job, settings: Settings) -> dict[str, Any]:
-    network = job.network.tiny() if settings.tiny else job.network
+    network = sized(job, settings)
     return {"model": network.name, "title": network.title, "what": network.describe(settings.device), "mode": job.mode}
 
 
@@ -224,7 +224,6 @@ def compile_ahead(
             for job in fitting[:1] if not late() else ():
                 pending.remove(job)
                 running.append(Process(job, settings, compile_only=True, threads=threads))
-                running[-1].begin()
             time.sleep(0.2)
             for process in [p for p in running if not p.running(settings.run_limit)]:
                 running.remove(process)

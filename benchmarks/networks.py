@@ -265,10 +265,6 @@ NETWORKS: tuple[Network, ...] = (
 )
 
 
-def network(name: str) -> Network:
-    return next(network for network in NETWORKS if network.name == name)
-
-
 # -- the modes --------------------------------------------------------------------------------------------------------
 
 

@@ -22,19 +22,19 @@ from benchmarks.implementations import as_tuple, function
 MAX_PROCESSES = 12  # each holds the tensors of one case: up to 4 GiB
 
 
-def share_compiled_code(single_threaded: bool = False) -> None:
+def share_compiled_code(threads: int | None = None) -> None:
     """Set Inductor's caches alike in every process: the settings are part of what the cache is looked up by."""
     from torch._inductor import config
 
     config.fx_graph_cache = True
     config.autotune_local_cache = False
-    if single_threaded:
-        config.compile_threads = 1
+    if threads is not None:
+        config.compile_threads = threads
 
 
 def compile_case(case_id: str, device_type: str) -> float:
     """Compile the inference and the training graph of a case; seconds that their first calls took."""
-    share_compiled_code(single_threaded=True)
+    share_compiled_code(threads=1)
     case = next(case for case in all_cases() if case.id == case_id)
     inputs = case.tensors(torch.device(device_type))
     compiled = function("compile", case)

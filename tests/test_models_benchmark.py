@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +19,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from torch import nn
 
+import fastlayers
 from benchmarks import model_report, model_worker, models, networks, plots
 from benchmarks.__main__ import main
 from benchmarks.model_worker import kind, measure
@@ -118,11 +125,116 @@ def test_liger_is_no_dependency():
         networks.prepare(nn.Linear(2, 2), "liger")
 
 
+# ------------------------------------------------------------------------------------------------ a forked process
+
+PRELOADING = """
+import os, sys, threading, torch
+for name in {"_cuda_getDeviceCount", "_cuda_init"} & set(dir(torch._C)):
+    setattr(torch._C, name, lambda: os._exit(3))
+import benchmarks.preload
+assert {"fastlayers", "torch._dynamo"} <= sys.modules.keys()
+assert not [name for name in sys.modules if name.startswith("liger_kernel")]
+assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1
+try:
+    os.waitpid(-1, 0)
+except ChildProcessError:
+    print("no child")
+"""
+
+
+def test_what_is_forked_has_no_thread_no_process_and_no_cuda():
+    # OpenBLAS starts its threads as it is loaded, and takes care of forks itself.
+    environment = os.environ | {"PYTHONPATH": str(models.ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PRELOADING], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "no child\n"), done.stderr
+
+
+@dataclass(frozen=True)
+class Odd(Toy):
+    """Its worker does ``what``."""
+
+    what: str = ""
+    note: Path = Path()
+
+    def build(self, device):
+        getattr(self, self.what)()
+        return super().build(device)
+
+    def fails(self):
+        raise ValueError("wrong")
+
+    def lacks(self):
+        raise UnavailableError("not there")
+
+    def leaves(self):
+        print("some words\nlast words", flush=True)
+        sys.exit(3)
+
+    def crashes(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def waits(self):
+        with subprocess.Popen(["sleep", "600"]) as process:
+            self.write(process.pid)
+
+    def tells(self):
+        threads = torch._inductor.config.compile_threads
+        self.write([fastlayers.__file__, "benchmarks.preload" in sys.modules, torch.cuda._is_in_bad_fork(), threads])
+
+    def write(self, value):
+        self.note.with_suffix(".part").write_text(json.dumps(value))
+        self.note.with_suffix(".part").rename(self.note)
+
+
+def odd(what, note=Path(), threads=None):
+    network = Odd("toy", "Toy", "", 4, 8, what=what, note=note)
+    return models.Process(models.Job(network, "eager"), models.Settings("cpu", seconds=0.0), threads=threads)
+
+
+ENDS = {
+    "fails": ("failed", "ValueError: wrong"),
+    "lacks": ("unavailable", "not there"),
+    "leaves": ("failed", "exit status 3: last words"),
+    "crashes": ("failed", "exit status -11: "),
+}
+
+
+@pytest.mark.parametrize(("what", "expected"), ENDS.items())
+def test_how_a_worker_ends(what, expected):
+    row = odd(what).finish(120.0)
+    assert (row["status"], row["reason"]) == expected
+
+
+def test_a_worker_is_ended_with_what_it_started(tmp_path):
+    process = odd("waits", tmp_path / "pid")
+    until((tmp_path / "pid").exists)
+    assert process.running(120.0)
+    assert process.finish(0.0)["reason"] == "ended after 0 s"
+    status = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    until(lambda: not status.exists() or ") Z " in status.read_text())  # a zombie where nobody collects orphans
+
+
+def until(condition):
+    end = time.monotonic() + 120.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_worker_finds_this_checkout_imported(tmp_path):
+    assert odd("tells", tmp_path / "facts", threads=3).finish(120.0)["status"] == "ok"
+    assert json.loads((tmp_path / "facts").read_text()) == [fastlayers.__file__, True, False, 3]
+
+
 # --------------------------------------------------------------------------------------------------------- the run
 
 
 def jobs(*ids):
-    return [models.Job(networks.network(name), mode) for name, mode in (text.split("/") for text in ids)]
+    return [models.Job(network(name), mode) for name, mode in (text.split("/") for text in ids)]
+
+
+def network(name):
+    return next(network for network in NETWORKS if network.name == name)
 
 
 TINY = models.Settings("cpu", tiny=True, seconds=0.0)
@@ -178,8 +290,6 @@ def test_what_compiles_side_by_side_fits_into_the_gpu(monkeypatch):
     class Fake:
         def __init__(self, job, settings, compile_only, threads):
             self.job, self.polls = job, 0
-
-        def begin(self):
             alive.append(self)
             most.append(sum(process.job.network.gib for process in alive))
 
@@ -230,8 +340,8 @@ def part(ms, peak, losses=(11.0, 10.0), apart=0.0):
 
 
 def row(model, mode, ms, peak=10.0, **more):
-    network = networks.network(model)
-    labels = {"model": model, "title": network.title, "what": network.describe("cuda"), "mode": mode}
+    chosen = network(model)
+    labels = {"model": model, "title": chosen.title, "what": chosen.describe("cuda"), "mode": mode}
     measured = {"training": part(ms, peak, **more), "inference": part(ms / 3, peak / 2)}
     return labels | {"status": "ok", "reason": None} | measured
 
