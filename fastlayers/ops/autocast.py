@@ -68,10 +68,13 @@ def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
 
 
 def block_kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
-    """The same for a whole block, which csrc alone has kernels for, and which graphs of torch.compile may hold."""
+    """The same for a whole block, which csrc alone has kernels for, and which graphs of torch.compile may hold.
+
+    Of a graph no more than that it has some: what is put into it asks for them itself.
+    """
     if torch.compiler.is_compiling():
         held = dispatch.graph_keeps_kernel(x) and dispatch.graph_holds_functions() and _are_cast(x, *parameters)
-        return FAMILY.in_graphs if held else None
+        return True if held else None
     kernels = kernels_for(x, *parameters)
     return kernels if kernels is not None and kernels.backend == "cuda" else None
 
