@@ -31,6 +31,7 @@ from fastlayers.patching.casting import Casts
 from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
 from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
 from fastlayers.patching.language_models import FusedModel, fuse_losses, pretrained_model
+from fastlayers.patching.masks import fuse_masks
 from fastlayers.patching.reasons import PatchError, Reason, Refusal
 from fastlayers.patching.rebuild import show_source
 from fastlayers.patching.rules import Deferred, GraphRule, Match, ModuleRule, graph_rules
@@ -461,9 +462,10 @@ def fuse(
     known = {} if known is None else known
     rules = graph_rules() if rules is None else rules
     always = tuple(rule for rule in rules if rule.when is None)
-    losses = fuse_losses(module, excluded) if needed is None and type(module) is original else None
-    if losses is not None:
-        return fuse_model(original, losses, known)
+    if needed is None and type(module) is original:
+        model = fuse_masks(module, fuse_losses(module, excluded))
+        if model is not None:
+            return fuse_model(original, model, known)
     check_subclassing(original)
     written = fingerprint(original) if needed is None else None
     if written is not None:
@@ -529,13 +531,13 @@ def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, An
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
 
 
-def fuse_model(original: type[nn.Module], losses: FusedModel, known: dict[Any, type[nn.Module]]) -> Fused:
-    """The class for one of transformers' models, with other losses."""
-    if losses.rules and losses.key not in known:
+def fuse_model(original: type[nn.Module], model: FusedModel, known: dict[Any, type[nn.Module]]) -> Fused:
+    """The class for one of transformers' models, with other losses and masks."""
+    if model.rules and model.key not in known:
         check_subclassing(original, harmless=pretrained_model())
-        generated = type(f"Fused{original.__name__}", (original,), losses.members)
-        known[losses.key] = seal(generated, original, losses.source)
-    return Fused(known.get(losses.key), losses.rules, left=losses.left)
+        generated = type(f"Fused{original.__name__}", (original,), model.members)
+        known[model.key] = seal(generated, original, model.source)
+    return Fused(known.get(model.key), model.rules, left=model.left)
 
 
 def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:

@@ -2,13 +2,14 @@
 
 A layer of a language model takes ``**kwargs``, hands a cache on, branches on what it was given, and most of its
 statements are ordinary all the same. Its forward is compiled again from its own source, over the globals of its own
-module, with two kinds of changes:
+module, with three kinds of changes:
 
 * Consecutive statements that can be recorded are rewritten as if they were a forward, whose parameters are the
   variables that they read and whose results are those that are read after them. Where its guards do not hold, the
   original statements answer, which stand behind an ``else``.
 * The name of a global function in which the same can be done, or of a known rotary function, is bound to a fused one.
   Where somebody replaces that global, what he put there is called.
+* The masks that a forward of transformers makes are left out by :mod:`fastlayers.patching.masks`.
 
 Everything else of the source stays as it is.
 """
@@ -27,6 +28,8 @@ from typing import Any
 from torch import nn
 
 from fastlayers.patching.graph import original_class
+from fastlayers.patching.masks import RULE as MASK_RULE
+from fastlayers.patching.masks import leave_out_masks
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rebuild import rebuild, refuse_private_names, show_source
 from fastlayers.patching.rewrite import (
@@ -152,6 +155,10 @@ def rewrite(
     if cut:
         cutter = Cutter(function, tree, module, excluded, graph_rules(all_calls=True), frozenset(names))
         cutter.replace(rewritten)
+    if module is not None:
+        masks, bound = leave_out_masks(module, tree, function)
+        rewritten.bound |= bound
+        rewritten.rules += Counter({MASK_RULE: masks})
     for name, (stand_in, rules) in names.items():
         rewritten.bound[name] = stand_in
         rewritten.objects.append((name, stand_in))

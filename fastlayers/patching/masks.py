@@ -1,0 +1,325 @@
+"""The attention masks of transformers' models, which torch.compile need not have where eager mode has none.
+
+SDPA takes its fast kernels only without a mask. In eager mode ``create_causal_mask`` and ``create_bidirectional_mask``
+return None where there is no padding, no packed sequences and nothing in the cache. While Dynamo traces they may not
+look at the values of a tensor, and most versions of transformers then build the whole mask, whatever they were given.
+
+A method that calls them is compiled again from its own source (:mod:`fastlayers.patching.rebuild`) and calls
+:func:`attention_mask` in their place, with what they were:
+
+    positions_left_out = position_ids is None
+    ...
+    causal_mask = attention_mask(create_causal_mask, position_ids if positions_left_out else None, config=..., ...)
+
+Position ids that the method itself has counted up are those of one sequence: no value of them needs to be looked at.
+Nothing of transformers changes, and only what torch.compile makes of the method is another graph.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fastlayers.patching.graph import original_class
+from fastlayers.patching.language_models import FusedModel, is_same, pretrained_model, stored
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rebuild import innermost, rebuild, rewrap
+from fastlayers.patching.trace import local_names, parse
+
+__all__ = ["attention_mask", "fuse_masks", "leave_out_masks"]
+
+POSITIONS = "position_ids"
+MASK, LEFT_OUT = "_fastlayers_attention_mask", "_fastlayers_positions_left_out"
+RULE = "attention_mask"
+
+
+class Library(NamedTuple):
+    """What there is of that name in ``transformers.masking_utils`` and ``transformers.cache_utils``."""
+
+    create_causal_mask: Any
+    create_bidirectional_mask: Any
+    sdpa_mask: Any
+    ALL_MASK_ATTENTION_FUNCTIONS: Any
+    EncoderDecoderCache: Any
+    DynamicCache: Any
+    DynamicLayer: Any
+    DynamicSlidingWindowLayer: Any
+
+
+def loaded_library() -> Library | None:
+    """None where transformers is not loaded, or one that is older."""
+    masks, caches = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "cache_utils"))
+    found = [getattr(masks, name, getattr(caches, name, None)) for name in Library._fields]
+    return None if any(value is None for value in found) else Library(*found)
+
+
+# -- what a patched model computes ------------------------------------------------------------------------------------
+
+
+def attention_mask(library: Library, create: Any, counted: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``create`` returns, and None where a graph of torch.compile can do with what eager mode would return.
+
+    Args:
+        library: transformers' functions and classes.
+        create: what the source of the model calls: one of those functions, or anything else.
+        counted: position ids that were counted up for want of others; None where they were given.
+        args, kwargs: what it calls that with.
+    """
+    # The flag itself, as in ops.dispatch. An exported graph is for every length, and needs the mask at some.
+    compiling = torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
+    if compiling and not args and is_needless(library, create, counted, **kwargs):
+        return None
+    return create(*args, **kwargs)
+
+
+def is_needless(
+    library: Library,
+    create: Any,
+    counted: Any,
+    *,
+    config: Any = None,
+    inputs_embeds: Any = None,
+    attention_mask: Any = None,
+    encoder_hidden_states: Any = None,
+    past_key_values: Any = None,
+    position_ids: Any = None,
+    or_mask_function: Any = None,
+    and_mask_function: Any = None,
+    block_sequence_ids: Any = None,
+    layer_idx: Any = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = True,
+    **unknown: Any,
+) -> bool:
+    """Whether eager mode would leave out the mask that is asked for, whatever the values of the tensors are."""
+    bidirectional = create is library.create_bidirectional_mask
+    if unknown or not (bidirectional or create is library.create_causal_mask):
+        return False
+    patterns = (attention_mask, or_mask_function, and_mask_function, block_sequence_ids)
+    if any(pattern is not None for pattern in patterns) or not (allow_is_causal_skip and allow_is_bidirectional_skip):
+        return False
+    if getattr(config, "_attn_implementation", None) != "sdpa":
+        return False
+    if library.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not library.sdpa_mask:  # somebody has registered another
+        return False
+    if bidirectional or not getattr(config, "is_causal", True):
+        return True  # of any length, and so of any cache
+    if past_key_values is not None:
+        return is_empty(library, past_key_values)
+    return position_ids is None or position_ids is counted
+
+
+def is_empty(library: Library, cache: Any) -> bool:
+    """Whether a cache has seen no tokens, and holds as many as it is given."""
+    if type(cache) is library.EncoderDecoderCache:
+        cache = cache.self_attention_cache
+    if type(cache) is not library.DynamicCache:
+        return False
+    plain = (library.DynamicLayer, library.DynamicSlidingWindowLayer)
+    return not any(type(layer) not in plain or layer.is_initialized for layer in cache.layers)
+
+
+# -- reading a method -------------------------------------------------------------------------------------------------
+
+
+def leave_out_masks(
+    module: nn.Module, tree: ast.FunctionDef, function: types.FunctionType
+) -> tuple[int, dict[str, Any]]:
+    """Let a method of a module, given its syntax, call :func:`attention_mask`.
+
+    Returns:
+        the number of calls that were changed, and what its new source names besides its globals.
+    """
+    library = loaded_library()
+    if library is None or not uses_sdpa(module):
+        return 0, {}
+    names = mask_makers(tree, function, library)
+    if not names:
+        return 0, {}
+    counts = counts_positions(tree)
+    calls = Calls(names, f"{POSITIONS} if {LEFT_OUT} else None" if counts else "None")
+    calls.visit(tree)
+    if counts:
+        tree.body[:0] = ast.parse(f"{LEFT_OUT} = {POSITIONS} is None").body
+    ast.fix_missing_locations(tree)
+    return calls.count, {MASK: functools.partial(attention_mask, library)}
+
+
+def uses_sdpa(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
+
+
+def mask_makers(tree: ast.FunctionDef, function: types.FunctionType, library: Library) -> set[str]:
+    """What a function calls transformers' functions by: ``create_causal_mask``, or a variable that may be it."""
+    mentioned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - local_names(tree)
+    names = {name for name in mentioned if makes_masks(function.__globals__.get(name), library)}
+    chosen = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and names & set(alternatives(node.value))
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return names | chosen
+
+
+def alternatives(value: ast.expr) -> Iterator[str]:
+    """The names in ``a if condition else b``."""
+    if isinstance(value, ast.IfExp):
+        yield from alternatives(value.body)
+        yield from alternatives(value.orelse)
+    elif isinstance(value, ast.Name):
+        yield value.id
+
+
+class Calls(ast.NodeTransformer):
+    """Puts :func:`attention_mask` in front of the calls of some names."""
+
+    def __init__(self, names: set[str], counted: str) -> None:
+        self.names = names
+        self.counted = counted
+        self.count = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in self.names:
+            self.count += 1
+            node.args = [node.func, ast.parse(self.counted, mode="eval").body, *node.args]
+            node.func = ast.Name(MASK, ast.Load())
+        return node
+
+
+def counts_positions(tree: ast.FunctionDef) -> bool:
+    """Whether a function counts up its position ids where it was given none, and changes no others."""
+    own, every = ([arg.arg for arg in ast.walk(part) if isinstance(arg, ast.arg)] for part in (tree.args, tree))
+    if not own.count(POSITIONS) == every.count(POSITIONS) == 1:  # a lambda may have one of that name too
+        return False
+    changes = sum(is_change(node) for node in ast.walk(tree))
+    blocks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and is_same(node.test, f"{POSITIONS} is None") and POSITIONS in stored(node)
+    ]
+    counted = sum(is_counting(statement, tree) for block in blocks for statement in block.body)
+    return len(blocks) == 1 and counted == changes
+
+
+def is_change(node: ast.AST) -> bool:
+    """Whether a node binds ``position_ids``, or writes to it."""
+    if isinstance(node, ast.Subscript) and is_same(node.value, POSITIONS):
+        return not isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.Attribute) and is_same(node.value, POSITIONS):
+        return node.attr.endswith("_")
+    return isinstance(node, ast.Name) and node.id == POSITIONS and not isinstance(node.ctx, ast.Load)
+
+
+def is_counting(statement: ast.stmt, tree: ast.FunctionDef) -> bool:
+    """Whether a statement is like ``position_ids = torch.arange(length) + past``, or says more of such a row."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+        return False
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return [ast.unparse(target) for target in targets] == [POSITIONS] and is_row(statement.value, tree)
+
+
+def is_row(value: ast.expr, tree: ast.FunctionDef) -> bool:
+    """Whether an expression counts up by one along its last dimension."""
+    if isinstance(value, ast.Name):
+        return value.id == POSITIONS  # what a statement before this one has counted
+    if isinstance(value, ast.BinOp):
+        return isinstance(value.op, ast.Add) and is_row(value.left, tree) and is_length(value.right, tree)
+    if isinstance(value, ast.Subscript):
+        return ast.unparse(value.slice) in ("(None, :)", "None, :") and is_row(value.value, tree)
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return False
+    if is_same(value.func, "torch.arange"):
+        given = {keyword.arg for keyword in value.keywords}
+        starred = any(isinstance(arg, ast.Starred) for arg in value.args)
+        return len(value.args) in (1, 2) and not starred and given <= {"device", "dtype"}
+    how = (value.func.attr, *map(ast.unparse, value.args))
+    rows = len(how) == 3 and (how[0], how[2]) in (("expand", "-1"), ("repeat", "1"))
+    return (how == ("unsqueeze", "0") or rows) and not value.keywords and is_row(value.func.value, tree)
+
+
+def is_length(value: ast.expr, tree: ast.FunctionDef) -> bool:
+    """Whether an expression is a number, how many tokens a cache has seen say, or a variable that is never more."""
+    if not isinstance(value, ast.Name):
+        return is_number(value)
+    values = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [value.id]
+    ]
+    parameter = any(isinstance(node, ast.arg) and node.arg == value.id for node in ast.walk(tree))
+    return 0 < len(values) == stored(tree).count(value.id) and all(map(is_number, values)) and not parameter
+
+
+def is_number(value: ast.expr) -> bool:
+    if isinstance(value, ast.IfExp):
+        return is_number(value.body) and is_number(value.orelse)
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Attribute) and value.func.attr == "get_seq_length"
+    return isinstance(value, ast.Constant) and isinstance(value.value, int)
+
+
+# -- the outcome for one model ----------------------------------------------------------------------------------------
+
+
+def fuse_masks(module: nn.Module, found: FusedModel | None) -> FusedModel | None:
+    """Add to what was found in one of transformers' models the methods that make its masks."""
+    base, library, original = pretrained_model(), loaded_library(), original_class(module)
+    if base is None or library is None or not issubclass(original, base):
+        return found
+    for name, method in own_methods(original, base, library):
+        if found is not None and name in found.members:  # a head's forward, compiled again for its loss
+            continue
+        try:
+            inner = innermost(method)
+            tree = parse(inner, decorated=True)
+            count, bound = leave_out_masks(module, tree, inner)
+            if not count:
+                continue
+            rebuilt, source = rebuild(inner, tree, bound)
+            rebuilt = rewrap(method, rebuilt)
+        except Refusal:
+            continue
+        found = found or FusedModel(key=(original,))
+        found.key = (*found.key, name)
+        found.members[name] = rebuilt
+        found.rules[RULE] += count
+        found.source = "\n".join(filter(None, (found.source, source)))
+    return found
+
+
+def own_methods(
+    original: type[nn.Module], base: type[nn.Module], library: Library
+) -> Iterator[tuple[str, types.FunctionType]]:
+    """The methods that a model has and its base class has not, and that name a function that makes masks."""
+    seen: set[str] = set()
+    for cls in original.__mro__[: original.__mro__.index(base)]:
+        for name, method in vars(cls).items():
+            if name in seen:
+                continue
+            seen.add(name)
+            if isinstance(method, types.FunctionType):
+                inner = innermost(method)
+                if any(makes_masks(inner.__globals__.get(word), library) for word in global_names(inner.__code__)):
+                    yield name, method
+
+
+def makes_masks(value: Any, library: Library) -> bool:
+    return value is library.create_causal_mask or value is library.create_bidirectional_mask
+
+
+def global_names(code: types.CodeType) -> Iterator[str]:
+    """What a function names besides its variables, and the functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from global_names(constant)
