@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from test_autocast import ConvNeXtBlock
 from test_blocks import BLOCKS, Blocks, given_to, made, results
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from fastlayers import patch_model
 from fastlayers.ops import autocast, dispatch
@@ -177,6 +180,38 @@ def test_calls_that_blocks_are_not_for(kernels, monkeypatch, name, kept_out_by):
     # The block of a ConvNeXt has nothing that eval changes, and may be trained in it.
     expected = kept_out_by is None or (kept_out_by == "eval" and name == "convnext")
     assert bool(set(captured) & set(dispatch._in_graphs)) == expected
+
+
+@needs_gpu
+@EACH_BLOCK
+def test_fakes_tell_what_the_kernels_give(monkeypatch, name):
+    """Shapes, dtypes and strides, by which Inductor writes its code."""
+    x, model = given(name, device="cuda"), patch_model(block(name, "cuda"))
+    real, called = autocast.FAMILY.serving(x), {}
+
+    def spy(op: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            called[op] = args, (found := getattr(real, op)(*args))
+            return found
+
+        return call
+
+    spied = SimpleNamespace(**{op: spy(op) for op in vars(real) if op != "backend"}, backend=real.backend)
+    monkeypatch.setattr(autocast.FAMILY, "serving", lambda x: spied)
+    results(model, x, torch.bfloat16)
+    if NOT_FUNCTIONAL in called:
+        ((*before, _, ints, floats, about), _) = called[NOT_FUNCTIONAL]
+        args = (*before, ints, floats, about)
+        called["convolution_chain_moments"] = args, torch.ops.fastlayers.convolution_chain_moments(*args)
+    assert len(called) == {"convnext": 2, "transformer": 4}.get(name, 3)
+    for op, (args, found) in called.items():
+        with FakeTensorMode() as mode:
+            given_fakes = tree_map_only(Tensor, mode.from_tensor, args)
+            fakes = getattr(torch.ops.fastlayers, op).default(*given_fakes)
+        assert len(fakes) == len(found)
+        for place, (fake, true) in enumerate(zip(fakes, found, strict=True)):
+            assert (fake.dtype, fake.shape) == (true.dtype, true.shape), (op, place)
+            assert fake.squeeze().stride() == true.squeeze().stride(), (op, place)
 
 
 @needs_gpu

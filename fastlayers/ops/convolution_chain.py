@@ -297,9 +297,11 @@ def _fake_backward(
 ) -> list[Tensor]:
     plan = Plan(ints, [], about)
     found = [torch.empty_like(x) if dx else x.new_empty(0)]
+    last = x.is_contiguous(memory_format=torch.channels_last)
     for step in range(plan.steps):
         low = kept[3 * step]
-        found.append(torch.empty_like(low, dtype=torch.float32))
+        wide = torch.empty_like(low, dtype=torch.float32)
+        found.append(wide.contiguous(memory_format=torch.channels_last) if last else wide)  # as torch lays them out
         found += (low.new_empty(low.shape[0], dtype=torch.float32) for _ in range(2))
     if about[1] >= 0:
         found += (torch.empty_like(t, dtype=torch.float32) for t in kept[-8:-4])
