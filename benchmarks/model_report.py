@@ -257,11 +257,10 @@ def bars_block(results: dict[str, Any]) -> str:
 
 
 def readme(results: dict[str, Any]) -> str:
-    """For a page that is read by people: what a user buys, and what loses, in sight."""
+    """For a page that is read by people: the bars and what loses in sight, the rest one click away."""
     every = lines(results)
     losing = [line for line in every if line.loses]
-    blocks = ["![Step time and peak memory of whole models, as shares of torch's](benchmarks/results/models.png)"]
-    blocks.append(bars_block(results))
+    blocks = [bars_block(results)]
     if losing:
         blocks += ["Where it loses:", markdown_table(losing, HEADS, MODES)]
     blocks.append(folded_away("Every number", markdown_table(every, HEADS, MODES)))
