@@ -78,14 +78,15 @@ def kernels(monkeypatch) -> Iterator[Blocks]:
     torch._dynamo.reset()
 
 
-def compiled(model: nn.Module, graphs: list[Any], backend: Any = None) -> nn.Module:
+def compiled(model: nn.Module, graphs: list[Any], backend: Any = None, dynamic: bool | None = None) -> nn.Module:
     """It as one graph, which is run as it is; the graphs of forward and backward are put into the list."""
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
         return make_boxed_func(graph.forward)
 
-    return torch.compile(model, fullgraph=True, backend=backend or aot_autograd(fw_compiler=keep))  # type: ignore[return-value]
+    backend = backend or aot_autograd(fw_compiler=keep)
+    return torch.compile(model, fullgraph=True, dynamic=dynamic, backend=backend)  # type: ignore[return-value]
 
 
 EACH_BLOCK = pytest.mark.parametrize("name", [*BLOCKS, "convnext"])
@@ -141,6 +142,19 @@ def test_a_graph_holds_the_raw_ops_of_a_block(kernels, monkeypatch, name):
     assert [op for op in kernels.called if op in (*ops, NOT_FUNCTIONAL)]
     for mine, theirs in zip(model.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@EACH_BLOCK
+def test_one_graph_for_every_batch(kernels, name):
+    stock, graphs = block(name), []
+    model = compiled(patch_model(stock), graphs, dynamic=True)
+    for images in (4, 3, 5):
+        x = torch.cat([given(name, draw) for draw in range(3)])[:images]
+        if x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        found = results(model, x, torch.bfloat16)
+        assert found[0].shape[0] == images
+    assert len(graphs) == 2
 
 
 class CapturedError(Exception):

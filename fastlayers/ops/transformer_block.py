@@ -107,7 +107,7 @@ class _TransformerBlock(torch.autograd.Function):
         q, k, v = _parts(qkv, x, heads)
         attention = _chosen(q, k, v)
         attended, (kept, sizes) = attention.forward(q, k, v)
-        rows = attended.transpose(1, 2).reshape(len(qkv), -1)
+        rows = attended.transpose(1, 2).reshape(qkv.shape[0], -1)
         y, *of_close = kernels.transformer_block_autocast_close(
             x, rows, low, norm_weight2, norm_bias2, eps2, act.code, *act.defaults
         )
@@ -127,7 +127,7 @@ class _TransformerBlock(torch.autograd.Function):
             return *found, None
         low, of_close, kept = rest[:6], rest[6:10], tuple(rest[10:])
         q, k, v = _parts(qkv, x, heads)
-        rows = attended.transpose(1, 2).reshape(len(qkv), -1)
+        rows = attended.transpose(1, 2).reshape(qkv.shape[0], -1)
         ds, dattended, dproj, dproj_bias, *of_rest = kernels.transformer_block_autocast_close_backward(
             dy, rows, low, of_close, norm_weight2, act.code, *act.defaults
         )
@@ -220,10 +220,10 @@ def _fake_open(x: Tensor, parameters: list[Tensor], dtype: torch.dtype, eps: flo
 def _fake_close(
     x: Tensor, attended: Tensor, low: list[Tensor], norm_weight: Tensor, norm_bias: Tensor, eps: float, *act: Any
 ) -> list[Tensor]:
-    s = x.new_empty((len(attended), x.shape[-1]))
+    s = x.new_empty((attended.shape[0], x.shape[-1]))
     return [
-        torch.empty_like(x), s, torch.empty_like(s, dtype=attended.dtype), x.new_empty((2, len(s))),
-        attended.new_empty((len(s), len(low[2]))),
+        torch.empty_like(x), s, torch.empty_like(s, dtype=attended.dtype), x.new_empty((2, s.shape[0])),
+        attended.new_empty((s.shape[0], len(low[2]))),
     ]  # fmt: skip
 
 
