@@ -312,7 +312,7 @@ def _fake_moments(
     x: Tensor, weights: list[Tensor], of_gate: list[Tensor], ints: list[int], floats: list[float], about: list[int]
 ) -> list[Tensor]:
     kept = _fake(x, weights, of_gate, [], ints, floats, about)
-    return [*kept, *(kept[3 + 3 * step].new_empty(kept[3 + 3 * step].shape) for step in range(len(ints) // INTS))]
+    return [*kept, *(torch.empty_like(kept[3 + 3 * step]) for step in range(len(ints) // INTS))]  # as the norms' stats
 
 
 dispatch.register_fakes(

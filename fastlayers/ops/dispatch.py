@@ -119,7 +119,7 @@ class Family:
     def in_graphs(self) -> SimpleNamespace:
         """The raw ops of ``csrc``, as what :func:`in_graph` marks calls them."""
         packets = {op: getattr(torch.ops.fastlayers, op).default for op in (*self._ops, *self._csrc_only)}
-        return SimpleNamespace(backend="cuda", **packets)
+        return SimpleNamespace(**packets)
 
 
 @cache

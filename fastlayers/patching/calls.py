@@ -102,21 +102,9 @@ def plain(module: nn.Module, layer: type[nn.Module]) -> bool:
 
 
 def untouched(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
-    """:func:`plain` of modules and their layers, and :func:`no_hooks` of the modules, in one call."""
-    if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
-        return False
-    for module, layer in pairs:
-        kind = type(module)
-        if (
-            getattr(kind, "__fastlayers_original__", kind) is not layer
-            or "forward" in module.__dict__
-            or module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-        ):
-            return False
-    return True
+    """:func:`plain` of modules and their layers, and :func:`no_hooks` of the modules."""
+    modules, layers = zip(*pairs, strict=True)
+    return no_hooks(*modules) and all(map(plain, modules, layers))
 
 
 def plain_any(module: nn.Module, layers: frozenset[type[nn.Module]]) -> bool:

@@ -143,7 +143,7 @@ def apply_rules(
     outcome.rules = Counter(outcome.made.values())
     if outcome.rules:
         unseen.update(dict.fromkeys(tidy(view, recording, excluded)))
-    if rest := test_together(recording, unseen):
+    if rest := join_tests(recording, unseen):
         conditions[calls.no_hooks] = {tuple(rest): None}
     for function, given in conditions.items():
         modules = ", ".join(map(module_expression, itertools.chain.from_iterable(given)))
@@ -153,8 +153,8 @@ def apply_rules(
     return outcome
 
 
-def test_together(recording: Recording, unseen: Iterable[str]) -> list[str]:
-    """Test the classes of children that must have no hooks together with that, which takes the host half the time.
+def join_tests(recording: Recording, unseen: Iterable[str]) -> list[str]:
+    """Test the classes of children that must have no hooks together with that, so that each is looked up once.
 
     Returns the paths of those whose class is tested otherwise.
     """
@@ -632,10 +632,11 @@ class SharedLookups(ast.NodeTransformer):
         self.generic_visit(node)
         if not self.always or self.counts[code] == 1:
             return node
-        self.names[code] = "_fastlayers_" + "_".join(re.findall(r"'(\w+)'", code))
-        while list(self.names.values()).count(self.names[code]) > 1:
-            self.names[code] += "_"
-        return ast.NamedExpr(ast.Name(self.names[code], ast.Store()), node)
+        name = "_fastlayers_" + "_".join(re.findall(r"'(\w+)'", code))
+        while name in self.names.values():
+            name += "_"
+        self.names[code] = name
+        return ast.NamedExpr(ast.Name(name, ast.Store()), node)
 
 
 def share_lookups(guards: Iterable[str]) -> list[str]:
@@ -645,7 +646,7 @@ def share_lookups(guards: Iterable[str]) -> list[str]:
         return []
     tests = list(conjuncts(ast.parse(both, mode="eval").body))
     shared = SharedLookups(tests)
-    return [test_source(shared.visit(test)) for test in tests]
+    return [source_of_test(shared.visit(test)) for test in tests]
 
 
 def conjuncts(test: ast.expr) -> Iterator[ast.expr]:
@@ -656,7 +657,7 @@ def conjuncts(test: ast.expr) -> Iterator[ast.expr]:
         yield test
 
 
-def test_source(test: ast.expr) -> str:
+def source_of_test(test: ast.expr) -> str:
     """One test in a row, a call with its arguments one below the other where they are many."""
     if isinstance(test, ast.Call) and len(test.args) > 2 and not test.keywords:
         arguments = ",\n    ".join(map(ast.unparse, test.args))
