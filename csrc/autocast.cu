@@ -77,13 +77,13 @@ void check_half(ScalarType dtype, const char* op) {
 
 }  // namespace
 
-Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op) {
+Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, bool apart) {
   check_half(dtype, op);
   constexpr int64_t kStep = kVectorBytes / 2;
   const auto rounded = [](const Tensor& t) { return (t.numel() + kStep - 1) / kStep * kStep; };
   int64_t total = 0;
   for (const std::optional<Tensor>& t : given) total += t ? rounded(*t) : 0;
-  const Tensor memory = empty_contiguous({total}, dtype, *given[0]);
+  const Tensor memory = empty_contiguous({apart ? 0 : total}, dtype, *given[0]);
   Parameters found(given.size());
   Casts casts;
   int64_t offset = 0;
@@ -94,7 +94,7 @@ Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op) {
     STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == given[0]->get_device_index() && t.scalar_type() == ScalarType::Float &&
                         (t.is_contiguous() || same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides})))),
                     "fastlayers::", op, ": expected dense float32 parameters on one device");
-    found[k] = reinterpreted(memory, sizes, strides, offset);
+    found[k] = apart ? empty_strided(sizes, strides, dtype, t) : reinterpreted(memory, sizes, strides, offset);
     offset += rounded(t);
     casts.add(t, *found[k]);
   }

@@ -24,10 +24,10 @@ __attribute__((weak)) AOTITorchError aoti_torch_cuda_convolution_backward(
 
 namespace fastlayers {
 
-// Tensors of which those that are there become halves, each in its own layout; those that are none stay so. One launch and one allocation
-// for all: each costs the host as much as a product.
+// Tensors of which those that are there become halves, each in its own layout; those that are none stay so. One launch and, unless they
+// are wanted apart, one allocation for all: each costs the host as much as a product.
 using Parameters = std::vector<std::optional<Tensor>>;
-Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op);
+Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, bool apart = false);
 
 // The same back: gradients that are halves become float32, in place of what was given.
 void widen(std::vector<Tensor*> halves);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "flat.cuh"
+#include "ops.h"
 
 namespace fastlayers {
 namespace {
@@ -15,6 +16,7 @@ namespace {
 constexpr int kRowsInFlight = 2;
 template <typename A>
 constexpr int kColumnBlocks = sizeof(A) == 8 ? 2 : 4;
+constexpr int kSector = 8;  // of float32: results of a block where there are many pieces
 
 struct Columns {
   int64_t repeat, columns;
@@ -89,13 +91,13 @@ struct ColumnThread {
 // Adds the pieces up: partial [outer, pieces, columns] to sums [outer, columns], in a fixed order. A block has RESULTS results,
 // and kThreads / RESULTS threads for each.
 template <typename T, int RESULTS>
-__global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* partial, T* sums, int64_t outer, int64_t pieces,
-                                                      int64_t columns) {
+__device__ __forceinline__ void add_pieces_of(int64_t block, const compute_t<T>* partial, T* sums, int64_t outer, int64_t pieces,
+                                              int64_t columns) {
   using A = compute_t<T>;
   constexpr int kShares = kThreads / RESULTS;
   __shared__ A shared[kShares][RESULTS];
   const int result = threadIdx.x % RESULTS, share = threadIdx.x / RESULTS;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * RESULTS + result;
+  const int64_t i = block * RESULTS + result;
   A sum = 0;
   if (i < outer * columns) {
     const A* p = partial + i / columns * pieces * columns + i % columns;
@@ -109,6 +111,12 @@ __global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* parti
   sums[i] = convert<T>(sum);
 }
 
+template <typename T, int RESULTS>
+__global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* partial, T* sums, int64_t outer, int64_t pieces,
+                                                      int64_t columns) {
+  add_pieces_of<T, RESULTS>(blockIdx.x, partial, sums, outer, pieces, columns);
+}
+
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
 template <typename A>
@@ -118,13 +126,17 @@ Tensor empty_partial(int64_t pieces, int64_t columns, const Tensor& like) {
 
 template <typename T>
 void launch_add_pieces(const Tensor& partial, void* sums, int64_t outer, int64_t pieces, int64_t columns, const Launch& launch) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (LaterSums* later = LaterSums::current(); later != nullptr && outer == 1)
+      return later->add(partial, 0, static_cast<float*>(sums), pieces, columns);
+  }
   const auto run = [&](auto results) {
     constexpr int kResults = decltype(results)::value;
     add_pieces<T, kResults><<<blocks_for(outer * columns, kResults), kThreads, 0, launch.stream()>>>(
         static_cast<const compute_t<T>*>(partial.const_data_ptr()), static_cast<T*>(sums), outer, pieces, columns);
   };
   if (pieces < kThreads / 8) run(std::integral_constant<int, 32>{});
-  else run(std::integral_constant<int, 8>{});  // a sector of float32
+  else run(std::integral_constant<int, kSector>{});
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -10,16 +10,16 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> convnext_block_autocast(
     const Tensor& x, const Tensor& conv_weight, const Tensor& conv_bias, const Tensor& norm_weight, const Tensor& norm_bias,
     const Tensor& weight, const Tensor& bias, const Tensor& weight2, const Tensor& bias2, const Tensor& gamma, ScalarType dtype,
-    std::vector<int64_t> padding, double eps, int64_t act, double first, double second) {
+    std::vector<int64_t> padding, double eps, int64_t act, double first, double second, bool apart) {
   const char* op = "convnext_block_autocast";
-  const Pool pool;
+  const Pool pool(!apart);
   const bool is_wide = x.scalar_type() == ScalarType::Float;
   STD_TORCH_CHECK(is_channels_last(x) && x.numel() > 0 && (is_wide || x.scalar_type() == dtype), "fastlayers::", op,
                   ": expected an image in channels_last, in float32 or in the dtype of the products");
   const Dims sizes = dims_of(x.sizes());
   const int64_t channels = sizes[1], rows = x.numel() / channels, inner = weight.size(0);
   const Parameters low = narrowed({conv_weight, conv_bias, weight, bias, weight2, bias2, is_wide ? std::optional<Tensor>(x) : std::nullopt},
-                                  dtype, op);
+                                  dtype, op, apart);
   Tensor z = convolve(is_wide ? *low[6] : x, *low[0], low[1], {{1, 1}, std::move(padding), {1, 1}, channels});
   STD_TORCH_CHECK(dims_of(z.sizes()) == sizes, "fastlayers::", op, ": expected a convolution that keeps the shape");
   z = as_channels_last(z);
@@ -42,8 +42,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> convnext_block_autocast_backward(
     const Tensor& dy_in, const Tensor& low_x, const Tensor& low_conv, const Tensor& z, const Tensor& stats, const Tensor& normed,
     const Tensor& product, const Tensor& low, const Tensor& low_bias, const Tensor& low2, const Tensor& last, const Tensor& norm_weight,
-    const Tensor& gamma, std::vector<int64_t> padding, int64_t act, double first, double second, bool for_x, bool is_wide) {
-  const Pool pool;
+    const Tensor& gamma, std::vector<int64_t> padding, int64_t act, double first, double second, bool for_x, bool is_wide, bool apart) {
+  const Pool pool(!apart);
+  LaterSums sums;
   const Dims sizes = dims_of(low_x.sizes());
   const int64_t channels = sizes[1], rows = low_x.numel() / channels;
   const Tensor dy = matrix(as_channels_last(dy_in), rows, channels);
@@ -63,7 +64,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     const Tensor sum = scale_add(both, std::nullopt, std::nullopt, 1.0, dy, ScalarType::Float);
     dx = image(is_wide ? sum : *narrowed({sum}, low_x.scalar_type(), "convnext_block_autocast_backward")[0], sizes);
   }
-  return {for_x ? dx : nothing(low_x), dconv_weight, column_sum_op(dz, ScalarType::Float), dnorm_weight, dnorm_bias, dweight, dbias, dweight2, dbias2, dgamma};
+  const Tensor dconv_bias = column_sum_op(dz, ScalarType::Float);
+  sums.launch();
+  return {for_x ? dx : nothing(low_x), dconv_weight, dconv_bias, dnorm_weight, dnorm_bias, dweight, dbias, dweight2, dbias2, dgamma};
 }
 
 }  // namespace

@@ -80,11 +80,11 @@ Tensor convolved(const Tensor& x, const Tensor& low, const Geometry& g) {
 Tensor like(const Tensor& t, const Tensor& other) { return reinterpreted(t, dims_of(other.sizes()), dims_of(other.strides())); }
 
 // What the forward gives: the result, and what is kept. It updates `statistics`, or where there are none gives at the end what they would
-// be updated with.
+// be updated with, and each tensor in memory of its own.
 std::vector<Tensor> forward(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& of_gate,
                             const std::vector<Tensor>* statistics, const std::vector<int64_t>& ints, const std::vector<double>& floats,
                             const std::vector<int64_t>& about, const char* op) {
-  const Pool pool;
+  const Pool pool(statistics != nullptr);
   const Plan plan(ints, about, op);
   const int64_t steps = static_cast<int64_t>(plan.steps.size()), length = plan.length();
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 4 && x.numel() > 0 && static_cast<int64_t>(weights.size()) == kWeights * steps &&
@@ -94,19 +94,19 @@ std::vector<Tensor> forward(const Tensor& x, const std::vector<Tensor>& weights,
   Parameters wide;
   for (int64_t i = 0; i < steps; ++i) wide.push_back(weights[kWeights * i]);
   for (const Tensor& t : of_gate) wide.push_back(t);
-  const Parameters low = narrowed(wide, x.scalar_type(), op);
+  const Parameters low = narrowed(wide, x.scalar_type(), op, !statistics);
 
   std::vector<Tensor> kept, results, gate, moments(statistics ? 0 : steps);
   Tensor bits = nothing(x);
   const auto norm = [&](const Tensor& z, int64_t i, const std::optional<Tensor>& residual) {
     const bool packs = plan.packs() && i == length - 1;
     const Tensor &gain = weights[kWeights * i + 1], &shift = weights[kWeights * i + 2];
-    const double momentum = floats[kFloats * i], eps = floats[kFloats * i + 1];
+    const double eps = floats[kFloats * i + 1];
     Tensor y, stats, packed;
     if (statistics) {
       const Tensor* own = &(*statistics)[kStats * i];
       std::tie(y, stats, packed) =
-          batch_norm_train(z, residual, gain, shift, own[0], own[1], momentum, eps, plan.steps[i].act, packs, own[2]);
+          batch_norm_train(z, residual, gain, shift, own[0], own[1], floats[kFloats * i], eps, plan.steps[i].act, packs, own[2]);
     } else {
       std::tie(y, stats, packed, moments[i]) = batch_norm_moments(z, residual, gain, shift, eps, plan.steps[i].act);
     }
@@ -163,9 +163,9 @@ std::vector<Tensor> convolution_chain_moments(const Tensor& x, std::vector<Tenso
 // The gradients of x, if that is wanted, and of all parameters: of each step those of the weight and of the norm's, and of the gate.
 // `norms` are the norms' weights and, of those whose activation's argument is computed anew, biases, step by step.
 std::vector<Tensor> convolution_chain_autocast_backward(const Tensor& dy, const Tensor& x, std::vector<Tensor> all, std::vector<Tensor> norms,
-                                                        std::vector<int64_t> ints, std::vector<int64_t> about, bool for_x) {
+                                                        std::vector<int64_t> ints, std::vector<int64_t> about, bool for_x, bool apart) {
   const char* op = "convolution_chain_autocast_backward";
-  const Pool pool;
+  const Pool pool(!apart);
   const Plan plan(ints, about, op);
   const int64_t steps = static_cast<int64_t>(plan.steps.size()), length = plan.length();
   const Kept kept{all, steps, length - 1};

@@ -576,9 +576,16 @@ constexpr int64_t kSumWide = 8192;
 
 // Adds the blocks' partial sums up into those of dweight and dbias that are wanted.
 template <typename A>
-void sum_partials(const A* partial, const Tensor& dweight, const Tensor& dbias, bool want_weight, bool want_bias, int blocks, int64_t n,
+void sum_partials(const Tensor& partials, const Tensor& dweight, const Tensor& dbias, bool want_weight, bool want_bias, int blocks, int64_t n,
                   cudaStream_t stream) {
   if (!want_weight && !want_bias) return;
+  if (LaterSums* later = LaterSums::current();
+      later != nullptr && sizeof(A) == 4 && (want_weight ? dweight : dbias).scalar_type() == ScalarType::Float) {
+    if (want_weight) later->add(partials, 0, static_cast<float*>(dweight.mutable_data_ptr()), blocks, n);
+    if (want_bias) later->add(partials, blocks * n, static_cast<float*>(dbias.mutable_data_ptr()), blocks, n);
+    return;
+  }
+  const A* partial = static_cast<const A*>(partials.const_data_ptr());
   dispatch_floating((want_weight ? dweight : dbias).scalar_type(), "layer_norm_backward", [&](auto tag) {
     using W = decltype(tag);
     if constexpr (sizeof(W) <= sizeof(A) && (sizeof(A) == 4 || sizeof(W) == 8)) {
@@ -641,7 +648,7 @@ bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight
   if constexpr (kRare) choose(std::true_type{});
   else if (ragged) choose(std::true_type{});
   else choose(std::false_type{});
-  sum_partials(args.partial, dweight, dbias, args.want_weight, args.want_bias, static_cast<int>(partials), n, on.stream());
+  sum_partials<A>(partial, dweight, dbias, args.want_weight, args.want_bias, static_cast<int>(partials), n, on.stream());
   return true;
 }
 
@@ -664,7 +671,7 @@ void split_backward(SplitArgs<A>& args, const Tensor& dweight, const Tensor& dbi
   const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(slabs));
   layer_norm_split_columns<A><<<grid, kSplitThreads, 0, on.stream()>>>(args, static_cast<int>(slabs));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  sum_partials<A>(args.partial, dweight, dbias, want_weight, want_bias, static_cast<int>(slabs), args.n, on.stream());
+  sum_partials<A>(partial, dweight, dbias, want_weight, want_bias, static_cast<int>(slabs), args.n, on.stream());
 }
 
 // Calls f(X{}, D{}) for the types of x and dy that are built: the same twice, or one of 16 bits and one float32.

@@ -50,7 +50,36 @@ Tensor mul(const Tensor& x, const Tensor& y);
 Tensor spatial_sum(const Tensor& x, const std::optional<Tensor>& y, double factor);
 Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_in, double factor);
 
-// The sums of a contiguous matrix over its rows, in its dtype or that one: linear.cu.
+// The sums of a contiguous matrix over its rows, in its dtype or that one; of one in float32 also itself as halves: linear.cu.
 Tensor column_sum_op(const Tensor& x, ScalarType dtype);
+std::tuple<Tensor, Tensor> narrowed_and_summed(const Tensor& x, ScalarType dtype);
+
+// While one lives, sums of pieces in float32 that its thread asks for are added up by one launch at the end, instead of one each. It is
+// for gradients of parameters, of which a block of a network has four to six, and which nothing in it reads: linear.cu.
+class LaterSums {
+ public:
+  LaterSums() : outer_(current()) { current() = this; }
+  ~LaterSums() { current() = outer_; }
+  LaterSums(const LaterSums&) = delete;
+  LaterSums& operator=(const LaterSums&) = delete;
+
+  static LaterSums*& current() {
+    thread_local LaterSums* sums = nullptr;
+    return sums;
+  }
+  // partial [pieces, columns], from an element on, to sums [columns].
+  void add(const Tensor& partial, int64_t offset, float* sums, int64_t pieces, int64_t columns);
+  void launch();
+
+ private:
+  struct Sum {
+    Tensor partial;  // kept until it is read
+    const float* from;
+    float* to;
+    int64_t pieces, columns;
+  };
+  LaterSums* outer_;
+  std::vector<Sum> waiting_;
+};
 
 }  // namespace fastlayers

@@ -37,11 +37,13 @@ inline Tensor reinterpreted(const Tensor& t, int64_t dims, const int64_t* sizes,
   return Tensor(handle);
 }
 
-// While one lives, the small tensors that its thread asks for share allocations. Each costs the host half of a launch, and a block of a
-// network asks for dozens: statistics, sums in pieces, gradients of biases.
+// While one that shares lives, the small tensors that its thread asks for share allocations. Each costs the host half of a launch, and a
+// block of a network asks for dozens: statistics, sums in pieces, gradients of biases.
 class Pool {
  public:
-  Pool() : outer_(current()) { current() = this; }
+  explicit Pool(bool shares) : outer_(current()) {
+    if (shares) current() = this;
+  }
   ~Pool() { current() = outer_; }
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;

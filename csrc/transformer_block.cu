@@ -57,36 +57,56 @@ Tensor packed(const std::vector<Tensor>& parts, const char* op) {
   return out;
 }
 
+// Query, key and value, (3, B, heads, N, size), of their product, (B·N, 3·heads·size).
+Tensor parted(const Tensor& qkv, const Dims& x, int64_t heads) {
+  const int64_t width = qkv.size(1) / 3, size = width / heads;
+  return reinterpreted(qkv, {3, x[0], heads, x[1], size}, {width, x[1] * 3 * width, size, 3 * width, 1});
+}
+
+// (B, heads, N, size) as rows of all heads, and back.
+Tensor rows_of(const Tensor& t) {
+  const Dims sizes = dims_of(t.sizes());
+  const int64_t width = sizes[1] * sizes[3];
+  return matrix(with_strides(t, sizes, dense_strides(sizes, {0, 2, 1, 3})), sizes[0] * sizes[2], width);
+}
+Tensor heads_of(const Tensor& rows, const Dims& sizes) { return reinterpreted(rows, sizes, dense_strides(sizes, {0, 2, 1, 3})); }
+
 enum Parameter { kNormWeight, kNormBias, kQkv, kQkvBias, kProj, kProjBias, kFirst, kFirstBias, kSecond, kSecondBias, kParameters };
 enum Low { kLowProj, kLowProjBias, kLowFirst, kLowFirstBias, kLowSecond, kLowSecondBias, kLows };
 
 // qkv(norm(x)) of contiguous rows; and the norm's result, its statistics and, as halves, the weight of qkv and all other parameters.
-std::vector<Tensor> transformer_block_autocast_open(const Tensor& x, std::vector<Tensor> parameters, ScalarType dtype, double eps) {
+// Where `apart`, here as below, each in memory of its own.
+std::vector<Tensor> transformer_block_autocast_open(const Tensor& x, std::vector<Tensor> parameters, int64_t heads, ScalarType dtype,
+                                                    double eps, bool apart) {
   const char* op = "transformer_block_autocast_open";
-  const Pool pool;
-  STD_TORCH_CHECK(parameters.size() == kParameters && x.scalar_type() == ScalarType::Float && x.dim() == 3, "fastlayers::", op,
-                  ": expected float32 rows and ", static_cast<int>(kParameters), " parameters");
+  const Pool pool(!apart);
+  STD_TORCH_CHECK(parameters.size() == kParameters && x.scalar_type() == ScalarType::Float && x.dim() == 3 && heads > 0 &&
+                      parameters[kQkv].size(0) % (3 * heads) == 0,
+                  "fastlayers::", op, ": expected float32 rows, ", static_cast<int>(kParameters), " parameters and heads for the first product");
   const int64_t k = x.size(2), rows = x.numel() / std::max<int64_t>(k, 1);
   check_rows(x, parameters[kQkv], parameters[kQkvBias], k, op);
-  const Parameters low = narrowed({parameters.begin() + kQkv, parameters.end()}, dtype, op);
+  const Parameters low = narrowed({parameters.begin() + kQkv, parameters.end()}, dtype, op, apart);
   const auto [normed, stats] =
       layer_norm_forward(matrix(x, rows, k), parameters[kNormWeight], parameters[kNormBias], 1, eps, 0, dtype, true);
   const int64_t n = parameters[kQkv].size(0);
   Tensor qkv = empty_contiguous({rows, n}, dtype, x);
   multiply(qkv, normed, matrix(*low[0], n, k, true), low[1]);
-  std::vector<Tensor> found{qkv, normed, stats, *low[0]};
+  std::vector<Tensor> found{parted(qkv, dims_of(x.sizes()), heads), normed, stats, *low[0]};
   for (size_t i = 2; i < low.size(); ++i) found.push_back(*low[i]);
   return found;
 }
 
-// s + mlp(norm(s)) for s = x + proj(attended); and s, the norm's result, its statistics and the first product without its bias.
-std::vector<Tensor> transformer_block_autocast_close(const Tensor& x, const Tensor& attended, std::vector<Tensor> low,
+// s + mlp(norm(s)) for s = x + proj(attended), of (B, heads, N, size); and s, the norm's result, its statistics and the first product
+// without its bias.
+std::vector<Tensor> transformer_block_autocast_close(const Tensor& x, const Tensor& of_heads, std::vector<Tensor> low,
                                                      const Tensor& norm_weight, const Tensor& norm_bias, double eps, int64_t act,
-                                                     double first, double second) {
+                                                     double first, double second, bool apart) {
   const char* op = "transformer_block_autocast_close";
-  const Pool pool;
-  STD_TORCH_CHECK(low.size() == kLows, "fastlayers::", op, ": expected ", static_cast<int>(kLows), " parameters as halves");
+  const Pool pool(!apart);
+  STD_TORCH_CHECK(low.size() == kLows && of_heads.dim() == 4, "fastlayers::", op, ": expected ", static_cast<int>(kLows),
+                  " parameters as halves, and the result of an attention");
   const ScalarType dtype = low[0].scalar_type();
+  const Tensor attended = rows_of(of_heads);
   const int64_t n = low[kLowProj].size(0), k = low[kLowProj].size(1), rows = attended.numel() / k, inner = low[kLowFirst].size(0);
   check_rows(attended, low[kLowProj], low[kLowProjBias], k, op);
   check_rows(x, low[kLowFirst], low[kLowFirstBias], n, op);
@@ -103,43 +123,51 @@ std::vector<Tensor> transformer_block_autocast_close(const Tensor& x, const Tens
   return {reinterpreted(out, sizes, contiguous_strides(sizes)), s, normed, stats, product};
 }
 
-// The gradients of s, in float32, and of `attended`; and of the weight and bias of proj, of the norm and of both layers of the MLP.
-std::vector<Tensor> transformer_block_autocast_close_backward(const Tensor& dy_in, const Tensor& attended, std::vector<Tensor> low,
+// The gradients of s, in float32, and of the attention's result; and of the weight and bias of proj, of the norm and of both layers of the
+// MLP.
+std::vector<Tensor> transformer_block_autocast_close_backward(const Tensor& dy_in, const Tensor& of_heads, std::vector<Tensor> low,
                                                               std::vector<Tensor> kept, const Tensor& norm_weight, int64_t act,
-                                                              double first, double second) {
+                                                              double first, double second, bool apart) {
   const char* op = "transformer_block_autocast_close_backward";
-  const Pool pool;
+  const Pool pool(!apart);
+  LaterSums sums;
+  const Tensor attended = rows_of(of_heads);
   STD_TORCH_CHECK(kept.size() == 4 && low.size() == kLows, "fastlayers::", op, ": expected what the forward kept");
   const Tensor &s = kept[0], &normed = kept[1], &stats = kept[2], &product = kept[3];
   const ScalarType dtype = low[0].scalar_type();
   const int64_t n = low[kLowProj].size(0), k = low[kLowProj].size(1), rows = attended.numel() / k;
   const Tensor dy = matrix(made_contiguous(dy_in), rows, n);
-  auto [dnormed, dfirst, dfirst_bias, dsecond, dsecond_bias] =
-      mlp_autocast_backward(*narrowed({dy}, dtype, op)[0], normed, product, low[kLowFirst], low[kLowFirstBias], low[kLowSecond], act, first,
-                            second, true, true, true, true, true);
+  auto [low_dy, dsecond_bias] = narrowed_and_summed(dy, dtype);
+  auto [dnormed, dfirst, dfirst_bias, dsecond, none] = mlp_autocast_backward(
+      low_dy, normed, product, low[kLowFirst], low[kLowFirstBias], low[kLowSecond], act, first, second, true, true, true, true, false);
+  low_dy = Tensor();  // its memory is free for what follows
   const auto [ds, dnorm_weight, dnorm_bias] = layer_norm_backward(dnormed, dy, s, stats, norm_weight, 1, 0, true, true);
-  dnormed = Tensor();  // its memory is free for what follows
-  const Tensor dlast = *narrowed({ds}, dtype, op)[0];
-  Tensor dattended = empty_contiguous(dims_of(attended.sizes()), dtype, attended);
-  multiply(matrix(dattended, rows, k), dlast, low[kLowProj]);
-  return {ds,         dattended,   weight_gradient(dlast, attended, rows, n, k), column_sum_op(dlast, ScalarType::Float), dnorm_weight,
-          dnorm_bias, dfirst,      dfirst_bias,                                  dsecond,                                 dsecond_bias};
+  dnormed = Tensor();
+  const auto [dlast, dproj_bias] = narrowed_and_summed(ds, dtype);
+  const Tensor dattended = empty_contiguous({rows, k}, dtype, attended), dproj = weight_gradient(dlast, attended, rows, n, k);
+  multiply(dattended, dlast, low[kLowProj]);
+  sums.launch();
+  return {ds,         heads_of(dattended, dims_of(of_heads.sizes())), dproj, dproj_bias, dnorm_weight, dnorm_bias, dfirst, dfirst_bias,
+          dsecond,    dsecond_bias};
 }
 
 // The gradients of x, in float32, and of the weight and bias of the norm and of qkv.
 std::vector<Tensor> transformer_block_autocast_open_backward(std::vector<Tensor> parts, const Tensor& ds, const Tensor& x,
                                                              const Tensor& normed, const Tensor& stats, const Tensor& low,
-                                                             const Tensor& norm_weight) {
+                                                             const Tensor& norm_weight, bool apart) {
   const char* op = "transformer_block_autocast_open_backward";
-  const Pool pool;
+  const Pool pool(!apart);
+  LaterSums sums;
   const Tensor dqkv = packed(parts, op);
   const int64_t rows = dqkv.size(0), n = low.size(0), k = low.size(1);
   STD_TORCH_CHECK(dqkv.size(1) == n && x.numel() == rows * k, "fastlayers::", op, ": expected the gradients of all of the product");
   Tensor dnormed = empty_contiguous({rows, k}, low.scalar_type(), x);
   multiply(dnormed, dqkv, low);
   const auto [dx, dnorm_weight, dnorm_bias] = layer_norm_backward(dnormed, ds, matrix(x, rows, k), stats, norm_weight, 1, 0, true, true);
+  const Tensor dbias = column_sum_op(dqkv, ScalarType::Float);
+  sums.launch();
   const Dims sizes = dims_of(x.sizes());
-  return {reinterpreted(dx, sizes, contiguous_strides(sizes)), dnorm_weight, dnorm_bias, weight_gradient(dqkv, normed, rows, n, k), column_sum_op(dqkv, ScalarType::Float)};
+  return {reinterpreted(dx, sizes, contiguous_strides(sizes)), dnorm_weight, dnorm_bias, weight_gradient(dqkv, normed, rows, n, k), dbias};
 }
 
 }  // namespace

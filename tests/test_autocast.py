@@ -34,7 +34,7 @@ class StandIns(SimpleNamespace):
     """The raw ops in torch operations, and which of them were called."""
 
     def __init__(self) -> None:
-        super().__init__(backend="cuda", called=[])
+        super().__init__(backend="cuda", apart=False, called=[])
 
     def column_sum(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         self.called.append("column_sum")
@@ -122,7 +122,7 @@ class StandIns(SimpleNamespace):
 
     def convnext_block_autocast(
         self, x, conv_weight, conv_bias, gain, shift, weight, bias, weight2, bias2, gamma, dtype, padding, eps, act,
-        first, second,
+        first, second, apart,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert x.is_contiguous(memory_format=torch.channels_last)
         self.called.append("convnext_block_autocast")
@@ -137,7 +137,7 @@ class StandIns(SimpleNamespace):
 
     def convnext_block_autocast_backward(
         self, dy, low_x, low_conv, z, stats, normed, product, low, low_bias, low2, last, gain, gamma, padding, act,
-        first, second, dx, wide,
+        first, second, dx, wide, apart,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         self.called.append("convnext_block_autocast_backward")
         rows = dy.permute(0, 2, 3, 1).reshape(last.shape)

@@ -68,7 +68,7 @@ class Blocks(StandIns):
                 h = h * opened
         return [h, *(t for three in kept for t in three), *results, bits, *gate]
 
-    def convolution_chain_autocast_backward(self, dy, x, kept, norms, ints, about, dx):
+    def convolution_chain_autocast_backward(self, dy, x, kept, norms, ints, about, dx, apart):
         self.called.append("convolution_chain_autocast_backward")
         added, gated, gate_act, gate_end = about
         steps = len(ints) // 8
@@ -112,25 +112,29 @@ class Blocks(StandIns):
             dy = d
         return [dy if again is None else dy + again, *(t for three in found for t in three), *of_gate]
 
-    def transformer_block_autocast_open(self, x, parameters, dtype, eps):
+    def transformer_block_autocast_open(self, x, parameters, heads, dtype, eps, apart):
         assert x.is_contiguous()
         self.called.append("transformer_block_autocast_open")
         gain, shift, *rest = parameters
         qkv, bias, *low = (t.to(dtype) for t in rest)
         rows = x.flatten(0, 1)
         normed = F.layer_norm(rows, gain.shape, gain, shift, eps).to(dtype)
-        return [F.linear(normed, qkv, bias), normed, torch.full((2, len(rows)), eps), qkv, *low]
+        parts = F.linear(normed, qkv, bias).view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
+        return [parts, normed, torch.full((2, len(rows)), eps), qkv, *low]
 
-    def transformer_block_autocast_close(self, x, attended, low, gain, shift, eps, act, first, second):
+    def transformer_block_autocast_close(self, x, attended, low, gain, shift, eps, act, first, second, apart):
         self.called.append("transformer_block_autocast_close")
+        attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
         s = x.flatten(0, 1) + F.linear(attended, low[0], low[1])
         normed = F.layer_norm(s, gain.shape, gain, shift, eps).to(attended.dtype)
         product = F.linear(normed, low[2])
         last = F.linear(self.bias_act_forward(product, low[3], act, first, second), low[4], low[5])
         return [(s + last).view_as(x), s, normed, torch.full((2, len(s)), eps), product]
 
-    def transformer_block_autocast_close_backward(self, dy, attended, low, kept, gain, act, first, second):
+    def transformer_block_autocast_close_backward(self, dy, of_heads, low, kept, gain, act, first, second, apart):
         self.called.append("transformer_block_autocast_close_backward")
+        by_token = of_heads.transpose(1, 2)
+        attended = by_token.flatten(2).flatten(0, 1)
         s, normed, stats, product = kept
         rows = dy.reshape(s.shape)
         dnormed, *of_mlp = self.mlp_autocast_backward(
@@ -139,10 +143,12 @@ class Blocks(StandIns):
         ds, *of_norm = layer_norm.compose_backward(
             dnormed, rows, s, gain, 1, float(stats[0, 0]), layer_norm.LAYER, True, True
         )
-        of_proj = self.linear_autocast_backward(ds.to(attended.dtype), attended, low[0], True, True, True)
-        return [ds, *of_proj, *of_norm, *of_mlp]
+        dattended, *of_proj = self.linear_autocast_backward(
+            ds.to(attended.dtype), attended, low[0], True, True, True
+        )
+        return [ds, dattended.view(by_token.shape).transpose(1, 2), *of_proj, *of_norm, *of_mlp]
 
-    def transformer_block_autocast_open_backward(self, dqkv, ds, x, normed, stats, low, gain):
+    def transformer_block_autocast_open_backward(self, dqkv, ds, x, normed, stats, low, gain, apart):
         self.called.append("transformer_block_autocast_open_backward")
         rows = torch.stack(list(dqkv)).permute(1, 3, 0, 2, 4).reshape(len(normed), -1)
         dnormed, *of_qkv = self.linear_autocast_backward(rows, normed, low, True, True, True)

@@ -152,7 +152,7 @@ def _image(rows: Tensor, shape: torch.Size) -> Tensor:
 def convnext_block_autocast(
     x: Tensor, conv_weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor,
     bias: Tensor, weight2: Tensor, bias2: Tensor, gamma: Tensor, dtype: torch.dtype, padding: list[int], eps: float,
-    act: int, first: float, second: float,
+    act: int, first: float, second: float, apart: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """x + gamma·mlp(layer_norm(convolution(x))) in float32, and what its backward needs."""
     low_x, low_conv = x.to(dtype), conv_weight.to(dtype)
@@ -168,7 +168,7 @@ def convnext_block_autocast(
 def convnext_block_autocast_backward(
     dy: Tensor, low_x: Tensor, low_conv: Tensor, z: Tensor, stats: Tensor, normed: Tensor, product: Tensor,
     low: Tensor, low_bias: Tensor, low2: Tensor, last: Tensor, norm_weight: Tensor, gamma: Tensor, padding: list[int],
-    act: int, first: float, second: float, dx: bool, wide: bool,
+    act: int, first: float, second: float, dx: bool, wide: bool, apart: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of x, if it is wanted, in float32 or, where x was none of that, in its dtype; of all parameters."""
     shape, ones = low_x.shape, [1, 1]

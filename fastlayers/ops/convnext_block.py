@@ -27,7 +27,9 @@ class _ConvNeXtBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         *parameters, padding, eps, act, dtype, kernels = rest
-        out, low, *kept = kernels.convnext_block_autocast(x, *parameters, dtype, padding, eps, act.code, *act.defaults)
+        out, low, *kept = kernels.convnext_block_autocast(
+            x, *parameters, dtype, padding, eps, act.code, *act.defaults, kernels.apart
+        )
         norm_weight, gamma = parameters[2], parameters[-1]
         wide = x.dtype is torch.float32
         ctx.save_for_backward(low if wide else x, *kept, norm_weight, gamma)
@@ -48,7 +50,9 @@ class _ConvNeXtBlock(torch.autograd.Function):
                 x = kept[0].float() if wide else kept[0]
             found = autocast.derivable(partial(_composed, kept[0].dtype, padding, eps, act), ctx, x, dy)
         else:
-            found = kernels.convnext_block_autocast_backward(dy, *kept, padding, act.code, *act.defaults, for_x, wide)
+            found = kernels.convnext_block_autocast_backward(
+                dy, *kept, padding, act.code, *act.defaults, for_x, wide, kernels.apart
+            )
         dx, *of_parameters = found
         dx = None if not for_x else dx if dlow is None else dx + dlow
         return dx, *of_parameters, *(None,) * 5
@@ -145,7 +149,7 @@ def _fake_backward(
     low: Tensor, low_bias: Tensor, low2: Tensor, last: Tensor, norm_weight: Tensor, gamma: Tensor, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide = partial(torch.empty_like, dtype=torch.float32)
-    for_x, is_wide = rest[-2:]
+    for_x, is_wide, _ = rest[-3:]
     dx = (wide(low_x) if is_wide else torch.empty_like(low_x)) if for_x else low_x.new_empty(0)
     like = (low_conv, gamma, norm_weight, norm_weight, low, low_bias, low2, gamma, gamma)
     return dx, *map(wide, like)

@@ -86,7 +86,7 @@ class _ConvolutionChain(torch.autograd.Function):
             found = autocast.derivable(partial(composed, plan), ctx, x, dy)
         else:
             found = kernels.convolution_chain_autocast_backward(
-                dy, x, rest[:count], rest[count:], plan.ints, plan.about, ctx.needs_input_grad[0]
+                dy, x, rest[:count], rest[count:], plan.ints, plan.about, ctx.needs_input_grad[0], kernels.apart
             )
         dx, *of_parameters = found
         return dx if ctx.needs_input_grad[0] else None, *of_parameters, None
@@ -102,6 +102,7 @@ def _apply(
 ) -> Tensor:  # fmt: skip
     raw = autocast.FAMILY.in_graphs
     kernels = SimpleNamespace(
+        apart=True,
         convolution_chain_autocast=partial(_functional, raw),
         convolution_chain_autocast_backward=raw.convolution_chain_autocast_backward,
     )
@@ -293,8 +294,9 @@ def _fake(
 
 
 def _fake_backward(
-    dy: Tensor, x: Tensor, kept: list[Tensor], norms: list[Tensor], ints: list[int], about: list[int], dx: bool
-) -> list[Tensor]:
+    dy: Tensor, x: Tensor, kept: list[Tensor], norms: list[Tensor], ints: list[int], about: list[int], dx: bool,
+    apart: bool,
+) -> list[Tensor]:  # fmt: skip
     plan = Plan(ints, [], about)
     found = [torch.empty_like(x) if dx else x.new_empty(0)]
     last = x.is_contiguous(memory_format=torch.channels_last)

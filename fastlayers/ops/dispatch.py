@@ -105,11 +105,11 @@ class Family:
         kernels = None
         if backend == "triton":
             module = importlib.import_module(f"fastlayers.kernels.{self.name}")
-            kernels = SimpleNamespace(backend=backend, **{op: getattr(module, op) for op in self._ops})
+            kernels = SimpleNamespace(backend=backend, apart=False, **{op: getattr(module, op) for op in self._ops})
         elif backend == "cuda" or (backend == "cpu" and self._cpu):
             # What an OpOverload calls, without the Python call around it: 0.3 us.
             packets = {op: getattr(torch.ops.fastlayers, op).default._op for op in (*self._ops, *self._csrc_only)}
-            kernels = SimpleNamespace(backend=backend, **packets)
+            kernels = SimpleNamespace(backend=backend, apart=False, **packets)
         elif backend == "cpu":
             backends.refuse(f"csrc has no {self.name} for CPU tensors; torch's own serves them")
         self._by_device[device] = kernels
@@ -117,9 +117,13 @@ class Family:
 
     @cached_property
     def in_graphs(self) -> SimpleNamespace:
-        """The raw ops of ``csrc``, as what :func:`in_graph` marks calls them."""
+        """The raw ops of ``csrc``, as what :func:`in_graph` marks calls them.
+
+        Those of blocks ask for ``apart``: whether each tensor that they give has memory of its own, as graphs want it.
+        In eager mode small ones share some, for each allocation costs the host half of a launch.
+        """
         packets = {op: getattr(torch.ops.fastlayers, op).default for op in (*self._ops, *self._csrc_only)}
-        return SimpleNamespace(**packets)
+        return SimpleNamespace(apart=True, **packets)
 
 
 @cache

@@ -89,13 +89,8 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     return ATTENTIONS.get(_choice(q, k, v), ANY)
 
 
-def _parts(qkv: Tensor, x: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """Query, key and value, (B, heads, N, size)."""
-    return qkv.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-
-
 class _TransformerBlock(torch.autograd.Function):
-    """Keeps x, s, the results of the norms and their statistics, the first product of the MLP, the product of qkv, the
+    """Keeps x, s, the results of the norms and their statistics, the first product of the MLP, query, key and value, the
     result of the attention with what that keeps, and the weights as halves."""
 
     @staticmethod
@@ -103,16 +98,18 @@ class _TransformerBlock(torch.autograd.Function):
         *parameters, (heads, eps, eps2, act, dtype, kernels) = rest
         norm_weight, norm_weight2, norm_bias2 = parameters[0], parameters[6], parameters[7]
         of_open = [*parameters[:6], *parameters[8:]]
-        qkv, normed, stats, low_qkv, *low = kernels.transformer_block_autocast_open(x, of_open, dtype, eps)
-        q, k, v = _parts(qkv, x, heads)
+        apart = kernels.apart
+        qkv, normed, stats, low_qkv, *low = kernels.transformer_block_autocast_open(
+            x, of_open, heads, dtype, eps, apart
+        )
+        q, k, v = qkv.unbind(0)
         attention = _chosen(q, k, v)
         attended, (kept, sizes) = attention.forward(q, k, v)
-        rows = attended.transpose(1, 2).reshape(qkv.shape[0], -1)
         y, *of_close = kernels.transformer_block_autocast_close(
-            x, rows, low, norm_weight2, norm_bias2, eps2, act.code, *act.defaults
+            x, attended, low, norm_weight2, norm_bias2, eps2, act.code, *act.defaults, apart
         )
         ctx.save_for_backward(
-            x, qkv, normed, stats, low_qkv, attended, norm_weight, norm_weight2, *low, *of_close, *kept
+            x, q, k, v, normed, stats, low_qkv, attended, norm_weight, norm_weight2, *low, *of_close, *kept
         )
         ctx.given, ctx.rest = autocast.Given(*parameters), (heads, eps, eps2, act, dtype, kernels, attention, sizes)
         return y  # type: ignore[no-any-return]
@@ -121,21 +118,18 @@ class _TransformerBlock(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         heads, eps, eps2, act, dtype, kernels, attention, sizes = ctx.rest
         for_x = ctx.needs_input_grad[0]
-        x, qkv, normed, stats, low_qkv, attended, norm_weight, norm_weight2, *rest = ctx.saved_tensors
+        x, q, k, v, normed, stats, low_qkv, attended, norm_weight, norm_weight2, *rest = ctx.saved_tensors
         if dispatch.differentiating(dy):
             found = autocast.derivable(partial(composed, heads, eps, eps2, act, dtype), ctx, x, dy)
             return *found, None
-        low, of_close, kept = rest[:6], rest[6:10], tuple(rest[10:])
-        q, k, v = _parts(qkv, x, heads)
-        rows = attended.transpose(1, 2).reshape(qkv.shape[0], -1)
+        apart, low, of_close, kept = kernels.apart, rest[:6], rest[6:10], tuple(rest[10:])
         ds, dattended, dproj, dproj_bias, *of_rest = kernels.transformer_block_autocast_close_backward(
-            dy, rows, low, of_close, norm_weight2, act.code, *act.defaults
+            dy, attended, low, of_close, norm_weight2, act.code, *act.defaults, apart
         )
-        dattended = dattended.view(*x.shape[:2], heads, -1).transpose(1, 2)
         dqkv = list(attention.backward(dattended, q, k, v, attended, (kept, sizes)))
         del dattended
         dx, dnorm, dnorm_bias, dweight, dbias = kernels.transformer_block_autocast_open_backward(
-            dqkv, ds, x, normed, stats, low_qkv, norm_weight
+            dqkv, ds, x, normed, stats, low_qkv, norm_weight, apart
         )
         return dx if for_x else None, dnorm, dnorm_bias, dweight, dbias, dproj, dproj_bias, *of_rest, None
 
@@ -158,7 +152,8 @@ def composed(
 ) -> Tensor:  # fmt: skip
     """The block in torch's operations, its products in ``low``."""
     normed = F.layer_norm(x, norm_weight.shape, norm_weight, norm_bias, eps).to(low)
-    q, k, v = _parts(F.linear(normed, qkv.to(low), qkv_bias.to(low)).flatten(0, 1), x, heads)
+    parts = F.linear(normed, qkv.to(low), qkv_bias.to(low)).unflatten(-1, (3, heads, -1))
+    q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
     attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
     s = x + F.linear(attended, proj.to(low), proj_bias.to(low))
     normed2 = F.layer_norm(s, norm_weight2.shape, norm_weight2, norm_bias2, eps2).to(low)
@@ -210,17 +205,20 @@ def transformer_block(
     return _record(dispatch.unwrap(x), *map(dispatch.unwrap, parameters), rest)  # type: ignore[no-any-return, arg-type]
 
 
-def _fake_open(x: Tensor, parameters: list[Tensor], dtype: torch.dtype, eps: float) -> list[Tensor]:
+def _fake_open(
+    x: Tensor, parameters: list[Tensor], heads: int, dtype: torch.dtype, eps: float, apart: bool
+) -> list[Tensor]:
     rows = x.numel() // x.shape[-1]
     low = [torch.empty_like(t, dtype=dtype) for t in (parameters[2], *parameters[4:])]
-    qkv = x.new_empty((rows, len(parameters[2])), dtype=dtype)
+    size = len(parameters[2]) // (3 * heads)
+    qkv = x.new_empty((*x.shape[:2], 3, heads, size), dtype=dtype).permute(2, 0, 3, 1, 4)
     return [qkv, x.new_empty((rows, x.shape[-1]), dtype=dtype), x.new_empty((2, rows)), *low]
 
 
 def _fake_close(
     x: Tensor, attended: Tensor, low: list[Tensor], norm_weight: Tensor, norm_bias: Tensor, eps: float, *act: Any
 ) -> list[Tensor]:
-    s = x.new_empty((attended.shape[0], x.shape[-1]))
+    s = x.new_empty((x.shape[0] * x.shape[1], x.shape[2]))
     return [
         torch.empty_like(x), s, torch.empty_like(s, dtype=attended.dtype), x.new_empty((2, s.shape[0])),
         attended.new_empty((s.shape[0], len(low[2]))),
@@ -232,12 +230,15 @@ def _fake_close_backward(
 ) -> list[Tensor]:
     proj, proj_bias, *of_mlp = (torch.empty_like(t, dtype=torch.float32) for t in low)
     norms = [torch.empty_like(norm_weight) for _ in range(2)]
-    return [torch.empty_like(kept[0]), torch.empty_like(attended), proj, proj_bias, *norms, *of_mlp]
+    images, heads, tokens, size = attended.shape
+    dattended = attended.new_empty((images, tokens, heads, size)).transpose(1, 2)
+    return [torch.empty_like(kept[0]), dattended, proj, proj_bias, *norms, *of_mlp]
 
 
 def _fake_open_backward(
-    dqkv: list[Tensor], ds: Tensor, x: Tensor, normed: Tensor, stats: Tensor, low: Tensor, norm_weight: Tensor
-) -> list[Tensor]:
+    dqkv: list[Tensor], ds: Tensor, x: Tensor, normed: Tensor, stats: Tensor, low: Tensor, norm_weight: Tensor,
+    apart: bool,
+) -> list[Tensor]:  # fmt: skip
     wide = torch.empty_like(low, dtype=torch.float32)
     norms = [torch.empty_like(norm_weight) for _ in range(2)]
     return [torch.empty_like(x), *norms, wide, wide.new_empty(len(low))]

@@ -27,7 +27,7 @@ def trains_under_autocast(x: Any) -> bool:
 
 def all_training(*modules: Any) -> bool:
     """Whether these are in training mode, and those of them that drop something drop nothing."""
-    return all(module.training and getattr(module, "p", 0.0) == 0.0 for module in modules)
+    return all(module.training and module.__dict__.get("p", 0.0) == 0.0 for module in modules)
 
 
 def convolution_chain(
