@@ -240,10 +240,13 @@ def test_fakes_tell_what_the_kernels_give(monkeypatch, name):
 
 @needs_gpu
 @EACH_BLOCK
-def test_compiled_by_inductor(name):
+def test_compiled_by_inductor(monkeypatch, name):
     """As near to float64 as the model as it was, compiled or not: eager mode sums halves where a graph sums floats."""
+    from torch._inductor.exc import OperatorIssue
     from torch._inductor.utils import run_and_get_code
 
+    # What it computes for an op of ours that it did not know: in torch 2.11 the time doubles with every block.
+    monkeypatch.setattr(OperatorIssue, "operator_str", staticmethod(lambda *args: pytest.fail("an op was not known")))
     torch._dynamo.reset()
     stock = block(name, "cuda")
     exact, model = copy.deepcopy(stock).double(), patch_model(copy.deepcopy(stock))

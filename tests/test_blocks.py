@@ -143,9 +143,7 @@ class Blocks(StandIns):
         ds, *of_norm = layer_norm.compose_backward(
             dnormed, rows, s, gain, 1, float(stats[0, 0]), layer_norm.LAYER, True, True
         )
-        dattended, *of_proj = self.linear_autocast_backward(
-            ds.to(attended.dtype), attended, low[0], True, True, True
-        )
+        dattended, *of_proj = self.linear_autocast_backward(ds.to(attended.dtype), attended, low[0], True, True, True)
         return [ds, dattended.view(by_token.shape).transpose(1, 2), *of_proj, *of_norm, *of_mlp]
 
     def transformer_block_autocast_open_backward(self, dqkv, ds, x, normed, stats, low, gain, apart):

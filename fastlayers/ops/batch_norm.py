@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -271,7 +272,7 @@ def batch_norm_op(
     return y, stats, bits, moments
 
 
-@batch_norm_op.register_fake
+@partial(dispatch.register_fake, batch_norm_op)
 def _fake_moments(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, act: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -306,7 +307,7 @@ def batch_norm_grad_op(
     return kernels.batch_norm_backward(dy, x, residual, bits, weight, bias, stats, training, act, dresidual)  # type: ignore[no-any-return]
 
 
-batch_norm_grad_op.register_fake(fake_backward)
+dispatch.register_fake(batch_norm_grad_op, fake_backward)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -367,8 +367,8 @@ def _op_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return cross_entropy_grad_op(dy, *ctx.saved_tensors, *ctx.rest), *(None,) * 8
 
 
-cross_entropy_op.register_fake(_fake_forward)
-cross_entropy_grad_op.register_fake(_fake_backward)
+dispatch.register_fake(cross_entropy_op, _fake_forward)
+dispatch.register_fake(cross_entropy_grad_op, _fake_backward)
 cross_entropy_op.register_autograd(_op_backward, setup_context=_setup_context)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.utils import get_layout_constraint_tag
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
@@ -252,7 +254,43 @@ def register_fakes(fakes: dict[str, Callable[..., Any]]) -> None:
     """Tell torch the shapes, dtypes and strides that raw ops of ``csrc`` give, for whoever traces them."""
     for op, fake in fakes.items():
         if hasattr(torch.ops.fastlayers, op):  # csrc was built
-            torch.library.register_fake(f"fastlayers::{op}", fake)
+            register_fake(f"fastlayers::{op}", fake)
+
+
+def register_fake(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of one op, a custom one or a raw one."""
+
+    @wraps(fake)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        _show_to_inductor()
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(op, traced)
+    return fake
+
+
+_shown = False
+
+
+def _show_to_inductor() -> None:
+    """Have Inductor call our ops as they are, before it meets one in a graph.
+
+    It does so in any case. But before torch 2.13 it then writes down, for a log, what each argument of the op is
+    computed from and what that is computed from, over and over: in time that doubles with every block in front of it.
+    The norm behind the 12 blocks of a ViT took it more than minutes, or its stack.
+    """
+    global _shown
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if _shown or lowering is None:
+        return
+    _shown = True
+    if torch.__version__ >= "2.13":
+        return
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("fastlayers::"):
+            op = getattr(torch.ops.fastlayers, name.removeprefix("fastlayers::")).default
+            constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
+            lowering.make_fallback(op, layout_constraint=constraint)
 
 
 def hold_raw(raw_ops: dict[Any, str]) -> None:

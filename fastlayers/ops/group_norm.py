@@ -222,8 +222,8 @@ def group_norm_grad_op(
     return FAMILY.serving(x).group_norm_backward(dy, x, stats, weight, bias, groups, act)  # type: ignore[no-any-return]
 
 
-group_norm_op.register_fake(_fake_forward)
-group_norm_grad_op.register_fake(_fake_backward)
+dispatch.register_fake(group_norm_op, _fake_forward)
+dispatch.register_fake(group_norm_grad_op, _fake_backward)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

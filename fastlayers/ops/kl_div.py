@@ -291,8 +291,8 @@ def divergence_grad_op(
     )
 
 
-divergence_op.register_fake(_fake_forward)
-divergence_grad_op.register_fake(_fake_backward)
+dispatch.register_fake(divergence_op, _fake_forward)
+dispatch.register_fake(divergence_grad_op, _fake_backward)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

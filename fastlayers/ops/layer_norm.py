@@ -387,9 +387,9 @@ def layer_norm_grad_op(
     return kernels.layer_norm_backward(dy, dsum, x, stats, weight, dims, kind, dweight, dbias)  # type: ignore[no-any-return]
 
 
-layer_norm_op.register_fake(_fake_forward)
-add_layer_norm_op.register_fake(_fake_add_forward)
-layer_norm_grad_op.register_fake(_fake_backward)
+dispatch.register_fake(layer_norm_op, _fake_forward)
+dispatch.register_fake(add_layer_norm_op, _fake_add_forward)
+dispatch.register_fake(layer_norm_grad_op, _fake_backward)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -16,7 +16,7 @@ second backward of the same graph, which finds the gradients of the first one ha
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -527,7 +527,7 @@ def linear_cross_entropy_op(
     return found, left, dh, dw, db
 
 
-@linear_cross_entropy_op.register_fake
+@partial(dispatch.register_fake, linear_cross_entropy_op)
 def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
@@ -560,7 +560,7 @@ def linear_cross_entropy_grad_op(
     return dh, dw, db
 
 
-@linear_cross_entropy_grad_op.register_fake
+@partial(dispatch.register_fake, linear_cross_entropy_grad_op)
 def _(
     dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,

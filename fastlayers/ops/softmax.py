@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def softmax_op(x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool
     return result
 
 
-@softmax_op.register_fake
+@partial(dispatch.register_fake, softmax_op)
 def _(x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
@@ -152,7 +153,7 @@ def softmax_grad_op(
     return result
 
 
-@softmax_grad_op.register_fake
+@partial(dispatch.register_fake, softmax_grad_op)
 def _(dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
     return torch.empty(y.shape, dtype=dtype, device=y.device)
 

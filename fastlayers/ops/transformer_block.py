@@ -90,8 +90,8 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor) -> Attention:
 
 
 class _TransformerBlock(torch.autograd.Function):
-    """Keeps x, s, the results of the norms and their statistics, the first product of the MLP, query, key and value, the
-    result of the attention with what that keeps, and the weights as halves."""
+    """Keeps x, s, the results of the norms and their statistics, query, key and value, the result of the attention with
+    what that keeps, the first product of the MLP, and the weights as halves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
