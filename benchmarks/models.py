@@ -2,12 +2,14 @@
 
 Each (model, mode) runs in a fresh process, one at a time. These are forks of one process that has imported the
 libraries and done nothing else, so that nothing imports while something is measured. What torch.compile has to compile
-is compiled before that, by processes side by side, and found in its caches again.
+is compiled before that, by processes side by side, and found in its caches again. What the host held up is measured
+once more at the end, and the faster one counts.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -28,8 +30,12 @@ from benchmarks.networks import COMPILED, MODES, NETWORKS, Network
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["benchmarks.preload"])
+PARTS = ("inference", "training")
 #: Of the GPU's memory, for processes that compile side by side.
 SHARE = 0.8
+#: Of a time in the GPU's own, above which the host decided on it. Other tenants slow a host for ten seconds at a time:
+#: GPT-2's step took 40 ms in one run and 53 in another, of 34 for the GPU.
+HELD_UP = 1.05
 #: What has to agree for the rows of an earlier run to stand beside new ones.
 SAME = ("device", "driver", "torch", "triton", "commit")
 
@@ -94,8 +100,12 @@ class Results:
         self.rows = [row for row in earlier["rows"] if row["status"] != "failed"]
         self.compile_s = earlier["compile_s"]
 
-    def has(self, job: Job) -> bool:
-        return any((row["model"], row["mode"]) == (job.network.name, job.mode) for row in self.rows)
+    def row(self, job: Job) -> dict[str, Any] | None:
+        return next((row for row in self.rows if (row["model"], row["mode"]) == (job.network.name, job.mode)), None)
+
+    def put(self, job: Job, row: dict[str, Any]) -> None:
+        self.rows = [other for other in self.rows if other is not self.row(job)] + [row]
+        self.save()
 
 
 class Process:
@@ -166,6 +176,11 @@ def run(
     """
     started = time.monotonic()
 
+    def measured(job: Job) -> dict[str, Any]:
+        row = labels(job, settings) | Process(job, settings).finish(settings.run_limit)
+        report(f"{job.id}: {row['took_s']:.0f} s" + (f", {row['status']}: {row['reason']}" if row["reason"] else ""))
+        return row
+
     def late() -> bool:
         return settings.time_limit is not None and time.monotonic() - started > settings.time_limit
 
@@ -173,22 +188,38 @@ def run(
     results = Results(path, environment(torch.device(settings.device)), measured_how)
     if resume and path.exists():
         results.keep(json.loads(path.read_text()))
-    jobs = [job for job in jobs if not results.has(job)]
-    to_compile = [job for job in jobs if job.mode in COMPILED and job.id not in results.compile_s]
+    new = [job for job in jobs if results.row(job) is None]
+    to_compile = [job for job in new if job.mode in COMPILED and job.id not in results.compile_s]
     if settings.device == "cuda" and len(to_compile) > 1:
         results.compile_s |= compile_ahead(to_compile, settings, late, report)
     results.save()
-    for place, job in enumerate(jobs):
+    for place, job in enumerate(new):
         if late():
-            results.skipped += [left.id for left in jobs[place:]]
+            results.skipped += [left.id for left in new[place:]]
             break
-        row = Process(job, settings).finish(settings.run_limit)
-        results.rows.append(labels(job, settings) | row)
-        results.save()
-        report(f"{job.id}: {row['took_s']:.0f} s" + (f", {row['status']}: {row['reason']}" if row["reason"] else ""))
+        results.put(job, measured(job))
+    for job in jobs:
+        row = results.row(job)
+        if row is not None and held_up(row) and not late():
+            results.put(job, faster(row, measured(job)))
     results.rows.sort(key=place_in_tables)
     results.save()
     return results
+
+
+def held_up(row: dict[str, Any]) -> bool:
+    """Whether the host decided on a time, in a row that was measured once."""
+    if row["status"] != "ok" or row.get("again"):
+        return False
+    return any(row[part]["ms"] > HELD_UP * row[part].get("gpu_ms", math.inf) for part in PARTS)
+
+
+def faster(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Of two rows of one job, each part from the one in which it was faster."""
+    if second["status"] != "ok":
+        return second
+    best = {part: min(first[part], second[part], key=lambda found: found["ms"]) for part in PARTS}
+    return second | best | {"again": True}
 
 
 def sized(job: Job, settings: Settings) -> Network:

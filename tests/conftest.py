@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ torch.set_num_threads(1)
 
 
 NO_GPU = not torch.cuda.is_available()
+CACHED = 2**30
 
 
 def pytest_report_header() -> str | None:
@@ -43,6 +45,14 @@ def _leave_backend_alone() -> Iterator[None]:
     backends.set_backend(before)
 
 
+@pytest.fixture(autouse=True)
+def _leave_gpu_memory() -> Iterator[None]:
+    """What torch has cached of it by the gigabyte, a test in another process may need."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > CACHED:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def gpu_memory() -> Iterator[Callable[[float], None]]:
     """What a test calls that takes much of the GPU's memory, with the bytes that it takes.
@@ -55,6 +65,9 @@ def gpu_memory() -> Iterator[Callable[[float], None]]:
         def take(needed: float) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
             torch.cuda.empty_cache()
+            patience = time.monotonic() + 60
+            while torch.cuda.mem_get_info()[0] < needed and time.monotonic() < patience:
+                time.sleep(0.5)
             if torch.cuda.mem_get_info()[0] < needed:
                 pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory free")
 

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -275,13 +276,67 @@ def test_a_run_is_resumed(tmp_path):
     found = models.run(jobs("vit/liger"), path, replace(TINY, run_limit=0.0), report=reports.append)
     assert [row["reason"] for row in found.rows] == ["ended after 0 s"]
     content = json.loads(path.read_text())
-    content["rows"].append({"model": "llama", "mode": "eager", "status": "ok", "reason": None})
+    part = {"ms": 1.0}
+    content["rows"].append(
+        {"model": "llama", "mode": "eager", "status": "ok", "reason": None, "inference": part, "training": part}
+    )
     path.write_text(json.dumps(content))
     both = jobs("llama/eager", "vit/liger")
     found = models.run(both, path, replace(TINY, run_limit=0.0), resume=True, report=reports.append)
     assert [(row["model"], row["status"]) for row in found.rows] == [("llama", "ok"), ("vit", "failed")]
     with pytest.raises(ValueError, match=r"r.json is of a run with seconds 0.0; expected 3.0"):
         models.run([], path, replace(TINY, seconds=3.0), resume=True)
+
+
+class Measured:
+    """In the place of a process: the next of its job's times, (inference, training), where the GPU's are 10 and 20."""
+
+    times: ClassVar[dict[str, list[tuple[float, float] | None]]]
+
+    def __init__(self, job, settings):
+        self.found = self.times[job.id].pop(0)
+
+    def finish(self, limit):
+        if self.found is None:
+            return {"status": "failed", "reason": "why", "took_s": 1.0}
+        parts = {
+            name: {"ms": ms, "gpu_ms": gpu, "losses": [ms]}
+            for name, ms, gpu in zip(models.PARTS, self.found, (10.0, 20.0), strict=True)
+        }
+        return {"status": "ok", "reason": None, "took_s": 1.0, **parts}
+
+
+def test_what_the_host_held_up_is_measured_once_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "Process", Measured)
+    Measured.times = {
+        "vit/eager": [(10.4, 20.4)],  # the GPU decided on both
+        "vit/fastlayers": [(10.1, 30.0), (15.0, 20.1)],  # each part from where it was faster
+        "gpt2/eager": [(14.0, 29.0), (13.0, 31.0)],  # twice, and no more
+        "gpt2/fastlayers": [(14.0, 29.0), None],
+    }
+    path, reports = tmp_path / "r.json", []
+    found = models.run(jobs(*Measured.times), path, TINY, report=reports.append)
+    times = {(row["model"], row["mode"]): row for row in found.rows}
+    assert [(row["inference"]["ms"], row["training"]["ms"]) for row in found.rows if row["status"] == "ok"] == [
+        (13.0, 29.0), (10.4, 20.4), (10.1, 20.1),
+    ]  # fmt: skip
+    assert times["vit", "fastlayers"]["training"]["losses"] == [20.1]
+    assert times["gpt2", "fastlayers"]["reason"] == "why"
+    assert [line.partition(":")[0] for line in reports[4:]] == ["vit/fastlayers", "gpt2/eager", "gpt2/fastlayers"]
+    Measured.times["gpt2/fastlayers"] = [(10.0, 20.0)]
+    assert len(models.run(jobs("gpt2/eager", "gpt2/fastlayers"), path, TINY, True, reports.append).rows) == 4
+    assert [line.partition(":")[0] for line in reports[7:]] == ["gpt2/fastlayers"]
+
+
+def test_what_is_late_is_not_measured_once_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "Process", Measured)
+    Measured.times = {"vit/eager": [(10.0, 30.0), (10.0, 20.0)]}
+    path = tmp_path / "r.json"
+    late = replace(TINY, time_limit=0.5)
+    found = models.run(jobs("vit/eager"), path, late, report=lambda line: time.sleep(0.6))
+    assert found.rows[0]["training"]["ms"] == 30.0
+    found = models.run(jobs("vit/eager"), path, TINY, resume=True, report=print)
+    assert found.rows[0]["training"]["ms"] == 20.0
 
 
 def test_what_compiles_side_by_side_fits_into_the_gpu(monkeypatch):
