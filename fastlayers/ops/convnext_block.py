@@ -87,8 +87,9 @@ def convnext_block(
     """x + gamma·mlp(layer_norm(layer(x))), of a Conv2d; None where this has no kernels for it."""
     conv_weight, conv_bias = layer.weight, layer.bias
     parameters = (conv_weight, conv_bias, norm_weight, norm_bias, weight, bias, weight2, bias2, gamma)
-    if any(t is None for t in parameters):
-        return None
+    for t in parameters:  # a generator costs the host more than all that it asks here
+        if t is None or not t.requires_grad:
+            return None
     of_kernels = autocast.block_kernels_for if torch.compiler.is_compiling() else autocast.kernels_for
     kernels = of_kernels(x, *parameters)
     if (
@@ -98,11 +99,10 @@ def convnext_block(
         or not x.is_contiguous(memory_format=torch.channels_last)
         or act not in autocast.MLP_ACTIVATIONS
         or not torch.is_grad_enabled()
-        or not all(t.requires_grad for t in parameters)
     ):
         return None
     channels = x.shape[1]
-    inner = (weight.shape[0],)
+    vector, inner = (channels,), (weight.shape[0],)
     if (
         layer.groups != channels
         or layer.stride != (1, 1)
@@ -111,7 +111,7 @@ def convnext_block(
         or layer.padding_mode != "zeros"
         or tuple(2 * padding + 1 for padding in layer.padding) != conv_weight.shape[2:]
         or conv_weight.shape[:2] != (channels, 1)
-        or any(t.shape != (channels,) for t in (conv_bias, norm_weight, norm_bias, bias2, gamma))
+        or not (conv_bias.shape == norm_weight.shape == norm_bias.shape == bias2.shape == gamma.shape == vector)
         or weight.shape != (*inner, channels)
         or bias.shape != inner
         or weight2.shape != (channels, *inner)

@@ -175,10 +175,15 @@ def transformer_block(
     """
     if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype is not torch.float32 or not torch.is_grad_enabled():
         return None
-    gains = [of._parameters.get(name) for of in (norm, norm2) for name in ("weight", "bias")]
-    parameters = (*gains[:2], *of_attention, *gains[2:], *of_mlp)
-    if act not in autocast.MLP_ACTIVATIONS or any(t is None or not t.requires_grad for t in parameters):
+    of_norm, of_norm2 = norm._parameters, norm2._parameters
+    gain, shift = of_norm.get("weight"), of_norm.get("bias")
+    gain2, shift2 = of_norm2.get("weight"), of_norm2.get("bias")
+    parameters = (gain, shift, *of_attention, gain2, shift2, *of_mlp)
+    if act not in autocast.MLP_ACTIVATIONS:
         return None
+    for t in parameters:  # a generator costs the host more than all that it asks here
+        if t is None or not t.requires_grad:
+            return None
     kernels = autocast.block_kernels_for(x, *parameters)
     of_both: Any = (*of_attention, *of_mlp)
     qkv, qkv_bias, proj, proj_bias, first, first_bias, second, second_bias = of_both
@@ -188,7 +193,8 @@ def transformer_block(
         kernels is None
         or not x.is_contiguous()
         or x.numel() == 0
-        or any(t.shape != channels for t in (*gains, proj_bias, second_bias))
+        or not (gain.shape == shift.shape == gain2.shape == shift2.shape == channels)
+        or not (proj_bias.shape == second_bias.shape == channels)
         or qkv.shape != (3 * width[0], *channels)
         or qkv_bias.shape != qkv.shape[:1]
         or proj.shape != (*channels, *width)
