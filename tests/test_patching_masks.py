@@ -10,6 +10,8 @@ import textwrap
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlayers.patching import masks, patch_model, plan_patch, unpatch_model
 
@@ -232,6 +234,59 @@ def test_eager_mode_makes_no_mask_that_is_left_out(kind, length, is_causal):
         config._attn_implementation = name
         given = {"config": config, "inputs_embeds": torch.randn(2, length, 32), "attention_mask": None}
         assert not masks.is_needless(library, create, counted, **given)
+
+
+class Looks(TorchDispatchMode):
+    """Counts how often somebody looks at the value of a tensor, for which a GPU would have to be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "GPT2"])
+def test_eager_mode_does_not_look_at_positions_that_the_model_counted(family):
+    model = base_model(family, use_cache=False)
+    twin, packed = copy.deepcopy(model), torch.arange(LENGTH) % 4
+    patch_model(model)
+    with Looks() as stock:
+        expected = twin(**batch())[0]
+    with Looks() as looks:
+        output = model(**batch())[0]
+    torch.testing.assert_close(output, expected)
+    assert (stock.count, looks.count) == (1, 0)
+    for given in ({"position_ids": packed.expand(2, -1)}, {"position_ids": torch.arange(LENGTH)[None]}):
+        with Looks() as looks:
+            output = model(**batch(), **given)[0]
+        torch.testing.assert_close(output, twin(**batch(), **given)[0])
+        assert looks.count == 1
+
+
+def test_a_traced_model_has_its_mask():
+    """The trace is for other lengths, too, and for positions that are given to it."""
+    config, asked = base_model().config, []
+
+    def trace(inputs):
+        asked.append(masks.attention_mask(library, create, None, config=config, inputs_embeds=inputs))
+        return inputs + 1
+
+    def create(**given):
+        return "a mask"
+
+    library = masks.loaded_library()._replace(create_causal_mask=create)
+    given = torch.randn(2, 6, 32)
+    trace(given)
+    assert asked.pop() is None
+    torch.jit.trace(trace, given, check_trace=False)
+    torch.func.vmap(trace)(given[None])
+    with FakeTensorMode() as mode:
+        trace(mode.from_tensor(given))
+    trace(torch.fx.Proxy(torch.fx.Graph().placeholder("x")))
+    assert asked == ["a mask"] * 4
 
 
 def test_another_function_of_the_library_is_called():

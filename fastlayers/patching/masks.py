@@ -1,8 +1,9 @@
-"""The attention masks of transformers' models, which torch.compile need not have where eager mode has none.
+"""The attention masks of transformers' models, which are left out where that needs no look at the values of a tensor.
 
 SDPA takes its fast kernels only without a mask. In eager mode ``create_causal_mask`` and ``create_bidirectional_mask``
-return None where there is no padding, no packed sequences and nothing in the cache. While Dynamo traces they may not
-look at the values of a tensor, and most versions of transformers then build the whole mask, whatever they were given.
+return None where there is no padding, no packed sequences and nothing in the cache. They look at the position ids for
+that, and wait for the GPU in every forward: it has nothing to do until the host has called the next kernels. While
+Dynamo traces they may not look, and most versions of transformers then build the whole mask, whatever they were given.
 
 A method that calls them is compiled again from its own source (:mod:`fastlayers.patching.rebuild`) and calls
 :func:`attention_mask` in their place, with what they were:
@@ -12,7 +13,7 @@ A method that calls them is compiled again from its own source (:mod:`fastlayers
     causal_mask = attention_mask(create_causal_mask, position_ids if positions_left_out else None, config=..., ...)
 
 Position ids that the method itself has counted up are those of one sequence: no value of them needs to be looked at.
-Nothing of transformers changes, and only what torch.compile makes of the method is another graph.
+Nothing of transformers changes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fastlayers.ops.dispatch import composing, is_plain
 from fastlayers.patching.graph import original_class
 from fastlayers.patching.language_models import FusedModel, is_same, pretrained_model, stored
 from fastlayers.patching.reasons import Refusal
@@ -64,7 +66,7 @@ def loaded_library() -> Library | None:
 
 
 def attention_mask(library: Library, create: Any, counted: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``create`` returns, and None where a graph of torch.compile can do with what eager mode would return.
+    """What ``create`` returns, and None without asking it where eager mode would return that, whatever the values are.
 
     Args:
         library: transformers' functions and classes.
@@ -72,9 +74,12 @@ def attention_mask(library: Library, create: Any, counted: Any, *args: Any, **kw
         counted: position ids that were counted up for want of others; None where they were given.
         args, kwargs: what it calls that with.
     """
-    # The flag itself, as in ops.dispatch. An exported graph is for every length, and needs the mask at some.
-    compiling = torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
-    if compiling and not args and is_needless(library, create, counted, **kwargs):
+    # An exported or traced graph is for every length, and needs the mask at some. The flag itself, as in ops.dispatch.
+    if torch.compiler.is_compiling():
+        for_every_length = torch.compiler._is_exporting_flag
+    else:
+        for_every_length = composing() or not is_plain(kwargs.get("inputs_embeds"))
+    if not for_every_length and not args and is_needless(library, create, counted, **kwargs):
         return None
     return create(*args, **kwargs)
 
