@@ -330,11 +330,13 @@ def test_the_kernels_are_used(kernels, ours, theirs, shapes):
 def test_without_autocast_and_without_gradients(kernels, ours, theirs, shapes):
     given = leaves(*shapes)
     torch.testing.assert_close(ours(*given), theirs(*given))
+    assert not [name for name in kernels.called if "autocast" in name]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         out, expected = ours(*given), theirs(*given)
         assert out.dtype == expected.dtype
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.05)
-    assert not [name for name in kernels.called if "autocast" in name]
+    # A block gains the host's time in inference, too.
+    assert bool([name for name in kernels.called if "autocast" in name]) == (shapes is BLOCK)
 
 
 @EACH_LAYER

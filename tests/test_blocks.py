@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import DRAWS, excess, greatest_error, needs_gpu, same_bits
-from test_autocast import StandIns
+from test_autocast import ConvNeXtBlock, StandIns
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -411,14 +411,71 @@ def test_a_block_is_found_and_undone(kernels, name):
 
 @EACH_BLOCK
 def test_calls_that_blocks_are_not_for(kernels, name):
-    """They run what they ran without them."""
+    """They run what they ran without them: all without autocast, and chains where they do not train."""
     model, x = patch_model(made(name)), given_to(name)
     model(x.float())
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        model(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        model.eval()(x)
+    if name != "transformer":
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            model(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            model.eval()(x)
     assert op_of(name) not in kernels.called
+
+
+def given_to_inference(block: type[nn.Module], draw: int = 0, device: str = "cpu") -> Tensor:
+    if block is Transformer:
+        return given_to("transformer", draw=draw, device=device)
+    x = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(draw)).to(device)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("block", [Transformer, ConvNeXtBlock])
+def test_inference(kernels, block):
+    """The block as it trains, to the bit, and nothing recorded."""
+    torch.manual_seed(0)
+    stock = block()
+    model, x = patch_model(copy.deepcopy(stock)), given_to_inference(block)
+
+    def run(network: nn.Module = model) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return network(x)
+
+    trained, model = run(), model.eval()
+    found = [run()]
+    with torch.no_grad():
+        found.append(run())
+        theirs = run(stock)
+    with torch.inference_mode():
+        found.append(run().clone())
+    model.requires_grad_(False)
+    found.append(run())
+    assert [out.requires_grad for out in found] == [True, False, False, False]
+    assert all(same_bits(trained, out) for out in found)
+    assert_near([trained], [theirs], 0.02)
+    assert len([op for op in kernels.called if op.endswith(("_open", "block_autocast"))]) == 5
+    kernels.called.clear()
+    with torch.no_grad():  # graphs hold what Inductor fuses
+        graph = torch.compile(model, fullgraph=True, backend="eager")
+        assert_near([run(graph)], [theirs], 0.02)
+    assert not kernels.called
+
+
+@needs_gpu
+@pytest.mark.parametrize("low", HALVES, ids=str)
+@pytest.mark.parametrize("block", [Transformer, ConvNeXtBlock])
+def test_inference_on_a_gpu(block, low):
+    torch.manual_seed(0)
+    stock = block().cuda().eval().requires_grad_(False)
+    exact, model = copy.deepcopy(stock).double(), patch_model(copy.deepcopy(stock))
+    errors = []
+    for draw in range(4 * DRAWS):
+        x = given_to_inference(block, draw, "cuda")
+        with torch.autocast("cuda", low):
+            mine, theirs = model(x), stock(x)
+        true = exact(x.double())
+        errors.append(greatest_error(theirs, true))
+        assert (mine.dtype, mine.stride()) == (theirs.dtype, theirs.stride())
+    assert excess(mine, true, max(errors)) is None
 
 
 @EACH_BLOCK
@@ -528,7 +585,7 @@ def test_what_looks_on_at_a_block_or_changes_it(kernels, name):
         handle.remove()
     assert served()
     model.eval()
-    assert not served()
+    assert served() == (name == "transformer")
     model.train()
     assert served(x[:1]) == (name == "transformer")  # of one image there might be one value in a channel
     for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):

@@ -84,11 +84,17 @@ def convnext_block(
     layer: Any, x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, weight: Tensor, bias: Tensor, act: str,
     weight2: Tensor, bias2: Tensor, gamma: Tensor,
 ) -> Tensor | None:  # fmt: skip
-    """x + gamma·mlp(layer_norm(layer(x))), of a Conv2d; None where this has no kernels for it."""
+    """x + gamma·mlp(layer_norm(layer(x))), of a Conv2d; None where this has no kernels for it.
+
+    Graphs hold it in training alone: without a backward Inductor fuses the steps as well.
+    """
     conv_weight, conv_bias = layer.weight, layer.bias
     parameters = (conv_weight, conv_bias, norm_weight, norm_bias, weight, bias, weight2, bias2, gamma)
+    records = dispatch.wants_gradient(x, *parameters)
+    if torch.compiler.is_compiling() and not records:
+        return None
     for t in parameters:  # a generator costs the host more than all that it asks here
-        if t is None or not t.requires_grad:
+        if t is None or (records and not t.requires_grad):
             return None
     of_kernels = autocast.block_kernels_for if torch.compiler.is_compiling() else autocast.kernels_for
     kernels = of_kernels(x, *parameters)
@@ -98,7 +104,6 @@ def convnext_block(
         or x.numel() == 0
         or not x.is_contiguous(memory_format=torch.channels_last)
         or act not in autocast.MLP_ACTIVATIONS
-        or not torch.is_grad_enabled()
     ):
         return None
     channels = x.shape[1]
@@ -120,8 +125,12 @@ def convnext_block(
     dtype = torch.get_autocast_dtype(x.device.type)
     if torch.compiler.is_compiling():
         return _apply(x, list(parameters), layer.padding, eps, act, dtype)
-    rest = layer.padding, eps, ACTIVATIONS[act], dtype, kernels
-    return _record(dispatch.unwrap(x), *map(dispatch.unwrap, parameters), *rest)[0]  # type: ignore[no-any-return]
+    given = dispatch.unwrap(x), *map(dispatch.unwrap, parameters)
+    if not records:
+        activation = ACTIVATIONS[act]
+        numbers = dtype, layer.padding, eps, activation.code, *activation.defaults, kernels.apart
+        return kernels.convnext_block_autocast(*given, *numbers)[0]  # type: ignore[no-any-return]
+    return _record(*given, layer.padding, eps, ACTIVATIONS[act], dtype, kernels)[0]  # type: ignore[no-any-return]
 
 
 def _fake(

@@ -89,36 +89,39 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     return ATTENTIONS.get(_choice(q, k, v), ANY)
 
 
+def _computed(x: Tensor, parameters: list[Tensor], rest: Any) -> tuple[Tensor, list[Tensor], Attention, Any]:
+    """The block; and what its backward needs besides x and both norms' weights, the attention, and what that says."""
+    heads, eps, eps2, act, dtype, kernels = rest
+    of_open = [*parameters[:6], *parameters[8:]]
+    qkv, normed, stats, low_qkv, *low = kernels.transformer_block_autocast_open(
+        x, of_open, heads, dtype, eps, kernels.apart
+    )
+    q, k, v = qkv.unbind(0)
+    attention = _chosen(q, k, v)
+    attended, (kept, sizes) = attention.forward(q, k, v)
+    y, *of_close = kernels.transformer_block_autocast_close(
+        x, attended, low, *parameters[6:8], eps2, act.code, *act.defaults, kernels.apart
+    )
+    return y, [q, k, v, normed, stats, low_qkv, attended, *low, *of_close, *kept], attention, sizes
+
+
 class _TransformerBlock(torch.autograd.Function):
     """Keeps x, s, the results of the norms and their statistics, query, key and value, the result of the attention with
     what that keeps, the first product of the MLP, and the weights as halves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
-        *parameters, (heads, eps, eps2, act, dtype, kernels) = rest
-        norm_weight, norm_weight2, norm_bias2 = parameters[0], parameters[6], parameters[7]
-        of_open = [*parameters[:6], *parameters[8:]]
-        apart = kernels.apart
-        qkv, normed, stats, low_qkv, *low = kernels.transformer_block_autocast_open(
-            x, of_open, heads, dtype, eps, apart
-        )
-        q, k, v = qkv.unbind(0)
-        attention = _chosen(q, k, v)
-        attended, (kept, sizes) = attention.forward(q, k, v)
-        y, *of_close = kernels.transformer_block_autocast_close(
-            x, attended, low, norm_weight2, norm_bias2, eps2, act.code, *act.defaults, apart
-        )
-        ctx.save_for_backward(
-            x, q, k, v, normed, stats, low_qkv, attended, norm_weight, norm_weight2, *low, *of_close, *kept
-        )
-        ctx.given, ctx.rest = autocast.Given(*parameters), (heads, eps, eps2, act, dtype, kernels, attention, sizes)
-        return y  # type: ignore[no-any-return]
+        *parameters, numbers = rest
+        y, kept, attention, sizes = _computed(x, parameters, numbers)
+        ctx.save_for_backward(x, parameters[0], parameters[6], *kept)
+        ctx.given, ctx.rest = autocast.Given(*parameters), (*numbers, attention, sizes)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         heads, eps, eps2, act, dtype, kernels, attention, sizes = ctx.rest
         for_x = ctx.needs_input_grad[0]
-        x, q, k, v, normed, stats, low_qkv, attended, norm_weight, norm_weight2, *rest = ctx.saved_tensors
+        x, norm_weight, norm_weight2, q, k, v, normed, stats, low_qkv, attended, *rest = ctx.saved_tensors
         if dispatch.differentiating(dy):
             found = autocast.derivable(partial(composed, heads, eps, eps2, act, dtype), ctx, x, dy)
             return *found, None
@@ -166,6 +169,8 @@ def transformer_block(
 ) -> Tensor | None:  # fmt: skip
     """s + mlp(norm2(s)) for s = x + proj(attention(qkv(norm(x)))); None where this has no kernels for it.
 
+    Graphs hold it in training alone: without a backward Inductor fuses the steps as well.
+
     Args:
         x: (B, N, C), the stream.
         norm: the first layer_norm, and ``norm2`` the second one.
@@ -173,16 +178,17 @@ def transformer_block(
         of_mlp: weight and bias of both layers.
         act: the activation of the MLP.
     """
-    if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype is not torch.float32 or not torch.is_grad_enabled():
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype is not torch.float32:
         return None
     of_norm, of_norm2 = norm._parameters, norm2._parameters
     gain, shift = of_norm.get("weight"), of_norm.get("bias")
     gain2, shift2 = of_norm2.get("weight"), of_norm2.get("bias")
     parameters = (gain, shift, *of_attention, gain2, shift2, *of_mlp)
-    if act not in autocast.MLP_ACTIVATIONS:
+    records = dispatch.wants_gradient(x, *parameters)
+    if act not in autocast.MLP_ACTIVATIONS or (torch.compiler.is_compiling() and not records):
         return None
     for t in parameters:  # a generator costs the host more than all that it asks here
-        if t is None or not t.requires_grad:
+        if t is None or (records and not t.requires_grad):
             return None
     kernels = autocast.block_kernels_for(x, *parameters)
     of_both: Any = (*of_attention, *of_mlp)
@@ -208,7 +214,10 @@ def transformer_block(
     if torch.compiler.is_compiling():
         return _apply(x, list(parameters), heads, norm.eps, norm2.eps, act, dtype)  # type: ignore[arg-type]
     rest = heads, norm.eps, norm2.eps, ACTIVATIONS[act], dtype, kernels
-    return _record(dispatch.unwrap(x), *map(dispatch.unwrap, parameters), rest)  # type: ignore[no-any-return, arg-type]
+    given = [*map(dispatch.unwrap, parameters)]  # type: ignore[arg-type]
+    if not records:
+        return _computed(dispatch.unwrap(x), given, rest)[0]
+    return _record(dispatch.unwrap(x), *given, rest)  # type: ignore[no-any-return]
 
 
 def _fake_open(

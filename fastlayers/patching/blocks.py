@@ -1,4 +1,4 @@
-"""Whole blocks, which are for calls that train under autocast; where their kernels do not apply, the steps answer."""
+"""Whole blocks, which are for calls under autocast; where their kernels do not apply, the steps answer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from fastlayers.patching import calls
 from fastlayers.patching.calls import Casts, plain
 from fastlayers.patching.convolutions import convolution_and_norm, convolution_batch_norm
 
-__all__ = ["all_training", "convolution_chain", "trains_under_autocast", "transformer_block"]
+__all__ = ["convolution_chain", "runs_under_autocast", "trains_under_autocast", "transformer_block"]
 
 
 def trains_under_autocast(x: Any) -> bool:
     """Whether a call on x is recorded by autograd, and csrc has kernels for what autocast casts."""
-    if not isinstance(x, Tensor) or not torch.is_grad_enabled():
-        return False
-    return autocast.block_kernels_for(x) is not None
+    return torch.is_grad_enabled() and runs_under_autocast(x)
 
 
-def all_training(*modules: Any) -> bool:
-    """Whether these are in training mode, and those of them that drop something drop nothing."""
-    return all(module.training and module.__dict__.get("p", 0.0) == 0.0 for module in modules)
+def runs_under_autocast(x: Any) -> bool:
+    """Whether csrc has kernels for what autocast casts in a call on x, recorded or not."""
+    return isinstance(x, Tensor) and autocast.block_kernels_for(x) is not None
 
 
 def convolution_chain(

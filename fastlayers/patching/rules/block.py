@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers.patching import calls
-from fastlayers.patching.blocks import all_training, convolution_chain, trains_under_autocast, transformer_block
+from fastlayers.patching.blocks import convolution_chain, runs_under_autocast, trains_under_autocast, transformer_block
 from fastlayers.patching.casting import cast_by
 from fastlayers.patching.convolutions import convnext_block, drop_nothing, forked_convolution
 from fastlayers.patching.graph import Attribute, Op, View, original_class
@@ -343,7 +343,7 @@ def find_transformer_block(view: View, node: Node) -> Iterator[Match | Refusal]:
     options = {"heads": heads, "act": act, "casts": cast_by(view, norm.node), "casts2": cast_by(view, norm2.node)}
     yield Match(
         ops, transformer_block, args, options, (x,), absorbed=(*absorbed, *absorbed_too),
-        condition=(all_training, str(call.child), *drops),
+        condition=(drop_nothing, *drops) if drops else None,
     )  # fmt: skip
 
 
@@ -447,7 +447,7 @@ def is_about_shape(node: Node, x: Node) -> bool:
 
 TRANSFORMER_BLOCK = GraphRule(
     "transformer_block",
-    "s + mlp(norm(s)) for s = x + attention(norm(x)), in training under autocast one node of autograd",
+    "s + mlp(norm(s)) for s = x + attention(norm(x)), under autocast one node of autograd",
     find_transformer_block,
-    trains_under_autocast,
+    runs_under_autocast,
 )
