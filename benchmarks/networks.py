@@ -47,7 +47,7 @@ class Network:
         options: arguments of that.
         batch: sequences or images of a batch; ``size`` is the length of the one, the side of the other.
         tiny_options, tiny_size: the same, so small that a CPU runs it in a second.
-        gib: GPU memory to expect at the most, by which processes that compile are run side by side.
+        gib: GPU memory to expect at the most of a compiled one, by which processes that compile are run side by side.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Network:
     options: Mapping[str, Any] = field(default_factory=dict)
     tiny_options: Mapping[str, Any] = field(default_factory=dict)
     tiny_size: int = 16
-    gib: int = 30
+    gib: int = 8
 
     def describe(self, device: str) -> str:
         """Size and precision of a batch."""
@@ -197,7 +197,7 @@ NETWORKS: tuple[Network, ...] = (
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
         },
-        gib=50,
+        gib=30,
     ),
     LanguageModel(
         "gpt2",
@@ -207,7 +207,7 @@ NETWORKS: tuple[Network, ...] = (
         1024,
         {"vocab_size": 50257},
         {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
-        gib=30,
+        gib=12,
     ),
     LanguageModel(
         "bert",
@@ -224,7 +224,7 @@ NETWORKS: tuple[Network, ...] = (
             "intermediate_size": 64,
             "max_position_embeddings": 32,
         },
-        gib=35,
+        gib=42,
         masked=True,
     ),
     VisionModel("resnet50", "ResNet-50", "resnet50", 128, 224, {"num_classes": 1000}, {"layers": (1, 1, 1, 1)}, 64, 25),
