@@ -130,7 +130,7 @@ def convolution_and_norm(layer: Any, x: Any, norm: Any, act: str | None = None, 
 
 def drop_nothing(*dropouts: Any) -> bool:
     """Whether dropouts hand on what they are given."""
-    return all(layer.p == 0.0 for layer in dropouts)
+    return all(layer.p == 0.0 or not layer.training for layer in dropouts)
 
 
 def convnext_block(
