@@ -104,7 +104,8 @@ class Results:
         return next((row for row in self.rows if (row["model"], row["mode"]) == (job.network.name, job.mode)), None)
 
     def put(self, job: Job, row: dict[str, Any]) -> None:
-        self.rows = [other for other in self.rows if other is not self.row(job)] + [row]
+        earlier = self.row(job)
+        self.rows = [other for other in self.rows if other is not earlier] + [row]
         self.save()
 
 

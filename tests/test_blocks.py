@@ -322,10 +322,12 @@ def made(name: str, device: str = "cpu") -> nn.Module:
 
 
 def given_to(name: str, low: torch.dtype = torch.bfloat16, draw: int = 0, device: str = "cpu") -> Tensor:
-    """What a block is given in a network: images in a half, or the stream of a transformer in float32."""
+    """What a block is given in a network: images in a half; in float32 a transformer, its stream, and a ConvNeXt."""
     generator = torch.Generator().manual_seed(draw)
     if name == "transformer":
         return torch.randn(3, 5, 16, generator=generator).to(device)
+    if name == "convnext":
+        return torch.randn(2, 8, 9, 9, generator=generator).to(device).contiguous(memory_format=torch.channels_last)
     x = torch.randn(4, 16, 7, 6, generator=generator).to(device, low)
     return x.contiguous(memory_format=torch.channels_last)
 
@@ -422,19 +424,15 @@ def test_calls_that_blocks_are_not_for(kernels, name):
     assert op_of(name) not in kernels.called
 
 
-def given_to_inference(block: type[nn.Module], draw: int = 0, device: str = "cpu") -> Tensor:
-    if block is Transformer:
-        return given_to("transformer", draw=draw, device=device)
-    x = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(draw)).to(device)
-    return x.contiguous(memory_format=torch.channels_last)
+INFERENCE = pytest.mark.parametrize(("name", "block"), [("transformer", Transformer), ("convnext", ConvNeXtBlock)])
 
 
-@pytest.mark.parametrize("block", [Transformer, ConvNeXtBlock])
-def test_inference(kernels, block):
+@INFERENCE
+def test_inference(kernels, name, block):
     """The block as it trains, to the bit, and nothing recorded."""
     torch.manual_seed(0)
     stock = block()
-    model, x = patch_model(copy.deepcopy(stock)), given_to_inference(block)
+    model, x = patch_model(copy.deepcopy(stock)), given_to(name)
 
     def run(network: nn.Module = model) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -465,14 +463,14 @@ def test_inference(kernels, block):
 
 @needs_gpu
 @pytest.mark.parametrize("low", HALVES, ids=str)
-@pytest.mark.parametrize("block", [Transformer, ConvNeXtBlock])
-def test_inference_on_a_gpu(block, low):
+@INFERENCE
+def test_inference_on_a_gpu(name, block, low):
     torch.manual_seed(0)
     stock = block().cuda().eval().requires_grad_(False)
     exact, model = copy.deepcopy(stock).double(), patch_model(copy.deepcopy(stock))
     errors = []
     for draw in range(4 * DRAWS):
-        x = given_to_inference(block, draw, "cuda")
+        x = given_to(name, draw=draw, device="cuda")
         with torch.autocast("cuda", low):
             mine, theirs = model(x), stock(x)
         true = exact(x.double())

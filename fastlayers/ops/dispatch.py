@@ -262,30 +262,25 @@ def register_fake(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(fake)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        _show_to_inductor()
+        if "torch._inductor.lowering" in sys.modules:
+            _show_to_inductor()
         return fake(*args, **kwargs)
 
     torch.library.register_fake(op, traced)
     return fake
 
 
-_shown = False
-
-
+@cache
 def _show_to_inductor() -> None:
-    """Have Inductor call our ops as they are, before it meets one in a graph.
+    """Have Inductor, which is there, call our ops as they are before it meets one in a graph.
 
     It does so in any case. But before torch 2.13 it then writes down, for a log, what each argument of the op is
     computed from and what that is computed from, over and over: in time that doubles with every block in front of it.
     The norm behind the 12 blocks of a ViT took it more than minutes, or its stack.
     """
-    global _shown
-    lowering: Any = sys.modules.get("torch._inductor.lowering")
-    if _shown or lowering is None:
-        return
-    _shown = True
     if torch.__version__ >= "2.13":
         return
+    lowering: Any = sys.modules["torch._inductor.lowering"]
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("fastlayers::"):
             op = getattr(torch.ops.fastlayers, name.removeprefix("fastlayers::")).default
