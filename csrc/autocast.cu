@@ -13,22 +13,20 @@ namespace {
 constexpr int kMost = 10;  // tensors that are cast together: those of a chain of convolutions with a gate are nine
 
 struct Casting {
+  Tasks<kMost> tasks;
   const void* from[kMost];
   void* to[kMost];
   int64_t n[kMost];
-  unsigned first[kMost + 1];  // block of each
   bool is_aligned[kMost];
 };
 
 template <typename From, typename To>
 __global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Casting a) {
   constexpr int V = kVector<__half>;
-  int t = 0;
-#pragma unroll
-  for (int k = 1; k < kMost; ++k) t += blockIdx.x >= a.first[k];
+  const int t = a.tasks.of_block();
   const From* from = static_cast<const From*>(a.from[t]);
   To* to = static_cast<To*>(a.to[t]);
-  const int64_t i = (static_cast<int64_t>(blockIdx.x - a.first[t]) * kThreads + threadIdx.x) * V;
+  const int64_t i = (static_cast<int64_t>(blockIdx.x - a.tasks.first[t]) * kThreads + threadIdx.x) * V;
   if (a.is_aligned[t] && i + V <= a.n[t]) {
     if constexpr (sizeof(From) > sizeof(To)) {
       store_vec<To, V>(to + i, pack<To>(load_vec<From, V>(from + i)));
@@ -47,25 +45,21 @@ __global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Casting
 // What casts tensors in one launch, one after the other.
 struct Casts {
   Casting a{};
-  unsigned blocks = 0;
-  int count = 0;
 
   void add(const Tensor& from, const Tensor& to) {
-    STD_TORCH_CHECK(count < kMost, "fastlayers: more than ", kMost, " tensors are cast in one launch");
-    a.first[count] = blocks;
-    a.from[count] = from.const_data_ptr();
-    a.to[count] = to.mutable_data_ptr();
-    a.n[count] = from.numel();
-    a.is_aligned[count] = aligned(a.from[count]) && aligned(a.to[count]);
-    blocks += flat_blocks<__half, 1>(a.n[count++]);
+    STD_TORCH_CHECK(a.tasks.count < kMost, "fastlayers: more than ", kMost, " tensors are cast in one launch");
+    const int k = a.tasks.add(flat_blocks<__half, 1>(from.numel()));
+    a.from[k] = from.const_data_ptr();
+    a.to[k] = to.mutable_data_ptr();
+    a.n[k] = from.numel();
+    a.is_aligned[k] = aligned(a.from[k]) && aligned(a.to[k]);
   }
 
   template <typename From, typename To>
   void launch(const Tensor& on) {
-    if (blocks == 0) return;
-    for (int k = count; k <= kMost; ++k) a.first[k] = blocks;
+    if (a.tasks.blocks == 0) return;
     const Launch launch(on);
-    cast<From, To><<<blocks, kThreads, 0, launch.stream()>>>(a);
+    cast<From, To><<<a.tasks.blocks, kThreads, 0, launch.stream()>>>(a);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
@@ -83,7 +77,8 @@ Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, b
   const auto rounded = [](const Tensor& t) { return (t.numel() + kStep - 1) / kStep * kStep; };
   int64_t total = 0;
   for (const std::optional<Tensor>& t : given) total += t ? rounded(*t) : 0;
-  const Tensor memory = empty_contiguous({apart ? 0 : total}, dtype, *given[0]);
+  std::optional<Tensor> memory;
+  if (!apart) memory = empty_contiguous({total}, dtype, *given[0]);
   Parameters found(given.size());
   Casts casts;
   int64_t offset = 0;
@@ -94,7 +89,7 @@ Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, b
     STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == given[0]->get_device_index() && t.scalar_type() == ScalarType::Float &&
                         (t.is_contiguous() || same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides})))),
                     "fastlayers::", op, ": expected dense float32 parameters on one device");
-    found[k] = apart ? empty_strided(sizes, strides, dtype, t) : reinterpreted(memory, sizes, strides, offset);
+    found[k] = apart ? empty_strided(sizes, strides, dtype, t) : reinterpreted(*memory, sizes, strides, offset);
     offset += rounded(t);
     casts.add(t, *found[k]);
   }

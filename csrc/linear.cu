@@ -44,17 +44,15 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
 // Adds up what is waiting, each sum in blocks of its own.
 constexpr int kMostSums = 8;
 struct ManySums {
+  Tasks<kMostSums> tasks;
   const float* partial[kMostSums];
   float* sums[kMostSums];
   int64_t pieces[kMostSums], columns[kMostSums];
-  unsigned first[kMostSums + 1];  // block of each
 };
 
 __global__ void __launch_bounds__(kThreads) add_many_pieces(const __grid_constant__ ManySums a) {
-  int t = 0;
-#pragma unroll
-  for (int k = 1; k < kMostSums; ++k) t += blockIdx.x >= a.first[k];
-  add_pieces_of<float, kSector>(blockIdx.x - a.first[t], a.partial[t], a.sums[t], 1, a.pieces[t], a.columns[t]);
+  const int t = a.tasks.of_block();
+  add_pieces_of<float, kSector>(blockIdx.x - a.tasks.first[t], a.partial[t], a.sums[t], 1, a.pieces[t], a.columns[t]);
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
@@ -132,19 +130,15 @@ void LaterSums::add(const Tensor& partial, int64_t offset, float* sums, int64_t 
 void LaterSums::launch() {
   if (waiting_.empty()) return;
   ManySums a{};
-  unsigned blocks = 0;
-  for (size_t k = 0; k < waiting_.size(); ++k) {
-    const Sum& sum = waiting_[k];
+  for (const Sum& sum : waiting_) {
+    const int k = a.tasks.add(blocks_for(sum.columns, kSector));
     a.partial[k] = sum.from;
     a.sums[k] = sum.to;
     a.pieces[k] = sum.pieces;
     a.columns[k] = sum.columns;
-    a.first[k] = blocks;
-    blocks += blocks_for(sum.columns, kSector);
   }
-  for (size_t k = waiting_.size(); k <= kMostSums; ++k) a.first[k] = blocks;
   const Launch on(waiting_.front().partial);
-  add_many_pieces<<<blocks, kThreads, 0, on.stream()>>>(a);
+  add_many_pieces<<<a.tasks.blocks, kThreads, 0, on.stream()>>>(a);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   waiting_.clear();
 }

@@ -56,17 +56,8 @@ std::tuple<Tensor, Tensor> narrowed_and_summed(const Tensor& x, ScalarType dtype
 
 // While one lives, sums of pieces in float32 that its thread asks for are added up by one launch at the end, instead of one each. It is
 // for gradients of parameters, of which a block of a network has four to six, and which nothing in it reads: linear.cu.
-class LaterSums {
+class LaterSums : public Innermost<LaterSums> {
  public:
-  LaterSums() : outer_(current()) { current() = this; }
-  ~LaterSums() { current() = outer_; }
-  LaterSums(const LaterSums&) = delete;
-  LaterSums& operator=(const LaterSums&) = delete;
-
-  static LaterSums*& current() {
-    thread_local LaterSums* sums = nullptr;
-    return sums;
-  }
   // partial [pieces, columns], from an element on, to sums [columns].
   void add(const Tensor& partial, int64_t offset, float* sums, int64_t pieces, int64_t columns);
   void launch();
@@ -78,7 +69,6 @@ class LaterSums {
     float* to;
     int64_t pieces, columns;
   };
-  LaterSums* outer_;
   std::vector<Sum> waiting_;
 };
 

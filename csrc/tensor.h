@@ -37,21 +37,32 @@ inline Tensor reinterpreted(const Tensor& t, int64_t dims, const int64_t* sizes,
   return Tensor(handle);
 }
 
+// A T of which current() is the one that this thread made last of those that live; null where there is none.
+template <typename T>
+class Innermost {
+ public:
+  static T*& current() {
+    thread_local T* innermost = nullptr;
+    return innermost;
+  }
+  Innermost(const Innermost&) = delete;
+  Innermost& operator=(const Innermost&) = delete;
+
+ protected:
+  explicit Innermost(bool counts = true) : outer_(current()) {
+    if (counts) current() = static_cast<T*>(this);
+  }
+  ~Innermost() { current() = outer_; }
+
+ private:
+  T* outer_;
+};
+
 // While one that shares lives, the small tensors that its thread asks for share allocations. Each costs the host half of a launch, and a
 // block of a network asks for dozens: statistics, sums in pieces, gradients of biases.
-class Pool {
+class Pool : public Innermost<Pool> {
  public:
-  explicit Pool(bool shares) : outer_(current()) {
-    if (shares) current() = this;
-  }
-  ~Pool() { current() = outer_; }
-  Pool(const Pool&) = delete;
-  Pool& operator=(const Pool&) = delete;
-
-  static Pool*& current() {
-    thread_local Pool* pool = nullptr;
-    return pool;
-  }
+  explicit Pool(bool shares) : Innermost(shares) {}
 
   // No tensor where it is too large, or on another device than the first one.
   template <typename Allocate>
@@ -79,7 +90,6 @@ class Pool {
     int64_t used;
     std::optional<Tensor> memory;
   };
-  Pool* outer_;
   std::vector<Chunk> chunks_;
 };
 
