@@ -58,7 +58,7 @@ class Network:
     options: Mapping[str, Any] = field(default_factory=dict)
     tiny_options: Mapping[str, Any] = field(default_factory=dict)
     tiny_size: int = 16
-    gib: int = 8
+    gib: int = 10
 
     def describe(self, device: str) -> str:
         """Size and precision of a batch."""
@@ -227,7 +227,7 @@ NETWORKS: tuple[Network, ...] = (
         gib=42,
         masked=True,
     ),
-    VisionModel("resnet50", "ResNet-50", "resnet50", 128, 224, {"num_classes": 1000}, {"layers": (1, 1, 1, 1)}, 64, 25),
+    VisionModel("resnet50", "ResNet-50", "resnet50", 128, 224, {"num_classes": 1000}, {"layers": (1, 1, 1, 1)}, 64),
     VisionModel(
         "vit",
         "ViT-B/16",
@@ -237,7 +237,6 @@ NETWORKS: tuple[Network, ...] = (
         {"num_classes": 1000},
         {"img_size": 32, "depth": 2, "embed_dim": 32, "num_heads": 4},
         32,
-        25,
         channels_last=False,
     ),
     VisionModel(
@@ -249,7 +248,6 @@ NETWORKS: tuple[Network, ...] = (
         {"num_classes": 1000},
         {"depths": (1, 1, 2, 1), "dims": (8, 16, 24, 32)},
         64,
-        25,
     ),
     VisionModel(
         "efficientnet",
@@ -260,7 +258,6 @@ NETWORKS: tuple[Network, ...] = (
         {"num_classes": 1000},
         {"num_classes": 10},
         64,
-        30,
     ),
 )
 

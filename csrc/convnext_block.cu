@@ -4,13 +4,13 @@
 namespace fastlayers {
 namespace {
 
-// x + gamma·mlp(layer_norm(convolution(x))) in float32 of an image in channels_last, the norm over its channels, and what the backward
-// needs: x as a half where it is none yet, the parameters as halves, the convolution's result, the statistics, the norm's result, the
-// first product and the last.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> convnext_block_autocast(
+// x + gamma·mlp(layer_norm(convolution(x))) in float32 of an image in channels_last, the norm over its channels; and if it is to be kept
+// what the backward needs: x as a half where it is none yet, the parameters as halves, the convolution's result, the statistics, the norm's
+// result, the first product and the last.
+std::vector<Tensor> convnext_block_autocast(
     const Tensor& x, const Tensor& conv_weight, const Tensor& conv_bias, const Tensor& norm_weight, const Tensor& norm_bias,
     const Tensor& weight, const Tensor& bias, const Tensor& weight2, const Tensor& bias2, const Tensor& gamma, ScalarType dtype,
-    std::vector<int64_t> padding, double eps, int64_t act, double first, double second, bool apart) {
+    std::vector<int64_t> padding, double eps, int64_t act, double first, double second, bool keep, bool apart) {
   const char* op = "convnext_block_autocast";
   const Pool pool(!apart);
   const bool is_wide = x.scalar_type() == ScalarType::Float;
@@ -20,21 +20,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const int64_t channels = sizes[1], rows = x.numel() / channels, inner = weight.size(0);
   const Parameters low = narrowed({conv_weight, conv_bias, weight, bias, weight2, bias2, is_wide ? std::optional<Tensor>(x) : std::nullopt},
                                   dtype, op, apart);
-  Tensor z = convolve(is_wide ? *low[6] : x, *low[0], low[1], {{1, 1}, std::move(padding), {1, 1}, channels});
+  Tensor z = convolve(is_wide ? *low[6] : x, *low[0], std::nullopt, {{1, 1}, std::move(padding), {1, 1}, channels});
   STD_TORCH_CHECK(dims_of(z.sizes()) == sizes, "fastlayers::", op, ": expected a convolution that keeps the shape");
   z = as_channels_last(z);
-  const auto [normed, stats] = layer_norm_forward(matrix(z, rows, channels), norm_weight, norm_bias, 1, eps, 0, dtype, true);
+  // The norm adds the convolution's bias, for which torch has a kernel of its own.
+  auto [normed, stats] = shifted_layer_norm_forward(matrix(z, rows, channels), *low[1], norm_weight, norm_bias, eps, dtype, keep);
   check_rows(normed, weight, bias, channels, op);
   check_rows(normed, weight2, bias2, inner, op);
-  Tensor product = empty_contiguous({rows, inner}, dtype, x), last = empty_contiguous({rows, channels}, dtype, x);
+  Tensor product = empty_contiguous({rows, inner}, dtype, x);
   multiply(product, normed, matrix(*low[2], inner, channels, true));
-  multiply(last, bias_act_forward_op(product, low[3], act, first, second), matrix(*low[4], channels, inner, true), low[5]);
+  if (!keep) z = normed = Tensor();  // here as below, their memory is free for what follows
+  Tensor activated = bias_act_forward_op(product, low[3], act, first, second);
+  if (!keep) product = Tensor();
+  const Tensor last = empty_contiguous({rows, channels}, dtype, x);
+  multiply(last, activated, matrix(*low[4], channels, inner, true), low[5]);
+  activated = Tensor();
   Tensor residual = x;
   if (!is_wide) {
     residual = empty_strided(sizes, dims_of(x.strides()), ScalarType::Float, x);
     torch::stable::copy_(residual, x);
   }
   const Tensor out = scale_add(last, gamma, std::nullopt, 1.0, matrix(residual, rows, channels), ScalarType::Float);
+  if (!keep) return {image(out, sizes)};
   return {image(out, sizes), is_wide ? *low[6] : nothing(x), *low[0], z, stats, normed, product, *low[2], *low[3], *low[4], last};
 }
 

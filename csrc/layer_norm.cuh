@@ -168,6 +168,7 @@ struct SplitArgs {
   A *stats, *partial;
   int64_t rows, n, piece;  // elements of a piece
   int pieces, kind;
+  bool one_row;  // the residual is one, for all
   A eps;
 };
 

@@ -11,10 +11,13 @@
 namespace fastlayers {
 namespace {
 
+// In the place of a residual's type: it is one row, of x's type, for all of them.
+struct OneRow {};
+
 template <typename A>
 struct ForwardArgs {
   const void *x, *residual, *weight, *bias;  // but for x all may be null
-  void *sum, *y;
+  void *sum, *y;  // no sum where it is not to be kept, which it always is of a whole residual
   A* stats;  // or null
   int64_t rows;
   int n, kind;
@@ -124,7 +127,7 @@ constexpr int blocks_resident(int words) {
   return words > 2 ? 4 : 6;
 }
 
-// R: the residual's type, or void. MIXED: weight, bias and result may be float32 where x has 16 bits. WHOLE: every thread has K
+// R: the residual's type, OneRow, or void. MIXED: weight, bias and result may be float32 where x has 16 bits. WHOLE: every thread has K
 // words of its row, and there are no single elements. Otherwise up to K.
 template <typename X, typename R, bool LAYER, bool MIXED, bool WHOLE, int K, bool CLUSTER>
 __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>(K), blocks_resident<X, R, MIXED, WHOLE>(K))
@@ -132,7 +135,8 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
   using A = compute_t<X>;
   using S = sum_t<X, R>;
   constexpr int V = kVectorBytes / sizeof(X);
-  constexpr bool ADD = !std::is_void_v<R>;
+  constexpr bool ADD = !std::is_void_v<R>, ONE_ROW = std::is_same_v<R, OneRow>;
+  static_assert(!(ONE_ROW && WHOLE), "x becomes the sum, and threads past the last row repeat that");
   constexpr int kSlots = CLUSTER ? kRowThreads / 32 * kMaxCluster : most_threads<R, WHOLE>(K) / 32;
   __shared__ Moments<A> slots[kSlots];
   if constexpr (CLUSTER) this_cluster().barrier_arrive();
@@ -144,33 +148,39 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
   const auto has = [&](int i) { return WHOLE || at.word(i) < at.words; };
   const bool has_single = !WHOLE && at.single >= 0;
   const int64_t first_word = at.start + static_cast<int64_t>(at.first) * V, single = at.row * a.n + at.single;
-  const int step = at.stride * V;
+  const int step = at.stride * V, column = static_cast<int>(first_word - at.row * a.n);
 
   // All loads before anything that waits for one of them.
   Vec<S, V> held[K];
   S held_single = convert<S>(0.f);
   if constexpr (ADD) {
+    using Z = std::conditional_t<ONE_ROW, X, R>;
     Vec<X, V> loaded[K];
-    Vec<R, V> added[K];
+    std::conditional_t<ONE_ROW, Weights<Z, V>, Vec<Z, V>> added[K];
     const X* x = static_cast<const X*>(a.x) + first_word;
-    const R* residual = static_cast<const R*>(a.residual) + first_word;
+    const Z* residual = static_cast<const Z*>(a.residual);
 #pragma unroll
-    for (int i = 0; i < K; ++i)
-      if (has(i)) loaded[i] = load_vec<X, V>(x + i * step), added[i] = load_vec<R, V>(residual + i * step);
+    for (int i = 0; i < K; ++i) {
+      if (!has(i)) continue;
+      loaded[i] = load_vec<X, V>(x + i * step);
+      if constexpr (ONE_ROW) added[i] = load_weights<WHOLE, Z, V>(residual, column + i * step);
+      else added[i] = load_vec<Z, V>(residual + first_word + i * step);
+    }
     if (has_single)
-      held_single = convert<S>(convert<A>(static_cast<const X*>(a.x)[single]) + convert<A>(static_cast<const R*>(a.residual)[single]));
+      held_single = convert<S>(convert<A>(static_cast<const X*>(a.x)[single]) + convert<A>(residual[ONE_ROW ? at.single : single]));
     S* sum = static_cast<S*>(a.sum) + first_word;
 #pragma unroll
     for (int i = 0; i < K; ++i) {
       if (!has(i)) continue;
-      Vec<A, V> s = unpack<A>(loaded[i]);
-      const Vec<A, V> r = unpack<A>(added[i]);
+      Vec<A, V> s = unpack<A>(loaded[i]), r;
+      if constexpr (ONE_ROW) r = added[i].template values<A>();
+      else r = unpack<A>(added[i]);
 #pragma unroll
       for (int j = 0; j < V; ++j) s.v[j] += r.v[j];
       held[i] = pack<S>(s);
-      store_vec<S, V>(sum + i * step, held[i]);
+      if (!ONE_ROW || a.sum != nullptr) store_vec<S, V>(sum + i * step, held[i]);
     }
-    if (has_single) static_cast<S*>(a.sum)[single] = held_single;
+    if (has_single && (!ONE_ROW || a.sum != nullptr)) static_cast<S*>(a.sum)[single] = held_single;
   } else {
     const X* x = static_cast<const X*>(a.x) + first_word;
 #pragma unroll
@@ -263,7 +273,6 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
       if (!LAYER && !std::is_same_v<Out, S> && std::is_same_v<W, S> && kind == kLlama) r = unpack<A>(pack<S>(r));
       return r;
     };
-    const int column = static_cast<int>(first_word - at.row * a.n);
     Out* y = static_cast<Out*>(a.y) + first_word;
     constexpr int kTogether = K > 4 ? 4 : K;  // words whose weights are requested before the first is used
 #pragma unroll
@@ -348,7 +357,7 @@ __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_moments(const 
   for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) {
     Vec<A, kBatch> v = load_batch(a.x, base, e, end, A(0));
     if (a.residual.data != nullptr) {
-      const Vec<A, kBatch> r = load_batch(a.residual, base, e, end, A(0));
+      const Vec<A, kBatch> r = load_batch(a.residual, a.one_row ? 0 : base, e, end, A(0));
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) v.v[j] += r.v[j];
       store_batch(a.sum, base, e, end, v);
@@ -484,7 +493,7 @@ template <typename X, typename R>
 void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& split_args, int64_t n, const Launch& on, const Tensor& like) {
   using A = compute_t<X>;
   constexpr int V = kVectorBytes / sizeof(X);
-  constexpr bool kAlwaysMixed = sizeof(sum_t<X, R>) != sizeof(X);
+  constexpr bool kOneRow = std::is_same_v<R, OneRow>, kAlwaysMixed = kOneRow || sizeof(sum_t<X, R>) != sizeof(X);
   // The words of a thread that are built, the preferred first: of the kernel for whole words and of that which serves all rows.
   using Whole = std::integer_sequence<int, 4, 8, 3, 2, 1>;
   using All = std::integer_sequence<int, 4, 8, 1>;
@@ -532,13 +541,15 @@ void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& spl
       run(is_layer, std::false_type{}, std::false_type{}, All{});
     }
   };
-  if (layer) choose(std::true_type{});
+  if constexpr (kOneRow) choose(std::true_type{});
+  else if (layer) choose(std::true_type{});
   else choose(std::false_type{});
 }
 
+// Where the residual is one row, x itself becomes the sum.
 std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in, const std::optional<Tensor>& residual_in,
                                               const std::optional<Tensor>& weight_in, const std::optional<Tensor>& bias_in,
-                                              int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep) {
+                                              int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep, bool one_row = false) {
   const Shape s = shape_of(x_in, dims, op);
   check_kind(kind, bias_in.has_value(), op);
   const ScalarType x_dtype = x_in.scalar_type();
@@ -556,7 +567,13 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in
   Tensor stats = keep ? empty_of({kind == kLayer ? 2 : 1, s.rows}, statistics, x_in) : empty_of({0}, statistics, x_in);
   Tensor sum;
   std::optional<Tensor> residual;
-  if (residual_in) {
+  if (one_row) {
+    STD_TORCH_CHECK(half && kind == kLayer && x_in.is_contiguous() && aligned(x_in.const_data_ptr()), "fastlayers::", op,
+                    ": expected contiguous halves");
+    residual = checked_weight(residual_in, x_in, s.n, op, "shift");
+    check_same(x_in, *residual, op, "shift");
+    sum = x_in;
+  } else if (residual_in) {
     check_device(x_in, *residual_in, op, "residual");
     STD_TORCH_CHECK(dims_of(x_in.sizes()) == dims_of(residual_in->sizes()), "fastlayers::", op, ": expected residual of x's shape");
     const ScalarType residual_dtype = residual_in->scalar_type();
@@ -575,7 +592,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in
     args.residual = pointer(residual);
     args.weight = pointer(weight);
     args.bias = pointer(bias);
-    args.sum = residual ? sum.mutable_data_ptr() : nullptr;
+    args.sum = residual && (keep || !one_row) ? sum.mutable_data_ptr() : nullptr;
     args.y = y.mutable_data_ptr();
     args.stats = kept;
     args.rows = s.rows;
@@ -595,9 +612,11 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in
     split.rows = s.rows;
     split.n = s.n;
     split.kind = args.kind;
+    split.one_row = one_row;
     split.eps = args.eps;
     if (!residual) return forward<X, void>(args, split, s.n, on, x);
     if constexpr (sizeof(X) == 2) {
+      if (one_row) return forward<X, OneRow>(args, split, s.n, on, x);
       if (residual->scalar_type() == ScalarType::Float) return forward<X, float>(args, split, s.n, on, x);
     }
     forward<X, X>(args, split, s.n, on, x);
@@ -617,6 +636,12 @@ std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const
                                                           const std::optional<Tensor>& bias, int64_t dims, double eps, int64_t kind,
                                                           ScalarType dtype, bool keep) {
   return forward_op("add_layer_norm_forward", x, residual, weight, bias, dims, eps, kind, dtype, keep);
+}
+
+std::tuple<Tensor, Tensor> shifted_layer_norm_forward(const Tensor& x, const Tensor& shift, const Tensor& weight, const Tensor& bias,
+                                                      double eps, ScalarType dtype, bool keep) {
+  auto [y, sum, stats] = forward_op("shifted_layer_norm_forward", x, shift, weight, bias, 1, eps, kLayer, dtype, keep, true);
+  return {y, stats};
 }
 
 }  // namespace fastlayers

@@ -27,12 +27,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& 
                                                                   const std::optional<Tensor>& bias, const Tensor& stats, bool training,
                                                                   int64_t act, bool want_dresidual);
 
-// layer_norm, that of a sum with the sum, and its gradients: layer_norm_forward.cu, layer_norm_backward.cu.
+// layer_norm, that of a sum with the sum, that of rows of halves plus one row, which they become where it is kept, and its gradients:
+// layer_norm_forward.cu, layer_norm_backward.cu.
 std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                               int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep);
 std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight,
                                                           const std::optional<Tensor>& bias, int64_t dims, double eps, int64_t kind,
                                                           ScalarType dtype, bool keep);
+std::tuple<Tensor, Tensor> shifted_layer_norm_forward(const Tensor& x, const Tensor& shift, const Tensor& weight, const Tensor& bias,
+                                                      double eps, ScalarType dtype, bool keep);
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy, const std::optional<Tensor>& dsum, const Tensor& x,
                                                        const Tensor& stats, const std::optional<Tensor>& weight, int64_t dims,
                                                        int64_t kind, bool want_weight, bool want_bias);

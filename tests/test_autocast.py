@@ -122,8 +122,8 @@ class StandIns(SimpleNamespace):
 
     def convnext_block_autocast(
         self, x, conv_weight, conv_bias, gain, shift, weight, bias, weight2, bias2, gamma, dtype, padding, eps, act,
-        first, second, apart,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        first, second, keep, apart,
+    ) -> list[Tensor]:  # fmt: skip
         assert x.is_contiguous(memory_format=torch.channels_last)
         self.called.append("convnext_block_autocast")
         low_x = x.to(dtype)
@@ -132,8 +132,10 @@ class StandIns(SimpleNamespace):
         normed = F.layer_norm(rows.float(), gain.shape, gain, shift, eps).to(dtype)
         last, *of_mlp = self.mlp_autocast(normed, weight, bias, weight2, bias2, act, first, second)
         out = x + (last * gamma).view(z.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+        if not keep:
+            return [out]
         low_x = low_x if x.dtype is torch.float32 else x.new_empty(0)
-        return out, low_x, low_conv, z, torch.full((2, len(rows)), eps), normed, *of_mlp, last
+        return [out, low_x, low_conv, z, torch.full((2, len(rows)), eps), normed, *of_mlp, last]
 
     def convnext_block_autocast_backward(
         self, dy, low_x, low_conv, z, stats, normed, product, low, low_bias, low2, last, gain, gamma, padding, act,
@@ -741,6 +743,34 @@ def test_the_casts_of_a_convolution_keep_its_layout():
     assert y.is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(RuntimeError, match="expected dense float32 parameters"):
         kernels.convolution_autocast(x, weight[:, ::2], torch.zeros(6, device="cuda"), (1, 1), (0, 0), (1, 1), 2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("low", HALVES, ids=str)
+@pytest.mark.parametrize("channels", [7, 96, 100, 8192, 20_000, 270_000])  # in parts of warps to rows cut into pieces
+def test_the_norm_of_a_block_adds_the_bias(channels, low):
+    """As the convolution would, to the bit; and the result is the same where nothing is kept."""
+    torch.manual_seed(0)
+    with backends.backend("cuda"):
+        x = torch.randn(2, channels, 3, 2, device="cuda").contiguous(memory_format=torch.channels_last)
+        kernels, norms = autocast.FAMILY.serving(x), layer_norm.FAMILY.serving(x)
+    vector = (channels,)
+    shapes = [(channels, 1, 3, 3), vector, vector, vector, (8, channels), (8,), (channels, 8), vector, vector]
+    parameters = [torch.randn(shape, device="cuda") for shape in shapes]
+    weight, bias, gain, shift = parameters[:4]
+    numbers = low, (1, 1), 1e-6, ACTIVATIONS["gelu"].code, 0.0, 0.0
+    deterministic, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
+    try:
+        out, *kept = kernels.convnext_block_autocast(x, *parameters, *numbers, True, False)
+        alone = kernels.convnext_block_autocast(x, *parameters, *numbers, False, False)
+        z = F.conv2d(x.to(low), weight.to(low), bias.to(low), padding=1, groups=channels)
+    finally:
+        torch.backends.cudnn.deterministic = deterministic
+    rows = z.permute(0, 2, 3, 1).reshape(-1, channels)
+    normed, stats = norms.layer_norm_forward(rows, gain, shift, 1, 1e-6, layer_norm.LAYER, low, True)
+    assert all(map(same_bits, kept[2:5], (z, stats, normed)))
+    assert len(alone) == 1
+    assert same_bits(alone[0], out)
 
 
 @needs_gpu

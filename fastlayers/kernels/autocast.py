@@ -152,17 +152,19 @@ def _image(rows: Tensor, shape: torch.Size) -> Tensor:
 def convnext_block_autocast(
     x: Tensor, conv_weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor,
     bias: Tensor, weight2: Tensor, bias2: Tensor, gamma: Tensor, dtype: torch.dtype, padding: list[int], eps: float,
-    act: int, first: float, second: float, apart: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """x + gamma·mlp(layer_norm(convolution(x))) in float32, and what its backward needs."""
+    act: int, first: float, second: float, keep: bool, apart: bool,
+) -> list[Tensor]:  # fmt: skip
+    """x + gamma·mlp(layer_norm(convolution(x))) in float32, and what its backward needs if it is to be kept."""
     low_x, low_conv = x.to(dtype), conv_weight.to(dtype)
     z = F.conv2d(low_x, low_conv, conv_bias.to(dtype), padding=padding, groups=x.shape[1])  # type: ignore[arg-type]
     z = z.contiguous(memory_format=torch.channels_last)
-    normed, stats = layer_norm_forward(_rows(z), norm_weight, norm_bias, 1, eps, 0, dtype, True)
+    normed, stats = layer_norm_forward(_rows(z), norm_weight, norm_bias, 1, eps, 0, dtype, keep)
     last, product, low, low_bias, low2 = mlp_autocast(normed, weight, bias, weight2, bias2, act, first, second)
     out = scale_add(last, gamma, None, 1.0, _rows(x.float()), torch.float32)
+    if not keep:
+        return [_image(out, x.shape)]
     low_x = low_x if x.dtype is torch.float32 else x.new_empty(0)
-    return _image(out, x.shape), low_x, low_conv, z, stats, normed, product, low, low_bias, low2, last
+    return [_image(out, x.shape), low_x, low_conv, z, stats, normed, product, low, low_bias, low2, last]
 
 
 def convnext_block_autocast_backward(

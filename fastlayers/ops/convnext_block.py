@@ -28,7 +28,7 @@ class _ConvNeXtBlock(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
         *parameters, padding, eps, act, dtype, kernels = rest
         out, low, *kept = kernels.convnext_block_autocast(
-            x, *parameters, dtype, padding, eps, act.code, *act.defaults, kernels.apart
+            x, *parameters, dtype, padding, eps, act.code, *act.defaults, True, kernels.apart
         )
         norm_weight, gamma = parameters[2], parameters[-1]
         wide = x.dtype is torch.float32
@@ -128,15 +128,19 @@ def convnext_block(
     given = dispatch.unwrap(x), *map(dispatch.unwrap, parameters)
     if not records:
         activation = ACTIVATIONS[act]
-        numbers = dtype, layer.padding, eps, activation.code, *activation.defaults, kernels.apart
+        numbers = dtype, layer.padding, eps, activation.code, *activation.defaults, False, kernels.apart
         return kernels.convnext_block_autocast(*given, *numbers)[0]  # type: ignore[no-any-return]
     return _record(*given, layer.padding, eps, ACTIVATIONS[act], dtype, kernels)[0]  # type: ignore[no-any-return]
 
 
 def _fake(
     x: Tensor, conv_weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor,
-    bias: Tensor, weight2: Tensor, bias2: Tensor, gamma: Tensor, dtype: torch.dtype, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    bias: Tensor, weight2: Tensor, bias2: Tensor, gamma: Tensor, dtype: torch.dtype, padding: list[int], eps: float,
+    act: int, first: float, second: float, keep: bool, apart: bool,
+) -> list[Tensor]:  # fmt: skip
+    y = torch.empty_like(x, dtype=torch.float32)
+    if not keep:
+        return [y]
     channels, rows = x.shape[1], x.numel() // x.shape[1]
 
     def row(size: int) -> Tensor:
@@ -147,10 +151,9 @@ def _fake(
     )
     low_x = torch.empty_like(z) if x.dtype is torch.float32 else z.new_empty(0)
     stats = x.new_empty((2, rows), dtype=torch.float32)
-    return (
-        torch.empty_like(x, dtype=torch.float32), low_x, low_conv, z, stats, row(channels), row(weight.shape[0]), low,
-        low_bias, low2, row(channels),
-    )  # fmt: skip
+    return [
+        y, low_x, low_conv, z, stats, row(channels), row(weight.shape[0]), low, low_bias, low2, row(channels)
+    ]  # fmt: skip
 
 
 def _fake_backward(
