@@ -1551,7 +1551,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_eval(const Tensor& x, const std::o
   return forward(x, residual, {weight, bias, running_mean, running_var, none}, 0.0, eps, act, false, bits, keep, "batch_norm_eval");
 }
 
-// act(x + bias + residual), written to x: the last of the forward's kernels, without statistics.
+}  // namespace
+
+// The last of the forward's kernels, without statistics.
 void channel_bias_act_(const Tensor& x_in, const Tensor& bias, const std::optional<Tensor>& residual_in, int64_t act) {
   const char* op = "channel_bias_act_";
   const Operand x(x_in, op);
@@ -1571,6 +1573,8 @@ void channel_bias_act_(const Tensor& x_in, const Tensor& bias, const std::option
     run_forward<T>(args, x, false, launch);
   });
 }
+
+namespace {
 
 template <typename T, bool LAST, Act ACT, Gate GATE>
 void run_backward(BackwardArgs<compute_t<T>>& args, const Operand& x, const Launch& launch) {

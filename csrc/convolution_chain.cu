@@ -1,5 +1,6 @@
-// Convolutions, each with its batch_norm, one after the other, under autocast in training: the bottleneck of a ResNet, the inverted
-// residual of an EfficientNet. A forward and a backward in one call each, with the kernels of the steps.
+// Convolutions, each with its batch_norm, one after the other, under autocast: the bottleneck of a ResNet, the inverted residual of an
+// EfficientNet. In training a forward and a backward in one call each, with the kernels of the steps; and a forward of norms that are
+// folded into their convolutions.
 #include "autocast.h"
 
 namespace fastlayers {
@@ -11,6 +12,7 @@ enum Sum : int64_t { kNothing, kInput, kShortcut };
 constexpr int kInts = 8;     // of a step: stride, padding and dilation, two each, groups, act
 constexpr int kFloats = 2;   // momentum, eps
 constexpr int kWeights = 3;  // weight; weight and bias of the norm
+constexpr int kFolded = 2;   // weight and bias of what a norm is folded into
 constexpr int kStats = 3;    // running mean and variance, count of batches
 constexpr int kGate = 4;     // weight and bias of either layer
 constexpr int kRelu = 1;
@@ -63,7 +65,7 @@ struct Kept {
 // of cuDNN's, at the same time of the GPU (H100, 32 shapes of ResNet-50 and EfficientNet-B0), and that of the weight comes in float32.
 bool is_product(const Tensor& x, const Tensor& low, const Geometry& g) {
   return low.size(2) == 1 && low.size(3) == 1 && g.groups == 1 && g.stride[0] == 1 && g.stride[1] == 1 && g.padding[0] == 0 &&
-         g.padding[1] == 0 && is_channels_last(x);
+         g.padding[1] == 0 && low.is_contiguous() && is_channels_last(x);
 }
 
 Tensor convolved(const Tensor& x, const Tensor& low, const Geometry& g) {
@@ -78,6 +80,21 @@ Tensor convolved(const Tensor& x, const Tensor& low, const Geometry& g) {
 
 // The memory of a tensor in another one's layout.
 Tensor like(const Tensor& t, const Tensor& other) { return reinterpreted(t, dims_of(other.sizes()), dims_of(other.strides())); }
+
+// The mean of h over space, both products, and the gate that they make, (N, C, 1, 1), by weights and biases that are halves.
+std::array<Tensor, 4> gate_of(const Tensor& h, const Tensor& first, const Tensor& bias, const Tensor& second, const Tensor& bias2,
+                              const Plan& plan, const char* op) {
+  const int64_t images = h.size(0), channels = h.size(1), inner = first.size(0), pixels = h.size(2) * h.size(3);
+  STD_TORCH_CHECK(first.numel() == inner * channels && second.numel() == inner * channels && bias.numel() == inner &&
+                      bias2.numel() == channels,
+                  "fastlayers::", op, ": expected a gate of ", channels, " channels");
+  const Tensor mean = spatial_sum(h, std::nullopt, 1.0 / static_cast<double>(pixels));
+  Tensor product = empty_contiguous({images, inner}, h.scalar_type(), h), product2 = empty_contiguous({images, channels}, h.scalar_type(), h);
+  multiply(product, matrix(mean, images, channels), matrix(first, inner, channels, true));
+  multiply(product2, bias_act_forward_op(product, bias, plan.gate_act, 0, 0), matrix(second, channels, inner, true));
+  const Tensor opened = bias_act_forward_op(product2, bias2, plan.gate_end, 0, 0);
+  return {mean, product, product2, reinterpreted(opened, {images, channels, 1, 1}, {channels, 1, 1, 1})};
+}
 
 // What the forward gives: the result, and what is kept. It updates `statistics`, or where there are none gives at the end what they would
 // be updated with, and each tensor in memory of its own.
@@ -129,17 +146,9 @@ std::vector<Tensor> forward(const Tensor& x, const std::vector<Tensor>& weights,
     if (i < length - 1) results.push_back(h);
     if (i != plan.gated) continue;
     const Tensor &first = *low[steps], &bias = *low[steps + 1], &second = *low[steps + 2], &bias2 = *low[steps + 3];
-    const int64_t images = h.size(0), channels = h.size(1), inner = first.size(0), pixels = h.size(2) * h.size(3);
-    STD_TORCH_CHECK(first.numel() == inner * channels && second.numel() == inner * channels && bias.numel() == inner &&
-                        bias2.numel() == channels,
-                    "fastlayers::", op, ": expected a gate of ", channels, " channels");
-    const Tensor mean = spatial_sum(h, std::nullopt, 1.0 / static_cast<double>(pixels));
-    Tensor product = empty_contiguous({images, inner}, x.scalar_type(), x), product2 = empty_contiguous({images, channels}, x.scalar_type(), x);
-    multiply(product, matrix(mean, images, channels), matrix(first, inner, channels, true));
-    multiply(product2, bias_act_forward_op(product, bias, plan.gate_act, 0, 0), matrix(second, channels, inner, true));
-    const Tensor opened = bias_act_forward_op(product2, bias2, plan.gate_end, 0, 0);
-    gate = {first, bias, second, bias2, mean, product, product2, reinterpreted(opened, {images, channels, 1, 1}, {channels, 1, 1, 1})};
-    h = mul(h, gate.back());
+    const auto [mean, product, product2, opened] = gate_of(h, first, bias, second, bias2, plan, op);
+    gate = {first, bias, second, bias2, mean, product, product2, opened};
+    h = mul(h, opened);
   }
   kept.insert(kept.begin(), h);
   for (const std::vector<Tensor>* more : {&of_shortcut, &results}) kept.insert(kept.end(), more->begin(), more->end());
@@ -158,6 +167,32 @@ std::vector<Tensor> convolution_chain_autocast(const Tensor& x, std::vector<Tens
 std::vector<Tensor> convolution_chain_moments(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> of_gate,
                                               std::vector<int64_t> ints, std::vector<double> floats, std::vector<int64_t> about) {
   return forward(x, weights, of_gate, nullptr, ints, floats, about, "convolution_chain_moments");
+}
+
+// The result alone, of steps whose norms are folded into their weights, halves, and biases; the residual is added to the last one.
+Tensor convolution_chain_folded(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> of_gate,
+                                const std::optional<Tensor>& residual, std::vector<int64_t> ints, std::vector<int64_t> about) {
+  const char* op = "convolution_chain_folded";
+  const Pool pool(true);
+  const Plan plan(ints, about, op);
+  const int64_t length = plan.length();
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 4 && x.numel() > 0 && plan.sum == (residual ? kInput : kNothing) &&
+                      static_cast<int64_t>(weights.size()) == kFolded * length && of_gate.size() == (plan.gated < 0 ? 0 : kGate),
+                  "fastlayers::", op, ": expected images, and for each step a weight and a bias");
+  Parameters low;
+  if (plan.gated >= 0) low = narrowed({of_gate.begin(), of_gate.end()}, x.scalar_type(), op);
+  Tensor h = x;
+  for (int64_t i = 0; i < length; ++i) {
+    h = convolved(h, weights[kFolded * i], plan.steps[i].geometry);
+    std::optional<Tensor> added;
+    if (residual && i == length - 1) {
+      check_same_shape(h, *residual, op, "residual");
+      added = with_strides(*residual, dims_of(h.sizes()), dims_of(h.strides()));
+    }
+    channel_bias_act_(h, weights[kFolded * i + 1], added, plan.steps[i].act);
+    if (i == plan.gated) h = mul(h, gate_of(h, *low[0], *low[1], *low[2], *low[3], plan, op)[3]);
+  }
+  return h;
 }
 
 // The gradients of x, if that is wanted, and of all parameters: of each step those of the weight and of the norm's, and of the gate.
@@ -269,6 +304,7 @@ std::vector<Tensor> convolution_chain_autocast_backward(const Tensor& dy, const 
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
   m.impl("convolution_chain_autocast", TORCH_BOX(&fastlayers::convolution_chain_autocast));
+  m.impl("convolution_chain_folded", TORCH_BOX(&fastlayers::convolution_chain_folded));
   m.impl("convolution_chain_moments", TORCH_BOX(&fastlayers::convolution_chain_moments));
   m.impl("convolution_chain_autocast_backward", TORCH_BOX(&fastlayers::convolution_chain_autocast_backward));
 }

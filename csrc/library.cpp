@@ -32,6 +32,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("convnext_block_autocast_backward(Tensor dy, Tensor low_x, Tensor low_conv, Tensor z, Tensor stats, Tensor normed, Tensor product, Tensor low, Tensor low_bias, Tensor low2, Tensor last, Tensor norm_weight, Tensor gamma, int[] padding, int act, float first, float second, bool dx, bool wide, bool apart) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("convolution_chain_autocast(Tensor x, Tensor[] weights, Tensor[] gate, Tensor(a!)[] statistics, int[] ints, float[] floats, int[] about) -> Tensor[]");
   m.def("convolution_chain_moments(Tensor x, Tensor[] weights, Tensor[] gate, int[] ints, float[] floats, int[] about) -> Tensor[]");
+  m.def("convolution_chain_folded(Tensor x, Tensor[] weights, Tensor[] gate, Tensor? residual, int[] ints, int[] about) -> Tensor");
   m.def("convolution_chain_autocast_backward(Tensor dy, Tensor x, Tensor[] kept, Tensor[] norms, int[] ints, int[] about, bool dx, bool apart) -> Tensor[]");
   m.def("transformer_block_autocast_open(Tensor x, Tensor[] parameters, int heads, ScalarType dtype, float eps, bool apart) -> Tensor[]");
   m.def("transformer_block_autocast_close(Tensor x, Tensor attended, Tensor[] low, Tensor norm_weight, Tensor norm_bias, float eps, int act, float first, float second, bool apart) -> Tensor[]");

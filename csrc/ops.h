@@ -27,6 +27,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& 
                                                                   const std::optional<Tensor>& bias, const Tensor& stats, bool training,
                                                                   int64_t act, bool want_dresidual);
 
+// act(x + bias + residual), written to x: batch_norm.cu.
+void channel_bias_act_(const Tensor& x, const Tensor& bias, const std::optional<Tensor>& residual, int64_t act);
+
 // layer_norm, that of a sum with the sum, that of rows of halves plus one row, which they become where it is kept, and its gradients:
 // layer_norm_forward.cu, layer_norm_backward.cu.
 std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,

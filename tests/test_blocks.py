@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from fastlayers import patch_model, patch_report, unpatch_model, verify_patch
+from fastlayers import fold_batch_norm, patch_model, patch_report, unpatch_model, verify_patch
 from fastlayers.ops import autocast, convolution_chain, layer_norm, transformer_block
 from fastlayers.ops.activations import BY_CODE
 from fastlayers.patching import calls
@@ -58,15 +58,34 @@ class Blocks(StandIns):
             if at < length - 1:
                 results.append(h)
             if at == gated:
-                first, bias, second, bias2 = (t.to(x.dtype) for t in of_gate)
-                mean = h.mean((2, 3), keepdim=True)
-                product = mean.flatten(1) @ first.flatten(1).t()
-                inside = BY_CODE[gate_act].function(product + bias)
-                product2 = inside @ second.flatten(1).t()
-                opened = BY_CODE[gate_end].function(product2 + bias2).view_as(mean)
-                gate = [first, bias, second, bias2, mean, product, product2, opened]
-                h = h * opened
+                gate = self.gate_of(h, of_gate, gate_act, gate_end)
+                h = h * gate[-1]
         return [h, *(t for three in kept for t in three), *results, bits, *gate]
+
+    def gate_of(self, h: Tensor, of_gate: list[Tensor], act: int, end: int) -> list[Tensor]:
+        first, bias, second, bias2 = (t.to(h.dtype) for t in of_gate)
+        mean = h.mean((2, 3), keepdim=True)
+        product = mean.flatten(1) @ first.flatten(1).t()
+        product2 = BY_CODE[act].function(product + bias) @ second.flatten(1).t()
+        opened = BY_CODE[end].function(product2 + bias2).view_as(mean)
+        return [first, bias, second, bias2, mean, product, product2, opened]
+
+    def convolution_chain_folded(self, x, weights, of_gate, residual, ints, about):
+        self.called.append("convolution_chain_folded")
+        added, gated, *acts = about
+        assert added == (residual is not None)
+        h, length = x, len(weights) // 2
+        for at in range(length):
+            *sizes, groups, act = ints[8 * at : 8 * at + 8]
+            weight, bias = weights[2 * at : 2 * at + 2]
+            assert (weight.dtype, bias.dtype) == (x.dtype, torch.float32)
+            z = F.conv2d(h, weight, None, sizes[:2], sizes[2:4], sizes[4:], groups).float() + bias.view(-1, 1, 1)
+            if residual is not None and at == length - 1:
+                assert (residual.dtype, residual.stride()) == (x.dtype, z.stride())
+                z = z + residual
+            h = BY_CODE[act].function(z).to(x.dtype)
+            h = h * self.gate_of(h, of_gate, *acts)[-1] if at == gated else h
+        return h
 
     def convolution_chain_autocast_backward(self, dy, x, kept, norms, ints, about, dx, apart):
         self.called.append("convolution_chain_autocast_backward")
@@ -422,6 +441,120 @@ def test_calls_that_blocks_are_not_for(kernels, name):
         with torch.autocast("cpu", torch.bfloat16):
             model.eval()(x)
     assert op_of(name) not in kernels.called
+
+
+def in_use(name: str, device: str = "cpu") -> nn.Module:
+    """In eval, with statistics of images that it was trained with."""
+    model = made(name, device)
+    with torch.no_grad():
+        for draw in range(3):
+            model(given_to(name, draw=draw, device=device).float() * 2 + 1)
+    return model.eval()
+
+
+EACH_CHAIN = pytest.mark.parametrize("name", CHAINS)
+
+
+@EACH_CHAIN
+@pytest.mark.parametrize("patched", [False, True], ids=["folded", "patched and folded"])
+def test_a_folded_chain(kernels, name, patched):
+    stock = in_use(name)
+    model = copy.deepcopy(stock)
+    fold_batch_norm(patch_model(model) if patched else model)
+    norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    assert patch_report(model).counts()["fold_batch_norm"] == norms
+    x = given_to(name)
+
+    def run(network: nn.Module = model, x: Tensor = x, low: bool = True) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            return network(x)
+
+    with torch.no_grad():
+        theirs, exact = run(stock), run(stock, x.float(), low=False)
+        found = run()
+        assert kernels.called == ["convolution_chain_folded"]
+        assert_near([found], [theirs], 0.02)
+        assert found.stride() == theirs.stride()
+        torch.testing.assert_close(run(x=x.float(), low=False), exact)  # the steps answer
+    with torch.inference_mode():
+        assert same_bits(run().clone(), found)
+    model.requires_grad_(False)
+    assert same_bits(run(), found)
+    assert kernels.called == ["convolution_chain_folded"] * 3
+    y = run(x=x.clone().requires_grad_())  # of the input
+    assert y.requires_grad
+    assert_near([y], [theirs], 0.02)
+    model.train()
+    run()
+    assert kernels.called[3:] in ([], ["convolution_chain_autocast"])
+
+
+def test_what_looks_on_at_a_folded_chain_or_changes_it(kernels):
+    stock = in_use("inverted")
+    model, x = fold_batch_norm(copy.deepcopy(stock)).requires_grad_(False), given_to("inverted")
+
+    def served(x: Tensor = x) -> bool:
+        kernels.called.clear()
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert_near([model(x)], [stock(x)], 0.02)
+        return "convolution_chain_folded" in kernels.called
+
+    assert served()
+    for path in ("conv_dw", "bn2", "bn2.act", "aa", "se", "se.conv_reduce", "se.gate", "drop_path"):
+        seen = []
+        layer = model.get_submodule(path)
+        handle = layer.register_forward_hook(lambda module, args, out, seen=seen: seen.append(type(module)))
+        assert not served(), path
+        assert len(seen) == 1
+        handle.remove()
+    assert served()
+    assert served(x.contiguous()) is False  # torch would lay the sum out otherwise
+    assert not served(x.float())  # and give it in float32
+    for network in (model, stock):
+        network.bn2.act = nn.Tanh()
+    assert not served()
+    for network in (model, stock):
+        network.bn2.act = nn.SiLU()
+    assert served()
+    for network in (model, stock):
+        network.conv_dw.padding_mode = "circular"
+    assert not served()
+    for network in (model, stock):
+        network.conv_dw.padding_mode = "zeros"
+        nn.init.normal_(network.se.conv_expand.weight, generator=torch.Generator().manual_seed(0))
+        nn.init.normal_(network.conv_dw.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    assert served()  # by the new weights
+    with torch.autocast("cpu", torch.bfloat16):
+        model.se.requires_grad_(True)
+        kernels.called.clear()
+        assert model(x).requires_grad  # of the gate's parameters
+    assert not kernels.called
+
+
+@needs_gpu
+@EACH_CHAIN
+@pytest.mark.parametrize("low", HALVES, ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_folded_chain_on_a_gpu(name, low, layout, monkeypatch):
+    stock = in_use(name, "cuda")
+    exact, model = copy.deepcopy(stock).double(), fold_batch_norm(patch_model(copy.deepcopy(stock)))
+    calls_of, raw = [], autocast.FAMILY.serving(given_to(name, device="cuda"))
+    of_chain = raw.convolution_chain_folded
+    monkeypatch.setattr(raw, "convolution_chain_folded", lambda *args: calls_of.append(1) or of_chain(*args))
+    errors = []
+    for draw in range(4 * DRAWS):
+        x = given_to(name, low, draw, "cuda").contiguous(memory_format=layout)
+        with torch.autocast("cuda", low), torch.no_grad():
+            mine, theirs, true = model(x), stock(x), exact(x.double())
+        errors.append(greatest_error(theirs, true))
+        assert (mine.dtype, mine.stride()) == (theirs.dtype, theirs.stride())
+    assert len(calls_of) == (0 if layout is torch.contiguous_format and is_sum(name) else 4 * DRAWS)
+    assert excess(mine, true, max(errors)) is None
+
+
+def is_sum(name: str) -> bool:
+    """Whether a chain ends with a sum. One with a shortcut's ends before it."""
+    return name in ("bottleneck", "basic", "inverted", "inverted without a gate")
 
 
 INFERENCE = pytest.mark.parametrize(("name", "block"), [("transformer", Transformer), ("convnext", ConvNeXtBlock)])

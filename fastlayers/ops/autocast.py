@@ -38,6 +38,7 @@ FAMILY = dispatch.Family(
         "convolution_chain_autocast",
         "convolution_chain_moments",
         "convolution_chain_autocast_backward",
+        "convolution_chain_folded",
         "transformer_block_autocast_open",
         "transformer_block_autocast_close",
         "transformer_block_autocast_close_backward",

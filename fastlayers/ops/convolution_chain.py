@@ -2,11 +2,13 @@
 
 A bottleneck of a ResNet, an inverted residual of an EfficientNet with its gate. The kernels are those of the steps.
 What is gained is the host's time, as in :mod:`fastlayers.ops.autocast`: one node of autograd and one raw op each way,
-one launch that casts all weights and one that casts their gradients.
+one launch that casts all weights and one that casts their gradients. In inference, where the norms are folded into the
+convolutions, one raw op.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -212,7 +214,7 @@ def convolution_chain(
     about = [SUMS[added], -1, 0, 0]
     if gate is not None:
         of_gate = _parameters_of(gate, parameters[3 * gate.after].shape[0])
-        if of_gate is None:
+        if of_gate is None or not all(t.requires_grad for t in of_gate):
             return None
         parameters += of_gate
         about[1:] = gate.after, ACTIVATIONS[gate.act].code, ACTIVATIONS[gate.end].code
@@ -227,15 +229,73 @@ def convolution_chain(
     return _record(autocast.lowered(x), *map(dispatch.unwrap, parameters), rest)  # type: ignore[no-any-return]
 
 
+def folded_chain(
+    x: Tensor, layers: list[Any], acts: list[str | None], residual: Tensor | None, gate: Gate | None,
+    weights_of: Callable[[Any, Any, torch.dtype], tuple[Tensor, Tensor]],
+) -> Tensor | None:  # fmt: skip
+    """Conv2d with norms that are folded into them, where nothing is recorded; None where this has no kernels for it.
+
+    Args:
+        x: images.
+        layers: of each step the convolution and the norm.
+        acts: the activation of each step.
+        residual: what is added before the last one.
+        gate: what stands between two of the steps.
+        weights_of: gives of a step the folded weight, in a dtype, and the bias.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or x.dim() != 4
+        or x.numel() == 0
+        or not (x.is_contiguous(memory_format=torch.channels_last) or x.is_contiguous())
+        or (residual is not None and acts[-1] not in (None, "relu"))
+    ):
+        return None
+    ints: list[int] = []
+    for layer, act in zip(layers[::2], acts, strict=True):
+        padding, code = layer.padding, ACTIVATIONS[act].code
+        if code >= NORM_CODES or type(padding) is not tuple or layer.padding_mode != "zeros":
+            return None
+        if layer.weight.dtype is not torch.float32 or not dispatch.is_plain(layer.weight):
+            return None
+        ints += (*layer.stride, *padding, *layer.dilation, layer.groups, code)
+    about, of_gate = [SUMS[None if residual is None else "x"], -1, 0, 0], list[Tensor]()
+    if gate is not None:
+        found = _parameters_of(gate, layers[2 * gate.after].out_channels)
+        if found is None:
+            return None
+        about[1:] = gate.after, ACTIVATIONS[gate.act].code, ACTIVATIONS[gate.end].code
+        of_gate = [*map(dispatch.unwrap, found)]
+    low = torch.get_autocast_dtype(x.device.type)
+    if dispatch.wants_gradient(x, residual, *of_gate) or not (residual is None or _is_sum(residual, x, layers, low)):
+        return None
+    kernels = autocast.block_kernels_for(x, *of_gate)
+    if kernels is None:
+        return None
+    weights = [t for pair in zip(layers[::2], layers[1::2], strict=True) for t in weights_of(*pair, low)]
+    return kernels.convolution_chain_folded(autocast.lowered(x), weights, of_gate, residual, ints, about)  # type: ignore[no-any-return]
+
+
+def _is_sum(residual: Tensor, x: Tensor, layers: list[Any], low: torch.dtype) -> bool:
+    """Whether a residual is as the result of these layers, so that torch would give the sum its dtype and layout."""
+    if not (dispatch.is_plain(residual) and residual.dtype is low and residual.device == x.device):
+        return False
+    if not all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, residual)):
+        return False
+    shape: tuple[int, ...] = x.shape
+    for layer in layers[::2]:
+        shape = result_shape(layer, shape)
+    return shape == residual.shape
+
+
 def _parameters_of(gate: Gate, channels: int) -> list[Tensor] | None:
-    """Those of the layers of a gate, where they are products of the channels and can be trained."""
+    """Those of the layers of a gate, where they are products of the channels."""
     found: list[Tensor] = []
     for layer in (gate.first, gate.second):
         weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
         if (
             weight is None
             or bias is None
-            or not (weight.requires_grad and bias.requires_grad)
             or layer.groups != 1
             or layer.kernel_size != (1, 1)
             or layer.stride != (1, 1)

@@ -536,7 +536,8 @@ def fold_batch_norm(
     """For inference: compute each BatchNorm that follows a convolution or a linear layer as part of that layer.
 
     What follows, a sum and an activation (also one that the norm holds, as timm's BatchNormAct2d does), is part of the
-    folded layer: on a GPU one kernel adds the bias and the residual and applies the activation.
+    folded layer: on a GPU one kernel adds the bias and the residual and applies the activation. Under autocast several
+    folded convolutions, one after the other and with a gate between them, are one call.
 
     Only classes change, and only the results' rounding does: parameters, buffers and state-dict keys stay, patches by
     :func:`patch_model` stay where they are, and :func:`unfold_batch_norm` takes it back. The folded weights are kept

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from fastlayers.ops import convolution_chain as chains
+from fastlayers.ops.convolution_chain import Gate
+from fastlayers.patching.blocks import runs_under_autocast
 from fastlayers.patching.calls import join, no_hooks
 from fastlayers.patching.convolutions import adds_bias, convolve, layer_and_more
 
-__all__ = ["folded", "folded_and_more", "folded_sum", "forget", "may_fold"]
+__all__ = ["folded", "folded_and_more", "folded_chain", "folded_sum", "forget", "may_fold"]
 
 #: Children of a norm that its kernel may stand for, by the name of the activation.
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -32,6 +35,9 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 
 #: weight and bias of the layer, then of the norm, its running mean and variance, and the count that training raises.
 Sources: TypeAlias = tuple[Tensor | None, ...]
+
+#: A pair of a layer and its norm, the children that the norm hands its result to, and an activation behind them.
+Step: TypeAlias = tuple[Any, Any, tuple[nn.Module, ...], str | None]
 
 
 def sources(layer: nn.Module, norm: _BatchNorm) -> Sources:
@@ -135,6 +141,50 @@ def folded_sum(
         return layer_and_more(layer, x, weight, bias + other_bias, residual, act, written)
     residual = folded(other_layer, other_norm, other_x)
     return folded(layer, norm, x, residual, act, written)
+
+
+def folded_chain(
+    x: Tensor,
+    steps: tuple[Step, ...],
+    *of_gate: Any,
+    residual: Tensor | None = None,
+    written: str | None = None,
+    gate: tuple[int, str, str] | None = None,
+) -> Tensor:
+    """Pairs that :func:`may_fold` approves of, one after the other, each a Conv2d and its norm.
+
+    Args:
+        of_gate: where there is one the module, and the two convolutions in it.
+        residual, written: as :func:`folded` has them, of the last step.
+        gate: after which step it stands, and its activations.
+    """
+    found = Gate(gate[0], of_gate[1], gate[1], of_gate[2], gate[2]) if gate is not None else None
+    y = in_one(x, steps, residual, found)
+    if y is not None:
+        return y
+    for place, (layer, norm, after, act) in enumerate(steps, 1):
+        added = (residual, act, written) if place == len(steps) else (None, act)
+        x = folded_and_more(layer, norm, after, x, *added)
+        if gate is not None and place == gate[0] + 1:
+            x = of_gate[0](x)
+    return x
+
+
+def in_one(x: Any, steps: tuple[Step, ...], residual: Tensor | None, gate: Gate | None) -> Tensor | None:
+    """The chain as one op; None where there is none for it."""
+    if torch.compiler.is_compiling() or not runs_under_autocast(x):
+        return None
+    layers: list[Any] = []
+    acts: list[str | None] = []
+    for layer, norm, after, act in steps:
+        own = activations(after)
+        if own is None or len(own) + (act is not None) > 1:
+            return None
+        layers += layer, norm
+        acts.append(own[0] if own else act)
+    if own and residual is not None:  # which is added to what it activates
+        return None
+    return chains.folded_chain(x, layers, acts, residual, gate, folded_weights)
 
 
 def activations(children: tuple[nn.Module, ...]) -> list[str] | None:

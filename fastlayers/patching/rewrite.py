@@ -111,6 +111,7 @@ def apply_rules(
     view.thread_inplace()
     outcome = Fused(None)
     made: dict[Node, str] = {}
+    counts: dict[Node, int] = {}  # of places that a node stands for: those of its rule that went into it, too
     unseen: dict[str, None] = {}
     conditions: dict[Callable[..., bool], dict[tuple[str, ...], None]] = {}
     for rule in rules:
@@ -135,12 +136,14 @@ def apply_rules(
                 fused = replace(recording, found)
                 view.refresh()
                 pending = [other for other in view.position if view.position[other] < view.position[fused]]
-                made[fused] = rule.name
+                merged = [op.node for op in found.all_ops if made.get(op.node) == rule.name]
+                made[fused], counts[fused] = rule.name, sum(map(counts.__getitem__, merged)) or 1
                 outcome.size += len(found.ops)
                 break
             outcome.left.extend(refusals)
     outcome.made = {node: made[node] for node in view.position if node in made}
-    outcome.rules = Counter(outcome.made.values())
+    for node, name in outcome.made.items():
+        outcome.rules[name] += counts[node]
     if outcome.rules:
         unseen.update(dict.fromkeys(tidy(view, recording, excluded)))
     if rest := join_tests(recording, unseen):

@@ -98,7 +98,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
 )
 
 #: What :func:`fastlayers.fold_batch_norm` looks for; no part of patching.
-FOLDING_RULES = fold.FOLD_BATCH_NORM
+FOLDING_RULES = (*fold.FOLD_BATCH_NORM, block.FOLDED_CHAIN)
 
 _registered: OrderedDict[int, GraphRule | ModuleRule] = OrderedDict()
 

@@ -17,6 +17,7 @@ from fastlayers.patching import calls
 from fastlayers.patching.blocks import convolution_chain, runs_under_autocast, trains_under_autocast, transformer_block
 from fastlayers.patching.casting import cast_by
 from fastlayers.patching.convolutions import convnext_block, drop_nothing, forked_convolution
+from fastlayers.patching.folding import folded_chain
 from fastlayers.patching.graph import Attribute, Op, View, original_class
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
@@ -26,7 +27,7 @@ from fastlayers.patching.rules.elementwise import addition, find_squeeze_excite,
 from fastlayers.patching.rules.norm import activation, behind
 from fastlayers.patching.trace import record_child
 
-__all__ = ["CONVNEXT_BLOCK", "CONVOLUTION_CHAIN", "TRANSFORMER_BLOCK"]
+__all__ = ["CONVNEXT_BLOCK", "CONVOLUTION_CHAIN", "FOLDED_CHAIN", "TRANSFORMER_BLOCK"]
 
 # -- of a ConvNeXt ----------------------------------------------------------------------------------------------------
 
@@ -311,6 +312,58 @@ CONVOLUTION_CHAIN = GraphRule(
     "convolutions with their batch_norms, gate and shortcut, in training under autocast one node of autograd",
     find_convolution_chain,
     trains_under_autocast,
+)
+
+# -- the same in inference, the norms folded -------------------------------------------------------------------------
+
+
+def folded_step(view: View, node: Any) -> Op | None:
+    """A node as the call of a Conv2d that a norm is folded into, and of what follows."""
+    op = view.op(node, "folded")
+    layer: Any = view.root.get_submodule(op["layer"].target) if op is not None else None
+    return op if original_class(layer) is nn.Conv2d else None
+
+
+def find_folded_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
+    op = folded_step(view, node)
+    if op is None or op.operands.get("written") == "residual":
+        return
+    kwargs = {name: op[name] for name in ("residual", "written") if op.operands.get(name) is not None}
+    found, steps, ops, absorbed = op, [step_of(op)], [op], list[Op]()
+    at_gate, of_gate = 0, list[Any]()
+    while True:
+        before, between = behind(view, found["input"])
+        gate = gate_of(view, before) if not of_gate else None
+        if gate is not None:
+            before, more = behind(view, gate[0]["input"])
+            between = (*more, gate[0], *between)
+        op = folded_step(view, before)
+        if op is None or op.operands.get("residual") is not None or any(len(n.node.users) != 1 for n in (op, *between)):
+            break
+        if gate is not None:
+            call, layers, inside_gate, acts = gate
+            at_gate, of_gate = len(steps), [Attribute(str(call.child)), *layers]
+            kwargs["gate"] = acts
+            absorbed += inside_gate
+        ops = [op, *between, *ops]
+        steps = [step_of(op), *steps]
+        found = op
+    if len(steps) < 2:
+        return
+    if of_gate:
+        kwargs["gate"] = (len(steps) - at_gate - 1, *kwargs["gate"])
+    x = found["input"]
+    yield Match(tuple(ops), folded_chain, (x, tuple(steps), *of_gate), kwargs, (x,), absorbed=tuple(absorbed))
+
+
+def step_of(op: Op) -> tuple[Any, ...]:
+    """As :func:`folded_chain` takes it."""
+    return op["layer"], op["norm"], op.operands.get("after", ()), op.operands.get("act")
+
+
+#: Of the name that folding has: the norms in a chain are counted one by one.
+FOLDED_CHAIN = GraphRule(
+    "fold_batch_norm", "folded convolutions with their gate, under autocast one op", find_folded_chain
 )
 
 # -- of a transformer -------------------------------------------------------------------------------------------------
