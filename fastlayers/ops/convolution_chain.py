@@ -230,7 +230,7 @@ def convolution_chain(
 
 
 def folded_chain(
-    x: Tensor, layers: list[Any], acts: list[str | None], residual: Tensor | None, gate: Gate | None,
+    x: Tensor, layers: tuple[Any, ...], acts: list[str | None], residual: Tensor | None, gate: Gate | None,
     weights_of: Callable[[Any, Any, torch.dtype], tuple[Tensor, Tensor]],
 ) -> Tensor | None:  # fmt: skip
     """Conv2d with norms that are folded into them, where nothing is recorded; None where this has no kernels for it.
@@ -276,7 +276,7 @@ def folded_chain(
     return kernels.convolution_chain_folded(autocast.lowered(x), weights, of_gate, residual, ints, about)  # type: ignore[no-any-return]
 
 
-def _is_sum(residual: Tensor, x: Tensor, layers: list[Any], low: torch.dtype) -> bool:
+def _is_sum(residual: Tensor, x: Tensor, layers: tuple[Any, ...], low: torch.dtype) -> bool:
     """Whether a residual is as the result of these layers, so that torch would give the sum its dtype and layout."""
     if not (dispatch.is_plain(residual) and residual.dtype is low and residual.device == x.device):
         return False

@@ -36,9 +36,6 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 #: weight and bias of the layer, then of the norm, its running mean and variance, and the count that training raises.
 Sources: TypeAlias = tuple[Tensor | None, ...]
 
-#: A pair of a layer and its norm, the children that the norm hands its result to, and an activation behind them.
-Step: TypeAlias = tuple[Any, Any, tuple[nn.Module, ...], str | None]
-
 
 def sources(layer: nn.Module, norm: _BatchNorm) -> Sources:
     """The tensors that the folded weights are made of, or whose change means that those have changed."""
@@ -145,8 +142,9 @@ def folded_sum(
 
 def folded_chain(
     x: Tensor,
-    steps: tuple[Step, ...],
-    *of_gate: Any,
+    *layers: Any,
+    acts: tuple[str | None, ...],
+    after: tuple[tuple[nn.Module, ...], ...],
     residual: Tensor | None = None,
     written: str | None = None,
     gate: tuple[int, str, str] | None = None,
@@ -154,37 +152,45 @@ def folded_chain(
     """Pairs that :func:`may_fold` approves of, one after the other, each a Conv2d and its norm.
 
     Args:
-        of_gate: where there is one the module, and the two convolutions in it.
-        residual, written: as :func:`folded` has them, of the last step.
-        gate: after which step it stands, and its activations.
+        layers: the pairs; and of a gate the module, and the two convolutions in it.
+        acts: the activation behind each of them.
+        after: the children that each norm hands its result to.
+        residual, written: as :func:`folded` has them, of the last pair.
+        gate: after which pair it stands, and its activations.
     """
+    layers, of_gate = layers[: 2 * len(acts)], layers[2 * len(acts) :]
     found = Gate(gate[0], of_gate[1], gate[1], of_gate[2], gate[2]) if gate is not None else None
-    y = in_one(x, steps, residual, found)
+    y = in_one(x, layers, acts, after, residual, found)
     if y is not None:
         return y
-    for place, (layer, norm, after, act) in enumerate(steps, 1):
-        added = (residual, act, written) if place == len(steps) else (None, act)
-        x = folded_and_more(layer, norm, after, x, *added)
+    for place, (layer, norm, act, children) in enumerate(zip(layers[::2], layers[1::2], acts, after, strict=True), 1):
+        added = (residual, act, written) if place == len(acts) else (None, act)
+        x = folded_and_more(layer, norm, children, x, *added)
         if gate is not None and place == gate[0] + 1:
             x = of_gate[0](x)
     return x
 
 
-def in_one(x: Any, steps: tuple[Step, ...], residual: Tensor | None, gate: Gate | None) -> Tensor | None:
+def in_one(
+    x: Any,
+    layers: tuple[Any, ...],
+    acts: tuple[str | None, ...],
+    after: tuple[tuple[nn.Module, ...], ...],
+    residual: Tensor | None,
+    gate: Gate | None,
+) -> Tensor | None:
     """The chain as one op; None where there is none for it."""
     if torch.compiler.is_compiling() or not runs_under_autocast(x):
         return None
-    layers: list[Any] = []
-    acts: list[str | None] = []
-    for layer, norm, after, act in steps:
-        own = activations(after)
+    found: list[str | None] = []
+    for children, act in zip(after, acts, strict=True):
+        own = activations(children)
         if own is None or len(own) + (act is not None) > 1:
             return None
-        layers += layer, norm
-        acts.append(own[0] if own else act)
-    if own and residual is not None:  # which is added to what it activates
+        found.append(own[0] if own else act)
+    if own and residual is not None:  # the last norm activates before the sum
         return None
-    return chains.folded_chain(x, layers, acts, residual, gate, folded_weights)
+    return chains.folded_chain(x, layers, found, residual, gate, folded_weights)
 
 
 def activations(children: tuple[nn.Module, ...]) -> list[str] | None:

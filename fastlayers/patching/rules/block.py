@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from fastlayers.patching import calls
 from fastlayers.patching.blocks import convolution_chain, runs_under_autocast, trains_under_autocast, transformer_block
 from fastlayers.patching.casting import cast_by
 from fastlayers.patching.convolutions import convnext_block, drop_nothing, forked_convolution
-from fastlayers.patching.folding import folded_chain
+from fastlayers.patching.folding import folded, folded_chain
 from fastlayers.patching.graph import Attribute, Op, View, original_class
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
@@ -133,6 +133,14 @@ class Chain:
     def length(self) -> int:
         return len(self.acts)
 
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Of the call of it."""
+        if self.gate is None:
+            return {"acts": self.acts}
+        behind_gate, act, end = self.gate
+        return {"acts": self.acts, "gate": (self.length - behind_gate - 1, act, end)}
+
 
 def only_step(view: View, node: Any) -> Match | None:
     """A node as a convolution and its norm, whose result nothing in between uses."""
@@ -160,29 +168,23 @@ def find_convolution_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
         chain.put(step)
         shortcut = shortcut_of(view, residual)
         begin = shortcut.start if shortcut is not None else residual
-        while chain.length < MOST_STEPS and chain.start is not begin and extend(view, chain):
+        while chain.length < MOST_STEPS and chain.start is not begin and extend(view, chain, only_step):
             pass
         if chain.length < 2 or (residual is not None and chain.start is not begin):
             continue
-        args, acts, ops, absorbed = chain.args, chain.acts, chain.ops, chain.absorbed
-        kwargs: dict[str, Any] = {}
+        args, ops, absorbed, kwargs = chain.args, chain.ops, chain.absorbed, chain.kwargs
         if residual is not None:
             kwargs["added"] = "x" if shortcut is None else "shortcut"
             if written is not None:
                 kwargs["written"] = written
         if shortcut is not None:
-            args, acts = (*args, *shortcut.args), (*acts, *shortcut.acts)
+            args, kwargs["acts"] = (*args, *shortcut.args), (*chain.acts, *shortcut.acts)
             ops, absorbed = (*shortcut.ops, *ops), (*absorbed, *shortcut.absorbed)
-        if chain.gate is not None:
-            behind_gate, act, end = chain.gate
-            kwargs["gate"] = (chain.length - behind_gate - 1, act, end)
-            args = (*args, *chain.of_gate)
         if summed is not None:
             ops = (*ops, *passed, summed)
         x = chain.start
-        kwargs["acts"] = acts
         ops = (*sorted(ops[:-1], key=lambda op: view.position[op.node]), ops[-1])
-        yield Match(ops, convolution_chain, (x, *args), kwargs, (x,), absorbed=absorbed)
+        yield Match(ops, convolution_chain, (x, *args, *chain.of_gate), kwargs, (x,), absorbed=absorbed)
         return
 
 
@@ -199,8 +201,8 @@ def ends(view: View, node: Node, summed: Op | None) -> Iterator[tuple[Any, Any, 
             yield last, summed[other], passed, written
 
 
-def extend(view: View, chain: Chain) -> bool:
-    """Whether a step stands before the chain, perhaps with a gate in between, which then is in it."""
+def extend(view: View, chain: Chain, find: Callable[[View, Any], Match | None]) -> bool:
+    """Whether a step that this finds stands before the chain, perhaps with a gate in between, which then is in it."""
     node, passed = behind(view, chain.start)
     between = [op.node for op in passed]
     gate = gate_of(view, node) if chain.gate is None else None
@@ -208,7 +210,7 @@ def extend(view: View, chain: Chain) -> bool:
         node, more = behind(view, gate[0]["input"])
         between += [gate[0].node, *(op.node for op in more)]
         passed = (*more, gate[0], *passed)
-    step = only_step(view, node)
+    step = find(view, node)
     if step is None or "residual" in step.kwargs or any(len(n.users) != 1 for n in (node, *between)):
         return False
     if gate is not None:
@@ -317,48 +319,30 @@ CONVOLUTION_CHAIN = GraphRule(
 # -- the same in inference, the norms folded -------------------------------------------------------------------------
 
 
-def folded_step(view: View, node: Any) -> Op | None:
-    """A node as the call of a Conv2d that a norm is folded into, and of what follows."""
+def folded_step(view: View, node: Any) -> Match | None:
+    """A node as a Conv2d that a norm is folded into, and what follows."""
     op = view.op(node, "folded")
     layer: Any = view.root.get_submodule(op["layer"].target) if op is not None else None
-    return op if original_class(layer) is nn.Conv2d else None
+    if op is None or original_class(layer) is not nn.Conv2d:
+        return None
+    kwargs = {name: op[name] for name in ("residual", "act", "written") if op.operands.get(name) is not None}
+    return Match((op,), folded, (op["layer"], op["input"], op["norm"]), kwargs)
 
 
 def find_folded_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
-    op = folded_step(view, node)
-    if op is None or op.operands.get("written") == "residual":
+    last = folded_step(view, node)
+    if last is None or last.kwargs.get("written") == "residual":
         return
-    kwargs = {name: op[name] for name in ("residual", "written") if op.operands.get(name) is not None}
-    found, steps, ops, absorbed = op, [step_of(op)], [op], list[Op]()
-    at_gate, of_gate = 0, list[Any]()
-    while True:
-        before, between = behind(view, found["input"])
-        gate = gate_of(view, before) if not of_gate else None
-        if gate is not None:
-            before, more = behind(view, gate[0]["input"])
-            between = (*more, gate[0], *between)
-        op = folded_step(view, before)
-        if op is None or op.operands.get("residual") is not None or any(len(n.node.users) != 1 for n in (op, *between)):
-            break
-        if gate is not None:
-            call, layers, inside_gate, acts = gate
-            at_gate, of_gate = len(steps), [Attribute(str(call.child)), *layers]
-            kwargs["gate"] = acts
-            absorbed += inside_gate
-        ops = [op, *between, *ops]
-        steps = [step_of(op), *steps]
-        found = op
-    if len(steps) < 2:
+    chain = Chain()
+    chain.put(last)
+    while extend(view, chain, folded_step):
+        pass
+    if chain.length < 2:
         return
-    if of_gate:
-        kwargs["gate"] = (len(steps) - at_gate - 1, *kwargs["gate"])
-    x = found["input"]
-    yield Match(tuple(ops), folded_chain, (x, tuple(steps), *of_gate), kwargs, (x,), absorbed=tuple(absorbed))
-
-
-def step_of(op: Op) -> tuple[Any, ...]:
-    """As :func:`folded_chain` takes it."""
-    return op["layer"], op["norm"], op.operands.get("after", ()), op.operands.get("act")
+    kwargs = {name: value for name, value in last.kwargs.items() if name != "act"} | chain.kwargs
+    kwargs["after"] = tuple(op.operands.get("after", ()) for op in chain.ops if op.name == "folded")
+    args = (chain.start, *chain.args, *chain.of_gate)
+    yield Match(chain.ops, folded_chain, args, kwargs, args[:1], absorbed=chain.absorbed)
 
 
 #: Of the name that folding has: the norms in a chain are counted one by one.
