@@ -62,10 +62,11 @@ struct Kept {
 };
 
 // Whether a convolution of an image is a matrix product of its pixels as they lie in memory. The calls for its gradients cost the host half
-// of cuDNN's, at the same time of the GPU (H100, 32 shapes of ResNet-50 and EfficientNet-B0), and that of the weight comes in float32.
+// of cuDNN's, at the same time of the GPU (H100, 32 shapes of ResNet-50 and EfficientNet-B0), and that of the weight comes in float32. An
+// image of one channel has both layouts, and torch answers in the other one.
 bool is_product(const Tensor& x, const Tensor& low, const Geometry& g) {
   return low.size(2) == 1 && low.size(3) == 1 && g.groups == 1 && g.stride[0] == 1 && g.stride[1] == 1 && g.padding[0] == 0 &&
-         g.padding[1] == 0 && low.is_contiguous() && is_channels_last(x);
+         g.padding[1] == 0 && low.is_contiguous() && low.size(1) > 1 && is_channels_last(x);
 }
 
 Tensor convolved(const Tensor& x, const Tensor& low, const Geometry& g) {
@@ -169,7 +170,8 @@ std::vector<Tensor> convolution_chain_moments(const Tensor& x, std::vector<Tenso
   return forward(x, weights, of_gate, nullptr, ints, floats, about, "convolution_chain_moments");
 }
 
-// The result alone, of steps whose norms are folded into their weights, halves, and biases; the residual is added to the last one.
+// The result alone, of steps whose norms are folded into their weights, which are halves, and biases, in float32; the residual is added to
+// the last one.
 Tensor convolution_chain_folded(const Tensor& x, std::vector<Tensor> weights, std::vector<Tensor> of_gate,
                                 const std::optional<Tensor>& residual, std::vector<int64_t> ints, std::vector<int64_t> about) {
   const char* op = "convolution_chain_folded";
@@ -184,12 +186,7 @@ Tensor convolution_chain_folded(const Tensor& x, std::vector<Tensor> weights, st
   Tensor h = x;
   for (int64_t i = 0; i < length; ++i) {
     h = convolved(h, weights[kFolded * i], plan.steps[i].geometry);
-    std::optional<Tensor> added;
-    if (residual && i == length - 1) {
-      check_same_shape(h, *residual, op, "residual");
-      added = with_strides(*residual, dims_of(h.sizes()), dims_of(h.strides()));
-    }
-    channel_bias_act_(h, weights[kFolded * i + 1], added, plan.steps[i].act);
+    channel_bias_act_(h, weights[kFolded * i + 1], i == length - 1 ? residual : std::nullopt, plan.steps[i].act);
     if (i == plan.gated) h = mul(h, gate_of(h, *low[0], *low[1], *low[2], *low[3], plan, op)[3]);
   }
   return h;

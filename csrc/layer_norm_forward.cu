@@ -546,7 +546,7 @@ void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& spl
   else choose(std::false_type{});
 }
 
-// Where the residual is one row, x itself becomes the sum.
+// Where the residual is one row, x becomes the sum if that is kept, and may be overwritten if it is not.
 std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in, const std::optional<Tensor>& residual_in,
                                               const std::optional<Tensor>& weight_in, const std::optional<Tensor>& bias_in,
                                               int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep, bool one_row = false) {

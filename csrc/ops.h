@@ -30,8 +30,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_op(const Tensor& 
 // act(x + bias + residual), written to x: batch_norm.cu.
 void channel_bias_act_(const Tensor& x, const Tensor& bias, const std::optional<Tensor>& residual, int64_t act);
 
-// layer_norm, that of a sum with the sum, that of rows of halves plus one row, which they become where it is kept, and its gradients:
-// layer_norm_forward.cu, layer_norm_backward.cu.
+// layer_norm, that of a sum with the sum, that of halves plus one row, which x becomes if it is kept (if not, x may be overwritten), and its
+// gradients: layer_norm_forward.cu, layer_norm_backward.cu.
 std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                               int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep);
 std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight,

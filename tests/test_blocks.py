@@ -6,6 +6,7 @@ Kernels made of torch operations stand in for those of a GPU, so that autograd's
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -220,10 +221,10 @@ class Basic(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 24) -> None:
         super().__init__()
-        self.conv_reduce, self.act1 = nn.Conv2d(24, 4, 1), nn.SiLU(inplace=True)
-        self.conv_expand, self.gate = nn.Conv2d(4, 24, 1), nn.Sigmoid()
+        self.conv_reduce, self.act1 = nn.Conv2d(channels, 4, 1), nn.SiLU(inplace=True)
+        self.conv_expand, self.gate = nn.Conv2d(4, channels, 1), nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
         x_se = x.mean((2, 3), keepdim=True)
@@ -531,6 +532,89 @@ def test_what_looks_on_at_a_folded_chain_or_changes_it(kernels):
     assert not kernels.called
 
 
+class Pair(nn.Module):
+    """Two folded convolutions, and what ``forward`` makes of them."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.relu, self.of_pair = nn.ReLU(), forward
+        self.gate, self.nothing = SqueezeExcite(16), nn.Identity()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.of_pair(self, x)
+
+
+def adds_its_input(self: Pair, x: Tensor) -> Tensor:
+    y = self.relu(self.bn1(self.conv1(x)))
+    return self.relu(self.bn2(self.conv2(y)) + y)
+
+
+def adds_what_a_gate_made(self: Pair, x: Tensor) -> Tensor:
+    y = self.gate(self.bn1(self.conv1(x)))
+    return self.bn2(self.conv2(y)) + y
+
+
+def adds_it_behind_an_identity(self: Pair, x: Tensor) -> Tensor:
+    y = self.nothing(self.bn1(self.conv1(x)))
+    h = self.bn2(self.conv2(y))
+    h += y
+    return h
+
+
+def writes_its_input_in_between(self: Pair, x: Tensor) -> Tensor:
+    x = x * 2
+    y = self.bn1(self.conv1(x))
+    x.add_(1)
+    return self.bn2(self.conv2(y)) + x
+
+
+def sums_twice(self: Pair, x: Tensor) -> Tensor:
+    y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+    y = y + x
+    y += self.nothing(x)
+    return F.relu(y)
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["folded", "patched and folded"])
+@pytest.mark.parametrize(
+    ("forward", "chains"),
+    [
+        (adds_its_input, 0),
+        (adds_what_a_gate_made, 0),
+        (adds_it_behind_an_identity, 0),
+        (writes_its_input_in_between, 0),
+        (sums_twice, 1),
+    ],
+)
+def test_what_is_no_chain_is_folded_all_the_same(kernels, forward, chains, patched):
+    torch.manual_seed(0)
+    stock, x = Pair(forward).eval(), given_to("basic")
+    model = copy.deepcopy(stock)
+    fold_batch_norm(patch_model(model) if patched else model, strict=True)
+    assert patch_report(model).counts()["fold_batch_norm"] == 2
+    assert patch_report(model).counts().get("add_relu", 0) == (patched and forward is sums_twice)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x.float()), stock(x.float()))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_near([model(x)], [stock(x)], 0.02)
+    assert kernels.called.count("convolution_chain_folded") == chains
+
+
+@pytest.mark.parametrize(("name", "value"), [("stride", 1), ("stride", (1,)), ("dilation", 1), ("padding", (1,))])
+@pytest.mark.parametrize("training", [False, True])
+def test_numbers_that_are_no_pairs(kernels, name, value, training):
+    stock = in_use("basic")
+    model = patch_model(copy.deepcopy(stock)) if training else fold_batch_norm(copy.deepcopy(stock))
+    for network in (model, stock):
+        setattr(network.train(training).conv2, name, value)
+    x = given_to("basic")
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(training):
+        assert_near([model(x)], [stock(x)], 0.02)
+    assert not [op for op in kernels.called if "chain" in op]
+
+
 @needs_gpu
 @EACH_CHAIN
 @pytest.mark.parametrize("low", HALVES, ids=str)
@@ -550,6 +634,29 @@ def test_a_folded_chain_on_a_gpu(name, low, layout, monkeypatch):
         assert (mine.dtype, mine.stride()) == (theirs.dtype, theirs.stride())
     assert len(calls_of) == (0 if layout is torch.contiguous_format and is_sum(name) else 4 * DRAWS)
     assert excess(mine, true, max(errors)) is None
+
+
+class OneChannel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(1, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
+
+
+@needs_gpu
+def test_the_layout_of_an_image_of_one_channel_on_a_gpu():
+    """It has both layouts; the result has the one that torch gives it."""
+    stock, x = OneChannel().cuda(), torch.randn(4, 1, 7, 6, device="cuda")
+    patched = patch_model(copy.deepcopy(stock))
+    folded = fold_batch_norm(copy.deepcopy(stock).eval()).requires_grad_(False)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert type(patched(x).grad_fn).__name__ == "_ConvolutionChainBackward"
+        strides = {model(x).stride() for model in (stock, patched, folded)}
+    assert len(strides) == 1
 
 
 def is_sum(name: str) -> bool:

@@ -288,11 +288,21 @@ def _convolution(options: Options, x: Tensor, weight: Tensor, bias: Tensor) -> T
 _record_convolution = dispatch.recorder(_Convolution)
 
 
+def options_of(layer: Any) -> Options | None:
+    """Those of a convolution that pads with zeros, where all are pairs, which somebody may have changed; else None."""
+    stride, padding, dilation = layer.stride, layer.padding, layer.dilation
+    if not (
+        type(stride) is type(padding) is type(dilation) is tuple and len(stride) == len(padding) == len(dilation) == 2
+    ):
+        return None
+    return (stride, padding, dilation, layer.groups) if layer.padding_mode == "zeros" else None
+
+
 def convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor | None:
     """A Conv2d with this weight and bias, under autocast; None where this has no kernels for it."""
+    options = options_of(layer)
     if (
-        type(layer.padding) is not tuple
-        or layer.padding_mode != "zeros"
+        options is None
         or layer.transposed
         or x.dim() != 4
         or weight.dim() != 4
@@ -304,7 +314,6 @@ def convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor |
     kernels = kernels_for(x, weight, bias)
     if kernels is None:
         return None
-    options: Options = (layer.stride, layer.padding, layer.dilation, layer.groups)
     parameters = dispatch.unwrap(weight), dispatch.unwrap(bias)
     return _record_convolution(lowered(x), *parameters, options, kernels)  # type: ignore[no-any-return]
 

@@ -186,15 +186,14 @@ def convolution_chain(
         mean, var, batches = (
             buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
         )  # fmt: skip
-        padding, code = layer.padding, ACTIVATIONS[act].code
+        options, code = autocast.options_of(layer), ACTIVATIONS[act].code
         if (
             not norm.training
             or not norm.track_running_stats
             or norm.momentum is None
             or norm.eps <= 0
             or code >= NORM_CODES
-            or type(padding) is not tuple
-            or layer.padding_mode != "zeros"
+            or options is None
             or of_layer.get("bias") is not None
             or weight is None
             or gain is None
@@ -207,7 +206,8 @@ def convolution_chain(
             or not batch_norm.is_count(batches, x)
         ):
             return None
-        ints += (*layer.stride, *padding, *layer.dilation, layer.groups, code)
+        stride, padding, dilation, groups = options
+        ints += (*stride, *padding, *dilation, groups, code)
         floats += norm.momentum, norm.eps
         parameters += weight, gain, shift
         statistics += mean, var, batches
@@ -253,12 +253,13 @@ def folded_chain(
         return None
     ints: list[int] = []
     for layer, act in zip(layers[::2], acts, strict=True):
-        padding, code = layer.padding, ACTIVATIONS[act].code
-        if code >= NORM_CODES or type(padding) is not tuple or layer.padding_mode != "zeros":
+        options, code = autocast.options_of(layer), ACTIVATIONS[act].code
+        if code >= NORM_CODES or options is None:
             return None
         if layer.weight.dtype is not torch.float32 or not dispatch.is_plain(layer.weight):
             return None
-        ints += (*layer.stride, *padding, *layer.dilation, layer.groups, code)
+        stride, padding, dilation, groups = options
+        ints += (*stride, *padding, *dilation, groups, code)
     about, of_gate = [SUMS[None if residual is None else "x"], -1, 0, 0], list[Tensor]()
     if gate is not None:
         found = _parameters_of(gate, layers[2 * gate.after].out_channels)

@@ -98,7 +98,7 @@ def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, 
     kernels = autocast.kernels_for(x, weight, norm_weight, norm_bias, running_mean, running_var)
     if kernels is None:
         return None
-    code, channels = activation(act).code, weight.shape[:1]
+    code, channels, options = activation(act).code, weight.shape[:1], autocast.options_of(layer)
     if (
         not norm.track_running_stats
         or running_mean is None
@@ -110,8 +110,7 @@ def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, 
         or layer.bias is not None
         or code >= NORM_CODES
         or norm.eps <= 0
-        or type(layer.padding) is not tuple
-        or layer.padding_mode != "zeros"
+        or options is None
         or x.dim() != 4
         or x.shape[0] < 2  # of one there might be one value in a channel, which is an error
         or x.numel() == 0
@@ -130,7 +129,6 @@ def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, 
     batches = norm.num_batches_tracked
     if not batch_norm.is_count(batches, x):
         return None
-    options = (layer.stride, layer.padding, layer.dilation, layer.groups)
     rest: Rest = (running_mean, running_var, momentum, norm.eps, code, batches, options, kernels)
     parameters = dispatch.unwrap(weight), residual, dispatch.unwrap(norm_weight), dispatch.unwrap(norm_bias)
     return _record(autocast.lowered(x), *parameters, rest)  # type: ignore[no-any-return]

@@ -33,7 +33,7 @@ from fastlayers.patching.rewrite import (
     shown_name,
     swap_class,
 )
-from fastlayers.patching.rules import FOLDING_RULES, ModuleRule, graph_rules, module_rules
+from fastlayers.patching.rules import FOLDING_RULES, LAST_FOLDING_RULES, ModuleRule, graph_rules, module_rules
 from fastlayers.patching.runs import arguments
 from fastlayers.patching.stretches import fuse_stretches
 from fastlayers.patching.traffic import bytes_saved
@@ -230,7 +230,7 @@ def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes:
         refuse_kind(module)
         if not has_own_forward(original):
             raise Refusal(Reason.NO_RULE)
-        rules = (*FOLDING_RULES, *(graph_rules() if is_patched(module) else ()))
+        rules = (*FOLDING_RULES, *(graph_rules() if is_patched(module) else ()), *LAST_FOLDING_RULES)
         outcome = fuse(module, excluded, classes, rules, needed=FOLDING_RULES[0].name, prefix="Folded")
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))

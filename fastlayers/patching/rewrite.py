@@ -140,7 +140,8 @@ def apply_rules(
                 made[fused], counts[fused] = rule.name, sum(map(counts.__getitem__, merged)) or 1
                 outcome.size += len(found.ops)
                 break
-            outcome.left.extend(refusals)
+            if made.get(node) != rule.name:  # else it has what this rule is for, if not in one with others
+                outcome.left.extend(refusals)
     outcome.made = {node: made[node] for node in view.position if node in made}
     for node, name in outcome.made.items():
         outcome.rules[name] += counts[node]

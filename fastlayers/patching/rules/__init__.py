@@ -38,6 +38,7 @@ from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRul
 __all__ = [
     "FOLDING_RULES",
     "GRAPH_RULES",
+    "LAST_FOLDING_RULES",
     "MODULE_RULES",
     "Deferred",
     "GraphRule",
@@ -98,7 +99,9 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
 )
 
 #: What :func:`fastlayers.fold_batch_norm` looks for; no part of patching.
-FOLDING_RULES = (*fold.FOLD_BATCH_NORM, block.FOLDED_CHAIN)
+FOLDING_RULES = fold.FOLD_BATCH_NORM
+#: And when nothing else takes a part in what was folded any more.
+LAST_FOLDING_RULES = (block.FOLDED_CHAIN,)
 
 _registered: OrderedDict[int, GraphRule | ModuleRule] = OrderedDict()
 

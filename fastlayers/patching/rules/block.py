@@ -333,9 +333,10 @@ def find_folded_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
     last = folded_step(view, node)
     if last is None or last.kwargs.get("written") == "residual":
         return
-    chain = Chain()
+    chain, residual = Chain(), behind(view, last.kwargs.get("residual"))[0]
     chain.put(last)
-    while extend(view, chain, folded_step):
+    # What is added to the last result may be no result in between.
+    while behind(view, chain.start)[0] is not residual and extend(view, chain, folded_step):
         pass
     if chain.length < 2:
         return
