@@ -103,10 +103,6 @@ def block(name: str, device: str = "cpu") -> nn.Module:
     return ConvNeXtBlock().to(device)
 
 
-def given(name: str, draw: int = 0, device: str = "cpu") -> Tensor:
-    return given_to(name, draw=draw, device=device)
-
-
 def held(graph: list[Any]) -> list[str]:
     """The ops of ours in a graph."""
     names = [str(target) for target in graph]
@@ -120,7 +116,7 @@ def test_a_graph_holds_the_raw_ops_of_a_block(kernels, monkeypatch, name):
     floating = sum(t.is_floating_point() for t in stock.buffers())
 
     def twice(network: nn.Module) -> list[list[Tensor]]:
-        found = [results(network, given(name, draw), torch.bfloat16) for draw in range(2)]
+        found = [results(network, given_to(name, draw=draw), torch.bfloat16) for draw in range(2)]
         return [run[: len(run) - floating] for run in found]
 
     model = compiled(patch_model(copy.deepcopy(stock)), graphs)
@@ -146,7 +142,7 @@ def test_one_graph_for_every_batch(kernels, name):
     stock, graphs = block(name), []
     model = compiled(patch_model(stock), graphs, dynamic=True)
     for images in (4, 3, 5):
-        x = torch.cat([given(name, draw) for draw in range(3)])[:images]
+        x = torch.cat([given_to(name, draw=draw) for draw in range(3)])[:images]
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         found = results(model, x, torch.bfloat16)
@@ -186,7 +182,7 @@ def test_calls_that_blocks_are_not_for(kernels, monkeypatch, name, kept_out_by):
         torch.set_grad_enabled(kept_out_by != "no gradient"),
         pytest.raises(Exception, match="CapturedError"),
     ):
-        compiled(model, [], capture)(given(name) if autocasts else given(name).float())
+        compiled(model, [], capture)(given_to(name) if autocasts else given_to(name).float())
     assert captured
     # In others than chains there is nothing that eval changes, and they may be trained in it.
     expected = kept_out_by is None or (kept_out_by == "eval" and name in OPS)
@@ -204,7 +200,7 @@ def shares_memory(args: Any, found: Any) -> bool:
 @EACH_BLOCK
 def test_fakes_tell_what_the_kernels_give(monkeypatch, name):
     """Shapes, dtypes and strides, by which Inductor writes its code; and no tensor in the memory of another."""
-    x, model = given(name, device="cuda"), patch_model(block(name, "cuda"))
+    x, model = given_to(name, device="cuda"), patch_model(block(name, "cuda"))
     real, called = autocast.FAMILY.serving(x), {}
 
     def spy(op: str) -> Callable[..., Any]:
@@ -251,7 +247,7 @@ def test_compiled_by_inductor(monkeypatch, name):
     mine = torch.compile(model, fullgraph=True)
     errors = []
     for draw in range(4 * DRAWS):
-        x = given(name, draw, "cuda")
+        x = given_to(name, draw=draw, device="cuda")
         true = results(exact, x.double(), None)
         for stock_results in (results(stock, x, torch.bfloat16), results(theirs, x, torch.bfloat16)):
             errors.append([greatest_error(*pair) for pair in zip(stock_results, true, strict=True)])

@@ -8,7 +8,7 @@ convolutions, one raw op.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -283,10 +283,7 @@ def _is_sum(residual: Tensor, x: Tensor, layers: tuple[Any, ...], low: torch.dty
         return False
     if not all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, residual)):
         return False
-    shape: tuple[int, ...] = x.shape
-    for layer in layers[::2]:
-        shape = result_shape(layer, shape)
-    return shape == residual.shape
+    return _shape_behind(layers, x.shape) == residual.shape
 
 
 def _parameters_of(gate: Gate, channels: int) -> list[Tensor] | None:
@@ -310,13 +307,17 @@ def _parameters_of(gate: Gate, channels: int) -> list[Tensor] | None:
 
 def _adds_up(given: tuple[int, ...], layers: tuple[Any, ...], added: str) -> bool:
     """Whether what is added has the shape of what it is added to."""
-    shape = other = given
     if added == "shortcut":
         *layers, layer, _ = layers  # type: ignore[assignment]
-        other = result_shape(layer, given)
+        return _shape_behind(layers, given) == result_shape(layer, given)
+    return _shape_behind(layers, given) == given
+
+
+def _shape_behind(layers: Sequence[Any], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of what steps give for images of this one."""
     for layer in layers[::2]:
         shape = result_shape(layer, shape)
-    return shape == other
+    return shape
 
 
 def _fake(

@@ -15,7 +15,7 @@ from fastlayers.patching import calls
 from fastlayers.patching.calls import Casts, plain
 from fastlayers.patching.convolutions import convolution_and_norm, convolution_batch_norm
 
-__all__ = ["convolution_chain", "runs_under_autocast", "trains_under_autocast", "transformer_block"]
+__all__ = ["convolution_chain", "parted", "runs_under_autocast", "trains_under_autocast", "transformer_block"]
 
 
 def trains_under_autocast(x: Any) -> bool:
@@ -43,8 +43,7 @@ def convolution_chain(
         written: "norm" where that sum is written to the result of the norm.
         gate: after which step it stands, and its activations.
     """
-    layers, of_gate = layers[: 2 * len(acts)], layers[2 * len(acts) :]
-    found = Gate(gate[0], of_gate[1], gate[1], of_gate[2], gate[2]) if gate is not None else None
+    layers, of_gate, found = parted(layers, acts, gate)
     y = chains.convolution_chain(x, layers, acts, added, found)
     if y is not None:
         return y
@@ -59,6 +58,18 @@ def convolution_chain(
         is_last = added is not None and place == len(pairs) - 1
         x = _step(x, layer, norm, act, of_product, residual if is_last else None, written)
     return x  # type: ignore[no-any-return]
+
+
+def parted(
+    layers: tuple[Any, ...], acts: tuple[str | None, ...], gate: tuple[int, str, str] | None
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Gate | None]:
+    """What a chain is called with: the layers of its steps, what makes the gate, and that gate."""
+    steps, of_gate = layers[: 2 * len(acts)], layers[2 * len(acts) :]
+    if gate is None:
+        return steps, of_gate, None
+    after, act, end = gate
+    _, first, second = of_gate
+    return steps, of_gate, Gate(after, first, act, second, end)
 
 
 def _step(

@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from fastlayers.ops import convolution_chain as chains
 from fastlayers.ops.convolution_chain import Gate
-from fastlayers.patching.blocks import runs_under_autocast
+from fastlayers.patching.blocks import parted, runs_under_autocast
 from fastlayers.patching.calls import join, no_hooks
 from fastlayers.patching.convolutions import adds_bias, convolve, layer_and_more
 
@@ -158,8 +158,7 @@ def folded_chain(
         residual, written: as :func:`folded` has them, of the last pair.
         gate: after which pair it stands, and its activations.
     """
-    layers, of_gate = layers[: 2 * len(acts)], layers[2 * len(acts) :]
-    found = Gate(gate[0], of_gate[1], gate[1], of_gate[2], gate[2]) if gate is not None else None
+    layers, of_gate, found = parted(layers, acts, gate)
     y = in_one(x, layers, acts, after, residual, found)
     if y is not None:
         return y
