@@ -9,7 +9,9 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,13 @@ LEARNING_RATE = 1e-4
 LOSSES = 10  # steps whose losses are compared; they warm up what is timed after them
 WARM = 3  # calls before inference is timed
 PROFILED = 2  # calls in a profile: kernels differ little from one to the next
-LOOPS = 3  # of timed calls, of which the fastest counts: what else runs on the machine slows the host of some
 LEAST, MOST = 5, 40  # timed calls in a loop
+#: Loops of timed calls, of which the fastest counts: what else runs on the machine slows the host of some. Where the
+#: host held the GPU up in the fastest, too, there are more, after a pause each.
+LOOPS, MOST_LOOPS = 3, 10
+PAUSE = 0.5  # seconds
+#: Of a call's time, that the GPU goes on for when the last call of a loop is made, where the host was ahead of it.
+AHEAD = 0.25
 OUTPUTS = 64  # numbers of an inference's result that are kept for comparison
 
 #: Where GPU time goes: the first pattern that is found in a kernel's name. Those of Inductor's kernels name the
@@ -75,14 +82,29 @@ def work(
 
 
 def measure(chosen: Network, mode: str, device: torch.device, seconds: float, compile_only: bool) -> dict[str, Any]:
-    """Inference with the initial weights, then training from them."""
+    """Inference with the initial weights, training from them, then what the GPU does in each.
+
+    The profiler comes last: its first session attaches CUPTI to the process, which stays (Kineto takes it off with
+    TEARDOWN_CUPTI=1 only) and sees every launch.
+    """
     model, batch, patched = make(chosen, mode, device)
     row: dict[str, Any] = {"status": "ok", "reason": None, "patched": patched}
     row["weights_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
-    row["inference"] = inference(chosen, model, batch, mode, seconds, compile_only)
-    row["training"] = training(chosen, model, batch, mode, seconds, compile_only)
+    called = compiled(model, mode)
+    with evaluating(model, mode) as folded:
+        row["inference"], result = timed(lambda: chosen.predict(called, batch), device, WARM, seconds, compile_only)
+        row["inference"] |= {"outputs": sample(result), "folded": folded}
+    del result
+    step = trainer(chosen, model, called, batch, seed=1)
+    losses: list[Tensor] = []
+    row["training"], _ = timed(lambda: losses.append(step()), device, LOSSES, seconds, compile_only)
+    row["training"]["losses"] = [loss.item() for loss in losses[:LOSSES]]
+    if device.type == "cuda" and not compile_only:
+        row["training"] |= kinds_of(step, device)
+        with evaluating(model, mode):
+            row["inference"] |= kinds_of(lambda: chosen.predict(called, batch), device)
     if mode == "eager" and not compile_only:
-        del model
+        del model, called, step
         row["training"]["losses_apart"] = other_losses(chosen, device)
     return row
 
@@ -97,39 +119,22 @@ def make(chosen: Network, mode: str, device: torch.device) -> tuple[nn.Module, B
 # -- inference and training -------------------------------------------------------------------------------------------
 
 
-def inference(
-    chosen: Network, model: nn.Module, batch: Batch, mode: str, seconds: float, compile_only: bool
-) -> dict[str, Any]:
+@contextmanager
+def evaluating(model: nn.Module, mode: str) -> Iterator[bool]:
+    """As a user has the model for inference; yields whether its BatchNorms are folded."""
     model.eval()
     folded = folds(model, mode)
     if folded:
         fastlayers.fold_batch_norm(model)
-    called = compiled(model, mode)
     with torch.no_grad():
-        found, result = timed(lambda: chosen.predict(called, batch), batch, WARM, seconds, compile_only)
+        yield folded
     if folded:
         fastlayers.unfold_batch_norm(model)
-    found["outputs"] = sample(result)
-    found["folded"] = folded
-    return found
 
 
-def training(
-    chosen: Network, model: nn.Module, batch: Batch, mode: str, seconds: float, compile_only: bool
-) -> dict[str, Any]:
-    """Forward, backward and optimizer, again and again on one batch, so that the losses fall if the gradients are
-    right."""
-    step = trainer(chosen, model, batch, mode, seed=1)
-    losses: list[Tensor] = []
-    found, _ = timed(lambda: losses.append(step()), batch, LOSSES, seconds, compile_only)
-    found["losses"] = [loss.item() for loss in losses[:LOSSES]]
-    return found
-
-
-def trainer(chosen: Network, model: nn.Module, batch: Batch, mode: str, seed: int) -> Callable[[], Tensor]:
-    """One training step, with the dropouts that this seed draws."""
+def trainer(chosen: Network, model: nn.Module, called: nn.Module, batch: Batch, seed: int) -> Callable[[], Tensor]:
+    """One training step, with the dropouts that this seed draws; ``called`` is the model, or torch.compile of it."""
     model.train()
-    called = compiled(model, mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     torch.manual_seed(seed)
 
@@ -150,7 +155,7 @@ def other_losses(chosen: Network, device: torch.device) -> list[float]:
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1 + half * torch.empty_like(weight, dtype=torch.float32).uniform_(-1, 1))
-    step = trainer(chosen, model, batch, "eager", seed=2)
+    step = trainer(chosen, model, model, batch, seed=2)
     losses = [step() for _ in range(LOSSES)]
     return [loss.item() for loss in losses]
 
@@ -164,11 +169,32 @@ def sample(result: Tensor) -> list[float]:
 # -- how it is measured -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Loop:
+    """Calls one after the other, without waiting in between, as a training loop makes them.
+
+    Attributes:
+        durations: of each, in ms.
+        ahead_ms: how long the GPU went on after the last one was made.
+    """
+
+    durations: list[float]
+    ahead_ms: float
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.durations)
+
+    @property
+    def held_up(self) -> bool:
+        """Whether the host decided on its time: the GPU had done all that it had been given."""
+        return self.ahead_ms < AHEAD * self.median
+
+
 def timed(
-    call: Callable[[], Any], batch: Batch, warm: int, seconds: float, compile_only: bool
+    call: Callable[[], Any], device: torch.device, warm: int, seconds: float, compile_only: bool
 ) -> tuple[dict[str, Any], Any]:
-    """Times, memory and kernels of a call, after ``warm`` calls of which the first one compiles; and a result of it."""
-    device = next(iter(batch.values())).device
+    """Times and memory of a call, after ``warm`` calls of which the first one compiles; and a result of it."""
     started = time.perf_counter()
     result = call()
     synchronize(device)
@@ -179,21 +205,27 @@ def timed(
         call()
     gc.collect()
     reset_peak(device)
-    loops = [durations_ms(call, device, seconds / LOOPS) for _ in range(LOOPS)]
-    quartiles = min((statistics.quantiles(durations, n=4) for durations in loops), key=lambda found: found[1])
-    found |= {"ms": rounded(quartiles[1]), "spread_ms": rounded(quartiles[2] - quartiles[0])}
-    found["calls"] = sum(map(len, loops))
+    loops = [loop(call, device, seconds / LOOPS) for _ in range(LOOPS)]
+    while device.type == "cuda" and len(loops) < MOST_LOOPS and fastest(loops).held_up:
+        time.sleep(PAUSE)
+        loops.append(loop(call, device, seconds / LOOPS))
+    low, middle, high = statistics.quantiles(fastest(loops).durations, n=4)
+    found |= {"ms": rounded(middle), "spread_ms": rounded(high - low)}
+    found["calls"] = sum(len(loop.durations) for loop in loops)
     if device.type == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        found |= kinds_of(call, device)
     return found, result
 
 
-def durations_ms(call: Callable[[], Any], device: torch.device, seconds: float) -> list[float]:
-    """A loop of calls one after the other, without waiting in between, as a training loop makes them.
+def fastest(loops: list[Loop]) -> Loop:
+    return min(loops, key=lambda loop: loop.median)
 
-    On a GPU the time from the end of one call's work to the end of the next one's: where Python is slower than the GPU,
-    that is what is seen.
+
+def loop(call: Callable[[], Any], device: torch.device, seconds: float) -> Loop:
+    """About so many seconds of calls.
+
+    On a GPU the time of one is from the end of its work to the end of the next one's: where Python is slower than the
+    GPU, that is what is seen.
     """
     synchronize(device)
     started = time.perf_counter()
@@ -205,18 +237,21 @@ def durations_ms(call: Callable[[], Any], device: torch.device, seconds: float) 
         for _ in range(count):
             call()
             times.append(time.perf_counter())
-        return [1e3 * (after - before) for before, after in pairwise(times)]
+        return Loop([1e3 * (after - before) for before, after in pairwise(times)], 0.0)
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     ends[0].record()
     for end in ends[1:]:
         call()
         end.record()
+    called = time.perf_counter()
     synchronize(device)
-    return [before.elapsed_time(after) for before, after in pairwise(ends)]
+    ahead_ms = 1e3 * (time.perf_counter() - called)
+    return Loop([before.elapsed_time(after) for before, after in pairwise(ends)], ahead_ms)
 
 
 def kinds_of(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     """GPU time of a call by kind of kernel, in ms, and how many kernels it launches."""
+    call()  # once before, in case that torch.compile has to look at it again
     with profile(activities=[ProfilerActivity.CUDA]):  # the first session starts CUPTI, and may miss kernels
         torch.zeros(1, device=device)
         synchronize(device)

@@ -108,6 +108,48 @@ def test_a_process_measures_training_and_inference():
     assert list(model_report.disagreements(rows)) == []
 
 
+GPU = SimpleNamespace(type="cuda")  # as far as what runs is asked
+
+
+def test_nothing_is_timed_after_the_profiler_was_there(monkeypatch):
+    """CUPTI, which its first session attaches, sees every launch that follows."""
+    order = []
+
+    def timed(call, *args):
+        order.append("timed")
+        return {}, call()
+
+    def kinds_of(call, device):
+        order.append("profiled")
+        call()
+        return {"gpu_ms": float(len(order))}
+
+    monkeypatch.setattr(model_worker, "timed", timed)
+    monkeypatch.setattr(model_worker, "kinds_of", kinds_of)
+    row = measure(Toy("toy", "Toy", "", 4, 8), "fastlayers", GPU, seconds=0.0, compile_only=False)
+    assert order == ["timed", "timed", "profiled", "profiled"]
+    assert (row["training"]["gpu_ms"], row["inference"]["gpu_ms"]) == (3.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("loops", "ms", "taken"),
+    [
+        ([(9.0, 5.0), (8.0, 5.0), (9.0, 5.0)], 8.0, 3),  # the GPU decided
+        ([(9.0, 5.0), (8.0, 1.0), (9.0, 5.0), (8.5, 5.0), (7.0, 5.0)], 7.0, 5),  # until it does in the fastest
+        ([(8.0, 0.1)] * model_worker.MOST_LOOPS, 8.0, model_worker.MOST_LOOPS),  # which may never be
+    ],
+)
+def test_where_the_host_held_the_gpu_up_there_are_more_loops(monkeypatch, loops, ms, taken):
+    waiting = [model_worker.Loop([median] * 5, ahead) for median, ahead in loops]
+    monkeypatch.setattr(model_worker, "loop", lambda *args: waiting.pop(0))
+    monkeypatch.setattr(model_worker, "PAUSE", 0.0)
+    monkeypatch.setattr(model_worker, "synchronize", lambda device: None)
+    monkeypatch.setattr(model_worker, "reset_peak", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1)
+    found, _ = model_worker.timed(lambda: None, GPU, 1, 0.0, compile_only=False)
+    assert (found["ms"], found["calls"], waiting) == (ms, 5 * taken, [])
+
+
 def test_eager_shows_how_far_equal_runs_may_be_apart():
     plain, dropping = toy("eager")["training"], toy("eager", p=0.5)["training"]
     assert 0 < model_report.distance(plain["losses_apart"], plain["losses"]) < 1e-4
@@ -310,7 +352,7 @@ def test_what_the_host_held_up_is_measured_once_more(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "Process", Measured)
     Measured.times = {
         "vit/eager": [(10.4, 20.4)],  # the GPU decided on both
-        "vit/fastlayers": [(10.1, 30.0), (15.0, 20.1)],  # each part from where it was faster
+        "vit/fastlayers": [(10.1, 28.0), (15.0, 20.1)],  # each part from where it was faster
         "gpt2/eager": [(14.0, 29.0), (13.0, 31.0)],  # twice, and no more
         "gpt2/fastlayers": [(14.0, 29.0), None],
     }
@@ -322,7 +364,7 @@ def test_what_the_host_held_up_is_measured_once_more(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert times["vit", "fastlayers"]["training"]["losses"] == [20.1]
     assert times["gpt2", "fastlayers"]["reason"] == "why"
-    assert [line.partition(":")[0] for line in reports[4:]] == ["vit/fastlayers", "gpt2/eager", "gpt2/fastlayers"]
+    assert [line.partition(":")[0] for line in reports[4:]] == ["gpt2/eager", "gpt2/fastlayers", "vit/fastlayers"]
     Measured.times["gpt2/fastlayers"] = [(10.0, 20.0)]
     assert len(models.run(jobs("gpt2/eager", "gpt2/fastlayers"), path, TINY, True, reports.append).rows) == 4
     assert [line.partition(":")[0] for line in reports[7:]] == ["gpt2/fastlayers"]
