@@ -186,7 +186,7 @@ result_file = click.argument("file", type=click.Path(exists=True, dir_okay=False
 @click.option(
     "--into",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Write them between the markers of this Markdown file, as README.md has them, instead.",
+    help="Write them between the markers of this Markdown file, such as README.md, instead.",
 )
 def table(file: Path, markdown: bool, into: Path | None) -> None:
     """Print the tables of a result file."""
@@ -194,7 +194,7 @@ def table(file: Path, markdown: bool, into: Path | None) -> None:
     of_kind = renderer(results)
     if into is not None:
         try:
-            into.write_text(report.put_into(into.read_text(), of_kind.readme(results), of_kind.MARKERS))
+            into.write_text(report.put_into(into.read_text(), results, of_kind.PAGES))
         except ValueError as error:
             raise click.ClickException(f"{into}: {error}") from None
     elif markdown:

@@ -23,8 +23,6 @@ from benchmarks.environment import environment
 from benchmarks.report import Line, caption, markdown_table, print_table
 
 ROOT = Path(__file__).parents[1]
-#: Between these two lines of the README stand the results.
-MARKERS = ("<!-- losses:begin -->", "<!-- losses:end -->")
 HEADS = ("model", "run", "compared with")
 #: Of |loss - loss of the run it is compared with|.
 COLUMNS = {"mean": "mean distance", "greatest": "greatest", "last": "of the last loss", "seeds": "mean of two seeds"}
@@ -161,3 +159,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 def readme(results: dict[str, Any]) -> str:
     return f"![Losses of training with and without fastlayers](benchmarks/results/losses.png)\n\n{markdown(results)}"
+
+
+#: As :data:`benchmarks.report.PAGES`.
+PAGES = {"losses": readme}

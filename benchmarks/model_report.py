@@ -21,8 +21,6 @@ NOISE = 1.01
 LOSS_TOLERANCE = 0.01
 #: Greatest relative distance of the outputs of inference, all of the layers in bfloat16.
 OUTPUT_TOLERANCE = 0.05
-#: Between these two lines of the README stand the results.
-MARKERS = ("<!-- models:begin -->", "<!-- models:end -->")
 HEADS = ("model", "what")
 LOSSES = "losses, distance from torch's"  # torch's own: of two runs that may differ by roundings and dropouts
 KINDS = (*(name for name in PATTERNS if name not in ("compiled by torch", "copies")), FUSED, "compiled by torch", OTHER)
@@ -266,3 +264,7 @@ def readme(results: dict[str, Any]) -> str:
     blocks.append(folded_away("Every number", markdown_table(every, HEADS, MODES)))
     blocks += [folded_away(f"GPU time by kind, {part}, ms", table) for part, table in kind_tables(results)]
     return "\n\n".join(blocks) + "\n"
+
+
+#: As :data:`benchmarks.report.PAGES`.
+PAGES = {"models": readme}

@@ -6,6 +6,7 @@ default choice: whether it reached its bar, and whether eager, torch.compile or,
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,6 @@ from benchmarks.implementations import GPU_RIVALS, RIVALS, TITLES
 
 #: A rival within this factor is as fast: run to run, the same kernel differs by about that much.
 NOISE = 1.03
-
-#: Between these two lines of the README stand the results.
-MARKERS = ("<!-- results:begin -->", "<!-- results:end -->")
 
 #: What the first columns of a table say.
 HEADS = ("case", "dtype", "what")
@@ -267,8 +265,8 @@ def markdown_table(content: list[Line], heads: tuple[str, ...] = HEADS, titles: 
     return "\n".join(block)
 
 
-def readme(results: dict[str, Any]) -> str:
-    """For a page that is read by people: the rows that lose in sight, every row one click away."""
+def page(results: dict[str, Any]) -> str:
+    """For a page of its own: the rows that lose in sight, every row one click away."""
     found = sections(results)
     losing = [line for _, content in found for line in content if line.loses]
     blocks = [f"{caption(results)}: {summary(results)}."]
@@ -281,19 +279,66 @@ def readme(results: dict[str, Any]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+#: Columns of the overview: the median of the fractions of the copy bandwidth, and how long a call takes, as a share of
+#: another contestant's time, in the geometric mean.
+FRACTION = "fraction"
+SHARES = {FRACTION: "of a copy's bandwidth"} | {name: f"of {TITLES[name]}'s time" for name in GPU_RIVALS}
+
+
+def overview(results: dict[str, Any]) -> str:
+    """For a page that is about more than these results: a line for each family of ops and direction."""
+    by_case: dict[str, dict[str, Row]] = {}
+    for row in results["rows"]:
+        if row["suite"] != "sweep" and row["status"] == "ok":
+            by_case.setdefault(row["case"], {})[row["implementation"]] = row
+    cases = [contestants for contestants in by_case.values() if "fastlayers" in contestants]
+    content = []
+    for family in dict.fromkeys(contestants["fastlayers"]["family"] for contestants in cases):
+        its = [contestants for contestants in cases if contestants["fastlayers"]["family"] == family]
+        for metric in DEVICE_METRICS:
+            measured = [contestants for contestants in its if metric.value(contestants["fastlayers"]) is not None]
+            if measured:
+                content.append(Line((family, metric.title, str(len(measured))), dict(shares(measured, metric)), ()))
+    table = markdown_table(content, ("family", "what", "cases"), SHARES)
+    return f"{caption(results)}: {summary(results)}.\n\n{table}\n"
+
+
+def shares(cases: list[dict[str, Row]], metric: Metric) -> Iterable[tuple[str, str]]:
+    """Cells of the overview, of cases that have a value for fastlayers."""
+    fractions = [metric.fraction(contestants["fastlayers"]) for contestants in cases]
+    known = [fraction for fraction in fractions if fraction is not None]
+    if known:
+        yield FRACTION, f"{statistics.median(known):.2f}"
+    for name in GPU_RIVALS:
+        pairs = [(metric.value(case["fastlayers"]), metric.value(case[name])) for case in cases if name in case]
+        ratios = [mine / theirs for mine, theirs in pairs if mine is not None and theirs is not None]
+        if ratios:
+            yield name, f"{statistics.geometric_mean(ratios):.2f}"
+
+
+#: What is written between the lines <!-- NAME:begin --> and <!-- NAME:end --> of a page.
+PAGES = {"results": page, "overview": overview}
+
+
 def folded_away(summary_line: str, block: str) -> str:
     """What a page shows at a click."""
     return f"<details><summary>{summary_line}</summary>\n\n{block}\n\n</details>"
 
 
-def put_into(text: str, content: str, markers: tuple[str, str] = MARKERS) -> str:
+def put_into(text: str, results: dict[str, Any], pages: Mapping[str, Callable[[dict[str, Any]], str]] = PAGES) -> str:
     """``text`` with what stands between its markers replaced.
 
     Raises:
-        ValueError: it does not hold both markers, in order.
+        ValueError: it does not hold both markers of any of the pages, in order.
     """
-    before, begin, rest = text.partition(markers[0])
-    _, end, after = rest.partition(markers[1])
-    if not (begin and end):
-        raise ValueError(f"expected a line {markers[0]} and after it a line {markers[1]}")
-    return f"{before}{begin}\n{content}{end}{after}"
+    written = False
+    for name, content in pages.items():
+        before, begin, rest = text.partition(f"<!-- {name}:begin -->")
+        _, end, after = rest.partition(f"<!-- {name}:end -->")
+        if begin and end:
+            text = f"{before}{begin}\n{content(results)}{end}{after}"
+            written = True
+    if not written:
+        expected = ", or ".join(f"a line <!-- {name}:begin --> and after it <!-- {name}:end -->" for name in pages)
+        raise ValueError(f"expected {expected}")
+    return text

@@ -490,7 +490,7 @@ def test_listing_takes_patterns():
     assert listed.output.split() == ["cpu/relu_add/2^24/fp32", "bars/relu_add/2^26/fp32"]
 
 
-def test_results_go_into_the_readme(results, tmp_path):
+def test_results_go_into_pages(results, tmp_path):
     _, path = results
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- results:begin -->\nSTALE\n<!-- results:end -->\nafter\n")
@@ -503,11 +503,41 @@ def test_results_go_into_the_readme(results, tmp_path):
         assert text.endswith("</details>\n<!-- results:end -->\nafter\n")
         losing = text.partition("<details>")[0]
         assert "**fastlayers failed**" in losing  # in sight
-    page.write_text("no markers")
-    refused = CliRunner().invoke(main, arguments)
-    assert refused.exit_code == 1
-    assert "expected a line <!-- results:begin -->" in refused.output
-    assert page.read_text() == "no markers"
+    for nothing in ("no markers", "<!-- results:end --><!-- results:begin -->"):
+        page.write_text(nothing)
+        refused = CliRunner().invoke(main, arguments)
+        assert refused.exit_code == 1
+        assert "expected a line <!-- results:begin --> and after it <!-- results:end -->" in refused.output
+        assert page.read_text() == nothing
+
+
+def test_the_overview_has_a_line_for_each_family_and_direction():
+    def rows(case, suite="bars", family="softmax", **us):
+        for name, (forward, fraction, backward) in us.items():
+            row = {"case": case, "suite": suite, "op": "softmax", "family": family, "title": case, "dtype": "bf16"}
+            row |= {"device": "cuda", "implementation": name, "status": "ok", "bars": {}, "bytes": {}}
+            row["forward"] = {"us": forward, "fraction": fraction, "kernels": []}
+            if backward is not None:
+                row["backward"] = {"us": backward, "fraction": None, "kernels": []}
+            yield row
+
+    content = [
+        *rows("a", eager=(10.0, 0.4, 20.0), compile=(5.0, 0.8, None), fastlayers=(4.0, 0.9, 5.0)),
+        *rows("b", eager=(10.0, 0.4, 20.0), fastlayers=(10.0, 0.7, 20.0), triton=(1.0, 1.0, 1.0)),
+        *rows("c", suite="sweep", eager=(10.0, 0.4, 20.0), fastlayers=(1.0, 0.7, 1.0)),
+        *rows("d", eager=(10.0, 0.4, 20.0)),
+        *rows("e", family="glu", fastlayers=(1.0, 0.5, None)),
+    ]
+    environment = {"device": "G", "driver": "", "torch": "2", "triton": "", "commit": "", "date": "2026-01-02"}
+    results = {"environment": environment, "rows": content, "copy_gbps": {}, "skipped": []}
+    table = [line for line in report.overview(results).splitlines() if line.startswith("|")]
+    assert table == [
+        "| family | what | cases | of a copy's bandwidth | of torch's time | of torch.compile's time |",
+        "|---|---|---|---:|---:|---:|",
+        "| softmax | forward | 2 | 0.80 | 0.63 | 0.80 |",
+        "| softmax | backward | 2 |  | 0.50 |  |",
+        "| glu | forward | 1 | 0.50 |  |  |",
+    ]
 
 
 # losses --------------------------------------------------------------------------------------------------------------
