@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import re
 import statistics
@@ -99,11 +100,13 @@ def measure(chosen: Network, mode: str, device: torch.device, seconds: float, co
     losses: list[Tensor] = []
     row["training"], _ = timed(lambda: losses.append(step()), device, LOSSES, seconds, compile_only)
     row["training"]["losses"] = [loss.item() for loss in losses[:LOSSES]]
-    if device.type == "cuda" and not compile_only:
+    if compile_only:
+        return row
+    if device.type == "cuda":
         row["training"] |= kinds_of(step, device)
         with evaluating(model, mode):
             row["inference"] |= kinds_of(lambda: chosen.predict(called, batch), device)
-    if mode == "eager" and not compile_only:
+    if mode == "eager":
         del model, called, step
         row["training"]["losses_apart"] = other_losses(chosen, device)
     return row
@@ -175,7 +178,7 @@ class Loop:
 
     Attributes:
         durations: of each, in ms.
-        ahead_ms: how long the GPU went on after the last one was made.
+        ahead_ms: how long the GPU went on after the last one was made; without end where the host does the work.
     """
 
     durations: list[float]
@@ -187,7 +190,10 @@ class Loop:
 
     @property
     def held_up(self) -> bool:
-        """Whether the host decided on its time: the GPU had done all that it had been given."""
+        """Whether the host decided on its time: the GPU had done all that it had been given.
+
+        Its own time would tell, too, but the profiler that measures it may not have been there yet.
+        """
         return self.ahead_ms < AHEAD * self.median
 
 
@@ -206,19 +212,19 @@ def timed(
     gc.collect()
     reset_peak(device)
     loops = [loop(call, device, seconds / LOOPS) for _ in range(LOOPS)]
-    while device.type == "cuda" and len(loops) < MOST_LOOPS and fastest(loops).held_up:
+    while len(loops) < MOST_LOOPS and fastest(loops).held_up:
         time.sleep(PAUSE)
         loops.append(loop(call, device, seconds / LOOPS))
     low, middle, high = statistics.quantiles(fastest(loops).durations, n=4)
     found |= {"ms": rounded(middle), "spread_ms": rounded(high - low)}
-    found["calls"] = sum(len(loop.durations) for loop in loops)
+    found["calls"] = sum(len(one.durations) for one in loops)
     if device.type == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     return found, result
 
 
 def fastest(loops: list[Loop]) -> Loop:
-    return min(loops, key=lambda loop: loop.median)
+    return min(loops, key=lambda one: one.median)
 
 
 def loop(call: Callable[[], Any], device: torch.device, seconds: float) -> Loop:
@@ -237,7 +243,7 @@ def loop(call: Callable[[], Any], device: torch.device, seconds: float) -> Loop:
         for _ in range(count):
             call()
             times.append(time.perf_counter())
-        return Loop([1e3 * (after - before) for before, after in pairwise(times)], 0.0)
+        return Loop([1e3 * (after - before) for before, after in pairwise(times)], math.inf)
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     ends[0].record()
     for end in ends[1:]:

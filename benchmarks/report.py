@@ -81,14 +81,19 @@ class Line:
         return any(kind == "bad" for _, kind in self.verdicts)
 
 
-def lines(rows: Iterable[Row], metrics: Iterable[Metric]) -> list[Line]:
-    by_case: dict[str, dict[str, Row]] = {}
+def by_case(rows: Iterable[Row]) -> list[dict[str, Row]]:
+    """The contestants of each case, by name."""
+    found: dict[str, dict[str, Row]] = {}
     for row in rows:
-        by_case.setdefault(row["case"], {})[row["implementation"]] = row
+        found.setdefault(row["case"], {})[row["implementation"]] = row
+    return list(found.values())
+
+
+def lines(rows: Iterable[Row], metrics: Iterable[Metric]) -> list[Line]:
     metrics = tuple(metrics)
     return [
         line(contestants, metric)
-        for contestants in by_case.values()
+        for contestants in by_case(rows)
         for metric in metrics
         if any(metric.value(row) is not None for row in contestants.values())
     ]
@@ -287,16 +292,15 @@ SHARES = {FRACTION: "of a copy's bandwidth"} | {name: f"of {TITLES[name]}'s time
 
 def overview(results: dict[str, Any]) -> str:
     """For a page that is about more than these results: a line for each family of ops and direction."""
-    by_case: dict[str, dict[str, Row]] = {}
-    for row in results["rows"]:
-        if row["suite"] != "sweep" and row["status"] == "ok":
-            by_case.setdefault(row["case"], {})[row["implementation"]] = row
-    cases = [contestants for contestants in by_case.values() if "fastlayers" in contestants]
+    rows = [row for row in results["rows"] if row["suite"] != "sweep" and row["status"] == "ok"]
+    families: dict[str, list[dict[str, Row]]] = {}
+    for case in by_case(rows):
+        if "fastlayers" in case:
+            families.setdefault(case["fastlayers"]["family"], []).append(case)
     content = []
-    for family in dict.fromkeys(contestants["fastlayers"]["family"] for contestants in cases):
-        its = [contestants for contestants in cases if contestants["fastlayers"]["family"] == family]
+    for family, cases in families.items():
         for metric in DEVICE_METRICS:
-            measured = [contestants for contestants in its if metric.value(contestants["fastlayers"]) is not None]
+            measured = [case for case in cases if metric.value(case["fastlayers"]) is not None]
             if measured:
                 content.append(Line((family, metric.title, str(len(measured))), dict(shares(measured, metric)), ()))
     table = markdown_table(content, ("family", "what", "cases"), SHARES)
@@ -305,7 +309,7 @@ def overview(results: dict[str, Any]) -> str:
 
 def shares(cases: list[dict[str, Row]], metric: Metric) -> Iterable[tuple[str, str]]:
     """Cells of the overview, of cases that have a value for fastlayers."""
-    fractions = [metric.fraction(contestants["fastlayers"]) for contestants in cases]
+    fractions = [metric.fraction(case["fastlayers"]) for case in cases]
     known = [fraction for fraction in fractions if fraction is not None]
     if known:
         yield FRACTION, f"{statistics.median(known):.2f}"

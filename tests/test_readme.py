@@ -70,6 +70,7 @@ def test_functions_and_results_have_their_place():
     from benchmarks import losses, model_report, report
 
     measured = (ROOT / "benchmarks/results/README.md").read_text()
-    for text, kind in ((TEXT, report), (measured, report), (TEXT, model_report), (TEXT, losses)):
-        pages = dict.fromkeys(kind.PAGES, lambda results: "(the table)\n")
-        assert report.put_into(text, {}, pages).count("(the table)\n") == 1
+    places = ((TEXT, report, "overview"), (measured, report, "results"), (TEXT, model_report, "models"))
+    for text, kind, name in (*places, (TEXT, losses, "losses")):
+        assert name in kind.PAGES
+        assert report.put_into(text, {}, {name: lambda results: "(the table)\n"}).count("(the table)\n") == 1
