@@ -90,7 +90,7 @@ setup(
     packages=[*find_packages(include=["fastlayers", "fastlayers.*"]), "fastlayers.csrc"],
     # The sources are installed too: `python -m fastlayers build` compiles them later, once a compiler is there.
     package_dir={"fastlayers.csrc": "csrc"},
-    package_data={"fastlayers": ["py.typed"], "fastlayers.csrc": ["*.cpp", "*.cu", "*.h", "*.cuh"]},
+    package_data={"fastlayers": ["py.typed"], "fastlayers.csrc": ["*.cpp", "*.cu", "*.h", "*.cuh", "common/*"]},
     ext_modules=[] if MODE == "0" else [Extension("fastlayers._C", sources=[])],
     cmdclass={"build_ext": BuildExt, "bdist_wheel": BdistWheel},
     zip_safe=False,

@@ -5,7 +5,7 @@
 // are cast in one launch instead of one each, their gradients come in float32 from the product and the sum instead of from a cast
 // each, and Python and the dispatcher see one call where there were five to nine.
 #include "autocast.h"
-#include "flat.cuh"
+#include "common/flat.cuh"
 
 namespace fastlayers {
 namespace {

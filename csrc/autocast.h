@@ -1,7 +1,7 @@
 // What the layers and blocks under autocast are made of: casts of parameters in one launch, products, convolutions.
 #pragma once
 
-#include "ops.h"
+#include "common/ops.h"
 
 // These live in libtorch_cuda. Weak, so that the library also loads under a CPU-only torch. They are what AOTInductor's compiled
 // models call, which torch keeps as stable as the rest of the shim.

@@ -22,8 +22,8 @@
 //           may belong to neighbouring channels in part, and then are masked.
 #include <cooperative_groups.h>
 
-#include "activations.cuh"
-#include "ops.h"
+#include "common/activations.cuh"
+#include "common/ops.h"
 
 namespace fastlayers {
 namespace {

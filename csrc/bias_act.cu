@@ -4,9 +4,9 @@
 // sum. Here the forward is one pass, and the backward one pass over dy and x that computes x + bias anew, writes dx and adds the
 // sums up in registers. Of relu the result is kept in place of x: where it is not 0 the gradient
 // passes, which the same kernel tells by taking it for x.
-#include "activations.cuh"
-#include "columns.cuh"
-#include "ops.h"
+#include "common/activations.cuh"
+#include "common/columns.cuh"
+#include "common/ops.h"
 
 #include <numeric>
 

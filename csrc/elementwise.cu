@@ -2,9 +2,9 @@
 //
 // Pure memory traffic: a thread moves 16-byte words, several at once, and touches each element once. What the relu ops keep
 // for backward is one bit an element instead of a tensor: bit j of byte i belongs to element 8i + j in memory order.
-#include "columns.cuh"
+#include "common/columns.cuh"
 #include "elementwise.h"
-#include "ops.h"
+#include "common/ops.h"
 
 namespace fastlayers {
 namespace {

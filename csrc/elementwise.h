@@ -1,7 +1,7 @@
 // How the elementwise ops see their operands, shared by the CPU and the CUDA implementation.
 #pragma once
 
-#include "tensor.h"
+#include "common/tensor.h"
 
 namespace fastlayers {
 

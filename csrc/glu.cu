@@ -3,9 +3,9 @@
 // The stock composition writes act(gate) out and keeps it for backward besides gate and up. Here nothing but the inputs is kept, and
 // the backward computes act(gate) anew while it writes both gradients. Halves of a packed tensor are not copied: they are rows
 // of it, and so are their gradients, which go into one packed tensor.
-#include "activations.cuh"
+#include "common/activations.cuh"
 #include "elementwise.h"
-#include "flat.cuh"
+#include "common/flat.cuh"
 
 namespace fastlayers {
 namespace {

@@ -20,8 +20,8 @@
 // group or a channel and ignore what belongs to its neighbours.
 #include <cstring>
 
-#include "activations.cuh"
-#include "rows.cuh"
+#include "common/activations.cuh"
+#include "common/rows.cuh"
 
 namespace fastlayers {
 namespace {

@@ -17,9 +17,9 @@
 // The rows of a matrix whose length is no multiple of the vector start anywhere in a 16-byte word ("ragged"). All operands being
 // contiguous and aligned, element i of each lies at the same place in its word: threads read the words that cover a row, and ignore
 // what belongs to its neighbours.
-#include "columns.cuh"
+#include "common/columns.cuh"
 #include "elementwise.h"
-#include "rows.cuh"
+#include "common/rows.cuh"
 
 namespace fastlayers {
 namespace {

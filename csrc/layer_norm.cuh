@@ -2,7 +2,7 @@
 // kernels for rows that are too long for the others, the checks of the ops.
 #pragma once
 
-#include "rows.cuh"
+#include "common/rows.cuh"
 
 namespace fastlayers {
 namespace {

@@ -12,7 +12,7 @@
 #include <numeric>
 
 #include "layer_norm.cuh"
-#include "ops.h"
+#include "common/ops.h"
 
 namespace fastlayers {
 namespace {

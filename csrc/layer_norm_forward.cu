@@ -6,7 +6,7 @@
 //          and the result.
 //   split  rows too long for that: every row cut into pieces, and a pass for each of what the kernel above does at once.
 #include "layer_norm.cuh"
-#include "ops.h"
+#include "common/ops.h"
 
 namespace fastlayers {
 namespace {

@@ -2,7 +2,7 @@
 //
 // torch's reduction reads such a matrix at a fifth to a quarter of the memory bandwidth.
 #include "autocast.h"
-#include "columns.cuh"
+#include "common/columns.cuh"
 
 #include <numeric>
 

@@ -3,7 +3,7 @@
 // What the forward keeps is a byte for each output: the offset of its maximum in the window, row by row. The backward gathers: an
 // input looks at the windows that it lies in, and takes the gradient of those of which it is the maximum. No atomics, and dx is
 // written once.
-#include "flat.cuh"
+#include "common/flat.cuh"
 
 namespace fastlayers {
 namespace {

@@ -3,8 +3,8 @@
 // Pure memory traffic, as elementwise.cu has it. The mask of a dropout is stored nowhere: element i keeps what word i % 4 of
 // Philox4x32-10(key seed, counter i / 4) says, i counted in memory order, and the backward draws the same words again. They
 // depend on no load but that of the seed, so a thread computes them while its words are on their way.
-#include "columns.cuh"
-#include "ops.h"
+#include "common/columns.cuh"
+#include "common/ops.h"
 
 namespace fastlayers {
 namespace {

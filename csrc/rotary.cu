@@ -6,7 +6,7 @@
 //
 // Elements rotate in pairs, whose sides are half of the rotated part apart, or neighbours (INTERLEAVED). The gradient turns
 // back: the same computation with the sines of a pair exchanged and negated, which is right for any tables.
-#include "device.cuh"
+#include "common/device.cuh"
 
 namespace fastlayers {
 namespace {

@@ -4,7 +4,7 @@
 // In a namespace without a name: each file that includes this has kernels of its own.
 #pragma once
 
-#include "rows.cuh"
+#include "common/rows.cuh"
 
 namespace fastlayers {
 namespace {

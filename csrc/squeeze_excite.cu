@@ -1,7 +1,7 @@
 // What squeeze-and-excite reads of an image beside the product with its gates: the sum of each channel over space, of x or of a
 // product, and the gradient that the product and the mean send back to one x, in one pass.
-#include "columns.cuh"
-#include "ops.h"
+#include "common/columns.cuh"
+#include "common/ops.h"
 
 namespace fastlayers {
 namespace {

@@ -2,7 +2,7 @@
 // its norm. The stream is float32, the products are halves. What stands before the attention is one call and what stands behind it
 // another; the attention itself is torch's.
 #include "autocast.h"
-#include "flat.cuh"
+#include "common/flat.cuh"
 
 namespace fastlayers {
 namespace {

@@ -297,7 +297,7 @@ def _gencode(archs: tuple[str, ...]) -> list[str]:
 def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: str | None) -> list[Step]:
     """The commands that make ``library``: one a source, and the link, which comes last."""
     csrc = csrc_folder()
-    headers = tuple(sorted([*csrc.glob("*.h"), *csrc.glob("*.cuh")]))
+    headers = tuple(sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cuh")]))
     sources = sorted(csrc.glob("*.cpp"))
     cuda_sources = sorted(csrc.glob("*.cu")) if nvcc else []
     cxx = find_compiler()

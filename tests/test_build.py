@@ -58,9 +58,11 @@ def csrc(tmp_path, monkeypatch):
     """One small source and a header, in place of the real ones."""
     folder = tmp_path / "csrc"
     folder.mkdir()
-    (folder / "answer.h").write_text("#define ANSWER 42\n")
+    (folder / "common").mkdir()
+    (folder / "common" / "answer.h").write_text("#define ANSWER 42\n")
     (folder / "answer.cpp").write_text(
-        '#include "answer.h"\nextern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'
+        '#include "common/answer.h"\n'
+        'extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'
     )
     monkeypatch.setattr(builder, "csrc_folder", lambda: folder)
     return folder
@@ -176,7 +178,7 @@ def test_only_what_changed_is_compiled_again(programs, csrc, tmp_path, monkeypat
     made = (tmp_path / "_C.so").stat().st_mtime_ns
     assert compiled(tmp_path) == ["_C.so"]
     assert (tmp_path / "_C.so").stat().st_mtime_ns == made, "linked again though nothing changed"
-    (csrc / "answer.h").touch()
+    (csrc / "common" / "answer.h").touch()
     assert compiled(tmp_path) == ["answer.cpp", "_C.so"]
     monkeypatch.setattr(builder, "TORCH_TARGET_VERSION", "0x020c000000000000")
     assert compiled(tmp_path) == ["answer.cpp", "_C.so"], "not compiled again though the flags changed"
@@ -238,8 +240,9 @@ def wheel(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     shutil.copytree(ROOT / "fastlayers", source / "fastlayers", ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    (source / "csrc").mkdir()
-    (source / "csrc" / "answer.cpp").write_text("int answer() { return 42; }\n")
+    (source / "csrc" / "common").mkdir(parents=True)
+    (source / "csrc" / "common" / "answer.h").write_text("#define ANSWER 42\n")
+    (source / "csrc" / "answer.cpp").write_text('#include "common/answer.h"\nint answer() { return ANSWER; }\n')
     (source / "csrc" / "kernel.cu").write_text("")
     command = [
         sys.executable,
@@ -274,6 +277,7 @@ def test_install_without_nvcc(programs, tmp_path):
     assert {
         "fastlayers/_C.so",
         "fastlayers/csrc/answer.cpp",
+        "fastlayers/csrc/common/answer.h",
         "fastlayers/csrc/kernel.cu",
         "fastlayers/py.typed",
     } <= names

@@ -1,4 +1,4 @@
-"""The activations: value and derivative, by the codes that csrc/activations.cuh has too.
+"""The activations: value and derivative, by the codes that csrc/common/activations.cuh has too.
 
 0 none, 1 relu, 2 silu, 3 gelu (erf), 4 gelu_tanh, 5 hardswish, 6 relu6, 7 leaky_relu, 8 quick_gelu, 9 relu2, 10 mish,
 11 sigmoid, 12 tanh, 13 elu, 14 softplus. NaN stays NaN, and where the derivative has a step it takes the side that

@@ -54,7 +54,7 @@ class Activation:
     """One activation.
 
     Attributes:
-        code: its number in ``csrc/activations.cuh`` and in the Triton kernels.
+        code: its number in ``csrc/common/activations.cuh`` and in the Triton kernels.
         function: it, on a tensor; its parameters follow, or are the defaults.
         backward: the gradient of z from (gradient of act(z), z, *parameters), in torch ops that can be derived again.
         parameters: its parameters by torch's names and in torch's order, with torch's defaults; two at most.
