@@ -8,6 +8,7 @@ timing.py            GPU time by summed kernels, wall time, host time, peak memo
 precompile.py        torch.compile's work, done in parallel before anything is timed
 startup.py           the import, and the first call of a kernel
 run.py               one case after the other: check, time, write down
+result_file.py       how results are written: a line for each row
 environment.py       the machine, the versions and the commit that a result belongs to
 report.py            tables, for the terminal and for Markdown
 networks.py          the whole models: how each is built and fed, and the modes

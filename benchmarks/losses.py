@@ -21,6 +21,7 @@ from rich.console import Console
 
 from benchmarks.environment import environment
 from benchmarks.report import Line, caption, markdown_table, print_table
+from benchmarks.result_file import rounded, write
 
 ROOT = Path(__file__).parents[1]
 HEADS = ("model", "run", "compared with")
@@ -72,7 +73,7 @@ def run(path: Path, device: torch.device, steps: int, smoke: bool, report: Calla
         except Exception as error:
             row.update(status="failed", reason=str(error)[-2000:])
         rows.append(row)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write(path, content)
         said = f"last loss {row['losses'][-1]:.4f}" if "losses" in row else row.get("reason", row["status"])
         report(f"[{len(rows)}/{len(RUNS)}] {one.model}, {one.name}: {said}")
 
@@ -90,7 +91,7 @@ def char_gpt(one: Run, steps: int, device: torch.device, smoke: bool) -> list[fl
         done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=240)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
-        return [record["loss"] for record in json.loads((Path(out) / "char_gpt.json").read_text())]
+        return [rounded(record["loss"]) for record in json.loads((Path(out) / "char_gpt.json").read_text())]
 
 
 def digits(one: Run, steps: int, device: torch.device) -> list[float]:
@@ -112,7 +113,7 @@ def digits(one: Run, steps: int, device: torch.device) -> list[float]:
     losses: list[torch.Tensor] = []
     while len(losses) < steps:
         losses += [train_step(model, optimizer, *batch) for batch in data.batches(64)]
-    return torch.stack(losses[:steps]).tolist()
+    return [rounded(loss) for loss in torch.stack(losses[:steps]).tolist()]
 
 
 # -- the tables -------------------------------------------------------------------------------------------------------
@@ -157,9 +158,9 @@ def markdown(results: dict[str, Any]) -> str:
     return f"{caption(results)}, {results['steps']} steps:\n\n{markdown_table(list(lines(results)), HEADS, COLUMNS)}\n"
 
 
-def readme(results: dict[str, Any]) -> str:
-    return f"![Losses of training with and without fastlayers](benchmarks/results/losses.png)\n\n{markdown(results)}"
+def page(results: dict[str, Any]) -> str:
+    return f"![Losses of training with and without fastlayers](../benchmarks/results/losses.png)\n\n{markdown(results)}"
 
 
 #: As :data:`benchmarks.report.PAGES`.
-PAGES = {"losses": readme}
+PAGES = {"losses": page}

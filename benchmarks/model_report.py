@@ -254,8 +254,22 @@ def bars_block(results: dict[str, Any]) -> str:
     return "\n".join([f"{caption(results)}:", "", *bars])
 
 
-def readme(results: dict[str, Any]) -> str:
-    """For a page that is read by people: the bars and what loses in sight, the rest one click away."""
+def steps(results: dict[str, Any]) -> str:
+    """For the README: the training step of each model, its time and its peak memory, in one row."""
+    shown = [name for name in MODES if name != "liger"]
+    content = []
+    for rows in by_model(results).values():
+        pairs = {mode: (STEP.of(rows, mode), STEP_PEAK.of(rows, mode)) for mode in shown}
+        cells = {
+            mode: f"{cell(rows[mode], ms)} ms, {cell(rows[mode], peak)} GiB" for mode, (ms, peak) in pairs.items() if ms
+        }
+        first = next(iter(rows.values()))
+        content.append(Line((f"{first['title']} ({first['what']})",), cells, ()))
+    return f"{markdown_table(content, ('training step, peak memory',), MODES)}\n\n{caption(results)}.\n"
+
+
+def page(results: dict[str, Any]) -> str:
+    """For docs/benchmarks.md: the bars and the rows that lose in sight, the rest one click away."""
     every = lines(results)
     losing = [line for line in every if line.loses]
     blocks = [bars_block(results)]
@@ -267,4 +281,4 @@ def readme(results: dict[str, Any]) -> str:
 
 
 #: As :data:`benchmarks.report.PAGES`.
-PAGES = {"models": readme}
+PAGES = {"models": page, "steps": steps}

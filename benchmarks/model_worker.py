@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 import fastlayers
 from benchmarks.networks import Batch, Network, UnavailableError, compiled, folds, prepare
 from benchmarks.precompile import share_compiled_code
+from benchmarks.result_file import rounded
 from benchmarks.timing import device_events
 
 LEARNING_RATE = 1e-4
@@ -270,14 +271,10 @@ def kinds_of(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     kinds = dict.fromkeys((*PATTERNS, FUSED, OTHER), 0.0)
     for event in events:
         kinds[kind(event.name, fused)] += event.duration_us / 1e3 / PROFILED
-    slowest: dict[str, float] = {}
-    for event in events:
-        slowest[event.name[:160]] = slowest.get(event.name[:160], 0.0) + event.duration_us / 1e3 / PROFILED
     return {
         "gpu_ms": rounded(sum(kinds.values())),
         "kinds": {name: rounded(ms) for name, ms in kinds.items()},
         "kernels": len(events) // PROFILED,
-        "slowest": {name: rounded(slowest[name]) for name in sorted(slowest, key=lambda n: -slowest[n])[:12]},
     }
 
 
@@ -307,7 +304,3 @@ def synchronize(device: torch.device) -> None:
 def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.5g}")

@@ -26,6 +26,7 @@ import torch
 from benchmarks import model_worker
 from benchmarks.environment import environment
 from benchmarks.networks import COMPILED, MODES, NETWORKS, Network
+from benchmarks.result_file import write
 
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
@@ -81,10 +82,7 @@ class Results:
     kind: str = "models"
 
     def save(self) -> None:
-        content = {name: value for name, value in asdict(self).items() if name != "path"}
-        unfinished = self.path.with_suffix(".part")
-        unfinished.write_text(json.dumps(content, indent=1) + "\n")
-        unfinished.replace(self.path)
+        write(self.path, {name: value for name, value in asdict(self).items() if name != "path"})
 
     def keep(self, earlier: dict[str, Any]) -> None:
         """Take over what an earlier run measured.

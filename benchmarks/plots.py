@@ -70,7 +70,7 @@ def draw_all(results: dict[str, Any], out: Path, name: str) -> list[Path]:
         return draw_models(results, out, name)
     if results.get("kind") == "losses":
         return draw_losses(results, out, name)
-    rows = [row for row in results["rows"] if row["status"] == "ok" and "gbps" in row.get("forward", {})]
+    rows = [row for row in results["rows"] if row["status"] == "ok" and "fraction" in row.get("forward", {})]
     drawn = []
     with plt.rc_context(STYLE):
         for op in dict.fromkeys(row["op"] for row in rows if row["suite"] == "sweep"):
@@ -117,7 +117,8 @@ def sweep(rows: list[Row], results: dict[str, Any], op: str) -> Figure:
     copy = results["copy_gbps"][rows[0]["device"]]
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
         for name in in_order(rows):
-            points = sorted((row["shape"][-1], row[direction]["gbps"]) for row in rows if row["implementation"] == name)
+            mine = [row for row in rows if row["implementation"] == name]
+            points = sorted((row["shape"][-1], row[direction]["fraction"] * copy) for row in mine)
             axes.plot(*zip(*points, strict=True), color=COLOURS[name], marker=MARKERS[name], label=TITLES[name], **LINE)
         axes.axhline(copy, color="#333333", linewidth=1.2, linestyle=(0, (5, 3)), label=f"copy ({copy:,.0f} GB/s)")
         axes.set_title(f"{direction} ({rows[0]['bytes'][direction]})", pad=8, fontsize=11.5)

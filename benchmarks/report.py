@@ -137,7 +137,7 @@ def verdicts(contestants: dict[str, Row], metric: Metric) -> Iterable[tuple[str,
         best = min(rivals, key=lambda name: rivals[name])
         if mine > rivals[best] * NOISE:
             yield f"loses to {TITLES[best]} by {mine / rivals[best]:.2f}x", "bad"
-    if metric.title in ours and "eager" in contestants and uses_torch(ours, contestants["eager"], metric.title):
+    if ours.get(metric.title, {}).get("torch_kernels"):
         yield "runs torch's kernel", "note"
 
 
@@ -167,12 +167,6 @@ def rival_verdicts(ours: Row, metric: Metric, mine: float, contestants: dict[str
         bar = ours["bars"][metric.bar]
         text = f"bar {number(bar)} {metric.unit}"
         yield f"{text} met" if mine <= bar else f"{text} MISSED", "good" if mine <= bar else "bad"
-
-
-def uses_torch(ours: Row, eager: Row, direction_name: str) -> bool:
-    """Whether the default choice launched exactly eager's kernels."""
-    kernels = ours[direction_name]["kernels"]
-    return bool(kernels) and direction_name in eager and kernels == eager[direction_name]["kernels"]
 
 
 def sections(results: dict[str, Any]) -> list[tuple[str, list[Line]]]:

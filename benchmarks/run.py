@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +17,7 @@ from benchmarks.case import DTYPE_NAMES, Case
 from benchmarks.environment import environment
 from benchmarks.implementations import as_tuple, contestants, forced, function, missing
 from benchmarks.precompile import precompile, share_compiled_code
+from benchmarks.result_file import rounded, write
 from benchmarks.startup import startup
 from benchmarks.timing import Clock, Task, clock_for, copy_bandwidth, host_us, loop_us, relative_error
 from fastlayers.backends import BackendError, backend
@@ -53,7 +53,8 @@ class Settings:
 class Entrant:
     """A contestant that can run this case, with its inputs bound.
 
-    ``originals`` are what ``upstream`` held, where the contestant may write over it.
+    ``originals`` are copies of ``upstream`` for a contestant that writes over it. ``kernels`` has the names of the
+    kernels that each direction launched.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Entrant:
     first_call_s: float = 0.0
     error: float = 0.0
     step: bool = False
+    kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def gradients(self, outputs: Any) -> tuple[Tensor, ...]:
         """Of what wants one: nothing, where the case is forward only."""
@@ -107,15 +109,11 @@ class Results:
     copy_gbps: dict[str, float] = field(default_factory=dict)
     clock: dict[str, str] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    compile_s: dict[str, float] = field(default_factory=dict)
     startup: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
     def save(self) -> None:
-        content = {name: value for name, value in asdict(self).items() if name != "path"}
-        unfinished = self.path.with_suffix(".part")
-        unfinished.write_text(json.dumps(content, indent=1) + "\n")
-        unfinished.replace(self.path)
+        write(self.path, {name: value for name, value in asdict(self).items() if name != "path"})
 
 
 def run(
@@ -140,7 +138,7 @@ def run(
     share_compiled_code()
     to_compile = [case for case in cases if case.device_type == "cuda" and "compile" in settings.names(case)]
     if main_device.type == "cuda" and len(to_compile) > 1:
-        results.compile_s = precompile(to_compile, report)
+        precompile(to_compile, report)
     clocks: dict[str, Clock] = {}
     for case in cases:
         if settings.time_limit is not None and time.monotonic() - started > settings.time_limit:
@@ -195,6 +193,7 @@ def run_case(
     except Exception as error:
         raise_if_lost(error)
         measure_apart(case, entrants, rows, clock, settings.samples, copy_gbps)
+    mark_torch_kernels(entrants, rows)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return list(rows.values())
@@ -288,11 +287,6 @@ def worst(errors: Iterable[float]) -> float:
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 
-def rounded(value: float) -> float:
-    """To what a measurement is good for, so that the file stays readable."""
-    return float(f"{value:.5g}")
-
-
 def measure(
     case: Case, entrants: list[Entrant], rows: dict[str, dict[str, Any]], clock: Clock, samples: int, copy_gbps: float
 ) -> None:
@@ -304,11 +298,11 @@ def measure(
             timing = next(timings)
             if timing.us == 0:
                 raise RuntimeError(f"the profiler saw no kernel in {direction} of {entrant.name}")
-            row[direction] = {"us": rounded(timing.us), "spread_us": rounded(timing.spread_us)}
+            row[direction] = {"us": rounded(timing.us)}
             if not case.step:
                 gbps = case.bytes_moved(direction) / timing.us / 1e3
-                row[direction] |= {"gbps": rounded(gbps), "fraction": rounded(gbps / copy_gbps)}
-            row[direction]["kernels"] = timing.kernels
+                row[direction]["fraction"] = rounded(gbps / copy_gbps)
+            entrant.kernels[direction] = timing.kernels
         if case.suite == "bars":  # a sweep is there for its plot of GPU time, and on a CPU all time is wall time
             measure_host_side(case, entrant, row, clock)
 
@@ -323,6 +317,14 @@ def measure_apart(
         except Exception as error:
             raise_if_lost(error)
             rows[entrant.name].update(status="failed", reason=f"timing: {error}"[:500])
+
+
+def mark_torch_kernels(entrants: list[Entrant], rows: dict[str, dict[str, Any]]) -> None:
+    """Set ``torch_kernels`` in each direction where fastlayers, left to choose, launched the kernels of eager torch."""
+    launched = {entrant.name: entrant.kernels for entrant in entrants}
+    for direction, kernels in launched.get("fastlayers", {}).items():
+        if kernels and kernels == launched.get("eager", {}).get(direction):
+            rows["fastlayers"][direction]["torch_kernels"] = True
 
 
 def measure_host_side(case: Case, entrant: Entrant, row: dict[str, Any], clock: Clock) -> None:

@@ -40,10 +40,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median time of a call in us, the distance between its quartiles, and the names of the kernels that ran."""
+    """Median time of a call in us, and the names of the kernels that it launched."""
 
     us: float
-    spread_us: float
     kernels: tuple[str, ...] = ()
 
 
@@ -73,8 +72,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def summarize(durations: Sequence[float], kernels: Iterable[str] = ()) -> Timing:
-    low, middle, high = statistics.quantiles(durations, n=4)
-    return Timing(middle, high - low, tuple(dict.fromkeys(kernels)))
+    return Timing(statistics.median(durations), tuple(dict.fromkeys(kernels)))
 
 
 def between_markers(events: Iterable[DeviceEvent], calls: int) -> list[list[DeviceEvent]]:

@@ -14,14 +14,15 @@ from torch.autograd.profiler_util import Interval
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import plots, report, startup
-from benchmarks.__main__ import main
+from benchmarks.__main__ import RESULTS, main
 from benchmarks.case import Case, Input, Op, count_bytes
 from benchmarks.cases import all_cases, batch_norm, group_norm, layer_norm, linear_cross_entropy
 from benchmarks.cases.elementwise import ADD_RELU, MUL, broadcast_mul, pair
 from benchmarks.cases.softmax import MASKED_SOFTMAX, SOFTMAX, causal_mask, padding_mask, row
 from benchmarks.implementations import contestants
 from benchmarks.precompile import compile_case
-from benchmarks.run import DeviceLostError, Settings, run
+from benchmarks.result_file import text_of
+from benchmarks.run import DeviceLostError, Entrant, Settings, mark_torch_kernels, run
 from benchmarks.timing import CpuClock, DeviceEvent, Task, between_markers, copy_bandwidth, device_events, summarize
 
 SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
@@ -205,6 +206,21 @@ def test_a_row_has_every_number(results):
         assert found[key] > 0
 
 
+def test_a_result_file_has_a_line_for_each_row(results):
+    content, path = results
+    text = path.read_text()
+    assert text == text_of(content)
+    assert sum(line.startswith('{"case"') for line in text.splitlines()) == len(content["rows"])
+    assert len(text.splitlines()) == len(content["rows"]) + len(content) + 3  # a line for each entry, and for brackets
+    assert json.loads(text_of({"rows": []})) == {"rows": []}
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.name)
+def test_committed_results_are_written_as_a_run_writes_them(file):
+    content = json.loads(file.read_text())
+    assert file.read_text() == text_of(content)
+
+
 def test_environment_is_recorded(results):
     environment = results[0]["environment"]
     assert environment["torch"] == torch.__version__
@@ -269,7 +285,9 @@ def test_a_step_is_timed_as_one(tmp_path):
     case = replace(linear_cross_entropy.row(6, 8, 13), contestants=("eager", "fastlayers"))
     found = run([case], tmp_path / "r.json", Settings(samples=2), on_cpu)
     assert [(row["status"], row["reason"]) for row in found.rows] == [("ok", None)] * 2
-    assert all(row["step"]["us"] > 0 and "backward" not in row and "gbps" not in row["forward"] for row in found.rows)
+    assert all(
+        row["step"]["us"] > 0 and "backward" not in row and "fraction" not in row["forward"] for row in found.rows
+    )
     shown = [line.labels[2] for line in report.lines(found.rows, report.DEVICE_METRICS)]
     assert shown == ["forward, us", "forward + backward, us"]
 
@@ -277,8 +295,8 @@ def test_a_step_is_timed_as_one(tmp_path):
 def test_bars_may_name_a_rival():
     bars = {"step/liger": 0.8, "beyond": 2.0, "beyond/liger": 1.0}
     rows = [
-        entry("liger", 1.0, step={"us": 10.0, "kernels": []}, beyond_bytes=2**20),
-        entry("fastlayers", 1.0, step={"us": 7.0, "kernels": []}, beyond_bytes=3 * 2**19, bars=bars),
+        entry("liger", 1.0, step={"us": 10.0}, beyond_bytes=2**20),
+        entry("fastlayers", 1.0, step={"us": 7.0}, beyond_bytes=3 * 2**19, bars=bars),
     ]
     lines = report.lines(rows, (report.STEP, *report.HOST_METRICS))
     assert [[text for text, _ in line.verdicts] for line in lines] == [
@@ -381,7 +399,7 @@ def test_compiled_contestant(tmp_path):
 
 
 def entry(name: str, us: float, fraction: float = 0.5, **fields):
-    timing = {"us": us, "fraction": fraction, "gbps": 1.0, "spread_us": 0.0, "kernels": [f"{name}_kernel"]}
+    timing = {"us": us, "fraction": fraction}
     base = {"case": "c", "suite": "bars", "op": "op", "title": "8x8", "dtype": "bf16", "device": "cuda", "status": "ok"}
     base |= {"bytes": {"forward": "2b", "backward": "3b"}, "bars": {}, "implementation": name, "reason": None}
     return base | {"forward": timing} | fields
@@ -421,8 +439,26 @@ def test_host_bars_are_ratios_to_eager():
 
 def test_dispatching_to_torch_is_said():
     same = entry("fastlayers", 10.0)
-    same["forward"]["kernels"] = ["eager_kernel"]
+    same["forward"]["torch_kernels"] = True
     assert verdicts(entry("eager", 10.0), same) == ["runs torch's kernel"]
+
+
+def test_launching_the_kernels_of_torch_is_noted():
+    def launched(name, **kernels):
+        return Entrant(name, lambda: None, (), (), kernels=kernels)
+
+    def marked(*entrants):
+        rows = {one.name: {direction: {} for direction in one.kernels} for one in entrants}
+        mark_torch_kernels(list(entrants), rows)
+        return rows["fastlayers"]
+
+    ours = launched("fastlayers", forward=("a", "b"), backward=("c",))
+    assert marked(ours, launched("eager", forward=("a", "b"), backward=("d",))) == {
+        "forward": {"torch_kernels": True},
+        "backward": {},
+    }
+    assert marked(launched("fastlayers", forward=()), launched("eager", forward=())) == {"forward": {}}
+    assert marked(ours) == {"forward": {}, "backward": {}}
 
 
 def test_tables_of_a_run(results):
@@ -516,9 +552,9 @@ def test_the_overview_has_a_line_for_each_family_and_direction():
         for name, (forward, fraction, backward) in us.items():
             row = {"case": case, "suite": suite, "op": "softmax", "family": family, "title": case, "dtype": "bf16"}
             row |= {"device": "cuda", "implementation": name, "status": "ok", "bars": {}, "bytes": {}}
-            row["forward"] = {"us": forward, "fraction": fraction, "kernels": []}
+            row["forward"] = {"us": forward, "fraction": fraction}
             if backward is not None:
-                row["backward"] = {"us": backward, "fraction": None, "kernels": []}
+                row["backward"] = {"us": backward, "fraction": None}
             yield row
 
     content = [

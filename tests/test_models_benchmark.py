@@ -521,7 +521,7 @@ def test_time_that_the_gpu_waits_is_a_kind():
     assert first.cells == {"matrix products": "100.0", "fused layers": "50.0", "idle": "50.0", "kernels": "100"}
 
 
-def test_results_go_into_the_readme(tmp_path):
+def test_results_go_into_a_page(tmp_path):
     file, page = tmp_path / "models.json", tmp_path / "page.md"
     file.write_text(json.dumps(SAMPLE))
     page.write_text("before\n<!-- models:begin -->\nSTALE\n<!-- models:end -->\nafter\n")
@@ -538,6 +538,15 @@ def test_results_go_into_the_readme(tmp_path):
         shown = CliRunner().invoke(main, arguments)
         assert shown.exit_code == 0, shown.output
         assert "Llama 1.2B" in shown.output
+
+
+def test_the_readme_has_a_row_for_each_model():
+    assert [line for line in model_report.steps(SAMPLE).splitlines() if line.startswith("|")] == [
+        "| training step, peak memory | torch | torch.compile | fastlayers | fastlayers + torch.compile |",
+        "|---|---:|---:|---:|---:|",
+        "| Llama 1.2B (4x2048, bf16) | 200 ms, 40.0 GiB | 180 ms, 42.0 GiB | 144 ms, 25.0 GiB | 175 ms, 40.0 GiB |",
+        "| ViT-B/16 (64x224x224, AMP bf16) | 50.0 ms, 10.0 GiB | 40.0 ms, 10.0 GiB | 44.0 ms, 10.0 GiB |  |",
+    ]
 
 
 def test_plots_of_models(tmp_path):
