@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from fastlayers.patching.libraries.targets import Shapes
     from fastlayers.patching.report import Report
-    from fastlayers.patching.targets import Shapes
 
     Inputs: TypeAlias = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 
@@ -211,7 +211,7 @@ TINY = click.option("--tiny", is_flag=True, help="Make a model of transformers w
 
 
 def _load(target: str, tiny: bool, weights: bool = True) -> nn.Module:
-    from fastlayers.patching.targets import TargetError, load_target
+    from fastlayers.patching.libraries.targets import TargetError, load_target
 
     try:
         return load_target(target, tiny=tiny, weights=weights)
@@ -230,7 +230,7 @@ def _inputs(model: nn.Module, shapes: Shapes, dtype: torch.dtype | None = None) 
     """Random inputs on the device of the model."""
     import torch
 
-    from fastlayers.patching.targets import TargetError, default_inputs, random_inputs
+    from fastlayers.patching.libraries.targets import TargetError, default_inputs, random_inputs
 
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     try:

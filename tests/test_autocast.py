@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import backends, functional, patch_model, patch_report, verify_patch
 from fastlayers.ops import autocast, batch_norm, bias_act, layer_norm, linear
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
-from fastlayers.patching import calls
-from fastlayers.patching.convolutions import (
+from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime.convolution import (
     convnext_block,
     convolution_and_more,
     convolution_batch_norm,

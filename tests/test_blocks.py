@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fastlayers import fold_batch_norm, patch_model, patch_report, unpatch_model, verify_patch
 from fastlayers.ops import autocast, convolution_chain, layer_norm, transformer_block
 from fastlayers.ops.activations import BY_CODE
-from fastlayers.patching import calls
+from fastlayers.patching.runtime import calls
 
 HALVES = [torch.float16, torch.bfloat16]
 

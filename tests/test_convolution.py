@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastlayers.kernels import convolution as kernels
 from fastlayers.ops import convolution
-from fastlayers.patching.convolutions import forked_convolution
+from fastlayers.patching.runtime.convolution import forked_convolution
 
 SHAPES = [(2, 64, 8, 8, 64), (3, 256, 7, 5, 64), (2, 24, 9, 9, 144), (1, 40, 3, 3, 13), (2, 130, 4, 4, 200)]
 

@@ -21,7 +21,7 @@ import fastlayers
 from fastlayers import backends, functional, patch_model, plan_patch
 from fastlayers.ops import linear, split
 from fastlayers.ops.linear import addmm
-from fastlayers.patching import calls
+from fastlayers.patching.runtime import calls
 
 KERNELS = [
     pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda")

@@ -34,7 +34,7 @@ from fastlayers.patching import (
     unpatch_model,
     verify_patch,
 )
-from fastlayers.patching import verify as verification
+from fastlayers.patching.measure import verify as verification
 
 
 class Block(nn.Module):
@@ -972,7 +972,7 @@ def test_verify_names_the_module_whose_parameter_gets_another_gradient(monkeypat
 
 def test_verify_where_parts_are_absorbed(net, x, monkeypatch):
     """A layer that a block has absorbed, and one after it that is given something else, are not what differs."""
-    from fastlayers.patching import calls
+    from fastlayers.patching.runtime import calls
 
     original = calls.batch_norm_layer
     monkeypatch.setattr(calls, "batch_norm_layer", lambda *args, **options: original(*args, **options) * 1.01)
@@ -989,7 +989,7 @@ def test_a_printed_verification_is_short():
 
 
 def test_watching_under_cprofile():
-    from fastlayers.patching.watch import MODULE_CALL, watching
+    from fastlayers.patching.measure.watch import MODULE_CALL, watching
 
     profiler, seen = cProfile.Profile(), []
     with profiler:
@@ -1003,7 +1003,7 @@ def test_watching_under_cprofile():
 
 
 def test_watching_leaves_the_profiler_of_others_alone(net, x):
-    from fastlayers.patching.watch import MODULE_CALL, watching
+    from fastlayers.patching.measure.watch import MODULE_CALL, watching
 
     seen = []
     mine = lambda *event: None  # noqa: E731

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from fastlayers import backends, cli
-from fastlayers.patching.targets import TargetError, default_inputs, load_target, random_inputs
+from fastlayers.patching.libraries.targets import TargetError, default_inputs, load_target, random_inputs
 
 TARGET = f"{__name__}:Block"
 
@@ -168,7 +168,7 @@ def test_scan_estimates_what_is_saved(run):
 
 @pytest.fixture
 def _quick(monkeypatch):
-    from fastlayers.patching import profile
+    from fastlayers.patching.measure import profile
 
     monkeypatch.setattr(profile, "SECONDS", 0.0)
 

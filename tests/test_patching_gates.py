@@ -13,7 +13,8 @@ from patching_harness import builder, fused, reasons, same, tensors
 from test_glu import StandIns
 from torch import nn
 
-from fastlayers.patching import Reason, calls, patch_model, plan_patch, unpatch_model, verify_patch
+from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
+from fastlayers.patching.runtime import calls
 
 
 @pytest.fixture
@@ -576,7 +577,7 @@ def served(request, monkeypatch):
         return bias is not None and bias.dtype == x.dtype and not torch.is_autocast_enabled("cpu")
 
     if request.param == "kernels":
-        monkeypatch.setattr("fastlayers.patching.calls.bias_in_act", fits)
+        monkeypatch.setattr("fastlayers.patching.runtime.calls.bias_in_act", fits)
 
 
 @pytest.mark.parametrize(

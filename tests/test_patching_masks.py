@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastlayers.patching import masks, patch_model, plan_patch, unpatch_model
+from fastlayers.patching import patch_model, plan_patch, unpatch_model
+from fastlayers.patching.libraries import attention_masks as masks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.masking_utils")

@@ -13,8 +13,8 @@ from torch import nn
 
 import fastlayers
 from fastlayers.patching import ProfileReport, patch_model, profile_patch
-from fastlayers.patching import profile as profiling
-from fastlayers.patching.profile import Measurement, kind_of
+from fastlayers.patching.measure import profile as profiling
+from fastlayers.patching.measure.profile import Measurement, kind_of
 
 
 class Block(nn.Module):
@@ -175,7 +175,7 @@ def test_the_picture(tmp_path, monkeypatch):
     path = REPORT.plot(tmp_path / "profile.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert REPORT.plot(str(tmp_path / "profile.svg")).read_text().count("<svg") == 1
-    monkeypatch.delitem(sys.modules, "fastlayers.patching.picture")
+    monkeypatch.delitem(sys.modules, "fastlayers.patching.measure.picture")
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     with pytest.raises(ImportError, match="matplotlib"):
         REPORT.plot(tmp_path / "no.png")
@@ -183,7 +183,7 @@ def test_the_picture(tmp_path, monkeypatch):
 
 def test_every_kind_has_a_colour():
     pytest.importorskip("matplotlib")
-    from fastlayers.patching.picture import COLOURS
+    from fastlayers.patching.measure.picture import COLOURS
 
     assert set(COLOURS) == {kind for kind, _ in profiling.KINDS} | {profiling.OTHER}
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fastlayers import functional
 from fastlayers.patching import patch_model, patch_report, plan_patch
-from fastlayers.patching import traffic as counting
+from fastlayers.patching.measure import traffic as counting
 from fastlayers.patching.report import readable
 
 ELEMENTS = 64 * 32

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastlayers import functional, patch_model, patch_report, verify_patch
 from fastlayers.ops import elementwise, reference, squeeze_excite
-from fastlayers.patching import calls
+from fastlayers.patching.runtime import calls
 
 
 class StandIns:

@@ -11,12 +11,13 @@ from fastlayers.patching.api import (
     unpatch_model,
 )
 from fastlayers.patching.dynamo import compile_report, dynamo_backend
-from fastlayers.patching.graph import Op, View
-from fastlayers.patching.profile import Measurement, ProfileReport, profile_patch
+from fastlayers.patching.ir.operations import Op
+from fastlayers.patching.ir.view import View
+from fastlayers.patching.measure.profile import Measurement, ProfileReport, profile_patch
+from fastlayers.patching.measure.verify import Comparison, VerifyReport, verify_patch
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
 from fastlayers.patching.rules import GraphRule, Match, ModuleRule, register_rule
-from fastlayers.patching.verify import Comparison, VerifyReport, verify_patch
 
 __all__ = [
     "Comparison",

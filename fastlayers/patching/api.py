@@ -1,42 +1,33 @@
-"""patch_model and its relatives: the walk over a model, the plan, the swap of classes and its undo.
-
-The journal is the class itself: a patched module's class remembers the one it stands for. Nothing is kept anywhere
-else, neither on the module nor globally, so a deep copy can be undone like its original, and undoing is one assignment.
-"""
+"""The public functions that patch a model, say what they would do or did, and take it back."""
 
 from __future__ import annotations
 
-import types
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any
 
-import torch
-from torch import fx, nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch import nn
 
-from fastlayers.patching.folding import forget
-from fastlayers.patching.graph import original_class
-from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
-from fastlayers.patching.report import PatchReport, Row
-from fastlayers.patching.rewrite import (
-    Fused,
+from fastlayers.patching.ir.view import original_class
+from fastlayers.patching.measure.runs import arguments
+from fastlayers.patching.measure.traffic import bytes_saved
+from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.report import PatchReport
+from fastlayers.patching.rewrite.engine import (
     become,
-    called_by_class,
-    fuse,
     is_folded,
-    is_patched,
-    shown_name,
-    swap_class,
 )
-from fastlayers.patching.rules import FOLDING_RULES, LAST_FOLDING_RULES, ModuleRule, graph_rules, module_rules
-from fastlayers.patching.runs import arguments
-from fastlayers.patching.stretches import fuse_stretches
-from fastlayers.patching.traffic import bytes_saved
+from fastlayers.patching.rewrite.plan import (
+    FilterFn,
+    Pattern,
+    apply,
+    left_alone,
+    make_plan,
+    patched,
+    restore,
+    swap,
+    warn_of_stuck,
+)
+from fastlayers.patching.runtime.folded_layers import forget
 
 __all__ = [
     "Pattern",
@@ -49,268 +40,6 @@ __all__ = [
     "unfold_batch_norm",
     "unpatch_model",
 ]
-
-Pattern: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
-FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
-
-QUANTIZED = (
-    "torch.ao.nn.quantized",
-    "torch.ao.nn.qat",
-    "torch.ao.nn.intrinsic",
-    "torch.nn.quantized",
-    "bitsandbytes",
-    "torchao",
-)
-WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "peft")
-
-
-# -- choosing modules -------------------------------------------------------------------------------------------------
-
-
-class Selection:
-    """include, exclude and filter_fn, checked, and which of their patterns have matched something."""
-
-    def __init__(self, include: Pattern | None, exclude: Pattern | None, filter_fn: FilterFn | None) -> None:
-        self.include = patterns("include", include)
-        self.exclude = patterns("exclude", exclude)
-        if filter_fn is not None and not callable(filter_fn):
-            raise TypeError(f"filter_fn must be a function of (module, name), got {type(filter_fn).__name__}")
-        self.filter_fn = filter_fn
-        self.unmatched: dict[str | type[nn.Module], None] = dict.fromkeys((*self.include, *self.exclude))
-
-    def _matches(self, chosen: tuple[str | type[nn.Module], ...], lineage: list[tuple[str, nn.Module]]) -> bool:
-        hit = False
-        for pattern in chosen:
-            for name, module in lineage:
-                if fnmatchcase(name, pattern) if isinstance(pattern, str) else isinstance(module, pattern):
-                    self.unmatched.pop(pattern, None)
-                    hit = True
-        return hit
-
-    def excludes(self, lineages: list[list[tuple[str, nn.Module]]]) -> bool:
-        return sum(self._matches(self.exclude, lineage) for lineage in lineages) > 0
-
-    def takes(self, lineages: list[list[tuple[str, nn.Module]]]) -> bool:
-        included = sum(self._matches(self.include, lineage) for lineage in lineages) > 0 or not self.include
-        if self.excludes(lineages) or not included:
-            return False
-        name, module = lineages[0][-1]
-        return self.filter_fn is None or bool(self.filter_fn(module, name))
-
-
-def patterns(option: str, given: Pattern | None) -> tuple[str | type[nn.Module], ...]:
-    if given is None:
-        return ()
-    if isinstance(given, str | type):
-        given = (given,)
-    if not isinstance(given, Iterable):
-        raise TypeError(f"{option} must be a name pattern, a module class or a list of them, got {given!r}")
-    chosen = tuple(given)
-    for pattern in chosen:
-        if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
-            raise TypeError(f"{option} must hold name patterns and module classes, got {pattern!r}")
-    return chosen
-
-
-def lineage(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """The module called ``name`` and all that it is inside of, outermost first, less the model itself."""
-    chain = [("", model)] if not name else []
-    module, path = model, ""
-    for atom in name.split(".") if name else ():
-        module = module._modules[atom]  # type: ignore[assignment]
-        path = f"{path}.{atom}" if path else atom
-        chain.append((path, module))
-    return chain
-
-
-# -- planning ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Step:
-    """What is to happen to one module: a class to swap in, or the reason why none."""
-
-    module: nn.Module
-    row: Row
-    cls: type[nn.Module] | None = None
-
-
-@dataclass
-class Plan:
-    steps: list[Step]
-    report: PatchReport
-    warnings: list[str]
-
-
-def make_plan(
-    model: nn.Module,
-    include: Pattern | None = None,
-    exclude: Pattern | None = None,
-    filter_fn: FilterFn | None = None,
-    folding: bool = False,
-) -> Plan:
-    plan_one, done = (plan_folding, is_folded) if folding else (plan_module, stays_patched)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    selection = Selection(include, exclude, filter_fn)
-    names: dict[int, list[str]] = {}
-    modules: dict[int, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
-        modules[id(module)] = module
-    lineages = {key: [lineage(model, name) for name in aliases] for key, aliases in names.items()}
-    banned = {key for key in modules if selection.excludes(lineages[key])}
-    classes: dict[Any, Any] = {}
-    steps: list[Step] = []
-    scripted: tuple[str, ...] = ()
-    for key, module in modules.items():
-        name, *aliases = names[key]
-        row = Row(name, original_class(module).__name__, aliases=tuple(aliases))
-        if name.startswith(scripted) and scripted:
-            steps.append(Step(module, left_alone(row, Refusal(Reason.SCRIPTED, "inside"))))
-            continue
-        if isinstance(module, torch.jit.ScriptModule):
-            scripted = (*scripted, f"{name}." if name else "")
-        if done(module):
-            steps.append(Step(module, already(row, module)))
-        elif not selection.takes(lineages[key]):
-            steps.append(Step(module, left_alone(row, Refusal(Reason.NOT_SELECTED))))
-        else:
-            excluded = frozenset(path for path, child in module.named_modules() if id(child) in banned)
-            steps.append(plan_one(module, row, excluded, classes))
-    unmatched = tuple(p if isinstance(p, str) else p.__name__ for p in selection.unmatched)
-    report = PatchReport(tuple(step.row for step in steps), original_class(model).__name__, unmatched)
-    return Plan(steps, report, plan_warnings(report, steps, "folded" if folding else "patched"))
-
-
-def left_alone(row: Row, refusal: Refusal) -> Row:
-    return Row(row.fqn, row.was, reason=refusal.reason, detail=refusal.detail, aliases=row.aliases)
-
-
-def already(row: Row, module: nn.Module) -> Row:
-    cls = type(module)
-    fused, left = getattr(cls, "__fastlayers_rules__", ()), getattr(cls, "__fastlayers_left__", ())
-    if is_folded(module) and cls.__fastlayers_unfolded__ is original_class(module):  # type: ignore[attr-defined]
-        left = (*left, (Reason.FOLDED, ""))
-    return Row(row.fqn, row.was, shown_name(cls), fused, left=left, aliases=row.aliases)
-
-
-def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
-    try:
-        refuse_kind(module)
-        rule = next((rule for rule in module_rules() if type(module) is rule.layer and rule.gains(module)), None)
-        if rule is not None:
-            return plan_swap(module, row, rule, classes)
-        if not has_own_forward(type(module)):
-            raise Refusal(Reason.SUBCLASS if is_subclass(module) else Reason.NO_RULE)
-        outcome = fuse_some(module, excluded, classes)
-    except Refusal as refusal:
-        return Step(module, left_alone(row, refusal))
-    return step_of(module, row, outcome)
-
-
-def fuse_some(module: nn.Module, excluded: frozenset[str], classes: dict[Any, Any]) -> Fused:
-    """What can be fused in a forward as a whole or, where that cannot be recorded or has nothing, in parts of it."""
-    try:
-        outcome = fuse(module, excluded, classes)
-    except Refusal:
-        parts = fuse_stretches(module, excluded, classes)
-        if parts is None:
-            raise
-        return parts
-    if outcome.cls is None:
-        return fuse_stretches(module, excluded, classes, recorded=True) or outcome
-    return outcome
-
-
-def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
-    """As :func:`plan_module`, for folding BatchNorms. A patched module stays patched where they are not folded."""
-    original = original_class(module)
-    try:
-        refuse_kind(module)
-        if not has_own_forward(original):
-            raise Refusal(Reason.NO_RULE)
-        rules = (*FOLDING_RULES, *(graph_rules() if is_patched(module) else ()), *LAST_FOLDING_RULES)
-        outcome = fuse(module, excluded, classes, rules, needed=FOLDING_RULES[0].name, prefix="Folded")
-    except Refusal as refusal:
-        return Step(module, left_alone(row, refusal))
-    if outcome.cls is not None:
-        outcome.cls.__fastlayers_unfolded__ = type(module)  # type: ignore[attr-defined]
-    return step_of(module, row, outcome)
-
-
-def step_of(module: nn.Module, row: Row, outcome: Fused) -> Step:
-    left = tuple((refusal.reason, refusal.detail) for refusal in outcome.left)
-    if outcome.cls is None:
-        reason, detail = left[0] if left else (Reason.SUBCLASS if is_subclass(module) else Reason.NOTHING_TO_FUSE, "")
-        return Step(module, Row(row.fqn, row.was, reason=reason, detail=detail, left=left[1:], aliases=row.aliases))
-    fused = tuple(outcome.rules.items())
-    outcome.cls.__fastlayers_rules__ = fused  # type: ignore[attr-defined]
-    outcome.cls.__fastlayers_left__ = left  # type: ignore[attr-defined]
-    became = shown_name(outcome.cls)
-    return Step(module, Row(row.fqn, row.was, became, fused, left=left, aliases=row.aliases), outcome.cls)
-
-
-def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, Any]) -> Step:
-    if rule not in classes:
-        classes[rule] = swap_class(rule)
-        classes[rule].__fastlayers_rules__ = ((rule.name, 1),)  # type: ignore[attr-defined]
-    became = shown_name(classes[rule])
-    return Step(module, Row(row.fqn, row.was, became, ((rule.name, 1),), aliases=row.aliases), classes[rule])
-
-
-def is_subclass(module: nn.Module) -> bool:
-    """Whether a module would be swapped if it were exactly a layer and not a user's subclass of it."""
-    own = original_class(module)
-    return any(issubclass(own, rule.layer) and own not in (rule.layer, rule.fused) for rule in module_rules())
-
-
-def has_own_forward(cls: type[nn.Module]) -> bool:
-    """Whether the class has a Python forward of its own, or Sequential's. Layers of torch and fastlayers are leaves."""
-    forward = cls.forward
-    if forward is nn.Sequential.forward:
-        return True
-    return isinstance(forward, types.FunctionType) and not (forward.__module__ or "").startswith(
-        ("torch.", "fastlayers.modules.")
-    )
-
-
-def refuse_kind(module: nn.Module) -> None:
-    """Kinds of modules whose class must not be swapped, whatever their forward says."""
-    package = type(module).__module__
-    if isinstance(module, torch.jit.ScriptModule):
-        raise Refusal(Reason.SCRIPTED)
-    if isinstance(module, fx.GraphModule):
-        raise Refusal(Reason.GRAPH_MODULE)
-    if package.startswith(QUANTIZED):
-        raise Refusal(Reason.QUANTIZED)
-    if package.startswith(WRAPPERS) or any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
-        raise Refusal(Reason.WRAPPER, type(module).__name__)
-    if "forward" in module.__dict__ and not called_by_class(module):
-        raise Refusal(Reason.FORWARD_REPLACED)
-    if is_parametrized(module):
-        raise Refusal(Reason.PARAMETRIZED)
-
-
-WARN_ABOUT = {
-    Reason.WRAPPER: "is wrapped in {}; what is inside was patched, but patch a model before wrapping it",
-    Reason.SCRIPTED: "holds scripted modules ({}), which have no Python forward to patch",
-    Reason.QUANTIZED: "holds quantised layers ({}), which are left alone",
-    Reason.FORWARD_REPLACED: "holds modules whose forward was replaced on the instance ({}); they are left alone",
-}
-
-
-def plan_warnings(report: PatchReport, steps: list[Step], done: str) -> list[str]:
-    messages = [f"the pattern {pattern!r} matched no module of the model" for pattern in report.unmatched]
-    for reason, message in WARN_ABOUT.items():
-        kinds = dict.fromkeys(type(step.module).__name__ for step in steps if step.row.reason is reason)
-        if kinds:
-            messages.append(f"the model {message.format(', '.join(kinds))}")
-    if not report.patched:
-        reasons = Counter(row.reason.name for row in report.refused if row.reason is not None)
-        why = "".join(f"; {count} modules refused: {reason}" for reason, count in reasons.items())
-        messages.append(f"nothing in {report.model} was {done}{why}. The report says more")
-    return messages
 
 
 # -- the public functions ---------------------------------------------------------------------------------------------
@@ -330,8 +59,8 @@ def plan_patch(
         model, include, exclude, filter_fn: as for :func:`patch_model`.
         example_inputs: where given, what to call the model with, for an estimate of the bytes that each row saves a
             step: a tensor, a sequence of positional or a mapping of keyword arguments. The model is run twice, forward
-            only; :mod:`fastlayers.patching.traffic` says how they are counted. A model and inputs on the "meta" device
-            need no memory for it.
+            only; :mod:`fastlayers.patching.measure.traffic` says how they are counted. A model and inputs on the "meta"
+            device need no memory for it.
 
     Returns:
         A report with a row for every module. Print it, or see :class:`PatchReport`.
@@ -397,52 +126,6 @@ def patch_model(
     return model
 
 
-def apply(plan: Plan, strict: bool, stacklevel: int = 3) -> list[nn.Module]:
-    """Carry out a plan, and return the modules that changed. The level is that of the user's line in a warning."""
-    problems = [*plan.warnings, *(f"{row.fqn or '(model)'}: {row.outcome()}" for row in plan.report.refused)]
-    problems += [f"{row.fqn or '(model)'}: {note}" for row in plan.report.patched for note in row.notes()]
-    if strict and problems:
-        raise PatchError("strict=True, and nothing was changed, because:\n  " + "\n  ".join(problems))
-    for message in plan.warnings:
-        warnings.warn(message, PatchWarning, stacklevel=stacklevel)
-    return swap(plan)
-
-
-def swap(plan: Plan) -> list[nn.Module]:
-    """Give the modules of a plan their classes, and return those that changed."""
-    changed = []
-    for step in plan.steps:
-        if step.cls is not None:
-            become(step.module, step.cls)
-            changed.append(step.module)
-    return changed
-
-
-def stays_patched(module: nn.Module) -> bool:
-    """Whether a module is patched, also where its class was changed again since, as FSDP and parametrizations do."""
-    return hasattr(type(module), "__fastlayers_original__")
-
-
-def restore(changed: Iterable[nn.Module]) -> list[nn.Module]:
-    """Take back what :func:`swap` did, and return the modules where that cannot be."""
-    return [
-        module
-        for module in changed
-        if stays_patched(module) and not (is_patched(module) and become(module, original_class(module)))
-    ]
-
-
-def warn_of_stuck(model: nn.Module, stuck: list[nn.Module], stacklevel: int) -> None:
-    """The warning about modules that stay patched."""
-    names = [name or "(model)" for name, module in model.named_modules() if module in stuck]
-    if names:
-        message = (
-            f"the class of {', '.join(names)} was changed again after patching (FSDP, parametrizations?), or a wrapper "
-            "was put around its forward; left as it is"
-        )
-        warnings.warn(message, PatchWarning, stacklevel=stacklevel + 1)
-
-
 def patch_report(model: nn.Module, *, example_inputs: Any = None) -> PatchReport:
     """How a model stands now: what is patched, and why the rest is not.
 
@@ -484,23 +167,6 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         forget(module)
     warn_of_stuck(model, restore(model.modules()), stacklevel=2)
     return model
-
-
-@contextmanager
-def patched(
-    model: nn.Module,
-    *,
-    include: Pattern | None = None,
-    exclude: Pattern | None = None,
-    filter_fn: FilterFn | None = None,
-    strict: bool = False,
-) -> Iterator[nn.Module]:
-    """``with patched(model): ...`` patches as :func:`patch_model`, and takes back on leaving what it patched."""
-    changed = apply(make_plan(model, include, exclude, filter_fn), strict, stacklevel=4)  # contextlib is between
-    try:
-        yield model
-    finally:
-        warn_of_stuck(model, restore(changed), stacklevel=3)
 
 
 # -- folding ----------------------------------------------------------------------------------------------------------

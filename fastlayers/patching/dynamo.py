@@ -21,12 +21,12 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from fastlayers.patching import calls
+from fastlayers.patching.capture.trace import Recording
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
-from fastlayers.patching.rewrite import Fused, apply_rules
+from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rules import graph_rules
-from fastlayers.patching.trace import Recording
+from fastlayers.patching.runtime import calls
 
 __all__ = ["compile_report", "dynamo_backend"]
 

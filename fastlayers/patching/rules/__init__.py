@@ -5,7 +5,7 @@ A :class:`ModuleRule` replaces one torch layer by one fused layer. A :class:`Gra
 of a forward and proposes matches, the largest first. It only has to recognise the structure: that a match is *safe*
 (nothing else needs the intermediate results, no in-place operation is seen by anything else, no operand changes in
 between, no hook of an absorbed child would be skipped) is checked for every rule alike in
-:mod:`fastlayers.patching.rewrite`.
+:mod:`fastlayers.patching.rewrite.engine`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from fastlayers.modules import DROP_IN
 from fastlayers.patching.rules import (
     activations,
+    batch_norm_folding,
     bias_act,
-    block,
+    convnext_block,
     convolution,
+    convolution_chain,
     elementwise,
-    fold,
     glu,
     linear,
     loss,
@@ -32,6 +33,7 @@ from fastlayers.patching.rules import (
     residual,
     rotary,
     softmax,
+    transformer_block,
 )
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule, always
 
@@ -59,7 +61,7 @@ MODULE_RULES: tuple[ModuleRule, ...] = tuple(
 
 #: Tried in this order, each over the whole graph, so the larger fusions come first.
 GRAPH_RULES: tuple[GraphRule, ...] = (
-    block.TRANSFORMER_BLOCK,
+    transformer_block.TRANSFORMER_BLOCK,
     norm.BATCH_NORM_ADD_ACT,
     norm.BATCH_NORM_ADD,
     norm.BATCH_NORM_ACT,
@@ -69,7 +71,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,
     *norm.FORKED_NORMS,
-    block.CONVOLUTION_CHAIN,
+    convolution_chain.CONVOLUTION_CHAIN,
     convolution.FORKED_CONVOLUTION,
     *norm.CAST_NORMS,
     *norm.NORM_FUNCTIONS,
@@ -91,7 +93,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     convolution.CONV_OF_PRODUCT,
     *convolution.CONV_BATCH_NORM,
     *convolution.CONV_BIAS,
-    block.CONVNEXT_BLOCK,
+    convnext_block.CONVNEXT_BLOCK,
     loss.NLL_LOSS,
     loss.CROSS_ENTROPY,
     softmax.SOFTMAX,
@@ -99,9 +101,9 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
 )
 
 #: What :func:`fastlayers.fold_batch_norm` looks for; no part of patching.
-FOLDING_RULES = fold.FOLD_BATCH_NORM
+FOLDING_RULES = batch_norm_folding.FOLD_BATCH_NORM
 #: And when nothing else takes a part in what was folded any more.
-LAST_FOLDING_RULES = (block.FOLDED_CHAIN,)
+LAST_FOLDING_RULES = (convolution_chain.FOLDED_CHAIN,)
 
 _registered: OrderedDict[int, GraphRule | ModuleRule] = OrderedDict()
 

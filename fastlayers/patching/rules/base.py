@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx, nn
 from torch.fx import Node
 
-from fastlayers.patching.graph import Op, View
+from fastlayers.patching.ir.operations import Op
+from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 
 __all__ = ["Deferred", "GraphRule", "Match", "ModuleRule", "always"]

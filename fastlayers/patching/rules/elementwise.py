@@ -5,32 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch.fx import Node
 
 from fastlayers import functional
-from fastlayers.patching import calls
-from fastlayers.patching.graph import Op, View
-from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.ir.view import View
+from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
+from fastlayers.patching.rules.matchers import addition, find_excite, find_squeeze_excite, mean_over_space
+from fastlayers.patching.runtime import calls
 
 __all__ = ["ADD_RELU", "EXCITE", "RELU_ADD", "RELU_ADD_BIAS", "SQUEEZE", "SQUEEZE_EXCITE", "addition"]
-
-#: What squeezes a gate between 0 and 1: functions, methods, and layers by name, for libraries have their own. Only
-#: where a product is worth a kernel hangs on it: a product is rewritten as the product that it is.
-SQUEEZING = frozenset({torch.sigmoid, F.sigmoid, F.hardsigmoid, "sigmoid"})
-SQUEEZING_LAYERS = frozenset({"sigmoid", "hardsigmoid"})
-
-
-def addition(view: View, node: Any) -> Op | Refusal | None:
-    """The node as x + y of two tensors."""
-    op = view.op(node, "add")
-    if op is None or not (view.is_tensor(op["input"]) and view.is_tensor(op["other"])):
-        return None
-    if op["alpha"] not in (None, 1):
-        return Refusal(Reason.ALPHA, f"{node}: alpha={op['alpha']}")
-    return op
 
 
 def find_add_relu(view: View, node: Node) -> Iterator[Match | Refusal]:
@@ -83,48 +67,6 @@ def find_relu_add_bias(view: View, node: Node) -> Iterator[Match | Refusal]:
                 yield Match(
                     (*match.ops, outer), functional.relu_add, (*match.args, bias), {}, (*match.tensors, *tensors)
                 )
-
-
-def is_gate(view: View, node: Any) -> bool:
-    if not isinstance(node, Node):
-        return False
-    if node.op == "call_module":
-        return type(view.child(node)).__name__.lower() in SQUEEZING_LAYERS
-    return node.target in SQUEEZING
-
-
-def find_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
-    mul = view.op(node, "mul")
-    if mul is None or mul.inplace:
-        return
-    x, y = mul["input"], mul["other"]
-    if view.is_tensor(x) and view.is_tensor(y) and (is_gate(view, x) or is_gate(view, y)):
-        yield Match((mul,), functional.mul, (x, y), {}, (x, y))
-
-
-#: The dimensions of space, of an image (N, C, H, W).
-SPACE = frozenset({(2, 3), (3, 2), (-2, -1), (-1, -2)})
-
-
-def mean_over_space(view: View, node: Any) -> Op | None:
-    """A node as the mean of an image over space, with those dimensions kept."""
-    op = view.op(node, "mean") or view.op(node, "adaptive_avg_pool2d")
-    if op is None or not view.is_tensor(op["input"]):
-        return None
-    if op.name == "adaptive_avg_pool2d":
-        return op if op["output_size"] in (1, (1, 1), [1, 1]) else None
-    dims = op["dim"]
-    known = isinstance(dims, tuple | list) and all(type(dim) is int for dim in dims) and tuple(dims) in SPACE
-    return op if known and op["keepdim"] is True and op["dtype"] is None else None
-
-
-def find_squeeze_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
-    for match in find_excite(view, node):
-        assert isinstance(match, Match)
-        for x, gate in (match.args, match.args[::-1]):
-            for user in x.users if is_gate(view, gate) else ():
-                if view.position[user] < view.position[node] and mean_over_space(view, user) is not None:
-                    yield Match(match.ops, calls.excite, (x, gate, user), {}, (x, gate))
 
 
 def find_squeeze(view: View, node: Node) -> Iterator[Match | Refusal]:

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 from torch.fx import Node
 
 from fastlayers import functional
-from fastlayers.patching import calls
-from fastlayers.patching.graph import Op, View
+from fastlayers.patching.ir.operations import Op
+from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.bias_act import parameters
-from fastlayers.patching.rules.norm import activation, behind
+from fastlayers.patching.rules.matchers import activation, behind, parameters
+from fastlayers.patching.runtime import calls
 
 __all__ = ["GATED_LINEAR", "GATES"]
 

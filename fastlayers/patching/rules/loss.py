@@ -8,10 +8,10 @@ from typing import Any
 from torch.fx import Node
 
 from fastlayers import functional
-from fastlayers.patching import calls
-from fastlayers.patching.graph import View
+from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
+from fastlayers.patching.runtime import calls
 
 __all__ = ["CROSS_ENTROPY", "NLL_LOSS"]
 

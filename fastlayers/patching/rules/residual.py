@@ -10,14 +10,14 @@ from torch import fx
 from torch.fx import Node
 
 from fastlayers import functional
-from fastlayers.patching import calls
-from fastlayers.patching.compositions import permutation
-from fastlayers.patching.graph import Attribute, Op, View
+from fastlayers.patching.capture.trace import record_child
+from fastlayers.patching.ir.decompositions import permutation
+from fastlayers.patching.ir.operations import Op
+from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match
-from fastlayers.patching.rules.elementwise import addition
-from fastlayers.patching.rules.norm import behind, closing
-from fastlayers.patching.trace import record_child
+from fastlayers.patching.rules.matchers import addition, behind, closing, dropout
+from fastlayers.patching.runtime import calls
 
 __all__ = ["DROPOUT_ADD", "SCALE_ADD"]
 
@@ -29,13 +29,6 @@ def sides(add: Op) -> Iterator[tuple[Any, Any, str]]:
     if add["input"] is not add["other"]:
         yield add["other"], add["input"], "residual"
         yield add["input"], add["other"], "x"
-
-
-def dropout(drop: Op) -> tuple[Any, Any]:
-    """The probability of a dropout, and whether it is on."""
-    if drop.child is not None:
-        return Attribute(f"{drop.child}.p"), Attribute(f"{drop.child}.training")
-    return drop.operands.get("p", 0.5), drop.operands.get("training", True)
 
 
 def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:

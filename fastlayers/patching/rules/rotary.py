@@ -11,10 +11,11 @@ import torch
 from torch.fx import Node
 
 from fastlayers import functional
-from fastlayers.patching import calls
-from fastlayers.patching.graph import Op, View
+from fastlayers.patching.ir.operations import Op
+from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
+from fastlayers.patching.runtime import calls
 
 __all__ = ["ROTARY"]
 

@@ -11,11 +11,12 @@ from torch import fx
 from torch.fx import Node
 
 from fastlayers import functional
-from fastlayers.patching import calls
-from fastlayers.patching.graph import Op, View
+from fastlayers.patching.ir.operations import Op
+from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match
-from fastlayers.patching.rules.elementwise import addition
+from fastlayers.patching.rules.matchers import addition
+from fastlayers.patching.runtime import calls
 
 __all__ = ["SOFTMAX"]
 

@@ -1,6 +1,6 @@
 """The losses of transformers' models: ``model.loss_function``, the head and its loss, losses written in a forward.
 
-The forward of such a model is compiled again from its own source (:mod:`fastlayers.patching.rebuild`), with its
+The forward of such a model is compiled again from its own source (:mod:`fastlayers.patching.capture.rebuild`), with its
 decorators around it. Where it computes logits by a linear layer and hands them to ``self.loss_function``,
 
     logits = self.lm_head(hidden_states)
@@ -36,12 +36,12 @@ from torch import Tensor, nn
 from fastlayers import functional
 from fastlayers.modules import FusedCrossEntropyLoss
 from fastlayers.ops.reference import HALF
-from fastlayers.patching import calls
-from fastlayers.patching.functions import canonical, source_of
-from fastlayers.patching.graph import hooked, original_class
+from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
+from fastlayers.patching.capture.trace import parse
+from fastlayers.patching.ir.known_functions import canonical, source_of
+from fastlayers.patching.ir.view import hooked, original_class
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rebuild import innermost, rebuild, rewrap
-from fastlayers.patching.trace import parse
+from fastlayers.patching.runtime import calls
 
 __all__ = ["DeferredLogits", "FusedModel", "fuse_losses", "pretrained_model"]
 

@@ -18,23 +18,19 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from fastlayers import functional
 from fastlayers.ops import autocast, convolution, dispatch
-from fastlayers.ops import convnext_block as blocks
 from fastlayers.ops.activations import NORM_CODES, activation
 from fastlayers.ops.batch_norm import FAMILY
 from fastlayers.ops.convolution_norm import convolution_norm
 from fastlayers.ops.squeeze_excite import convolution_of_product
-from fastlayers.patching import calls
-from fastlayers.patching.calls import Casts, batch_norm_layer, is_pointwise, join, plain
+from fastlayers.patching.runtime.calls import batch_norm_layer, is_pointwise, join, plain
 
 __all__ = [
     "adds_bias",
     "bound_by_memory",
-    "convnext_block",
     "convolution_and_more",
     "convolution_and_norm",
     "convolution_batch_norm",
     "convolve",
-    "drop_nothing",
     "forked_convolution",
     "is_forkable",
     "layer_and_more",
@@ -126,28 +122,6 @@ def convolution_and_norm(layer: Any, x: Any, norm: Any, act: str | None = None, 
         return convolution_of_product(lambda x: convolution_and_norm(layer, x, norm, act), x)
     y = convolution_norm(layer, x, norm, None, act)
     return norm(layer(x)) if y is None else y  # type: ignore[no-any-return]
-
-
-def drop_nothing(*dropouts: Any) -> bool:
-    """Whether dropouts hand on what they are given."""
-    return all(layer.p == 0.0 or not layer.training for layer in dropouts)
-
-
-def convnext_block(
-    layer: Any, x: Any, mlp: Any, gamma: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor,
-    act: str, weight2: Tensor, bias2: Tensor, *, normalized_shape: tuple[int, ...], eps: float, casts: Casts,
-) -> Tensor:  # fmt: skip
-    """x + gamma·mlp(layer_norm(layer(x))), the norm over the channels; of ``mlp`` the parameters and the activation."""
-    y = None
-    if isinstance(x, Tensor) and normalized_shape == x.shape[1:2]:
-        y = blocks.convnext_block(layer, x, norm_weight, norm_bias, eps, weight, bias, act, weight2, bias2, gamma)
-    if y is not None:
-        return y
-    z, x = forked_convolution(layer, x)
-    options = {"normalized_shape": normalized_shape, "weight": norm_weight, "bias": norm_bias, "eps": eps}
-    normed = calls.layer_norm(z.permute(0, 2, 3, 1), casts, **options)  # type: ignore[arg-type]
-    last = mlp(normed).permute(0, 3, 1, 2)
-    return calls.scale_add(last, gamma.reshape(1, -1, 1, 1), x, written=None, scaled=False)
 
 
 def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ module, with three kinds of changes:
   original statements answer, which stand behind an ``else``.
 * The name of a global function in which the same can be done, or of a known rotary function, is bound to a fused one.
   Where somebody replaces that global, what he put there is called.
-* The masks that a forward of transformers makes are left out by :mod:`fastlayers.patching.masks`.
+* The masks that a forward of transformers makes are left out by :mod:`fastlayers.patching.libraries.attention_masks`.
 
 Everything else of the source stays as it is.
 """
@@ -27,23 +27,8 @@ from typing import Any
 
 from torch import nn
 
-from fastlayers.patching.graph import original_class
-from fastlayers.patching.masks import RULE as MASK_RULE
-from fastlayers.patching.masks import leave_out_masks
-from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rebuild import rebuild, refuse_private_names, show_source
-from fastlayers.patching.rewrite import (
-    GUARD_BUILTINS,
-    Fused,
-    apply_rules,
-    body_source,
-    check_subclassing,
-    guards_source,
-    seal,
-)
-from fastlayers.patching.rotary import fused_rotary, is_rotary
-from fastlayers.patching.rules import GraphRule, graph_rules
-from fastlayers.patching.trace import (
+from fastlayers.patching.capture.rebuild import rebuild, refuse_private_names, show_source
+from fastlayers.patching.capture.trace import (
     Instrument,
     Recording,
     Stretch,
@@ -52,6 +37,21 @@ from fastlayers.patching.trace import (
     plain_forward,
     record_stretch,
 )
+from fastlayers.patching.ir.view import original_class
+from fastlayers.patching.libraries.attention_masks import RULE as MASK_RULE
+from fastlayers.patching.libraries.attention_masks import leave_out_masks
+from fastlayers.patching.libraries.rotary_functions import fused_rotary, is_rotary
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rewrite.engine import (
+    GUARD_BUILTINS,
+    Fused,
+    apply_rules,
+    body_source,
+    check_subclassing,
+    guards_source,
+    seal,
+)
+from fastlayers.patching.rules import GraphRule, graph_rules
 
 __all__ = ["fuse_stretches"]
 

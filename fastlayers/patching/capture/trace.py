@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 
-from fastlayers.patching import calls
 from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.runtime import calls
 
 __all__ = [
     "CHECKPOINTING",

@@ -5,7 +5,7 @@ return None where there is no padding, no packed sequences and nothing in the ca
 that, and wait for the GPU in every forward: it has nothing to do until the host has called the next kernels. While
 Dynamo traces they may not look, and most versions of transformers then build the whole mask, whatever they were given.
 
-A method that calls them is compiled again from its own source (:mod:`fastlayers.patching.rebuild`) and calls
+A method that calls them is compiled again from its own source (:mod:`fastlayers.patching.capture.rebuild`) and calls
 :func:`attention_mask` in their place, with what they were:
 
     positions_left_out = position_ids is None
@@ -29,11 +29,11 @@ import torch
 from torch import nn
 
 from fastlayers.ops.dispatch import composing, is_plain
-from fastlayers.patching.graph import original_class
-from fastlayers.patching.language_models import FusedModel, is_same, pretrained_model, stored
+from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
+from fastlayers.patching.capture.trace import local_names, parse
+from fastlayers.patching.ir.view import original_class
+from fastlayers.patching.libraries.language_models import FusedModel, is_same, pretrained_model, stored
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rebuild import innermost, rebuild, rewrap
-from fastlayers.patching.trace import local_names, parse
 
 __all__ = ["attention_mask", "fuse_masks", "leave_out_masks"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fastlayers.patching.graph import original_class
-from fastlayers.patching.rewrite import become, is_patched
+from fastlayers.patching.ir.view import original_class
+from fastlayers.patching.rewrite.engine import become, is_patched
 
 __all__ = [
     "arguments",

@@ -20,9 +20,10 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from fastlayers.ops import convolution_chain as chains
 from fastlayers.ops.convolution_chain import Gate
-from fastlayers.patching.blocks import parted, runs_under_autocast
-from fastlayers.patching.calls import join, no_hooks
-from fastlayers.patching.convolutions import adds_bias, convolve, layer_and_more
+from fastlayers.patching.runtime.calls import join, no_hooks
+from fastlayers.patching.runtime.convolution import adds_bias, convolve, layer_and_more
+from fastlayers.patching.runtime.convolution_chain import parted
+from fastlayers.patching.runtime.transformer_block import runs_under_autocast
 
 __all__ = ["folded", "folded_and_more", "folded_chain", "folded_sum", "forget", "may_fold"]
 

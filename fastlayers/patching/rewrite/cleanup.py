@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx import Node
 
 from fastlayers import functional
-from fastlayers.patching import calls
-from fastlayers.patching.graph import (
+from fastlayers.patching.capture.trace import Recording, bind, module_expression
+from fastlayers.patching.ir.view import (
     View,
     counts_batch,
     hooked,
@@ -21,7 +21,7 @@ from fastlayers.patching.graph import (
     is_plain_layer,
     original_class,
 )
-from fastlayers.patching.trace import Recording, bind, module_expression
+from fastlayers.patching.runtime import calls
 
 #: Layers that with p = 0 return their argument itself.
 DROPOUTS: frozenset[type[nn.Module]] = frozenset({nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d})

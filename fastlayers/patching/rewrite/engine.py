@@ -26,18 +26,8 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from fastlayers.patching import calls
-from fastlayers.patching.casting import Casts
-from fastlayers.patching.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
-from fastlayers.patching.graph import Attribute, Leading, Op, View, hooked, is_barrier, is_sequential, original_class
-from fastlayers.patching.language_models import FusedModel, fuse_losses, pretrained_model
-from fastlayers.patching.masks import fuse_masks
-from fastlayers.patching.reasons import PatchError, Reason, Refusal
-from fastlayers.patching.rebuild import show_source
-from fastlayers.patching.rules import Deferred, GraphRule, Match, ModuleRule, graph_rules
-from fastlayers.patching.spelling import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
-from fastlayers.patching.tidy import tidy
-from fastlayers.patching.trace import (
+from fastlayers.patching.capture.rebuild import show_source
+from fastlayers.patching.capture.trace import (
     CHECKPOINTING,
     Name,
     Recording,
@@ -49,6 +39,17 @@ from fastlayers.patching.trace import (
     plain_forward,
     record,
 )
+from fastlayers.patching.ir.casting import Casts
+from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
+from fastlayers.patching.ir.operations import Attribute, Leading, Op
+from fastlayers.patching.ir.spellings import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
+from fastlayers.patching.ir.view import View, hooked, is_barrier, is_sequential, original_class
+from fastlayers.patching.libraries.attention_masks import fuse_masks
+from fastlayers.patching.libraries.language_models import FusedModel, fuse_losses, pretrained_model
+from fastlayers.patching.reasons import PatchError, Reason, Refusal
+from fastlayers.patching.rewrite.cleanup import tidy
+from fastlayers.patching.rules import Deferred, GraphRule, Match, ModuleRule, graph_rules
+from fastlayers.patching.runtime import calls
 
 __all__ = [
     "GUARD_BUILTINS",

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fastlayers import functional
-from fastlayers.patching.rewrite import is_patched
-from fastlayers.patching.runs import buffers_aside, rng_state, trains, unpatched
-from fastlayers.patching.watch import MODULE_CALL, watching
+from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains, unpatched
+from fastlayers.patching.measure.watch import MODULE_CALL, watching
+from fastlayers.patching.rewrite.engine import is_patched
 
 __all__ = ["bytes_saved"]
 

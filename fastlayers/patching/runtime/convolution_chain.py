@@ -1,31 +1,15 @@
-"""Whole blocks, which are for calls under autocast; where their kernels do not apply, the steps answer."""
+"""Convolutions and their norms, one after the other: one call under autocast, else step by step."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fastlayers.ops import autocast
 from fastlayers.ops import convolution_chain as chains
-from fastlayers.ops import transformer_block as transformers
 from fastlayers.ops.convolution_chain import Gate
-from fastlayers.patching import calls
-from fastlayers.patching.calls import Casts, plain
-from fastlayers.patching.convolutions import convolution_and_norm, convolution_batch_norm
-
-__all__ = ["convolution_chain", "parted", "runs_under_autocast", "trains_under_autocast", "transformer_block"]
-
-
-def trains_under_autocast(x: Any) -> bool:
-    """Whether a call on x is recorded by autograd, and csrc has kernels for what autocast casts."""
-    return torch.is_grad_enabled() and runs_under_autocast(x)
-
-
-def runs_under_autocast(x: Any) -> bool:
-    """Whether csrc has kernels for what autocast casts in a call on x, recorded or not."""
-    return isinstance(x, Tensor) and autocast.block_kernels_for(x) is not None
+from fastlayers.patching.runtime.calls import plain
+from fastlayers.patching.runtime.convolution import convolution_and_norm, convolution_batch_norm
 
 
 def convolution_chain(
@@ -82,28 +66,3 @@ def _step(
     if residual is None:
         return y
     return y.add_(residual) if written == "norm" else y + residual
-
-
-def transformer_block(
-    x: Any, norm: Any, attention: Any, norm2: Any, mlp: Any, *parameters: Tensor | None, heads: int, act: str,
-    casts: Casts | None = None, casts2: Casts | None = None,
-) -> Tensor:  # fmt: skip
-    """s + mlp(norm2(s)) for s = x + attention(norm(x)).
-
-    Args:
-        parameters: weight and bias of the attention's linear layer for query, key and value and of the one after it,
-            and of both of the MLP.
-        casts: whether autocast only casts what the first norm gives, and ``casts2`` the same of the second one.
-    """
-    y = transformers.transformer_block(x, norm, norm2, parameters[:4], parameters[4:], heads, act)
-    if y is not None:
-        return y
-    normed, x = calls.add_layer_norm(x, None, casts=casts, **_options(norm))
-    normed, s = calls.add_layer_norm(x, attention(normed), casts=casts2, **_options(norm2))
-    return s + mlp(normed)  # type: ignore[no-any-return]
-
-
-def _options(norm: Any) -> dict[str, Any]:
-    return {
-        "normalized_shape": norm.normalized_shape, "weight": norm.weight, "bias": norm.bias, "eps": norm.eps
-    }  # fmt: skip

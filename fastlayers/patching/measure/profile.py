@@ -25,10 +25,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastlayers.patching.api import patched
-from fastlayers.patching.graph import original_class
+from fastlayers.patching.ir.view import original_class
+from fastlayers.patching.measure.runs import buffers_aside, loss_or_outputs, rng_state, trains, unpatched, unwrap
 from fastlayers.patching.report import Report, markdown_table, plain_table, readable
-from fastlayers.patching.rewrite import is_patched
-from fastlayers.patching.runs import buffers_aside, loss_or_outputs, rng_state, trains, unpatched, unwrap
+from fastlayers.patching.rewrite.engine import is_patched
 
 __all__ = ["Measurement", "ProfileReport", "kind_of", "profile_patch"]
 
@@ -190,9 +190,17 @@ class ProfileReport(Report):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from fastlayers.patching.picture import draw
+        from fastlayers.patching.measure.picture import draw
 
-        return draw(self, Path(path))
+        sides = (self.before, self.after)
+        return draw(
+            Path(path),
+            self.summary(),
+            "GPU time, ms" if self.on_gpu else "operators, ms",
+            [side.step_ms for side in sides],
+            {kind: [side.kinds.get(kind, 0.0) for side in sides] for kind in self.kinds},
+            [side.peak_bytes / 2**20 for side in sides],
+        )
 
 
 HEADER = ("", "unpatched", "patched", "change")

@@ -4,7 +4,7 @@ Under autocast a norm answers in float32, and a linear layer, a convolution, a m
 it is given. Where such an operation is all that a norm's result is used for, perhaps through views and inside of a
 child, the norm may answer in autocast's dtype at once: the cast of the same values. What is looked at are the recorded
 forwards; that the children are still the ones that were looked at, and that no hook sees what they are given, is tested
-on every call under autocast (:func:`fastlayers.patching.calls.narrower`).
+on every call under autocast (:func:`fastlayers.patching.runtime.calls.narrower`).
 
 Only one operation: of several, torch adds up the gradients in float32, of a result in 16 bits it would in 16.
 """
@@ -24,10 +24,10 @@ from torch import nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fastlayers.patching import calls
-from fastlayers.patching.graph import View, hooked, is_barrier, is_plain_layer, is_sequential, original_class
+from fastlayers.patching.capture.trace import Name, Recording, add_names, bind, module_expression, record_child
+from fastlayers.patching.ir.view import View, hooked, is_barrier, is_plain_layer, is_sequential, original_class
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.trace import Name, Recording, add_names, bind, module_expression, record_child
+from fastlayers.patching.runtime import calls
 
 __all__ = ["Casts", "cast_by"]
 

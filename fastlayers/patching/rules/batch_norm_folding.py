@@ -7,14 +7,20 @@ from typing import Any
 
 from torch import nn
 from torch.fx import Node
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
-from fastlayers.patching.folding import folded, folded_and_more, folded_sum, may_fold
-from fastlayers.patching.graph import Attribute, Leading, Op, View, counts_batch, is_about_rank, original_class
+from fastlayers.patching.ir.operations import Attribute, Leading, Op
+from fastlayers.patching.ir.view import View, original_class
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match
-from fastlayers.patching.rules.norm import Find, find_norm_act, find_norm_add, find_norm_add_act
+from fastlayers.patching.rules.matchers import (
+    Find,
+    batch_norm_and_more,
+    find_norm_act,
+    find_norm_add,
+    find_norm_add_act,
+)
+from fastlayers.patching.runtime.folded_layers import folded, folded_and_more, folded_sum, may_fold
 
 __all__ = ["FOLD_BATCH_NORM"]
 
@@ -28,45 +34,6 @@ FOLDABLE: dict[type[nn.Module], type[nn.Module]] = {
     nn.ConvTranspose2d: nn.BatchNorm2d,
     nn.ConvTranspose3d: nn.BatchNorm3d,
 }
-
-
-def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple[Op, View, tuple[Node, ...]] | None:
-    """A child that in this mode is a BatchNorm and then the children that it calls: timm's BatchNormAct2d, say.
-
-    Returns the operation, what was recorded of the child, and the nodes in it that call those children.
-    """
-    child = view.child(node) if node.op == "call_module" else None
-    if not isinstance(child, _BatchNorm) or len(node.args) != 1 or node.kwargs:
-        return None
-    path = str(node.target)
-    recording = view.record(path, 1, training)
-    if recording is None:
-        return None
-    argument, *nodes, output = recording.graph.nodes
-    result, after = output.args[0], list[Node]()
-    while isinstance(result, Node) and result.op == "call_module" and len(result.args) == 1 and not result.kwargs:
-        nodes.remove(result)
-        after.append(result)
-        result = result.args[0]
-    inner = View(recording.graph, view.root)
-    norm = inner.op(result, "batch_norm")
-    if norm is None or norm["input"] is not argument or norm["training"] is not training or norm["eps"] != child.eps:
-        return None
-    if training:
-        if norm["momentum"] is None or norm["momentum"] != child.momentum:
-            return None
-        counts = [other for other in nodes if counts_batch(other, f"{path}.num_batches_tracked")]
-        if len(counts) != 1:
-            return None
-        nodes.remove(counts[0])
-    for name in ("running_mean", "running_var", "weight", "bias"):
-        given = norm[name]
-        if given is not getattr(child, name) and getattr(given, "target", None) != f"{path}.{name}":
-            return None
-    if not all(other is norm.node or other.op == "get_attr" or is_about_rank(other) for other in nodes):
-        return None
-    operands = {"input": node.args[0]}
-    return Op("batch_norm", node, operands, child=path, recording=recording), inner, tuple(reversed(after))
 
 
 def foldable(view: View, path: str, norm: Op) -> Refusal | None:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlayers import functional
-from fastlayers.patching import calls
-from fastlayers.patching.convolutions import convolution_and_more, convolution_batch_norm
-from fastlayers.patching.folding import folded, folded_and_more, folded_sum
+from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime.convolution import convolution_and_more, convolution_batch_norm
+from fastlayers.patching.runtime.folded_layers import folded, folded_and_more, folded_sum
 
 
 @dataclass(frozen=True)

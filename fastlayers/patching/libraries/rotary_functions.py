@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastlayers import functional
-from fastlayers.patching.functions import canonical, source_of
+from fastlayers.patching.ir.known_functions import canonical, source_of
 
 __all__ = ["fused_rotary", "is_rotary"]
 

@@ -1,7 +1,7 @@
 """Reading a small graph: what a node computes however it is spelled, and which tensors share memory.
 
 A rule sees operations by their names (``add``, ``relu``, ``softmax``, ...) with named operands;
-:mod:`fastlayers.patching.spelling` has the names.
+:mod:`fastlayers.patching.ir.spellings` has the names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch import fx, nn
 from torch.fx import Node
 
 from fastlayers.modules import DROP_IN
-from fastlayers.patching import calls
-from fastlayers.patching.compositions import COMPOSITIONS
-from fastlayers.patching.fingerprints import fingerprint
-from fastlayers.patching.functions import written_function
-from fastlayers.patching.spelling import (
+from fastlayers.patching.capture.trace import Recording, record_child
+from fastlayers.patching.ir.decompositions import DECOMPOSITIONS
+from fastlayers.patching.ir.fingerprints import fingerprint
+from fastlayers.patching.ir.known_functions import written_function
+from fastlayers.patching.ir.operations import Attribute, Leading, Op
+from fastlayers.patching.ir.spellings import (
     FRESH_FUNCTIONS,
     FRESH_LAYERS,
     FRESH_METHODS,
@@ -40,44 +41,21 @@ from fastlayers.patching.spelling import (
     RANDOM,
     SPELLINGS,
 )
-from fastlayers.patching.trace import Recording, record_child
+from fastlayers.patching.runtime import calls
 
-__all__ = ["Attribute", "Leading", "Op", "View", "hooked", "is_barrier", "original_class"]
-
-
-@dataclass(frozen=True)
-class Op:
-    """One operation: its name, its operands by name, whether it writes the first of them, the child that does it."""
-
-    name: str
-    node: Node
-    operands: dict[str, Any]
-    inplace: bool = False
-    child: str | None = None
-    #: Of a child of some class of its own: the recording that shows it to be this operation, for its guards.
-    recording: Recording | None = None
-    #: The Sequentials that end with the child, the outermost first, where the node calls that one.
-    sequentials: tuple[str, ...] = ()
-    #: Of an operation that is written out in smaller ones, of which ``node`` is the last: the others, in order.
-    parts: tuple[Op, ...] = ()
-
-    def __getitem__(self, operand: str) -> Any:
-        return self.operands.get(operand)
-
-
-@dataclass(frozen=True)
-class Attribute:
-    """An operand that is an attribute of the module or of something inside it, read on every call."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class Leading:
-    """An operand that the layers of a Sequential before its last one compute: the call, and their paths in order."""
-
-    node: Node
-    paths: tuple[str, ...]
+__all__ = [
+    "JOINED_NORMS",
+    "View",
+    "counts_batch",
+    "forked",
+    "hooked",
+    "is_about_rank",
+    "is_barrier",
+    "is_fresh",
+    "is_plain_layer",
+    "is_sequential",
+    "original_class",
+]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -146,7 +124,7 @@ class View:
             return None
         found = self._layer(node) if node.op == "call_module" else self._function(node)
         if found is None or name not in (None, found.name):
-            return COMPOSITIONS[name](self, node) if name in COMPOSITIONS else None
+            return DECOMPOSITIONS[name](self, node) if name in DECOMPOSITIONS else None
         return found
 
     def _function(self, node: Node) -> Op | None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-if TYPE_CHECKING:
-    from fastlayers.patching.profile import ProfileReport
 
 __all__ = ["draw"]
 
@@ -28,29 +25,36 @@ PLAIN = ("#BBBBBB", "#444444")
 STATES = ("unpatched", "patched")
 
 
-def draw(report: ProfileReport, path: Path) -> Path:
-    """Step time, device time by kind and peak memory as bars, unpatched and patched."""
-    sides = (report.before, report.after)
+def draw(
+    path: Path, title: str, times: str, step_ms: Sequence[float], kinds: Mapping[str, Sequence[float]],
+    peak_mib: Sequence[float],
+) -> Path:  # fmt: skip
+    """Draw a step of the unpatched and of the patched model as bars: its time, its time by kind, its peak memory.
+
+    Args:
+        path: where to.
+        title: of the picture, and ``times`` of the bars by kind.
+        step_ms, peak_mib: of the unpatched and of the patched model; ``kinds`` has such a pair in ms for each kind.
+    """
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     step, device, memory = figure.subplots(1, 3, width_ratios=(1, 1.6, 1))
-    bars(step, [side.step_ms for side in sides], "step, ms")
-    bars(memory, [side.peak_bytes / 2**20 for side in sides], "peak memory, MiB")
+    bars(step, step_ms, "step, ms")
+    bars(memory, peak_mib, "peak memory, MiB")
     bottom = [0.0, 0.0]
-    for kind in report.kinds:
-        heights = [side.kinds.get(kind, 0.0) for side in sides]
+    for kind, heights in kinds.items():
         device.bar(STATES, heights, bottom=bottom, color=COLOURS[kind], label=kind, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    device.set_title("GPU time, ms" if report.on_gpu else "operators, ms", loc="left")
+    device.set_title(times, loc="left")
     handles, labels = device.get_legend_handles_labels()
     device.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for axes in (step, device, memory):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(report.summary(), x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.savefig(path, dpi=160)
     return path
 
 
-def bars(axes: Axes, heights: list[float], title: str) -> None:
+def bars(axes: Axes, heights: Sequence[float], title: str) -> None:
     drawn = axes.bar(STATES, heights, color=PLAIN, width=0.6)
     axes.bar_label(drawn, fmt="%.4g")
     axes.set_title(title, loc="left")

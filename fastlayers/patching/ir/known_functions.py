@@ -9,7 +9,7 @@ import types
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fastlayers.patching.spelling import Spelling
+from fastlayers.patching.ir.spellings import Spelling
 
 __all__ = ["canonical", "source_of", "written_function"]
 

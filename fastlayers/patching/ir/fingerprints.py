@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from fastlayers.patching.capture.trace import parse
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.trace import parse
 
 __all__ = ["Body", "Fingerprint", "fingerprint", "looks_like_a_norm"]
 

@@ -1,8 +1,8 @@
 """Operations that a graph writes out in smaller ones: the norms of model libraries, their GELUs, stochastic depth.
 
 In the graphs that Dynamo captures nothing is left of a library's modules and functions, but the dtype and the shape of
-every tensor are known. A known body (:mod:`fastlayers.patching.fingerprints` has those of the norms) is looked for node
-by node, backwards from the last one; casts that change nothing may be there or not.
+every tensor are known. A known body (:mod:`fastlayers.patching.ir.fingerprints` has those of the norms) is looked for
+node by node, backwards from the last one; casts that change nothing may be there or not.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import torch
 from torch.fx import Node
 
 from fastlayers.ops.reference import HALF
-from fastlayers.patching.fingerprints import EXPRESSIONS, Body, Expression, UnreadableError, expression_of, operation
+from fastlayers.patching.ir.fingerprints import EXPRESSIONS, Body, Expression, UnreadableError, expression_of, operation
+from fastlayers.patching.ir.operations import Op
 
 if TYPE_CHECKING:
-    from fastlayers.patching.graph import Op, View
+    from fastlayers.patching.ir.view import View
 
-__all__ = ["COMPOSITIONS"]
+__all__ = ["DECOMPOSITIONS", "permutation"]
 
 TANH = {"approximate": "tanh"}
 #: The activations that transformers writes out, by the operation and its operands, and what :mod:`calls` calls them.
@@ -164,8 +165,6 @@ def parts(view: View, nodes: frozenset[Node]) -> tuple[Op, ...]:
 
 
 def part(node: Node) -> Op:
-    from fastlayers.patching.graph import Op  # which imports this module
-
     inplace = node.op == "call_method" and str(node.target).endswith("_")
     name = "draw" if node.target == "bernoulli_" else "part"
     return Op(name, node, {"input": node.args[0]} if inplace else {}, inplace)
@@ -302,7 +301,7 @@ def is_method(node: Any, name: str) -> bool:
 
 
 #: By the name that :meth:`View.op` is asked for.
-COMPOSITIONS: dict[str | None, Callable[[View, Node], Op | None]] = {
+DECOMPOSITIONS: dict[str | None, Callable[[View, Node], Op | None]] = {
     "rms_norm": read_norm("rms_norm"),
     "layer_norm": read_norm("layer_norm"),
     "channel_layer_norm": read_channel_norm,

@@ -1,0 +1,1 @@
+"""What a patched model computes, how fast, and in how much memory."""

@@ -1,0 +1,423 @@
+"""What several rules look for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import Node
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
+
+from fastlayers import functional
+from fastlayers.ops import squeeze_excite
+from fastlayers.patching.capture.trace import record_child
+from fastlayers.patching.ir.operations import Attribute, Op
+from fastlayers.patching.ir.spellings import NORM_ATTRIBUTES
+from fastlayers.patching.ir.view import JOINED_NORMS, View, counts_batch, forked, is_about_rank, original_class
+from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.rules.base import Match
+from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime.convolution import convolution_and_norm, convolution_batch_norm
+
+Find: TypeAlias = Callable[..., Iterator[Match | Refusal]]
+
+
+# -- single operations ------------------------------------------------------------------------------------------------
+
+
+def activation(view: View, node: Any, *, written: bool = False) -> tuple[Op, str] | None:
+    """A node as an activation that a fused norm can end with, and its name there.
+
+    Args:
+        written: whether one that is written out, of which only a call knows the dtype, will do.
+    """
+    op = view.op(node, "gelu") or view.op(node, "quick_gelu") or view.op(node)
+    if op is None or (op["written"] is not None and not written):
+        return None
+    if op["written"] is not None:
+        return op, str(op["written"])
+    if op.name in ("relu", "silu", "hardswish", "quick_gelu"):
+        return op, op.name
+    if op.name == "relu6" and (op["min_val"] or 0.0, op["max_val"] or 6.0) == (0.0, 6.0):
+        return op, op.name
+    if op.name == "leaky_relu" and op["negative_slope"] in (None, 0.01):
+        return op, op.name
+    if op.name == "gelu" and op["approximate"] in (None, "none", "tanh"):
+        return op, "gelu_tanh" if op["approximate"] == "tanh" else "gelu"
+    return None
+
+
+def behind(view: View, node: Any) -> tuple[Any, tuple[Op, ...]]:
+    """What a node is but for ``nn.Identity``, and the identities in between, the last one last."""
+    passed: tuple[Op, ...] = ()
+    while (op := view.op(node, "identity")) is not None:
+        node, passed = op["input"], (op, *passed)
+    return node, passed
+
+
+def closing(view: View, node: Any, name: str) -> Op | None:
+    """A node as a norm, or as a Sequential that ends with one."""
+    return view.op(node, name) or view.last_op(node, name)
+
+
+def addition(view: View, node: Any) -> Op | Refusal | None:
+    """The node as x + y of two tensors."""
+    op = view.op(node, "add")
+    if op is None or not (view.is_tensor(op["input"]) and view.is_tensor(op["other"])):
+        return None
+    if op["alpha"] not in (None, 1):
+        return Refusal(Reason.ALPHA, f"{node}: alpha={op['alpha']}")
+    return op
+
+
+def dropout(drop: Op) -> tuple[Any, Any]:
+    """The probability of a dropout, and whether it is on."""
+    if drop.child is not None:
+        return Attribute(f"{drop.child}.p"), Attribute(f"{drop.child}.training")
+    return drop.operands.get("p", 0.5), drop.operands.get("training", True)
+
+
+def parameters(view: View, linear: Op) -> tuple[tuple[Any, Any], tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """The weight and the bias of a linear layer: as operands, and as the tensors that they are now, where known."""
+    if linear.child is not None:
+        layer: Any = view.root.get_submodule(linear.child)
+        return (Attribute(f"{linear.child}.weight"), Attribute(f"{linear.child}.bias")), (layer.weight, layer.bias)
+    weight, bias = linear["weight"], linear["bias"]
+    return (weight, bias), (view.example(weight), view.example(bias))
+
+
+def step(node: Any, target: Any, *rest: Any) -> Node | None:
+    """What a node is a call of this with, besides these arguments; None where it is another one."""
+    if not isinstance(node, Node) or node.target != target or node.args[1:] != rest or node.kwargs:
+        return None
+    return node.args[0] if isinstance(node.args[0], Node) else None
+
+
+# -- norms, and what follows them -------------------------------------------------------------------------------------
+
+
+def options(op: Op) -> dict[str, Any]:
+    """The operands of a norm but its input, by the names that torch's function has for them."""
+    if is_function(op):
+        return {name: value for name, value in op.operands.items() if name != "input"}
+    return {name: Attribute(f"{op.child}.{name}") for name in NORM_ATTRIBUTES[op.name]}
+
+
+def is_function(op: Op) -> bool:
+    """Whether the operands of an operation are its own; those of a layer of torch are attributes of it."""
+    return op.child is None or op.recording is not None
+
+
+def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Find:
+    def find(view: View, node: Node) -> Iterator[Match | Refusal]:
+        found = activation(view, node)
+        if found is None:
+            return
+        before, passed = behind(view, found[0]["input"])
+        norm = closing(view, before, name)
+        if norm is not None and norm["act"] is None:
+            target, args, kwargs = call(norm, found[1])
+            yield Match((norm, *passed, found[0]), target, args, kwargs, (norm["input"],))
+
+    return find
+
+
+def find_norm_add(name: str, call: Callable[[Op, Any, str | None], tuple[Any, ...]]) -> Find:
+    """norm(x) + residual; the residual may be the result of such a norm too."""
+
+    def find(view: View, node: Any) -> Iterator[Match | Refusal]:
+        plain = view.op(node, "add")
+        if plain is None:
+            return
+        operands = [behind(view, plain[side]) for side in ("input", "other")]
+        norms = [closing(view, before, name) for before, _ in operands]
+        add = addition(view, node) if any(norms) else None
+        if isinstance(add, Refusal):
+            yield add
+        if not isinstance(add, Op) or add["input"] is add["other"]:
+            return
+        sides = zip(norms, operands, (add["other"], add["input"]), ("norm", "residual"), strict=True)
+        # One that stands in this forward comes before one that has to be taken out of a Sequential.
+        for norm, (_, passed), residual, written in sorted(
+            sides, key=lambda side: bool(side[0] and side[0].sequentials)
+        ):
+            if norm is not None and norm["residual"] is None and norm["act"] is None:
+                target, args, kwargs = call(norm, residual, written if add.inplace else None)
+                yield Match((norm, *passed, add), target, args, kwargs, (norm["input"], residual))
+
+    return find
+
+
+def find_norm_add_act(name: str, call: Callable[[Op, Any, str | None], tuple[Any, ...]]) -> Find:
+    find_add = find_norm_add(name, call)
+
+    def find(view: View, node: Node) -> Iterator[Match | Refusal]:
+        found = activation(view, node)
+        if found is None:
+            return
+        before, passed = behind(view, found[0]["input"])
+        for match in find_add(view, before):
+            if isinstance(match, Refusal):
+                yield match
+            else:
+                ops, kwargs = (*match.ops, *passed, found[0]), {**match.kwargs, "act": found[1]}
+                yield Match(ops, match.target, match.args, kwargs, match.tensors)
+
+    return find
+
+
+def joins(view: View, x: Node, user: Node) -> bool:
+    """Whether a node only adds x to something: the sum is a tensor of its own, and x stays what it was."""
+    op = view.op(user, "add")
+    if op is not None:
+        return not op.inplace and op.child is None
+    return user.target in JOINED_NORMS and forked(user) is None and not user.kwargs.get("inplace", False)
+
+
+def may_be_written(view: View, x: Node, norm: Node, later: tuple[Node, ...]) -> bool:
+    """Whether x, or what may share memory with it, is written where the other use has yet to come."""
+    last = max(view.position[user] for user in later)
+    shared = {x}
+    for node in view.position:
+        if node is norm or shared.isdisjoint(node.all_input_nodes):  # the norm's result is a tensor of its own
+            continue
+        if view.position[norm] < view.position[node] < last and view.written(node):
+            return True
+        if view.memory(node) - {node}:
+            shared.add(node)
+    return False
+
+
+# -- a BatchNorm, and the convolution before it -----------------------------------------------------------------------
+
+
+def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple[Op, View, tuple[Node, ...]] | None:
+    """A child that in this mode is a BatchNorm and then the children that it calls: timm's BatchNormAct2d, say.
+
+    Returns the operation, what was recorded of the child, and the nodes in it that call those children.
+    """
+    child = view.child(node) if node.op == "call_module" else None
+    if not isinstance(child, _BatchNorm) or len(node.args) != 1 or node.kwargs:
+        return None
+    path = str(node.target)
+    recording = view.record(path, 1, training)
+    if recording is None:
+        return None
+    argument, *nodes, output = recording.graph.nodes
+    result, after = output.args[0], list[Node]()
+    while isinstance(result, Node) and result.op == "call_module" and len(result.args) == 1 and not result.kwargs:
+        nodes.remove(result)
+        after.append(result)
+        result = result.args[0]
+    inner = View(recording.graph, view.root)
+    norm = inner.op(result, "batch_norm")
+    if norm is None or norm["input"] is not argument or norm["training"] is not training or norm["eps"] != child.eps:
+        return None
+    if training:
+        if norm["momentum"] is None or norm["momentum"] != child.momentum:
+            return None
+        counts = [other for other in nodes if counts_batch(other, f"{path}.num_batches_tracked")]
+        if len(counts) != 1:
+            return None
+        nodes.remove(counts[0])
+    for name in ("running_mean", "running_var", "weight", "bias"):
+        given = norm[name]
+        if given is not getattr(child, name) and getattr(given, "target", None) != f"{path}.{name}":
+            return None
+    if not all(other is norm.node or other.op == "get_attr" or is_about_rank(other) for other in nodes):
+        return None
+    operands = {"input": node.args[0]}
+    return Op("batch_norm", node, operands, child=path, recording=recording), inner, tuple(reversed(after))
+
+
+def find_batch_norm(view: View, node: Node) -> Iterator[Match]:
+    """A conv, and a BatchNorm: alone, with what the rules for norms took into it, or of a class that activates too."""
+    absorbed: tuple[Op, ...] = ()
+    target: Any = convolution_batch_norm
+    kwargs: dict[str, Any] = {}
+    merged = node.target is calls.batch_norm_layer
+    if not merged and (node.op != "call_module" or len(node.args) != 1):
+        return
+    conv = convolution_before(view, node.args[1 if merged else 0])
+    if conv is None:  # before anything is recorded
+        return
+    if merged:
+        layer, x, *rest = node.args
+        norm = Op("batch_norm", node, {"input": x}, child=str(getattr(layer, "target", None)))
+        kwargs = {**dict(zip(("residual",), rest, strict=False)), **node.kwargs}
+    elif (plain := view.op(node, "batch_norm")) is not None and plain.child is not None and plain.recording is None:
+        norm = plain
+    elif (found := batch_norm_and_more(view, node, training=True)) is not None:
+        norm, inner, after = found
+        ending = closed(inner, after)
+        if ending is None:
+            return
+        absorbed, act = ending
+        target, kwargs = convolution_and_norm, {} if act is None else {"act": act}
+    else:
+        return
+    if not fits(view, conv, norm):
+        return
+    if conv.node.target is squeeze_excite.convolution_of_product:
+        kwargs["of_product"] = True
+    x = conv["input"]
+    args = (Attribute(str(conv.child)), x, Attribute(str(norm.child)))
+    tensors = (x, kwargs["residual"]) if kwargs.get("residual") is not None else (x,)
+    yield Match((conv, norm), target, args, kwargs, tensors, absorbed=absorbed)
+
+
+def convolution_before(view: View, node: Any) -> Op | None:
+    """A node as the call of a convolution, perhaps of a product."""
+    if isinstance(node, Node) and node.target is squeeze_excite.convolution_of_product:
+        layer, x = node.args
+        return Op("convolution", node, {"input": x}, child=str(getattr(layer, "target", None)))
+    conv = view.op(node, "convolution")
+    return conv if conv is not None and conv.child is not None else None
+
+
+def closed(inner: View, after: tuple[Node, ...]) -> tuple[tuple[Op, ...], str | None] | None:
+    """The children that a norm calls, as identities and at most one activation at the end; and the name of that."""
+    ops: list[Op] = []
+    for position, call in enumerate(after, 1):
+        if (op := inner.op(call, "identity")) is not None:
+            ops.append(op)
+        elif position == len(after) and (last := activation(inner, call)) is not None:
+            return (*ops, last[0]), last[1]
+        else:
+            return None
+    return tuple(ops), None
+
+
+def fits(view: View, conv: Op, norm: Op) -> bool:
+    """Whether these are a Conv2d without a bias and a BatchNorm2d, or one of a class made from it."""
+    layer: Any = view.root.get_submodule(str(conv.child))
+    batch_norm: Any = view.root.get_submodule(str(norm.child))
+    original = original_class(batch_norm)
+    return (
+        original_class(layer) is nn.Conv2d
+        and layer.bias is None
+        and not is_parametrized(layer)
+        and not is_parametrized(batch_norm)
+        and (original is nn.BatchNorm2d or (norm.recording is not None and issubclass(original, nn.BatchNorm2d)))
+    )
+
+
+# -- squeeze-and-excite -----------------------------------------------------------------------------------------------
+
+
+#: What squeezes a gate between 0 and 1: functions, methods, and layers by name, for libraries have their own. Only
+#: where a product is worth a kernel hangs on it: a product is rewritten as the product that it is.
+SQUEEZING = frozenset({torch.sigmoid, F.sigmoid, F.hardsigmoid, "sigmoid"})
+
+
+SQUEEZING_LAYERS = frozenset({"sigmoid", "hardsigmoid"})
+
+
+def is_gate(view: View, node: Any) -> bool:
+    if not isinstance(node, Node):
+        return False
+    if node.op == "call_module":
+        return type(view.child(node)).__name__.lower() in SQUEEZING_LAYERS
+    return node.target in SQUEEZING
+
+
+def find_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
+    mul = view.op(node, "mul")
+    if mul is None or mul.inplace:
+        return
+    x, y = mul["input"], mul["other"]
+    if view.is_tensor(x) and view.is_tensor(y) and (is_gate(view, x) or is_gate(view, y)):
+        yield Match((mul,), functional.mul, (x, y), {}, (x, y))
+
+
+#: The dimensions of space, of an image (N, C, H, W).
+SPACE = frozenset({(2, 3), (3, 2), (-2, -1), (-1, -2)})
+
+
+def mean_over_space(view: View, node: Any) -> Op | None:
+    """A node as the mean of an image over space, with those dimensions kept."""
+    op = view.op(node, "mean") or view.op(node, "adaptive_avg_pool2d")
+    if op is None or not view.is_tensor(op["input"]):
+        return None
+    if op.name == "adaptive_avg_pool2d":
+        return op if op["output_size"] in (1, (1, 1), [1, 1]) else None
+    dims = op["dim"]
+    known = isinstance(dims, tuple | list) and all(type(dim) is int for dim in dims) and tuple(dims) in SPACE
+    return op if known and op["keepdim"] is True and op["dtype"] is None else None
+
+
+def find_squeeze_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
+    for match in find_excite(view, node):
+        assert isinstance(match, Match)
+        for x, gate in (match.args, match.args[::-1]):
+            for user in x.users if is_gate(view, gate) else ():
+                if view.position[user] < view.position[node] and mean_over_space(view, user) is not None:
+                    yield Match(match.ops, calls.excite, (x, gate, user), {}, (x, gate))
+
+
+# -- an MLP -----------------------------------------------------------------------------------------------------------
+
+
+def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
+    found = activation(view, node, written=True)
+    if found is None:
+        return
+    before, passed = behind(view, found[0]["input"])
+    linear = view.op(before, "linear")
+    if linear is None or linear.recording is not None:
+        return
+    operands, (weight, bias) = parameters(view, linear)
+    if weight is None or bias is None:
+        return
+    if bias.dtype != weight.dtype:
+        yield Refusal(Reason.BIAS_DTYPE, linear.child or str(before))
+        return
+    x = linear["input"]
+    yield Match((linear, *passed, found[0]), calls.linear_act, (x, *operands, found[1]), {}, (x,))
+
+
+def find_mlp(view: View, node: Node) -> Iterator[Match | Refusal]:
+    linear = view.op(node, "linear")
+    if linear is None or linear.recording is not None:
+        return
+    before, passed = behind(view, linear["input"])
+    drop = view.op(before, "dropout")
+    dropped: tuple[Any, ...] = ()
+    if drop is not None and not drop.inplace:
+        dropped = dropout(drop)
+        before, earlier = behind(view, drop["input"])
+        passed = (*earlier, drop, *passed)
+    for match in find_linear_act(view, before) if isinstance(before, Node) else ():
+        if isinstance(match, Match):
+            ops, args = (*match.ops, *passed, linear), (*match.args, *parameters(view, linear)[0], *dropped)
+            yield Match(ops, calls.mlp, args, {}, match.tensors)
+
+
+def inside(view: View, node: Node) -> tuple[Op, tuple[Op, ...], tuple[Any, ...]] | None:
+    """A child that is an MLP and nothing else: the call of it, the operations in it, its parameters and activation."""
+    child: Any = view.child(node)
+    recording = record_child(view.root, child, 1)
+    if recording is None:
+        return None
+    argument, *nodes, output = recording.graph.nodes
+    inner, result = View(recording.graph, view.root), output.args[0]
+    after: list[Op] = []
+    while (op := inner.op(result, "identity") or inner.op(result, "dropout")) is not None:
+        after.append(op)
+        result = op["input"]
+    for match in find_mlp(inner, result) if isinstance(result, Node) else ():
+        if isinstance(match, Refusal) or match.args[0] is not argument:
+            continue
+        ops = (*match.ops, *after)
+        known = {op.node for op in ops}
+        drops = [view.root.get_submodule(str(op.child)) for op in ops if op.name == "dropout"]
+        if all(n in known or n.op == "get_attr" for n in nodes) and all(
+            original_class(drop) is nn.Dropout and drop.p == 0.0 for drop in drops
+        ):
+            call = Op("mlp", node, {"input": node.args[0]}, child=str(node.target), recording=recording)
+            return call, ops, match.args[1:6]
+    return None
