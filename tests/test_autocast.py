@@ -20,8 +20,8 @@ from fastlayers import backends, functional, patch_model, patch_report, verify_p
 from fastlayers.ops import autocast, batch_norm, bias_act, layer_norm, linear
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime.convnext_block import convnext_block
 from fastlayers.patching.runtime.convolution import (
-    convnext_block,
     convolution_and_more,
     convolution_batch_norm,
     forked_convolution,

@@ -20,15 +20,14 @@ from fastlayers.patching import (
     PatchError,
     PatchWarning,
     Reason,
-    convolutions,
     fold_batch_norm,
-    folding,
     patch_model,
     plan_fold,
     plan_patch,
     unfold_batch_norm,
     unpatch_model,
 )
+from fastlayers.patching.runtime import convolution, folded_layers
 
 
 class Block(nn.Module):
@@ -325,9 +324,9 @@ def test_copies_and_pickles(net):
 def test_memory_is_given_back():
     net = fold_batch_norm(Net().eval())
     infer(net, image())
-    assert len([norm for norm in net.modules() if norm in folding._folded]) == 4
+    assert len([norm for norm in net.modules() if norm in folded_layers._folded]) == 4
     unfold_batch_norm(net)
-    assert not [norm for norm in net.modules() if norm in folding._folded]
+    assert not [norm for norm in net.modules() if norm in folded_layers._folded]
     fold_batch_norm(net)
     infer(net, image())
     kept = weakref.ref(net.block.bn1)
@@ -655,8 +654,8 @@ def kernel(monkeypatch):
         return bias is not None and not isinstance(layer, nn.Linear) and not torch.is_grad_enabled()
 
     kernels = types.SimpleNamespace(channel_bias_act_=channel_bias_act_)
-    monkeypatch.setattr(convolutions, "FAMILY", types.SimpleNamespace(serving=lambda x: kernels))
-    for module in (convolutions, folding):
+    monkeypatch.setattr(convolution, "FAMILY", types.SimpleNamespace(serving=lambda x: kernels))
+    for module in (convolution, folded_layers):
         monkeypatch.setattr(module, "adds_bias", adds_bias)
     return calls
 
@@ -750,7 +749,7 @@ def test_weights_are_cast_once_under_autocast(make, norm, shape):
     assert first.dtype == torch.bfloat16
     assert torch.equal(first, again)
     torch.testing.assert_close(first, expected.to(first.dtype), rtol=5e-2, atol=5e-2)
-    (kept,) = [folding._folded[module] for module in model.modules() if module in folding._folded]
+    (kept,) = [folded_layers._folded[module] for module in model.modules() if module in folded_layers._folded]
     assert {dtype: weight.dtype for dtype, (weight, _) in kept.weights.items()} == {torch.bfloat16: torch.bfloat16}
     assert infer(model, x).dtype == torch.float32
     assert set(kept.weights) == {torch.float32, torch.bfloat16}

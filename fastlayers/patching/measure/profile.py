@@ -24,11 +24,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastlayers.patching.api import patched
 from fastlayers.patching.ir.view import original_class
 from fastlayers.patching.measure.runs import buffers_aside, loss_or_outputs, rng_state, trains, unpatched, unwrap
 from fastlayers.patching.report import Report, markdown_table, plain_table, readable
 from fastlayers.patching.rewrite.engine import is_patched
+from fastlayers.patching.rewrite.plan import patched
 
 __all__ = ["Measurement", "ProfileReport", "kind_of", "profile_patch"]
 
