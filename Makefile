@@ -47,7 +47,7 @@ $(ENV):
 	@touch $@
 
 build: $(ENV)  ## compile csrc into fastlayers/_C.so
-	@echo 'Compiling what has changed of csrc (with nvcc, for several GPUs, some minutes)'
+	@echo 'Compiling what has changed in csrc (CUDA kernels for the GPUs of this machine or FASTLAYERS_CUDA_ARCHS: minutes)'
 	@$(PY) fastlayers/build.py
 
 lint: $(ENV)  ## ruff: rules and format
@@ -97,7 +97,7 @@ bench-models: fastlayers/_C.so  ## whole models on a GPU, with its python3, tran
 
 wheel: $(ENV)  ## dist/fastlayers-*-py3-none-linux_x86_64.whl, for every GPU from sm_80 on
 	rm -rf build/lib* dist
-	FASTLAYERS_BUILD_EXT=1 FASTLAYERS_CUDA_ARCHS='80;86;89;90;100;120' \
+	FASTLAYERS_BUILD_EXT=1 FASTLAYERS_CUDA_ARCHS='80;86;89;90;100;120+PTX' \
 	    $(PY) -m pip wheel --no-deps --wheel-dir dist .
 
 # Each of PYTHONS has a torch of its own: make test-wheel PYTHONS='venvs/torch-2.11/bin/python venvs/newest/bin/python'

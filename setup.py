@@ -1,7 +1,7 @@
-"""Only what pyproject.toml cannot say: how _C.so is built, and the tag of the wheel that holds it.
+"""What pyproject.toml cannot express: how to build _C.so, and the tag of the wheel that contains it.
 
-FASTLAYERS_BUILD_EXT decides about the C++ and CUDA part: "auto" (default) builds what this machine can and never fails
-the installation, "0" builds nothing, "1" makes any failure fatal. fastlayers/build.py has the other variables.
+FASTLAYERS_BUILD_EXT controls the C++ and CUDA part: "auto" (default) builds what this machine can build and never fails
+the installation, "0" builds nothing, "1" makes any failure fatal. fastlayers/build.py documents the other variables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODE = os.environ.get("FASTLAYERS_BUILD_EXT", "auto")
 if MODE not in ("auto", "0", "1"):
     sys.exit(f"FASTLAYERS_BUILD_EXT={MODE!r}: expected auto, 0 or 1")
 
-# By path: importing the package would import torch, which need not be importable here.
+# Loaded by path, because importing the package would import torch, which may not be importable here.
 spec = importlib.util.spec_from_file_location("fastlayers_build", ROOT / "fastlayers" / "build.py")
 assert spec is not None
 assert spec.loader is not None
@@ -31,7 +31,7 @@ spec.loader.exec_module(builder)
 
 
 class BuildExt(build_ext):
-    """Makes _C.so with fastlayers/build.py; what setuptools knows about compilers is not used."""
+    """Builds _C.so with fastlayers/build.py instead of setuptools' own compilers."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
@@ -40,7 +40,7 @@ class BuildExt(build_ext):
         folder = builder.PACKAGE if self.inplace else Path(self.build_lib, "fastlayers")
         library = folder / "_C.so"
         if not self.inplace:
-            # build/lib outlives a build: what an earlier one left there must not get into this wheel.
+            # build/lib survives between builds: a library that an earlier build left must not get into this wheel.
             library.unlink(missing_ok=True)
         try:
             info = self.compile(library)
@@ -53,7 +53,7 @@ class BuildExt(build_ext):
         info.write(library)
 
     def compile(self, library: Path) -> builder.BuildInfo:  # type: ignore[name-defined]
-        # Architectures that were asked for by name are part of what must not fail.
+        # If the user names architectures, a build without CUDA kernels is a failure too.
         strict = MODE == "1" and bool(os.environ.get("FASTLAYERS_CUDA_ARCHS"))
         objects = Path(self.build_temp, "csrc")
         try:
@@ -74,7 +74,7 @@ class BuildExt(build_ext):
 
 
 class BdistWheel(bdist_wheel):
-    """Any Python may load _C.so, which holds no Python symbols; only the platform is left of the tag."""
+    """Tags the wheel by platform only: _C.so has no Python symbols, so any Python can load it."""
 
     def get_tag(self) -> tuple[str, str, str]:
         if Path(self.get_finalized_command("build_ext").build_lib, "fastlayers", "_C.so").exists():
@@ -88,7 +88,7 @@ def report(done: int, total: int, what: str) -> None:
 
 setup(
     packages=[*find_packages(include=["fastlayers", "fastlayers.*"]), "fastlayers.csrc"],
-    # The sources are installed too: `python -m fastlayers build` compiles them later, once a compiler is there.
+    # The sources are installed too, so that `python -m fastlayers build` can compile them later.
     package_dir={"fastlayers.csrc": "csrc"},
     package_data={"fastlayers": ["py.typed"], "fastlayers.csrc": ["*.cpp", "*.cu", "*.h", "*.cuh", "common/*"]},
     ext_modules=[] if MODE == "0" else [Extension("fastlayers._C", sources=[])],

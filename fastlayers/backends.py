@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 
+from fastlayers.build import BuildInfo
+
 __all__ = ["BACKENDS", "BackendError", "available", "backend", "get_backend", "set_backend"]
 
 BACKENDS = ("eager", "compile", "triton", "cuda", "cpu")
@@ -89,7 +91,7 @@ def problem(name: str, device: torch.device | None = None) -> str | None:
     elif _library_problem is not None:
         return _library_problem
     elif not has_library_kernel("softmax_forward", "CUDA"):
-        return f"{LIBRARY.name} was built without nvcc; {BUILD_HINT} nvcc"
+        return f"{LIBRARY.name} was built without CUDA kernels; {BUILD_HINT} nvcc and a GPU"
     if kind not in (None, "cuda"):
         return f"it serves CUDA tensors, and got one on {device}"
     if not torch.cuda.is_available():
@@ -97,6 +99,11 @@ def problem(name: str, device: torch.device | None = None) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MINIMUM_CAPABILITY:
         return f"needs compute capability {MINIMUM_CAPABILITY} or newer, and the device has {capability}"
+    if name == "cuda":
+        built = BuildInfo.read(LIBRARY)
+        if built is not None and not built.runs_on(capability):
+            needed = f"sm_{capability[0]}{capability[1]}"
+            return f"{LIBRARY.name} has {built.contents()}, not for {needed}; run `python -m fastlayers build`"
     return None
 
 

@@ -1,16 +1,17 @@
 """Compile ``csrc`` into ``fastlayers/_C.so``, the C++ and CUDA part of the package.
 
-``pip install`` (through setup.py), ``make build`` and ``python -m fastlayers build`` all come here. The file imports
-neither torch nor fastlayers, so that it runs by path before either is importable: it needs torch's headers and
-libraries on disk and nothing more. What it builds has no Python symbols and only PyTorch's stable ABI, so one file
-serves every Python and every torch from 2.11 on.
+``pip install`` (through setup.py), ``make build`` and ``python -m fastlayers build`` all call :func:`build`. This file
+imports neither torch nor fastlayers, so it can run by path before either is importable: it only needs torch's headers
+and libraries on disk. The library has no Python symbols and uses only PyTorch's stable ABI, so one file serves every
+Python and every torch from 2.11 on.
 
 Environment variables:
-    FASTLAYERS_CUDA_ARCHS: compute capabilities to compile for, as "90" or "80;90". Default: those of the GPUs that
-        nvidia-smi lists, else "80;90".
-    CUDA_HOME, CUDA_PATH: the CUDA toolkit. Where one is set, no other is looked for.
-    CXX: the C++ compiler.
-    MAX_JOBS: how many compilers run at once, as for torch's own extension builder.
+    FASTLAYERS_CUDA_ARCHS: Compute capabilities to compile for, such as "90" or "80;90+PTX". As in torch's
+        TORCH_CUDA_ARCH_LIST, +PTX adds PTX, which a driver compiles for GPUs that are newer than the list. Default: the
+        capabilities of the GPUs that nvidia-smi lists. With neither, the CUDA part is not built.
+    CUDA_HOME, CUDA_PATH: The CUDA toolkit. If one is set, the build looks nowhere else.
+    CXX: The C++ compiler.
+    MAX_JOBS: The number of compilers to run at once, as for torch's own extension builder.
 """
 
 from __future__ import annotations
@@ -39,37 +40,55 @@ OLDEST_TORCH = (2, 11)
 #: The oldest torch whose stable ABI the library may use, in the encoding of torch/headeronly/version.h.
 TORCH_TARGET_VERSION = "0x020b000000000000"
 OLDEST_ARCH = 80
-DEFAULT_ARCHS = ("80", "90")
+PTX = "+PTX"
+NO_GPU = (
+    "no GPU of compute capability 8.0 or later here. To compile CUDA kernels for another machine, name its capability: "
+    "FASTLAYERS_CUDA_ARCHS=90 python -m fastlayers build"
+)
 
-#: Called as report(steps done, steps in all, what was just done).
+#: Called as report(steps done, total steps, what was just done).
 Report = Callable[[int, int, str], None]
 
 
 class BuildError(RuntimeError):
-    """The library cannot be built here; the message says what is missing or what failed."""
+    """The library cannot be built on this machine. The message says what is missing or what failed."""
 
 
 class CudaBuildError(BuildError):
-    """The CUDA part cannot be built here; the C++ part may."""
+    """The CUDA part cannot be built on this machine. The C++ part may still be."""
 
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """What a library was built from. Kept beside it as JSON, which ``python -m fastlayers info`` reads."""
+    """What a library was built from, kept beside it as JSON. ``python -m fastlayers info`` reads it."""
 
     torch: str | None = None
     compiler: str | None = None
     nvcc: str | None = None
     cuda_archs: tuple[str, ...] = ()
-    #: Why a part is missing; None where everything was built.
+    #: Why a part is missing, or None if everything was built.
     problem: str | None = None
 
     def contents(self) -> str:
-        """One line: what the library holds, and why not more."""
+        """One line: what the library contains, and why a part is missing."""
         parts = ["CPU kernels"]
         if self.cuda_archs:
-            parts.append(f"CUDA kernels for {', '.join(f'sm_{arch}' for arch in self.cuda_archs)}")
+            named = (f"sm_{arch}".replace(PTX, " with PTX") for arch in self.cuda_archs)
+            parts.append(f"CUDA kernels for {', '.join(named)}")
         return " and ".join(parts) + (f" ({self.problem})" if self.problem else "")
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether the CUDA kernels run on a GPU of this compute capability.
+
+        Machine code runs on the later GPUs of its generation, PTX on all later ones, and code with a suffix on its own.
+        """
+        device = 10 * capability[0] + capability[1]
+        for arch in self.cuda_archs:
+            built = _arch_number(arch)
+            later = arch.removesuffix(PTX).isdecimal() and (arch.endswith(PTX) or device // 10 == built // 10)
+            if device == built or (later and device > built):
+                return True
+        return False
 
     def write(self, library: Path) -> None:
         library.with_suffix(".json").write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -96,8 +115,8 @@ def _torch_folders() -> Iterator[Path]:
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.submodule_search_locations:
         yield Path(next(iter(spec.submodule_search_locations)))
-    # pip isolates a build by hiding the site-packages of the environment that it installs into from sys.path, but it
-    # runs that environment's interpreter, which still knows where they are. A venv may also see those of its base.
+    # An isolated pip build hides the target environment's site-packages from sys.path, but it runs that environment's
+    # interpreter, which still knows where they are. A venv may also see the site-packages of its base.
     prefixes = [sys.prefix, sys.exec_prefix, sys.base_prefix]
     paths = sysconfig.get_paths()
     for folder in [paths["purelib"], paths["platlib"], *site.getsitepackages(prefixes), site.getusersitepackages()]:
@@ -105,10 +124,10 @@ def _torch_folders() -> Iterator[Path]:
 
 
 def find_torch() -> Torch:
-    """The torch whose headers and libraries to build against.
+    """Find the torch whose headers and libraries to build against.
 
     Raises:
-        BuildError: there is none, or only one that is older than 2.11.
+        BuildError: If there is no torch, or only one older than 2.11.
     """
     seen: list[str] = []
     for root in dict.fromkeys(_torch_folders()):
@@ -122,34 +141,34 @@ def find_torch() -> Torch:
         seen.append(f"{found[1]}.{found[2]}{found[3]} in {root}" if found else str(root))
     oldest = ".".join(map(str, OLDEST_TORCH))
     raise BuildError(
-        f"torch {oldest} or later, with its C++ headers, is needed to build; found "
+        f"the build needs torch {oldest} or later with its C++ headers; found "
         f"{', '.join(seen) or 'no torch in this environment'}"
     )
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler as the start of a command line: $CXX, else g++, c++ or clang++.
+    """Find the C++ compiler, as the start of a command line: $CXX, else g++, c++ or clang++.
 
     Raises:
-        BuildError: there is none.
+        BuildError: If there is none.
     """
     asked = os.environ.get("CXX")
     if asked:
         command = shlex.split(asked)
         if shutil.which(command[0]) is None:
-            raise BuildError(f"no C++ compiler: CXX={asked!r}, and there is no such program")
+            raise BuildError(f"no C++ compiler: CXX={asked!r} does not exist")
         return command
     for name in ("g++", "c++", "clang++"):
         if shutil.which(name):
             return [name]
-    raise BuildError("no C++ compiler: none of g++, c++ and clang++ is on PATH, and CXX is not set")
+    raise BuildError("no C++ compiler: g++, c++ and clang++ are not on PATH, and CXX is not set")
 
 
 def find_nvcc() -> str:
-    """Path of the CUDA compiler.
+    """Find the CUDA compiler.
 
     Raises:
-        CudaBuildError: there is none.
+        CudaBuildError: If there is none.
     """
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         home = os.environ.get(variable)
@@ -157,10 +176,10 @@ def find_nvcc() -> str:
             nvcc = Path(home, "bin", "nvcc")
             if nvcc.is_file():
                 return str(nvcc)
-            raise CudaBuildError(f"no nvcc: {variable}={home!r}, and there is no {nvcc}")
+            raise CudaBuildError(f"no nvcc: {variable}={home!r}, but {nvcc} does not exist")
     path = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if path is None:
-        raise CudaBuildError("no nvcc: not on PATH, not in /usr/local/cuda/bin, and CUDA_HOME is not set")
+        raise CudaBuildError("no nvcc: it is not on PATH or in /usr/local/cuda/bin, and CUDA_HOME is not set")
     return path
 
 
@@ -175,13 +194,13 @@ def _nvcc_version(nvcc: str) -> str:
 
 
 def _cudart_folders(nvcc: str) -> list[str]:
-    # nvcc may be a wrapper far from its toolkit, so ask it where it links from.
+    # nvcc may be a wrapper outside of its toolkit, so ask it where it links from.
     output = _output_of(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull)
     return [shlex.split(folder)[0] for folder in re.findall(r'"-L[^"]*"', output)]
 
 
 def _gpu_archs() -> list[str]:
-    """Compute capabilities of this machine's GPUs; none where there is no GPU or no driver."""
+    """Compute capabilities of this machine's GPUs. Empty without a GPU or a driver."""
     try:
         output = subprocess.run(
             ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
@@ -189,39 +208,52 @@ def _gpu_archs() -> list[str]:
         ).stdout  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [line.replace(".", "") for line in output.split() if re.fullmatch(r"\d+\.\d", line)]
+    archs = [line.replace(".", "") for line in output.split() if re.fullmatch(r"\d+\.\d", line)]
+    return [arch for arch in archs if int(arch) >= OLDEST_ARCH]
 
 
 def _arch_number(arch: str) -> int:
-    return int(arch.rstrip("af"))
+    return int(arch.removesuffix(PTX).rstrip("af"))
 
 
-def choose_archs(nvcc: str) -> tuple[str, ...]:
-    """Compute capabilities to compile for, ascending: FASTLAYERS_CUDA_ARCHS, else this machine's GPUs, else 80 and 90.
+def wanted_archs() -> list[str]:
+    """Compute capabilities to compile for: FASTLAYERS_CUDA_ARCHS, else those of this machine's GPUs, which may be none.
 
     Raises:
-        CudaBuildError: FASTLAYERS_CUDA_ARCHS names something that is no capability, is older than 8.0, or is unknown to
-            this nvcc.
+        CudaBuildError: If FASTLAYERS_CUDA_ARCHS names something that is not a compute capability, or is older than 8.0.
     """
-    supported = set(re.findall(r"compute_(\d+[af]?)", _output_of(nvcc, "--list-gpu-arch")))
-    newest = max(map(_arch_number, supported))
     asked = os.environ.get("FASTLAYERS_CUDA_ARCHS", "")
     archs = [arch.replace(".", "") for arch in re.split(r"[;,\s]+", asked) if arch]
     for arch in archs:
-        if not re.fullmatch(r"\d{2,3}[af]?", arch) or _arch_number(arch) < OLDEST_ARCH:
+        if not re.fullmatch(r"\d{2,3}[af]?(\+PTX)?", arch) or _arch_number(arch) < OLDEST_ARCH:
             raise CudaBuildError(
                 f"FASTLAYERS_CUDA_ARCHS={asked!r}: expected compute capabilities from {OLDEST_ARCH} on, "
-                f"as in '90' or '80;90', and {arch!r} is none"
+                f"such as '90' or '80;90+PTX', but got {arch!r}"
             )
-        if str(_arch_number(arch)) not in supported:
+    return archs or _gpu_archs()
+
+
+def choose_archs(nvcc: str, wanted: list[str]) -> tuple[str, ...]:
+    """The wanted compute capabilities as this nvcc compiles for them, ascending.
+
+    Raises:
+        CudaBuildError: If this nvcc does not know one that FASTLAYERS_CUDA_ARCHS names.
+    """
+    supported = set(re.findall(r"compute_(\d+[af]?)", _output_of(nvcc, "--list-gpu-arch")))
+    newest = max(map(_arch_number, supported))
+    asked = os.environ.get("FASTLAYERS_CUDA_ARCHS")
+    chosen = set()
+    for arch in wanted:
+        if str(_arch_number(arch)) in supported:
+            chosen.add(arch)
+        elif asked:
             known = ", ".join(sorted(supported, key=_arch_number))
             raise CudaBuildError(
                 f"FASTLAYERS_CUDA_ARCHS={asked!r}: nvcc {_nvcc_version(nvcc)} does not know {arch!r}, only {known}"
             )
-    if not archs:
-        # A GPU newer than this nvcc runs the PTX of the newest capability that it knows.
-        archs = [arch if arch in supported else str(newest) for arch in _gpu_archs() if int(arch) >= OLDEST_ARCH]
-    return tuple(sorted(set(archs or DEFAULT_ARCHS), key=_arch_number))
+        else:  # a GPU that is newer than this nvcc: its driver compiles the PTX
+            chosen.add(f"{newest}{PTX}")
+    return tuple(sorted(chosen, key=_arch_number))
 
 
 # What to run ---------------------------------------------------------------------------------------------------------
@@ -229,17 +261,17 @@ def choose_archs(nvcc: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Step:
-    """One command that makes one file, skipped where neither its inputs nor the command changed since."""
+    """One command that makes one file. It is skipped if neither its inputs nor the command have changed."""
 
     command: tuple[str, ...]
     inputs: tuple[Path, ...]
     output: Path
     stamp: Path
-    #: What decides besides the command line, such as the version of the compiler behind it.
+    #: What else the output depends on, such as the version of the compiler.
     tools: str
 
     def _key(self) -> str:
-        # The output's own time is in the key: a library that something else put there is made anew.
+        # The key includes the output's own time: a library that something else put there is replaced.
         command = [word for word in self.command if not word.startswith("--threads=")]
         return json.dumps([command, self.tools, self.output.stat().st_mtime_ns])
 
@@ -251,9 +283,9 @@ class Step:
             return False
 
     def run(self) -> str:
-        """Run the command; what the tools printed (warnings) is returned."""
-        # Renamed into place when whole: an interrupted compiler leaves no half-written file, and a process that has
-        # the old library mapped keeps it.
+        """Run the command and return what it printed, such as warnings."""
+        # The output is renamed into place when it is complete: an interrupted compiler leaves no partial file, and a
+        # process that has mapped the old library keeps it.
         partial = self.output.with_name(f"{self.output.name}.{os.getpid()}.tmp")
         command = [*self.command, "-o", str(partial)]
         self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -271,11 +303,11 @@ class Step:
 
 
 def csrc_folder() -> Path:
-    """The sources: inside an installed package, else beside the package in a checkout."""
+    """The sources: inside an installed package, or beside the package in a checkout."""
     for folder in (PACKAGE / "csrc", PACKAGE.parent / "csrc"):
         if list(folder.glob("*.cpp")):
             return folder
-    raise BuildError(f"no C++ sources: neither {PACKAGE / 'csrc'} nor {PACKAGE.parent / 'csrc'} holds *.cpp files")
+    raise BuildError(f"no C++ sources: neither {PACKAGE / 'csrc'} nor {PACKAGE.parent / 'csrc'} contains *.cpp files")
 
 
 def _jobs() -> int:
@@ -287,15 +319,20 @@ def _jobs() -> int:
     return int(asked)
 
 
-def _gencode(archs: tuple[str, ...]) -> list[str]:
-    """Machine code for each capability, and PTX of the newest, from which a driver makes code for later GPUs."""
-    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    newest = _arch_number(archs[-1])
-    return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+def _code_flags(archs: tuple[str, ...], nvcc_version: str) -> list[str]:
+    """Machine code for each capability, PTX where it is asked for, all of it compressed: a tenth of the size."""
+    flags = []
+    for arch in archs:
+        number = arch.removesuffix(PTX)
+        code = f"[sm_{number},compute_{number}]" if arch.endswith(PTX) else f"sm_{number}"
+        flags.append(f"-gencode=arch=compute_{number},code={code}")
+    # The smallest form needs a driver of CUDA 12.4 or later, and an older nvcc may serve an older driver.
+    small = int(nvcc_version.split(".")[0]) >= 13
+    return [*flags, "--compress-mode=size" if small else "-Xfatbin=-compress-all"]
 
 
 def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: str | None) -> list[Step]:
-    """The commands that make ``library``: one a source, and the link, which comes last."""
+    """The commands that make ``library``: one for each source, and the link, which comes last."""
     csrc = csrc_folder()
     headers = tuple(sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cuh")]))
     sources = sorted(csrc.glob("*.cpp"))
@@ -311,14 +348,16 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
 
     steps = [compile_step(source, *cxx, "-fPIC", "-fvisibility=hidden") for source in sources]
     if nvcc is not None:
+        assert info.nvcc is not None
         # One source takes far longer than the others, so each may use every core for its architectures.
-        threads = min(_jobs(), len(info.cuda_archs) + 1)
+        threads = min(_jobs(), len(info.cuda_archs))
         host = ["-ccbin", cxx[-1]] if os.environ.get("CXX") else []
         flags = [*host, "-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr", f"--threads={threads}"]
-        steps += [compile_step(s, nvcc, *flags, *_gencode(info.cuda_archs)) for s in cuda_sources]
+        flags += _code_flags(info.cuda_archs, info.nvcc)
+        steps += [compile_step(source, nvcc, *flags) for source in cuda_sources]
     link = [*cxx, "-shared", *(str(step.output) for step in steps), f"-L{torch.root / 'lib'}"]
-    # libtorch, not libtorch_cuda: the same file then loads on a CPU-only torch, and under a CUDA build libtorch brings
-    # libtorch_cuda into scope. cudart is linked in, so that no CUDA library is needed to load either.
+    # Linking libtorch and not libtorch_cuda lets the same file load on a CPU-only torch. In a CUDA build of torch,
+    # libtorch brings libtorch_cuda into scope. cudart is linked statically, so loading needs no CUDA library either.
     link += ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
     if nvcc is not None:
         link += [*_cudart_folders(nvcc), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
@@ -327,11 +366,17 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     return [*steps, linking]
 
 
+def _source_size(step: Step) -> int:
+    return step.inputs[0].stat().st_size
+
+
 def _run(steps: list[Step], report: Report) -> None:
     *compiles, link = steps
     done = 0
+    # The longest source first: compiled last, it would leave the other cores idle.
+    stale = sorted((step for step in compiles if not step.up_to_date()), key=_source_size, reverse=True)
     with ThreadPoolExecutor(_jobs()) as pool:
-        running = {pool.submit(step.run): step for step in compiles if not step.up_to_date()}
+        running = {pool.submit(step.run): step for step in stale}
         done = len(compiles) - len(running)
         try:
             for future in as_completed(running):
@@ -350,29 +395,34 @@ def _run(steps: list[Step], report: Report) -> None:
 
 
 def build(library: Path, objects: Path, *, cuda: bool | None = None, report: Report = lambda *_: None) -> BuildInfo:
-    """Compile csrc into ``library``, with what this machine has; object files that are up to date are kept.
+    """Compile csrc into ``library`` with what this machine has. Object files that are up to date are kept.
 
     Args:
         library: The file to make. Its description goes beside it, with the suffix ``.json``.
         objects: A folder for object files.
-        cuda: Whether to build the CUDA part. None: if there is an nvcc.
-        report: Told about every finished step.
+        cuda: Whether to build the CUDA part. None builds it if there is an nvcc, and a GPU or FASTLAYERS_CUDA_ARCHS to
+            compile for.
+        report: Called after every finished step.
 
     Raises:
-        BuildError: no compiler, no torch, or a C++ source did not compile.
-        CudaBuildError: a CUDA source did not compile, FASTLAYERS_CUDA_ARCHS is wrong, or ``cuda`` is True and there is
-            no nvcc.
+        BuildError: If there is no compiler or no torch, or if a C++ source does not compile.
+        CudaBuildError: If a CUDA source does not compile, if FASTLAYERS_CUDA_ARCHS is wrong, or if ``cuda`` is True and
+            there is no nvcc or nothing to compile for.
     """
     if not sys.platform.startswith("linux"):
-        raise BuildError(f"the C++ and CUDA kernels are built on Linux, and this is {sys.platform}")
+        raise BuildError(f"the C++ and CUDA kernels only build on Linux, and this is {sys.platform}")
     if library.parent.exists() and not os.access(library.parent, os.W_OK):
         raise BuildError(f"no permission to write {library}")
     torch = find_torch()
     compiler = _output_of(*find_compiler(), "--version").splitlines()[0]
     nvcc: str | None = None
     problem: str | None = None
+    archs: list[str] = []
     if cuda is not False:
+        archs = wanted_archs()
         try:
+            if not archs:
+                raise CudaBuildError(NO_GPU)
             nvcc = find_nvcc()
         except CudaBuildError as error:
             if cuda:
@@ -382,7 +432,7 @@ def build(library: Path, objects: Path, *, cuda: bool | None = None, report: Rep
         torch=torch.version,
         compiler=compiler,
         nvcc=_nvcc_version(nvcc) if nvcc else None,
-        cuda_archs=choose_archs(nvcc) if nvcc else (),
+        cuda_archs=choose_archs(nvcc, archs) if nvcc else (),
         problem=problem,
     )
     _run(_steps(library, objects, torch, info, nvcc), report)
@@ -391,7 +441,7 @@ def build(library: Path, objects: Path, *, cuda: bool | None = None, report: Rep
 
 
 def build_in_place(report: Report = lambda *_: None) -> BuildInfo:
-    """Compile for the package that this file belongs to, in a checkout or installed."""
+    """Compile for the package that contains this file, in a checkout or installed."""
     with contextlib.ExitStack() as stack:
         if csrc_folder().parent == PACKAGE:
             objects = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastlayers-")))
@@ -401,7 +451,7 @@ def build_in_place(report: Report = lambda *_: None) -> BuildInfo:
 
 
 def main() -> None:
-    """``make build``: before fastlayers and its requirements are importable."""
+    """``make build``, which runs before fastlayers and its requirements are importable."""
     try:
         info = build_in_place(lambda done, total, what: print(f"[{done}/{total}] {what}", flush=True))
     except BuildError as error:

@@ -92,7 +92,7 @@ def _built() -> Iterator[tuple[str, str]]:
     if made is None:
         yield "built from", f"unknown: {builder.LIBRARY.with_suffix('.json').name} is missing"
         return
-    yield "holds", made.contents()
+    yield "contains", made.contents()
     yield "built with", f"{made.compiler}; nvcc {made.nvcc or 'none'}; headers of torch {made.torch}"
 
 
@@ -119,7 +119,7 @@ def _backends() -> Table:
 
 
 def _how_to_get(backend: str) -> str:
-    """What the user of this machine has to do for a backend that is missing: the first obstacle, not all of them."""
+    """What the user of this machine has to do first to get a missing backend."""
     import torch
 
     if backend in ("triton", "cuda") and torch.version.cuda is None:
@@ -142,7 +142,7 @@ def _how_to_build(backend: str) -> str:
     except builder.CudaBuildError:
         return "install the CUDA toolkit (for its nvcc), then run `python -m fastlayers build`"
     except builder.BuildError as error:
-        return f"{error}; once that is mended, run `python -m fastlayers build`"
+        return f"{error}; fix that, then run `python -m fastlayers build`"
     return "run `python -m fastlayers build`"
 
 
@@ -154,9 +154,9 @@ def build() -> None:
     """Compile the C++ and CUDA kernels here.
 
     \b
-    FASTLAYERS_CUDA_ARCHS  compute capabilities, as "90" or "80;90"; default: this machine's GPUs
+    FASTLAYERS_CUDA_ARCHS  compute capabilities, such as "90" or "80;90+PTX"; default: this machine's GPUs
     CUDA_HOME, CXX         the CUDA toolkit and the C++ compiler
-    MAX_JOBS               how many compilers run at once
+    MAX_JOBS               number of compilers to run at once
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -14,6 +14,7 @@ from ops import ADD_RELU, OPS, SOFTMAX
 
 from fastlayers import backends, functional
 from fastlayers.backends import BackendError
+from fastlayers.build import BuildInfo
 
 ROOT = Path(__file__).parents[1]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -53,6 +54,22 @@ def test_backend_that_is_absent(name):
     with pytest.raises(BackendError, match=f"backend '{name}' is not available here: .{{10,}}"):
         backends.set_backend(name)
     assert backends.get_backend() == before
+
+
+def test_cuda_kernels_for_another_gpu(monkeypatch, tmp_path):
+    """The backend is absent, with the reason, where the library has no code for the device: calls fall back."""
+    monkeypatch.setattr(backends, "LIBRARY", tmp_path / "_C.so")
+    monkeypatch.setattr(backends, "_library_problem", None)
+    monkeypatch.setattr(backends, "has_library_kernel", lambda op, key: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    BuildInfo(cuda_archs=("90",)).write(backends.LIBRARY)
+    reason = backends.problem("cuda", torch.device("cuda"))
+    assert reason is not None
+    assert "CUDA kernels for sm_90" in reason
+    assert "not for sm_120" in reason
+    BuildInfo(cuda_archs=("90+PTX",)).write(backends.LIBRARY)
+    assert backends.problem("cuda", torch.device("cuda")) is None
 
 
 @has_cpu_kernels

@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """A folder at the head of PATH, and a function that puts a shell script there."""
+    """A folder at the head of PATH, and a function that puts a shell script there. No GPU is visible."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -34,7 +34,14 @@ def programs(tmp_path, monkeypatch):
         path.chmod(0o755)
         return path
 
+    add("nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
     return add
+
+
+@pytest.fixture
+def h100(programs):
+    """An nvidia-smi that lists one H100."""
+    programs("nvidia-smi", "echo 9.0")
 
 
 NVCC = """
@@ -114,7 +121,7 @@ def test_a_compiler_that_is_not_there(programs, monkeypatch):
     with pytest.raises(builder.BuildError, match="CXX='ccache no-such-compiler'"):
         builder.find_compiler()
     monkeypatch.delenv("CXX")
-    with pytest.raises(builder.BuildError, match=r"none of g\+\+, c\+\+ and clang\+\+ is on PATH"):
+    with pytest.raises(builder.BuildError, match=r"g\+\+, c\+\+ and clang\+\+ are not on PATH"):
         builder.find_compiler()
 
 
@@ -127,39 +134,87 @@ def test_cuda_home_decides(nvcc, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("asked", "archs"),
-    [("90", ("90",)), ("120;80", ("80", "120")), ("8.0, 9.0", ("80", "90")), ("90a", ("90a",)), ("90 90", ("90",))],
+    [
+        ("90", ("90",)),
+        ("120;80", ("80", "120")),
+        ("8.0, 9.0", ("80", "90")),
+        ("90a", ("90a",)),
+        ("90 90", ("90",)),
+        ("8.0;9.0+PTX", ("80", "90+PTX")),
+    ],
 )
-def test_archs_that_were_asked_for(nvcc, monkeypatch, asked, archs):
+def test_archs_that_were_asked_for(nvcc, h100, monkeypatch, asked, archs):
     monkeypatch.setenv("FASTLAYERS_CUDA_ARCHS", asked)
-    assert builder.choose_archs(nvcc) == archs
+    assert builder.choose_archs(nvcc, builder.wanted_archs()) == archs
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("hopper", "expected compute capabilities from 80 on.* 'hopper' is none"),
-        ("75", "expected compute capabilities from 80 on.* '75' is none"),
+        ("hopper", "expected compute capabilities from 80 on.* but got 'hopper'"),
+        ("75", "expected compute capabilities from 80 on.* but got '75'"),
+        ("90+ptx", r"such as '90' or '80;90\+PTX', but got '90\+ptx'"),
         ("80;100", "nvcc 12.8.93 does not know '100', only 75, 80, 86, 90, 120"),
     ],
 )
 def test_archs_that_cannot_be(nvcc, monkeypatch, asked, message):
     monkeypatch.setenv("FASTLAYERS_CUDA_ARCHS", asked)
     with pytest.raises(builder.CudaBuildError, match=message):
-        builder.choose_archs(nvcc)
+        builder.choose_archs(nvcc, builder.wanted_archs())
 
 
 @pytest.mark.parametrize(
     ("answer", "archs"),
     [
         ("echo 9.0; echo 8.6; echo 9.0", ("86", "90")),
-        ("echo 12.1", ("120",)),  # newer than this nvcc: its newest, whose PTX runs there
-        ("echo 7.5", ("80", "90")),  # too old for any kernel
-        ("echo NVIDIA-SMI has failed; exit 9", ("80", "90")),
+        ("echo 12.1", ("120+PTX",)),  # newer than this nvcc: PTX of its newest runs there
+        ("echo 7.5", ()),  # too old for any kernel
+        ("echo NVIDIA-SMI has failed; exit 9", ()),
     ],
 )
 def test_archs_of_the_gpus_that_are_here(programs, nvcc, answer, archs):
     programs("nvidia-smi", answer)
-    assert builder.choose_archs(nvcc) == archs
+    assert builder.choose_archs(nvcc, builder.wanted_archs()) == archs
+
+
+@pytest.mark.parametrize(
+    ("version", "archs", "expected"),
+    [
+        ("13.0.88", ("90",), ["-gencode=arch=compute_90,code=sm_90", "--compress-mode=size"]),
+        # nvcc 12 may serve a driver that does not read the smallest form.
+        ("12.8.93", ("90a",), ["-gencode=arch=compute_90a,code=sm_90a", "-Xfatbin=-compress-all"]),
+        (
+            "13.0.88",
+            ("80", "90+PTX"),
+            [
+                "-gencode=arch=compute_80,code=sm_80",
+                "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+                "--compress-mode=size",
+            ],
+        ),
+    ],
+)
+def test_no_ptx_unless_it_is_asked_for(version, archs, expected):
+    assert builder._code_flags(archs, version) == expected
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        (("90",), (9, 0), True),
+        (("80",), (8, 9), True),  # machine code of the same generation
+        (("89",), (8, 0), False),
+        (("80",), (9, 0), False),
+        (("80+PTX",), (9, 0), True),
+        (("90+PTX",), (8, 0), False),
+        (("80", "90"), (12, 0), False),
+        (("100a",), (10, 3), False),
+        (("100a+PTX",), (12, 0), False),
+        ((), (9, 0), False),
+    ],
+)
+def test_gpus_that_the_kernels_run_on(archs, capability, runs):
+    assert builder.BuildInfo(cuda_archs=archs).runs_on(capability) == runs
 
 
 # What is compiled ----------------------------------------------------------------------------------------------------
@@ -209,7 +264,36 @@ def test_a_source_that_does_not_compile(programs, csrc, tmp_path):
 
 
 @needs_compiler
-def test_a_cuda_source_that_does_not_compile(nvcc, csrc, tmp_path):
+def test_without_a_gpu_nvcc_is_not_started(nvcc, programs, csrc, tmp_path, monkeypatch):
+    programs("nvcc", f"touch {tmp_path / 'started'}")
+    (csrc / "kernel.cu").write_text("")
+    info = builder.build(tmp_path / "_C.so", tmp_path / "objects")
+    assert not (tmp_path / "started").exists()
+    assert (tmp_path / "_C.so").exists(), "the C++ part is built all the same"
+    assert info.problem is not None
+    assert info.problem.endswith("FASTLAYERS_CUDA_ARCHS=90 python -m fastlayers build")
+    assert info.contents() == f"CPU kernels ({info.problem})"
+    with pytest.raises(builder.CudaBuildError, match=r"no GPU of compute capability 8\.0 or later"):
+        builder.build(tmp_path / "_C.so", tmp_path / "objects", cuda=True)
+
+
+@needs_compiler
+def test_archs_that_were_asked_for_start_nvcc_without_a_gpu(nvcc, csrc, tmp_path, monkeypatch):
+    (csrc / "kernel.cu").write_text("")
+    monkeypatch.setenv("FASTLAYERS_CUDA_ARCHS", "90")
+    with pytest.raises(builder.CudaBuildError, match="unsupported GNU version"):
+        builder.build(tmp_path / "_C.so", tmp_path / "objects")
+
+
+@needs_compiler
+def test_the_longest_source_is_compiled_first(programs, csrc, tmp_path, monkeypatch):
+    monkeypatch.setenv("MAX_JOBS", "1")
+    (csrc / "z_longest.cpp").write_text("int longest() { return 0; }  // " + "so long " * 100 + "\n")
+    assert compiled(tmp_path) == ["z_longest.cpp", "answer.cpp", "_C.so"]
+
+
+@needs_compiler
+def test_a_cuda_source_that_does_not_compile(nvcc, h100, csrc, tmp_path):
     (csrc / "kernel.cu").write_text("")
     with pytest.raises(builder.CudaBuildError, match="unsupported GNU version"):
         builder.build(tmp_path / "_C.so", tmp_path / "objects")
@@ -227,6 +311,7 @@ def test_what_was_built_is_on_record(tmp_path):
     info.write(tmp_path / "_C.so")
     assert builder.BuildInfo.read(tmp_path / "_C.so") == info
     assert info.contents() == "CPU kernels and CUDA kernels for sm_80, sm_90"
+    assert builder.BuildInfo(cuda_archs=("90+PTX",)).contents() == "CPU kernels and CUDA kernels for sm_90 with PTX"
     assert builder.BuildInfo.read(tmp_path / "elsewhere" / "_C.so") is None
 
 
@@ -269,7 +354,7 @@ def contents(tmp_path: Path) -> tuple[str, set[str], dict[str, str] | None]:
 
 
 @needs_compiler
-def test_install_without_nvcc(programs, tmp_path):
+def test_install_without_nvcc(programs, h100, tmp_path):
     done = wheel(tmp_path, CUDA_HOME="/nowhere")
     assert done.returncode == 0, done.stderr
     tag, names, record = contents(tmp_path)
@@ -285,7 +370,18 @@ def test_install_without_nvcc(programs, tmp_path):
 
 
 @needs_compiler
-def test_install_where_nvcc_fails(nvcc, tmp_path):
+def test_install_without_a_gpu(nvcc, programs, tmp_path):
+    programs("nvcc", f"touch {tmp_path / 'started'}")
+    done = wheel(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "started").exists()
+    _, names, record = contents(tmp_path)
+    assert "fastlayers/_C.so" in names
+    assert "FASTLAYERS_CUDA_ARCHS=90 python -m fastlayers build" in record["problem"]
+
+
+@needs_compiler
+def test_install_where_nvcc_fails(nvcc, h100, tmp_path):
     done = wheel(tmp_path)
     assert done.returncode == 0, done.stderr
     tag, names, record = contents(tmp_path)

@@ -70,6 +70,13 @@ def test_info_says_how_to_get_a_backend(monkeypatch):
     assert cli._how_to_get("cpu").startswith("no C++ compiler: CXX='no-such-compiler'")
 
 
+def test_info_says_how_to_get_cuda_kernels_without_a_gpu(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(builder, "LIBRARY", tmp_path / "_C.so")
+    builder.LIBRARY.touch()
+    builder.BuildInfo(problem=builder.NO_GPU).write(builder.LIBRARY)
+    assert "FASTLAYERS_CUDA_ARCHS=90 python -m fastlayers build" in run("info").output
+
+
 def test_build_reports_what_it_made(run, monkeypatch, tmp_path):
     def build_in_place(report):
         report(1, 1, "_C.so")
