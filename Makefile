@@ -50,9 +50,10 @@ build: $(ENV)  ## compile csrc into fastlayers/_C.so
 	@echo 'Compiling what has changed in csrc (CUDA kernels for the GPUs of this machine or FASTLAYERS_CUDA_ARCHS: minutes)'
 	@$(PY) fastlayers/build.py
 
-lint: $(ENV)  ## ruff: rules and format
+lint: $(ENV)  ## ruff: rules and format; import-linter: rooms, layers, no cycles
 	$(PY) -m ruff check --output-format concise .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache
 
 types: $(ENV)  ## mypy
 	$(PY) -m mypy

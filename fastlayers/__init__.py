@@ -16,8 +16,8 @@ from fastlayers.patching import (
     unpatch_model,
     verify_patch,
 )
+from fastlayers.version import __version__ as __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "compile_report",
     "fold_batch_norm",

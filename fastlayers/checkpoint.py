@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastlayers.version import __version__
+
 __all__ = ["CheckpointError", "IncompatibleKeys", "load_model", "save_model"]
 
 #: Attributes under which a wrapper holds the model, by the package of the wrapper's class.
@@ -50,8 +52,6 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     from safetensors.torch import save_file
 
-    import fastlayers
-
     state = canonical_state(model)
     for key, value in state.items():
         check_storable(key, value)
@@ -64,7 +64,7 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
         if value.numel() and (pointer in seen or value.untyped_storage().nbytes() != value.nbytes):
             tensors[key] = value.clone()
         seen.add(pointer)
-    metadata = {"format": "pt", "fastlayers": fastlayers.__version__, TIED: json.dumps(tied)}
+    metadata = {"format": "pt", "fastlayers": __version__, TIED: json.dumps(tied)}
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot save to {path}: there is no directory {path.parent}")

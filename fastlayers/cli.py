@@ -18,12 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fastlayers import build as builder
+from fastlayers.patching.libraries import targets
+from fastlayers.patching.libraries.targets import TARGET, Shapes
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from fastlayers.patching.libraries.targets import Shapes
     from fastlayers.patching.report import Report
 
     Inputs: TypeAlias = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
@@ -176,11 +177,6 @@ def build() -> None:
 
 # scan, verify and bench ----------------------------------------------------------------------------------------------
 
-TARGET = (
-    "TARGET is timm:NAME, torchvision:NAME, transformers:NAME (bert, BertConfig, BertForMaskedLM, owner/name) or "
-    "package.module:CALLABLE (anything that returns a module). Weights are random."
-)
-
 
 def _shapes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Shapes:
     shapes: Shapes = []
@@ -207,15 +203,13 @@ INPUT = click.option(
     help="Shape of a random input, as 2,3,224,224 or input_ids=2,64; again for each further input. Names that end with "
     "ids get token numbers.  [default: two images or texts of the size that the model is for]",
 )
-TINY = click.option("--tiny", is_flag=True, help="Make a model of transformers with few and small layers.")
+TINY = click.option("--tiny", is_flag=True, help=targets.TINY)
 
 
 def _load(target: str, tiny: bool, weights: bool = True) -> nn.Module:
-    from fastlayers.patching.libraries.targets import TargetError, load_target
-
     try:
-        return load_target(target, tiny=tiny, weights=weights)
-    except TargetError as error:
+        return targets.load_target(target, tiny=tiny, weights=weights)
+    except targets.TargetError as error:
         raise click.BadParameter(str(error), param_hint="TARGET") from None
 
 
@@ -230,12 +224,10 @@ def _inputs(model: nn.Module, shapes: Shapes, dtype: torch.dtype | None = None) 
     """Random inputs on the device of the model."""
     import torch
 
-    from fastlayers.patching.libraries.targets import TargetError, default_inputs, random_inputs
-
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     try:
-        return random_inputs(model, shapes or default_inputs(model), device, dtype)
-    except TargetError as error:
+        return targets.random_inputs(model, shapes or targets.default_inputs(model), device, dtype)
+    except targets.TargetError as error:
         raise click.ClickException(str(error)) from None
 
 
@@ -295,7 +287,7 @@ def scan(target: str, shapes: Shapes, tiny: bool, form: str) -> None:
 
     model = _load(target, tiny, weights=False)
     examples: Any = None
-    if shapes or target.startswith(("timm:", "torchvision:", "transformers:")):
+    if shapes or targets.names_library(target):
         try:
             args, kwargs = inputs = _inputs(model, shapes)
             _try_out(model, inputs)

@@ -14,8 +14,8 @@ from patching_harness import builder, fused, reasons, same, tensors
 from torch import nn
 
 from fastlayers.patching import Reason, patch_model, plan_patch, unpatch_model, verify_patch
-from fastlayers.patching.rewrite.engine import share_lookups
-from fastlayers.patching.runtime.calls import untouched
+from fastlayers.patching.rewrite.generate import share_lookups
+from fastlayers.patching.runtime.checks import untouched
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlayers.patching import PatchWarning, Reason, api, patch_model, plan_patch, unpatch_model
+from fastlayers.patching import PatchWarning, Reason, patch_model, plan_patch, unpatch_model
+from fastlayers.patching.rewrite import plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::fastlayers.patching.PatchWarning")
 
@@ -1088,7 +1089,7 @@ class AForwardThatRaises(Base):
 
 @pytest.mark.parametrize(("cls", "reason"), CASES)
 def test_a_forward_is_fused_or_refused_with_its_reason(cls, reason, monkeypatch):
-    monkeypatch.setattr(api, "fuse_stretches", lambda *args, **options: None)  # as a whole, not in parts
+    monkeypatch.setattr(plan, "fuse_stretches", lambda *args, **options: None)  # as a whole, not in parts
     module = cls()
     before = {name: repr(value) for name, value in vars(module).items()}
     row = plan_patch(module)[""]

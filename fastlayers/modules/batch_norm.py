@@ -13,7 +13,7 @@ from fastlayers import functional
 from fastlayers.ops.activations import activation
 
 
-def _normalize(layer: _BatchNorm, input: Tensor, residual: Tensor | None = None, act: str | None = None) -> Tensor:
+def normalize(layer: _BatchNorm, input: Tensor, residual: Tensor | None = None, act: str | None = None) -> Tensor:
     """What ``forward`` of torch's layers does, with :func:`fastlayers.functional.batch_norm` at its end."""
     layer._check_input_dim(input)
     training, momentum = layer.training, layer.momentum
@@ -41,7 +41,7 @@ class FusedBatchNorm1d(nn.BatchNorm1d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return _normalize(self, input)
+        return normalize(self, input)
 
 
 class FusedBatchNorm2d(nn.BatchNorm2d):
@@ -51,7 +51,7 @@ class FusedBatchNorm2d(nn.BatchNorm2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return _normalize(self, input)
+        return normalize(self, input)
 
 
 class FusedBatchNorm3d(nn.BatchNorm3d):
@@ -61,7 +61,7 @@ class FusedBatchNorm3d(nn.BatchNorm3d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return _normalize(self, input)
+        return normalize(self, input)
 
 
 class _BatchNormAct(_BatchNorm):
@@ -73,7 +73,7 @@ class _BatchNormAct(_BatchNorm):
         self.act = act
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        return _normalize(self, input, residual, self.act)
+        return normalize(self, input, residual, self.act)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, act={self.act}"

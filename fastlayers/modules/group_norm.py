@@ -44,7 +44,7 @@ class FusedGroupNormAct(nn.GroupNorm):
         return f"{super().extra_repr()}, act={self.act}"
 
 
-def _apply(self: _InstanceNorm, input: Tensor, act: str | None = None) -> Tensor:
+def apply_instance_norm(self: _InstanceNorm, input: Tensor, act: str | None = None) -> Tensor:
     """What torch's layers call on a batch, once they have checked its shape; and an activation."""
     return functional.instance_norm(
         input,
@@ -65,7 +65,7 @@ class FusedInstanceNorm1d(nn.InstanceNorm1d):
     Constructor, parameters, buffers and repr are torch's.
     """
 
-    _apply_instance_norm = _apply
+    _apply_instance_norm = apply_instance_norm
 
 
 class FusedInstanceNorm2d(nn.InstanceNorm2d):
@@ -74,7 +74,7 @@ class FusedInstanceNorm2d(nn.InstanceNorm2d):
     Constructor, parameters, buffers and repr are torch's.
     """
 
-    _apply_instance_norm = _apply
+    _apply_instance_norm = apply_instance_norm
 
 
 class FusedInstanceNorm3d(nn.InstanceNorm3d):
@@ -83,4 +83,4 @@ class FusedInstanceNorm3d(nn.InstanceNorm3d):
     Constructor, parameters, buffers and repr are torch's.
     """
 
-    _apply_instance_norm = _apply
+    _apply_instance_norm = apply_instance_norm

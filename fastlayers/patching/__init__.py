@@ -4,7 +4,6 @@ from fastlayers.patching.api import (
     fold_batch_norm,
     patch_model,
     patch_report,
-    patched,
     plan_fold,
     plan_patch,
     unfold_batch_norm,
@@ -17,7 +16,9 @@ from fastlayers.patching.measure.profile import Measurement, ProfileReport, prof
 from fastlayers.patching.measure.verify import Comparison, VerifyReport, verify_patch
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
-from fastlayers.patching.rules import GraphRule, Match, ModuleRule, register_rule
+from fastlayers.patching.rewrite.plan import patched
+from fastlayers.patching.rules import register_rule
+from fastlayers.patching.rules.base import GraphRule, Match, ModuleRule
 
 __all__ = [
     "Comparison",

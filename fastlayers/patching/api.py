@@ -7,34 +7,28 @@ from typing import Any
 
 from torch import nn
 
-from fastlayers.patching.ir.view import original_class
 from fastlayers.patching.measure.runs import arguments
 from fastlayers.patching.measure.traffic import bytes_saved
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.report import PatchReport
-from fastlayers.patching.rewrite.engine import (
-    become,
-    is_folded,
-)
+from fastlayers.patching.rewrite.classes import become, is_folded
 from fastlayers.patching.rewrite.plan import (
     FilterFn,
     Pattern,
     apply,
     left_alone,
     make_plan,
-    patched,
     restore,
     swap,
     warn_of_stuck,
 )
+from fastlayers.patching.runtime.checks import original_class
 from fastlayers.patching.runtime.folded_layers import forget
 
 __all__ = [
-    "Pattern",
     "fold_batch_norm",
     "patch_model",
     "patch_report",
-    "patched",
     "plan_fold",
     "plan_patch",
     "unfold_batch_norm",

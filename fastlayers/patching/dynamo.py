@@ -21,12 +21,12 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from fastlayers.patching.capture.trace import Recording
+from fastlayers.patching.capture.recording import Recording
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rules import graph_rules
-from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime import python
 
 __all__ = ["compile_report", "dynamo_backend"]
 
@@ -80,7 +80,7 @@ def graphs(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
             if node.target is torch.ops.higher_order.tag_activation_checkpoint:
                 body: Any = owner.get_submodule(str(node.args[0].target))
                 if "_checkpoint_context_fn" not in body.meta:
-                    node.target = calls.checkpointed
+                    node.target = python.checkpointed
                     found[body] = None
                     owner.recompile()
     return list(found)

@@ -24,10 +24,13 @@ from torch import nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fastlayers.patching.capture.trace import Name, Recording, add_names, bind, module_expression, record_child
-from fastlayers.patching.ir.view import View, hooked, is_barrier, is_plain_layer, is_sequential, original_class
+from fastlayers.ops.dispatch import is_plain
+from fastlayers.patching.capture.recording import Name, Recording, add_names, bind, module_expression
+from fastlayers.patching.capture.trace import record_child
+from fastlayers.patching.ir.view import View, is_barrier
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime import checks
+from fastlayers.patching.runtime.checks import hooked, is_plain_layer, is_sequential, original_class
 
 __all__ = ["Casts", "cast_by"]
 
@@ -82,7 +85,7 @@ def cast_by(view: View, node: Node) -> Casts | None:
         return None
     tests = list(found.tests.guards)
     if found.unseen:
-        tests.insert(0, f"{bind(found.tests, calls.no_hooks)}({', '.join(map(module_expression, found.unseen))})")
+        tests.insert(0, f"{bind(found.tests, checks.no_hooks)}({', '.join(map(module_expression, found.unseen))})")
     source = "\n    and ".join(tests) or "True"
     try:
         test = compiled(source, tuple(sorted(found.tests.namespace.items())))
@@ -132,7 +135,7 @@ class Found:
                 if operand.op == "get_attr":  # a weight of a tensor subclass would take the call
                     *owner, name = str(operand.target).split(".")
                     expression = f"{module_expression('.'.join(owner)) if owner else 'self'}.{name}"
-                    self.require(f"{bind(self.tests, calls.is_plain)}({expression})")
+                    self.require(f"{bind(self.tests, is_plain)}({expression})")
             return self.cast(view, node, user)
         passes = user.args[:1] == (node,) and (
             user.target in (VIEWS if method else VIEW_FUNCTIONS)
@@ -159,10 +162,10 @@ class Found:
         if not is_plain_layer(child):
             return False
         if kind in LAYERS:
-            self.require(f"{bind(self.tests, calls.casts_input)}({expression}, {bind(self.tests, kind)})")
+            self.require(f"{bind(self.tests, checks.casts_input)}({expression}, {bind(self.tests, kind)})")
             self.operations += 1
-            return calls.casts_input(child, kind)
-        self.require(f"{bind(self.tests, calls.plain)}({expression}, {bind(self.tests, kind)})")
+            return checks.casts_input(child, kind)
+        self.require(f"{bind(self.tests, checks.plain)}({expression}, {bind(self.tests, kind)})")
         if kind is nn.Identity:
             return user.target == path and self.follow(view, user)
         recording = record_child(view.root, child, user)

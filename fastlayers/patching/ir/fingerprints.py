@@ -19,10 +19,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fastlayers.patching.capture.trace import parse
+from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.reasons import Refusal
 
-__all__ = ["Body", "Fingerprint", "fingerprint", "looks_like_a_norm"]
+__all__ = [
+    "EXPRESSIONS",
+    "Body",
+    "Expression",
+    "Fingerprint",
+    "UnreadableError",
+    "expression_of",
+    "fingerprint",
+    "looks_like_a_norm",
+    "operation",
+]
 
 #: An expression: its operation first, then its operands, which are expressions or constants.
 Expression: TypeAlias = tuple[Any, ...]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from fastlayers.patching.capture.trace import Recording
+from fastlayers.patching.capture.recording import Recording
 
 __all__ = ["Attribute", "Leading", "Op"]
 

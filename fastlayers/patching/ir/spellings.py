@@ -15,9 +15,28 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlayers import functional
-from fastlayers.patching.runtime import calls
-from fastlayers.patching.runtime.convolution import convolution_and_more, convolution_batch_norm
-from fastlayers.patching.runtime.folded_layers import folded, folded_and_more, folded_sum
+
+__all__ = [
+    "FRESH_FUNCTIONS",
+    "FRESH_LAYERS",
+    "FRESH_METHODS",
+    "FUSED_FUNCTIONS",
+    "INPLACE_OPERATORS",
+    "LAYERS",
+    "MAY_DRAW",
+    "NORM_ATTRIBUTES",
+    "NOT_RANDOM",
+    "NUMBER_ATTRIBUTES",
+    "NUMBER_FUNCTIONS",
+    "NUMBER_METHODS",
+    "OPTIONAL_INPLACE",
+    "OUTSIDE",
+    "PASSING_LAYERS",
+    "RANDOM",
+    "SPELLINGS",
+    "Spelling",
+    "spell",
+]
 
 
 @dataclass(frozen=True)
@@ -86,8 +105,6 @@ spell("instance_norm", "input running_mean running_var weight bias use_input_sta
 spell("layer_norm", "input normalized_shape weight bias eps", F.layer_norm, torch.layer_norm)
 spell("permute", "input dims", torch.permute)
 spell("permute", "input dims", "permute", gathers=True)
-spell("folded", "layer norm input residual act written", folded)
-spell("folded", "layer norm after input residual act written", folded_and_more)
 spell("rms_norm", "input normalized_shape weight eps", F.rms_norm, torch.rms_norm)
 
 #: Layers that stand for one operation, and what of their attributes is its operands: a guard compares these.
@@ -152,9 +169,6 @@ MAY_DRAW = frozenset(
         F.scaled_dot_product_attention,
         functional.dropout_add,
         functional.scale_add,
-        calls.dropout_add,
-        calls.scale_add,
-        calls.permuted_scale_add,
     }
 )
 
@@ -174,13 +188,6 @@ FRESH_FUNCTIONS = frozenset(
         F.instance_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss,
         F.gelu, F.silu, F.hardswish, F.relu6, F.leaky_relu, F.sigmoid, F.tanh, F.avg_pool2d,
         F.max_pool2d, F.embedding, F.scaled_dot_product_attention,
-        calls.add_relu_, calls.relu_add_, calls.add_relu_to_, calls.softmax_added, calls.softmax_masked,
-        calls.softmax_scaled, calls.written_activation,
-        calls.gated, calls.gated_linear, calls.batch_norm, calls.batch_norm_layer, calls.instance_norm_layer,
-        calls.add_layer_norm, calls.add_rms_norm, calls.add_written_norm, calls.dropout_add, calls.scale_add,
-        calls.squeeze, calls.squeeze_by_pooling, calls.excite, calls.permuted_scale_add, calls.addmm, calls.linear_act,
-        calls.mlp, calls.nll_loss_of_log_softmax, calls.rotary_alone, folded, folded_sum, convolution_and_more,
-        convolution_batch_norm,
         *FUSED_FUNCTIONS,
     }
 )  # fmt: skip

@@ -18,7 +18,8 @@ from torch import fx, nn
 from torch.fx import Node
 
 from fastlayers.modules import DROP_IN
-from fastlayers.patching.capture.trace import Recording, record_child
+from fastlayers.patching.capture.recording import Recording
+from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.decompositions import DECOMPOSITIONS
 from fastlayers.patching.ir.fingerprints import fingerprint
 from fastlayers.patching.ir.known_functions import written_function
@@ -41,49 +42,22 @@ from fastlayers.patching.ir.spellings import (
     RANDOM,
     SPELLINGS,
 )
-from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime import calls, python, traits
+from fastlayers.patching.runtime.checks import hooked, is_plain_layer, is_sequential, original_class
 
-__all__ = [
-    "JOINED_NORMS",
-    "View",
-    "counts_batch",
-    "forked",
-    "hooked",
-    "is_about_rank",
-    "is_barrier",
-    "is_fresh",
-    "is_plain_layer",
-    "is_sequential",
-    "original_class",
-]
-
-
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module without what fastlayers put in its place."""
-    return getattr(type(module), "__dict__", {}).get("__fastlayers_original__", type(module))  # type: ignore[no-any-return]
-
-
-def is_plain_layer(module: nn.Module) -> bool:
-    return "forward" not in module.__dict__
-
-
-def hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-def is_sequential(module: nn.Module) -> bool:
-    """Whether a module calls its children one after the other, as torch's Sequential does, and nothing else."""
-    original = original_class(module)
-    if not issubclass(original, nn.Sequential) or not is_plain_layer(module):
-        return False
-    return original.forward is nn.Sequential.forward and original.__iter__ is nn.Sequential.__iter__
+__all__ = ["JOINED_NORMS", "View", "counts_batch", "forked", "is_about_rank", "is_barrier", "is_fresh"]
 
 
 def is_fresh(layer: type[nn.Module]) -> bool:
     """Whether a layer returns a tensor of its own, keeps no reference to it, and writes none of its arguments."""
     return layer in FRESH_LAYERS or fingerprint(layer) is not None
+
+
+def is_fresh_call(node: Node) -> bool:
+    """Whether a call of a function or method is known to return a tensor of its own."""
+    if node.op == "call_method":
+        return node.target in FRESH_METHODS
+    return node.target in FRESH_FUNCTIONS or node.target in traits.FRESH
 
 
 class View:
@@ -245,7 +219,7 @@ class View:
             return value.args[1] in NUMBER_ATTRIBUTES
         if getattr(math, getattr(target, "__name__", ""), None) is target or target in NUMBER_FUNCTIONS:
             return True
-        if target in (operator.getitem, calls.unpack):
+        if target in (operator.getitem, python.unpack):
             return self.is_number(value.args[0])
         if getattr(target, "__module__", None) == "_operator":
             return bool(value.args) and all(self.is_number(arg) for arg in value.args)
@@ -319,11 +293,10 @@ class View:
         if node.op == "call_module":
             yield from self._layer_allocations(node)
             return
-        fresh = FRESH_METHODS if node.op == "call_method" else FRESH_FUNCTIONS
         yield node
         if is_opaque(node):
             yield OUTSIDE
-        if node.target not in fresh or (op is None and node.target in SPELLINGS):  # whether in place is not known
+        if not is_fresh_call(node) or (op is None and node.target in SPELLINGS):  # whether in place is not known
             for operand in node.all_input_nodes:
                 yield from self.memory(operand)
 
@@ -427,8 +400,7 @@ class View:
             return not is_fresh(original) and original not in OPTIONAL_INPLACE
         if node.op not in ("call_function", "call_method") or self.is_number(node) or node.target in NOT_RANDOM:
             return False
-        fresh = FRESH_METHODS if node.op == "call_method" else FRESH_FUNCTIONS
-        return node.target not in fresh or node.target in MAY_DRAW
+        return not is_fresh_call(node) or node.target in MAY_DRAW or node.target in traits.DRAWING
 
     def written(self, node: Node) -> frozenset[object]:
         """The allocations that a node may write."""
@@ -487,7 +459,7 @@ def is_about_rank(node: Node) -> bool:
         return node.args[1:] in ((), ("ndim",))
     if node.target is operator.eq:
         return all(is_about_rank(operand) for operand in node.all_input_nodes)
-    return node.target in (calls.format_string, torch._assert)
+    return node.target in (python.format_string, torch._assert)
 
 
 def counts_batch(node: Node, count: str) -> bool:
@@ -510,7 +482,7 @@ def function_only_reads(node: Node) -> bool:
     target = node.target
     name = getattr(target, "__name__", "")
     if (
-        target in (getattr, calls.unpack, calls.format_string, torch._C._log_api_usage_once)
+        target in (getattr, python.unpack, python.format_string, torch._C._log_api_usage_once)
         or target in NUMBER_FUNCTIONS
         or getattr(math, name, None) is target
     ):

@@ -30,12 +30,12 @@ from torch import nn
 
 from fastlayers.ops.dispatch import composing, is_plain
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
-from fastlayers.patching.capture.trace import local_names, parse
-from fastlayers.patching.ir.view import original_class
+from fastlayers.patching.capture.syntax import local_names, parse
 from fastlayers.patching.libraries.language_models import FusedModel, is_same, pretrained_model, stored
 from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.runtime.checks import original_class
 
-__all__ = ["attention_mask", "fuse_masks", "leave_out_masks"]
+__all__ = ["RULE", "fuse_masks", "leave_out_masks"]
 
 POSITIONS = "position_ids"
 MASK, LEFT_OUT = "_fastlayers_attention_mask", "_fastlayers_positions_left_out"

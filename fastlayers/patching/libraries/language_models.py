@@ -37,13 +37,13 @@ from fastlayers import functional
 from fastlayers.modules import FusedCrossEntropyLoss
 from fastlayers.ops.reference import HALF
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
-from fastlayers.patching.capture.trace import parse
+from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.ir.known_functions import canonical, source_of
-from fastlayers.patching.ir.view import hooked, original_class
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime import checks
+from fastlayers.patching.runtime.checks import hooked, original_class
 
-__all__ = ["DeferredLogits", "FusedModel", "fuse_losses", "pretrained_model"]
+__all__ = ["FusedModel", "fuse_losses", "is_same", "pretrained_model", "stored"]
 
 
 def pretrained_model() -> type[nn.Module] | None:
@@ -119,11 +119,11 @@ def defer(
         return None
     arguments = []
     while (split := splits.get(original_class(head))) is not None:
-        if not calls.plain(head, original_class(head)) or not calls.no_hooks(head):
+        if not checks.plain(head, original_class(head)) or not checks.no_hooks(head):
             return None
         arguments.append((split.argument, head))
         head = head._modules[split.child]  # type: ignore[assignment]
-    if not isinstance(head, nn.Linear) or not calls.plain(head, nn.Linear) or not calls.no_hooks(head):
+    if not isinstance(head, nn.Linear) or not checks.plain(head, nn.Linear) or not checks.no_hooks(head):
         return None
     if type(head.weight) not in (Tensor, nn.Parameter) or type(hidden) is not Tensor:  # a DTensor, a quantised weight
         return None

@@ -13,15 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Shapes", "TargetError", "default_inputs", "load_target", "random_inputs"]
+__all__ = ["TARGET", "TINY", "Shapes", "TargetError", "default_inputs", "load_target", "names_library", "random_inputs"]
 
+#: What the command line says of a target, and of --tiny.
+TARGET = (
+    "TARGET is timm:NAME, torchvision:NAME, transformers:NAME (bert, BertConfig, BertForMaskedLM, owner/name) or "
+    "package.module:CALLABLE (anything that returns a module). Weights are random."
+)
+TINY = "Make a model of transformers with few and small layers."
 EXPECTED = "expected timm:NAME, torchvision:NAME, transformers:NAME or package.module:CALLABLE"
 
 #: Shapes of inputs, with the names of those that are keyword arguments.
 Shapes = list[tuple[str | None, tuple[int, ...]]]
 
 #: What becomes of the numbers of a configuration of transformers in a tiny model, by their usual names.
-TINY: dict[int, tuple[str, ...]] = {
+TINY_SIZES: dict[int, tuple[str, ...]] = {
     64: ("hidden_size", "d_model", "n_embd", "dim", "hidden_dim", "embedding_size", "decoder_hidden_size",
          "word_embed_proj_dim", "projection_dim", "lru_width"),
     128: ("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "ffn_hidden_size",
@@ -37,11 +43,16 @@ TINY: dict[int, tuple[str, ...]] = {
         "decoder_num_hidden_layers"),
     1: ("n_group", "topk_group", "first_k_dense_replace"),
 }  # fmt: skip
-TINY_BY_NAME = {name: size for size, names in TINY.items() for name in names}
+TINY_BY_NAME = {name: size for size, names in TINY_SIZES.items() for name in names}
 
 
 class TargetError(ValueError):
     """A target that names no model; the message says what was given and what was expected."""
+
+
+def names_library(target: str) -> bool:
+    """Whether a target is a model of a library, whose inputs are known."""
+    return target.startswith(("timm:", "torchvision:", "transformers:"))
 
 
 def load_target(target: str, *, tiny: bool = False, weights: bool = True) -> nn.Module:

@@ -24,13 +24,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastlayers.patching.ir.view import original_class
 from fastlayers.patching.measure.runs import buffers_aside, loss_or_outputs, rng_state, trains, unpatched, unwrap
 from fastlayers.patching.report import Report, markdown_table, plain_table, readable
-from fastlayers.patching.rewrite.engine import is_patched
+from fastlayers.patching.rewrite.classes import is_patched
 from fastlayers.patching.rewrite.plan import patched
+from fastlayers.patching.runtime.checks import original_class
 
-__all__ = ["Measurement", "ProfileReport", "kind_of", "profile_patch"]
+__all__ = ["Measurement", "ProfileReport", "profile_patch"]
 
 WARM_UPS = 3
 #: Steps that are timed of each: as many as fit into the seconds, within these bounds.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fastlayers.patching.ir.view import original_class
-from fastlayers.patching.rewrite.engine import become, is_patched
+from fastlayers.patching.rewrite.classes import become, is_patched
+from fastlayers.patching.runtime.checks import original_class
 
 __all__ = [
     "arguments",

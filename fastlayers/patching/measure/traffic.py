@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 from fastlayers import functional
 from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains, unpatched
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
-from fastlayers.patching.rewrite.engine import is_patched
+from fastlayers.patching.rewrite.classes import is_patched
 
 __all__ = ["bytes_saved"]
 

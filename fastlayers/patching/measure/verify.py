@@ -19,7 +19,7 @@ from fastlayers.ops.residual import masks_of_torch
 from fastlayers.patching.measure.runs import rng_state, seed_everything, unpatched, unwrap
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.report import Report, markdown_table
-from fastlayers.patching.rewrite.engine import is_patched
+from fastlayers.patching.rewrite.classes import is_patched
 from fastlayers.patching.rewrite.plan import patched
 
 __all__ = ["Comparison", "VerifyReport", "verify_patch"]

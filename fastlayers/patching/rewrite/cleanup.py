@@ -11,17 +11,12 @@ from torch import nn
 from torch.fx import Node
 
 from fastlayers import functional
-from fastlayers.patching.capture.trace import Recording, bind, module_expression
-from fastlayers.patching.ir.view import (
-    View,
-    counts_batch,
-    hooked,
-    is_about_rank,
-    is_barrier,
-    is_plain_layer,
-    original_class,
-)
-from fastlayers.patching.runtime import calls
+from fastlayers.patching.capture.recording import Recording, bind, module_expression
+from fastlayers.patching.ir.view import View, counts_batch, is_about_rank, is_barrier
+from fastlayers.patching.runtime import checks
+from fastlayers.patching.runtime.checks import hooked, is_plain_layer, original_class
+
+__all__ = ["tidy"]
 
 #: Layers that with p = 0 return their argument itself.
 DROPOUTS: frozenset[type[nn.Module]] = frozenset({nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d})
@@ -63,7 +58,7 @@ def leave_out_idle(view: View, recording: Recording, excluded: frozenset[str]) -
         if not idle:
             continue
         expression = module_expression(path)
-        recording.guards[f"{bind(recording, calls.plain)}({expression}, {bind(recording, layer)})"] = None
+        recording.guards[f"{bind(recording, checks.plain)}({expression}, {bind(recording, layer)})"] = None
         if layer in DROPOUTS:
             recording.guards[f"{expression}.p == 0.0"] = None
         node.replace_all_uses_with(node.args[0])

@@ -19,35 +19,17 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fastlayers.patching.ir.view import original_class
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
-from fastlayers.patching.rewrite.engine import (
-    Fused,
-    become,
-    called_by_class,
-    fuse,
-    is_folded,
-    is_patched,
-    shown_name,
-    swap_class,
-)
+from fastlayers.patching.rewrite.classes import become, called_by_class, is_folded, is_patched, shown_name, swap_class
+from fastlayers.patching.rewrite.engine import Fused
+from fastlayers.patching.rewrite.forwards import fuse
 from fastlayers.patching.rewrite.segments import fuse_stretches
 from fastlayers.patching.rules import FOLDING_RULES, LAST_FOLDING_RULES, graph_rules, module_rules
 from fastlayers.patching.rules.base import ModuleRule
+from fastlayers.patching.runtime.checks import original_class
 
-__all__ = [
-    "FilterFn",
-    "Pattern",
-    "apply",
-    "left_alone",
-    "make_plan",
-    "patched",
-    "restore",
-    "stays_patched",
-    "swap",
-    "warn_of_stuck",
-]
+__all__ = ["FilterFn", "Pattern", "apply", "left_alone", "make_plan", "patched", "restore", "swap", "warn_of_stuck"]
 
 Pattern: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 

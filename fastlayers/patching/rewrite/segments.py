@@ -28,30 +28,19 @@ from typing import Any
 from torch import nn
 
 from fastlayers.patching.capture.rebuild import rebuild, refuse_private_names, show_source
-from fastlayers.patching.capture.trace import (
-    Instrument,
-    Recording,
-    Stretch,
-    local_names,
-    parse,
-    plain_forward,
-    record_stretch,
-)
-from fastlayers.patching.ir.view import original_class
+from fastlayers.patching.capture.recording import Recording
+from fastlayers.patching.capture.syntax import Instrument, local_names, parse
+from fastlayers.patching.capture.trace import Stretch, plain_forward, record_stretch
 from fastlayers.patching.libraries.attention_masks import RULE as MASK_RULE
 from fastlayers.patching.libraries.attention_masks import leave_out_masks
 from fastlayers.patching.libraries.rotary_functions import fused_rotary, is_rotary
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rewrite.engine import (
-    GUARD_BUILTINS,
-    Fused,
-    apply_rules,
-    body_source,
-    check_subclassing,
-    guards_source,
-    seal,
-)
-from fastlayers.patching.rules import GraphRule, graph_rules
+from fastlayers.patching.rewrite.classes import check_subclassing, seal
+from fastlayers.patching.rewrite.engine import Fused, apply_rules
+from fastlayers.patching.rewrite.generate import GUARD_BUILTINS, body_source, guards_source
+from fastlayers.patching.rules import graph_rules
+from fastlayers.patching.rules.base import GraphRule
+from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["fuse_stretches"]
 

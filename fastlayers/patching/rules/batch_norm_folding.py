@@ -10,7 +10,8 @@ from torch.fx import Node
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers.patching.ir.operations import Attribute, Leading, Op
-from fastlayers.patching.ir.view import View, original_class
+from fastlayers.patching.ir.spellings import spell
+from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match
 from fastlayers.patching.rules.matchers import (
@@ -20,9 +21,14 @@ from fastlayers.patching.rules.matchers import (
     find_norm_add,
     find_norm_add_act,
 )
+from fastlayers.patching.runtime.checks import original_class
 from fastlayers.patching.runtime.folded_layers import folded, folded_and_more, folded_sum, may_fold
 
 __all__ = ["FOLD_BATCH_NORM"]
+
+# What follows a folded layer finds it by this name.
+spell("folded", "layer norm input residual act written", folded)
+spell("folded", "layer norm after input residual act written", folded_and_more)
 
 #: Layers that a BatchNorm folds into, with the BatchNorm of their dimension.
 FOLDABLE: dict[type[nn.Module], type[nn.Module]] = {

@@ -12,7 +12,7 @@ from fastlayers import functional
 from fastlayers.ops import squeeze_excite
 from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.operations import Attribute, Op
-from fastlayers.patching.ir.view import View, is_fresh, is_plain_layer, is_sequential, original_class
+from fastlayers.patching.ir.view import View, is_fresh
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.matchers import (
@@ -24,6 +24,7 @@ from fastlayers.patching.rules.matchers import (
     may_be_written,
 )
 from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime.checks import is_plain_layer, is_sequential, original_class
 from fastlayers.patching.runtime.convolution import (
     bound_by_memory,
     convolution_and_more,

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.operations import Attribute, Op
-from fastlayers.patching.ir.view import View, original_class
+from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.matchers import (
@@ -26,6 +26,7 @@ from fastlayers.patching.rules.matchers import (
     mean_over_space,
     step,
 )
+from fastlayers.patching.runtime.checks import original_class
 from fastlayers.patching.runtime.convolution_chain import convolution_chain
 from fastlayers.patching.runtime.folded_layers import folded, folded_chain
 from fastlayers.patching.runtime.transformer_block import trains_under_autocast

@@ -14,7 +14,7 @@ from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.matchers import addition, find_excite, find_squeeze_excite, mean_over_space
 from fastlayers.patching.runtime import calls
 
-__all__ = ["ADD_RELU", "EXCITE", "RELU_ADD", "RELU_ADD_BIAS", "SQUEEZE", "SQUEEZE_EXCITE", "addition"]
+__all__ = ["ADD_RELU", "EXCITE", "RELU_ADD", "RELU_ADD_BIAS", "SQUEEZE", "SQUEEZE_EXCITE"]
 
 
 def find_add_relu(view: View, node: Node) -> Iterator[Match | Refusal]:

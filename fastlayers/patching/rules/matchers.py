@@ -17,11 +17,39 @@ from fastlayers.ops import squeeze_excite
 from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.spellings import NORM_ATTRIBUTES
-from fastlayers.patching.ir.view import JOINED_NORMS, View, counts_batch, forked, is_about_rank, original_class
+from fastlayers.patching.ir.view import JOINED_NORMS, View, counts_batch, forked, is_about_rank
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import Match
 from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime.checks import original_class
 from fastlayers.patching.runtime.convolution import convolution_and_norm, convolution_batch_norm
+
+__all__ = [
+    "Find",
+    "activation",
+    "addition",
+    "batch_norm_and_more",
+    "behind",
+    "closing",
+    "dropout",
+    "find_batch_norm",
+    "find_excite",
+    "find_linear_act",
+    "find_mlp",
+    "find_norm_act",
+    "find_norm_add",
+    "find_norm_add_act",
+    "find_squeeze_excite",
+    "fits",
+    "inside",
+    "is_function",
+    "joins",
+    "may_be_written",
+    "mean_over_space",
+    "options",
+    "parameters",
+    "step",
+]
 
 Find: TypeAlias = Callable[..., Iterator[Match | Refusal]]
 

@@ -14,11 +14,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.casting import cast_by
 from fastlayers.patching.ir.operations import Attribute, Op
-from fastlayers.patching.ir.view import View, original_class
+from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.matchers import addition, behind, inside, step
-from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime import python
+from fastlayers.patching.runtime.checks import original_class
 from fastlayers.patching.runtime.convnext_block import drop_nothing
 from fastlayers.patching.runtime.transformer_block import runs_under_autocast, transformer_block
 
@@ -115,7 +116,7 @@ def self_attention(view: View, node: Node) -> tuple[Op, tuple[Op, ...], tuple[st
     sources = [step(part, operator.getitem, k) for k, part in enumerate(parts)]
     if sources[0] is None or any(source is not sources[0] for source in sources):
         return None
-    unbound = method(step(sources[0], calls.unpack, 3) or sources[0], "unbind", 1)
+    unbound = method(step(sources[0], python.unpack, 3) or sources[0], "unbind", 1)
     permuted = method(unbound.args[0], "permute", 5) if unbound is not None and unbound.args[1:] == (0,) else None
     product = method(permuted.args[0], "reshape", 5) if permuted is not None else None
     if unbound is None or permuted is None or product is None or permuted.args[1:] != (2, 0, 3, 1, 4):
@@ -150,7 +151,7 @@ def method(node: Any, name: str, arguments: int) -> Node | None:
 def is_about_shape(node: Node, x: Node) -> bool:
     """Whether a node is the shape of x, or the sizes in it."""
     return step(node, getattr, "shape") is x or (
-        node.target is calls.unpack and isinstance(node.args[0], Node) and step(node.args[0], getattr, "shape") is x
+        node.target is python.unpack and isinstance(node.args[0], Node) and step(node.args[0], getattr, "shape") is x
     )
 
 

@@ -9,33 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
-from torch.utils.checkpoint import checkpoint
 
 from fastlayers import functional
-from fastlayers.modules.batch_norm import _normalize
-from fastlayers.modules.group_norm import _apply
+from fastlayers.modules.batch_norm import normalize
+from fastlayers.modules.group_norm import apply_instance_norm
 from fastlayers.ops import autocast, bias_act, glu, reference, squeeze_excite
 from fastlayers.ops import layer_norm as norms
 from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
-from fastlayers.ops.dispatch import PLAIN, is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import HALF
 from fastlayers.ops.split import parts
-from fastlayers.ops.squeeze_excite import excite
+from fastlayers.patching.runtime.checks import Casts, narrower, plain
+from fastlayers.patching.runtime.traits import draws, fresh
 
 __all__ = [
     "add_layer_norm",
@@ -46,27 +39,20 @@ __all__ = [
     "addmm",
     "batch_norm",
     "batch_norm_layer",
-    "casts_input",
     "channel_layer_norm",
-    "checkpointed",
-    "chunk",
     "dropout_add",
     "excite",
     "gated",
     "gated_linear",
     "instance_norm_layer",
-    "is_plain",
     "is_pointwise",
     "join",
     "knows",
     "layer_norm",
     "linear_act",
-    "narrower",
+    "mlp",
     "nll_loss_of_log_softmax",
-    "no_hooks",
     "permuted_scale_add",
-    "plain",
-    "plain_any",
     "relu_add_",
     "rms_norm",
     "rotary_alone",
@@ -74,109 +60,13 @@ __all__ = [
     "softmax_added",
     "softmax_masked",
     "softmax_scaled",
-    "split",
-    "unbind",
-    "unpack",
-    "untouched",
+    "squeeze",
+    "squeeze_by_pooling",
     "written_activation",
     "written_norm",
 ]
 
 MINUS_INFINITY = float("-inf")
-
-
-def no_hooks(*modules: nn.Module) -> bool:
-    """Whether nobody would see (or change) the inputs and outputs of these modules through a hook."""
-    if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
-        return False
-    for module in modules:
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            return False
-    return True
-
-
-def plain(module: nn.Module, layer: type[nn.Module]) -> bool:
-    """Whether ``module`` is still exactly a ``layer``, patched or not: its forward is known without calling it."""
-    kind = type(module)
-    return getattr(kind, "__fastlayers_original__", kind) is layer and "forward" not in module.__dict__
-
-
-def untouched(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
-    """:func:`plain` of modules and their layers, and :func:`no_hooks` of the modules.
-
-    Spelled out, for it is most of the host's time of a guard: of 21 children 2.7 us instead of 7.4.
-    """
-    if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
-        return False
-    for module, layer in pairs:
-        kind, own = type(module), module.__dict__
-        if (
-            (kind is not layer and getattr(kind, "__fastlayers_original__", kind) is not layer)
-            or "forward" in own
-            or own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-        ):
-            return False
-    return True
-
-
-def plain_any(module: nn.Module, layers: frozenset[type[nn.Module]]) -> bool:
-    """:func:`plain` for several layers of which any will do."""
-    kind = type(module)
-    return getattr(kind, "__fastlayers_original__", kind) in layers and "forward" not in module.__dict__
-
-
-#: A test of a module, which narrower calls, and the module.
-Casts: TypeAlias = tuple[Callable[[Any], bool], nn.Module | None]
-
-
-def casts_input(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a linear layer or convolution of torch hands its input as it is to an operation that autocast casts for.
-
-    A weight of a tensor subclass (quantised, say) may see the call before autocast does.
-    """
-    padding: Any = getattr(layer, "padding_mode", "zeros")
-    return plain(layer, kind) and padding == "zeros" and is_plain(layer.weight)
-
-
-def narrower(casts: Casts | None, *tensors: Tensor | None) -> torch.dtype | None:
-    """autocast's dtype, where what is computed from these tensors is only cast to that; None where nothing is known."""
-    if casts is None or not isinstance(tensors[0], Tensor):
-        return None
-    kind = tensors[0].device.type
-    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
-        return None
-    for t in tensors:  # autocast leaves float64 alone, and has no say in what tensor subclasses do
-        if t is not None and (t.dtype is torch.float64 or type(t) not in PLAIN):
-            return None
-    test, module = casts
-    return torch.get_autocast_dtype(kind) if test(module) else None
-
-
-def unpack(value: Any, count: int) -> tuple[Any, ...]:
-    """``a, b, c = value`` for a count of 3, with Python's error where the number is another."""
-    items = tuple(value)
-    if len(items) != count:
-        few = "not enough" if len(items) < count else "too many"
-        raise ValueError(f"{few} values to unpack (expected {count}, got {len(items)})")
-    return items
-
-
-def format_string(*parts: str | tuple[Any, str, str]) -> str:
-    """An f-string from its literal parts and its (value, conversion, format) parts."""
-    convert: dict[str, Any] = {"r": repr, "s": str, "a": ascii, "": lambda value: value}
-    return "".join(part if isinstance(part, str) else format(convert[part[1]](part[0]), part[2]) for part in parts)
-
-
-def checkpointed(body: nn.Module, *args: Any, **options: Any) -> Any:
-    """A captured activation checkpoint, run as one.
-
-    Dynamo's own operator is made for compilers that keep track of the random state themselves: it does not preserve it,
-    and a dropout would draw another mask when it is computed again.
-    """
-    return checkpoint(body, *args, **{**options, "use_reentrant": False})
 
 
 def _stays(written: Tensor, other: Tensor) -> bool:
@@ -200,21 +90,25 @@ def _fits(written: Tensor, mask: Tensor, dtype: torch.dtype) -> bool:
     return mask.dtype == dtype and mask.dim() <= written.dim() and all(m in (1, size) for size, m in sizes)
 
 
+@fresh
 def add_relu_(x: Tensor, y: Tensor) -> Tensor:
     """relu of ``x += y``, where nothing else sees x."""
     return functional.add_relu(x, y) if _stays(x, y) else torch.relu(x.add_(y))
 
 
+@fresh
 def relu_add_(x: Tensor, y: Tensor) -> Tensor:
     """``r = relu(x); r += y``, where nothing else sees r."""
     return functional.relu_add(x, y) if _stays(x, y) else torch.relu(x).add_(y)
 
 
+@fresh
 def add_relu_to_(y: Tensor, x: Tensor) -> Tensor:
     """``y += relu(x)``, where nothing else sees y."""
     return functional.relu_add(x, y) if _stays(y, x) else y.add_(torch.relu(x))
 
 
+@fresh
 def softmax_scaled(
     x: Tensor, dim: int, scale: float | Tensor | None, dtype: torch.dtype | None, *, log: bool
 ) -> Tensor:
@@ -224,6 +118,7 @@ def softmax_scaled(
     return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, dtype=dtype)
 
 
+@fresh
 def softmax_added(
     x: Tensor,
     mask: Tensor,
@@ -244,6 +139,7 @@ def softmax_added(
     return (F.log_softmax if log else F.softmax)(scores, dim, dtype=dtype)
 
 
+@fresh
 def softmax_masked(
     x: Tensor,
     mask: Tensor,
@@ -278,6 +174,7 @@ def softmax_masked(
 # -- gates ------------------------------------------------------------------------------------------------------------
 
 
+@fresh
 def gated(gate: Tensor, up: Tensor, act: str, written: str | None) -> Tensor:
     """up·act(gate), where the product was written to one of the two, and nothing else sees that one.
 
@@ -292,6 +189,7 @@ def gated(gate: Tensor, up: Tensor, act: str, written: str | None) -> Tensor:
     return activated.mul_(up) if written == "gate" else up.mul_(activated)
 
 
+@fresh
 def gated_linear(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: str, *, gate_first: bool, written: str | None
 ) -> Tensor:
@@ -310,20 +208,25 @@ def gated_linear(
 # -- squeeze and excite -----------------------------------------------------------------------------------------------
 
 
+@fresh
 def squeeze(x: Tensor, dims: Any) -> Tensor:
     """``x.mean(dims, keepdim=True)`` for the last two of four dimensions."""
     return squeeze_excite.squeeze(x, lambda x: x.mean(dims, keepdim=True))
 
 
+@fresh
 def squeeze_by_pooling(x: Tensor) -> Tensor:
     """The same by torch's layer, which takes images without a batch too."""
     return squeeze_excite.squeeze(x, lambda x: F.adaptive_avg_pool2d(x, 1))
 
 
+#: The product with a gate between 0 and 1, of a mean that is used too.
+excite = fresh(squeeze_excite.excite)
+
 # -- linear layers ----------------------------------------------------------------------------------------------------
 
 
-addmm = _linear.addmm
+addmm = fresh(_linear.addmm)
 
 
 def bias_in_act(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -335,6 +238,7 @@ def bias_in_act(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return x.numel() // weight.shape[-1] * len(bias) >= GPU_LEAST
 
 
+@fresh
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
     """act(linear(x)): the product by torch, the bias with the activation where that has a kernel and gains by it.
 
@@ -349,6 +253,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     return applied(act, F.linear(x, weight, bias))
 
 
+@fresh
 def mlp(
     x: Tensor,
     weight: Tensor,
@@ -421,6 +326,7 @@ def kernel_name(act: str, dtype: torch.dtype, kind: str) -> str | None:
     return "quick_gelu" if act == "quick_gelu" else "gelu_tanh"
 
 
+@fresh
 def written_activation(x: Tensor, form: str) -> Tensor:
     """An activation of :data:`WRITTEN`."""
     name = kernel_name(form, x.dtype, x.device.type)
@@ -437,6 +343,8 @@ def applied(act: str, x: Tensor) -> Tensor:
 # -- residuals --------------------------------------------------------------------------------------------------------
 
 
+@draws
+@fresh
 def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool, *, written: str | None) -> Tensor:
     """dropout(x) + residual, where the sum was written to one of the two: "x", that is its dropout, or "residual"."""
     if (_same_layout if written is None else _alike)(x, residual):
@@ -449,6 +357,8 @@ def _add_to(written: str, x: Tensor, residual: Tensor) -> Tensor:
     return x.add_(residual) if written == "x" else residual.add_(x)
 
 
+@draws
+@fresh
 def scale_add(
     x: Tensor,
     gamma: Tensor | None,
@@ -474,6 +384,8 @@ def scale_add(
     return y + residual if written is None else _add_to(written, y, residual)
 
 
+@draws
+@fresh
 def permuted_scale_add(
     x: Tensor,
     gamma: Tensor,
@@ -499,6 +411,7 @@ def permuted_scale_add(
 # -- rotary embedding -------------------------------------------------------------------------------------------------
 
 
+@fresh
 def rotary_alone(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """The rotary embedding of x where that of its partner is computed elsewhere."""
     return functional.rotary(x, None, cos, sin, interleaved)[0]
@@ -517,6 +430,7 @@ def join(normed: Tensor, residual: Tensor | None, act: str | None, written: str 
     return activation(act).function(target + other if written is None else target.add_(other))
 
 
+@fresh
 def batch_norm(
     x: Tensor, residual: Tensor, act: str | None = None, written: str | None = None, **options: Any
 ) -> Tensor:
@@ -526,19 +440,21 @@ def batch_norm(
     return functional.batch_norm(x, **options, residual=residual, act=act)
 
 
+@fresh
 def batch_norm_layer(
     layer: _BatchNorm, x: Tensor, residual: Tensor | None = None, act: str | None = None, written: str | None = None
 ) -> Tensor:
     """act(layer(x) + residual), with all that a BatchNorm layer does to its running statistics."""
     if written is not None and residual is not None and not _stays(x, residual):
-        return join(_normalize(layer, x), residual, act, written)
-    return _normalize(layer, x, residual, act)
+        return join(normalize(layer, x), residual, act, written)
+    return normalize(layer, x, residual, act)
 
 
+@fresh
 def instance_norm_layer(layer: _InstanceNorm, x: Tensor, act: str) -> Tensor:
     """act(layer(x)), with what the layer itself does where x is no batch or has other channels than it was made for."""
     if x.dim() == layer._get_no_batch_dim() + 1 and x.shape[1] == layer.num_features:
-        return _apply(layer, x, act)
+        return apply_instance_norm(layer, x, act)
     return activation(act).function(layer(x))
 
 
@@ -582,6 +498,7 @@ def channel_layer_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **
     return functional.channel_layer_norm(x, weight, **options, dtype=narrower(casts, x, weight))
 
 
+@fresh
 def add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -598,6 +515,7 @@ def add_layer_norm(
     return _add_norm(norms.add_layer_norm, norms.layer_norm, x, residual, inplace, rest)
 
 
+@fresh
 def add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -631,6 +549,7 @@ def _add_norm(
 # -- losses -----------------------------------------------------------------------------------------------------------
 
 
+@fresh
 def nll_loss_of_log_softmax(x: Tensor, target: Tensor, dim: int, **options: Any) -> Tensor:
     """F.nll_loss(F.log_softmax(x, dim), target), fused where dim is that of the classes, and the target of classes."""
     classes = 0 if x.dim() == 1 else 1
@@ -665,6 +584,7 @@ def written_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str | No
     return functional.rms_norm(x, x.shape[-1:], weight, eps, casting=casting)
 
 
+@fresh
 def add_written_norm(
     layer: nn.Module,
     x: Tensor,

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from fastlayers.ops import convnext_block as blocks
 from fastlayers.patching.runtime import calls
-from fastlayers.patching.runtime.calls import Casts
+from fastlayers.patching.runtime.checks import Casts
 from fastlayers.patching.runtime.convolution import forked_convolution
+
+__all__ = ["convnext_block", "drop_nothing"]
 
 
 def drop_nothing(*dropouts: Any) -> bool:

@@ -22,7 +22,9 @@ from fastlayers.ops.activations import NORM_CODES, activation
 from fastlayers.ops.batch_norm import FAMILY
 from fastlayers.ops.convolution_norm import convolution_norm
 from fastlayers.ops.squeeze_excite import convolution_of_product
-from fastlayers.patching.runtime.calls import batch_norm_layer, is_pointwise, join, plain
+from fastlayers.patching.runtime.calls import batch_norm_layer, is_pointwise, join
+from fastlayers.patching.runtime.checks import plain
+from fastlayers.patching.runtime.traits import fresh
 
 __all__ = [
     "adds_bias",
@@ -73,6 +75,7 @@ def layer_and_more(
     return y
 
 
+@fresh
 def convolution_and_more(layer: Any, x: Tensor, act: str | None = None) -> Tensor:
     """act(layer(x)), of a convolution."""
     return layer_and_more(layer, x, layer.weight, layer.bias, act=act)
@@ -100,6 +103,7 @@ def forked_convolution(layer: nn.Conv2d, x: Any) -> tuple[Tensor, Tensor]:
     return layer(x), x
 
 
+@fresh
 def convolution_batch_norm(
     layer: Any,
     x: Any,

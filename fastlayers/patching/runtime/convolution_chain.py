@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from fastlayers.ops import convolution_chain as chains
 from fastlayers.ops.convolution_chain import Gate
-from fastlayers.patching.runtime.calls import plain
+from fastlayers.patching.runtime.checks import plain
 from fastlayers.patching.runtime.convolution import convolution_and_norm, convolution_batch_norm
+
+__all__ = ["convolution_chain", "parted"]
 
 
 def convolution_chain(

@@ -20,9 +20,11 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from fastlayers.ops import convolution_chain as chains
 from fastlayers.ops.convolution_chain import Gate
-from fastlayers.patching.runtime.calls import join, no_hooks
+from fastlayers.patching.runtime.calls import join
+from fastlayers.patching.runtime.checks import no_hooks
 from fastlayers.patching.runtime.convolution import adds_bias, convolve, layer_and_more
 from fastlayers.patching.runtime.convolution_chain import parted
+from fastlayers.patching.runtime.traits import fresh
 from fastlayers.patching.runtime.transformer_block import runs_under_autocast
 
 __all__ = ["folded", "folded_and_more", "folded_chain", "folded_sum", "forget", "may_fold"]
@@ -75,6 +77,7 @@ def pair_may_fold(layer: Any, norm: Any) -> bool:
     return bool((weight.shape[1] * groups if groups else weight.shape[0]) == norm.num_features)
 
 
+@fresh
 def folded(
     layer: Any,
     norm: Any,
@@ -119,6 +122,7 @@ def folded_and_more(
     return join(y, residual, act, written)
 
 
+@fresh
 def folded_sum(
     layer: Any,
     norm: Any,

@@ -10,7 +10,9 @@ from torch import Tensor
 from fastlayers.ops import autocast
 from fastlayers.ops import transformer_block as transformers
 from fastlayers.patching.runtime import calls
-from fastlayers.patching.runtime.calls import Casts
+from fastlayers.patching.runtime.checks import Casts
+
+__all__ = ["runs_under_autocast", "trains_under_autocast", "transformer_block"]
 
 
 def trains_under_autocast(x: Any) -> bool:

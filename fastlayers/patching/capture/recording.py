@@ -1,0 +1,81 @@
+"""What one run of a forward did, and the names and tests that generated code makes of it."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fastlayers.patching.reasons import Reason, Refusal
+
+__all__ = ["Name", "Recording", "add_names", "bind", "equality", "module_expression"]
+
+
+@dataclass
+class Recording:
+    """What one run of a forward did: the graph, and what must hold for it to be the same next time."""
+
+    graph: fx.Graph
+    guards: dict[str, None] = field(default_factory=dict)
+    namespace: dict[str, Any] = field(default_factory=dict)
+
+
+class Name(str):
+    """An argument or default that prints as the source that it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def add_names(namespace: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        if namespace.setdefault(name, value) is not value:
+            raise Refusal(Reason.TRACE_FAILED, f"two objects are called {name}")
+
+
+def module_expression(path: str) -> str:
+    return "self" + "".join(f"._modules[{atom!r}]" for atom in path.split("."))
+
+
+def bind(recording: Recording, value: Any, hint: str | None = None) -> str:
+    """A name for ``value`` in the generated code."""
+    name = f"_{hint or value.__name__}"
+    while recording.namespace.setdefault(name, value) is not value:
+        name += "_"
+    return name
+
+
+def equality(expression: str, value: Any, bind: Callable[[object, str], str]) -> str:
+    """A test that ``expression`` still has this value, as Python source."""
+    if value is None or isinstance(value, bool):
+        return f"{expression} is {value!r}"
+    if isinstance(value, enum.Enum | torch.dtype | torch.memory_format | torch.layout):
+        return f"{expression} is {bind(value, 'constant')}"
+    if has_literal(value):
+        literal = repr(value)
+    else:
+        literal = bind(copy.deepcopy(value), "constant")
+    return f"type({expression}) is {type_name(value, bind)} and {expression} == {literal}"
+
+
+def has_literal(value: Any) -> bool:
+    """Whether the repr of a value is Python source for it."""
+    if type(value) in (tuple, list):
+        return all(map(has_literal, value))
+    if type(value) is dict:
+        return all(map(has_literal, (*value, *value.values())))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+
+
+def type_name(value: Any, bind: Callable[[object, str], str]) -> str:
+    kind = type(value)
+    return kind.__name__ if getattr(builtins, kind.__name__, None) is kind else bind(kind, kind.__name__)

@@ -1,0 +1,169 @@
+"""The class that takes the place of another: undoable, copyable and, in a pickle, its original."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import copyreg
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from fastlayers.patching.capture.trace import CHECKPOINTING
+from fastlayers.patching.reasons import PatchError, Reason, Refusal
+from fastlayers.patching.rules.base import ModuleRule
+from fastlayers.patching.runtime.checks import original_class
+
+__all__ = [
+    "become",
+    "called_by_class",
+    "check_subclassing",
+    "is_folded",
+    "is_patched",
+    "seal",
+    "shown_name",
+    "swap_class",
+]
+
+#: The functions that pickle rebuilds a plain object with, for the newer protocols and for the older ones.
+NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+
+
+RECONSTRUCT: Any = copyreg._reconstructor  # type: ignore[attr-defined]
+
+
+def is_patched(module: nn.Module) -> bool:
+    return "__fastlayers_original__" in type(module).__dict__
+
+
+def is_folded(module: nn.Module) -> bool:
+    return "__fastlayers_unfolded__" in type(module).__dict__
+
+
+def become(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Give a module another of the classes that it may have: its own, or one that was made for it.
+
+    A bound forward that something put on the instance goes along: accelerate's hooks keep one, to call and to put back.
+
+    Returns:
+        False, and nothing was changed, where a wrapper that was put on the instance calls the present forward.
+    """
+    present = type(module)
+    kinds: Any = present.__mro__[: present.__mro__.index(original_class(module)) + 1]
+    forwards = [kind.forward for kind in kinds]
+    bound = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, types.MethodType) and value.__self__ is module and value.__func__ in forwards
+    ]
+    if "forward" not in bound and any(function in forwards for function in wrapped(vars(module).get("forward"))):
+        return False
+    for name in bound:
+        vars(module)[name] = types.MethodType(cls.forward, module)
+    module.__class__ = cls
+    return True
+
+
+def wrapped(function: Any) -> Iterator[Any]:
+    """A function and, as far as it says what it wraps, those inside of it."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if isinstance(function, functools.partial):  # calls this, whatever it says
+            function = function.func
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def called_by_class(module: nn.Module) -> bool:
+    """Whether a call of a module runs the forward of its class; on the instance may be the same, which hooks leave."""
+    present: Any = module.forward
+    return getattr(present, "__self__", None) is module and present.__func__ is type(module).forward
+
+
+def check_subclassing(original: type[nn.Module], harmless: type[nn.Module] | None = None) -> None:
+    """Creating a subclass must not run code of the class: a registry would list the generated one."""
+    if type(original) not in (type, abc.ABCMeta):
+        raise Refusal(Reason.CLASS_HOOKS, f"metaclass {type(original).__name__}")
+    for cls in original.__mro__:
+        known = cls is harmless or cls.__module__ in ("builtins", "typing")
+        if "__init_subclass__" in cls.__dict__ and not known and (cls.__module__, cls.__name__) != CHECKPOINTING:
+            raise Refusal(Reason.CLASS_HOOKS, f"{cls.__name__}.__init_subclass__")
+
+
+def swap_class(rule: ModuleRule) -> type[nn.Module]:
+    """The class that a module rule puts in place of a layer: the fused class, which remembers the layer's own."""
+    return seal(type(rule.fused.__name__, (rule.fused,), {"__doc__": rule.fused.__doc__}), rule.layer, None)
+
+
+def shown_name(cls: type[nn.Module]) -> str:
+    """What a report and ``print(model)`` call a sealed class."""
+    return cls.__fastlayers_name__  # type: ignore[attr-defined, no-any-return]
+
+
+def seal(generated: type[nn.Module], original: type[nn.Module], source: str | None) -> type[nn.Module]:
+    """Make a class undoable and copyable and, in a pickle, its original: a file loads where it never existed.
+
+    It takes the name and the module of its original, by which libraries look classes up: the initialisation of weights,
+    FSDP's and accelerate's lists of blocks that must not be split, torch.fx's layers that are not looked into, the
+    shifted labels of transformers' Trainer. Only ``repr`` says what it is.
+    """
+
+    def represent(self: nn.Module) -> str:
+        text = original.__repr__(self)
+        return name + text.removeprefix(original.__name__) if text.startswith(original.__name__) else text
+
+    def reduce_ex(self: nn.Module, protocol: int) -> Any:
+        reduced = super(generated, self).__reduce_ex__(protocol)  # type: ignore[misc]
+        if isinstance(reduced, str) or type(self) is not generated:
+            return reduced
+        function, args, *rest = reduced
+        if function is NEW_OBJECT and args == (generated,):
+            # pickle insists on the object's own class there; this is the same call by another name.
+            function, args = RECONSTRUCT, (original, object, None)
+        args = tuple(original if arg is generated else arg for arg in args)
+        return (original if function is generated else function, args, *rest)
+
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
+        theirs: Callable[..., Any] | None = getattr(super(generated, self), "__deepcopy__", None)  # type: ignore[misc]
+        if theirs is not None:
+            copied = theirs(memo)
+            if type(copied) is original:
+                copied.__class__ = type(self)
+            return copied
+        if type(self) is not generated:  # of a parametrization, which torch copies so and refuses to reduce
+            copied = type(self).__new__(type(self))
+            memo[id(self)] = copied
+            copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+            return copied
+        reduced: Any = super(generated, self).__reduce_ex__(4)  # type: ignore[misc]
+        function, args, state = reduced[:3]
+        copied = function(*copy.deepcopy(args, memo))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
+    def prepare_scriptable(self: nn.Module) -> Any:
+        raise PatchError(
+            f"{name} is a patched module, which torch.jit.script cannot compile: "
+            "call fastlayers.unpatch_model(model) before it; torch.jit.trace and torch.export take patched models"
+        )
+
+    name = generated.__name__
+    for attribute, value in (
+        ("__repr__", represent),
+        ("__reduce_ex__", reduce_ex),
+        ("__deepcopy__", deepcopy),
+        ("__prepare_scriptable__", prepare_scriptable),
+        ("__fastlayers_original__", original),
+        ("__fastlayers_name__", name),
+        ("__fastlayers_source__", source),
+    ):
+        setattr(generated, attribute, value)
+    generated.__module__, generated.__name__ = original.__module__, original.__name__
+    generated.__qualname__ = original.__qualname__
+    if source is not None:
+        generated.__doc__ = original.__doc__
+    return generated

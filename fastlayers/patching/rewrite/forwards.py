@@ -1,0 +1,182 @@
+"""A module's forward as a whole: recorded in each of its variants, rewritten, and generated."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import types
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx, nn
+
+from fastlayers.patching.capture.recording import Recording, bind
+from fastlayers.patching.capture.syntax import optional_parameters
+from fastlayers.patching.capture.trace import plain_forward, record
+from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
+from fastlayers.patching.libraries.attention_masks import fuse_masks
+from fastlayers.patching.libraries.language_models import FusedModel, fuse_losses, pretrained_model
+from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.rewrite.classes import check_subclassing, seal
+from fastlayers.patching.rewrite.engine import Fused, apply_rules
+from fastlayers.patching.rewrite.generate import body_source, generate_class
+from fastlayers.patching.rewrite.safety import scale_guards
+from fastlayers.patching.rules import graph_rules
+from fastlayers.patching.rules.base import GraphRule
+from fastlayers.patching.runtime import calls
+from fastlayers.patching.runtime.checks import original_class
+
+__all__ = ["fuse"]
+
+#: With more optional tensors than this, a forward is recorded with none, each alone and all of them.
+ALL_COMBINATIONS = 2
+
+
+def fuse(
+    module: nn.Module,
+    excluded: frozenset[str] = frozenset(),
+    known: dict[Any, Any] | None = None,
+    rules: tuple[GraphRule, ...] | None = None,
+    needed: str | None = None,
+    prefix: str = "Fused",
+) -> Fused:
+    """Trace a module, rewrite its graph, and generate its class.
+
+    Args:
+        module: any module whose own class has a Python forward. It is not changed.
+        excluded: paths of children that no fusion may absorb.
+        known: classes generated so far; modules with the same class and the same rewritten code share one.
+        rules: what to look for; all graph rules where not given.
+        needed: a rule without which a rewritten forward is not worth having.
+        prefix: of the name of the class.
+
+    Returns:
+        What was found, and a subclass of the class that the module has now.
+
+    Raises:
+        Refusal: the forward cannot be recorded.
+    """
+    original = original_class(module)
+    known = {} if known is None else known
+    rules = graph_rules() if rules is None else rules
+    always = tuple(rule for rule in rules if rule.when is None)
+    if needed is None and type(module) is original:
+        model = fuse_masks(module, fuse_losses(module, excluded))
+        if model is not None:
+            return fuse_model(original, model, known)
+    check_subclassing(original)
+    written = fingerprint(original) if needed is None else None
+    if written is not None:
+        return fuse_written_norm(module, written, known)
+    recordings, refusals = record_all(module, plain_forward(original))
+    outcome = Fused(None)
+    variants: list[tuple[Recording, str]] = []
+    for recording in recordings:
+        if len(always) < len(rules) and needed is None:
+            variants += variant_for_some_calls(recording, module, excluded, rules, outcome)
+        applied = apply_rules(recording, module, excluded, always)
+        outcome.left.extend(refusal for refusal in applied.left if str(refusal) not in map(str, outcome.left))
+        if applied.rules if needed is None else needed in applied.rules:
+            outcome.rules |= applied.rules
+            variants.append((recording, body_source(recording, module)))
+    if not variants:
+        if needed is None and not outcome.left and looks_like_a_norm(original):
+            raise Refusal(Reason.UNKNOWN_NORM)
+        if not recordings:
+            raise refusals[0]
+        return outcome
+    outcome.left.extend(refusals)  # in some mode, or with some optional argument, the original forward answers
+    outcome.cls = generate_class(type(module), f"{prefix}{original.__name__}", merge_modes(variants), known)
+    return outcome
+
+
+def variant_for_some_calls(
+    recording: Recording, module: nn.Module, excluded: frozenset[str], rules: tuple[GraphRule, ...], outcome: Fused
+) -> list[tuple[Recording, str]]:
+    """The variant that rules for some calls have a part in, to be asked before the other; none where they find nothing.
+
+    What those rules made is counted in ``outcome``.
+    """
+    given = next((node for node in recording.graph.nodes if node.op == "placeholder" and node.users), None)
+    if given is None:
+        return []
+    own = Recording(copy.deepcopy(recording.graph), dict(recording.guards), dict(recording.namespace))
+    made = apply_rules(own, module, excluded, rules).rules
+    for_some = [rule for rule in rules if rule.when is not None and rule.name in made]
+    if not for_some:
+        return []
+    outcome.rules |= Counter({rule.name: made[rule.name] for rule in for_some})
+    first = {f"{bind(own, rule.when)}({given.target})": None for rule in for_some}
+    own.guards = {**first, **own.guards}
+    return [(own, body_source(own, module))]
+
+
+def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, Any]) -> Fused:
+    """The class for a norm that a library wrote out: its forward is one call, where its casting order holds."""
+    body, graph = found.body, fx.Graph()
+    recording = Recording(graph)
+    x = graph.placeholder(found.parameter)
+    scaled = found.weight is not None and (found.scaled is None or bool(getattr(module, found.scaled)))
+    weight = graph.get_attr(str(found.weight)) if scaled else None
+    call = graph.call_function(calls.written_norm, (x, weight, graph.get_attr(found.eps), body.casting))
+    graph.output(call)
+    operands = f"{found.parameter}, {f'self.{found.weight}' if scaled else None}"
+    guards = scale_guards(found, "self", module)
+    guards.append(f"{bind(recording, calls.knows)}({operands}, casting={body.casting!r}, same={body.same})")
+    recording.guards = dict.fromkeys(guards)
+    name = f"Fused{type(module).__name__}"
+    generated = generate_class(type(module), name, [(recording, body_source(recording, module))], known)
+    return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
+
+
+def fuse_model(original: type[nn.Module], model: FusedModel, known: dict[Any, type[nn.Module]]) -> Fused:
+    """The class for one of transformers' models, with other losses and masks."""
+    if model.rules and model.key not in known:
+        check_subclassing(original, harmless=pretrained_model())
+        generated = type(f"Fused{original.__name__}", (original,), model.members)
+        known[model.key] = seal(generated, original, model.source)
+    return Fused(known.get(model.key), model.rules, left=model.left)
+
+
+def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:
+    """Recordings for each set of optional tensors and, where the forward branches on it, for both modes."""
+    recordings: list[Recording] = []
+    refusals: list[Refusal] = []
+    optional = optional_parameters(forward) if isinstance(forward, types.FunctionType) else []
+    sizes = range(len(optional) + 1) if len(optional) <= ALL_COMBINATIONS else (0, 1, len(optional))
+    for tensors in itertools.chain.from_iterable(itertools.combinations(optional, size) for size in sizes):
+        try:
+            recordings.append(record(module, forward, training=None, tensors=frozenset(tensors)))
+        except Refusal as refusal:
+            if refusal.reason is not Reason.DATA_DEPENDENT and refusal.reason is not Reason.IDENTITY_TEST:
+                refusals.append(refusal)
+                continue
+            recordings.extend(record_modes(module, forward, frozenset(tensors), refusals))
+    return recordings, refusals
+
+
+def record_modes(
+    module: nn.Module, forward: Any, tensors: frozenset[str], refusals: list[Refusal]
+) -> Iterator[Recording]:
+    """A recording for ``self.training`` and one for eval, each with the mode as its first guard."""
+    for training in (True, False):
+        try:
+            recording = record(module, forward, training=training, tensors=tensors)
+        except Refusal as refusal:
+            refusals.append(refusal)
+            continue
+        recording.guards = {"self.training" if training else "not self.training": None, **recording.guards}
+        yield recording
+
+
+def merge_modes(variants: list[tuple[Recording, str]]) -> list[tuple[Recording, str]]:
+    """One variant for two that differ in nothing but the mode that they were recorded in."""
+    merged: dict[Any, tuple[Recording, str]] = {}
+    for recording, body in variants:
+        guards = tuple(guard for guard in recording.guards if guard not in ("self.training", "not self.training"))
+        key = (guards, body)
+        if key in merged:
+            recording.guards = dict.fromkeys(guards)
+        merged[key] = (recording, body)
+    return list(merged.values())

@@ -1,0 +1,215 @@
+"""The proof that a match can be replaced without anyone noticing, and the guards under which that stays so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from fastlayers.patching.capture.recording import Recording, add_names, bind, equality, module_expression
+from fastlayers.patching.ir.fingerprints import Fingerprint
+from fastlayers.patching.ir.operations import Leading, Op
+from fastlayers.patching.ir.spellings import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
+from fastlayers.patching.ir.view import View, is_barrier
+from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.rules.base import Match
+from fastlayers.patching.runtime import checks
+from fastlayers.patching.runtime.checks import hooked, is_sequential, original_class
+
+__all__ = ["check_deeper", "scale_guards"]
+
+
+def check_deeper(
+    view: View, match: Match, recording: Recording, excluded: frozenset[str]
+) -> tuple[list[str], list[str]]:
+    """:func:`check`, and where it needs to know what children of unknown classes do, again with a look at them."""
+    try:
+        return check(view, match, recording, excluded)
+    except Refusal as refusal:
+        if refusal.reason is not Reason.VISIBLE_MUTATION:
+            raise
+    return check(View(view.graph, view.root, deep=True), match, recording, excluded)
+
+
+def check(view: View, match: Match, recording: Recording, excluded: frozenset[str]) -> tuple[list[str], list[str]]:
+    """Raise unless the match can be replaced without anyone noticing.
+
+    Returns the guards under which that stays so, and the children that must have no hooks.
+    """
+    nodes = {op.node for op in match.all_ops}
+    for op in match.all_ops[:-1]:
+        if op.node is not match.kept and not set(op.node.users) <= nodes:
+            raise Refusal(Reason.USED_ELSEWHERE, str(op.node))
+        if op.name != "identity":  # which hands its operand on: it is read where the next operation is
+            check_operands_keep(view, op, match.root, nodes)
+        check_statistics_keep(view, op, match.root, nodes)
+        check_draws_keep(view, op, match.root, nodes)
+    if match.kept is not None:
+        for user in match.kept.users:
+            if user not in nodes and view.position[user] < view.position[match.root]:
+                raise Refusal(Reason.USED_BETWEEN, f"{match.kept} by {user}")
+    unseen: list[str] = []
+    guards: list[str] = []
+    for op in match.all_ops:
+        if op.inplace:
+            results = {match.root} | ({match.kept} if match.kept is not None else set())
+            makers, keepers = check_mutation(view, op.node, op["input"], results, nodes)
+            unseen += [*makers, *keepers]
+            for path in dict.fromkeys(makers):
+                guards += maker_guards(view, path, recording)
+    guards += [
+        f"isinstance({tensor.target}, {bind(recording, torch.Tensor)})"
+        for tensor in placeholders(match.tensors)
+        if view.example(tensor) is None
+    ]
+    for op in (*match.ops, *match.absorbed):
+        if op.child is not None:
+            if op.child in excluded:
+                raise Refusal(Reason.EXCLUDED_CHILD, op.child)
+            for path in op.sequentials:
+                guards += maker_guards(view, path, recording)
+            guards += child_guards(view, op, recording)
+            unseen += [*op.sequentials, op.child]
+    for path in unseen:
+        if hooked(view.root.get_submodule(path)):
+            raise Refusal(Reason.HOOKED_CHILD, path)
+    return guards, unseen
+
+
+def check_operands_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
+    """The operands of ``op`` are read later than before, where ``root`` is: nothing may write them in between."""
+    between = [
+        n for n in view.position if view.position[op.node] < view.position[n] < view.position[root] and n not in nodes
+    ]
+    if barrier := next(filter(is_barrier, between), None):
+        raise Refusal(Reason.WRITTEN_BETWEEN, f"anything, perhaps by {barrier}")
+    operands = {operand: view.memory(operand) for operand in op.node.all_input_nodes if operand not in nodes}
+    if isinstance(op["input"], Leading):  # the other layers of a Sequential stay where they are
+        operands = {op.node: view.memory_between(op["input"])}
+    for operand, memory in operands.items():
+        for writer in between:
+            if view.written(writer) & memory:
+                raise Refusal(Reason.WRITTEN_BETWEEN, f"{operand}, perhaps by {writer}")
+
+
+def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
+    """A norm writes its running statistics later than before: nothing may read or write them in between."""
+    if op.name not in ("batch_norm", "instance_norm"):
+        return
+    if op.child is not None:
+        shared = {view.root.get_submodule(op.child)}
+        written: set[Any] = {f"{op.child}.{name}" for name in ("running_mean", "running_var")}
+    else:
+        shared, written = set(), {getattr(op[name], "target", None) for name in ("running_mean", "running_var")}
+    for node in view.position:
+        read = node.op in ("get_attr", "placeholder") and node.target in written and not set(node.users) <= nodes
+        between = view.position[op.node] < view.position[node] < view.position[root]
+        if read or (between and node.op == "call_module" and shared & set(view.child(node).modules())):
+            raise Refusal(Reason.WRITTEN_BETWEEN, f"the running statistics of {op.node}, which {node} may see")
+
+
+def check_draws_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
+    """A dropout draws later than before: nothing may draw from the same generator in between."""
+    for node in view.position if op.name in RANDOM else ():
+        between = view.position[op.node] < view.position[node] < view.position[root]
+        if between and node not in nodes and view.may_draw(node):
+            raise Refusal(Reason.DRAWN_BETWEEN, f"{op.node} and {root}, perhaps by {node}")
+
+
+def check_mutation(
+    view: View, writer: Node, target: Any, results: set[Node], nodes: set[Node]
+) -> tuple[list[str], list[str]]:
+    """An in-place operation goes away: nothing else may see what it wrote.
+
+    Returns the children that made it, and those that are given it: a hook on one of them could keep it.
+    """
+    written = view.memory(target)
+    if OUTSIDE in written:
+        raise Refusal(Reason.VISIBLE_MUTATION, f"{writer} writes {target}, which does not belong to this forward")
+    replaced = set().union(*(descendants(result) for result in results))
+    for node in view.position:
+        if view.position[node] <= view.position[writer]:
+            continue
+        for operand in node.all_input_nodes:
+            if operand not in nodes and operand not in replaced and view.memory(operand) & written:
+                raise Refusal(Reason.VISIBLE_MUTATION, f"{node} sees what {writer} writes")
+    makers: list[str] = []
+    keeping: list[str] = []
+    for node in view.position:
+        if node not in nodes and any(view.memory(operand) & written for operand in node.all_input_nodes):
+            keepers = view.keepers(node)
+            if keepers is None and node not in replaced:
+                raise Refusal(Reason.VISIBLE_MUTATION, f"{node} may have kept what {writer} writes")
+            keeping += keepers or ()
+    for allocation in written:
+        if isinstance(allocation, Node) and allocation.op == "call_module" and allocation not in nodes:
+            makers += view.makers(allocation) or ()
+    return makers, keeping
+
+
+def descendants(root: Node) -> set[Node]:
+    found = {root}
+    pending = [root]
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def placeholders(values: tuple[Any, ...]) -> Iterator[Node]:
+    return (value for value in values if isinstance(value, Node) and value.op == "placeholder")
+
+
+def child_guards(view: View, op: Op, recording: Recording) -> list[str]:
+    """An absorbed child must still be the layer that it was."""
+    path = str(op.child)
+    child = view.root.get_submodule(path)
+    layer = original_class(child)
+    expression = module_expression(path)
+    guards = [f"{bind(recording, checks.plain)}({expression}, {bind(recording, layer)})"]
+    if op.recording is not None:
+        return guards + inner_guards(op.recording, recording)
+    if isinstance(op["fingerprint"], Fingerprint):
+        return guards + scale_guards(op["fingerprint"], expression, child)
+    attributes = LAYERS[layer][1] if layer in LAYERS else ()
+    for attribute in (*attributes, *(("inplace",) if hasattr(child, "inplace") else ())):
+        value = getattr(child, attribute)
+        guards.append(equality(f"{expression}.{attribute}", value, lambda value, hint: bind(recording, value, hint)))
+    return guards
+
+
+def scale_guards(found: Fingerprint, expression: str, module: nn.Module) -> list[str]:
+    """Whether a written-out norm has a weight is decided by an attribute of some."""
+    if found.scaled is None:
+        return []
+    return [f"{'' if getattr(module, found.scaled) else 'not '}{expression}.{found.scaled}"]
+
+
+def maker_guards(view: View, path: str, recording: Recording) -> list[str]:
+    """A child that made a tensor must still be one that makes its own."""
+    child = view.root.get_submodule(path)
+    layer = original_class(child)
+    expression = module_expression(path)
+    if layer in FRESH_LAYERS:  # another one will do: SyncBatchNorm, say
+        guards = [f"{bind(recording, checks.plain_any)}({expression}, {bind(recording, FRESH_LAYERS, 'fresh_layers')})"]
+    else:
+        guards = [f"{bind(recording, checks.plain)}({expression}, {bind(recording, layer)})"]
+    if hasattr(child, "inplace"):
+        guards.append(f"{expression}.inplace is {child.inplace}")
+    if is_sequential(child):
+        guards.append(f"tuple({expression}._modules) == {tuple(child._modules)}")
+    inspected = view.children.get(path)
+    if inspected is not None:
+        guards += inner_guards(inspected[0], recording)
+    return guards
+
+
+def inner_guards(inner: Recording, recording: Recording) -> list[str]:
+    """The guards of what was recorded of a child, and what they call."""
+    add_names(recording.namespace, inner.namespace)
+    return list(inner.guards)

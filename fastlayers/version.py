@@ -1,0 +1,5 @@
+"""The version of the package, which its build reads and its files bear."""
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,56 @@
+"""The house: what may be imported from where, beyond the contracts of import-linter (pyproject.toml, `make lint`)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "fastlayers").rglob("*.py"))
+#: What the reference lists of them is for users; other files of fastlayers may take more.
+REFERENCES = ("fastlayers.backends",)
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+TREES = {name_of(path): ast.parse(path.read_text()) for path in FILES}
+
+
+def used_elsewhere(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """What a file takes from other files of fastlayers: their names, and the names in them."""
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in TREES:
+            for item in node.names:
+                if f"{node.module}.{item.name}" in TREES:
+                    aliases[item.asname or item.name] = f"{node.module}.{item.name}"
+                elif item.name != "*":
+                    yield str(node.module), item.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            yield aliases[node.value.id], node.attr
+
+
+def exported(tree: ast.Module) -> set[str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return None
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TREES if name not in ("fastlayers", "fastlayers.kernels.cross_entropy")]
+)
+def test_files_take_from_others_what_these_export(name):
+    for module, wanted in used_elsewhere(TREES[name]):
+        names = exported(TREES[module])
+        is_special = wanted.startswith("__")
+        assert is_special or not wanted.startswith("_"), f"{name} takes {wanted} from {module}, where it is private"
+        is_exported = names is None or wanted in names or is_special or module in REFERENCES
+        assert is_exported, f"{wanted}, which {name} takes, is not in __all__ of {module}"
