@@ -1,12 +1,13 @@
-"""The pages that are made of the source: one for each op, and the list of them. A hook of mkdocs.
+"""A hook of mkdocs: the pages that are generated from the source, and the navigation.
 
-A page holds the function (formula, shapes, what it keeps), the modules that go through it, and the plots of it and of
-its family that the committed results have.
+Each op has a page with the function (formula, shapes, what it keeps), the modules that go through it, and the plots of
+the committed results. Files of the repository that GitHub shows, such as the README, are pages of the site as well.
 """
 
 from __future__ import annotations
 
 import ast
+import posixpath
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,10 +17,17 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from rst import exported, markdown, targets
+from rst import exported
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+#: Files outside docs that are pages of the site.
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/results/README.md": "measured.md",
+}
 FAMILIES = {
     "softmax": "Softmax",
     "layer_norm": "LayerNorm and RMSNorm",
@@ -46,7 +54,6 @@ class Op:
 
     name: str
     family: str
-    summary: str
     modules: list[str] = field(default_factory=list)
 
     @property
@@ -76,9 +83,7 @@ def ops() -> tuple[Op, ...]:
     modules = modules_by_function()
     found = []
     for name in exported(ROOT / "fastlayers/functional.py"):
-        docstring = ast.get_docstring(defined[name]) or ""
-        summary = " ".join(docstring.partition("\n\n")[0].split())
-        found.append(Op(name, family_of(defined[name]), summary, modules.get(name, [])))
+        found.append(Op(name, family_of(defined[name]), modules.get(name, [])))
     return tuple(sorted(found, key=lambda op: (list(FAMILIES).index(op.family), op.name)))
 
 
@@ -106,54 +111,89 @@ def modules_by_function() -> dict[str, list[str]]:
     return found
 
 
-def overview() -> str:
-    """Every op with the first sentence of its docstring."""
-    known, blocks = targets(), ["# Operations"]
-    for family, title in FAMILIES.items():
-        rows = [
-            f"| [`{op.name}`]({op.name}.md) | {', '.join(f'`{name}`' for name in op.modules)} "
-            f"| {markdown(op.summary, known)} |"
-            for op in ops()
-            if op.family == family
-        ]
-        blocks.append("\n".join([f"## {title}\n", "| function | module | |", "|---|---|---|", *rows]))
-    return "\n\n".join(blocks) + "\n"
+# -- links that lead out of docs --------------------------------------------------------------------------------------
+
+
+def localized(text: str, source: str, page: str) -> str:
+    """The text of a file of the repository for the page of the site that shows it.
+
+    Links to files that have a page lead there. A link to any other file, such as a source file, becomes its text.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        image, label, target, anchor = match.groups(default="")
+        if target.startswith("http"):
+            return match[0]
+        place = place_of(posixpath.normpath(posixpath.join(posixpath.dirname(source), target)))
+        if place is None:
+            return label
+        return f"{image}[{label}]({posixpath.relpath(place, posixpath.dirname(page) or '.')}{anchor})"
+
+    prose_and_code = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    prose_and_code[::2] = [
+        re.sub(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)", link, prose) for prose in prose_and_code[::2]
+    ]
+    return "".join(prose_and_code)
+
+
+def place_of(path: str) -> str | None:
+    """Where the site has a file of the repository; None if it has not."""
+    if path in ROOT_PAGES:
+        return ROOT_PAGES[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path.endswith(".png") and path.startswith("benchmarks/results/"):
+        return f"plots/{posixpath.basename(path)}"
+    return None
 
 
 # -- what mkdocs calls ------------------------------------------------------------------------------------------------
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    families: list[Any] = ["ops/index.md"]
+    families: list[Any] = ["ops.md"]
     for family, title in FAMILIES.items():
         families.append({title: [{op.name: op.page} for op in ops() if op.family == family]})
     config.nav = [
         {"fastlayers": "index.md"},
+        {
+            "Guides": [
+                {"Patching a model": "patching.md"},
+                {"Backends": "backends.md"},
+                {"Building": "build.md"},
+                {"Compatibility": "compatibility.md"},
+            ]
+        },
         {"Operations": families},
-        {"Networks": "models.md"},
-        {"Patching": "patching.md"},
-        {"Backends and checkpoints": "backends.md"},
-        {"Building": "build.md"},
+        {"Reference": [{"Patching": "patching-reference.md"}, {"Backends and checkpoints": "backends-reference.md"}]},
+        {"Benchmarks": ["benchmarks.md", {"Every row": "measured.md"}]},
+        {
+            "Development": [
+                {"Your first fused op": "first-op.md"},
+                {"Architecture": "architecture.md"},
+                {"Contributing": "contributing.md"},
+                {"Changelog": "changelog.md"},
+            ]
+        },
     ]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    files.append(File.generated(config, "ops/index.md", content=overview()))
+    for path, page in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / path).read_text()))
     for op in ops():
         files.append(File.generated(config, op.page, content=op.content()))
-    for name in sorted({name for op in ops() for name in op.plots()} | models_plots()):
-        files.append(File.generated(config, f"plots/{name}", abs_src_path=str(RESULTS / name)))
+    for plot in sorted(RESULTS.glob("*.png")):
+        files.append(File.generated(config, f"plots/{plot.name}", abs_src_path=str(plot)))
     return files
 
 
-def models_plots() -> set[str]:
-    return {name for name in ("models.png", "models-kinds.png") if (RESULTS / name).exists()}
-
-
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """The plots of whole models, where a run of them has been committed."""
-    if page.file.src_uri != "index.md" or not models_plots():
+    uri = page.file.src_uri
+    if uri in {op.page for op in ops()}:
         return markdown
-    pictures = "\n\n".join(f"![{name.removesuffix('.png')}](plots/{name})" for name in sorted(models_plots()))
-    return f"{markdown}\n## Whole models, measured\n\n{pictures}\n"
+    if uri == "ops.md":  # each function leads to its page
+        markdown = re.sub(r"^\| `(\w+)` \|", r"| [`\1`](ops/\1.md) |", markdown, flags=re.MULTILINE)
+    sources = {place: path for path, place in ROOT_PAGES.items()}
+    return localized(markdown, sources.get(uri, f"docs/{uri}"), uri)

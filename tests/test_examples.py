@@ -76,7 +76,9 @@ def test_digits_resnet(example, tmp_path):
     stock, patched = re.search(r"test accuracy: stock ([\d.]+)%, patched ([\d.]+)%", printed).groups()
     assert stock == patched
     assert "blocks.0" in printed  # the report names what was patched
-    count, modules = re.search(r"with (\d+) of its (\d+) modules patched", (ROOT / "README.md").read_text()).groups()
+    count, modules = re.search(
+        r"with (\d+) of its (\d+) modules patched", (ROOT / "examples/README.md").read_text()
+    ).groups()
     assert f"{count} of {modules} modules patched" in printed
     assert "training step" in printed
     assert (tmp_path / "digits_resnet.safetensors").stat().st_size > 100_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 
@@ -12,8 +13,18 @@ import pytest
 from fastlayers.patching import Reason
 
 ROOT = Path(__file__).parents[1]
-PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples/README.md")
+#: By their path.
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*FILES, *sorted((ROOT / "docs").rglob("*.md")))}
 TEXT = PAGES["README.md"]
+#: Runs in a process of its own: tests/test_first_op.py.
+TUTORIAL = "docs/first-op.md"
+
+
+def links(page: str) -> list[str]:
+    """The targets in the prose of a page that are files of the repository."""
+    prose = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    return [link for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose) if not link.startswith("http")]
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
@@ -21,7 +32,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if "```python" in text])
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if "```python" in text and name != TUTORIAL])
 def test_python_blocks_run_and_print_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "readme"}
@@ -47,30 +58,71 @@ def test_shell_blocks_name_targets_and_commands_that_exist():
         assert set(re.findall(r"python -m fastlayers (\w+)", text)) <= set(main.commands)
 
 
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
-    assert len(links) > 2
-    for link in links:
-        if not link.startswith(("http", "benchmarks/results/")):  # a GPU run makes those
-            assert (ROOT / link).exists(), link
+def test_the_readme_is_short():
+    assert len(TEXT.splitlines()) <= 150
 
 
-def test_reasons_exist():
-    table = PAGES["models.md"].partition("| reason |")[2].partition("\n\n")[0]
-    named = set(re.findall(r"`([A-Z_]+)`", table))
-    assert len(named) > 5
-    assert named <= set(Reason.__members__)
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in links(page):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
 
 
-def test_functions_and_results_have_their_place():
-    from fastlayers import functional
+def test_every_page_is_linked_to():
+    found = {(ROOT / page).parent.joinpath(target).resolve() for page in PAGES for target in links(page)}
+    assert {ROOT / page for page in PAGES} - found == {ROOT / "README.md"}
 
-    assert all(f"| `{name}" in TEXT for name in functional.__all__)
+
+def test_every_reason_is_in_the_table():
+    table = PAGES["docs/patching.md"].partition("| reason |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([A-Z_]+)` \|", table, re.MULTILINE)) == set(Reason.__members__)
+
+
+def test_every_function_and_module_is_in_the_table_of_operations():
+    from fastlayers import functional, modules
+
+    table = PAGES["docs/ops.md"]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(functional.__all__)
+    assert set(re.findall(r"`(Fused\w+)`", table)) == set(modules.__all__) - {"DROP_IN"}
+
+
+def test_results_have_their_place():
     pytest.importorskip("matplotlib")
     from benchmarks import losses, model_report, report
 
-    measured = (ROOT / "benchmarks/results/README.md").read_text()
-    places = ((TEXT, report, "overview"), (measured, report, "results"), (TEXT, model_report, "models"))
-    for text, kind, name in (*places, (TEXT, losses, "losses")):
+    measured, benchmarks = (
+        (ROOT / path).read_text() for path in ("benchmarks/results/README.md", "docs/benchmarks.md")
+    )
+    places = (
+        (TEXT, model_report, "steps"),
+        (benchmarks, model_report, "models"),
+        (benchmarks, losses, "losses"),
+        (benchmarks, report, "overview"),
+        (measured, report, "results"),
+    )
+    for text, kind, name in places:
         assert name in kind.PAGES
         assert report.put_into(text, {}, {name: lambda results: "(the table)\n"}).count("(the table)\n") == 1
+
+
+def test_the_tables_are_those_of_the_committed_results():
+    from benchmarks import model_report, report
+
+    results = json.loads((ROOT / "benchmarks/results/models.json").read_text())
+    for page in ("README.md", "docs/benchmarks.md"):
+        assert report.put_into(PAGES[page], results, model_report.PAGES) == PAGES[page]
+
+
+def test_versions_are_those_that_the_makefile_and_the_metadata_name():
+    text = PAGES["docs/compatibility.md"]
+    makefile, metadata = ((ROOT / name).read_text() for name in ("Makefile", "pyproject.toml"))
+    pinned = re.search(r"^LIBRARIES := (.*)", makefile, re.MULTILINE)[1]
+    for name, version in re.findall(r"(\w+)==([\d.]+)", pinned):
+        assert re.search(rf"\b{name}\b.*\b{re.escape(version)}\b|test-corpus.*\b{re.escape(version)}\b", text), name
+    python, torch = (
+        re.search(r'requires-python = ">=([\d.]+)"', metadata)[1],
+        re.search(r'"torch>=([\d.]+)"', metadata)[1],
+    )
+    for page in (text, TEXT):
+        assert f"Python {python}" in page
+        assert f"torch {torch}" in page
