@@ -114,7 +114,7 @@ class StandIns(SimpleNamespace):
         if bits is not None:  # what is beyond the last element is not theirs
             bits = bits[: (z.numel() + 7) // 8]
         eps = float(stats[0, 0])
-        dz, *others = batch_norm.compose_backward(dy, z, residual, bits, gain, shift, stats, True, eps, act)
+        dz, *others = batch_norm.decomposed_backward(dy, z, residual, bits, gain, shift, stats, True, eps, act)
         dx, dweight, _ = self.convolution_autocast_backward(
             dz, x, low, stride, padding, dilation, groups, True, True, False
         )
@@ -148,7 +148,7 @@ class StandIns(SimpleNamespace):
             dlast, normed, product, low, low_bias, low2, act, first, second, *[True] * 5
         )
         pixels, eps = z.permute(0, 2, 3, 1).reshape(last.shape), float(stats[0, 0])
-        dz, dgain, dshift = layer_norm.compose_backward(
+        dz, dgain, dshift = layer_norm.decomposed_backward(
             dnormed, None, pixels, gain, 1, eps, layer_norm.LAYER, True, True
         )
         dz = dz.view(z.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
@@ -164,7 +164,7 @@ def kernels(monkeypatch) -> StandIns:
     """Stand-ins that serve calls of any size."""
     found = StandIns()
     for family in (autocast.FAMILY, linear.FAMILY, bias_act.FAMILY):
-        monkeypatch.setattr(family, "serving", lambda x: found)
+        monkeypatch.setattr(family, "kernels_for", lambda x: found)
     monkeypatch.setattr(linear, "LEAST", 0)
     monkeypatch.setattr(calls, "GPU_LEAST", 0)
     return found
@@ -715,7 +715,7 @@ def test_gradients_on_a_gpu(ours, theirs, shapes, low, backend):
 def test_casts(low, shape):
     """Of parameters that start anywhere, to the bit."""
     with backends.backend("cuda"):
-        kernels = autocast.FAMILY.serving(torch.empty(0, device="cuda"))
+        kernels = autocast.FAMILY.kernels_for(torch.empty(0, device="cuda"))
     for offset in (0, 1, 4):
         count = shape[0] * shape[1]
         weight, weight2 = torch.randn(2, count + offset, device="cuda")[:, offset:].unbind()
@@ -734,7 +734,7 @@ def test_casts(low, shape):
 @needs_gpu
 def test_the_casts_of_a_convolution_keep_its_layout():
     with backends.backend("cuda"):
-        kernels = autocast.FAMILY.serving(torch.empty(0, device="cuda"))
+        kernels = autocast.FAMILY.kernels_for(torch.empty(0, device="cuda"))
     x = torch.randn(2, 4, 5, 6, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last)
     weight = torch.randn(6, 4, 3, 3, device="cuda").contiguous(memory_format=torch.channels_last)
     y, low = kernels.convolution_autocast(x, weight, torch.zeros(6, device="cuda"), (1, 1), (0, 0), (1, 1), 1)
@@ -753,7 +753,7 @@ def test_the_norm_of_a_block_adds_the_bias(channels, low):
     torch.manual_seed(0)
     with backends.backend("cuda"):
         x = torch.randn(2, channels, 3, 2, device="cuda").contiguous(memory_format=torch.channels_last)
-        kernels, norms = autocast.FAMILY.serving(x), layer_norm.FAMILY.serving(x)
+        kernels, norms = autocast.FAMILY.kernels_for(x), layer_norm.FAMILY.kernels_for(x)
     vector = (channels,)
     shapes = [(channels, 1, 3, 3), vector, vector, vector, (8, channels), (8,), (channels, 8), vector, vector]
     parameters = [torch.randn(shape, device="cuda") for shape in shapes]

@@ -127,7 +127,7 @@ def test_a_graph_holds_the_raw_ops_of_a_block(kernels, monkeypatch, name):
     assert held(backward) == [f"{op.replace('moments', 'autocast')}_backward" for op in reversed(ops)]
     apart = (torch.ops.aten.convolution.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     assert not set(apart) & {*forward, *backward}
-    monkeypatch.setattr(autocast.FAMILY, "serving", lambda x: kernels)
+    monkeypatch.setattr(autocast.FAMILY, "kernels_for", lambda x: kernels)
     eager = patch_model(copy.deepcopy(stock))
     kernels.called.clear()
     for mine, theirs in zip(found, twice(eager), strict=True):
@@ -201,7 +201,7 @@ def shares_memory(args: Any, found: Any) -> bool:
 def test_fakes_tell_what_the_kernels_give(monkeypatch, name):
     """Shapes, dtypes and strides, by which Inductor writes its code; and no tensor in the memory of another."""
     x, model = given_to(name, device="cuda"), patch_model(block(name, "cuda"))
-    real, called = autocast.FAMILY.serving(x), {}
+    real, called = autocast.FAMILY.kernels_for(x), {}
 
     def spy(op: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -212,7 +212,7 @@ def test_fakes_tell_what_the_kernels_give(monkeypatch, name):
 
     spied = SimpleNamespace(**vars(real) | {op: spy(op) for op, kernel in vars(real).items() if callable(kernel)})
     spied.apart = True
-    monkeypatch.setattr(autocast.FAMILY, "serving", lambda x: spied)
+    monkeypatch.setattr(autocast.FAMILY, "kernels_for", lambda x: spied)
     results(model, x, torch.bfloat16)
     if NOT_FUNCTIONAL in called:
         ((*before, _, ints, floats, about), _) = called[NOT_FUNCTIONAL]

@@ -160,7 +160,7 @@ class Blocks(StandIns):
         dnormed, *of_mlp = self.mlp_autocast_backward(
             rows.to(attended.dtype), normed, product, *low[2:5], act, first, second, *[True] * 5
         )
-        ds, *of_norm = layer_norm.compose_backward(
+        ds, *of_norm = layer_norm.decomposed_backward(
             dnormed, rows, s, gain, 1, float(stats[0, 0]), layer_norm.LAYER, True, True
         )
         dattended, *of_proj = self.linear_autocast_backward(ds.to(attended.dtype), attended, low[0], True, True, True)
@@ -170,7 +170,7 @@ class Blocks(StandIns):
         self.called.append("transformer_block_autocast_open_backward")
         rows = torch.stack(list(dqkv)).permute(1, 3, 0, 2, 4).reshape(len(normed), -1)
         dnormed, *of_qkv = self.linear_autocast_backward(rows, normed, low, True, True, True)
-        dx, *of_norm = layer_norm.compose_backward(
+        dx, *of_norm = layer_norm.decomposed_backward(
             dnormed, ds, x.flatten(0, 1), gain, 1, float(stats[0, 0]), layer_norm.LAYER, True, True
         )
         return [dx.view_as(x), *of_norm, *of_qkv]
@@ -179,7 +179,7 @@ class Blocks(StandIns):
 @pytest.fixture
 def kernels(monkeypatch) -> Blocks:
     found = Blocks()
-    monkeypatch.setattr(autocast.FAMILY, "serving", lambda x: found)
+    monkeypatch.setattr(autocast.FAMILY, "kernels_for", lambda x: found)
     return found
 
 
@@ -622,7 +622,7 @@ def test_numbers_that_are_no_pairs(kernels, name, value, training):
 def test_a_folded_chain_on_a_gpu(name, low, layout, monkeypatch):
     stock = in_use(name, "cuda")
     exact, model = copy.deepcopy(stock).double(), fold_batch_norm(patch_model(copy.deepcopy(stock)))
-    calls_of, raw = [], autocast.FAMILY.serving(given_to(name, device="cuda"))
+    calls_of, raw = [], autocast.FAMILY.kernels_for(given_to(name, device="cuda"))
     of_chain = raw.convolution_chain_folded
     monkeypatch.setattr(raw, "convolution_chain_folded", lambda *args: calls_of.append(1) or of_chain(*args))
     errors = []

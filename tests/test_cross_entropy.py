@@ -315,7 +315,7 @@ def test_every_alignment(backend, offset, length):
 def test_small_problems_are_torchs(monkeypatch):
     """Where one launch less is what counts, and no kernel has anything else to offer."""
     kernels = type("Kernels", (), {"backend": "cuda"})()
-    monkeypatch.setattr(ops.FAMILY, "serving", lambda x: kernels)
+    monkeypatch.setattr(ops.FAMILY, "kernels_for", lambda x: kernels)
     x, target, _ = made((6, 37))
     assert_close(functional.cross_entropy(x, target), F.cross_entropy(x, target))
 
@@ -334,7 +334,7 @@ def test_composed_backward_is_torchs():
             softcap=softcap or None, z_loss=z_loss,
         )  # fmt: skip
         (expected,) = torch.autograd.grad(loss, x, sent, create_graph=True)
-        ours: Tensor = ops.compose_backward(sent, x, target, w, reduction, options)
+        ours: Tensor = ops.decomposed_backward(sent, x, target, w, reduction, options)
         assert_close(ours, expected)
         again = torch.autograd.grad(ours.sin().sum(), x)
         assert_close(again, torch.autograd.grad(expected.sin().sum(), x))

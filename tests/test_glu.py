@@ -45,7 +45,7 @@ class StandIns(SimpleNamespace):
 @pytest.fixture
 def kernels(monkeypatch) -> StandIns:
     found = StandIns()
-    monkeypatch.setattr(glu.FAMILY, "serving", lambda x: found)
+    monkeypatch.setattr(glu.FAMILY, "kernels_for", lambda x: found)
     return found
 
 
@@ -210,7 +210,7 @@ def test_a_forced_backend_says_why(place):
 def test_written_gradient_must_be_contiguous(place):
     x = torch.randn(8, 8, device=place.device)
     with backends.backend(place.backend):
-        kernels = glu.FAMILY.serving(x)
+        kernels = glu.FAMILY.kernels_for(x)
     dy = torch.randn(8, 8, device=place.device)
     dgate, dup = kernels.gated_backward(dy, x, x + 1, 2)
     assert same_bits(kernels.gated_backward_(dy, x, x + 1, 2), dup)

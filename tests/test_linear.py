@@ -45,7 +45,7 @@ class StandIns(SimpleNamespace):
 def kernels(monkeypatch) -> Iterator[StandIns]:
     """Stand-ins that serve calls of any size, in float64: float32 is torch's own."""
     found = StandIns()
-    monkeypatch.setattr(linear.FAMILY, "serving", lambda x: found)
+    monkeypatch.setattr(linear.FAMILY, "kernels_for", lambda x: found)
     monkeypatch.setattr(linear, "LEAST", 0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -207,7 +207,7 @@ def test_column_sum(place, dtype, shape):
                 exact = x.double().sum(0)
                 allowed = max(allowed, greatest_error(x.sum(0, dtype=to), exact))
             with backends.backend(place.backend):
-                kernel = linear.FAMILY.serving(x).column_sum
+                kernel = linear.FAMILY.kernels_for(x).column_sum
             sums = kernel(x, to)
             assert sums.dtype == to
             assert same_bits(sums, kernel(x, to))

@@ -409,7 +409,7 @@ def stand_in() -> SimpleNamespace:
         return y, x + residual, stats
 
     def backward(dy, ds, x, stats, weight, dims, kind, for_weight, for_bias):
-        return layer_norm.compose_backward(dy, ds, x, weight, dims, float(stats), kind, for_weight, for_bias)
+        return layer_norm.decomposed_backward(dy, ds, x, weight, dims, float(stats), kind, for_weight, for_bias)
 
     return SimpleNamespace(
         backend="cuda", layer_norm_forward=forward, add_layer_norm_forward=add_forward, layer_norm_backward=backward

@@ -654,7 +654,7 @@ def kernel(monkeypatch):
         return bias is not None and not isinstance(layer, nn.Linear) and not torch.is_grad_enabled()
 
     kernels = types.SimpleNamespace(channel_bias_act_=channel_bias_act_)
-    monkeypatch.setattr(convolution, "FAMILY", types.SimpleNamespace(serving=lambda x: kernels))
+    monkeypatch.setattr(convolution, "FAMILY", types.SimpleNamespace(kernels_for=lambda x: kernels))
     for module in (convolution, folded_layers):
         monkeypatch.setattr(module, "adds_bias", adds_bias)
     return calls

@@ -128,7 +128,7 @@ def gate_kernels(request, monkeypatch):
     """Both ways that gated_linear goes, on a machine without kernels."""
     if request.param == "kernels":
         kernels = StandIns()
-        monkeypatch.setattr("fastlayers.ops.glu.FAMILY.serving", lambda x: kernels)
+        monkeypatch.setattr("fastlayers.ops.glu.FAMILY.kernels_for", lambda x: kernels)
 
 
 @pytest.mark.parametrize("act", [act for acts in ACTS.values() for act in acts])
@@ -686,7 +686,7 @@ def test_activation_functions(build, body, rule):
 def test_what_bias_act_serves(monkeypatch):
     (weight, bias), x = nn.Linear(256, 256).parameters(), torch.randn(512, 256)
     assert not calls.bias_in_act(x, weight, bias)  # a CPU has no kernel
-    monkeypatch.setattr(calls.bias_act, "FAMILY", type("Family", (), {"serving": staticmethod(lambda x: object())}))
+    monkeypatch.setattr(calls.bias_act, "FAMILY", type("Family", (), {"kernels_for": staticmethod(lambda x: object())}))
     assert calls.bias_in_act(x, weight, bias)
     assert not calls.bias_in_act(x[:2], weight, bias)
     assert not calls.bias_in_act(x.bfloat16(), weight, bias)

@@ -43,7 +43,7 @@ class StandIns:
 def kernels(monkeypatch):
     found = StandIns()
     for family in (squeeze_excite.FAMILY, elementwise.FAMILY):
-        monkeypatch.setattr(family, "serving", lambda x: found)
+        monkeypatch.setattr(family, "kernels_for", lambda x: found)
     monkeypatch.setattr(elementwise, "GPU_LEAST", 0)
     return found
 
@@ -147,21 +147,34 @@ def test_an_image_that_is_written_in_between(kernels):
     def run(written):
         x, w = inputs()
         y = x * 1
-        mean = calls.squeeze(y, (2, 3)) if written else y.mean((2, 3), keepdim=True)
+        mean, squeezed = calls.squeeze(y, (2, 3)) if written else (y.mean((2, 3), keepdim=True), y)
         y.add_(1)
         gate = gate_of(w)(mean)
-        out = calls.excite(y, gate, mean) if written else y * gate
+        out = calls.excite(squeezed, gate) if written else y * gate
         return torch.autograd.grad(out.sin().sum(), (x, w))
 
     torch.testing.assert_close(run(True), run(False))
     assert "scale_shift" not in kernels.called
 
 
+def test_a_link_that_is_excited_twice(kernels):
+    """The first product shares the gradient of x with the mean, the second one is a product like any other."""
+
+    def run(linked):
+        x, w = inputs()
+        mean, image = calls.squeeze(x, (2, 3)) if linked else (x.mean((2, 3), keepdim=True), x)
+        gates = gate_of(w)(mean), gate_of(w.exp())(mean)
+        first, second = (calls.excite(image, gate) if linked else x * gate for gate in gates)
+        return torch.autograd.grad((first * second).sum(), (x, w))
+
+    torch.testing.assert_close(run(True), run(False))
+
+
 def test_another_image(kernels):
     x, w = inputs()
     other = (x.detach() + 1).requires_grad_()
-    mean = calls.squeeze(x, (2, 3))
-    out = calls.excite(other, gate_of(w)(mean), mean)
+    mean, _ = calls.squeeze(x, (2, 3))
+    out = calls.excite(other, gate_of(w)(mean))
     expected = other * gate_of(w)(x.mean((2, 3), keepdim=True))
     torch.testing.assert_close(
         torch.autograd.grad(out.sum(), (x, other, w)), torch.autograd.grad(expected.sum(), (x, other, w))
@@ -175,8 +188,8 @@ def test_an_image_that_is_never_excited_keeps_nothing(kernels):
     alive = weakref.ref(before)
     gc.disable()
     try:
-        mean = calls.squeeze(before, (2, 3))
-        del before, mean
+        mean, link = calls.squeeze(before, (2, 3))
+        del before, mean, link
         assert alive() is None
     finally:
         gc.enable()
@@ -184,26 +197,26 @@ def test_an_image_that_is_never_excited_keeps_nothing(kernels):
 
 def test_without_gradient_where_it_is_excited(kernels):
     x, w = inputs()
-    mean = calls.squeeze(x, (2, 3))
+    mean, link = calls.squeeze(x, (2, 3))
     gate = gate_of(w)(mean)
     with torch.no_grad():
-        out = calls.excite(x, gate, mean)
+        out = calls.excite(link, gate)
     assert not out.requires_grad
     torch.testing.assert_close(torch.autograd.grad(mean.sum(), x)[0], torch.full_like(x, 1 / 20))
 
 
 def test_images_of_other_dimensions(kernels):
     x = torch.randn(3, 4, 5, requires_grad=True)
-    mean = calls.squeeze_by_pooling(x)
-    torch.testing.assert_close(calls.excite(x, mean.sigmoid(), mean), x * x.mean((1, 2), keepdim=True).sigmoid())
+    mean, image = calls.squeeze_by_pooling(x)
+    torch.testing.assert_close(calls.excite(image, mean.sigmoid()), x * x.mean((1, 2), keepdim=True).sigmoid())
 
 
 # -- a convolution of the product --------------------------------------------------------------------------------------
 
 
 def gated_convolution(convolve, x: Tensor, w: Tensor, layer: nn.Module) -> Tensor:
-    mean = calls.squeeze(x, (2, 3))
-    return convolve(layer, calls.excite(x, gate_of(w)(mean), mean))
+    mean, x = calls.squeeze(x, (2, 3))
+    return convolve(layer, calls.excite(x, gate_of(w)(mean)))
 
 
 def plainly(layer: nn.Module, product: Tensor) -> Tensor:

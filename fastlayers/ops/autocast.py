@@ -7,7 +7,7 @@ one launch, their gradients come in float32 from the product and from the sum, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,32 +19,65 @@ from fastlayers.ops import dispatch
 from fastlayers.ops.activations import ACTIVATIONS, Activation
 from fastlayers.ops.reference import HALF
 
-FAMILY = dispatch.Family(
-    "autocast",
-    (
-        "linear_autocast",
-        "linear_autocast_backward",
-        "mlp_autocast",
-        "mlp_autocast_backward",
-        "convolution_autocast",
-        "convolution_autocast_backward",
-        "convolution_norm_autocast",
-        "convolution_norm_autocast_backward",
-        "convnext_block_autocast",
-        "convnext_block_autocast_backward",
-    ),
-    cpu=False,
-    csrc_only=(
-        "convolution_chain_autocast",
-        "convolution_chain_moments",
-        "convolution_chain_autocast_backward",
-        "convolution_chain_folded",
-        "transformer_block_autocast_open",
-        "transformer_block_autocast_close",
-        "transformer_block_autocast_close_backward",
-        "transformer_block_autocast_open_backward",
-    ),
-)
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def linear_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        return x.new_empty((*x.shape[:-1], weight.shape[0])), torch.empty_like(weight, dtype=x.dtype)
+
+    @staticmethod
+    def linear_autocast_backward(
+        dy: Tensor, x: Tensor, low: Tensor, dx: bool, dweight: bool, dbias: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            torch.empty_like(x) if dx else x.new_empty(0),
+            low.new_empty(low.shape if dweight else 0, dtype=torch.float32 if dweight else low.dtype),
+            low.new_empty(low.shape[0] if dbias else 0, dtype=torch.float32 if dbias else low.dtype),
+        )
+
+    @staticmethod
+    def mlp_autocast(
+        x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor | None, act: int, first: float,
+        second: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        product = x.new_empty((x.numel() // x.shape[-1], weight.shape[0]))
+        low, low_bias, low2 = (torch.empty_like(t, dtype=x.dtype) for t in (weight, bias, weight2))
+        return x.new_empty((*x.shape[:-1], weight2.shape[0])), product, low, low_bias, low2
+
+    @staticmethod
+    def mlp_autocast_backward(
+        dy: Tensor, x: Tensor, product: Tensor, low: Tensor, low_bias: Tensor, low2: Tensor, act: int, first: float,
+        second: float, dx: bool, dweight: bool, dbias: bool, dweight2: bool, dbias2: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        def empty(shape: torch.Size, needed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+            return x.new_empty(shape if needed else 0, dtype=dtype if needed else x.dtype)
+
+        return (
+            empty(x.shape, dx, x.dtype), empty(low.shape, dweight), empty(low_bias.shape, dbias),
+            empty(low2.shape, dweight2), empty(low2.shape[:1], dbias2),
+        )  # fmt: skip
+
+    @staticmethod
+    def convolution_autocast(
+        x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], padding: Sequence[int],
+        dilation: Sequence[int], groups: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        y = F.conv2d(x, weight.to(x.dtype), None, stride, padding, dilation, groups)
+        return y, torch.empty_like(weight, dtype=x.dtype)
+
+    @staticmethod
+    def convolution_autocast_backward(
+        dy: Tensor, x: Tensor, low: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+        groups: int, dx: bool, dweight: bool, dbias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return (
+            torch.empty_like(x) if dx else x.new_empty(0),
+            torch.empty_like(low, dtype=torch.float32) if dweight else low.new_empty(0),
+            low.new_empty(low.shape[0] if dbias else 0, dtype=torch.float32 if dbias else low.dtype),
+        )
+
+
+FAMILY = dispatch.Family("autocast", Kernels)
 
 #: Those of an MLP: all that autocast leaves in its dtype.
 MLP_ACTIVATIONS = frozenset(ACTIVATIONS) - {None, "softplus"}
@@ -65,7 +98,7 @@ def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     """The kernels where autocast casts these from float32 to a half, of x only what is not there yet; else None."""
     if torch.compiler.is_compiling() or not _are_cast(x, *parameters):
         return None
-    return FAMILY.serving(x)
+    return FAMILY.kernels_for(x)
 
 
 def block_kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
@@ -74,7 +107,7 @@ def block_kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     Of a graph no more than that it has some: what is put into it asks for them itself.
     """
     if torch.compiler.is_compiling():
-        held = dispatch.graph_keeps_kernel(x) and dispatch.graph_holds_functions() and _are_cast(x, *parameters)
+        held = dispatch.graph_keeps_kernel(x) and dispatch.graph_holds_csrc() and _are_cast(x, *parameters)
         return True if held else None
     kernels = kernels_for(x, *parameters)
     return kernels if kernels is not None and kernels.backend == "cuda" else None
@@ -127,47 +160,46 @@ class Given:
         return self.parameters
 
 
-def derivable(function: Callable[..., Tensor], ctx: Any, x: Tensor, dy: Tensor) -> list[Tensor | None]:
-    """The gradients of ``function(x, *parameters)`` that are wanted, through what autograd records of it."""
-    given = (x, *ctx.given.unchanged())
-    needs = ctx.needs_input_grad[: len(given)]
+def differentiate(
+    function: Callable[..., Tensor], given: Given, needs: tuple[bool, ...], x: Tensor, dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``function(x, *parameters)`` that are needed, with a graph of their own."""
     with torch.enable_grad():
-        # Of aliases: what is given may itself depend on what is given beside it.
-        aliases = [t if t is None else t.view_as(t) for t in given]
+        # Of aliases: an argument may itself depend on another one.
+        aliases = [t if t is None else t.view_as(t) for t in (x, *given.unchanged())]
         out = function(*aliases)
     wanted = [t for t, needed in zip(aliases, needs, strict=True) if t is not None and needed]
     found = iter(torch.autograd.grad(out, wanted, dy, create_graph=True))
-    return [next(found) if needed else None for needed in needs]
+    return tuple(next(found) if needed else None for needed in needs)
 
 
 # -- a linear layer ----------------------------------------------------------------------------------------------------
 
 
-class _Linear(torch.autograd.Function):
-    """Of rows in a half. Keeps them and the weight's cast."""
+class Linear(dispatch.Pair, inputs=3):
+    """Of rows in low precision. Keeps them and the weight's cast."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: Any) -> Tensor:
+    def forward(kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         y, low = kernels.linear_autocast(x, weight, bias)
-        ctx.save_for_backward(x, low)
-        ctx.given, ctx.kernels = Given(weight, bias), kernels
-        return y  # type: ignore[no-any-return]
+        return y, (x, low), (Given(weight, bias),)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, low = ctx.saved_tensors
-        if dispatch.differentiating(dy):
-            return *derivable(_linear, ctx, x, dy), None
-        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        dx, dweight, dbias = ctx.kernels.linear_autocast_backward(dy, x, low, for_x, for_weight, for_bias)
-        return dx if for_x else None, dweight if for_weight else None, dbias if for_bias else None, None
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, low: Tensor, given: Given
+    ) -> tuple[Tensor | None, ...]:
+        found = kernels.linear_autocast_backward(dy, x, low, *needs)
+        return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
+
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, x: Tensor, low: Tensor, given: Given
+    ) -> tuple[Tensor | None, ...]:
+        return differentiate(_linear, given, needs, x, dy)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
-_record_linear = dispatch.recorder(_Linear)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -177,8 +209,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     kernels = kernels_for(x, weight, bias)
     if kernels is None or not _are_rows(x, weight, bias):
         return None
-    bias = bias if bias is None else dispatch.unwrap(bias)
-    return _record_linear(lowered(x), dispatch.unwrap(weight), bias, kernels)  # type: ignore[no-any-return]
+    return Linear.run(kernels, autocast_input(x), weight, bias)
 
 
 def _are_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -192,8 +223,8 @@ def _are_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def lowered(x: Tensor) -> Tensor:
-    """x as autocast hands it to a product or a convolution."""
+def autocast_input(x: Tensor) -> Tensor:
+    """x as autocast gives it to a product or a convolution."""
     x = dispatch.unwrap(x)
     return x.to(dtype_of(x)) if x.dtype is torch.float32 else x
 
@@ -201,39 +232,39 @@ def lowered(x: Tensor) -> Tensor:
 # -- two of them -------------------------------------------------------------------------------------------------------
 
 
-class _Mlp(torch.autograd.Function):
+class Mlp(dispatch.Pair, inputs=5):
     """linear(act(linear(x))). Keeps x, the first product without its bias, and the casts of the other parameters.
 
-    The result of the activation is computed anew: it is as large as the product.
+    Backward recomputes the result of the activation, which is as large as the product.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor | None, act: Activation,
-        kernels: Any,
-    ) -> Tensor:  # fmt: skip
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor,
+        bias2: Tensor | None, act: Activation,
+    ) -> Any:  # fmt: skip
         y, *kept = kernels.mlp_autocast(x, weight, bias, weight2, bias2, act.code, *act.defaults)
-        ctx.save_for_backward(x, *kept)
-        ctx.given, ctx.act, ctx.kernels = Given(weight, bias, weight2, bias2), act, kernels
-        return y  # type: ignore[no-any-return]
+        return y, (x, *kept), (Given(weight, bias, weight2, bias2), act)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        act: Activation = ctx.act
-        x, *kept = ctx.saved_tensors
-        if dispatch.differentiating(dy):
-            return *derivable(partial(mlp_of, act), ctx, x, dy), None, None
-        needs = ctx.needs_input_grad[:5]
-        found = ctx.kernels.mlp_autocast_backward(dy, x, *kept, act.code, *act.defaults, *needs)
-        return *[gradient if needed else None for gradient, needed in zip(found, needs, strict=True)], None, None
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, product: Tensor, low: Tensor,
+        low_bias: Tensor, low2: Tensor, given: Given, act: Activation,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        found = kernels.mlp_autocast_backward(dy, x, product, low, low_bias, low2, act.code, *act.defaults, *needs)
+        return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
+
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, x: Tensor, *args: Any
+    ) -> tuple[Tensor | None, ...]:
+        *_, given, act = args
+        return differentiate(partial(mlp_of, act), given, needs, x, dy)
 
 
 def mlp_of(act: Activation, x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor | None) -> Tensor:
     """linear(act(linear(x))) in torch's operations, in x's dtype."""
     return _linear(act.function(_linear(x, weight, bias)), weight2, bias2)
-
-
-_record_mlp = dispatch.recorder(_Mlp)
 
 
 def mlp(x: Tensor, weight: Tensor, bias: Tensor, act: str, weight2: Tensor, bias2: Tensor | None) -> Tensor | None:
@@ -248,44 +279,42 @@ def mlp(x: Tensor, weight: Tensor, bias: Tensor, act: str, weight2: Tensor, bias
         or (bias2 is not None and bias2.shape != weight2.shape[:1])
     ):
         return None
-    weight, bias, weight2 = dispatch.unwrap(weight), dispatch.unwrap(bias), dispatch.unwrap(weight2)
-    bias2 = bias2 if bias2 is None else dispatch.unwrap(bias2)
-    return _record_mlp(lowered(x), weight, bias, weight2, bias2, ACTIVATIONS[act], kernels)  # type: ignore[no-any-return]
+    return Mlp.run(kernels, autocast_input(x), weight, bias, weight2, bias2, ACTIVATIONS[act])
 
 
 # -- a convolution -----------------------------------------------------------------------------------------------------
 
 
-class _Convolution(torch.autograd.Function):
-    """Of images in a half. Keeps them and the weight's cast."""
+class Convolution(dispatch.Pair, inputs=3):
+    """Of images in low precision. Keeps them and the weight's cast."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, options: Options, kernels: Any) -> Tensor:
+    def forward(
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Tensor, options: Options
+    ) -> Any:
         y, low = kernels.convolution_autocast(x, weight, bias, *options)
-        ctx.save_for_backward(x, low)
-        ctx.given, ctx.options, ctx.kernels = Given(weight, bias), options, kernels
-        return y  # type: ignore[no-any-return]
+        return y, (x, low), (Given(weight, bias), options)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, low = ctx.saved_tensors
-        if dispatch.differentiating(dy):
-            return *derivable(partial(_convolution, ctx.options), ctx, x, dy), None, None
-        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, low: Tensor, given: Given, options: Options
+    ) -> tuple[Tensor | None, ...]:
+        for_x, for_weight, for_bias = needs
         summed = for_bias and dy.is_contiguous(memory_format=torch.channels_last)
-        dx, dweight, dbias = ctx.kernels.convolution_autocast_backward(
-            dy, x, low, *ctx.options, for_x, for_weight, summed
-        )
+        dx, dweight, dbias = kernels.convolution_autocast_backward(dy, x, low, *options, for_x, for_weight, summed)
         if for_bias and not summed:
             dbias = dy.sum((0, 2, 3), dtype=torch.float32)
-        return dx if for_x else None, dweight if for_weight else None, dbias if for_bias else None, None, None
+        return dx if for_x else None, dweight if for_weight else None, dbias if for_bias else None
+
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, x: Tensor, low: Tensor, given: Given, options: Options
+    ) -> tuple[Tensor | None, ...]:
+        return differentiate(partial(_convolution, options), given, needs, x, dy)
 
 
 def _convolution(options: Options, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.conv2d(x, weight.to(x.dtype), bias.to(x.dtype), *options)
-
-
-_record_convolution = dispatch.recorder(_Convolution)
 
 
 def options_of(layer: Any) -> Options | None:
@@ -314,8 +343,7 @@ def convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor |
     kernels = kernels_for(x, weight, bias)
     if kernels is None:
         return None
-    parameters = dispatch.unwrap(weight), dispatch.unwrap(bias)
-    return _record_convolution(lowered(x), *parameters, options, kernels)  # type: ignore[no-any-return]
+    return Convolution.run(kernels, autocast_input(x), weight, bias, options)
 
 
 # -- what it is given is used again ------------------------------------------------------------------------------------
@@ -336,46 +364,11 @@ class _CastFork(torch.autograd.Function):
         return dx + dlow, None
 
 
-_record_fork = dispatch.recorder(_CastFork)
+_record_fork = dispatch.record_of(_CastFork)
 
 
 def cast_fork(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x as a linear layer or a convolution takes it, x); autograd lets nobody write to the second one."""
     if x.dtype is torch.float32 and torch.is_grad_enabled() and x.requires_grad and kernels_for(x) is not None:
-        return _record_fork(dispatch.unwrap(x), dtype_of(x))  # type: ignore[no-any-return]
+        return _record_fork(dispatch.unwrap(x), dtype_of(x))
     return x, x
-
-
-dispatch.register_fakes(
-    {
-        "linear_autocast": lambda x, weight, bias: (
-            x.new_empty((*x.shape[:-1], weight.shape[0])),
-            torch.empty_like(weight, dtype=x.dtype),
-        ),
-        "linear_autocast_backward": lambda dy, x, low, dx, dweight, dbias: (
-            torch.empty_like(x) if dx else x.new_empty(0),
-            low.new_empty(low.shape if dweight else 0, dtype=torch.float32 if dweight else low.dtype),
-            low.new_empty(low.shape[0] if dbias else 0, dtype=torch.float32 if dbias else low.dtype),
-        ),
-        "mlp_autocast": lambda x, weight, bias, weight2, bias2, act, first, second: (
-            x.new_empty((*x.shape[:-1], weight2.shape[0])),
-            x.new_empty((x.numel() // x.shape[-1], weight.shape[0])),
-            *(torch.empty_like(t, dtype=x.dtype) for t in (weight, bias, weight2)),
-        ),
-        "mlp_autocast_backward": lambda dy, x, product, low, low_bias, low2, act, first, second, *wanted: tuple(
-            x.new_empty(shape if needed else 0, dtype=torch.float32 if place and needed else x.dtype)
-            for place, (shape, needed) in enumerate(
-                zip((x.shape, low.shape, low_bias.shape, low2.shape, low2.shape[:1]), wanted, strict=True)
-            )
-        ),
-        "convolution_autocast": lambda x, weight, bias, stride, padding, dilation, groups: (
-            F.conv2d(x, weight.to(x.dtype), None, stride, padding, dilation, groups),
-            torch.empty_like(weight, dtype=x.dtype),
-        ),
-        "convolution_autocast_backward": lambda dy, x, low, stride, padding, dilation, groups, dx, dweight, dbias: (
-            torch.empty_like(x) if dx else x.new_empty(0),
-            torch.empty_like(low, dtype=torch.float32) if dweight else low.new_empty(0),
-            low.new_empty(low.shape[0] if dbias else 0, dtype=torch.float32 if dbias else low.dtype),
-        ),
-    }
-)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +11,65 @@ from fastlayers import backends
 from fastlayers.ops import bias_act, dispatch, elementwise, reference
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, NORM_CODES, activation
 
-FAMILY = dispatch.Family(
-    "batch_norm",
-    ("batch_norm_train", "batch_norm_eval", "batch_norm_backward", "channel_bias_act_"),
-    cpu=False,
-)
-
 RELU = ACTIVATIONS["relu"].code
 
-#: The running mean and variance, training, momentum, eps, act, the count of batches and the kernels: what has no
-#: gradient goes to autograd as one argument.
-Rest: TypeAlias = tuple[Tensor | None, Tensor | None, bool, float, float, int, Tensor | None, Any]
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def batch_norm_train(
+        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+        running_var: Tensor | None, momentum: float, eps: float, act: int, bits: bool, batches: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return torch.empty_like(x), _empty_stats(x), _empty_bits(x, bits)
+
+    @staticmethod
+    def batch_norm_moments(
+        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, act: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        stats = _empty_stats(x)
+        return torch.empty_like(x), stats, _empty_bits(x, is_packed(residual, act)), torch.empty_like(stats)
+
+    @staticmethod
+    def batch_norm_update_(
+        running_mean: Tensor, running_var: Tensor, batches: Tensor | None, moments: Tensor, momentum: float
+    ) -> None:
+        return None
+
+    @staticmethod
+    def batch_norm_eval(
+        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor,
+        running_var: Tensor, eps: float, act: int, bits: bool, keep: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return torch.empty_like(x), _empty_stats(x, keep), _empty_bits(x, bits)
+
+    @staticmethod
+    def batch_norm_backward(
+        dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None, weight: Tensor | None,
+        bias: Tensor | None, stats: Tensor, training: bool, act: int, dresidual: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        like = stats if weight is None else weight
+        dweight, dbias = (like.new_empty(x.shape[1]) for _ in range(2))
+        return torch.empty_like(x), torch.empty_like(x) if dresidual else x.new_empty(0), dweight, dbias
+
+    @staticmethod
+    def channel_bias_act_(x: Tensor, bias: Tensor, residual: Tensor | None, act: int) -> None:
+        return None
+
+
+def _empty_stats(x: Tensor, keep: bool = True) -> Tensor:
+    return x.new_empty((2, x.shape[1]) if keep else 0, dtype=dispatch.accumulator(x))
+
+
+def _empty_bits(x: Tensor, packed: bool) -> Tensor:
+    return x.new_empty((x.numel() + 7) // 8 if packed else 0, dtype=torch.uint8)
+
+
+FAMILY = dispatch.Family("batch_norm", Kernels, csrc_only=("batch_norm_update_",))
+
+
+def is_packed(residual: Tensor | None, act: int) -> bool:
+    """Whether one bit an element says where the activation was positive, so that backward needs no argument of it."""
+    return residual is not None and act == RELU
 
 
 def unsupported(
@@ -71,82 +118,92 @@ def unsupported(
     return None
 
 
-class _BatchNorm(torch.autograd.Function):
-    """Keeps x, the weight, the mean and rstd of each channel; for an activation what says where it was: the bias, and
-    where a residual was added that, of relu one bit an element instead of both."""
+class BatchNorm(dispatch.Pair, inputs=4):
+    """Keeps x, the weight, the mean and rstd of each channel; for an activation the bias and the residual, from which
+    backward recomputes its argument, or for relu after a residual one bit an element."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, rest: Rest
-    ) -> Tensor:
-        running_mean, running_var, training, momentum, eps, act, batches, kernels = rest
-        packed = residual is not None and act == RELU
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, residual: Tensor | None, weight: Tensor | None,
+        bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, training: bool, momentum: float,
+        eps: float, act: int, batches: Tensor | None,
+    ) -> Any:  # fmt: skip
+        packs = bool(needs) and is_packed(residual, act)
         if training:
             y, stats, bits = kernels.batch_norm_train(
-                x, residual, weight, bias, running_mean, running_var, momentum, eps, act, packed, batches
+                x, residual, weight, bias, running_mean, running_var, momentum, eps, act, packs, batches
             )
         else:
+            assert running_mean is not None
+            assert running_var is not None
             y, stats, bits = kernels.batch_norm_eval(
-                x, residual, weight, bias, running_mean, running_var, eps, act, packed, True
+                x, residual, weight, bias, running_mean, running_var, eps, act, packs, bool(needs)
             )
-        keep(ctx, x, residual, weight, bias, stats, bits, training, eps, act)
-        ctx.kernels = kernels
-        return y  # type: ignore[no-any-return]
+        return y, kept(x, residual, weight, bias, stats, bits, act), (training, eps, act)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if dispatch.differentiating(dy):
-            grads = compose_backward(dy, *ctx.saved_tensors, *ctx.rest)
-        else:
-            grads = gradients(ctx, dy, ctx.kernels.batch_norm_backward)
-        return (*wanted(ctx, dy, grads), None)
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None,
+        weight: Tensor | None, bias: Tensor | None, stats: Tensor, training: bool, eps: float, act: int,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        for_residual = act != 0 and needs[1]
+        found = kernels.batch_norm_backward(dy, x, residual, bits, weight, bias, stats, training, act, for_residual)
+        return _wanted(needs, dy, act, *found)
+
+    @staticmethod
+    def differentiable_backward(needs: tuple[bool, ...], dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+        return _wanted(needs, dy, args[-1], *decomposed_backward(dy, *args))
 
 
-_record = dispatch.recorder(_BatchNorm)
+class BatchNormInGraph(dispatch.Pair, inputs=4, materialize=False):
+    """BatchNorm in training, with the moments of x as a result: an op in a graph may not write its arguments."""
 
+    @staticmethod
+    def forward(
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, residual: Tensor | None, weight: Tensor | None,
+        bias: Tensor | None, eps: float, act: int,
+    ) -> Any:  # fmt: skip
+        y, stats, bits, moments = kernels.batch_norm_moments(x, residual, weight, bias, eps, act)
+        return (y, moments), kept(x, residual, weight, bias, stats, bits, act), (True, eps, act)
 
-def keep(
-    ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
-    bits: Tensor, training: bool, eps: float, act: int,
-) -> None:  # fmt: skip
-    ctx.save_for_backward(*kept(x, residual, weight, bias, stats, bits, act))
-    ctx.rest = training, eps, act
+    @staticmethod
+    def non_differentiable(needs: tuple[bool, ...], results: Any) -> tuple[Tensor, ...]:
+        return results[1:]
+
+    @staticmethod
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, _: None, *args: Any
+    ) -> tuple[Tensor | None, ...]:
+        return BatchNorm.backward(kernels, needs, dy, *args)
+
+    @staticmethod
+    def differentiable_backward(needs: tuple[bool, ...], dy: Tensor, _: None, *args: Any) -> tuple[Tensor | None, ...]:
+        return BatchNorm.differentiable_backward(needs, dy, *args)
 
 
 def kept(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    stats: Tensor,
-    bits: Tensor,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, stats: Tensor, bits: Tensor,
     act: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """What backward needs, in the order of ``batch_norm_backward``."""
+    packed = is_packed(residual, act)
+    recomputes = act != 0 and not packed
+    return x, residual if recomputes else None, bits if packed else None, weight, bias if recomputes else None, stats
+
+
+def _wanted(
+    needs: tuple[bool, ...], dy: Tensor, act: int, dx: Tensor, dresidual: Tensor, dweight: Tensor, dbias: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """What the backward wants: act's argument is computed anew from x, bias and residual, unless bits say it."""
-    packed = residual is not None and act == RELU
-    anew = act != 0 and not packed
-    return x, residual if anew else None, bits if packed else None, weight, bias if anew else None, stats
+    """The gradients that are needed. Without an activation the residual's is dy itself."""
+    to_residual = (dresidual if act else dy) if needs[1] else None
+    return dx if needs[0] else None, to_residual, dweight if needs[2] else None, dbias if needs[3] else None
 
 
-def gradients(ctx: Any, dy: Tensor, backward: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dresidual, dweight and dbias by the kernel, or the op that holds it in a compiled graph."""
-    training, _, act = ctx.rest
-    return backward(dy, *ctx.saved_tensors, training, act, act != 0 and ctx.needs_input_grad[1])  # type: ignore[no-any-return]
-
-
-def wanted(ctx: Any, dy: Tensor, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Of these gradients those that are wanted. Without an activation the residual's is dy itself."""
-    dx, dresidual, dweight, dbias = grads
-    _, for_residual, for_weight, for_bias = ctx.needs_input_grad[:4]
-    to_residual = (dresidual if ctx.rest[2] else dy) if for_residual else None
-    return dx, to_residual, dweight if for_weight else None, dbias if for_bias else None
-
-
-def compose_backward(
+def decomposed_backward(
     dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     stats: Tensor, training: bool, eps: float, act: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The backward kernel in torch ops, in training the statistics too, for whoever differentiates it again."""
+    """The gradients of x, residual, weight and bias in torch ops, in training with the statistics recomputed."""
     over = [d for d in range(x.dim()) if d != 1]
     channel = [-1 if d == 1 else 1 for d in range(x.dim())]
     wide, dz = x.to(stats.dtype), dy.to(stats.dtype)
@@ -213,114 +270,38 @@ def batch_norm(
             return _train_compiling(x, running_mean, running_var, weight, bias, momentum, eps, residual, code, batches)
         count(batches, training)
         return reference.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act)
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         reason = unsupported(x, running_mean, running_var, weight, bias, training, eps, residual)
         if reason is None:
             if not is_count(batches, x):
                 count(batches, training)
                 batches = None
-            if torch.is_grad_enabled() and (
-                x.requires_grad
-                or (weight is not None and weight.requires_grad)
-                or (bias is not None and bias.requires_grad)
-                or (residual is not None and residual.requires_grad)
-            ):
-                residual = residual if residual is None else dispatch.unwrap(residual)
-                weight = weight if weight is None else dispatch.unwrap(weight)
-                bias = bias if bias is None else dispatch.unwrap(bias)
-                rest = running_mean, running_var, training, momentum, eps, code, batches, kernels
-                return _record(dispatch.unwrap(x), residual, weight, bias, rest)  # type: ignore[no-any-return]
-            if training:
-                return kernels.batch_norm_train(  # type: ignore[no-any-return]
-                    x, residual, weight, bias, running_mean, running_var, momentum, eps, code, False, batches
-                )[0]
-            return kernels.batch_norm_eval(  # type: ignore[no-any-return]
-                x, residual, weight, bias, running_mean, running_var, eps, code, False, False
-            )[0]
+            return BatchNorm.run(
+                kernels, x, residual, weight, bias, running_mean, running_var, training, momentum, eps, code, batches
+            )
         backends.refuse(reason)
     count(batches, training)
     if act == "relu" and residual is not None and backends.get_backend() is None:
         # torch's norm and one pass for the rest: add_relu has a C++ kernel on CPU, where batch_norm has none.
         z = reference.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, None, None)
         return elementwise.add_relu(z, residual)
-    return dispatch.answer(  # type: ignore[no-any-return]
-        "batch_norm", x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act
+    return dispatch.call_reference(
+        reference.batch_norm, x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act
     )
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
-# A graph that trains keeps the kernels, whose two passes Inductor does not reach. An op that autograd knows may not
-# write its arguments: it gives the moments of x, and the graph updates the running statistics with them. In eval the
-# norm is elementwise, and Inductor fuses it with its neighbours.
+# A graph that trains keeps the kernels, whose two passes Inductor does not reach, and updates the running statistics
+# with the moments. In eval the norm is elementwise, and Inductor fuses it with its neighbours.
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-@torch.library.custom_op("fastlayers::batch_norm", mutates_args=(), device_types="cuda")
-def batch_norm_op(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, act: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, stats, bits, moments): the latter mean and unbiased variance of each channel, as (2, C)."""
-    moments = x.new_zeros((2, x.shape[1]), dtype=_accumulator(x))
-    packed = residual is not None and act == RELU
-    y, stats, bits = FAMILY.serving(x).batch_norm_train(
-        x, residual, weight, bias, moments[0], moments[1], 1.0, eps, act, packed
-    )
-    return y, stats, bits, moments
-
-
-@partial(dispatch.register_fake, batch_norm_op)
-def _fake_moments(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, act: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    packed = residual is not None and act == RELU
-    stats = _fake_stats(x)
-    return torch.empty_like(x), stats, _fake_bits(x, packed), torch.empty_like(stats)
-
-
-def _fake_stats(x: Tensor, keep: bool = True) -> Tensor:
-    return x.new_empty((2, x.shape[1]) if keep else 0, dtype=_accumulator(x))
-
-
-def _fake_bits(x: Tensor, packed: bool) -> Tensor:
-    return x.new_empty((x.numel() + 7) // 8 if packed else 0, dtype=torch.uint8)
-
-
-def fake_backward(
-    dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    stats: Tensor, training: bool, act: int, dresidual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    like = stats if weight is None else weight
-    parameters = [like.new_empty(x.shape[1]) for _ in range(2)]
-    return torch.empty_like(x), torch.empty_like(x) if dresidual else x.new_empty(0), parameters[0], parameters[1]
-
-
-@torch.library.custom_op("fastlayers::batch_norm_grad", mutates_args=(), device_types="cuda")
-def batch_norm_grad_op(
-    dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    stats: Tensor, training: bool, act: int, dresidual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    kernels = FAMILY.serving(x)
-    return kernels.batch_norm_backward(dy, x, residual, bits, weight, bias, stats, training, act, dresidual)  # type: ignore[no-any-return]
-
-
-dispatch.register_fake(batch_norm_grad_op, fake_backward)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, eps, act = inputs
-    keep(ctx, x, residual, weight, bias, output[1], output[2], True, eps, act)
-
-
-def _op_backward(ctx: Any, dy: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*wanted(ctx, dy, gradients(ctx, dy, batch_norm_grad_op)), None, None)
-
-
-batch_norm_op.register_autograd(_op_backward, setup_context=_setup_context)
-dispatch.hold_raw({batch_norm_op: "batch_norm_moments", batch_norm_grad_op: "batch_norm_backward"})
+@FAMILY.graph_op("batch_norm")
+def _in_graph(
+    kernels: Kernels, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+    act: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return BatchNormInGraph.run(kernels, x, residual, weight, bias, eps, act)
 
 
 def _graph_keeps_kernel(
@@ -353,7 +334,7 @@ def _train_compiling(
     act: int,
     batches: Tensor | None,
 ) -> Tensor:
-    y, _, _, moments = batch_norm_op(x, residual, weight, bias, eps, act)
+    y, moments = _in_graph(x, residual, weight, bias, eps, act)
     if running_mean is None or running_var is None:
         count(batches, True)
         return y
@@ -365,26 +346,3 @@ def _train_compiling(
             for running, moment in ((running_mean, moments[0]), (running_var, moments[1])):
                 running.copy_((1 - momentum) * running.to(moment.dtype) + momentum * moment)
     return y
-
-
-def fake_train(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, momentum: float, eps: float, act: int, bits: bool, batches: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(x), _fake_stats(x), _fake_bits(x, bits)
-
-
-dispatch.register_fakes(
-    {
-        "batch_norm_train": fake_train,
-        "batch_norm_eval": lambda x, residual, weight, bias, running_mean, running_var, eps, act, bits, keep: (
-            torch.empty_like(x),
-            _fake_stats(x, keep),
-            _fake_bits(x, bits),
-        ),
-        "batch_norm_moments": _fake_moments,
-        "batch_norm_update_": lambda running_mean, running_var, batches, moments, momentum: None,
-        "batch_norm_backward": fake_backward,
-        "channel_bias_act_": lambda x, bias, residual, act: None,
-    }
-)

@@ -16,7 +16,21 @@ from fastlayers.ops import dispatch, reference
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, as_two, parameters_of
 from fastlayers.ops.elementwise import GPU_LEAST
 
-FAMILY = dispatch.Family("bias_act", ("bias_act_forward", "bias_act_backward"), cpu=False)
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def bias_act_forward(x: Tensor, bias: Tensor | None, act: int, first: float, second: float) -> Tensor:
+        return torch.empty_like(x if bias is None else x + bias)
+
+    @staticmethod
+    def bias_act_backward(
+        dy: Tensor, x: Tensor, bias: Tensor | None, act: int, first: float, second: float, dbias: bool,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return torch.empty_like(x), x.new_empty(x.shape[-1] if dbias else 0, dtype=dtype or x.dtype)
+
+
+FAMILY = dispatch.Family("bias_act", Kernels)
 
 #: The activations that an unforced call runs in a kernel without a bias as well: of quick_gelu and relu2 torch has no
 #: kernel, and those of gelu, mish, elu and softplus are limited by their arithmetic (of 16384x4096 in bfloat16 they
@@ -45,37 +59,31 @@ def unsupported(x: Tensor, bias: object, act: str | None) -> str | None:
     return None
 
 
-class _BiasAct(torch.autograd.Function):
-    """Keeps x and the bias, and computes their sum anew; of relu the result, which whatever follows keeps as well."""
+class BiasAct(dispatch.Pair, inputs=2):
+    """Keeps x and the bias, whose sum backward recomputes; for relu the result, which the next layer may keep too."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, act: int, parameters: tuple[float, ...], kernels: Any
-    ) -> Tensor:
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, bias: Tensor | None, act: int,
+        parameters: tuple[float, ...],
+    ) -> Any:  # fmt: skip
         out = kernels.bias_act_forward(x, bias, act, *as_two(parameters))
-        if act == _RELU:
-            ctx.save_for_backward(out, None)
-        else:
-            ctx.save_for_backward(x, bias)
-        ctx.rest = act, parameters
-        ctx.kernels = kernels
-        return out  # type: ignore[no-any-return]
+        return out, (out, None) if act == _RELU else (x, bias), (act, parameters)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
-        act, parameters = ctx.rest
-        for_x, for_bias = ctx.needs_input_grad[:2]
-        dbias: Tensor | None
-        if dispatch.differentiating(dy):
-            dx = BY_CODE[act].backward(dy, x if bias is None else x + bias, *parameters)
-            dbias = dx.sum_to_size(x.shape[-1:]) if for_bias else None
-        else:
-            dx, dbias = ctx.kernels.bias_act_backward(dy, x, bias, act, *as_two(parameters), for_bias)
-        return dx if for_x else None, dbias if for_bias else None, None, None, None
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, bias: Tensor | None, act: int,
+        parameters: tuple[float, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        dx, dbias = kernels.bias_act_backward(dy, x, bias, act, *as_two(parameters), needs[1])
+        return dx if needs[0] else None, dbias if needs[1] else None
 
-
-_record = dispatch.recorder(_BiasAct)
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, x: Tensor, bias: Tensor | None, act: int, parameters: tuple[float, ...]
+    ) -> tuple[Tensor | None, ...]:
+        dx = BY_CODE[act].backward(dy, x if bias is None else x + bias, *parameters)
+        return dx if needs[0] else None, dx.sum_to_size(x.shape[-1:]) if needs[1] else None
 
 
 def _gains_nothing(x: Tensor, bias: object, act: str | None) -> bool:
@@ -88,33 +96,19 @@ def bias_act(x: Tensor, bias: Tensor | None, act: str | None, given: Mapping[str
         return reference.bias_act(x, bias, act, parameters)
     if act == "softplus" and isinstance(x, Tensor):
         x = x.to(reference.norm_dtype("softplus", x))  # in float32 under autocast, as torch has it
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if backends.get_backend() is None and _gains_nothing(x, bias, act):
             return reference.bias_act(x, bias, act, parameters)
         reason = unsupported(x, bias, act)
         if reason is None:
             code = ACTIVATIONS[act].code
-            if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-                bias = bias if bias is None else dispatch.unwrap(bias)
-                return _record(dispatch.unwrap(x), bias, code, parameters, kernels)  # type: ignore[no-any-return]
-            return kernels.bias_act_forward(x, bias, code, *as_two(parameters))  # type: ignore[no-any-return]
+            return BiasAct.run(kernels, x, bias, code, parameters)
         backends.refuse(reason)
-    return dispatch.answer("bias_act", x, bias, act, parameters)  # type: ignore[no-any-return]
+    return dispatch.call_reference(reference.bias_act, x, bias, act, parameters)
 
 
 def in_place(function: Callable[..., Tensor], x: Tensor, *parameters: float) -> Tensor:
     """torch's own activation with ``inplace=True``: no kernel writes its input."""
     backends.refuse("it answers with a new tensor, and was called in place")
     return function(x, *parameters, inplace=True)
-
-
-dispatch.register_fakes(
-    {
-        "bias_act_forward": lambda x, bias, act, first, second: torch.empty_like(x if bias is None else x + bias),
-        "bias_act_backward": lambda dy, x, bias, act, first, second, dbias, dtype=None: (
-            torch.empty_like(x),
-            x.new_empty(x.shape[-1] if dbias else 0, dtype=dtype or x.dtype),
-        ),
-    }
-)

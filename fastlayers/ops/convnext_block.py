@@ -6,6 +6,7 @@ autograd and one raw op instead of four, and one launch that casts x and all par
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -45,10 +46,11 @@ class _ConvNeXtBlock(torch.autograd.Function):
         padding, eps, act, kernels, wide = ctx.rest
         kept = ctx.saved_tensors
         found: Any
-        if dispatch.differentiating(dy):
+        if dispatch.needs_double_backward(dy):
             with torch.enable_grad():
                 x = kept[0].float() if wide else kept[0]
-            found = autocast.derivable(partial(_composed, kept[0].dtype, padding, eps, act), ctx, x, dy)
+            function = partial(_composed, kept[0].dtype, padding, eps, act)
+            found = autocast.differentiate(function, ctx.given, ctx.needs_input_grad[:10], x, dy)
         else:
             found = kernels.convnext_block_autocast_backward(
                 dy, *kept, padding, act.code, *act.defaults, for_x, wide, kernels.apart
@@ -58,15 +60,16 @@ class _ConvNeXtBlock(torch.autograd.Function):
         return dx, *of_parameters, *(None,) * 5
 
 
-_record = dispatch.recorder(_ConvNeXtBlock)
+_record = dispatch.record_of(_ConvNeXtBlock)
 
 
-@dispatch.in_graph
-def _apply(
-    x: Tensor, parameters: list[Tensor], padding: tuple[int, ...], eps: float, act: str, dtype: torch.dtype
-) -> Tensor:
-    rest = padding, eps, ACTIVATIONS[act], dtype, autocast.FAMILY.in_graphs
-    return _ConvNeXtBlock.apply(x, *parameters, *rest)[0]  # type: ignore[no-any-return]
+@autocast.FAMILY.graph_op("convnext_block")
+def _in_graph(
+    kernels: Any, x: Tensor, parameters: Sequence[Tensor], padding: Sequence[int], eps: float, act: str,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    rest = padding, eps, ACTIVATIONS[act], dtype, kernels
+    return _ConvNeXtBlock.apply(x, *parameters, *rest)[0]
 
 
 def _composed(
@@ -124,13 +127,13 @@ def convnext_block(
         return None
     dtype = torch.get_autocast_dtype(x.device.type)
     if torch.compiler.is_compiling():
-        return _apply(x, list(parameters), layer.padding, eps, act, dtype)
+        return _in_graph(x, list(parameters), layer.padding, eps, act, dtype)
     given = dispatch.unwrap(x), *map(dispatch.unwrap, parameters)
     if not records:
         activation = ACTIVATIONS[act]
         numbers = dtype, layer.padding, eps, activation.code, *activation.defaults, False, kernels.apart
-        return kernels.convnext_block_autocast(*given, *numbers)[0]  # type: ignore[no-any-return]
-    return _record(*given, layer.padding, eps, ACTIVATIONS[act], dtype, kernels)[0]  # type: ignore[no-any-return]
+        return kernels.convnext_block_autocast(*given, *numbers)[0]
+    return _record(*given, layer.padding, eps, ACTIVATIONS[act], dtype, kernels)[0]
 
 
 def _fake(
@@ -167,4 +170,9 @@ def _fake_backward(
     return dx, *map(wide, like)
 
 
-dispatch.register_fakes({"convnext_block_autocast": _fake, "convnext_block_autocast_backward": _fake_backward})
+class Kernels(dispatch.Kernels):
+    convnext_block_autocast = staticmethod(_fake)
+    convnext_block_autocast_backward = staticmethod(_fake_backward)
+
+
+autocast.FAMILY.declare(Kernels)

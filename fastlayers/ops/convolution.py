@@ -31,7 +31,12 @@ class _PointwiseFork(torch.autograd.Function):
             return dx, None
         x, weight = ctx.saved_tensors
         for_x, for_weight = ctx.needs_input_grad
-        both = for_x and dx is not None and not dispatch.differentiating(dy) and not dispatch.differentiating(dx)
+        both = (
+            for_x
+            and dx is not None
+            and not dispatch.needs_double_backward(dy)
+            and not dispatch.needs_double_backward(dx)
+        )
         product, dweight, _ = torch.ops.aten.convolution_backward(
             dy, x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [for_x and not both, for_weight, False]
         )
@@ -44,7 +49,7 @@ class _PointwiseFork(torch.autograd.Function):
         return product if dx is None or not for_x else product + dx, dweight
 
 
-_record = dispatch.recorder(_PointwiseFork)
+_record = dispatch.record_of(_PointwiseFork)
 
 
 def adds_gradients(x: Tensor, weight: Tensor) -> bool:
@@ -60,7 +65,7 @@ def adds_gradients(x: Tensor, weight: Tensor) -> bool:
         or not x.is_contiguous(memory_format=torch.channels_last)
         or not x.is_cuda
         or x.get_device() != weight.get_device()
-        or dispatch.composing()
+        or dispatch.must_decompose()
     ):
         return False
     casts = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == x.dtype
@@ -69,4 +74,4 @@ def adds_gradients(x: Tensor, weight: Tensor) -> bool:
 
 def pointwise_fork(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(conv2d(x, weight), x), where :func:`adds_gradients` allows it. The cast of the weight is autograd's own."""
-    return _record(dispatch.unwrap(x), dispatch.unwrap(weight).to(x.dtype))  # type: ignore[no-any-return]
+    return _record(dispatch.unwrap(x), dispatch.unwrap(weight).to(x.dtype))

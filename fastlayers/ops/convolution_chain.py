@@ -78,14 +78,14 @@ class _ConvolutionChain(torch.autograd.Function):
             norms += weights[3 * step + 1 : 3 * step + (3 if plan.anew(step) else 2)]
         ctx.save_for_backward(x, *kept, *norms)
         ctx.given, ctx.rest = autocast.Given(*parameters), (plan, kernels, len(kept))
-        return y  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         plan, kernels, count = ctx.rest
         x, *rest = ctx.saved_tensors
-        if dispatch.differentiating(dy):
-            found = autocast.derivable(partial(composed, plan), ctx, x, dy)
+        if dispatch.needs_double_backward(dy):
+            found = autocast.differentiate(partial(composed, plan), ctx.given, ctx.needs_input_grad[:-1], x, dy)
         else:
             found = kernels.convolution_chain_autocast_backward(
                 dy, x, rest[:count], rest[count:], plan.ints, plan.about, ctx.needs_input_grad[0], kernels.apart
@@ -94,21 +94,20 @@ class _ConvolutionChain(torch.autograd.Function):
         return dx if ctx.needs_input_grad[0] else None, *of_parameters, None
 
 
-_record = dispatch.recorder(_ConvolutionChain)
+_record = dispatch.record_of(_ConvolutionChain)
 
 
-@dispatch.in_graph
-def _apply(
-    x: Tensor, parameters: list[Tensor], statistics: list[Tensor], ints: list[int], floats: list[float],
-    about: list[int],
+@autocast.FAMILY.graph_op("convolution_chain")
+def _in_graph(
+    raw: Any, x: Tensor, parameters: Sequence[Tensor], statistics: Sequence[Tensor], ints: Sequence[int],
+    floats: Sequence[float], about: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    raw = autocast.FAMILY.in_graphs
     kernels = SimpleNamespace(
         apart=True,
         convolution_chain_autocast=partial(_functional, raw),
         convolution_chain_autocast_backward=raw.convolution_chain_autocast_backward,
     )
-    return _ConvolutionChain.apply(x, *parameters, (Plan(ints, floats, about), statistics, kernels))  # type: ignore[no-any-return]
+    return _ConvolutionChain.apply(x, *parameters, (Plan([*ints], [*floats], [*about]), statistics, kernels))
 
 
 def _functional(
@@ -121,7 +120,7 @@ def _functional(
     for step, moments in enumerate(found[-steps:]):
         mean, var, batches = statistics[3 * step : 3 * step + 3]
         torch.ops.fastlayers.batch_norm_update_(mean, var, batches, moments, floats[2 * step])
-    return found[:-steps]  # type: ignore[no-any-return]
+    return found[:-steps]
 
 
 def composed(plan: Plan, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -224,9 +223,9 @@ def convolution_chain(
     if kernels is None:
         return None
     if torch.compiler.is_compiling():
-        return _apply(x.to(autocast.dtype_of(x)), parameters, statistics, ints, floats, about)
+        return _in_graph(x.to(autocast.dtype_of(x)), parameters, statistics, ints, floats, about)
     rest = Plan(ints, floats, about), statistics, kernels
-    return _record(autocast.lowered(x), *map(dispatch.unwrap, parameters), rest)  # type: ignore[no-any-return]
+    return _record(autocast.autocast_input(x), *map(dispatch.unwrap, parameters), rest)
 
 
 def folded_chain(
@@ -274,7 +273,7 @@ def folded_chain(
     if kernels is None:
         return None
     weights = [t for pair in zip(layers[::2], layers[1::2], strict=True) for t in weights_of(*pair, low)]
-    return kernels.convolution_chain_folded(autocast.lowered(x), weights, of_gate, residual, ints, about)  # type: ignore[no-any-return]
+    return kernels.convolution_chain_folded(autocast.autocast_input(x), weights, of_gate, residual, ints, about)
 
 
 def _is_sum(residual: Tensor, x: Tensor, layers: tuple[Any, ...], low: torch.dtype) -> bool:
@@ -337,7 +336,7 @@ def _fake(
         low = torch.empty_like(weights[3 * step], dtype=x.dtype)
         z = F.conv2d(x if step == length else h, low, None, sizes[:2], sizes[2:4], sizes[4:], groups)
         gain, shift = weights[3 * step + 1 : 3 * step + 3]
-        y, stats, packed = batch_norm.fake_train(
+        y, stats, packed = batch_norm.Kernels.batch_norm_train(
             z, None, gain, shift, None, None, 0.0, 0.0, 0, packs and step == length - 1
         )
         kept += low, z, stats
@@ -379,10 +378,15 @@ def _fake_moments(
     return [*kept, *(torch.empty_like(kept[3 + 3 * step]) for step in range(len(ints) // INTS))]  # as the norms' stats
 
 
-dispatch.register_fakes(
-    {
-        "convolution_chain_autocast": _fake,
-        "convolution_chain_moments": _fake_moments,
-        "convolution_chain_autocast_backward": _fake_backward,
-    }
-)
+def _fake_folded(x: Tensor, weights: list[Tensor], *args: Any) -> Tensor:
+    raise NotImplementedError("no graph holds a folded chain")
+
+
+class Kernels(dispatch.Kernels):
+    convolution_chain_autocast = staticmethod(_fake)
+    convolution_chain_moments = staticmethod(_fake_moments)
+    convolution_chain_autocast_backward = staticmethod(_fake_backward)
+    convolution_chain_folded = staticmethod(_fake_folded)
+
+
+autocast.FAMILY.declare(Kernels, csrc_only=tuple(vars(Kernels)))

@@ -26,15 +26,45 @@ from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 from fastlayers.ops.softmax import GPU_LEAST, result_dtype
 
-FAMILY = dispatch.Family(
-    "cross_entropy",
-    ("cross_entropy_forward", "cross_entropy_backward", "cross_entropy_backward_", "cross_entropy_chunk_"),
-    cpu=False,
-)
-
 _MOST_CLASSES = 2**30
 #: The codes that torch and the kernels have for ``reduction``.
 NONE, MEAN, SUM = 0, 1, 2
+
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def cross_entropy_forward(
+        x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float,
+        softcap: float, z_loss: float, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        loss = x.new_empty(target.shape if reduction == NONE else (), dtype=dtype)
+        return loss, x.new_empty((2 * target.numel() + 2,), dtype=dispatch.accumulator(x))
+
+    @staticmethod
+    def cross_entropy_backward(
+        dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, reduction: int, ignore_index: int,
+        label_smoothing: float, softcap: float, z_loss: float,
+    ) -> Tensor:  # fmt: skip
+        if x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous():
+            return torch.empty_like(x)  # the classes next to each other, as in x
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def cross_entropy_backward_(
+        dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, reduction: int, ignore_index: int,
+        label_smoothing: float, softcap: float, z_loss: float,
+    ) -> None:  # fmt: skip
+        return None
+
+    @staticmethod
+    def cross_entropy_chunk_(
+        logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float,
+        softcap: float, z_loss: float, grad_scale: Tensor | None, want_grad: bool, columns: int,
+    ) -> Tensor:  # fmt: skip
+        return logits.new_empty(target.shape, dtype=dispatch.accumulator(logits))
+
+
+FAMILY = dispatch.Family("cross_entropy", Kernels)
 
 
 class Options(NamedTuple):
@@ -112,10 +142,10 @@ def _class_dim(logits: Tensor) -> int:
     return 0 if logits.dim() == 1 else 1
 
 
-def compose_backward(
+def decomposed_backward(
     dy: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, reduction: int, options: Options
 ) -> Tensor:
-    """The backward kernel in torch ops, for whoever differentiates it again."""
+    """The gradient of the logits in torch ops."""
     dim = _class_dim(logits)
     scores = _scores(logits, options.softcap)
     rows = _Rows.find(scores, target, weight, options.ignore_index, dim)
@@ -172,46 +202,60 @@ _OVERWRITTEN = (
 )
 
 
-class Rest(NamedTuple):
-    """What is no tensor goes to autograd as one argument."""
-
-    reduction: int
-    options: Options
-    dtype: torch.dtype
-    inplace: bool
-    kernels: Any
-
-
-class _CrossEntropy(torch.autograd.Function):
+class CrossEntropy(dispatch.Pair, inputs=1):
     """Keeps the logits, the classes, the weight, and lse of each row with the sums that all rows share."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, rest: Rest) -> Tensor:
-        loss, stats = rest.kernels.cross_entropy_forward(x, target, weight, rest.reduction, *rest.options, rest.dtype)
-        ctx.save_for_backward(x, target, weight, stats)
-        ctx.rest, ctx.overwritten = rest, False
-        return loss  # type: ignore[no-any-return]
+    def forward(
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
+        options: Options, dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
+        loss, stats = kernels.cross_entropy_forward(x, target, weight, reduction, *options, dtype)
+        return loss, (x, target, weight, stats), (reduction, options)
+
+    @staticmethod
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None,
+        stats: Tensor, reduction: int, options: Options,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        return (kernels.cross_entropy_backward(dy, x, target, weight, stats, reduction, *options),)
+
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor,
+        reduction: int, options: Options,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        return (decomposed_backward(dy, x, target, weight, reduction, options),)
+
+
+class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, misc]
+    """Puts the gradient in the place of the logits."""
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.overwritten:
+        if getattr(ctx, "overwritten", False):
             raise RuntimeError(_OVERWRITTEN)
         x, target, weight, stats = ctx.saved_tensors
-        reduction, options, _, inplace, kernels = ctx.rest
-        if dispatch.differentiating(dy):
-            dx = compose_backward(dy, x, target, weight, reduction, options)
-        elif inplace and x.is_contiguous():
-            kernels.cross_entropy_backward_(dy, x, target, weight, stats, reduction, *options)
-            # Whoever else kept the logits for its backward is told so by autograd.
-            torch.autograd.graph.increment_version(x)
-            ctx.overwritten = True
-            dx = x.detach()
-        else:
-            dx = kernels.cross_entropy_backward(dy, x, target, weight, stats, reduction, *options)
-        return dx, None, None, None
+        if dispatch.needs_double_backward(dy) or not x.is_contiguous():
+            return CrossEntropy.node.backward(ctx, dy)
+        reduction, options = ctx.rest
+        ctx.kernels.cross_entropy_backward_(dy, x, target, weight, stats, reduction, *options)
+        # Autograd then tells whoever else kept the logits for its backward.
+        torch.autograd.graph.increment_version(x)
+        ctx.overwritten = True
+        return None, x.detach(), *ctx.nones
 
 
-_record = dispatch.recorder(_CrossEntropy)
+_record_overwriting = dispatch.record_of(_OverwritingCrossEntropy)
+
+
+@FAMILY.graph_op("cross_entropy")
+def _in_graph(
+    kernels: Kernels, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,
+    label_smoothing: float, softcap: float, z_loss: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    options = Options(ignore_index, label_smoothing, softcap, z_loss)
+    return CrossEntropy.run(kernels, x, target, _wide(weight, x), reduction, options, dtype)
 
 
 def cross_entropy(
@@ -235,8 +279,14 @@ def cross_entropy(
         )
     options = Options(ignore_index, label_smoothing, softcap or 0.0, z_loss)
     if torch.compiler.is_compiling():
-        return _cross_entropy_compiling(x, target, weight, code, options)
-    kernels = FAMILY.serving(x)
+        # Inductor's reaches half of the memory limit, so a graph keeps the kernel. It never writes the logits, whatever
+        # ``inplace`` allows.
+        if dispatch.graph_keeps_kernel(x):
+            out = result_dtype(x, None, None)
+            if unsupported(x, target, weight, options, out) is None:
+                return _in_graph(x, target, weight, code, *options, out)
+        return reference.cross_entropy(x, target, weight, code, *options)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if softcap is None and not z_loss and x.numel() < GPU_LEAST and backends.get_backend() is None:
             return reference.cross_entropy(x, target, weight, code, *options)
@@ -244,12 +294,12 @@ def cross_entropy(
         reason = unsupported(x, target, weight, options, out)
         if reason is None:
             weight = _wide(weight, x)
-            if torch.is_grad_enabled() and x.requires_grad:
-                rest = Rest(code, options, out, inplace, kernels)
-                return _record(dispatch.unwrap(x), dispatch.unwrap(target), weight, rest)  # type: ignore[no-any-return]
-            return kernels.cross_entropy_forward(x, target, weight, code, *options, out)[0]  # type: ignore[no-any-return]
+            target = dispatch.unwrap(target)
+            if inplace and dispatch.wants_gradient(x):
+                return _record_overwriting(kernels, dispatch.unwrap(x), target, weight, code, options, out)
+            return CrossEntropy.run(kernels, x, target, weight, code, options, out)
         backends.refuse(reason)
-    return dispatch.answer("cross_entropy", x, target, weight, code, *options)  # type: ignore[no-any-return]
+    return dispatch.call_reference(reference.cross_entropy, x, target, weight, code, *options)
 
 
 # ---- a chunk of linear_cross_entropy ---------------------------------------------------------------------------------
@@ -281,12 +331,12 @@ def cross_entropy_chunk_(
         (rows,) in float32, float64 for float64 logits; 0 for ignored rows.
     """
     options = Options(ignore_index, label_smoothing, softcap or 0.0, z_loss)
-    kernels = FAMILY.serving(logits)
+    kernels = FAMILY.kernels_for(logits)
     if kernels is not None:
         reason = unsupported(logits[:, :columns], target, weight, options, result_dtype(logits, None, None))
         if reason is None:
             weight = _wide(weight, logits)
-            return kernels.cross_entropy_chunk_(logits, target, weight, *options, grad_scale, want_grad, columns)  # type: ignore[no-any-return]
+            return kernels.cross_entropy_chunk_(logits, target, weight, *options, grad_scale, want_grad, columns)
         backends.refuse(reason)
     return _compose_chunk_(logits, target, weight, options, grad_scale, want_grad, columns)
 
@@ -314,81 +364,3 @@ def _compose_chunk_(
         classes.copy_(_gradient(scores, lse, rows, options, scale.expand(target.shape), 1))
         logits[:, columns:].zero_()
     return losses
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
-# Inductor's reaches half of the memory limit, so a compiled graph keeps the kernel, as softmax does. The logits are
-# never written here, whatever inplace_backward allows.
-
-
-@torch.library.custom_op("fastlayers::cross_entropy", mutates_args=(), device_types="cuda")
-def cross_entropy_op(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float,
-    softcap: float, z_loss: float, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    options = (ignore_index, label_smoothing, softcap, z_loss)
-    loss, stats = FAMILY.serving(x).cross_entropy_forward(x, target, _wide(weight, x), reduction, *options, dtype)
-    return loss, stats
-
-
-def _fake_forward(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float,
-    softcap: float, z_loss: float, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    loss = x.new_empty(target.shape if reduction == NONE else (), dtype=dtype)
-    return loss, x.new_empty((2 * target.numel() + 2,), dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-@torch.library.custom_op("fastlayers::cross_entropy_grad", mutates_args=(), device_types="cuda")
-def cross_entropy_grad_op(
-    dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, reduction: int, ignore_index: int,
-    label_smoothing: float, softcap: float, z_loss: float,
-) -> Tensor:  # fmt: skip
-    options = (ignore_index, label_smoothing, softcap, z_loss)
-    result: Tensor = FAMILY.serving(x).cross_entropy_backward(
-        dy, x, target, _wide(weight, x), stats, reduction, *options
-    )
-    return result
-
-
-def _fake_backward(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
-    if x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous():
-        return torch.empty_like(x)  # the classes next to each other, as in x
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, target, weight, *ctx.rest, _ = inputs
-    ctx.save_for_backward(x, target, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _op_backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return cross_entropy_grad_op(dy, *ctx.saved_tensors, *ctx.rest), *(None,) * 8
-
-
-dispatch.register_fake(cross_entropy_op, _fake_forward)
-dispatch.register_fake(cross_entropy_grad_op, _fake_backward)
-cross_entropy_op.register_autograd(_op_backward, setup_context=_setup_context)
-
-
-def _cross_entropy_compiling(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, options: Options
-) -> Tensor:
-    if dispatch.graph_keeps_kernel(x):
-        out = result_dtype(x, None, None)
-        if unsupported(x, target, weight, options, out) is None:
-            return cross_entropy_op(x, target, weight, reduction, *options, out)[0]
-    return reference.cross_entropy(x, target, weight, reduction, *options)
-
-
-dispatch.register_fakes(
-    {
-        "cross_entropy_forward": _fake_forward,
-        "cross_entropy_backward": _fake_backward,
-        "cross_entropy_backward_": lambda *_: None,
-        "cross_entropy_chunk_": lambda logits, target, *_: logits.new_empty(
-            target.shape, dtype=torch.promote_types(logits.dtype, torch.float32)
-        ),
-    }
-)

@@ -1,13 +1,20 @@
-"""The machinery that every op shares: the guard, the kernels of a backend, the answer where no kernel applies."""
+"""The machinery that every op shares: the guard, the kernels of a family, and one op as autograd and graphs take it.
+
+A family declares its raw ops once, as a class of static methods (:class:`Kernels`). An op that autograd can record is a
+:class:`Pair` of a forward and a backward that call raw ops. Everything else follows from these two: the autograd
+Function of eager mode, the op that torch.compile puts into its graphs, and what a trace is told about shapes.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+import typing
 from collections.abc import Callable
-from functools import cache, cached_property, wraps
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,123 +28,349 @@ from fastlayers.ops import reference
 #: dtypes that the kernels take.
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
-#: What kernels are handed: subclasses have ways of their own.
+#: Tensor types that a kernel may be handed. Other subclasses (DTensor, FakeTensor, nested) have ways of their own.
 PLAIN = (Tensor, torch.nn.Parameter)
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 #: ``is_grads_batched`` goes through the older vmap, which those of torch.func do not see.
 _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+#: A tensor without the functorch wrapper that it outlived; any other tensor as it is.
+unwrap: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
+
+
+R = TypeVar("R")
+
+
+# ---- the guard -------------------------------------------------------------------------------------------------------
 
 
 def is_plain(t: object) -> bool:
-    """A tensor that a kernel may be handed: subclasses (DTensor, FakeTensor, nested) have ways of their own."""
+    """Whether ``t`` is a tensor that a kernel may be handed."""
     return type(t) in PLAIN
 
 
-def composing() -> bool:
-    """Whether the ops must consist of torch ops now: a functorch transform, forward-mode AD or a jit trace looks on."""
+def must_decompose() -> bool:
+    """Whether ops must consist of torch ops now: under a functorch transform, forward-mode AD or a jit trace."""
     return _transforms_active() or forward_ad._current_level >= 0 or _is_tracing()
 
 
-def differentiating(dy: Tensor) -> bool:
-    """Whether a backward must itself be made of torch ops: under ``create_graph``, vmapped, or on a tensor subclass.
+def needs_double_backward(dy: Tensor) -> bool:
+    """Whether a backward must itself consist of torch ops: under ``create_graph``, vmapped, or on a tensor subclass.
 
-    Not on that of AOTAutograd, which puts the kernels into its graphs.
+    AOTAutograd's subclass is an exception: it puts the kernels into its graphs.
     """
     return (
         torch.is_grad_enabled()
         or (type(dy) not in PLAIN and not isinstance(dy, FunctionalTensor))
         or _is_batched(dy)
-        or composing()
+        or must_decompose()
     )
 
 
-#: A tensor that outlived the functorch transform which wrapped it, without the wrapper; any other as it is.
-unwrap: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd has to record a call on these tensors."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
-def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What ``function.apply`` ends with, for calls that :meth:`Family.serving` let through.
+@cache
+def _compiled(function: Callable[..., R]) -> Callable[..., R]:
+    return torch.compile(function)
 
-    Before torch 2.14 ``apply`` is Python: it looks for a ``setup_context`` and an active transform, which is known
-    here, and goes through all arguments for tensors to :data:`unwrap`, which the caller does with those that may be
-    some. That is 3 us of a call.
+
+def call_reference(function: Callable[..., R], *args: Any) -> R:
+    """``function(*args)`` for a function of :mod:`fastlayers.ops.reference`, compiled where that backend is forced."""
+    if backends.get_backend() == "compile" and not must_decompose():
+        return _compiled(function)(*args)
+    return function(*args)
+
+
+# ---- the raw ops of a family -----------------------------------------------------------------------------------------
+
+
+class Kernels:
+    """The raw ops of a family: what a call is handed, once the guard has chosen a backend.
+
+    A subclass declares each raw op as a static method with the name and the signature that ``csrc/<family>.cu`` and
+    ``fastlayers/kernels/<family>.py`` implement. The body describes the result to a trace: new tensors with the right
+    shapes, dtypes and strides, without values.
+
+    Attributes:
+        backend: which implementation this is: "cuda", "triton" or "cpu".
+        apart: whether every result needs memory of its own, as ops in graphs do. In eager mode the small results of
+            the ops for whole blocks share some, since each allocation costs the host half of a launch.
     """
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    backend: str
+    apart: bool
 
 
-class Family:
+K = TypeVar("K", bound=Kernels)
+
+
+class Family(Generic[K]):
     """The kernels of one family of ops, by device.
-
-    A backend offers a family as a set of functions with the same names and signatures: overloads of the ops in ``csrc``
-    for "cuda" and "cpu", and the module ``fastlayers.kernels.<family>`` for "triton".
 
     Args:
         name: name of the family, the same in every room.
-        ops: names of its raw ops.
+        declared: the class that declares the raw ops.
         cpu: whether ``csrc`` has the family for CPU tensors.
-        csrc_only: names of raw ops that no Triton kernel stands beside. Who calls them asks for the backend "cuda".
+        csrc_only: names of raw ops without a Triton kernel. Their callers ask for the backend "cuda".
     """
 
-    def __init__(self, name: str, ops: tuple[str, ...], *, cpu: bool, csrc_only: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, declared: type[K], *, cpu: bool = False, csrc_only: tuple[str, ...] = ()) -> None:
         self.name = name
-        self._ops = ops
-        self._csrc_only = csrc_only
+        self.ops: dict[str, Callable[..., Any]] = {}
         self._cpu = cpu
-        self._by_device: dict[torch.device, Any] = {}
+        self._csrc_only: set[str] = set()
+        self._by_device: dict[torch.device, K | None] = {}
+        self._in_graphs: dict[bool, K] = {}
         backends.on_change(self._by_device.clear)
+        self.declare(declared, csrc_only=csrc_only)
 
-    def serving(self, x: object) -> Any:
+    def declare(self, declared: type[Kernels], *, csrc_only: tuple[str, ...] = ()) -> None:
+        """Add raw ops that another file declares for this family."""
+        fakes = {op: fake.__func__ for op, fake in vars(declared).items() if isinstance(fake, staticmethod)}
+        self.ops |= fakes
+        self._csrc_only |= set(csrc_only)
+        self._by_device.clear()
+        self._in_graphs.clear()
+        for op, fake in fakes.items():
+            if hasattr(torch.ops.fastlayers, op):  # csrc was built
+                _register_fake(f"fastlayers::{op}", fake)
+
+    def kernels_for(self, x: object) -> K | None:
         """The kernels for calls on ``x``, or None where the reference has to answer.
 
         Raises:
             BackendError: a kernel backend is forced and cannot serve.
         """
         if type(x) not in PLAIN:
-            return backends.refuse(f"it takes plain tensors, and got {type(x).__name__}")
-        if composing():
-            return backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
+            backends.refuse(f"it takes plain tensors, and got {type(x).__name__}")
+            return None
+        if must_decompose():
+            backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
+            return None
         try:
             return self._by_device[x.device]  # type: ignore[attr-defined]
         except KeyError:
             return self._find(x.device)  # type: ignore[attr-defined]
 
-    def _find(self, device: torch.device) -> Any:
+    def _find(self, device: torch.device) -> K | None:
         backend = backends.choose(device)
-        kernels = None
+        kernels: Any = None
         if backend == "triton":
             module = importlib.import_module(f"fastlayers.kernels.{self.name}")
-            kernels = SimpleNamespace(backend=backend, apart=False, **{op: getattr(module, op) for op in self._ops})
+            ops = {op: getattr(module, op) for op in self.ops if op not in self._csrc_only}
+            kernels = SimpleNamespace(backend=backend, apart=False, **ops)
         elif backend == "cuda" or (backend == "cpu" and self._cpu):
             # What an OpOverload calls, without the Python call around it: 0.3 us.
-            packets = {op: getattr(torch.ops.fastlayers, op).default._op for op in (*self._ops, *self._csrc_only)}
+            packets = {op: getattr(torch.ops.fastlayers, op).default._op for op in self.ops}
             kernels = SimpleNamespace(backend=backend, apart=False, **packets)
         elif backend == "cpu":
             backends.refuse(f"csrc has no {self.name} for CPU tensors; torch's own serves them")
         self._by_device[device] = kernels
         return kernels
 
-    @cached_property
-    def in_graphs(self) -> SimpleNamespace:
-        """The raw ops of ``csrc``, as what :func:`in_graph` marks calls them.
+    def in_graphs(self) -> K:
+        """The raw ops as graphs of torch.compile hold them: those of ``csrc``, or opaque ops of Triton kernels."""
+        csrc = graph_holds_csrc()
+        if csrc not in self._in_graphs:
+            found: Any = SimpleNamespace(backend="cuda" if csrc else "triton", apart=True)
+            for op, fake in self.ops.items():
+                if csrc:
+                    setattr(found, op, getattr(torch.ops.fastlayers, op).default)
+                elif op not in self._csrc_only and not op.endswith("_"):  # no graph holds an op that writes its input
+                    module = importlib.import_module(f"fastlayers.kernels.{self.name}")
+                    setattr(found, op, opaque(f"fastlayers_triton::{op}", getattr(module, op), fake, "cuda"))
+            self._in_graphs[csrc] = found
+        return self._in_graphs[csrc]
 
-        Those of blocks ask for ``apart``: whether each tensor that they give has memory of its own, as graphs want it.
-        In eager mode small ones share some, for each allocation costs the host half of a launch.
-        """
-        packets = {op: getattr(torch.ops.fastlayers, op).default for op in (*self._ops, *self._csrc_only)}
-        return SimpleNamespace(apart=True, **packets)
+    def graph_op(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """The same as :func:`graph_op` for ``function(kernels, *args)``, with the kernels of :meth:`in_graphs`."""
+
+        def define(function: Callable[..., Any]) -> Callable[..., Any]:
+            return _define_graph_op(name, _schema(function, skip=1), lambda *args: function(self.in_graphs(), *args))
+
+        return define
+
+
+_LIBRARY = torch.library.Library("fastlayers", "FRAGMENT")
+
+
+def graph_op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function an op ``fastlayers::<name>`` that Dynamo puts into a graph as it is.
+
+    AOTAutograd then runs the function, so that its graphs hold the raw ops of the forward and, from the Function that
+    autograd recorded, those of the backward.
+    """
+    return lambda function: _define_graph_op(name, _schema(function), function)
+
+
+def _define_graph_op(name: str, schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.fastlayers, name).default
+
+
+def _schema(function: Callable[..., Any], skip: int = 0) -> str:
+    """The schema of an op with this function's annotations, without the first ``skip`` parameters."""
+    hints = typing.get_type_hints(function)
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+
+    def declared() -> None: ...
+
+    declared.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(annotation=hints[p.name]) for p in parameters], return_annotation=hints["return"]
+    )
+    return torch.library.infer_schema(declared, mutates_args=())
+
+
+def opaque(name: str, function: Callable[..., Any], fake: Callable[..., Any], device: str | None = None) -> Any:
+    """``function`` as an op that no trace looks into; ``fake`` has its signature and describes its results."""
+    op = torch.library.custom_op(name, function, mutates_args=(), device_types=device, schema=_schema(fake))
+    _register_fake(op, fake)
+    return op
+
+
+def _register_fake(op: Any, fake: Callable[..., Any]) -> None:
+    def describe(*args: Any, **kwargs: Any) -> Any:
+        if "torch._inductor.lowering" in sys.modules:
+            _show_to_inductor()
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(op, describe)
 
 
 @cache
-def _compiled(op: str) -> Callable[..., Tensor]:
-    return torch.compile(getattr(reference, op))
+def _show_to_inductor() -> None:
+    """Register our ops with Inductor's lowerings before it meets one in a graph.
+
+    It does so by itself in any case. But before torch 2.13 it then writes down, for a log, what each argument of the
+    op is computed from, recursively: the time doubles with every block before the op. For the norm after the 12 blocks
+    of a ViT that took more than minutes, or overflowed the stack.
+    """
+    if torch.__version__ >= "2.13":
+        return
+    lowering: Any = sys.modules["torch._inductor.lowering"]
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, op_name = name.partition("::")
+        if namespace.startswith("fastlayers") and "." not in op_name:
+            op = getattr(getattr(torch.ops, namespace), op_name).default
+            constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
+            lowering.make_fallback(op, layout_constraint=constraint)
 
 
-def answer(op: str, *args: Any) -> Any:
-    """The op by its plain-PyTorch definition, compiled where that backend is forced."""
-    if backends.get_backend() == "compile" and not composing():
-        return _compiled(op)(*args)
-    return getattr(reference, op)(*args)
+def _is_gpu_backend(device: str) -> bool:
+    return backends.choose(torch.device(device)) in ("cuda", "triton")
+
+
+def graph_holds_csrc() -> bool:
+    """Whether the kernels in graphs are those of ``csrc``."""
+    return backends.choose(torch.device("cuda")) == "cuda"
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo (and Triton) for it: seconds of an import.
+_is_gpu_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+graph_holds_csrc._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def graph_keeps_kernel(x: Tensor) -> bool:
+    """Whether a graph that torch.compile makes may hold a kernel as an opaque op. An exported one may not."""
+    # The flag itself: within Dynamo, torch 2.11 answers is_exporting() with True under torch.compile as well.
+    return x.is_cuda and not torch.compiler._is_exporting_flag and _is_gpu_backend("cuda")
+
+
+# ---- an op as autograd, graphs and regions take it -------------------------------------------------------------------
+
+
+class Pair:
+    """A raw forward and a raw backward, with what is kept between the two. The docstring of a subclass says what.
+
+    A subclass has three static methods, which contain no choice of backend and no autograd:
+
+    - ``forward(kernels, needs, *args)`` returns ``(results, kept, rest)``: the tensors that backward needs, None where
+      one is missing, and everything else that it needs.
+    - ``backward(kernels, needs, *grads, *kept, *rest)`` returns a gradient, or None, for each of the first ``inputs``
+      arguments.
+    - ``differentiable_backward(needs, *grads, *kept, *rest)`` returns the same by torch ops, for a second derivative.
+
+    ``needs`` says which of the first ``inputs`` arguments need a gradient; it is empty where nothing is recorded.
+
+    Class keywords:
+        inputs: number of arguments, the first ones, that are tensors and may need a gradient.
+        materialize: whether a result without a gradient gets one of zeros; otherwise backward is given None.
+    """
+
+    inputs: ClassVar[int]
+    node: ClassVar[type[torch.autograd.Function]]
+    _record: ClassVar[Callable[..., Any]]
+
+    forward: ClassVar[Callable[..., tuple[Any, tuple[Tensor | None, ...], tuple[Any, ...]]]]
+    backward: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
+    differentiable_backward: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
+
+    def __init_subclass__(cls, *, inputs: int, materialize: bool = True) -> None:
+        cls.inputs = inputs
+        cls.node = _autograd_function(cls, inputs, materialize)
+        cls._record = record_of(cls.node)
+
+    @classmethod
+    def run(cls, kernels: Any, *args: Any) -> Any:
+        """The results of the forward, recorded by autograd where an input needs a gradient."""
+        if torch.is_grad_enabled():
+            inputs = args[: cls.inputs]
+            for t in inputs:
+                if t is not None and t.requires_grad:
+                    return cls._record(kernels, *[t if t is None else unwrap(t) for t in inputs], *args[cls.inputs :])
+        return cls.forward(kernels, (), *args)[0]
+
+    @staticmethod
+    def non_differentiable(needs: tuple[bool, ...], results: Any) -> tuple[Tensor, ...]:
+        """The results that have no gradient although an input needs one."""
+        return ()
+
+
+def record_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What ``function.apply`` ends with, for calls that :meth:`Family.kernels_for` let through.
+
+    Before torch 2.14 ``apply`` is Python and costs 3 us: it looks for a ``setup_context`` and an active transform, and
+    goes through all arguments for tensors to :data:`unwrap`. The guard does the former, and the caller the latter.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def _autograd_function(pair: type[Pair], inputs: int, materialize: bool) -> type[torch.autograd.Function]:
+    """The Function of eager mode, ``apply(kernels, *args)``."""
+
+    def forward(ctx: Any, kernels: Any, *args: Any) -> Any:
+        needs = ctx.needs_input_grad[1 : inputs + 1]
+        results, kept, ctx.rest = pair.forward(kernels, needs, *args)
+        ctx.save_for_backward(*kept)
+        ctx.kernels, ctx.nones = kernels, (None,) * (len(args) - inputs)
+        if not materialize:
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(*pair.non_differentiable(needs, results))
+        return results
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1 : inputs + 1]
+        for dy in grads:
+            if dy is not None and needs_double_backward(dy):
+                found = pair.differentiable_backward(needs, *grads, *ctx.saved_tensors, *ctx.rest)
+                break
+        else:
+            found = pair.backward(ctx.kernels, needs, *grads, *ctx.saved_tensors, *ctx.rest)
+        return None, *found, *ctx.nones
+
+    methods = {"__doc__": pair.__doc__, "forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(pair.__name__, (torch.autograd.Function,), methods)
+
+
+# ---- shapes, layouts and parameters ----------------------------------------------------------------------------------
 
 
 def broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
@@ -174,15 +407,6 @@ def act_problem(act: str | None, x: Tensor) -> str | None:
     return None
 
 
-def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd has to record a call on these tensors."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                return True
-    return False
-
-
 def suggests_channels_last(x: Tensor) -> bool:
     """Whether torch would lay out results for x as channels_last, which not only dense tensors do."""
     if x.dim() not in (4, 5) or x.is_contiguous():
@@ -202,107 +426,13 @@ def is_image(x: Tensor) -> bool:
     )
 
 
+def accumulator(x: Tensor) -> torch.dtype:
+    """dtype in which the kernels accumulate, and in which they keep statistics."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
     """``t`` in a given dense layout, copied where it has another."""
     if t.stride() == strides:
         return t
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-
-
-def _is_gpu_backend(device: str) -> bool:
-    return backends.choose(torch.device(device)) in ("cuda", "triton")
-
-
-def graph_holds_csrc() -> bool:
-    """Whether the kernels in graphs are those of ``csrc``."""
-    return backends.choose(torch.device("cuda")) == "cuda"
-
-
-_in_graphs: list[Callable[..., Any]] = []
-
-
-def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Dynamo put calls of a function into its graphs as they are; AOTAutograd then looks into it.
-
-    So a Function of eager mode serves graphs, too: they hold the raw ops of its forward and of its backward. Dynamo is
-    told by :func:`graph_holds_functions`.
-    """
-    _in_graphs.append(function)
-    return function
-
-
-def graph_holds_functions() -> bool:
-    """Whether graphs hold what :func:`in_graph` marks, which Dynamo knows from then on."""
-    for function in _in_graphs:
-        torch.compiler.allow_in_graph(function)
-    return graph_holds_csrc()
-
-
-# What torch.compiler.assume_constant_result does, without importing Dynamo (and Triton) for it: seconds of an import.
-_is_gpu_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
-graph_holds_csrc._dynamo_marked_constant = True  # type: ignore[attr-defined]
-graph_holds_functions._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def graph_keeps_kernel(x: Tensor) -> bool:
-    """Whether a graph that torch.compile makes may hold a kernel as an opaque op. An exported one may not."""
-    # The flag itself: within Dynamo, torch 2.11 answers is_exporting() with True under torch.compile as well.
-    return x.is_cuda and not torch.compiler._is_exporting_flag and _is_gpu_backend("cuda")
-
-
-def register_fakes(fakes: dict[str, Callable[..., Any]]) -> None:
-    """Tell torch the shapes, dtypes and strides that raw ops of ``csrc`` give, for whoever traces them."""
-    for op, fake in fakes.items():
-        if hasattr(torch.ops.fastlayers, op):  # csrc was built
-            register_fake(f"fastlayers::{op}", fake)
-
-
-def register_fake(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of one op, a custom one or a raw one."""
-
-    @wraps(fake)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        if "torch._inductor.lowering" in sys.modules:
-            _show_to_inductor()
-        return fake(*args, **kwargs)
-
-    torch.library.register_fake(op, traced)
-    return fake
-
-
-@cache
-def _show_to_inductor() -> None:
-    """Have Inductor, which is there, call our ops as they are before it meets one in a graph.
-
-    It does so in any case. But before torch 2.13 it then writes down, for a log, what each argument of the op is
-    computed from and what that is computed from, over and over: in time that doubles with every block in front of it.
-    The norm behind the 12 blocks of a ViT took it more than minutes, or its stack.
-    """
-    if torch.__version__ >= "2.13":
-        return
-    lowering: Any = sys.modules["torch._inductor.lowering"]
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("fastlayers::"):
-            op = getattr(torch.ops.fastlayers, name.removeprefix("fastlayers::")).default
-            constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
-            lowering.make_fallback(op, layout_constraint=constraint)
-
-
-def hold_raw(raw_ops: dict[Any, str]) -> None:
-    """Let graphs that torch.compile makes hold raw ops of ``csrc`` in the place of custom ops, by these names.
-
-    autograd has asked the custom op for its gradient before this looks. What remains of one in a graph is three calls
-    of Python each time it runs, of which the raw op, with the same arguments and results, needs none.
-    """
-
-    def holding(raw: str) -> Callable[..., Any]:
-        def trace(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-            if not graph_holds_csrc():
-                return mode.__torch_dispatch__(func, types, args, kwargs or {})
-            with mode:
-                return getattr(torch.ops.fastlayers, raw).default(*args, **(kwargs or {}))
-
-        return trace
-
-    for op, raw in raw_ops.items():
-        op.register_torch_dispatch(torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode, holding(raw))

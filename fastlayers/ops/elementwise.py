@@ -5,6 +5,7 @@ Under torch.compile these return their reference: Inductor fuses it with its nei
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,22 +14,50 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 
-FAMILY = dispatch.Family(
-    "elementwise",
-    (
-        "relu_add",
-        "relu_add_train",
-        "relu_add_backward",
-        "add_relu",
-        "add_relu_train",
-        "relu_backward",
-        "mul",
-        "mul_backward",
-        "scale_",
-    ),
-    cpu=True,
-)
 
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def relu_add(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float) -> Tensor:
+        return reference.relu_add(x, y, 0.0 if bias is None else bias)
+
+    @staticmethod
+    def relu_add_train(x: Tensor, y: Tensor, bias: Tensor | None, alpha: float) -> tuple[Tensor, Tensor]:
+        return _with_bits(reference.relu_add(x, y, 0.0 if bias is None else bias))
+
+    @staticmethod
+    def relu_add_backward(dy: Tensor, bits: Tensor, bias_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(dy), dy.new_empty(bias_shape)
+
+    @staticmethod
+    def add_relu(x: Tensor, y: Tensor) -> Tensor:
+        return reference.add_relu(x, y)
+
+    @staticmethod
+    def add_relu_train(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return _with_bits(reference.add_relu(x, y))
+
+    @staticmethod
+    def relu_backward(dy: Tensor, bits: Tensor) -> Tensor:
+        return torch.empty_like(dy)
+
+    @staticmethod
+    def mul(x: Tensor, y: Tensor) -> Tensor:
+        return reference.mul(x, y)
+
+    @staticmethod
+    def mul_backward(dy: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(y)
+
+    @staticmethod
+    def scale_(x: Tensor, factor: Tensor) -> None:
+        return None
+
+
+def _with_bits(out: Tensor) -> tuple[Tensor, Tensor]:
+    return out, out.new_empty((out.numel() + 7) // 8, dtype=torch.uint8)
+
+
+FAMILY = dispatch.Family("elementwise", Kernels, cpu=True)
 
 #: Where an unforced call gets the kernels; elsewhere torch's own ops are as fast or faster. On CPU, the figures being
 #: C++ time over eager's with one thread and with two, on an EPYC 9004 with AVX2:
@@ -101,101 +130,109 @@ def unpack_bits(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Te
     return ((bits.unsqueeze(1) >> shifts) & 1).bool().flatten().as_strided(shape, strides)
 
 
-class _ReLU(torch.autograd.Function):
-    """relu(x) + y + bias + alpha, or relu(x + y) without bias and alpha.
+class ReLUAdd(dispatch.Pair, inputs=3):
+    """relu(x) + y + bias + alpha, or relu(x + y) where alpha is None.
 
-    Keeps one bit an element, where x's gradient is wanted.
+    Keeps one bit an element, where x needs a gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, bias: Tensor | None, alpha: float | None, kernels: Any) -> Tensor:
-        ctx.sum_first = alpha is None
-        args = (x, y) if ctx.sum_first else (x, y, bias, alpha)
+    def forward(
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, y: Tensor, bias: Tensor | None, alpha: float | None
+    ) -> Any:
         bits = None
-        if ctx.sum_first or ctx.needs_input_grad[0]:
-            out, bits = (kernels.add_relu_train if ctx.sum_first else kernels.relu_add_train)(*args)
+        if alpha is None:
+            if needs:
+                out, bits = kernels.add_relu_train(x, y)
+            else:
+                out = kernels.add_relu(x, y)
+        elif needs and needs[0]:
+            out, bits = kernels.relu_add_train(x, y, bias, alpha)
         else:
-            out = kernels.relu_add(*args)
-        ctx.save_for_backward(bits)
-        ctx.strides, ctx.kernels = out.stride(), kernels
-        ctx.bias_shape = None if bias is None else bias.shape
-        return out  # type: ignore[no-any-return]
+            out = kernels.relu_add(x, y, bias, alpha)
+        return out, (bits,), (out.stride(), alpha is None, None if bias is None else bias.shape)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (bits,) = ctx.saved_tensors
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, bits: Tensor | None, strides: tuple[int, ...],
+        sum_first: bool, bias_shape: torch.Size | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         gated = dbias = None
-        for_bias = ctx.needs_input_grad[2]
         if bits is not None:
-            if dispatch.differentiating(dy):
-                gated = torch.where(unpack_bits(bits, dy.shape, ctx.strides), dy, 0.0)
-            elif for_bias:
-                dense = dispatch.with_strides(dy, ctx.strides)
-                gated, dbias = ctx.kernels.relu_add_backward(dense, bits, ctx.bias_shape)
+            dense = dispatch.with_strides(dy, strides)
+            if needs[2]:
+                gated, dbias = kernels.relu_add_backward(dense, bits, bias_shape)  # type: ignore[arg-type]
             else:
-                gated = ctx.kernels.relu_backward(dispatch.with_strides(dy, ctx.strides), bits)
-        if for_bias and dbias is None:
-            dbias = dy.sum_to_size(ctx.bias_shape)
-        to_x = gated if ctx.needs_input_grad[0] else None
-        to_y = (gated if ctx.sum_first else dy) if ctx.needs_input_grad[1] else None
-        return to_x, to_y, dbias, None, None
+                gated = kernels.relu_backward(dense, bits)
+        return _relu_gradients(needs, dy, gated, dbias, sum_first, bias_shape)
+
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, bits: Tensor | None, strides: tuple[int, ...], sum_first: bool,
+        bias_shape: torch.Size | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        gated = None if bits is None else torch.where(unpack_bits(bits, dy.shape, strides), dy, 0.0)
+        return _relu_gradients(needs, dy, gated, None, sum_first, bias_shape)
+
+
+def _relu_gradients(
+    needs: tuple[bool, ...], dy: Tensor, gated: Tensor | None, dbias: Tensor | None, sum_first: bool,
+    bias_shape: torch.Size | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    if needs[2] and dbias is None:
+        assert bias_shape is not None
+        dbias = dy.sum_to_size(bias_shape)
+    return gated if needs[0] else None, (gated if sum_first else dy) if needs[1] else None, dbias
 
 
 def relu_add(x: Tensor, y: Tensor, bias: float | Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return reference.relu_add(x, y, bias)
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if _eager_is_faster(x, y):
             return reference.relu_add(x, y, bias)
         reason = unsupported(x, y, True) or _unsupported_bias(x, bias, kernels.backend)
         if reason is None:
             vector, alpha = (bias, 0.0) if isinstance(bias, Tensor) else (None, float(bias))
-            if torch.is_grad_enabled() and (
-                x.requires_grad or y.requires_grad or (vector is not None and vector.requires_grad)
-            ):
-                return _ReLU.apply(x, y, vector, alpha, kernels)  # type: ignore[no-any-return]
-            return kernels.relu_add(x, y, vector, alpha)  # type: ignore[no-any-return]
+            return ReLUAdd.run(kernels, x, y, vector, alpha)
         backends.refuse(reason)
-    return dispatch.answer("relu_add", x, y, bias)  # type: ignore[no-any-return]
+    return dispatch.call_reference(reference.relu_add, x, y, bias)
 
 
 def add_relu(x: Tensor, y: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return reference.add_relu(x, y)
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if _eager_is_faster(x, y):
             return reference.add_relu(x, y)
         reason = unsupported(x, y, True)
         if reason is None:
-            if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
-                return _ReLU.apply(x, y, None, None, kernels)  # type: ignore[no-any-return]
-            return kernels.add_relu(x, y)  # type: ignore[no-any-return]
+            return ReLUAdd.run(kernels, x, y, None, None)
         backends.refuse(reason)
-    return dispatch.answer("add_relu", x, y)  # type: ignore[no-any-return]
+    return dispatch.call_reference(reference.add_relu, x, y)
 
 
-class _Mul(torch.autograd.Function):
-    """Keeps its inputs. Both gradients come from one kernel, the sum over a broadcast operand's repeats included."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, kernels: Any) -> Tensor:
-        ctx.save_for_backward(x, y)
-        ctx.kernels = kernels
-        if x.shape == y.shape and backends.get_backend() is None:
-            return x * y
-        return kernels.mul(x, y)  # type: ignore[no-any-return]
+class Mul(dispatch.Pair, inputs=2):
+    """Keeps its inputs. Both gradients come from one kernel, with the sum over a broadcast operand's repeats."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, y = ctx.saved_tensors
-        for_x, for_y, _ = ctx.needs_input_grad
-        if for_x and for_y and not dispatch.differentiating(dy):
-            return *ctx.kernels.mul_backward(dy, x, y), None
-        to_x = (dy * y).sum_to_size(x.shape) if for_x else None
-        to_y = (dy * x).sum_to_size(y.shape) if for_y else None
-        return to_x, to_y, None
+    def forward(kernels: Kernels, needs: tuple[bool, ...], x: Tensor, y: Tensor) -> Any:
+        # Forward alone, torch's kernel is as fast for operands of one shape.
+        is_torch = needs and x.shape == y.shape and backends.get_backend() is None
+        return x * y if is_torch else kernels.mul(x, y), (x, y), ()
+
+    @staticmethod
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, y: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return kernels.mul_backward(dy, x, y) if all(needs) else Mul.differentiable_backward(needs, dy, x, y)
+
+    @staticmethod
+    def differentiable_backward(needs: tuple[bool, ...], dy: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor | None, ...]:
+        dx = (dy * y).sum_to_size(x.shape) if needs[0] else None
+        return dx, (dy * x).sum_to_size(y.shape) if needs[1] else None
 
 
 def _mul_gains_nothing(x: Tensor, y: object, kernels: Any) -> bool:
@@ -208,33 +245,12 @@ def _mul_gains_nothing(x: Tensor, y: object, kernels: Any) -> bool:
 def mul(x: Tensor, y: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return reference.mul(x, y)
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if backends.get_backend() is None and _mul_gains_nothing(x, y, kernels):
             return reference.mul(x, y)
         reason = unsupported(x, y, kernels.backend == "cpu")
         if reason is None:
-            if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
-                return _Mul.apply(x, y, kernels)  # type: ignore[no-any-return]
-            return kernels.mul(x, y)  # type: ignore[no-any-return]
+            return Mul.run(kernels, x, y)
         backends.refuse(reason)
-    return dispatch.answer("mul", x, y)  # type: ignore[no-any-return]
-
-
-def _with_bits(out: Tensor) -> tuple[Tensor, Tensor]:
-    return out, out.new_empty((out.numel() + 7) // 8, dtype=torch.uint8)
-
-
-dispatch.register_fakes(
-    {
-        "relu_add": lambda x, y, bias, alpha: reference.relu_add(x, y, 0.0 if bias is None else bias),
-        "relu_add_train": lambda x, y, bias, alpha: _with_bits(reference.relu_add(x, y, 0.0 if bias is None else bias)),
-        "add_relu": reference.add_relu,
-        "add_relu_train": lambda x, y: _with_bits(reference.add_relu(x, y)),
-        "relu_add_backward": lambda dy, bits, shape: (torch.empty_like(dy), dy.new_empty(shape)),
-        "relu_backward": lambda dy, bits: torch.empty_like(dy),
-        "mul": reference.mul,
-        "mul_backward": lambda dy, x, y: (torch.empty_like(x), torch.empty_like(y)),
-        "scale_": lambda x, factor: None,
-    }
-)
+    return dispatch.call_reference(reference.mul, x, y)

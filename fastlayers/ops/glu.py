@@ -16,105 +16,122 @@ from fastlayers import backends
 from fastlayers.ops import autocast, dispatch, elementwise, reference
 from fastlayers.ops.activations import BY_CODE, activation
 
-FAMILY = dispatch.Family(
-    "glu", ("gated_forward", "gated_backward", "gated_backward_", "glu_forward", "glu_backward"), cpu=False
-)
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def gated_forward(gate: Tensor, up: Tensor, act: int) -> Tensor:
+        return torch.relu(gate) * up
+
+    @staticmethod
+    def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(gate), torch.empty_like(gate)
+
+    @staticmethod
+    def gated_backward_(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> Tensor:
+        return torch.empty_like(dy)
+
+    @staticmethod
+    def glu_forward(x: Tensor, dim: int, gate_first: bool, act: int) -> Tensor:
+        return F.glu(x, dim)
+
+    @staticmethod
+    def glu_backward(dy: Tensor, x: Tensor, dim: int, gate_first: bool, act: int) -> Tensor:
+        return torch.empty_like(x)
 
 
-def _compose_backward(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, Tensor]:
-    """The backward kernel in torch ops, for whoever differentiates it again."""
+FAMILY = dispatch.Family("glu", Kernels)
+
+
+def _decomposed_backward(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, Tensor]:
     entry = BY_CODE[act]
     return entry.backward(dy * up, gate), dy * entry.function(gate)
 
 
-class _Gated(torch.autograd.Function):
-    """Keeps gate and up, and computes act(gate) anew."""
+class Gated(dispatch.Pair, inputs=2):
+    """Keeps gate and up; backward recomputes act(gate)."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, act: int, kernels: Any) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.act, ctx.kernels = act, kernels
-        return kernels.gated_forward(gate, up, act)  # type: ignore[no-any-return]
+    def forward(kernels: Kernels, needs: tuple[bool, ...], gate: Tensor, up: Tensor, act: int) -> Any:
+        return kernels.gated_forward(gate, up, act), (gate, up), (act,)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        for_gate, for_up = ctx.needs_input_grad[:2]
-        if dispatch.differentiating(dy):
-            dgate, dup = _compose_backward(dy, gate, up, ctx.act)
-        else:
-            dgate, dup = ctx.kernels.gated_backward(dy, gate, up, ctx.act)
-        return dgate if for_gate else None, dup if for_up else None, None, None
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, gate: Tensor, up: Tensor, act: int
+    ) -> tuple[Tensor | None, ...]:
+        dgate, dup = kernels.gated_backward(dy, gate, up, act)
+        return dgate if needs[0] else None, dup if needs[1] else None
 
-
-_record_gated = dispatch.recorder(_Gated)
+    @staticmethod
+    def differentiable_backward(needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+        dgate, dup = _decomposed_backward(*args)
+        return dgate if needs[0] else None, dup if needs[1] else None
 
 
 def gated(gate: Tensor, up: Tensor, act: str | None) -> Tensor:
     code = activation(act).code
     if torch.compiler.is_compiling():
         return reference.gated(gate, up, act)
-    kernels = FAMILY.serving(gate)
+    kernels = FAMILY.kernels_for(gate)
     if kernels is not None:
         reason = elementwise.unsupported(gate, up, True) or dispatch.act_problem(act, gate)
         if reason is None:
-            if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-                return _record_gated(dispatch.unwrap(gate), dispatch.unwrap(up), code, kernels)  # type: ignore[no-any-return]
-            return kernels.gated_forward(gate, up, code)  # type: ignore[no-any-return]
+            return Gated.run(kernels, gate, up, code)
         backends.refuse(reason)
-    return dispatch.answer("gated", gate, up, act)  # type: ignore[no-any-return]
+    return dispatch.call_reference(reference.gated, gate, up, act)
 
 
-class _GatedLinear(torch.autograd.Function):
-    """Keeps gate, up and weight, and computes the product of the gate anew.
+class GatedLinear(dispatch.Pair, inputs=4):
+    """Keeps gate, up and weight; backward recomputes the product of the gate.
 
-    The linear layer's own Function would keep that product, and what it sends back would be a third tensor beside the
-    two gradients of the gate. Here backward holds at most four tensors of gate's size, gate and up among them: the
-    product is gone before the gradients are made, and that of gate lies where the gradient of the product did.
+    The linear layer's own Function would keep that product, and its gradient would be a third tensor beside the
+    gradients of gate and up. Here backward holds at most four tensors of gate's size, gate and up among them: the
+    product is freed before the gradients are made, and gate's gradient overwrites that of the product.
 
     Under autocast the weight may be narrower than gate and up, as F.linear would make it and their product.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: int, kernels: Any
-    ) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        ctx.act, ctx.kernels = act, kernels
+        kernels: Kernels, needs: tuple[bool, ...], gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None,
+        act: int,
+    ) -> Any:  # fmt: skip
         out = F.linear(kernels.gated_forward(gate, up, act).to(weight.dtype), weight, bias)
-        # torch's own result may be a view of another tensor. Autograd lets nobody write to one that a Function returns.
-        return torch.ops.aten._unsafe_view.default(out, out.shape) if out._is_view() else out
+        if needs and out._is_view():
+            # torch's own result may be a view, and autograd lets nobody write to a view that a Function returns.
+            out = torch.ops.aten._unsafe_view.default(out, out.shape)
+        return out, (gate, up, weight), (act,)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        kernels: Kernels | None, needs: tuple[bool, ...], dy: Tensor, gate: Tensor, up: Tensor, weight: Tensor, act: int
+    ) -> tuple[Tensor | None, ...]:
         device = dy.device.type
         # Everything has the dtype that autocast gave it in forward.
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            return (*_linear_gradients(ctx, dy), None, None)
+            return _linear_gradients(kernels, needs, dy, gate, up, weight, act)
+
+    @staticmethod
+    def differentiable_backward(needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+        return GatedLinear.backward(None, needs, *args)
 
 
-def _linear_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of gate, up, weight and bias, as far as they are wanted."""
-    gate, up, weight = ctx.saved_tensors
-    for_gate, for_up, for_weight, for_bias = ctx.needs_input_grad[:4]
-    act, kernels = ctx.act, None if dispatch.differentiating(dy) else ctx.kernels
+def _linear_gradients(
+    kernels: Kernels | None, needs: tuple[bool, ...], dy: Tensor, gate: Tensor, up: Tensor, weight: Tensor, act: int
+) -> tuple[Tensor | None, ...]:
+    """The gradients of gate, up, weight and bias; by torch ops where there are no kernels."""
     rows = dy.reshape(-1, dy.shape[-1])
     dgate = dup = dweight = None
-    if for_weight:
+    if needs[2]:
         h = BY_CODE[act].function(gate) * up if kernels is None else kernels.gated_forward(gate, up, act)
         dweight = rows.mT @ h.to(weight.dtype).reshape(-1, weight.shape[1])
         del h
-    if for_gate or for_up:
+    if needs[0] or needs[1]:
         dh = (rows @ weight).to(gate.dtype).reshape(gate.shape)
         if kernels is None:
-            dgate, dup = _compose_backward(dh, gate, up, act)
+            dgate, dup = _decomposed_backward(dh, gate, up, act)
         else:
             dgate, dup = dh, kernels.gated_backward_(dh, gate, up, act)
-    dbias = rows.sum(0) if for_bias else None
-    return dgate if for_gate else None, dup if for_up else None, dweight, dbias
-
-
-_record_linear = dispatch.recorder(_GatedLinear)
+    return dgate if needs[0] else None, dup if needs[1] else None, dweight, rows.sum(0) if needs[3] else None
 
 
 def _unsupported_linear(gate: Tensor, weight: object, bias: object) -> str | None:
@@ -138,9 +155,9 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, 
     code = activation(act).code
     if torch.compiler.is_compiling():
         return reference.gated_linear(gate, up, weight, bias, act)
-    kernels = FAMILY.serving(gate)
+    kernels = FAMILY.kernels_for(gate)
     if kernels is None:
-        return dispatch.answer("gated_linear", gate, up, weight, bias, act)  # type: ignore[no-any-return]
+        return dispatch.call_reference(reference.gated_linear, gate, up, weight, bias, act)
     reason = (
         elementwise.unsupported(gate, up, True)
         or dispatch.act_problem(act, gate)
@@ -153,37 +170,28 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, 
     # Recorded by autograd, as what autocast does is: a float32 weight gets a float32 gradient.
     weight = dispatch.unwrap(weight).to(dtype)
     bias = bias if bias is None else dispatch.unwrap(bias).to(dtype)
-    if dispatch.wants_gradient(gate, up, weight, bias):
-        return _record_linear(dispatch.unwrap(gate), dispatch.unwrap(up), weight, bias, code, kernels)  # type: ignore[no-any-return]
-    return F.linear(kernels.gated_forward(gate, up, code).to(dtype), weight, bias)
+    return GatedLinear.run(kernels, gate, up, weight, bias, code)
 
 
-class _GLU(torch.autograd.Function):
-    """Keeps x, and computes the activation of its half anew. The gradient is one tensor, as x is."""
+class GLU(dispatch.Pair, inputs=1):
+    """Keeps x; backward recomputes the activation of its gate. The gradient is one tensor, as x is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, gate_first: bool, act: int, kernels: Any) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.rest = dim, gate_first, act
-        ctx.kernels = kernels
-        return kernels.glu_forward(x, dim, gate_first, act)  # type: ignore[no-any-return]
+    def forward(kernels: Kernels, needs: tuple[bool, ...], x: Tensor, dim: int, gate_first: bool, act: int) -> Any:
+        return kernels.glu_forward(x, dim, gate_first, act), (x,), (dim, gate_first, act)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        dim, gate_first, act = ctx.rest
-        if dispatch.differentiating(dy):
-            first, second = x.chunk(2, dim)
-            if gate_first:
-                dx = torch.cat(_compose_backward(dy, first, second, act), dim)
-            else:
-                dx = torch.cat(_compose_backward(dy, second, first, act)[::-1], dim)
-        else:
-            dx = ctx.kernels.glu_backward(dy, x, dim, gate_first, act)
-        return dx, None, None, None, None
+    def backward(kernels: Kernels, needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+        return (kernels.glu_backward(*args),)
 
-
-_record_glu = dispatch.recorder(_GLU)
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, x: Tensor, dim: int, gate_first: bool, act: int
+    ) -> tuple[Tensor | None, ...]:
+        first, second = x.chunk(2, dim)
+        if gate_first:
+            return (torch.cat(_decomposed_backward(dy, first, second, act), dim),)
+        return (torch.cat(_decomposed_backward(dy, second, first, act)[::-1], dim),)
 
 
 def _unsupported_packed(x: Tensor, dim: int, act: str | None) -> str | None:
@@ -198,25 +206,12 @@ def glu(x: Tensor, act: str | None, dim: int, gate_first: bool) -> Tensor:
     code = activation(act).code
     if torch.compiler.is_compiling():
         return reference.glu(x, act, dim, gate_first)
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if act == "sigmoid" and not gate_first and x.numel() < elementwise.GPU_LEAST and backends.get_backend() is None:
             return reference.glu(x, act, dim, gate_first)  # one kernel of torch's too
         reason = _unsupported_packed(x, dim, act)
         if reason is None:
-            if torch.is_grad_enabled() and x.requires_grad:
-                return _record_glu(dispatch.unwrap(x), dim, gate_first, code, kernels)  # type: ignore[no-any-return]
-            return kernels.glu_forward(x, dim, gate_first, code)  # type: ignore[no-any-return]
+            return GLU.run(kernels, x, dim, gate_first, code)
         backends.refuse(reason)
-    return dispatch.answer("glu", x, act, dim, gate_first)  # type: ignore[no-any-return]
-
-
-dispatch.register_fakes(
-    {
-        "gated_forward": lambda gate, up, act: torch.relu(gate) * up,
-        "gated_backward": lambda dy, gate, up, act: (torch.empty_like(gate), torch.empty_like(gate)),
-        "gated_backward_": lambda dy, gate, up, act: torch.empty_like(dy),
-        "glu_forward": lambda x, dim, gate_first, act: torch.nn.functional.glu(x, dim),
-        "glu_backward": lambda dy, x, dim, gate_first, act: torch.empty_like(x),
-    }
-)
+    return dispatch.call_reference(reference.glu, x, act, dim, gate_first)

@@ -11,7 +11,26 @@ from fastlayers import backends
 from fastlayers.ops import bias_act, dispatch, reference
 from fastlayers.ops.activations import BY_CODE, NORM_CODES, activation
 
-FAMILY = dispatch.Family("group_norm", ("group_norm_forward", "group_norm_backward"), cpu=False)
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def group_norm_forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, act: int, dtype: torch.dtype,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        y = torch.empty_like(x, dtype=dtype) if dispatch.is_image(x) else x.new_empty(x.shape, dtype=dtype)
+        return y, x.new_empty((2, x.shape[0] * groups) if keep else 0, dtype=dispatch.accumulator(x))
+
+    @staticmethod
+    def group_norm_backward(
+        dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, act: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dx = torch.empty_like(x) if dispatch.is_image(x) else x.new_empty(x.shape)
+        like = stats if weight is None else weight
+        return dx, like.new_empty(x.shape[1]), like.new_empty(x.shape[1])
+
+
+FAMILY = dispatch.Family("group_norm", Kernels)
 
 
 def unsupported(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> str | None:
@@ -35,43 +54,40 @@ def unsupported(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | No
     return None if bias is None else dispatch.parameter_problem(bias, device, dtype, channels)
 
 
-class _GroupNorm(torch.autograd.Function):
+class GroupNorm(dispatch.Pair, inputs=3):
     """Keeps x, the weight, for an activation the bias, and the mean and rstd of each group."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, act: int,
-        dtype: torch.dtype, layout: torch.memory_format | None, kernels: Any,
-    ) -> Tensor:  # fmt: skip
-        y, stats = kernels.group_norm_forward(x, weight, bias, groups, eps, act, dtype, True)
-        ctx.save_for_backward(x, stats, weight, bias if act else None)
-        ctx.rest = groups, eps, act
-        ctx.kernels = kernels
-        return y if layout is None else y.contiguous(memory_format=layout)  # type: ignore[no-any-return]
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int,
+        eps: float, act: int, dtype: torch.dtype, layout: torch.memory_format | None,
+    ) -> Any:  # fmt: skip
+        y, stats = kernels.group_norm_forward(x, weight, bias, groups, eps, act, dtype, bool(needs))
+        y = y if layout is None else y.contiguous(memory_format=layout)
+        return y, (x, stats, weight, bias if act else None), (groups, eps, act)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, stats, weight, bias = ctx.saved_tensors
-        groups, eps, act = ctx.rest
-        if dispatch.differentiating(dy):
-            dx, dweight, dbias = compose_backward(dy, x, stats.dtype, weight, bias, groups, eps, act)
-        else:
-            dx, dweight, dbias = ctx.kernels.group_norm_backward(dy, x, stats, weight, bias, groups, act)
-        _, for_weight, for_bias = ctx.needs_input_grad[:3]
-        return dx, dweight if for_weight else None, dbias if for_bias else None, None, None, None, None, None, None
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None,
+        bias: Tensor | None, groups: int, eps: float, act: int,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        dx, dweight, dbias = kernels.group_norm_backward(dy, x, stats, weight, bias, groups, act)
+        return dx, dweight if needs[1] else None, dbias if needs[2] else None
+
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None,
+        groups: int, eps: float, act: int,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        dx, dweight, dbias = decomposed_backward(dy, x, stats.dtype, weight, bias, groups, eps, act)
+        return dx, dweight if needs[1] else None, dbias if needs[2] else None
 
 
-def compose_backward(
-    dy: Tensor,
-    x: Tensor,
-    dtype: torch.dtype,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    eps: float,
+def decomposed_backward(
+    dy: Tensor, x: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float,
     act: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward kernel in torch ops, the statistics too, in ``dtype``, for whoever differentiates it again."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, weight and bias in torch ops, with the statistics recomputed in ``dtype``."""
     n, channels = x.shape[:2]
     shape, channel = (n, groups, channels // groups, -1), (1, groups, channels // groups, 1)
     wide, dz = x.to(dtype).reshape(shape), dy.to(dtype).reshape(shape)
@@ -99,23 +115,18 @@ def _layout(x: Tensor) -> torch.memory_format | None:
     return torch.contiguous_format
 
 
-def _norm(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    act: int,
+@FAMILY.graph_op("group_norm")
+def _in_graph(
+    kernels: Kernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, act: int,
     dtype: torch.dtype,
-    layout: torch.memory_format | None,
-    kernels: Any,
-) -> Tensor:
-    if torch.is_grad_enabled() and (
-        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
-    ):
-        return _GroupNorm.apply(x, weight, bias, groups, eps, act, dtype, layout, kernels)  # type: ignore[no-any-return]
-    y: Tensor = kernels.group_norm_forward(x, weight, bias, groups, eps, act, dtype, False)[0]
-    return y if layout is None else y.contiguous(memory_format=layout)
+) -> Tensor:  # fmt: skip
+    # Inductor's group_norm reaches 0.6 to 0.8 of the memory limit forward and 0.35 backward, so a graph keeps the
+    # kernels. The result is contiguous, as torch's is on CUDA.
+    return GroupNorm.run(kernels, x, weight, bias, groups, eps, act, dtype, torch.contiguous_format)
+
+
+def _graph_keeps_kernel(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> bool:
+    return dispatch.graph_keeps_kernel(x) and dispatch.is_image(x) and unsupported(x, groups, weight, bias) is None
 
 
 def group_norm(
@@ -126,18 +137,18 @@ def group_norm(
         return bias_act.bias_act(group_norm(x, groups, weight, bias, eps, None), None, act, {})
     if torch.compiler.is_compiling():
         if _graph_keeps_kernel(x, groups, weight, bias):
-            return _norm_compiling(x, groups, weight, bias, eps, code, reference.norm_dtype("group_norm", x))
+            return _in_graph(x, weight, bias, groups, eps, code, reference.norm_dtype("group_norm", x))
         return reference.group_norm(x, groups, weight, bias, eps, act)
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         reason = unsupported(x, groups, weight, bias)
         if reason is None:
             dtype = x.dtype
             if dtype in reference.HALF:
                 dtype = reference.norm_dtype("group_norm", x)
-            return _norm(x, groups, weight, bias, eps, code, dtype, _layout(x), kernels)
+            return GroupNorm.run(kernels, x, weight, bias, groups, eps, code, dtype, _layout(x))
         backends.refuse(reason)
-    return dispatch.answer("group_norm", x, groups, weight, bias, eps, act)  # type: ignore[no-any-return]
+    return dispatch.call_reference(reference.group_norm, x, groups, weight, bias, eps, act)
 
 
 def _instance_unsupported(
@@ -171,87 +182,15 @@ def instance_norm(
             _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats) is None
             and _graph_keeps_kernel(x, x.shape[1], weight, bias)
         ):  # fmt: skip
-            return _norm_compiling(x, x.shape[1], weight, bias, eps, code, x.dtype)
+            return _in_graph(x, weight, bias, x.shape[1], eps, code, x.dtype)
         return reference.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act)
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         reason = _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats)
         if reason is None:
             layout = None if x.is_contiguous() else torch.contiguous_format
-            return _norm(x, x.shape[1], weight, bias, eps, code, x.dtype, layout, kernels)
+            return GroupNorm.run(kernels, x, weight, bias, x.shape[1], eps, code, x.dtype, layout)
         backends.refuse(reason)
-    return dispatch.answer(  # type: ignore[no-any-return]
-        "instance_norm", x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act
+    return dispatch.call_reference(
+        reference.instance_norm, x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act
     )
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
-# Inductor's group_norm reaches 0.6 to 0.8 of the memory limit forward and 0.35 backward, so a compiled graph keeps the
-# kernels, as opaque ops with a fake implementation.
-
-
-def _fake_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, act: int, dtype: torch.dtype,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    y = torch.empty_like(x, dtype=dtype) if dispatch.is_image(x) else x.new_empty(x.shape, dtype=dtype)
-    accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return y, x.new_empty((2, x.shape[0] * groups) if keep else 0, dtype=accumulator)
-
-
-def _fake_backward(
-    dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, act: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(x) if dispatch.is_image(x) else x.new_empty(x.shape)
-    like = stats if weight is None else weight
-    return dx, like.new_empty(x.shape[1]), like.new_empty(x.shape[1])
-
-
-@torch.library.custom_op("fastlayers::group_norm", mutates_args=(), device_types="cuda")
-def group_norm_op(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, act: int, dtype: torch.dtype,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return FAMILY.serving(x).group_norm_forward(x, weight, bias, groups, eps, act, dtype, keep)  # type: ignore[no-any-return]
-
-
-@torch.library.custom_op("fastlayers::group_norm_grad", mutates_args=(), device_types="cuda")
-def group_norm_grad_op(
-    dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, act: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return FAMILY.serving(x).group_norm_backward(dy, x, stats, weight, bias, groups, act)  # type: ignore[no-any-return]
-
-
-dispatch.register_fake(group_norm_op, _fake_forward)
-dispatch.register_fake(group_norm_grad_op, _fake_backward)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, groups, _, act, _, _ = inputs
-    ctx.save_for_backward(x, output[1], weight, bias if act else None)
-    ctx.rest = groups, act
-
-
-def _op_backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    dx, dweight, dbias = group_norm_grad_op(dy, *ctx.saved_tensors, *ctx.rest)
-    _, for_weight, for_bias = ctx.needs_input_grad[:3]
-    return dx, dweight if for_weight else None, dbias if for_bias else None, None, None, None, None, None
-
-
-group_norm_op.register_autograd(_op_backward, setup_context=_setup_context)
-dispatch.hold_raw({group_norm_op: "group_norm_forward", group_norm_grad_op: "group_norm_backward"})
-
-
-def _graph_keeps_kernel(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> bool:
-    return dispatch.graph_keeps_kernel(x) and dispatch.is_image(x) and unsupported(x, groups, weight, bias) is None
-
-
-def _norm_compiling(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: int, dtype: torch.dtype
-) -> Tensor:
-    keep = dispatch.wants_gradient(x, weight, bias)
-    y, _ = group_norm_op(x, weight, bias, groups, eps, act, dtype, keep)
-    return y.contiguous()  # what torch gives on CUDA
-
-
-dispatch.register_fakes({"group_norm_forward": _fake_forward, "group_norm_backward": _fake_backward})

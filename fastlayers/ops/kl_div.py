@@ -16,12 +16,6 @@ from torch.nn import _reduction as legacy
 from fastlayers import backends
 from fastlayers.ops import dispatch, elementwise, reference
 
-FAMILY = dispatch.Family(
-    "kl_div",
-    ("kl_div_sum", "kl_div_elements", "kl_div_backward", "divergence_forward", "divergence_backward"),
-    cpu=False,
-)
-
 #: What the kernels keep of a row: two maxima, two logarithms of sums of exponentials, two sums of products.
 NUMBERS = 6
 
@@ -34,60 +28,85 @@ _MEAN_WARNING = (
 )
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a kernel computes."""
-    return torch.float32 if dtype in reference.HALF else dtype
-
-
 def _loss_dtype(x: Tensor) -> torch.dtype:
     """dtype of a loss: autocast runs torch's kl_div in float32."""
     return torch.float32 if x.dtype in reference.HALF and torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def kl_div_sum(input: Tensor, target: Tensor, log_target: bool) -> Tensor:
+        return input.new_empty((), dtype=dispatch.accumulator(input))
+
+    @staticmethod
+    def kl_div_elements(input: Tensor, target: Tensor, log_target: bool, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(torch.xlogy(target, target) - target * input, dtype=dtype)
+
+    @staticmethod
+    def kl_div_backward(
+        dy: Tensor, input: Tensor | None, target: Tensor, log_target: bool, dinput: bool, dtarget: bool
+    ) -> tuple[Tensor, Tensor]:
+        like_input, like_target = (
+            torch.empty_like(target) if wanted else target.new_empty((0,)) for wanted in (dinput, dtarget)
+        )
+        return like_input, like_target
+
+    @staticmethod
+    def divergence_forward(
+        student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        rows, wide = student.shape[0], dispatch.accumulator(student)
+        return student.new_empty((rows,), dtype=wide), student.new_empty((rows, NUMBERS), dtype=wide)
+
+    @staticmethod
+    def divergence_backward(
+        dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float,
+        temperature: float, stats: Tensor, dstudent: bool, dteacher: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        to_student, to_teacher = (student.new_empty(student.shape if wanted else 0) for wanted in (dstudent, dteacher))
+        return to_student, to_teacher
+
+
+FAMILY = dispatch.Family("kl_div", Kernels)
+
+
 # ---- kl_div of log-probabilities -------------------------------------------------------------------------------------
 
 
-class _KLDiv(torch.autograd.Function):
-    """The sum in the type of the computation, or the elements. Keeps the target, and the input for its gradient."""
+class KLDiv(dispatch.Pair, inputs=2):
+    """The sum in the accumulation dtype, or the elements. Keeps the target, and the input for the target's gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, target: Tensor, log_target: bool, dtype: torch.dtype | None, kernels: Any
-    ) -> Tensor:
-        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, target)
-        ctx.log_target, ctx.kernels = log_target, kernels
-        return _forward(input, target, log_target, dtype, kernels)
+        kernels: Kernels, needs: tuple[bool, ...], input: Tensor, target: Tensor, log_target: bool,
+        dtype: torch.dtype | None,
+    ) -> Any:  # fmt: skip
+        if dtype is None:
+            out = kernels.kl_div_sum(input, target, log_target)
+        else:
+            out = kernels.kl_div_elements(input, target, log_target, dtype)
+        return out, (input if needs and needs[1] else None, target), (log_target,)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        input, target = ctx.saved_tensors
-        for_input, for_target = ctx.needs_input_grad[:2]
-        if dispatch.differentiating(dy):
-            dinput, dtarget = _compose_kl_div_backward(dy, input, target, ctx.log_target)
-        else:
-            dinput, dtarget = ctx.kernels.kl_div_backward(dy, input, target, ctx.log_target, for_input, for_target)
-        return dinput if for_input else None, dtarget if for_target else None, None, None, None
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, input: Tensor | None, target: Tensor, log_target: bool
+    ) -> tuple[Tensor | None, ...]:
+        dinput, dtarget = kernels.kl_div_backward(dy, input, target, log_target, *needs)
+        return dinput if needs[0] else None, dtarget if needs[1] else None
 
-
-def _forward(input: Tensor, target: Tensor, log_target: bool, dtype: torch.dtype | None, kernels: Any) -> Tensor:
-    if dtype is None:
-        return kernels.kl_div_sum(input, target, log_target)  # type: ignore[no-any-return]
-    return kernels.kl_div_elements(input, target, log_target, dtype)  # type: ignore[no-any-return]
-
-
-def _compose_kl_div_backward(
-    dy: Tensor, input: Tensor | None, target: Tensor, log_target: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The backward kernel in torch ops, for whoever differentiates it again."""
-    weighted = dy * (target.exp() if log_target else target)
-    dtarget = None
-    if input is not None:
-        if log_target:
-            dtarget = weighted * (target - input + 1.0)
-        else:
-            dtarget = torch.xlogy(dy, target) + weighted / target - dy * input
-        dtarget = dtarget.to(target.dtype)
-    return -weighted.to(target.dtype), dtarget
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, input: Tensor | None, target: Tensor, log_target: bool
+    ) -> tuple[Tensor | None, ...]:
+        weighted = dy * (target.exp() if log_target else target)
+        dtarget = None
+        if input is not None:
+            if log_target:
+                dtarget = weighted * (target - input + 1.0)
+            else:
+                dtarget = torch.xlogy(dy, target) + weighted / target - dy * input
+            dtarget = dtarget.to(target.dtype)
+        return -weighted.to(target.dtype) if needs[0] else None, dtarget
 
 
 def kl_div(
@@ -102,7 +121,7 @@ def kl_div(
         reduction = legacy.legacy_get_string(size_average, reduce)
     if torch.compiler.is_compiling():
         return reference.kl_div(input, target, reduction, log_target)
-    kernels = FAMILY.serving(input)
+    kernels = FAMILY.kernels_for(input)
     if kernels is not None:
         reason = elementwise.unsupported(input, target, True)
         if reason is None and reduction not in REDUCTIONS:
@@ -110,16 +129,14 @@ def kl_div(
         if reason is None:
             return _kl_div(input, target, reduction, log_target, kernels)
         backends.refuse(reason)
-    return dispatch.answer("kl_div", input, target, reduction, log_target)  # type: ignore[no-any-return]
+    return dispatch.call_reference(reference.kl_div, input, target, reduction, log_target)
 
 
 def _kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool, kernels: Any) -> Tensor:
     if reduction == "mean":
         warnings.warn(_MEAN_WARNING, stacklevel=4)
     dtype = _loss_dtype(input)
-    args = (input, target, log_target, dtype if reduction == "none" else None, kernels)
-    wanted = torch.is_grad_enabled() and (input.requires_grad or target.requires_grad)
-    out: Tensor = _KLDiv.apply(*args) if wanted else _forward(*args)
+    out: Tensor = KLDiv.run(kernels, input, target, log_target, dtype if reduction == "none" else None)
     if reduction == "none":
         return out
     if reduction == "mean":
@@ -132,43 +149,40 @@ def _kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool, ker
 # ---- divergences between logits --------------------------------------------------------------------------------------
 
 
-class _Divergence(torch.autograd.Function):
+class Divergence(dispatch.Pair, inputs=2):
     """Of each row of two matrices. Keeps both, the labels, and six numbers a row."""
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float,
-        temperature: float, kernels: Any,
-    ) -> Tensor:  # fmt: skip
+        kernels: Kernels, needs: tuple[bool, ...], student: Tensor, teacher: Tensor, labels: Tensor | None,
+        ignore_index: int, beta: float, temperature: float,
+    ) -> Any:  # fmt: skip
         losses, stats = kernels.divergence_forward(student, teacher, labels, ignore_index, beta, temperature)
-        ctx.save_for_backward(student, teacher, labels, stats)
-        ctx.rest = ignore_index, beta, temperature
-        ctx.kernels = kernels
-        return losses  # type: ignore[no-any-return]
+        return losses, (student, teacher, labels, stats), (ignore_index, beta, temperature)
 
     @staticmethod
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        student, teacher, labels, stats = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:2]
-        if dispatch.differentiating(dlosses):
-            grads = _compose_divergence_backward(dlosses, student, teacher, labels, *ctx.rest)
-        else:
-            grads = ctx.kernels.divergence_backward(
-                dlosses, student, teacher, labels, *ctx.rest, stats, wanted[0], wanted[1]
-            )
-        return *(grad if wants else None for grad, wants in zip(grads, wanted, strict=True)), *(None,) * 5
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dlosses: Tensor, student: Tensor, teacher: Tensor,
+        labels: Tensor | None, stats: Tensor, ignore_index: int, beta: float, temperature: float,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        found = kernels.divergence_backward(
+            dlosses, student, teacher, labels, ignore_index, beta, temperature, stats, *needs
+        )
+        return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
+
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None,
+        stats: Tensor, ignore_index: int, beta: float, temperature: float,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        found = _decomposed_backward(dlosses, student, teacher, labels, ignore_index, beta, temperature)
+        return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
 
 
-def _compose_divergence_backward(
-    dlosses: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor | None,
-    ignore_index: int,
-    beta: float,
+def _decomposed_backward(
+    dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float,
     temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """The backward kernel in torch ops, for whoever differentiates it again."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     g = dlosses.unsqueeze(-1) / temperature
     if labels is not None:
         counts = (labels != ignore_index).unsqueeze(-1)
@@ -188,6 +202,14 @@ def _compose_divergence_backward(
         log_m = reference.log_mixture(p, q, beta)
         dstudent, dteacher = gradient(1.0 - beta, q, log_q - log_m), gradient(beta, p, log_p - log_m)
     return dstudent.to(student.dtype), dteacher.to(teacher.dtype)
+
+
+@FAMILY.graph_op("divergence")
+def _in_graph(
+    kernels: Kernels, student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float,
+    temperature: float,
+) -> Tensor:  # fmt: skip
+    return Divergence.run(kernels, student, teacher, labels, ignore_index, beta, temperature)
 
 
 def _unsupported(student: Tensor, teacher: object, labels: object) -> str | None:
@@ -232,93 +254,20 @@ def divergence(
         kernels = None
         serves = dispatch.graph_keeps_kernel(student) and _unsupported(student, teacher, labels) is None
     else:
-        kernels = FAMILY.serving(student)
+        kernels = FAMILY.kernels_for(student)
         reason = None if kernels is None else _unsupported(student, teacher, labels)
         serves = kernels is not None and reason is None
         if reason is not None:
             backends.refuse(reason)
     if not serves:
         args = (student, teacher, labels, ignore_index, beta, temperature, square, reduction)
-        return reference.divergence(*args) if compiling else dispatch.answer("divergence", *args)
+        return reference.divergence(*args) if compiling else dispatch.call_reference(reference.divergence, *args)
     classes = student.shape[-1]
     matrices = (student.reshape(-1, classes), teacher.reshape(-1, classes))
     flat = None if labels is None else labels.reshape(-1).contiguous()
     options = (flat, ignore_index, float(beta), float(temperature))
-    if compiling:
-        losses, _ = divergence_op(*matrices, *options)
-    elif dispatch.wants_gradient(student, teacher):
-        losses = _Divergence.apply(*matrices, *options, kernels)
-    else:
-        assert kernels is not None
-        losses, _ = kernels.divergence_forward(*matrices, *options)
+    losses = _in_graph(*matrices, *options) if compiling else Divergence.run(kernels, *matrices, *options)
     if reduction == "none":
         losses = losses.view(student.shape[:-1])
     dtype = _loss_dtype(student)
     return reference.reduced_rows(losses, labels, ignore_index, classes, temperature, square, reduction, dtype)
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
-
-
-def _fake_forward(student: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows, wide = student.shape[0], _wide(student.dtype)
-    return student.new_empty((rows,), dtype=wide), student.new_empty((rows, NUMBERS), dtype=wide)
-
-
-def _fake_backward(
-    dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float,
-    temperature: float, stats: Tensor, dstudent: bool, dteacher: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return tuple(student.new_empty(student.shape if wanted else (0,)) for wanted in (dstudent, dteacher))  # type: ignore[return-value]
-
-
-@torch.library.custom_op("fastlayers::divergence", mutates_args=(), device_types="cuda")
-def divergence_op(
-    student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float, temperature: float
-) -> tuple[Tensor, Tensor]:
-    kernels = FAMILY.serving(student)
-    return kernels.divergence_forward(student, teacher, labels, ignore_index, beta, temperature)  # type: ignore[no-any-return]
-
-
-@torch.library.custom_op("fastlayers::divergence_grad", mutates_args=(), device_types="cuda")
-def divergence_grad_op(
-    dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float,
-    temperature: float, stats: Tensor, dstudent: bool, dteacher: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    kernels = FAMILY.serving(student)
-    return kernels.divergence_backward(  # type: ignore[no-any-return]
-        dlosses, student, teacher, labels, ignore_index, beta, temperature, stats, dstudent, dteacher
-    )
-
-
-dispatch.register_fake(divergence_op, _fake_forward)
-dispatch.register_fake(divergence_grad_op, _fake_backward)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    student, teacher, labels, *ctx.rest = inputs
-    ctx.save_for_backward(student, teacher, labels, output[1])
-
-
-def _op_backward(ctx: Any, dlosses: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    student, teacher, labels, stats = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[:2]
-    grads = divergence_grad_op(dlosses, student, teacher, labels, *ctx.rest, stats, wanted[0], wanted[1])
-    return *(grad if wants else None for grad, wants in zip(grads, wanted, strict=True)), *(None,) * 4
-
-
-divergence_op.register_autograd(_op_backward, setup_context=_setup_context)
-
-dispatch.register_fakes(
-    {
-        "kl_div_sum": lambda input, target, log_target: input.new_empty((), dtype=_wide(input.dtype)),
-        "kl_div_elements": lambda input, target, log_target, dtype: torch.empty_like(
-            torch.xlogy(target, target) - target * input, dtype=dtype
-        ),
-        "kl_div_backward": lambda dy, input, target, log_target, dinput, dtarget: tuple(
-            torch.empty_like(target) if wanted else target.new_empty((0,)) for wanted in (dinput, dtarget)
-        ),
-        "divergence_forward": _fake_forward,
-        "divergence_backward": _fake_backward,
-    }
-)

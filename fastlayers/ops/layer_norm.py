@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +12,44 @@ from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 from fastlayers.ops.reference import Shape
 
-FAMILY = dispatch.Family(
-    "layer_norm", ("layer_norm_forward", "add_layer_norm_forward", "layer_norm_backward"), cpu=False
-)
-
-#: dims, eps, kind, the dtype of the result and the kernels: what is no tensor goes to autograd as one argument.
-Rest: TypeAlias = tuple[int, float, int, torch.dtype, Any]
-
-# What the kernels call ``kind``.
+#: What the kernels call ``kind``.
 LAYER = 0
 RMS = {"torch": 1, "llama": 2, "gemma": 3}
+
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def layer_norm_forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int, dtype: torch.dtype,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return x.new_empty(x.shape, dtype=dtype), _empty_stats(x, dims, kind, keep)
+
+    @staticmethod
+    def add_layer_norm_forward(
+        x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
+        dtype: torch.dtype, keep: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        s = x.new_empty(x.shape, dtype=residual.dtype)
+        return x.new_empty(x.shape, dtype=dtype), s, _empty_stats(s, dims, kind, keep)
+
+    @staticmethod
+    def layer_norm_backward(
+        dy: Tensor, dsum: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, dims: int, kind: int,
+        dweight: bool, dbias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        like = x if weight is None else weight
+        shape = x.shape[x.dim() - dims :]
+        parameters = [like.new_empty(shape if wanted and weight is not None else 0) for wanted in (dweight, dbias)]
+        return x.new_empty(x.shape), parameters[0], parameters[1]
+
+
+def _empty_stats(x: Tensor, dims: int, kind: int, keep: bool) -> Tensor:
+    shape = (2 if kind == LAYER else 1, math.prod(x.shape[: x.dim() - dims])) if keep else (0,)
+    return x.new_empty(shape, dtype=dispatch.accumulator(x))
+
+
+FAMILY = dispatch.Family("layer_norm", Kernels)
 
 
 def _rms_kind(casting: str) -> int:
@@ -84,77 +112,91 @@ def unsupported(
     return problem
 
 
-class _LayerNorm(torch.autograd.Function):
-    """Keeps x, the weight, and the rstd of each row, of a layer_norm the mean too."""
+class LayerNorm(dispatch.Pair, inputs=3):
+    """Keeps x, the weight, and the rstd of each row; for a layer_norm the mean too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rest: Rest) -> Tensor:
-        dims, eps, kind, dtype, kernels = rest
-        y, stats = kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, True)
-        ctx.save_for_backward(x, weight, stats)
-        ctx.rest = rest
-        return y  # type: ignore[no-any-return]
+    def forward(
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int,
+        eps: float, kind: int, dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
+        y, stats = kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, bool(needs))
+        return y, (x, weight, stats), (dims, eps, kind)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        _, for_weight, for_bias, _ = ctx.needs_input_grad
-        dx, dweight, dbias = gradients(ctx, dy, None, for_weight, for_bias)
-        return dx, dweight, dbias, None
+    def backward(kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+        return _gradients(kernels, needs[1:], dy, None, *args)
+
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, *rest: Any
+    ) -> tuple[Tensor | None, ...]:
+        return decomposed_backward(dy, None, x, weight, *rest, *needs[1:])
 
 
-class _AddLayerNorm(torch.autograd.Function):
-    """Keeps s = x + residual, the weight, and the rstd of each row, of a layer_norm the mean too.
+class AddLayerNorm(dispatch.Pair, inputs=4, materialize=False):
+    """Keeps s = x + residual, the weight, and the rstd of each row; for a layer_norm the mean too.
 
-    Without a residual s is x itself: autograd hands it on as a view, whose gradient comes here as that of s.
+    Without a residual s is x itself: autograd returns it as a view, whose gradient arrives here as that of s.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, rest: Rest
-    ) -> tuple[Tensor, Tensor]:
-        dims, eps, kind, dtype, kernels = rest
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, residual: Tensor | None, weight: Tensor | None,
+        bias: Tensor | None, dims: int, eps: float, kind: int, dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
+        keep = bool(needs)
         if residual is None:
             s = x
-            y, stats = kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, True)
+            y, stats = kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, keep)
         else:
-            y, s, stats = kernels.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, True)
-        ctx.save_for_backward(s, weight, stats)
-        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
-            ctx.mark_non_differentiable(s)
-        ctx.set_materialize_grads(False)  # a result that nothing uses has no gradient, not one of zeros
-        ctx.rest = rest
-        return y, s
+            y, s, stats = kernels.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, keep)
+        return (y, s), (s, weight, stats), (x.dtype, dims, eps, kind)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
-        _, for_residual, for_weight, for_bias, _ = ctx.needs_input_grad
-        if dy is None:
-            return ds, ds if for_residual else None, None, None, None
-        dx, dweight, dbias = gradients(ctx, dy, ds, for_weight, for_bias)
-        return dx, dx if for_residual else None, dweight, dbias, None
+    def non_differentiable(needs: tuple[bool, ...], results: Any) -> tuple[Tensor, ...]:
+        return () if needs[0] or needs[1] else results[1:]
+
+    @staticmethod
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor | None, ds: Tensor | None, s: Tensor,
+        weight: Tensor | None, stats: Tensor, dtype: torch.dtype, *rest: Any,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        found = (ds, None, None) if dy is None else _gradients(kernels, needs[2:], dy, ds, s, weight, stats, *rest)
+        return _of_summands(needs, dtype, *found)
+
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor,
+        dtype: torch.dtype, *rest: Any,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        found = (ds, None, None) if dy is None else decomposed_backward(dy, ds, s, weight, *rest, *needs[2:])
+        return _of_summands(needs, dtype, *found)
 
 
-_record_norm = dispatch.recorder(_LayerNorm)
-_record_add_norm = dispatch.recorder(_AddLayerNorm)
+def _of_summands(
+    needs: tuple[bool, ...], dtype: torch.dtype, ds: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, which may be in low precision beside a float32 residual, residual, weight and bias."""
+    dx = ds.to(dtype) if needs[0] and ds is not None else None
+    return dx, ds if needs[1] else None, dweight, dbias
 
 
-def gradients(
-    ctx: Any, dy: Tensor, ds: Tensor | None, for_weight: bool, for_bias: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of what was normalised, of the weight and of the bias, by the kernel or in torch ops."""
-    x, weight, stats = ctx.saved_tensors
-    dims, eps, kind, _, kernels = ctx.rest
-    if dispatch.differentiating(dy) or (ds is not None and dispatch.differentiating(ds)):
-        return compose_backward(dy, ds, x, weight, dims, eps, kind, for_weight, for_bias)
+def _gradients(
+    kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None,
+    stats: Tensor, dims: int, eps: float, kind: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of what was normalised, of the weight and of the bias. ``needs`` is that of weight and bias."""
+    for_weight, for_bias = needs
     dx, dweight, dbias = kernels.layer_norm_backward(dy, ds, x, stats, weight, dims, kind, for_weight, for_bias)
     return dx, dweight if for_weight else None, dbias if for_bias else None
 
 
-def compose_backward(
+def decomposed_backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, dims: int, eps: float, kind: int,
     for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The backward kernel in torch ops, the statistics too, for whoever differentiates it again."""
+    """The gradients of what was normalised, of weight and bias in torch ops, with the statistics recomputed."""
     row = tuple(range(-dims, 0))
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dy = dy.to(wide.dtype)
@@ -191,7 +233,7 @@ def _norm(
     dtype: torch.dtype | None,
 ) -> Tensor | None:  # fmt: skip
     """The norm by a kernel, None where the reference has to answer."""
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is None:
         return None
     shape = tuple(shape)
@@ -215,13 +257,7 @@ def _norm(
     if own in reference.HALF:
         own = result_dtype(kind, x, weight)
     out = _written(own, dtype, x)
-    if torch.is_grad_enabled() and (
-        x.requires_grad or (weight is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)))
-    ):
-        weight = weight if weight is None else dispatch.unwrap(weight)
-        bias = bias if bias is None else dispatch.unwrap(bias)
-        return _record_norm(dispatch.unwrap(x), weight, bias, (dims, eps, kind, out, kernels))  # type: ignore[no-any-return]
-    return kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, out, False)[0]  # type: ignore[no-any-return]
+    return LayerNorm.run(kernels, x, weight, bias, dims, eps, kind, out)
 
 
 def _add_norm(
@@ -229,7 +265,7 @@ def _add_norm(
     kind: int, dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """(norm(s), s), s = x + residual, by one kernel; None where the sum is torch's, and the norm a call of its own."""
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is None:
         return None
     if residual is None:  # a norm like any other, unless there are two gradients to add
@@ -247,18 +283,7 @@ def _add_norm(
         eps = _default_eps(total)
     own = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
     out = _written(own, dtype, x)
-    if torch.is_grad_enabled() and (
-        x.requires_grad
-        or (residual is not None and residual.requires_grad)
-        or (weight is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)))
-    ):
-        weight = weight if weight is None else dispatch.unwrap(weight)
-        bias = bias if bias is None else dispatch.unwrap(bias)
-        residual = residual if residual is None else dispatch.unwrap(residual)
-        rest = len(shape), eps, kind, out, kernels
-        return _record_add_norm(dispatch.unwrap(x), residual, weight, bias, rest)  # type: ignore[no-any-return]
-    y, s, _ = kernels.add_layer_norm_forward(x, residual, weight, bias, len(shape), eps, kind, out, False)
-    return y, s
+    return AddLayerNorm.run(kernels, x, residual, weight, bias, len(shape), eps, kind, out)
 
 
 def _adds(x: Tensor, residual: Tensor) -> bool:
@@ -280,7 +305,7 @@ def layer_norm(
         y = _norm_compiling(x, shape, weight, bias, eps, LAYER, dtype)
         return _cast(reference.layer_norm(x, shape, weight, bias, eps) if y is None else y, dtype)
     y = _norm(x, shape, weight, bias, eps, LAYER, dtype)
-    return _cast(dispatch.answer("layer_norm", x, shape, weight, bias, eps) if y is None else y, dtype)
+    return _cast(dispatch.call_reference(reference.layer_norm, x, shape, weight, bias, eps) if y is None else y, dtype)
 
 
 def rms_norm(
@@ -291,7 +316,7 @@ def rms_norm(
         y = _norm_compiling(x, shape, weight, None, eps, kind, dtype)
         return _cast(reference.rms_norm(x, shape, weight, eps, casting) if y is None else y, dtype)
     y = _norm(x, shape, weight, None, eps, kind, dtype)
-    return _cast(dispatch.answer("rms_norm", x, shape, weight, eps, casting) if y is None else y, dtype)
+    return _cast(dispatch.call_reference(reference.rms_norm, x, shape, weight, eps, casting) if y is None else y, dtype)
 
 
 def add_layer_norm(
@@ -324,112 +349,24 @@ def add_rms_norm(
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
-# Inductor's backward of a norm reaches 0.4 to 0.7 of the memory limit, so a graph that trains keeps the kernels, as
-# opaque ops with a fake implementation. One that only runs forward gets the reference: there Inductor is near the
-# limit, and fuses the norm with what stands around it.
+# Inductor's backward of a norm reaches 0.4 to 0.7 of the memory limit, so a graph that trains keeps the kernels. One
+# that only runs forward gets the reference: there Inductor is near the limit, and fuses the norm with its neighbours.
 
 
-def _stats(x: Tensor, dims: int, kind: int, keep: bool) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if not keep:
-        return x.new_empty(0, dtype=dtype)
-    return x.new_empty((2 if kind == LAYER else 1, math.prod(x.shape[: x.dim() - dims])), dtype=dtype)
+@FAMILY.graph_op("layer_norm")
+def _norm_in_graph(
+    kernels: Kernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return LayerNorm.run(kernels, x, weight, bias, dims, eps, kind, dtype)
 
 
-def _fake_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int, dtype: torch.dtype,
-    keep: bool,
+@FAMILY.graph_op("add_layer_norm")
+def _add_norm_in_graph(
+    kernels: Kernels, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float,
+    kind: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape, dtype=dtype), _stats(x, dims, kind, keep)
-
-
-def _fake_add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
-    dtype: torch.dtype, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    s = x.new_empty(x.shape, dtype=residual.dtype)
-    return x.new_empty(x.shape, dtype=dtype), s, _stats(s, dims, kind, keep)
-
-
-def _fake_backward(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, dims: int, kind: int,
-    dweight: bool, dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    like = x if weight is None else weight
-    shape = x.shape[x.dim() - dims :]
-    parameters = [like.new_empty(shape if wanted and weight is not None else 0) for wanted in (dweight, dbias)]
-    return x.new_empty(x.shape), parameters[0], parameters[1]
-
-
-@torch.library.custom_op("fastlayers::layer_norm", mutates_args=(), device_types="cuda")
-def layer_norm_op(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int, dtype: torch.dtype,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return FAMILY.serving(x).layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, keep)  # type: ignore[no-any-return]
-
-
-@torch.library.custom_op("fastlayers::add_layer_norm", mutates_args=(), device_types="cuda")
-def add_layer_norm_op(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
-    dtype: torch.dtype, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    kernels = FAMILY.serving(x)
-    return kernels.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, keep)  # type: ignore[no-any-return]
-
-
-@torch.library.custom_op("fastlayers::layer_norm_grad", mutates_args=(), device_types="cuda")
-def layer_norm_grad_op(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, dims: int, kind: int,
-    dweight: bool, dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    kernels = FAMILY.serving(x)
-    return kernels.layer_norm_backward(dy, dsum, x, stats, weight, dims, kind, dweight, dbias)  # type: ignore[no-any-return]
-
-
-dispatch.register_fake(layer_norm_op, _fake_forward)
-dispatch.register_fake(add_layer_norm_op, _fake_add_forward)
-dispatch.register_fake(layer_norm_grad_op, _fake_backward)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, _, dims, _, kind, _, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.rest = dims, kind
-
-
-def _op_backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    dims, kind = ctx.rest
-    _, for_weight, for_bias = ctx.needs_input_grad[:3]
-    x, weight, stats = ctx.saved_tensors
-    dx, dweight, dbias = layer_norm_grad_op(dy, None, x, stats, weight, dims, kind, for_weight, for_bias)
-    return dx, dweight if for_weight else None, dbias if for_bias else None, None, None, None, None, None
-
-
-def _add_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, weight, _, dims, _, kind, _, _ = inputs
-    ctx.save_for_backward(output[1], weight, output[2])
-    ctx.rest = dims, kind, x.dtype
-
-
-def _add_op_backward(ctx: Any, dy: Tensor, ds: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    dims, kind, dtype = ctx.rest
-    _, _, for_weight, for_bias = ctx.needs_input_grad[:4]
-    s, weight, stats = ctx.saved_tensors
-    dx, dweight, dbias = layer_norm_grad_op(dy, ds, s, stats, weight, dims, kind, for_weight, for_bias)
-    parameters = (dweight if for_weight else None, dbias if for_bias else None)
-    return dx.to(dtype), dx, *parameters, None, None, None, None, None
-
-
-layer_norm_op.register_autograd(_op_backward, setup_context=_setup_context)
-add_layer_norm_op.register_autograd(_add_op_backward, setup_context=_add_setup_context)
-dispatch.hold_raw(
-    {
-        layer_norm_op: "layer_norm_forward",
-        add_layer_norm_op: "add_layer_norm_forward",
-        layer_norm_grad_op: "layer_norm_backward",
-    }
-)
+    return AddLayerNorm.run(kernels, x, residual, weight, bias, dims, eps, kind, dtype)
 
 
 def _norm_compiling(
@@ -446,8 +383,7 @@ def _norm_compiling(
         return None
     eps = _default_eps(x.dtype) if eps is None else eps
     out = _written(result_dtype(kind, x, weight), dtype, x)
-    y, _ = layer_norm_op(x, weight, bias, len(shape), eps, kind, out, True)
-    return y
+    return _norm_in_graph(x, weight, bias, len(shape), eps, kind, out)
 
 
 def _add_norm_compiling(
@@ -466,14 +402,5 @@ def _add_norm_compiling(
     total = residual.dtype
     eps = _default_eps(total) if eps is None else eps
     own = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
-    y, s, _ = add_layer_norm_op(x, residual, weight, bias, len(shape), eps, kind, _written(own, dtype, x), True)
-    return y, s
-
-
-dispatch.register_fakes(
-    {
-        "layer_norm_forward": _fake_forward,
-        "add_layer_norm_forward": _fake_add_forward,
-        "layer_norm_backward": _fake_backward,
-    }
-)
+    out = _written(own, dtype, x)
+    return _add_norm_in_graph(x, residual, weight, bias, len(shape), eps, kind, out)

@@ -15,9 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import autocast, dispatch
+from fastlayers.ops import autocast, dispatch, reference
 
-FAMILY = dispatch.Family("linear", ("column_sum",), cpu=False)
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.new_empty(x.shape[-1:], dtype=dtype)
+
+
+FAMILY = dispatch.Family("linear", Kernels)
 
 #: Elements of the result from which an unforced call has its bias' gradient summed by the kernel: 1 MiB of halves.
 LEAST = 2**19
@@ -38,14 +45,14 @@ class _BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if dispatch.differentiating(dy) or not dy.is_contiguous():
+        if dispatch.needs_double_backward(dy) or not dy.is_contiguous():
             dbias = dy.sum(0).to(ctx.dtype)
         else:
             dbias = ctx.kernels.column_sum(dy, ctx.dtype)
         return dy if ctx.needs_input_grad[0] else None, dbias, None
 
 
-_record = dispatch.recorder(_BiasGradient)
+_record = dispatch.record_of(_BiasGradient)
 
 
 def _unsupported(x: Tensor, weight: Tensor, bias: Tensor, features: int) -> str | None:
@@ -68,7 +75,7 @@ def _serving(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> A
         return None
     if x.numel() // max(1, x.shape[-1] if x.dim() else 1) * features < LEAST and backends.get_backend() is None:
         return None
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is None:
         return None
     reason = _unsupported(x, weight, bias, features)
@@ -83,7 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return y
     kernels = _serving(x, weight, bias, weight.shape[0])
     if kernels is None:
-        return dispatch.answer("linear", x, weight, bias)  # type: ignore[no-any-return]
+        return dispatch.call_reference(reference.linear, x, weight, bias)
     assert bias is not None
     # As torch flattens a batch. Its own result would be a view, whose gradient autograd would copy.
     bias = dispatch.unwrap(bias)
@@ -104,7 +111,4 @@ def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     if kernels is None:
         return torch.addmm(bias, x, weight)
     bias = dispatch.unwrap(bias)
-    return _record(torch.addmm(bias.detach(), x, weight), bias, kernels)  # type: ignore[no-any-return]
-
-
-dispatch.register_fakes({"column_sum": lambda x, dtype: x.new_empty(x.shape[-1:], dtype=dtype)})
+    return _record(torch.addmm(bias.detach(), x, weight), bias, kernels)

@@ -16,7 +16,7 @@ second backward of the same graph, which finds the gradients of the first one ha
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -314,7 +314,7 @@ def _scale_(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
     """In place: the gradient was made for nobody else."""
     if gradient is None:
         return None
-    kernels = elementwise.FAMILY.serving(gradient) if gradient.is_cuda else None
+    kernels = elementwise.FAMILY.kernels_for(gradient) if gradient.is_cuda else None
     if kernels is not None and gradient.numel() > 0:
         kernels.scale_(gradient, factor.to(torch.promote_types(gradient.dtype, torch.float32)))
         return gradient
@@ -346,8 +346,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, class_weight, left, *ready = ctx.saved_tensors
         tensors, rest, wanted = (hidden, weight, bias, target, class_weight), ctx.rest, ctx.needs_input_grad[:3]
-        if dispatch.differentiating(dy):
-            found = compose_backward(dy, *tensors, rest, wanted)
+        if dispatch.needs_double_backward(dy):
+            found = _decomposed_backward(dy, *tensors, rest, wanted)
         elif rest.loss.reduction == NONE:
             found = _gradients_of_rows(dy, *tensors, rest, wanted)
         else:
@@ -372,7 +372,7 @@ def _gradients_of_rows(
         return sweep(hidden, weight, bias, target, class_weight, rest, scale, 1.0, wanted)[1]
 
 
-def compose_backward(
+def _decomposed_backward(
     dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     rest: Rest, wanted: tuple[bool, ...],
 ) -> Gradients:  # fmt: skip
@@ -479,7 +479,7 @@ def linear_cross_entropy(
         return _linear_cross_entropy_compiling(hidden, weight, bias, target, class_weight, loss, chunk_size)
     forced = backends.get_backend()
     if forced not in ("eager", "compile"):
-        if dispatch.composing():
+        if dispatch.must_decompose():
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
         elif not dispatch.is_plain(hidden):
             backends.refuse(f"it takes plain tensors, and hidden is a {type(hidden).__name__}")
@@ -490,10 +490,10 @@ def linear_cross_entropy(
             reason = unsupported(hidden, weight, bias, target, class_weight, rest)
             if reason is None:
                 if dispatch.wants_gradient(hidden, weight, bias):
-                    return _LinearCrossEntropy.apply(hidden, weight, bias, target, class_weight, rest)  # type: ignore[no-any-return]
+                    return _LinearCrossEntropy.apply(hidden, weight, bias, target, class_weight, rest)
                 return evaluate(hidden, weight, bias, target, class_weight, rest, (False, False, False))[0]
             backends.refuse(reason)
-    return dispatch.answer("linear_cross_entropy", hidden, weight, bias, target, class_weight, *loss)  # type: ignore[no-any-return]
+    return dispatch.call_reference(reference.linear_cross_entropy, hidden, weight, bias, target, class_weight, *loss)
 
 
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
@@ -512,8 +512,7 @@ def _rest(hidden: Tensor, loss: Loss, low: torch.dtype | None, chunk_size: int |
 # backward multiplies out of place, which Inductor may undo.
 
 
-@torch.library.custom_op("fastlayers::linear_cross_entropy", mutates_args=())
-def linear_cross_entropy_op(
+def _run_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
     low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
@@ -527,31 +526,25 @@ def linear_cross_entropy_op(
     return found, left, dh, dw, db
 
 
-@partial(dispatch.register_fake, linear_cross_entropy_op)
-def _(
+def _describe_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
     low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    loss = Loss(reduction, ignore_index, label_smoothing, softcap, z_loss, logit_scale)
-    rest = _rest(hidden, loss, low, chunk_size)
+    rest = _rest(hidden, Loss(reduction, 0, 0.0, 0.0, 0.0, 1.0), low, chunk_size)
     found = hidden.new_empty(target.shape if reduction == NONE else (), dtype=rest.out)
-    made, scaled = reduction != NONE, rest.compute is torch.float16 and (for_hidden or for_weight or for_bias)
+    wanted = (for_hidden, for_weight, for_bias)
+    made, scaled = reduction != NONE, rest.compute is torch.float16 and any(wanted)
     left = hidden.new_empty((), dtype=torch.float32) if made and scaled else hidden.new_empty(0)
-    dh, dw, db = (
-        hidden.new_empty(0) if t is None or not (made and wants) else t.new_empty(t.shape)
-        for t, wants in ((hidden, for_hidden), (weight, for_weight), (bias, for_bias))
-    )
-    return found, left, dh, dw, db
+    return found, left, *_describe_gradients((hidden, weight, bias), wanted if made else (False, False, False))
 
 
-@torch.library.custom_op("fastlayers::linear_cross_entropy_grad", mutates_args=())
-def linear_cross_entropy_grad_op(
+def _run_chunks_again(
     dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
     low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of a loss without a reduction; empty where one is not wanted."""
+    """The gradients of a loss without a reduction; empty where one is not needed."""
     loss = Loss(NONE, ignore_index, label_smoothing, softcap, z_loss, logit_scale)
     rest = _rest(hidden, loss, low, chunk_size)
     wanted = (for_hidden, for_weight, for_bias)
@@ -560,47 +553,70 @@ def linear_cross_entropy_grad_op(
     return dh, dw, db
 
 
-@partial(dispatch.register_fake, linear_cross_entropy_grad_op)
-def _(
+def _describe_chunks_again(
     dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
     low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _describe_gradients((hidden, weight, bias), (for_hidden, for_weight, for_bias))
+
+
+def _describe_gradients(
+    leaves: tuple[Tensor, Tensor, Tensor | None], wanted: tuple[bool, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     dh, dw, db = (
-        hidden.new_empty(0) if t is None or not wants else t.new_empty(t.shape)
-        for t, wants in ((hidden, for_hidden), (weight, for_weight), (bias, for_bias))
+        leaves[0].new_empty(0) if t is None or not wants else t.new_empty(t.shape)
+        for t, wants in zip(leaves, wanted, strict=True)
     )
     return dh, dw, db
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # of those, zeros as large as the weight
-    ctx.save_for_backward(*inputs[:5], *output[1:])
-    ctx.reduction, *ctx.options = inputs[5:]
+_forward_op = dispatch.opaque("fastlayers::linear_cross_entropy_forward", _run_chunks, _describe_chunks)
+_backward_op = dispatch.opaque("fastlayers::linear_cross_entropy_backward", _run_chunks_again, _describe_chunks_again)
 
 
-def _op_backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled():
+class LinearCrossEntropyInGraph(dispatch.Pair, inputs=3):
+    """Keeps its inputs, and the gradients of a summed loss, which backward multiplies with the incoming one."""
+
+    @staticmethod
+    def forward(
+        kernels: None, needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+        class_weight: Tensor | None, loss: Loss, low: torch.dtype | None, chunk_size: int | None,
+    ) -> Any:  # fmt: skip
+        tensors = (hidden, weight, bias, target, class_weight)
+        found, *ready = _forward_op(*tensors, *loss, low, chunk_size, *(needs or (False, False, False)))
+        return found, (*tensors, *ready), (loss, low, chunk_size)
+
+    @staticmethod
+    def backward(kernels: None, needs: tuple[bool, ...], dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+        *tensors, left, dh, dw, db, loss, low, chunk_size = args
+        if loss.reduction == NONE:
+            found = _backward_op(dy, *tensors, *loss[1:], low, chunk_size, *needs)
+        else:
+            factor = dy * left if left.dim() == 0 else dy
+            found = [_scaled(g, factor) if needed else g for g, needed in zip((dh, dw, db), needs, strict=True)]
+        return tuple(g if needed else None for g, needed in zip(found, needs, strict=True))
+
+    @staticmethod
+    def differentiable_backward(needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
             "fastlayers::linear_cross_entropy has no second derivative, which create_graph=True asks for; outside of"
             " torch.compile functional.linear_cross_entropy has one"
         )
-    *tensors, left, dh, dw, db = ctx.saved_tensors
-    wanted = ctx.options[-3:]
-    if ctx.reduction == NONE:
-        found = linear_cross_entropy_grad_op(dy, *tensors, *ctx.options)
-    else:
-        factor = dy * left if left.dim() == 0 else dy
-        found = tuple(_scaled(g, factor) if wants else g for g, wants in zip((dh, dw, db), wanted, strict=True))
-    return *(g if wants else None for g, wants in zip(found, wanted, strict=True)), *(None,) * 13
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient * factor if factor.dtype is gradient.dtype else (gradient * factor.view(1)).to(gradient.dtype)
 
 
-linear_cross_entropy_op.register_autograd(_op_backward, setup_context=_setup_context)
+@dispatch.graph_op("linear_cross_entropy")
+def _in_graph(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
+    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None,
+) -> Tensor:  # fmt: skip
+    loss = Loss(reduction, ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+    return LinearCrossEntropyInGraph.run(None, hidden, weight, bias, target, class_weight, loss, low, chunk_size)
 
 
 def _linear_cross_entropy_compiling(
@@ -615,7 +631,5 @@ def _linear_cross_entropy_compiling(
         low = _autocast_dtype(hidden)
         rest = _rest(hidden, loss, low, chunk_size)
         if unsupported(hidden, weight, bias, target, class_weight, rest) is None:
-            wanted = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias)]
-            tensors = (hidden, weight, bias, target, class_weight)
-            return linear_cross_entropy_op(*tensors, *loss, low, chunk_size, *wanted)[0]
+            return _in_graph(hidden, weight, bias, target, class_weight, *loss, low, chunk_size)
     return reference.linear_cross_entropy(hidden, weight, bias, target, class_weight, *loss)

@@ -14,7 +14,30 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 
-FAMILY = dispatch.Family("max_pool2d", ("max_pool2d_forward", "max_pool2d_backward"), cpu=False)
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def max_pool2d_forward(
+        x: Tensor, out: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+        dilation: Sequence[int], channels_last: bool, keep: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        offsets = _empty_images(x, out, channels_last, torch.uint8) if keep else x.new_empty(0, dtype=torch.uint8)
+        return _empty_images(x, out, channels_last, x.dtype), offsets
+
+    @staticmethod
+    def max_pool2d_backward(
+        dy: Tensor, offsets: Tensor, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
+        padding: Sequence[int], dilation: Sequence[int], channels_last: bool,
+    ) -> Tensor:  # fmt: skip
+        return _empty_images(dy, size, channels_last, dy.dtype)
+
+
+def _empty_images(x: Tensor, size: Sequence[int], channels_last: bool, dtype: torch.dtype) -> Tensor:
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty((*x.shape[:-2], *size), dtype=dtype, device=x.device, memory_format=memory_format)
+
+
+FAMILY = dispatch.Family("max_pool2d", Kernels)
 
 #: Outputs from which an unforced call gets the kernels.
 GPU_LEAST = 2**16
@@ -22,12 +45,13 @@ GPU_LEAST = 2**16
 WINDOW_MOST = 254
 
 Numbers = int | Sequence[int]
-Pair = tuple[int, int]
-#: Size of the result, of the window, its stride, padding and dilation; each of height and width.
-Window = tuple[Pair, Pair, Pair, Pair, Pair]
+#: Of height and width.
+Size = tuple[int, int]
+#: Size of the result, of the window, its stride, padding and dilation.
+Window = tuple[Size, Size, Size, Size, Size]
 
 
-def _pair(numbers: object) -> Pair | None:
+def _pair(numbers: object) -> Size | None:
     """One number for both, or one for each of height and width, as torch takes them; None where it is neither."""
     values = tuple(numbers) if isinstance(numbers, tuple | list) else (numbers, numbers)
     if len(values) == 1:
@@ -68,7 +92,7 @@ def _window(
     return (out[0], out[1]), kernel, step, pad, spread
 
 
-def _scatter(dy: Tensor, offsets: Tensor, size: Pair, window: Window) -> Tensor:
+def _scatter(dy: Tensor, offsets: Tensor, size: Size, window: Window) -> Tensor:
     """The backward kernel in torch ops, for whoever differentiates it again."""
     out, kernel, stride, padding, dilation = window
     device = dy.device
@@ -81,27 +105,28 @@ def _scatter(dy: Tensor, offsets: Tensor, size: Pair, window: Window) -> Tensor:
     return zeros.scatter_add(-1, index, dy.reshape(*images, -1)).reshape(*images, *size)
 
 
-class _MaxPool2d(torch.autograd.Function):
+class MaxPool2d(dispatch.Pair, inputs=1):
     """Keeps where in its window each maximum is: a byte an output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, window: Window, kernels: Any) -> Tensor:
+    def forward(kernels: Kernels, needs: tuple[bool, ...], x: Tensor, window: Window) -> Any:
         dense, channels_last = _dense(x)
-        out, offsets = kernels.max_pool2d_forward(dense, *window, channels_last, True)
-        ctx.save_for_backward(offsets)
-        ctx.size, ctx.window, ctx.channels_last, ctx.kernels = tuple(x.shape[-2:]), window, channels_last, kernels
-        return out  # type: ignore[no-any-return]
+        out, offsets = kernels.max_pool2d_forward(dense, *window, channels_last, bool(needs))
+        return out, (offsets,), (tuple(x.shape[-2:]), window, channels_last)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (offsets,) = ctx.saved_tensors
-        if dispatch.differentiating(dy):
-            return _scatter(dy, offsets, ctx.size, ctx.window), None, None
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, offsets: Tensor, size: Size, window: Window,
+        channels_last: bool,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         dy = dispatch.with_strides(dy, offsets.stride())
-        return ctx.kernels.max_pool2d_backward(dy, offsets, ctx.size, *ctx.window[1:], ctx.channels_last), None, None
+        return (kernels.max_pool2d_backward(dy, offsets, size, *window[1:], channels_last),)
 
-
-_record = dispatch.recorder(_MaxPool2d)
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, offsets: Tensor, size: Size, window: Window, channels_last: bool
+    ) -> tuple[Tensor | None, ...]:
+        return (_scatter(dy, offsets, size, window),)
 
 
 def _dense(x: Tensor) -> tuple[Tensor, bool]:
@@ -117,38 +142,12 @@ def max_pool2d(
 ) -> Tensor:
     if torch.compiler.is_compiling():
         return reference.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         window = _window(x, kernel_size, stride, padding, dilation, ceil_mode)
         if not isinstance(window, str):
             if backends.get_backend() is None and x.numel() < GPU_LEAST:
                 return reference.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
-            if torch.is_grad_enabled() and x.requires_grad:
-                return _record(dispatch.unwrap(x), window, kernels)  # type: ignore[no-any-return]
-            dense, channels_last = _dense(x)
-            return kernels.max_pool2d_forward(dense, *window, channels_last, False)[0]  # type: ignore[no-any-return]
+            return MaxPool2d.run(kernels, x, window)
         backends.refuse(window)
-    return dispatch.answer("max_pool2d", x, kernel_size, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
-
-
-def _empty_images(x: Tensor, size: Sequence[int], channels_last: bool, dtype: torch.dtype) -> Tensor:
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty((*x.shape[:-2], *size), dtype=dtype, device=x.device, memory_format=memory_format)
-
-
-def _forward_fake(
-    x: Tensor, out: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int],
-    channels_last: bool, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    offsets = _empty_images(x, out, channels_last, torch.uint8) if keep else x.new_empty(0, dtype=torch.uint8)
-    return _empty_images(x, out, channels_last, x.dtype), offsets
-
-
-dispatch.register_fakes(
-    {
-        "max_pool2d_forward": _forward_fake,
-        "max_pool2d_backward": lambda dy, offsets, size, kernel, stride, padding, dilation, channels_last: (
-            _empty_images(dy, size, channels_last, dy.dtype)
-        ),
-    }
-)
+    return dispatch.call_reference(reference.max_pool2d, x, kernel_size, stride, padding, dilation, ceil_mode)

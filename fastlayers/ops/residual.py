@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,27 @@ from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 from fastlayers.ops.elementwise import GPU_LEAST
 
-FAMILY = dispatch.Family("residual", ("dropout_add", "scale_add", "scale_add_backward"), cpu=False)
 
-#: p or scale, and the kernels: what is no tensor goes to autograd as one argument.
-Rest: TypeAlias = tuple[float, Any]
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def dropout_add(x: Tensor, residual: Tensor | None, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(x if residual is None else residual + torch.empty_like(x), dtype=dtype)
+
+    @staticmethod
+    def scale_add(
+        x: Tensor, gamma: Tensor | None, keep: Tensor | None, scale: float, residual: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        product = x if gamma is None else x * gamma
+        return torch.empty_like(product if residual is None else residual + product, dtype=dtype)
+
+    @staticmethod
+    def scale_add_backward(
+        dy: Tensor, x: Tensor, gamma: Tensor, keep: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(gamma)
+
+
+FAMILY = dispatch.Family("residual", Kernels)
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
 # A dropout stores nothing but a seed of one int64, drawn on the device from torch's own generator: so its masks follow
@@ -116,87 +133,77 @@ def _unsupported_gamma(x: Tensor, gamma: object, residual: Tensor) -> str | None
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
-class _DropoutAdd(torch.autograd.Function):
+class DropoutAdd(dispatch.Pair, inputs=2):
     """Keeps the seed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, rest: Rest) -> Tensor:
-        p, kernels = rest
+    def forward(kernels: Kernels, needs: tuple[bool, ...], x: Tensor, residual: Tensor, p: float) -> Any:
         seed = draw_seed(x)
         out = kernels.dropout_add(x, residual, seed, p, residual.dtype)
-        ctx.save_for_backward(seed)
-        ctx.strides, ctx.dtype, ctx.rest = out.stride(), x.dtype, rest
-        return out  # type: ignore[no-any-return]
+        return out, (seed,), (p, x.dtype, out.stride())
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        for_x, for_residual, _ = ctx.needs_input_grad
-        dx = None
-        if for_x:
-            (seed,) = ctx.saved_tensors
-            p, kernels = ctx.rest
-            if dispatch.differentiating(dy):
-                mask = dropout_mask(seed, dy.shape, ctx.strides, p)
-                dx = (dy * (mask.to(dy.dtype) * (1.0 / (1.0 - p)))).to(ctx.dtype)
-            else:
-                dx = kernels.dropout_add(dispatch.with_strides(dy, ctx.strides), None, seed, p, ctx.dtype)
-        return dx, dy if for_residual else None, None
-
-
-class _ScaleAdd(torch.autograd.Function):
-    """Keeps gamma, a number for each sample that may be dropped, and x where gamma wants its gradient."""
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype,
+        strides: tuple[int, ...],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        dx = kernels.dropout_add(dispatch.with_strides(dy, strides), None, seed, p, dtype) if needs[0] else None
+        return dx, dy if needs[1] else None
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor | None, residual: Tensor, keep: Tensor | None, rest: Rest) -> Tensor:
-        scale, kernels = rest
-        for_x, for_gamma = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if for_gamma else None, gamma if for_x or for_gamma else None, keep)
-        ctx.dtype, ctx.rest = x.dtype, rest
-        return kernels.scale_add(x, gamma, keep, scale, residual, residual.dtype)  # type: ignore[no-any-return]
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype, strides: tuple[int, ...]
+    ) -> tuple[Tensor | None, ...]:
+        mask = dropout_mask(seed, dy.shape, strides, p)
+        dx = (dy * (mask.to(dy.dtype) * (1.0 / (1.0 - p)))).to(dtype) if needs[0] else None
+        return dx, dy if needs[1] else None
+
+
+class ScaleAdd(dispatch.Pair, inputs=3):
+    """Keeps gamma, a number for each sample that may be dropped, and x where gamma needs a gradient."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        for_x, for_gamma, for_residual, _, _ = ctx.needs_input_grad
-        x, gamma, keep = ctx.saved_tensors
-        scale, kernels = ctx.rest
+    def forward(
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, gamma: Tensor | None, residual: Tensor,
+        keep: Tensor | None, scale: float,
+    ) -> Any:  # fmt: skip
+        out = kernels.scale_add(x, gamma, keep, scale, residual, residual.dtype)
+        if not needs:
+            return out, (), ()
+        for_x, for_gamma, _ = needs
+        return out, (x if for_gamma else None, gamma if for_x or for_gamma else None, keep), (scale, x.dtype)
+
+    @staticmethod
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor | None, gamma: Tensor | None,
+        keep: Tensor | None, scale: float, dtype: torch.dtype,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        for_x, for_gamma, for_residual = needs
         dx = dgamma = None
-        if dispatch.differentiating(dy):
-            dx, dgamma = _compose_backward(dy, x, gamma, keep, scale, ctx.dtype, for_x, for_gamma)
-        elif for_gamma:
+        if for_gamma:
+            assert x is not None
+            assert gamma is not None
             dx, dgamma = kernels.scale_add_backward(dy, x, gamma, keep, scale)
         elif for_x:
-            dx = kernels.scale_add(dy, gamma, keep, scale, None, ctx.dtype)
-        return dx if for_x else None, dgamma, dy if for_residual else None, None, None
+            dx = kernels.scale_add(dy, gamma, keep, scale, None, dtype)
+        return dx if for_x else None, dgamma, dy if for_residual else None
 
-
-def _compose_backward(
-    dy: Tensor, x: Tensor | None, gamma: Tensor | None, keep: Tensor | None, scale: float, dtype: torch.dtype,
-    for_x: bool, for_gamma: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The backward kernel in torch ops, for whoever differentiates it again."""
-    d = dy * scale
-    if keep is not None:
-        d = d * keep.to(dy.dtype).view(-1, *[1] * (dy.dim() - 1))
-    dgamma = None
-    if for_gamma:
-        assert x is not None
-        assert gamma is not None
-        dgamma = (d * x).sum_to_size(gamma.shape).to(gamma.dtype)
-    return (d if gamma is None else d * gamma).to(dtype) if for_x else None, dgamma
-
-
-_record_dropout = dispatch.recorder(_DropoutAdd)
-_record_scale = dispatch.recorder(_ScaleAdd)
-
-
-def _scaled(
-    x: Tensor, gamma: Tensor | None, keep: Tensor | None, scale: float, residual: Tensor, kernels: Any
-) -> Tensor:
-    """residual + x·gamma·keep·scale by a kernel."""
-    if dispatch.wants_gradient(x, gamma, residual):
-        gamma = gamma if gamma is None else dispatch.unwrap(gamma)
-        return _record_scale(dispatch.unwrap(x), gamma, dispatch.unwrap(residual), keep, (scale, kernels))  # type: ignore[no-any-return]
-    return kernels.scale_add(x, gamma, keep, scale, residual, residual.dtype)  # type: ignore[no-any-return]
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dy: Tensor, x: Tensor | None, gamma: Tensor | None, keep: Tensor | None, scale: float,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        for_x, for_gamma, for_residual = needs
+        d = dy * scale
+        if keep is not None:
+            d = d * keep.to(dy.dtype).view(-1, *[1] * (dy.dim() - 1))
+        dgamma = None
+        if for_gamma:
+            assert x is not None
+            assert gamma is not None
+            dgamma = (d * x).sum_to_size(gamma.shape).to(gamma.dtype)
+        dx = (d if gamma is None else d * gamma).to(dtype) if for_x else None
+        return dx, dgamma, dy if for_residual else None
 
 
 #: Whether dropout_add draws torch's own masks, by torch's own kernel.
@@ -205,7 +212,7 @@ _masks_of_torch = False
 
 @contextmanager
 def masks_of_torch() -> Iterator[None]:
-    """For whoever compares with a run of torch's dropout from the same seed: the kernel draws another mask from it."""
+    """Let dropout_add draw torch's own masks, to compare with a run of torch from the same seed."""
     global _masks_of_torch
     before, _masks_of_torch = _masks_of_torch, True
     try:
@@ -217,7 +224,7 @@ def masks_of_torch() -> Iterator[None]:
 def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
     if _masks_of_torch or torch.compiler.is_compiling():
         return reference.dropout_add(x, residual, p, training)
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         random = training and 0.0 < p < 1.0
         if backends.get_backend() is None and (not random or x.numel() < GPU_LEAST):
@@ -225,13 +232,11 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor
         reason = unsupported(x, residual)
         if reason is None and 0.0 <= p <= 1.0:
             if not random:  # a sum, of zeros where p is 1
-                return _scaled(x, None, None, 0.0 if training and p == 1.0 else 1.0, residual, kernels)
-            if dispatch.wants_gradient(x, residual):
-                return _record_dropout(dispatch.unwrap(x), dispatch.unwrap(residual), (p, kernels))  # type: ignore[no-any-return]
-            return kernels.dropout_add(x, residual, draw_seed(x), p, residual.dtype)  # type: ignore[no-any-return]
+                return ScaleAdd.run(kernels, x, None, residual, None, 0.0 if training and p == 1.0 else 1.0)
+            return DropoutAdd.run(kernels, x, residual, p)
         if reason is not None:
             backends.refuse(reason)
-    return dispatch.answer("dropout_add", x, residual, p, training)  # type: ignore[no-any-return]
+    return dispatch.call_reference(reference.dropout_add, x, residual, p, training)
 
 
 def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: float, training: bool) -> Tensor:
@@ -239,7 +244,7 @@ def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: floa
         raise ValueError(f"drop_path is a probability, from 0 to 1, but got {drop_path}")
     if torch.compiler.is_compiling():
         return reference.scale_add(x, gamma, residual, drop_path, training)
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         drops = training and drop_path > 0.0
         if backends.get_backend() is None and (x.numel() < GPU_LEAST or (gamma is None and not drops)):
@@ -249,26 +254,6 @@ def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: floa
             reason = "x has no dimension of samples to drop"
         if reason is None:
             keep, scale = draw_samples(x, drop_path) if drops else (None, 1.0)
-            return _scaled(x, gamma, keep, scale, residual, kernels)
+            return ScaleAdd.run(kernels, x, gamma, residual, keep, scale)
         backends.refuse(reason)
-    return dispatch.answer("scale_add", x, gamma, residual, drop_path, training)  # type: ignore[no-any-return]
-
-
-def _fake_dropout_add(x: Tensor, residual: Tensor | None, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x if residual is None else residual + torch.empty_like(x), dtype=dtype)
-
-
-def _fake_scale_add(
-    x: Tensor, gamma: Tensor | None, keep: Tensor | None, scale: float, residual: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    product = x if gamma is None else x * gamma
-    return torch.empty_like(product if residual is None else residual + product, dtype=dtype)
-
-
-dispatch.register_fakes(
-    {
-        "dropout_add": _fake_dropout_add,
-        "scale_add": _fake_scale_add,
-        "scale_add_backward": lambda dy, x, gamma, keep, scale: (torch.empty_like(x), torch.empty_like(gamma)),
-    }
-)
+    return dispatch.call_reference(reference.scale_add, x, gamma, residual, drop_path, training)

@@ -6,6 +6,7 @@ gets the kernel: torch launches ten for what is one here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -16,11 +17,25 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 
-FAMILY = dispatch.Family("rotary", ("rotary",), cpu=False)
-
 Sizes: TypeAlias = tuple[int, ...]
 #: Shape, strides and dtype of a tensor.
 Layout: TypeAlias = tuple[Sizes, Sizes, torch.dtype]
+
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def rotary(
+        q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, backward: bool,
+        dtype: torch.dtype, head: int, q_strides: Sequence[int], k_strides: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        k_shape = (0,) if k is None else k.shape
+        return (
+            torch.empty_strided(q.shape, q_strides, dtype=dtype, device=q.device),
+            torch.empty_strided(k_shape, k_strides, dtype=dtype, device=q.device),
+        )
+
+
+FAMILY = dispatch.Family("rotary", Kernels)
 
 #: Dimensions that the kernels walk: two positions, the heads, and that which rotates.
 MOST_DIMS = 4
@@ -133,10 +148,9 @@ def plan(
     return Plan(None, head, result, strides[0], strides[1], grad_strides[0], grad_strides[1])
 
 
-def compose_backward(
+def _decomposed_backward(
     dy: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, dtype: torch.dtype
 ) -> Tensor:
-    """The backward kernel in torch ops, for whoever differentiates it again."""
     if rotary_dim != cos.shape[-1]:
         cos, sin = reference.full_table(cos, interleaved), reference.full_table(sin, interleaved)
     part = dy[..., :rotary_dim] if rotary_dim < dy.shape[-1] else dy
@@ -146,59 +160,52 @@ def compose_backward(
     return turned.to(dtype)
 
 
-#: interleaved, rotary_dim, the plan of the forward and the kernels: what is no tensor goes to autograd as one argument.
-Rest: TypeAlias = tuple[bool, int, Plan, Any]
-
-
-class _Rotary(torch.autograd.Function):
+class Rotary(dispatch.Pair, inputs=2, materialize=False):
     """Keeps cos and sin."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rest: Rest
-    ) -> tuple[Tensor, Tensor | None]:
-        interleaved, rotary_dim, plan, kernels = rest
-        ctx.save_for_backward(cos, sin)
-        ctx.rest, ctx.dtype = rest, q.dtype
-        ctx.set_materialize_grads(False)  # a result that nothing uses has no gradient, not one of zeros
-        q_out, k_out = _run(q, k, cos, sin, interleaved, rotary_dim, plan, kernels)
-        if not ctx.needs_input_grad[0]:  # one of the two wants it, or autograd would not be here
-            ctx.mark_non_differentiable(q_out)
-        elif k is not None and not ctx.needs_input_grad[1]:
-            ctx.mark_non_differentiable(k_out)
-        return q_out, k_out
+        kernels: Kernels, needs: tuple[bool, ...], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
+        interleaved: bool, rotary_dim: int, plan: Plan,
+    ) -> Any:  # fmt: skip
+        q_out, k_out = kernels.rotary(
+            q, k, cos, sin, rotary_dim, interleaved, False, plan.dtype, plan.head, plan.q_strides, plan.k_strides
+        )
+        return (q_out, None if k is None else k_out), (cos, sin), (interleaved, rotary_dim, plan, q.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        interleaved, rotary_dim, forward, kernels = ctx.rest
+    def non_differentiable(needs: tuple[bool, ...], results: Any) -> tuple[Tensor, ...]:
+        return tuple(t for t, needed in zip(results, needs, strict=True) if t is not None and not needed)
+
+    @staticmethod
+    def backward(
+        kernels: Kernels, needs: tuple[bool, ...], dq: Tensor | None, dk: Tensor | None, cos: Tensor, sin: Tensor,
+        interleaved: bool, rotary_dim: int, plan: Plan, dtype: torch.dtype,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         found: list[Tensor | None] = [None, None]
         wanted = [
             (i, dy, strides)
-            for i, (dy, strides) in enumerate(((dq, forward.q_grad_strides), (dk, forward.k_grad_strides)))
-            if dy is not None and ctx.needs_input_grad[i]
+            for i, (dy, strides) in enumerate(((dq, plan.q_grad_strides), (dk, plan.k_grad_strides)))
+            if dy is not None and needs[i]
         ]
-        if any(dispatch.differentiating(dy) for _, dy, _ in wanted):
-            for i, dy, _ in wanted:
-                found[i] = compose_backward(dy, cos, sin, interleaved, rotary_dim, ctx.dtype)
-        elif wanted:
+        if wanted:
             (i, first, first_strides), *others = wanted
             j, second, second_strides = others[0] if others else (1 - i, None, (1,))
             found[i], turned = kernels.rotary(
-                first, second, cos, sin, rotary_dim, interleaved, True, ctx.dtype, forward.head, first_strides,
-                second_strides,
-            )  # fmt: skip
+                first, second, cos, sin, rotary_dim, interleaved, True, dtype, plan.head, first_strides, second_strides
+            )
             found[j] = None if second is None else turned
-        return *found, None, None, None
+        return tuple(found)
 
-
-def _run(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, plan: Plan, kernels: Any
-) -> tuple[Tensor, Tensor | None]:
-    q_out, k_out = kernels.rotary(
-        q, k, cos, sin, rotary_dim, interleaved, False, plan.dtype, plan.head, plan.q_strides, plan.k_strides
-    )
-    return q_out, None if k is None else k_out
+    @staticmethod
+    def differentiable_backward(
+        needs: tuple[bool, ...], dq: Tensor | None, dk: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool,
+        rotary_dim: int, plan: Plan, dtype: torch.dtype,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        return tuple(
+            _decomposed_backward(dy, cos, sin, interleaved, rotary_dim, dtype) if dy is not None and needed else None
+            for dy, needed in zip((dq, dk), needs, strict=True)
+        )
 
 
 def _problem(q: Tensor, k: object, cos: object, sin: object) -> str | None:
@@ -239,7 +246,7 @@ def rotary(
     rotated = _rotary_dim(cos, rotary_dim)
     if torch.compiler.is_compiling():
         return reference.rotary(q, k, cos, sin, interleaved, rotated, dtype)
-    kernels = FAMILY.serving(q)
+    kernels = FAMILY.kernels_for(q)
     if kernels is not None:
         reason = _problem(q, k, cos, sin)
         if reason is None:
@@ -247,22 +254,6 @@ def rotary(
             chosen = plan(_layout(q), of_k, _layout(cos), _layout(sin), interleaved, rotated, dtype)
             reason = chosen.reason
             if reason is None:
-                if dispatch.wants_gradient(q, k):
-                    return _Rotary.apply(q, k, cos, sin, (interleaved, rotated, chosen, kernels))  # type: ignore[no-any-return]
-                return _run(q, k, cos, sin, interleaved, rotated, chosen, kernels)
+                return Rotary.run(kernels, q, k, cos, sin, interleaved, rotated, chosen)
         backends.refuse(reason)
-    return dispatch.answer("rotary", q, k, cos, sin, interleaved, rotated, dtype)  # type: ignore[no-any-return]
-
-
-def _fake(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, backward: bool,
-    dtype: torch.dtype, head: int, q_strides: Sizes, k_strides: Sizes,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    k_shape = (0,) if k is None else k.shape
-    return (
-        torch.empty_strided(q.shape, q_strides, dtype=dtype, device=q.device),
-        torch.empty_strided(k_shape, k_strides, dtype=dtype, device=q.device),
-    )
-
-
-dispatch.register_fakes({"rotary": _fake})
+    return dispatch.call_reference(reference.rotary, q, k, cos, sin, interleaved, rotated, dtype)

@@ -1,8 +1,7 @@
-"""softmax and log_softmax: the choice between kernel and reference, autograd, and the op that torch.compile sees."""
+"""softmax and log_softmax: the choice between kernel and reference, and what autograd and graphs see."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,22 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 
-FAMILY = dispatch.Family("softmax", ("softmax_forward", "softmax_backward"), cpu=False)
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def softmax_forward(
+        x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
+    ) -> Tensor:
+        return x.new_empty(x.shape, dtype=dtype)
+
+    @staticmethod
+    def softmax_backward(
+        dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
+    ) -> Tensor:
+        return y.new_empty(y.shape, dtype=dtype)
+
+
+FAMILY = dispatch.Family("softmax", Kernels)
 
 #: Elements from which an unforced softmax without scale and mask gets the kernel. Below, torch's own is one kernel too,
 #: and what counts is the host: forward and backward through a Python Function took 1.4 to 1.5 times torch's 90 us on an
@@ -54,61 +68,68 @@ def unsupported(
     return None
 
 
-class _Softmax(torch.autograd.Function):
-    """Keeps the result; the mask too where it is boolean (a view of the caller's) or its gradient is wanted."""
+class Softmax(dispatch.Pair, inputs=2):
+    """Keeps the result; the mask too where it is boolean (a view of the caller's) or needs a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype, kernels: Any
-    ) -> Tensor:
-        y: Tensor = kernels.softmax_forward(x, mask, dim, scale, log, dtype)
-        keep(ctx, y, mask, dim, scale, log, x.dtype)
-        ctx.kernels = kernels
-        return y
+        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool,
+        dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
+        y = kernels.softmax_forward(x, mask, dim, scale, log, dtype)
+        keeps_mask = mask is not None and (mask.dtype == torch.bool or mask.requires_grad)
+        return y, (y, mask if keeps_mask else None), (dim, scale, log, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        backward = compose_backward if dispatch.differentiating(dy) else ctx.kernels.softmax_backward
-        dx, dmask = gradients(backward, dy, *ctx.saved_tensors, *ctx.rest)
-        return dx, dmask, None, None, None, None, None
+    def backward(kernels: Kernels, needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+        return _gradients(kernels.softmax_backward, *args)
+
+    @staticmethod
+    def differentiable_backward(needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+        return _gradients(_decomposed_backward, *args)
 
 
-def keep(ctx: Any, y: Tensor, mask: Tensor | None, *rest: Any) -> None:
-    """Save what :func:`gradients` wants: a mask only where it is boolean or its own gradient may be asked for."""
-    wanted = mask is not None and (mask.dtype == torch.bool or mask.requires_grad)
-    ctx.save_for_backward(y, mask if wanted else None)
-    ctx.rest = rest
-
-
-def gradients(
+def _gradients(
     backward: Any, dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and, where it is kept for that, of an additive mask: the scores', summed to the mask's shape."""
+    """Gradients of x and of an additive mask that was kept for that: the scores', summed to the mask's shape."""
     if mask is None or mask.dtype == torch.bool:
         return backward(dy, y, mask, dim, scale, log, dtype), None
     dscores = backward(dy, y, None, dim, 1.0, log, y.dtype)
     return (dscores * scale).to(dtype), dscores.sum_to_size(mask.shape).to(mask.dtype)
 
 
-def compose_backward(
+def _decomposed_backward(
     dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The backward kernel in torch ops, for whoever differentiates it again."""
     formula = torch._log_softmax_backward_data if log else torch._softmax_backward_data
     dx = formula(dy, y, dim, y.dtype) * scale
     return (dx if mask is None else torch.where(mask, dx, 0.0)).to(dtype)
 
 
+@FAMILY.graph_op("softmax")
+def _in_graph(
+    kernels: Kernels, x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
+) -> Tensor:
+    return Softmax.run(kernels, x, mask, dim, scale, log, dtype)
+
+
 def softmax(
     x: Tensor, dim: int, scale: float | None, mask: Tensor | None, dtype: torch.dtype | None, log: bool
 ) -> Tensor:
-    if torch.compiler.is_compiling():
-        return _softmax_compiling(x, dim, scale, mask, dtype, log)
     factor = 1.0 if scale is None else _number(scale)
-    kernels = FAMILY.serving(x)
+    reference_op = reference.log_softmax if log else reference.softmax
+    if torch.compiler.is_compiling():
+        # Inductor's row reductions reach half of the memory limit on long rows, so a graph keeps the kernel.
+        if dispatch.graph_keeps_kernel(x):
+            out = result_dtype(x, mask, dtype)
+            if unsupported(x, dim, factor, mask, out, False) is None:
+                return _in_graph(x, mask, dim % x.dim(), factor, log, out)
+        return reference_op(x, dim, scale, mask, dtype)
+    kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if scale is None and mask is None and x.numel() < GPU_LEAST and backends.get_backend() is None:
-            return (reference.log_softmax if log else reference.softmax)(x, dim, None, None, dtype)
+            return reference_op(x, dim, None, None, dtype)
         out = x.dtype
         if mask is not None or dtype is not None or out in reference.HALF:
             out = result_dtype(x, mask, dtype)
@@ -116,76 +137,12 @@ def softmax(
         if reason is None:
             if dim < 0:
                 dim += x.dim()
-            if torch.is_grad_enabled() and (x.requires_grad or (mask is not None and mask.requires_grad)):
-                return _Softmax.apply(x, mask, dim, factor, log, out, kernels)  # type: ignore[no-any-return]
-            return kernels.softmax_forward(x, mask, dim, factor, log, out)  # type: ignore[no-any-return]
+            return Softmax.run(kernels, x, mask, dim, factor, log, out)
         backends.refuse(reason)
-    return dispatch.answer("log_softmax" if log else "softmax", x, dim, scale, mask, dtype)  # type: ignore[no-any-return]
+    return dispatch.call_reference(reference_op, x, dim, scale, mask, dtype)
 
 
 def _number(scale: object) -> float:
     if isinstance(scale, float | int):
         return float(scale)
     raise TypeError(f"softmax(): expected scale to be a number or None, but got {type(scale).__name__}")
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
-# Inductor's row reductions reach half of the memory limit on long rows, so a compiled graph keeps the kernel: as one
-# opaque op with a fake implementation, where the guard says at trace time that a kernel serves.
-
-
-@torch.library.custom_op("fastlayers::softmax", mutates_args=(), device_types="cuda")
-def softmax_op(x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    result: Tensor = FAMILY.serving(x).softmax_forward(x, mask, dim, scale, log, dtype)
-    return result
-
-
-@partial(dispatch.register_fake, softmax_op)
-def _(x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-@torch.library.custom_op("fastlayers::softmax_grad", mutates_args=(), device_types="cuda")
-def softmax_grad_op(
-    dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
-) -> Tensor:
-    result: Tensor = FAMILY.serving(y).softmax_backward(dy, y, mask, dim, scale, log, dtype)
-    return result
-
-
-@partial(dispatch.register_fake, softmax_grad_op)
-def _(dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    return torch.empty(y.shape, dtype=dtype, device=y.device)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, mask, dim, scale, log, _ = inputs
-    keep(ctx, output, mask, dim, scale, log, x.dtype)
-
-
-def _op_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dmask = gradients(softmax_grad_op, dy, *ctx.saved_tensors, *ctx.rest)
-    return dx, dmask, None, None, None, None
-
-
-softmax_op.register_autograd(_op_backward, setup_context=_setup_context)
-dispatch.hold_raw({softmax_op: "softmax_forward", softmax_grad_op: "softmax_backward"})
-
-
-def _softmax_compiling(
-    x: Tensor, dim: int, scale: float | None, mask: Tensor | None, dtype: torch.dtype | None, log: bool
-) -> Tensor:
-    if dispatch.graph_keeps_kernel(x):
-        factor = 1.0 if scale is None else _number(scale)
-        out = result_dtype(x, mask, dtype)
-        if unsupported(x, dim, factor, mask, out, False) is None:
-            return softmax_op(x, mask, dim % x.dim(), factor, log, out)
-    return (reference.log_softmax if log else reference.softmax)(x, dim, scale, mask, dtype)
-
-
-dispatch.register_fakes(
-    {
-        "softmax_forward": lambda x, mask, dim, scale, log, dtype: x.new_empty(x.shape, dtype=dtype),
-        "softmax_backward": lambda dy, y, mask, dim, scale, log, dtype: y.new_empty(y.shape, dtype=dtype),
-    }
-)

@@ -67,7 +67,7 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if any(map(dispatch.differentiating, grads)):
+        if any(map(dispatch.needs_double_backward, grads)):
             join = torch.stack if ctx.function is torch.unbind else torch.cat
             return join(grads, ctx.args[-1]), None, None
         first = grads[0]
@@ -77,7 +77,7 @@ class _Parts(torch.autograd.Function):
         return dx, None, None
 
 
-_record = dispatch.recorder(_Parts)
+_record = dispatch.record_of(_Parts)
 
 
 def parts(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
@@ -88,7 +88,7 @@ def parts(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         and dispatch.is_plain(x)
         and x.requires_grad
         and _gains(x, _count(function, x, *args))
-        and not dispatch.composing()
+        and not dispatch.must_decompose()
         and _is_dense(x)
     ):
         return _record(dispatch.unwrap(x), function, args)

@@ -1,8 +1,8 @@
 """x·gate where the gate is computed from the mean of x over space: kernel or reference, and autograd.
 
-x gets two gradients, dy·gate of the product and dmean / (H·W) of the mean, and autograd would write both and then their
-sum. Here the two Functions work together: that of the product sends dy itself to that of the mean, with the gate, and
-that one writes dx = dy·gate + dmean / (H·W) at once.
+x gets two gradients, dy·gate from the product and dmean / (H·W) from the mean, and autograd would write both and then
+their sum. Here the two Functions work together: the product passes dy itself and the gate to the mean, which writes
+dx = dy·gate + dmean / (H·W) at once.
 
 Under torch.compile the reference answers: Inductor fuses it with its neighbours, which no opaque op can be.
 """
@@ -18,52 +18,72 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import dispatch, elementwise, reference
 
-FAMILY = dispatch.Family("squeeze_excite", ("spatial_sum", "scale_shift"), cpu=False)
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def spatial_sum(x: Tensor, y: Tensor | None, factor: float) -> Tensor:
+        return reference.spatial_mean(x)
+
+    @staticmethod
+    def scale_shift(x: Tensor, scale: Tensor, shift: Tensor, factor: float) -> Tensor:
+        return torch.empty_like(x)
+
+
+FAMILY = dispatch.Family("squeeze_excite", Kernels)
 
 _top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
-class _Handed:
-    """What :class:`_Excite` hands to :class:`_Squeeze` in a backward beside dy: the gate that dy is to be scaled by."""
+class _Shared:
+    """What the product and the mean of one x share.
 
-    __slots__ = ("gate",)
+    Attributes:
+        taken: whether a product uses the link.
+        gate: set by the product during a backward, for the mean: what dy is to be scaled by.
+    """
+
+    __slots__ = ("gate", "taken")
 
     def __init__(self) -> None:
+        self.taken = False
         self.gate: Tensor | None = None
 
 
-class _Link(NamedTuple):
-    """From the mean of x to the product with its gates.
+class Link(NamedTuple):
+    """x as :func:`squeeze` saw it, for :func:`excite`.
 
-    ``stand_in`` stands for x in the autograd graph, and nobody but :class:`_Excite` is given it: what comes back as its
-    gradient is dy alone where a gate was handed on, and else the gradient.
+    Attributes:
+        x: the image.
+        version: how often x had been written when its mean was taken.
+        stand_in: stands for x in the autograd graph. Only the product is given it: the gradient that comes back is dy
+            where ``shared.gate`` is set, and otherwise that of x.
     """
 
     x: Tensor
     version: int
     stand_in: Tensor
-    handed: _Handed
+    shared: _Shared
 
 
 class _Squeeze(torch.autograd.Function):
     """Keeps nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, handed: _Handed, kernels: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, shared: _Shared, kernels: Kernels) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.handed, ctx.kernels = x.shape, handed, kernels
+        ctx.shape, ctx.shared, ctx.kernels = x.shape, shared, kernels
         return _mean(x, kernels), x.detach()
 
     @staticmethod
     def backward(ctx: Any, dmean: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
-        gate, ctx.handed.gate = ctx.handed.gate, None
+        gate, ctx.shared.gate = ctx.shared.gate, None
         pixels = ctx.shape[2] * ctx.shape[3]
         if gate is None or dx is None:
             spread = None if dmean is None else (dmean / pixels).expand(ctx.shape)
             both = dx if spread is None else spread if dx is None else dx + spread
         elif dmean is None:
             both = dx * gate
-        elif dispatch.differentiating(dmean):
+        elif dispatch.needs_double_backward(dmean):
             both = dx * gate + dmean / pixels
         else:
             both = ctx.kernels.scale_shift(dx, gate, dmean, 1 / pixels)
@@ -74,29 +94,31 @@ class _Excite(torch.autograd.Function):
     """Keeps x and gate. ``stand_in`` is that of the link."""
 
     @staticmethod
-    def forward(ctx: Any, stand_in: Tensor, x: Tensor, gate: Tensor, handed: _Handed, kernels: Any) -> Tensor:
+    def forward(ctx: Any, stand_in: Tensor, x: Tensor, gate: Tensor, shared: _Shared, kernels: Kernels) -> Tensor:
         ctx.save_for_backward(x, gate)
-        ctx.handed, ctx.kernels = handed, kernels
+        ctx.shared, ctx.kernels = shared, kernels
         return _product(x, gate)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate = ctx.saved_tensors
         for_gate = ctx.needs_input_grad[2]
-        if dispatch.differentiating(dy):
-            ctx.handed.gate = None
+        if dispatch.needs_double_backward(dy):
+            ctx.shared.gate = None
             return dy * gate, None, (dy * x).sum((2, 3), keepdim=True) if for_gate else None, None, None
         dy = dispatch.with_strides(dy, x.stride())
-        ctx.handed.gate = gate
+        ctx.shared.gate = gate
         return dy, None, ctx.kernels.spatial_sum(dy, x, 1.0) if for_gate else None, None, None
 
 
 def _product(x: Tensor, gate: Tensor) -> Tensor:
-    return elementwise.FAMILY.serving(x).mul(x, gate)  # type: ignore[no-any-return]
+    kernels = elementwise.FAMILY.kernels_for(x)
+    assert kernels is not None
+    return kernels.mul(x, gate)
 
 
-def _mean(x: Tensor, kernels: Any) -> Tensor:
-    return kernels.spatial_sum(x, None, 1 / (x.shape[2] * x.shape[3]))  # type: ignore[no-any-return]
+def _mean(x: Tensor, kernels: Kernels) -> Tensor:
+    return kernels.spatial_sum(x, None, 1 / (x.shape[2] * x.shape[3]))
 
 
 def _unsupported(x: Tensor) -> str | None:
@@ -107,37 +129,36 @@ def _unsupported(x: Tensor) -> str | None:
     return None
 
 
-def squeeze(x: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-    """``mean(x)``, which is the mean over space, (N, C, 1, 1). :func:`excite` finds the link to x on the result."""
+def squeeze(x: Tensor, mean: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | Link]:
+    """``(mean(x), x)`` for a ``mean`` over space, (N, C, 1, 1); x as a link where :func:`excite` gains by it."""
     if torch.compiler.is_compiling():
-        return mean(x)
-    kernels = FAMILY.serving(x)
+        return mean(x), x
+    kernels = FAMILY.kernels_for(x)
     if kernels is None:
-        return mean(x)
+        return mean(x), x
     reason = _unsupported(x)
     if reason is not None:
         backends.refuse(reason)
-        return mean(x)
+        return mean(x), x
     if backends.get_backend() is None and x.numel() < elementwise.GPU_LEAST:
-        return mean(x)
+        return mean(x), x
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return _mean(x, kernels)
-    x, handed = dispatch.unwrap(x), _Handed()
-    out, stand_in = _Squeeze.apply(x, handed, kernels)
-    out.fastlayers_link = _Link(x, x._version, stand_in, handed)
-    return out  # type: ignore[no-any-return]
+        return _mean(x, kernels), x
+    x, shared = dispatch.unwrap(x), _Shared()
+    out, stand_in = _Squeeze.apply(x, shared, kernels)
+    return out, Link(x, x._version, stand_in, shared)
 
 
-def excite(x: Tensor, gate: Tensor, mean: Tensor) -> Tensor:
-    """x·gate, for a mean that :func:`squeeze` gave, of x as it is now or of anything else."""
-    if torch.compiler.is_compiling():
-        return elementwise.mul(x, gate)
-    link = mean.__dict__.pop("fastlayers_link", None) if isinstance(mean, Tensor) else None
-    kernels = FAMILY.serving(x) if link is not None else None
+def excite(squeezed: Tensor | Link, gate: Tensor) -> Tensor:
+    """x·gate, for the x that :func:`squeeze` returned."""
+    if not isinstance(squeezed, Link):
+        return elementwise.mul(squeezed, gate)
+    x, version, stand_in, shared = squeezed
+    kernels = FAMILY.kernels_for(x)
     if (
         kernels is None
-        or link.x is not x
-        or link.version != x._version
+        or shared.taken
+        or version != x._version
         or not torch.is_grad_enabled()
         or not dispatch.is_plain(gate)
         or gate.shape != (*x.shape[:2], 1, 1)
@@ -145,14 +166,15 @@ def excite(x: Tensor, gate: Tensor, mean: Tensor) -> Tensor:
         or gate.device != x.device
     ):
         return elementwise.mul(x, gate)
-    return _Excite.apply(link.stand_in, x, dispatch.unwrap(gate), link.handed, kernels)  # type: ignore[no-any-return]
+    shared.taken = True
+    return _Excite.apply(stand_in, x, dispatch.unwrap(gate), shared, kernels)
 
 
 def convolution_of_product(layer: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
-    """``layer(product)``, a convolution. Where :func:`excite` made the product, it is computed anew for the backward.
+    """``layer(product)``, a convolution. Where :func:`excite` made the product, backward recomputes it.
 
-    autograd keeps what a convolution is given, beside the x and gate that the product keeps: one tensor of that size
-    is enough. Where somebody else decides what is kept, as checkpoints do, it is left to them.
+    Autograd keeps the input of a convolution, beside the x and gate that the product keeps: one tensor of that size is
+    enough. Where other saved-tensor hooks decide what is kept, as checkpoints do, it is left to them.
     """
     if torch.compiler.is_compiling():
         return layer(product)
@@ -160,15 +182,15 @@ def convolution_of_product(layer: Callable[[Tensor], Tensor], product: Tensor) -
     if (
         not isinstance(node, _Excite._backward_cls)  # type: ignore[attr-defined]
         or product._version != 0
-        or dispatch.composing()
+        or dispatch.must_decompose()
         or _top_saved_tensors_hooks(False) is not None
     ):
         return layer(product)
-    place = product.data_ptr(), product.shape, product.dtype
     factors = tuple((t, t._version) for t in node.saved_tensors)
+    recomputed: list[Tensor] = [product]  # emptied after the forward: the hooks live as long as the graph
 
     def pack(kept: Tensor) -> Tensor | None:
-        return None if (kept.data_ptr(), kept.shape, kept.dtype) == place else kept
+        return None if any(map(kept.is_set_to, recomputed)) else kept
 
     def unpack(kept: Tensor | None) -> Tensor:
         if kept is not None:
@@ -183,19 +205,13 @@ def convolution_of_product(layer: Callable[[Tensor], Tensor], product: Tensor) -
             return _product(*(t for t, _ in factors))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return layer(product)
+        out = layer(product)
+    recomputed.clear()
+    return out
 
 
 def squeeze_excite(x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
     if torch.compiler.is_compiling():
         return reference.squeeze_excite(x, gate)
-    mean = squeeze(x, reference.spatial_mean)
-    return excite(x, gate(mean), mean)
-
-
-dispatch.register_fakes(
-    {
-        "spatial_sum": lambda x, y, factor: reference.spatial_mean(x),
-        "scale_shift": lambda x, scale, shift, factor: torch.empty_like(x),
-    }
-)
+    mean, squeezed = squeeze(x, reference.spatial_mean)
+    return excite(squeezed, gate(mean))

@@ -8,7 +8,7 @@ behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,7 +36,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Extra]:
 
 def _flash_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, extra: Extra) -> tuple[Tensor, ...]:
     (lse, seed, offset), longest = extra
-    return _aten._scaled_dot_product_flash_attention_backward.default(  # type: ignore[no-any-return]
+    return _aten._scaled_dot_product_flash_attention_backward.default(
         dy, q, k, v, out, lse, None, None, *longest, 0.0, False, seed, offset
     )
 
@@ -48,7 +48,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Extra]:
 
 def _cudnn_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, extra: Extra) -> tuple[Tensor, ...]:
     (lse, seed, offset), longest = extra
-    return _aten._scaled_dot_product_cudnn_attention_backward.default(  # type: ignore[no-any-return]
+    return _aten._scaled_dot_product_cudnn_attention_backward.default(
         dy, q, k, v, out, lse, seed, offset, None, None, None, *longest, 0.0, False
     )
 
@@ -122,8 +122,9 @@ class _TransformerBlock(torch.autograd.Function):
         heads, eps, eps2, act, dtype, kernels, attention, sizes = ctx.rest
         for_x = ctx.needs_input_grad[0]
         x, norm_weight, norm_weight2, q, k, v, normed, stats, low_qkv, attended, *rest = ctx.saved_tensors
-        if dispatch.differentiating(dy):
-            found = autocast.derivable(partial(composed, heads, eps, eps2, act, dtype), ctx, x, dy)
+        if dispatch.needs_double_backward(dy):
+            function = partial(composed, heads, eps, eps2, act, dtype)
+            found = autocast.differentiate(function, ctx.given, ctx.needs_input_grad[:-1], x, dy)
             return *found, None
         apart, low, of_close, kept = kernels.apart, rest[:6], rest[6:10], tuple(rest[10:])
         ds, dattended, dproj, dproj_bias, *of_rest = kernels.transformer_block_autocast_close_backward(
@@ -137,15 +138,16 @@ class _TransformerBlock(torch.autograd.Function):
         return dx if for_x else None, dnorm, dnorm_bias, dweight, dbias, dproj, dproj_bias, *of_rest, None
 
 
-_record = dispatch.recorder(_TransformerBlock)
+_record = dispatch.record_of(_TransformerBlock)
 
 
-@dispatch.in_graph
-def _apply(
-    x: Tensor, parameters: list[Tensor], heads: int, eps: float, eps2: float, act: str, dtype: torch.dtype
-) -> Tensor:
-    rest = heads, eps, eps2, ACTIVATIONS[act], dtype, autocast.FAMILY.in_graphs
-    return _TransformerBlock.apply(x, *parameters, rest)  # type: ignore[no-any-return]
+@autocast.FAMILY.graph_op("transformer_block")
+def _in_graph(
+    kernels: Any, x: Tensor, parameters: Sequence[Tensor], heads: int, eps: float, eps2: float, act: str,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    rest = heads, eps, eps2, ACTIVATIONS[act], dtype, kernels
+    return _TransformerBlock.apply(x, *parameters, rest)
 
 
 def composed(
@@ -212,12 +214,12 @@ def transformer_block(
         return None
     dtype = torch.get_autocast_dtype(x.device.type)
     if torch.compiler.is_compiling():
-        return _apply(x, list(parameters), heads, norm.eps, norm2.eps, act, dtype)  # type: ignore[arg-type]
+        return _in_graph(x, list(parameters), heads, norm.eps, norm2.eps, act, dtype)  # type: ignore[arg-type]
     rest = heads, norm.eps, norm2.eps, ACTIVATIONS[act], dtype, kernels
     given = [*map(dispatch.unwrap, parameters)]  # type: ignore[arg-type]
     if not records:
         return _computed(dispatch.unwrap(x), given, rest)[0]
-    return _record(dispatch.unwrap(x), *given, rest)  # type: ignore[no-any-return]
+    return _record(dispatch.unwrap(x), *given, rest)
 
 
 def _fake_open(
@@ -259,11 +261,11 @@ def _fake_open_backward(
     return [torch.empty_like(x), *norms, wide, wide.new_empty(len(low))]
 
 
-dispatch.register_fakes(
-    {
-        "transformer_block_autocast_open": _fake_open,
-        "transformer_block_autocast_close": _fake_close,
-        "transformer_block_autocast_close_backward": _fake_close_backward,
-        "transformer_block_autocast_open_backward": _fake_open_backward,
-    }
-)
+class Kernels(dispatch.Kernels):
+    transformer_block_autocast_open = staticmethod(_fake_open)
+    transformer_block_autocast_close = staticmethod(_fake_close)
+    transformer_block_autocast_close_backward = staticmethod(_fake_close_backward)
+    transformer_block_autocast_open_backward = staticmethod(_fake_open_backward)
+
+
+autocast.FAMILY.declare(Kernels, csrc_only=tuple(vars(Kernels)))

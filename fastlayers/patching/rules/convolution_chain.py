@@ -167,9 +167,8 @@ def gate_of(view: View, node: Any) -> tuple[Op, tuple[Any, ...], tuple[Op, ...],
     for match in find_squeeze_excite(inner, output.args[0]) if isinstance(output.args[0], Node) else ():
         if not isinstance(match, Match):
             continue
-        image, gate, mean = match.args
-        pooled = mean_over_space(inner, mean)
-        if image is not x or pooled is None or pooled["input"] is not x:
+        image, gate = match.args
+        if image is not x:
             continue
         known, layers, acts = list(match.ops), [], []
         at = gate
@@ -186,7 +185,8 @@ def gate_of(view: View, node: Any) -> tuple[Op, tuple[Any, ...], tuple[Op, ...],
             known += (acting[0], *passed, conv, *passed_too)
             layers.append(Attribute(str(conv.child)))
             acts.append(acting[1])
-        if at is not mean:
+        pooled = mean_over_space(inner, at)
+        if pooled is None or pooled["input"] is not x:
             return None
         known.append(pooled)
         if not {n for n in nodes if n.op != "get_attr"} <= {op.node for op in known}:

@@ -70,14 +70,18 @@ def find_relu_add_bias(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 def find_squeeze(view: View, node: Node) -> Iterator[Match | Refusal]:
-    """Of those whose image is excited later: :data:`SQUEEZE_EXCITE` came before."""
+    """The mean of an image that is excited later: :data:`SQUEEZE_EXCITE` came before. The product gets the link."""
     op = mean_over_space(view, node)
-    if op is not None and any(user.target is calls.excite and user.args[2] is node for user in node.users):
-        x = op["input"]
+    if op is None:
+        return
+    x = op["input"]
+    excited = [user for user in x.users if user.target is calls.excite and user.args[0] is x]
+    later = tuple(user for user in excited if view.position[user] > view.position[node])[:1]
+    if later:
         if op.name == "mean":
-            yield Match((op,), calls.squeeze, (x, op["dim"]), {}, (x,))
+            yield Match((op,), calls.squeeze, (x, op["dim"]), {}, (x,), forked=later)
         else:
-            yield Match((op,), calls.squeeze_by_pooling, (x,), {}, (x,))
+            yield Match((op,), calls.squeeze_by_pooling, (x,), {}, (x,), forked=later)
 
 
 RELU_ADD_BIAS = GraphRule("relu_add_bias", "relu(x) + y + bias", find_relu_add_bias)

@@ -382,9 +382,9 @@ def find_squeeze_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
     for match in find_excite(view, node):
         assert isinstance(match, Match)
         for x, gate in (match.args, match.args[::-1]):
-            for user in x.users if is_gate(view, gate) else ():
-                if view.position[user] < view.position[node] and mean_over_space(view, user) is not None:
-                    yield Match(match.ops, calls.excite, (x, gate, user), {}, (x, gate))
+            before = [user for user in x.users if view.position[user] < view.position[node]]
+            if is_gate(view, gate) and any(mean_over_space(view, user) is not None for user in before):
+                yield Match(match.ops, calls.excite, (x, gate), {}, (x, gate))
 
 
 # -- an MLP -----------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from fastlayers.ops.activations import activation
 from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import HALF
 from fastlayers.ops.split import parts
+from fastlayers.ops.squeeze_excite import Link, excite
 from fastlayers.patching.runtime.checks import Casts, narrower, plain
 from fastlayers.patching.runtime.traits import draws, fresh
 
@@ -209,13 +210,13 @@ def gated_linear(
 
 
 @fresh
-def squeeze(x: Tensor, dims: Any) -> Tensor:
-    """``x.mean(dims, keepdim=True)`` for the last two of four dimensions."""
+def squeeze(x: Tensor, dims: Any) -> tuple[Tensor, Tensor | Link]:
+    """``(x.mean(dims, keepdim=True), x)`` for the last two of four dimensions."""
     return squeeze_excite.squeeze(x, lambda x: x.mean(dims, keepdim=True))
 
 
 @fresh
-def squeeze_by_pooling(x: Tensor) -> Tensor:
+def squeeze_by_pooling(x: Tensor) -> tuple[Tensor, Tensor | Link]:
     """The same by torch's layer, which takes images without a batch too."""
     return squeeze_excite.squeeze(x, lambda x: F.adaptive_avg_pool2d(x, 1))
 
@@ -231,7 +232,7 @@ addmm = fresh(_linear.addmm)
 
 def bias_in_act(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether bias_act has a kernel for act(linear(x)), and gains by it."""
-    if bias is None or torch.compiler.is_compiling() or bias_act.FAMILY.serving(x) is None:
+    if bias is None or torch.compiler.is_compiling() or bias_act.FAMILY.kernels_for(x) is None:
         return False
     if autocast.dtype_of(bias) is not autocast.dtype_of(x):
         return False

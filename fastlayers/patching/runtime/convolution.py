@@ -61,7 +61,8 @@ def layer_and_more(
             return join(y, residual, act, written)
         return torch.relu_(y) if act == "relu" else functional.bias_act(y, None, act)
     assert bias is not None
-    kernels = FAMILY.serving(x)
+    kernels = FAMILY.kernels_for(x)
+    assert kernels is not None
     y = convolve(layer, x, weight, None)
     bias = bias if bias.dtype is torch.float32 else bias.to(y.dtype)
     if residual is not None and not takes(y, residual):
@@ -150,7 +151,7 @@ def adds_bias(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) 
         return False
     if bias.dtype is not weight.dtype and not torch.is_autocast_enabled("cuda"):  # torch's error
         return False
-    return FAMILY.serving(x) is not None
+    return FAMILY.kernels_for(x) is not None
 
 
 def takes(y: Tensor, residual: Tensor) -> bool:
