@@ -1,79 +1,94 @@
-"""Graphs that torch.compile makes hold raw ops where autograd was asked for a custom one's gradient."""
+"""Raw ops: declared once, the same in csrc and in Triton, and held by graphs that torch.compile makes."""
 
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
+import pkgutil
 
 import pytest
 import torch
+from functorch.compile import aot_function
 from harness import DRAWS, excess, greatest_error, needs_gpu
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
-import fastlayers.ops.layer_norm  # noqa: F401
-from fastlayers import patch_model
+from fastlayers import ops, patch_model
 from fastlayers.ops import dispatch
 
-#: Custom ops, and the raw ops that graphs hold in their places.
-HELD = {
-    "layer_norm": "layer_norm_forward",
-    "add_layer_norm": "add_layer_norm_forward",
-    "layer_norm_grad": "layer_norm_backward",
-    "group_norm": "group_norm_forward",
-    "group_norm_grad": "group_norm_backward",
-    "batch_norm": "batch_norm_moments",
-    "batch_norm_grad": "batch_norm_backward",
-    "softmax": "softmax_forward",
-    "softmax_grad": "softmax_backward",
+FAMILIES = {
+    family.name: family
+    for module in pkgutil.iter_modules(ops.__path__)
+    if isinstance(
+        family := getattr(importlib.import_module(f"fastlayers.ops.{module.name}"), "FAMILY", None), dispatch.Family
+    )
 }
+#: Raw ops of whole blocks: their declarations leave out what their results do not depend on.
+OF_BLOCKS = ("convolution_chain", "transformer_block", "convnext_block")
+RAW = [(name, op) for name, family in FAMILIES.items() for op in family.ops if not op.startswith(OF_BLOCKS)]
 needs_csrc = pytest.mark.skipif(not hasattr(torch.ops.fastlayers, "layer_norm_forward"), reason="csrc is not built")
 
 
-def types(op):
-    schema = op.default._schema
-    return [str(a.type) for a in schema.arguments], [str(r.type) for r in schema.returns]
+def test_families_are_found():
+    assert {"softmax", "layer_norm", "batch_norm", "elementwise", "autocast"} <= FAMILIES.keys()
+    assert len(RAW) > 40
 
 
 @needs_csrc
-@pytest.mark.parametrize(("op", "raw"), HELD.items())
-def test_a_raw_op_takes_and_gives_what_the_custom_one_does(op, raw):
-    assert types(getattr(torch.ops.fastlayers, op)) == types(getattr(torch.ops.fastlayers, raw))
+@pytest.mark.parametrize(("family", "op"), RAW)
+def test_csrc_has_the_schema_that_is_declared(family, op):
+    """Names, types and order of the arguments, and the types of the results."""
+    declared = torch._C.parse_schema(op + torch.library.infer_schema(FAMILIES[family].ops[op], mutates_args=()))
+    raw = getattr(torch.ops.fastlayers, op).default._schema
+    assert [(a.name, str(a.type)) for a in raw.arguments] == [(a.name, str(a.type)) for a in declared.arguments]
+    assert [str(r.type) for r in raw.returns] == [str(r.type) for r in declared.returns]
 
 
-def held(function, *args):
-    with FakeTensorMode():
-        tensors = [torch.empty(a, device="cuda") for a in args]
-        graph = make_fx(function)(*tensors).graph
-    return [
-        node.target.name().partition("::")[2]
-        for node in graph.nodes
-        if node.op == "call_function" and str(node.target).startswith("fastlayers")
-    ]
+@needs_csrc
+def test_all_ops_of_csrc_are_declared():
+    declared = {f"fastlayers::{op}" for family in FAMILIES.values() for op in family.ops}
+    in_csrc = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastlayers::")}
+    in_python = {
+        name for name in in_csrc if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    }
+    opaque = {"fastlayers::linear_cross_entropy_forward", "fastlayers::linear_cross_entropy_backward"}
+    assert in_csrc - in_python - opaque == declared
+
+
+@pytest.mark.parametrize(("family", "op"), RAW)
+def test_triton_has_the_parameters_that_are_declared(family, op):
+    pytest.importorskip("triton")
+    module = importlib.import_module(f"fastlayers.kernels.{family}")
+    if op in FAMILIES[family].csrc_only:
+        assert not hasattr(module, op)
+    else:
+        declared = inspect.signature(FAMILIES[family].ops[op]).parameters
+        assert list(inspect.signature(getattr(module, op)).parameters) == list(declared)
+
+
+class CapturedError(Exception):
+    """The joint graph is all that is wanted."""
 
 
 @needs_csrc
 @pytest.mark.parametrize("csrc", [True, False])
-def test_a_graph_holds_the_raw_op(monkeypatch, csrc):
+def test_a_graph_holds_raw_ops_of_both_directions(monkeypatch, csrc):
     monkeypatch.setattr(dispatch, "graph_holds_csrc", lambda: csrc)
+    held = []
+
+    def look(joint, *args, **options):
+        held.extend(str(node.target) for node in joint.graph.nodes if str(node.target).startswith("fastlayers"))
+        raise CapturedError
 
     def both(x, weight, bias):
-        y, stats = torch.ops.fastlayers.layer_norm(x, weight, bias, 1, 1e-5, 0, torch.float32, True)
-        return torch.ops.fastlayers.layer_norm_grad(y, None, x, stats, weight, 1, 0, True, True)
+        y = torch.ops.fastlayers.layer_norm(x, weight, bias, 1, 1e-5, 0, torch.float32)
+        return torch.ops.fastlayers.batch_norm(y, None, weight, bias, 1e-5, 0)[0]
 
-    expected = ["layer_norm_forward", "layer_norm_backward"] if csrc else ["layer_norm", "layer_norm_grad"]
-    assert held(both, (4, 8), (8,), (8,)) == expected
-
-
-@needs_csrc
-@pytest.mark.parametrize("csrc", [True, False])
-def test_and_that_of_a_batch_norm(monkeypatch, csrc):
-    monkeypatch.setattr(dispatch, "graph_holds_csrc", lambda: csrc)
-
-    def forward(x, weight, bias):
-        return torch.ops.fastlayers.batch_norm(x, None, weight, bias, 1e-5, 0)
-
-    assert held(forward, (4, 8, 2, 2), (8,), (8,)) == ["batch_norm_moments" if csrc else "batch_norm"]
+    leaves = [torch.ones(shape, requires_grad=True) for shape in ((4, 8), (8,), (8,))]
+    with pytest.raises(CapturedError):
+        aot_function(both, fw_compiler=None, partition_fn=look)(*leaves)
+    expected = ["layer_norm_forward", "batch_norm_moments", "batch_norm_backward", "layer_norm_backward"]
+    assert held == [f"{'fastlayers' if csrc else 'fastlayers_triton'}.{op}.default" for op in expected]
 
 
 @needs_gpu
@@ -104,8 +119,8 @@ def test_a_compiled_network_runs_raw_ops_and_keeps_its_statistics(monkeypatch):
     text = "".join(code)
     for raw in ("batch_norm_moments", "batch_norm_update_", "batch_norm_backward", "layer_norm_forward"):
         assert f"fastlayers.{raw}.default" in text
-    for custom in ("batch_norm", "batch_norm_grad", "layer_norm", "layer_norm_grad"):
-        assert f"fastlayers.{custom}.default" not in text
+    for whole in ("batch_norm", "layer_norm"):
+        assert f"fastlayers.{whole}.default" not in text
     ours = stacked([first, *(step(compiled, x) for x in draws[1:])])
     theirs = stacked(step(compiled_stock, x) for x in draws)
     true = stacked(step(exact, x.double()) for x in draws)

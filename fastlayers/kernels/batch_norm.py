@@ -92,6 +92,16 @@ def batch_norm_train(
     return y, stats, packed
 
 
+def batch_norm_moments(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, act: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, stats, bits, moments) as :func:`batch_norm_train`; moments are means and unbiased variances as (2, C)."""
+    moments = x.new_zeros((2, x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))
+    packed = residual is not None and act == 1  # relu
+    y, stats, bits = batch_norm_train(x, residual, weight, bias, moments[0], moments[1], 1.0, eps, act, packed)
+    return y, stats, bits, moments
+
+
 def batch_norm_eval(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor,
     running_var: Tensor, eps: float, act: int, bits: bool, keep: bool,

@@ -296,24 +296,23 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     _flat_launch(_scale, x.numel(), x.dtype)(x, factor)
 
 
-def mul_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def mul_backward(dy: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x * y, each of the shape of its factor.
 
     One kernel where the shapes are equal or one of the factors has the shape of the product; a factor that broadcasts
     gets its sum in float32. Where both broadcast, torch sums.
     """
     if x.shape == y.shape:
-        dx = empty_result(x, y)
-        dy = torch.empty_like(dx)
-        launch = _flat_launch(_mul_backward, dx.numel(), dx.dtype)
-        launch(dx, dy, in_layout(grad, dx), in_layout(x, dx), in_layout(y, dx))
-        return dx, dy
-    if x.shape == grad.shape:
-        return _mul_backward_reduced(grad, x, y)
-    if y.shape == grad.shape:
-        dy, dx = _mul_backward_reduced(grad, y, x)
-        return dx, dy
-    return mul(grad, y).sum_to_size(x.shape), mul(grad, x).sum_to_size(y.shape)
+        to_x = empty_result(x, y)
+        to_y = torch.empty_like(to_x)
+        launch = _flat_launch(_mul_backward, to_x.numel(), to_x.dtype)
+        launch(to_x, to_y, in_layout(dy, to_x), in_layout(x, to_x), in_layout(y, to_x))
+        return to_x, to_y
+    if x.shape == dy.shape:
+        return _mul_backward_reduced(dy, x, y)
+    if y.shape == dy.shape:
+        return _mul_backward_reduced(dy, y, x)[::-1]
+    return mul(dy, y).sum_to_size(x.shape), mul(dy, x).sum_to_size(y.shape)
 
 
 @dataclass(frozen=True, eq=False)

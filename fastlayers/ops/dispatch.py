@@ -125,7 +125,7 @@ class Family(Generic[K]):
         self.name = name
         self.ops: dict[str, Callable[..., Any]] = {}
         self._cpu = cpu
-        self._csrc_only: set[str] = set()
+        self.csrc_only: set[str] = set()
         self._by_device: dict[torch.device, K | None] = {}
         self._in_graphs: dict[bool, K] = {}
         backends.on_change(self._by_device.clear)
@@ -135,7 +135,7 @@ class Family(Generic[K]):
         """Add raw ops that another file declares for this family."""
         fakes = {op: fake.__func__ for op, fake in vars(declared).items() if isinstance(fake, staticmethod)}
         self.ops |= fakes
-        self._csrc_only |= set(csrc_only)
+        self.csrc_only |= set(csrc_only)
         self._by_device.clear()
         self._in_graphs.clear()
         for op, fake in fakes.items():
@@ -164,7 +164,7 @@ class Family(Generic[K]):
         kernels: Any = None
         if backend == "triton":
             module = importlib.import_module(f"fastlayers.kernels.{self.name}")
-            ops = {op: getattr(module, op) for op in self.ops if op not in self._csrc_only}
+            ops = {op: getattr(module, op) for op in self.ops if op not in self.csrc_only}
             kernels = SimpleNamespace(backend=backend, apart=False, **ops)
         elif backend == "cuda" or (backend == "cpu" and self._cpu):
             # What an OpOverload calls, without the Python call around it: 0.3 us.
@@ -183,7 +183,7 @@ class Family(Generic[K]):
             for op, fake in self.ops.items():
                 if csrc:
                     setattr(found, op, getattr(torch.ops.fastlayers, op).default)
-                elif op not in self._csrc_only and not op.endswith("_"):  # no graph holds an op that writes its input
+                elif op not in self.csrc_only and not op.endswith("_"):  # no graph holds an op that writes its input
                     module = importlib.import_module(f"fastlayers.kernels.{self.name}")
                     setattr(found, op, opaque(f"fastlayers_triton::{op}", getattr(module, op), fake, "cuda"))
             self._in_graphs[csrc] = found
