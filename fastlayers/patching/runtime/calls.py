@@ -27,7 +27,7 @@ from fastlayers.ops.activations import activation
 from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import HALF
 from fastlayers.ops.split import parts
-from fastlayers.ops.squeeze_excite import Link, excite
+from fastlayers.ops.squeeze_excite import Link
 from fastlayers.patching.runtime.checks import Casts, narrower, plain
 from fastlayers.patching.runtime.traits import draws, fresh
 
