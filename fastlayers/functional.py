@@ -1,8 +1,9 @@
-"""Fused operations as functions, with signatures after :mod:`torch.nn.functional`.
+"""Fused operations as functions. Those that bear the name of a torch function take its arguments.
 
-Each computes what the torch composition in its docstring computes, in the same shape, dtype, memory format and
-autocast behaviour, and falls back to that composition wherever no kernel applies. What an op keeps for its backward is
-said under *Keeps*; double backward, ``torch.func`` transforms and ``torch.compile`` work on all of them.
+Each function computes what the torch composition in its docstring computes, in the same shape, dtype, memory format and
+autocast behaviour. Where no kernel applies, that composition runs. *Keeps* lists what is kept for the backward. Double
+backward, ``torch.func`` transforms and ``torch.compile`` work on all functions. Kernels take float16, bfloat16, float32
+and float64. An argument that should be a tensor and is not raises a TypeError.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fastlayers.ops import rotary as _rotary
 from fastlayers.ops import softmax as _softmax
 from fastlayers.ops import squeeze_excite as _squeeze_excite
 from fastlayers.ops import vocab_parallel as _vocab_parallel
+from fastlayers.renamed import REQUIRED, formerly, renamed
 
 __all__ = [
     "add_layer_norm",
@@ -76,56 +78,64 @@ __all__ = [
 ]
 
 
+@formerly("x", required=1)
 def softmax(
-    x: Tensor,
+    input: Tensor = REQUIRED,
     dim: int = -1,
     *,
     scale: float | None = None,
     mask: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    x: Tensor | None = None,
 ) -> Tensor:
-    r"""softmax(x·scale + mask) along one dimension, reading and writing the scores once.
+    r"""softmax(input·scale + mask) along one dimension, in one pass over the scores.
 
-    .. math:: y_i = \frac{\exp(s_i)}{\sum_j \exp(s_j)}, \qquad s = x \cdot \text{scale} + \text{mask}
+    .. math:: y_i = \frac{\exp(s_i)}{\sum_j \exp(s_j)}, \qquad s = \text{input} \cdot \text{scale} + \text{mask}
 
-    Stands for ``F.softmax(x * scale + mask, dim, dtype=dtype)``.
+    Stands for ``F.softmax(input * scale + mask, dim, dtype=dtype)``.
 
     Args:
-        x: scores of any shape; kernels take float16, bfloat16, float32 and float64.
-        dim: the dimension that sums to one.
-        scale: a number that multiplies x, as attention's 1/sqrt(d).
-        mask: broadcasts against x. Boolean: True takes part, False is minus infinity, as in
-            :func:`torch.nn.functional.scaled_dot_product_attention`. Otherwise it is added. A row with nothing left is
-            NaN.
-        dtype: of the result, and of the computation where wider; as :func:`torch.nn.functional.softmax` has it.
+        input: scores of any shape.
+        dim: the dimension that sums to one. None chooses one as torch does, with its warning.
+        scale: a number that multiplies the input, such as the 1/sqrt(d) of attention.
+        mask: broadcasts against the input. Where a boolean mask is False the score is minus infinity, as in
+            :func:`torch.nn.functional.scaled_dot_product_attention`; any other mask is added. A row that is masked
+            entirely is NaN.
+        dtype: of the result, and of the computation where it is wider, as in :func:`torch.nn.functional.softmax`.
 
     Returns:
-        A contiguous tensor. Under autocast float32, as torch gives it.
+        A contiguous tensor; float32 under autocast, as in torch.
 
-    Keeps: the result; of a boolean mask, or one that needs a gradient, a reference.
+    Keeps: the result; a reference to a mask that is boolean or needs a gradient.
 
     Raises:
         TypeError: scale is not a number.
     """
-    return _softmax.softmax(x, dim, scale, mask, dtype, False)
+    if x is not None:
+        input = renamed("softmax", "x", "input", x, input)
+    return _softmax.softmax(input, dim, scale, mask, dtype, False)
 
 
+@formerly("x", required=1)
 def log_softmax(
-    x: Tensor,
+    input: Tensor = REQUIRED,
     dim: int = -1,
     *,
     scale: float | None = None,
     mask: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    x: Tensor | None = None,
 ) -> Tensor:
-    r"""log(softmax(x·scale + mask)) along one dimension, without the softmax in between.
+    r"""log(softmax(input·scale + mask)) along one dimension, without the softmax in memory.
 
-    .. math:: y_i = s_i - \log \sum_j \exp(s_j), \qquad s = x \cdot \text{scale} + \text{mask}
+    .. math:: y_i = s_i - \log \sum_j \exp(s_j), \qquad s = \text{input} \cdot \text{scale} + \text{mask}
 
-    Stands for ``F.log_softmax(x * scale + mask, dim, dtype=dtype)``. Arguments, result, what is kept and errors are
-    those of :func:`softmax`.
+    Stands for ``F.log_softmax(input * scale + mask, dim, dtype=dtype)``. Arguments, result and errors are those of
+    :func:`softmax`, and so is what is kept.
     """
-    return _softmax.softmax(x, dim, scale, mask, dtype, True)
+    if x is not None:
+        input = renamed("log_softmax", "x", "input", x, input)
+    return _softmax.softmax(input, dim, scale, mask, dtype, True)
 
 
 def relu_add(x: Tensor, y: Tensor, bias: float | Tensor = 0.0) -> Tensor:
@@ -136,8 +146,8 @@ def relu_add(x: Tensor, y: Tensor, bias: float | Tensor = 0.0) -> Tensor:
     Stands for ``torch.relu(x) + y + bias``, rounded once instead of twice.
 
     Args:
-        x, y: tensors that broadcast against each other; the kernels take one shape and one floating dtype.
-        bias: a number, or a tensor that broadcasts against the sum; it gets its gradient.
+        x, y: tensors that broadcast against each other; the kernels take one shape and one dtype.
+        bias: a number, or a tensor that broadcasts against the sum and may need a gradient.
 
     Keeps: one bit an element, where x needs a gradient.
     """
@@ -145,35 +155,48 @@ def relu_add(x: Tensor, y: Tensor, bias: float | Tensor = 0.0) -> Tensor:
 
 
 def add_relu(x: Tensor, y: Tensor) -> Tensor:
-    r"""relu(x + y) in one pass: how a residual block ends.
+    r"""relu(x + y) in one pass: the end of a residual block.
 
     .. math:: z = \max(x + y, 0)
 
-    Stands for ``torch.relu(x + y)``.
-
-    Args:
-        x, y: tensors that broadcast against each other; the kernels take one shape and one floating dtype.
+    Stands for ``torch.relu(x + y)``. Takes the tensors that :func:`relu_add` takes.
 
     Keeps: one bit an element. x and y get the same gradient tensor.
     """
     return _elementwise.add_relu(x, y)
 
 
-def mul(x: Tensor, y: Tensor) -> Tensor:
-    r"""x·y, with both gradients from one kernel.
+@formerly("x", "y", required=2)
+def mul(
+    input: Tensor = REQUIRED,
+    other: Tensor | float = REQUIRED,
+    *,
+    out: Tensor | None = None,
+    x: Tensor | None = None,
+    y: Tensor | None = None,
+) -> Tensor:
+    r"""input·other, with both gradients from one kernel.
 
-    .. math:: z = x \cdot y, \qquad \frac{\partial L}{\partial x} = y\, \frac{\partial L}{\partial z}, \qquad
-        \frac{\partial L}{\partial y} = x\, \frac{\partial L}{\partial z}
+    .. math:: z = \text{input} \cdot \text{other}, \qquad
+        \frac{\partial L}{\partial\, \text{input}} = \text{other}\, \frac{\partial L}{\partial z}, \qquad
+        \frac{\partial L}{\partial\, \text{other}} = \text{input}\, \frac{\partial L}{\partial z}
 
-    Stands for ``x * y``. Where y broadcasts along x (a per-channel or per-row factor, squeeze-and-excite), the sum for
-    its gradient is made in the same pass, in float32.
+    Stands for :func:`torch.mul`. Where an operand broadcasts (a factor of each channel or row, as in
+    squeeze-and-excite), the same pass sums its gradient, in float32.
 
     Args:
-        x, y: tensors that broadcast against each other; the kernels take one floating dtype.
+        input, other: tensors that broadcast against each other, other also a number; the kernels take one dtype.
+        out: a tensor for the result, which torch then computes.
 
-    Keeps: x and y, as torch does.
+    Keeps: input and other, as torch does.
     """
-    return _elementwise.mul(x, y)
+    if x is not None:
+        input = renamed("mul", "x", "input", x, input)
+    if y is not None:
+        other = renamed("mul", "y", "other", y, other)
+    if out is not None:
+        return torch.mul(input, other, out=out)
+    return _elementwise.mul(input, other)  # type: ignore[arg-type]
 
 
 def squeeze_excite(x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
@@ -181,15 +204,15 @@ def squeeze_excite(x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
 
     .. math:: y_{n,c} = x_{n,c} \cdot \text{gate}(m)_{n,c}, \qquad m_{n,c} = \frac{1}{HW} \sum_{h,w} x_{n,c,h,w}
 
-    Stands for ``x * gate(x.mean((2, 3), keepdim=True))``, squeeze-and-excite as EfficientNet has it. In the
-    backward dy and x are read for the gradient of the gate, dy again and dx written: autograd would write the gradients
-    of the product and of the mean, and then their sum.
+    Stands for ``x * gate(x.mean((2, 3), keepdim=True))``, the squeeze-and-excite of EfficientNet. The backward reads dy
+    and x for the gradient of the gate, then reads dy again and writes dx. Autograd writes the gradients of the product
+    and of the mean, and then their sum.
 
     Args:
         x: (N, C, H, W); the kernels take contiguous and channels_last images.
-        gate: a function of the mean, (N, C, 1, 1), that returns a factor of that shape, for the kernels in x's dtype.
+        gate: maps the mean, (N, C, 1, 1), to a factor of that shape; the kernels take a factor of x's dtype.
 
-    Keeps: x and the gate, and what the function itself keeps.
+    Keeps: x, the factor, and what ``gate`` keeps.
     """
     return _squeeze_excite.squeeze_excite(x, gate)
 
@@ -207,65 +230,74 @@ def max_pool2d(
 
     .. math:: y_{c,i,j} = \max_{u,v}\; x_{c,\; s i + d u - p,\; s j + d v - p}
 
-    Stands for :func:`torch.nn.functional.max_pool2d`, and takes its arguments. Of equal elements the first one of a
-    window is the maximum; NaN is, wherever it stands.
+    Stands for :func:`torch.nn.functional.max_pool2d`: the maximum is the first one of equal elements, and NaN where the
+    window holds one.
 
     Args:
         input: (N, C, H, W) or (C, H, W); the kernels take contiguous and channels_last images, and windows of up to 254
             elements.
-        kernel_size, stride, padding, dilation, ceil_mode: as torch has them.
-        return_indices: return the indices of the maxima too; torch itself computes that.
+        kernel_size, stride, padding, dilation, ceil_mode: as in torch.
+        return_indices: whether to return the indices of the maxima, too. Torch computes these calls.
 
     Returns:
-        A tensor in the memory format that torch gives.
+        A tensor in torch's memory format.
 
-    Keeps: where in its window each maximum is, a byte an output; torch keeps eight, and the input.
+    Keeps: the place of each maximum in its window, one byte an output. Torch keeps eight, and the input.
     """
     if return_indices:
         return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode, True)  # type: ignore[call-overload]
     return _max_pool2d.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
 
 
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+@formerly("x", required=2)
 def layer_norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
+    input: Tensor = REQUIRED,
+    normalized_shape: Sequence[int] = REQUIRED,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
     dtype: torch.dtype | None = None,
+    x: Tensor | None = None,
 ) -> Tensor:
-    r"""Layer normalisation over the last dimensions, forward and backward at one reading of each tensor.
+    r"""Layer normalisation over the last dimensions; forward and backward read each tensor once.
 
     .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot \text{weight} + \text{bias}
 
     Stands for :func:`torch.nn.functional.layer_norm`.
 
     Args:
-        x: any shape that ends with ``normalized_shape``; kernels take float16, bfloat16, float32 and float64.
+        input: any shape that ends with ``normalized_shape``.
         normalized_shape: sizes of the dimensions that are normalised together.
-        weight, bias: of shape ``normalized_shape``, in x's dtype, or in float32 where x is float16 or bfloat16 (torch's
-            CUDA kernels take that under autocast only): computed in float32, rounded once to x's dtype.
+        weight, bias: of shape ``normalized_shape``, in the input's dtype, or in float32 where the input has 16 bits
+            (torch's CUDA kernels take that under autocast only). The computation is in float32, rounded once.
         eps: added to the variance.
-        dtype: of the result, which is cast to it. What is computed in float32 is rounded once, by the same kernel: what
-            a layer under autocast reads need not be written in float32 first.
+        dtype: of the result. The kernel rounds to it once, so that under autocast the result for a 16-bit layer is
+            never written in float32.
 
     Returns:
-        A contiguous tensor of x's dtype; under CUDA autocast float32, as torch gives it; or of ``dtype``.
+        A contiguous tensor of ``dtype``; by default of the input's dtype, float32 under CUDA autocast, as in torch.
 
-    Keeps: x, weight, and the mean and rstd of each row.
+    Keeps: input, weight, and the mean and rstd of each row.
     """
-    return _layer_norm.layer_norm(x, normalized_shape, weight, bias, eps, dtype)
+    if x is not None:
+        input = renamed("layer_norm", "x", "input", x, input)
+    return _layer_norm.layer_norm(input, normalized_shape, weight, bias, eps, dtype)
 
 
+@formerly("x", required=2)
 def rms_norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
+    input: Tensor = REQUIRED,
+    normalized_shape: Sequence[int] = REQUIRED,
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
     casting: str = "torch",
     dtype: torch.dtype | None = None,
+    x: Tensor | None = None,
 ) -> Tensor:
     r"""Root mean square normalisation over the last dimensions.
 
@@ -274,30 +306,32 @@ def rms_norm(
     Stands for :func:`torch.nn.functional.rms_norm`, or for the code of a model library.
 
     Args:
-        x: any shape that ends with ``normalized_shape``; kernels take float16, bfloat16, float32 and float64.
+        input: any shape that ends with ``normalized_shape``.
         normalized_shape: sizes of the dimensions that are normalised together.
-        weight: of shape ``normalized_shape``, in x's dtype, or in float32 where x is float16 or bfloat16.
-        eps: added to the mean square. None, as in torch: the epsilon of float32, of float64 where x is.
-        casting: where a float16 or bfloat16 x is rounded.
+        weight: of shape ``normalized_shape``, in the input's dtype, or in float32 where the input has 16 bits.
+        eps: added to the mean square. None is the epsilon of float32, of float64 for a float64 input, as in torch.
+        casting: where a 16-bit input is rounded.
 
             - ``"torch"``: once, at the end.
-            - ``"llama"``: x·rstd is rounded to x's dtype, and only then multiplied by weight; the result has the dtype
-              that this product has, float32 for a float32 weight.
+            - ``"llama"``: x·rstd is rounded to the input's dtype and then multiplied by weight. The result has the
+              dtype of this product, float32 for a float32 weight.
             - ``"gemma"``: x·rstd·(1 + weight), rounded once at the end.
 
         dtype: of the result, as for :func:`layer_norm`.
 
     Returns:
-        A tensor of x's dtype, but for ``"llama"``, or of ``dtype``. Contiguous, where torch's function does not keep a
-        channels_last x; the other casting orders, of elementwise operations, keep the order of dimensions in memory.
-        Under CUDA autocast ``"torch"`` gives float32 where torch's own does: since 2.13.
+        A tensor of ``dtype``; by default of the input's dtype, but for ``"llama"``, and float32 under CUDA autocast
+        where torch's own gives it (from 2.13 on). It is contiguous for ``"torch"`` unless torch keeps a channels_last
+        input so. The other casting orders keep the order of the dimensions in memory, as elementwise operations do.
 
-    Keeps: x, weight, and the rstd of each row.
+    Keeps: input, weight, and the rstd of each row.
 
     Raises:
-        ValueError: no such casting order.
+        ValueError: casting is not one of the three orders.
     """
-    return _layer_norm.rms_norm(x, normalized_shape, weight, eps, casting, dtype)
+    if x is not None:
+        input = renamed("rms_norm", "x", "input", x, input)
+    return _layer_norm.rms_norm(input, normalized_shape, weight, eps, casting, dtype)
 
 
 def add_layer_norm(
@@ -312,27 +346,27 @@ def add_layer_norm(
     training: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""The sum x + residual and its layer normalisation: how a block takes up the residual stream.
+    r"""The sum x + residual and its layer normalisation: the start of a transformer block.
 
     .. math:: s = x + \text{residual}, \qquad y = \frac{s - \mathrm{E}[s]}{\sqrt{\mathrm{Var}[s] + \epsilon}} \cdot
         \text{weight} + \text{bias}
 
-    Stands for ``s = F.dropout(x, dropout, training) + residual`` and ``F.layer_norm(s, ...)``. Both results carry
-    gradients, and one backward kernel joins them.
+    Stands for ``s = F.dropout(x, dropout, training) + residual`` and ``F.layer_norm(s, ...)``. Both results have
+    gradients, which one backward kernel adds.
 
     Args:
-        x, residual: tensors that broadcast against each other; the kernels take one shape, and one dtype or a float32
-            residual to a float16 or bfloat16 x. Without a residual s is x itself: code that uses it in the place of x
-            has the gradient of that use added in the norm's backward kernel, and may not write to it.
+        x, residual: tensors that broadcast against each other. The kernels take one shape and one dtype, or a float32
+            residual with a 16-bit x. Without a residual s is x itself: the backward kernel of the norm then adds the
+            gradient of its uses, and code may not write to it.
         normalized_shape, weight, bias, eps: as for :func:`layer_norm`.
         dropout: probability with which elements of x are zeroed before the sum.
-        training: whether they are.
+        training: whether dropout applies.
         dtype: of layer_norm(s), as for :func:`layer_norm`.
 
     Returns:
         (layer_norm(s), s).
 
-    Keeps: s, weight, and the mean and rstd of each row; with dropout its mask as well.
+    Keeps: s, weight, and the mean and rstd of each row; the mask of dropout.
     """
     if training and dropout:
         x = F.dropout(x, dropout)
@@ -355,21 +389,13 @@ def add_rms_norm(
 
     .. math:: s = x + \text{residual}, \qquad y = \frac{s}{\sqrt{\mathrm{E}[s^2] + \epsilon}} \cdot \text{weight}
 
-    Stands for ``s = F.dropout(x, dropout, training) + residual`` and ``rms_norm(s, ...)``. Both results carry
-    gradients, and one backward kernel joins them.
+    Stands for ``s = F.dropout(x, dropout, training) + residual`` and ``rms_norm(s, ...)``. Returns (rms_norm(s), s).
+    x, residual, dropout, training and dtype are those of :func:`add_layer_norm`, the others those of :func:`rms_norm`.
 
-    Args:
-        x, residual, dropout, training: as for :func:`add_layer_norm`.
-        normalized_shape, weight, eps, casting: as for :func:`rms_norm`.
-        dtype: of rms_norm(s), as for :func:`layer_norm`.
-
-    Returns:
-        (rms_norm(s), s).
-
-    Keeps: s, weight, and the rstd of each row; with dropout its mask as well.
+    Keeps: s, weight, and the rstd of each row; the mask of dropout.
 
     Raises:
-        ValueError: no such casting order.
+        ValueError: casting is not one of the three orders.
     """
     if training and dropout:
         x = F.dropout(x, dropout)
@@ -390,58 +416,61 @@ def channel_layer_norm(
         \text{weight}_c + \text{bias}_c
 
     Stands for ``F.layer_norm(x.permute(0, 2, 3, 1), (C,), weight, bias, eps).permute(0, 3, 1, 2)``, for any number of
-    dimensions after the channels. As there the result is channels_last in memory, and a channels_last x is read as it
-    lies.
+    dimensions after the channels. The result is channels_last in memory, and a channels_last x is not copied.
 
     Args:
         x: (N, C, *).
         weight, bias: (C,), in the dtypes that :func:`layer_norm` takes.
-        eps: added to the variance.
-        dtype: of the result, as for :func:`layer_norm`.
+        eps, dtype: as for :func:`layer_norm`.
 
     Keeps: what :func:`layer_norm` keeps.
     """
-    last = x.movedim(1, -1)
-    return _layer_norm.layer_norm(last, last.shape[-1:], weight, bias, eps, dtype).movedim(-1, 1)
+    rows = torch.movedim(x, 1, -1)
+    return _layer_norm.layer_norm(rows, rows.shape[-1:], weight, bias, eps, dtype).movedim(-1, 1)
 
 
+@formerly("x", required=2)
 def group_norm(
-    x: Tensor,
-    num_groups: int,
+    input: Tensor = REQUIRED,
+    num_groups: int = REQUIRED,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
     act: str | None = None,
+    x: Tensor | None = None,
 ) -> Tensor:
     r"""Group normalisation, and an activation of the result in the same pass.
 
     .. math:: y = \text{act}\left(
         \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot \text{weight} + \text{bias}\right)
 
-    Stands for ``act(F.group_norm(x, num_groups, weight, bias, eps))``.
+    Stands for ``act(F.group_norm(input, num_groups, weight, bias, eps))``.
 
     Args:
-        x: (N, C, *); the kernels take two to five dimensions, contiguous or channels_last.
-        num_groups: how many groups the channels fall into. Mean and variance are those of a group.
-        weight, bias: (C,), in x's dtype, or in float32 where x is float16 or bfloat16.
+        input: (N, C, *); the kernels take two to five dimensions, contiguous or channels_last.
+        num_groups: number of groups of channels. Each group has a mean and a variance.
+        weight, bias: (C,), in the input's dtype, or in float32 where the input has 16 bits.
         eps: added to the variance.
-        act: None or the name of an activation, as for :func:`bias_act`. One pass with "relu", "silu", "gelu",
-            "gelu_tanh", "hardswish", "relu6" and "leaky_relu"; a pass of its own, of bias_act, with the others.
+        act: None or the name of an activation, as for :func:`bias_act`. The kernel applies "relu", "silu", "gelu",
+            "gelu_tanh", "hardswish", "relu6" and "leaky_relu"; the others take a second pass.
 
     Returns:
-        A tensor in the memory format that torch gives: contiguous on CUDA. Under CUDA autocast float32.
+        A tensor in torch's memory format, on CUDA contiguous; float32 under CUDA autocast.
 
-    Keeps: x, weight, bias, and the mean and rstd of each group; the backward computes act's argument anew.
+    Keeps: input, weight, bias, and the mean and rstd of each group. The backward recomputes the argument of act.
 
     Raises:
-        ValueError: no such activation, or one value in each group.
+        ValueError: act is not the name of an activation, or a group has one value.
     """
-    return _group_norm.group_norm(x, num_groups, weight, bias, eps, act)
+    if x is not None:
+        input = renamed("group_norm", "x", "input", x, input)
+    return _group_norm.group_norm(input, num_groups, weight, bias, eps, act)
 
 
+@formerly("x", required=1)
 def instance_norm(
-    x: Tensor,
+    input: Tensor = REQUIRED,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
@@ -451,38 +480,44 @@ def instance_norm(
     eps: float = 1e-5,
     *,
     act: str | None = None,
+    x: Tensor | None = None,
 ) -> Tensor:
-    r"""Instance normalisation, :func:`group_norm` with one channel in each group, and an activation in the same pass.
+    r"""Instance normalisation and an activation in the same pass: :func:`group_norm` with one channel in each group.
 
-    .. math:: y = \text{act}\left( \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot \text{weight} +
-        \text{bias}\right)
+    .. math:: y = \text{act}\left(
+        \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot \text{weight} + \text{bias}\right)
 
-    Stands for ``act(F.instance_norm(x, ...))``. Torch's function answers itself where there are running statistics.
+    Stands for ``act(F.instance_norm(input, ...))``. Torch computes calls with running statistics.
 
     Args:
-        x: (N, C, *).
+        input: (N, C, *).
         running_mean, running_var: (C,), or None.
-        weight, bias: (C,), in x's dtype, or in float32 where x is float16 or bfloat16.
-        use_input_stats: normalise with the statistics of x; otherwise with the running ones.
-        momentum: share of x's statistics in the new running ones.
+        weight, bias: (C,), in the input's dtype, or in float32 where the input has 16 bits.
+        use_input_stats: whether to normalise with the statistics of the input, or with the running ones.
+        momentum: weight of the input's statistics in the new running ones.
         eps: added to the variance.
         act: None or the name of an activation, as for :func:`group_norm`.
 
     Returns:
-        A contiguous tensor of x's dtype.
+        A contiguous tensor of the input's dtype.
 
     Keeps: what :func:`group_norm` keeps.
 
     Raises:
-        ValueError: no such activation, or one spatial element, where x's statistics are used.
+        ValueError: act is not the name of an activation, or ``use_input_stats`` meets a channel of one value.
     """
-    return _group_norm.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act)
+    if x is not None:
+        input = renamed("instance_norm", "x", "input", x, input)
+    return _group_norm.instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act
+    )
 
 
+@formerly("x", required=3)
 def batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    input: Tensor = REQUIRED,
+    running_mean: Tensor | None = REQUIRED,
+    running_var: Tensor | None = REQUIRED,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     training: bool = False,
@@ -492,6 +527,7 @@ def batch_norm(
     residual: Tensor | None = None,
     act: str | None = None,
     num_batches_tracked: Tensor | None = None,
+    x: Tensor | None = None,
 ) -> Tensor:
     r"""Batch normalisation, and the residual and the activation that follow it in the same pass.
 
@@ -499,31 +535,33 @@ def batch_norm(
         \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot \text{weight} + \text{bias}
         + \text{residual}\right)
 
-    Stands for ``act(F.batch_norm(x, ...) + residual)``, rounded once.
+    Stands for ``act(F.batch_norm(input, ...) + residual)``, rounded once.
 
     Args:
-        x: (N, C, *); the kernels take two to five dimensions, contiguous or channels_last.
-        running_mean, running_var: (C,), or None. In training they are updated in place, as torch does it.
-        weight, bias: (C,), in x's dtype, or in float32 where x is float16 or bfloat16; the running statistics likewise.
-        training: normalise with the statistics of x, over all dimensions but C; otherwise with the running ones.
-        momentum: share of x's statistics in the new running ones.
+        input: (N, C, *); the kernels take two to five dimensions, contiguous or channels_last.
+        running_mean, running_var: (C,), or None. Training updates them in place, as in torch.
+        weight, bias: (C,), in the input's dtype, or in float32 where the input has 16 bits; the running statistics
+            likewise.
+        training: whether to normalise with the statistics of the input, or with the running ones.
+        momentum: weight of the input's statistics in the new running ones.
         eps: added to the variance.
-        residual: added before the activation; the kernels take x's shape and dtype.
-        act: None or the name of an activation, as for :func:`bias_act`. One pass with "relu", "silu", "gelu",
-            "gelu_tanh", "hardswish", "relu6" and "leaky_relu"; a pass of its own, of bias_act, with the others.
-        num_batches_tracked: one int64, or None. In training it grows by one, as torch's layer counts its batches.
+        residual: added before the activation; the kernels take the input's shape and dtype.
+        act: None or the name of an activation, as for :func:`group_norm`.
+        num_batches_tracked: one int64 that training increments, as torch's layer counts its batches; or None.
 
     Returns:
-        A tensor of x's dtype and memory format.
+        A tensor of the input's dtype and memory format.
 
-    Keeps: x, weight, bias, and the mean and rstd of each channel; the backward computes act's argument anew. With a
-    residual and "relu" one bit an element as well, and with a residual and another activation the residual.
+    Keeps: input, weight, bias, and the mean and rstd of each channel. The backward recomputes the argument of act. With
+    a residual, "relu" keeps one bit an element, and another activation the residual.
 
     Raises:
-        ValueError: no such activation, or one value in each channel in training.
+        ValueError: act is not the name of an activation, or training meets a channel of one value.
     """
+    if x is not None:
+        input = renamed("batch_norm", "x", "input", x, input)
     return _batch_norm.batch_norm(
-        x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act, num_batches_tracked
+        input, running_mean, running_var, weight, bias, training, momentum, eps, residual, act, num_batches_tracked
     )
 
 
@@ -531,34 +569,33 @@ def batch_norm(
 
 
 def bias_act(x: Tensor, bias: Tensor | None, act: str | None, **parameters: float) -> Tensor:
-    r"""act(x + bias) in one pass, and in the backward the bias' gradient in the same pass as x's.
+    r"""act(x + bias) in one pass, and in the backward the gradient of the bias in the same pass as that of x.
 
     .. math:: y = \text{act}(x + \text{bias})
 
-    Stands for ``act(x + bias)``, rounded once instead of twice. What follows a matrix product: that of a linear layer
-    whose bias is left out, and added here.
+    Stands for ``act(x + bias)``, rounded once instead of twice: what follows a linear layer without its bias.
 
     Args:
-        x: any shape; kernels take float16, bfloat16, float32 and float64.
-        bias: None, or a tensor that broadcasts against x; the kernels take x's dtype and one value for each index of
-            x's last dimension.
+        x: any shape.
+        bias: None, or a tensor that broadcasts against x; the kernels take x's dtype and the shape of its last
+            dimension.
         act: None, "relu", "silu", "gelu", "gelu_tanh", "hardswish", "relu6", "leaky_relu", "quick_gelu"
             (x·sigmoid(1.702·x)), "relu2" (relu(x)²), "mish", "sigmoid", "tanh", "elu" or "softplus".
-        parameters: of the activation, by torch's names and with torch's defaults: ``negative_slope`` of leaky_relu,
-            ``alpha`` of elu, ``beta`` and ``threshold`` of softplus.
+        parameters: of the activation, with torch's names and defaults: ``negative_slope`` of leaky_relu, ``alpha`` of
+            elu, ``beta`` and ``threshold`` of softplus.
 
     Returns:
-        A tensor of the memory format that torch gives. Of softplus under CUDA autocast float32; "relu2" is relu(x)
-        times itself, and stays in x's dtype where autocast would widen ``torch.square``.
+        A tensor in torch's memory format. Under CUDA autocast softplus gives float32; "relu2" is relu(x) times itself
+        and stays in x's dtype, where autocast would run ``torch.square`` in float32.
 
-    Without a bias torch's own kernels serve all but "gelu", "gelu_tanh", "mish", "quick_gelu" and "relu2": they are at
-    the limit of the memory already.
+    Without a bias, torch's kernels compute all but "gelu", "gelu_tanh", "mish", "quick_gelu" and "relu2": they reach
+    the memory bandwidth already.
 
     Keeps: x and the bias; of "relu" the result.
 
     Raises:
-        ValueError: no such activation.
-        TypeError: a parameter that the activation does not have.
+        ValueError: act is not the name of an activation.
+        TypeError: the activation does not have such a parameter.
     """
     return _bias_act.bias_act(x, bias, act, parameters)
 
@@ -571,7 +608,7 @@ def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     Keeps: the input.
     """
     if approximate not in ("none", "tanh"):
-        return F.gelu(input, approximate=approximate)  # which says what it expected
+        return F.gelu(input, approximate=approximate)  # raises torch's error
     return _bias_act.bias_act(input, None, "gelu" if approximate == "none" else "gelu_tanh", {})
 
 
@@ -596,7 +633,7 @@ def relu2(input: Tensor) -> Tensor:
 
 
 def mish(input: Tensor, inplace: bool = False) -> Tensor:
-    r""":func:`torch.nn.functional.mish`, which answers itself in place; see :func:`bias_act`.
+    r""":func:`torch.nn.functional.mish`, which computes in-place calls; see :func:`bias_act`.
 
     .. math:: y = x \cdot \tanh(\log(1 + \exp(x)))
 
@@ -606,7 +643,7 @@ def mish(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
-    r""":func:`torch.nn.functional.silu`, whose own kernels serve where no backend is forced; see :func:`bias_act`.
+    r""":func:`torch.nn.functional.silu`, through torch's kernel unless a backend is forced; see :func:`bias_act`.
 
     .. math:: y = \frac{x}{1 + \exp(-x)}
 
@@ -616,7 +653,7 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
-    r""":func:`torch.nn.functional.hardswish`, served as :func:`silu` is.
+    r""":func:`torch.nn.functional.hardswish`, through torch's kernel as :func:`silu`.
 
     .. math:: y = x \cdot \frac{\min(\max(x + 3, 0), 6)}{6}
 
@@ -626,7 +663,7 @@ def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-    r""":func:`torch.nn.functional.leaky_relu`, served as :func:`silu` is.
+    r""":func:`torch.nn.functional.leaky_relu`, through torch's kernel as :func:`silu`.
 
     .. math:: y = \max(x, 0) + \text{negative\_slope} \cdot \min(x, 0)
 
@@ -638,19 +675,19 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
 
 
 def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    r""":func:`torch.nn.functional.elu`, served as :func:`silu` is.
+    r""":func:`torch.nn.functional.elu`, through torch's kernel as :func:`silu`.
 
     .. math:: y = \max(x, 0) + \min(\alpha\, (\exp(x) - 1), 0)
 
     Keeps: the input.
     """
-    return (
-        _bias_act.in_place(F.elu, input, alpha) if inplace else _bias_act.bias_act(input, None, "elu", {"alpha": alpha})
-    )
+    if inplace:
+        return _bias_act.in_place(F.elu, input, alpha)
+    return _bias_act.bias_act(input, None, "elu", {"alpha": alpha})
 
 
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    r""":func:`torch.nn.functional.softplus`, served as :func:`silu` is.
+    r""":func:`torch.nn.functional.softplus`, through torch's kernel as :func:`silu`.
 
     .. math:: y = \frac{1}{\beta} \log(1 + \exp(\beta x))
 
@@ -667,11 +704,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Stands for ``F.silu(gate) * up``, rounded once instead of twice.
 
     Args:
-        gate, up: tensors that broadcast against each other; the kernels take one shape and one floating dtype. They may
-            be halves of one tensor, which are not copied; for their gradients to be written into one tensor as well,
-            see :func:`glu`.
+        gate, up: tensors that broadcast against each other; the kernels take one shape and one dtype. The two chunks of
+            a packed tensor are read in place; :func:`glu` also writes their gradients into one tensor.
 
-    Keeps: gate and up; the backward computes silu(gate) anew.
+    Keeps: gate and up. The backward recomputes silu(gate).
     """
     return _glu.gated(gate, up, "silu")
 
@@ -684,7 +720,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     Stands for ``F.gelu(gate, approximate=approximate) * up``. Arguments and what is kept are those of :func:`swiglu`.
     """
     if approximate not in ("none", "tanh"):
-        F.gelu(gate, approximate=approximate)  # which says what it expected
+        F.gelu(gate, approximate=approximate)  # raises torch's error
     return _glu.gated(gate, up, "gelu" if approximate == "none" else "gelu_tanh")
 
 
@@ -699,21 +735,20 @@ def reglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""A linear layer, in whose backward a kernel sums the gradient of the bias at the speed of the memory.
+    r"""A linear layer whose backward sums the gradient of the bias at the memory bandwidth.
 
     .. math:: y = x W^T + b
 
-    Stands for :func:`torch.nn.functional.linear`, which computes it, and the gradients of ``input`` and ``weight``:
-    these are torch's own to the bit. Only the sum over the rows of the incoming gradient is other than torch's, which
-    reads that at a fifth to a quarter of the memory bandwidth.
+    Stands for :func:`torch.nn.functional.linear`. Torch computes the result and the gradients of ``input`` and
+    ``weight``, which are the same to the bit. The kernel replaces the sum over the rows of the incoming gradient, which
+    torch reads at a fifth to a quarter of the memory bandwidth.
 
-    Under autocast, of float32 parameters, the result is torch's to the bit as well, and all of it one node of autograd.
-    The gradients of the parameters come in float32 from the product and the sum; torch rounds them to 16 bits on their
-    way.
+    Under autocast with float32 parameters the result is torch's to the bit, too, and the layer is one node of autograd.
+    The gradients of the parameters leave the product and the sum in float32, where torch rounds them to 16 bits.
 
     Args:
-        input: (..., in_features). The kernel takes the gradients of contiguous ones with two dimensions or more, but
-            not of float32, of which torch's own sum has the smaller error.
+        input: (..., in_features). The kernel takes contiguous gradients of two dimensions or more, but not of float32,
+            where torch's sum has the smaller error.
         weight: (out_features, in_features).
         bias: (out_features,), or None.
 
@@ -721,11 +756,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         (..., out_features). Without autocast and below 2**19 elements torch's sum is as fast, and an unforced call is
         torch's throughout.
 
-    Keeps: what torch does, input and weight; under autocast, as torch does, their casts.
+    Keeps: input and weight, as torch does; under autocast their casts.
 
     Raises:
-        RuntimeError: under autocast, a backward that is to be differentiated itself, where a parameter was written
-            since the forward.
+        RuntimeError: under autocast, the backward is to be differentiated, and a parameter changed after the forward.
     """
     return _linear.linear(input, weight, bias)
 
@@ -733,57 +767,69 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def gated_linear(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, act: str | None = "silu"
 ) -> Tensor:
-    r"""The linear layer of act(gate)·up, without that product in memory between forward and backward.
+    r"""The linear layer of act(gate)·up, without this product in memory between forward and backward.
 
     .. math:: y = (\text{act}(gate) \cdot up)\, W^T + b
 
-    Stands for ``F.linear(act(gate) * up, weight, bias)``: the second half of a gated MLP, ``weight`` and ``bias`` being
-    those of its down projection. The matrix products are torch's own.
+    Stands for ``F.linear(act(gate) * up, weight, bias)``: the second half of a gated MLP, with ``weight`` and ``bias``
+    of its down projection. Torch computes the matrix products.
 
     Args:
         gate, up: (..., in_features), as for :func:`swiglu`.
         weight: (out_features, in_features). The kernels take a plain tensor of gate's dtype, or of any floating dtype
-            that autocast casts to the one of the product; likewise the bias.
-        bias: (out_features,), or None.
-        act: None or the name of an activation, as for :func:`bias_act`, with torch's parameters where it has some.
+            that autocast casts to the one of the product.
+        bias: (out_features,) in a dtype that the weight may have, or None.
+        act: None or the name of an activation, as for :func:`bias_act`, with torch's default parameters.
 
     Returns:
         (..., out_features).
 
-    Keeps: gate, up and weight. :func:`swiglu` followed by :func:`torch.nn.functional.linear` keeps their product too,
-    for the gradient of the weight; here the backward computes it anew, only if the weight wants its gradient, and
-    writes the gradient of gate over that of the product. At most four tensors of gate's size are then in memory, gate
-    and up among them, instead of six. Derivatives of that backward are those of the composition.
+    Keeps: gate, up and weight. The backward recomputes the product where weight needs a gradient, and then overwrites
+    it with the gradient of gate: at most four tensors of gate's size are in memory, gate and up among them, where
+    :func:`swiglu` and :func:`torch.nn.functional.linear` have six. The backward of this backward is the composition's.
 
     Raises:
-        ValueError: no such activation.
+        ValueError: act is not the name of an activation.
     """
     return _glu.gated_linear(gate, up, weight, bias, act)
 
 
-def glu(x: Tensor, act: str | None = "sigmoid", dim: int = -1, *, gate_first: bool = False) -> Tensor:
-    r"""a·act(b) for the halves a and b of a tensor along one dimension, or act(a)·b, without copies of them.
+@formerly("x", required=1)
+def glu(
+    input: Tensor = REQUIRED,
+    dim: int = -1,
+    *,
+    act: str | None = "sigmoid",
+    gate_first: bool = False,
+    x: Tensor | None = None,
+) -> Tensor:
+    r"""a·act(b) for the chunks a and b of a tensor along one dimension, or act(a)·b, without copies of them.
 
-    .. math:: y = a \cdot \text{act}(b), \qquad (a, b) = x
+    .. math:: y = a \cdot \text{act}(b), \qquad (a, b) = \text{input}
 
-    Stands for :func:`torch.nn.functional.glu` with any activation: ``a, b = x.chunk(2, dim); a * act(b)``.
+    Stands for :func:`torch.nn.functional.glu` with any activation: ``a, b = input.chunk(2, dim); a * act(b)``.
 
     Args:
-        x: of an even size along ``dim``; kernels take float16, bfloat16, float32 and float64.
-        act: name of an activation as for :func:`bias_act`, with torch's parameters where it has some; None for a·b.
+        input: of an even size along ``dim``.
         dim: the dimension that is halved.
-        gate_first: the activation is that of the first half, as in models that pack ``gate`` and ``up`` in this order.
+        act: name of an activation as for :func:`bias_act`, with torch's default parameters; None for a·b.
+        gate_first: whether act applies to the first chunk, as in models that pack ``gate`` before ``up``.
 
     Returns:
-        A tensor of half the size of x along ``dim``.
+        A tensor of half the size along ``dim``.
 
-    Keeps: x; the backward computes the activation anew, and writes one gradient.
+    Keeps: the input. The backward recomputes the activation, and writes one gradient.
 
     Raises:
-        ValueError: no such activation.
-        RuntimeError: an odd size.
+        ValueError: act is not the name of an activation.
+        RuntimeError: the size along ``dim`` is odd.
     """
-    return _glu.glu(x, act, dim, gate_first)
+    if x is not None:
+        input = renamed("glu", "x", "input", x, input)
+    second: object = dim
+    if isinstance(second, str):  # act came before dim
+        act, dim = renamed("glu", "the second argument", "act", second, None), -1
+    return _glu.glu(input, act, dim, gate_first)
 
 
 def rotary(
@@ -800,26 +846,26 @@ def rotary(
 
     .. math:: (a, b) \mapsto (a \cos_a - b \sin_a,\; b \cos_b + a \sin_b)
 
-    for each pair of elements of the last dimension, a and b being half of the rotated part apart. Stands for
-    ``q * cos + rotate_half(q) * sin``, ``rotate_half(x)`` being ``torch.cat((-x2, x1), -1)`` of the halves of x, and
-    the same of k, rounded once. This is how Llama has it; GPT-J and Cohere are ``interleaved``.
+    for each pair of elements of the last dimension; a and b are half of the rotated part apart. Stands for
+    ``q * cos + rotate_half(q) * sin``, with ``torch.cat((-x2, x1), -1)`` of the two chunks of x as ``rotate_half(x)``,
+    and the same of k, rounded once. Llama pairs elements so; GPT-J and Cohere are ``interleaved``.
 
     Args:
         q, k: queries and keys, (batch, heads, seq, head_dim) or (batch, seq, heads, head_dim) or any of their views,
-            the heads of k as many as they are; or k is None. The kernels take up to four dimensions and one floating
-            dtype.
-        cos, sin: tables that broadcast against q and k as in torch: (seq, d) or (batch, 1, seq, d) for heads before
-            the sequence, (seq, 1, d) or (batch, seq, 1, d) for heads behind it. Tables of (batch, seq, d), as model
-            libraries hand them around, take ``cos.unsqueeze(1)`` or ``cos.unsqueeze(2)`` first. The kernels take q's
-            dtype, or float32 where q is float16 or bfloat16, and no table that needs a gradient.
-        interleaved: pairs are neighbours, ``x[..., ::2]`` and ``x[..., 1::2]``.
-        rotary_dim: how many elements of a head rotate, from the first; the others pass through. Default: as many as the
-            tables have columns. Twice as many where these have one column for each pair, as flash-attn's and GPT-J's.
+            each with any number of heads; k may be None. The kernels take up to four dimensions and one dtype.
+        cos, sin: tables that broadcast against q and k: (seq, d) or (batch, 1, seq, d) where the heads come before the
+            sequence, (seq, 1, d) or (batch, seq, 1, d) where they come after it. For the (batch, seq, d) of model
+            libraries pass ``cos.unsqueeze(1)`` or ``cos.unsqueeze(2)``. The kernels take q's dtype, or float32 with a
+            16-bit q, and no table that needs a gradient.
+        interleaved: whether pairs are neighbours, ``x[..., ::2]`` and ``x[..., 1::2]``.
+        rotary_dim: how many elements of a head rotate, from the first; the others pass through. Default: the number of
+            columns of the tables. Twice that number where the tables have one column for each pair, as in flash-attn
+            and GPT-J.
         dtype: of the results, for code that rotates ``q.float()`` and casts the result: q and k count as float32 where
-            they are narrower. Default: what ``q * cos`` has, which is float32 for a half with float32 tables.
+            they are narrower. Default: the dtype of ``q * cos``, which is float32 for a 16-bit q with float32 tables.
 
     Returns:
-        (rotated q, rotated k), in the memory order that the torch composition gives them; None for a k of None.
+        (rotated q, rotated k), in the memory order of the torch composition; None for a k of None.
 
     Keeps: cos and sin.
 
@@ -829,63 +875,64 @@ def rotary(
     return _rotary.rotary(q, k, cos, sin, interleaved, rotary_dim, dtype)
 
 
+# ---- residuals -------------------------------------------------------------------------------------------------------
+
+
 def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    r"""residual + dropout(x) in one pass: how a sublayer of a transformer joins the residual stream.
+    r"""residual + dropout(x) in one pass: the end of a sublayer of a transformer.
 
     .. math:: y = \text{residual} + \frac{x \cdot m}{1 - p}, \qquad m_i = 0 \text{ with probability } p, \text{ else } 1
 
     Stands for ``residual + F.dropout(x, p, training)``, rounded once instead of twice.
 
     Args:
-        x, residual: tensors that broadcast against each other; the kernels take one shape, and one floating dtype or a
-            float32 residual to a float16 or bfloat16 x.
+        x, residual: tensors that broadcast against each other. The kernels take one shape and one dtype, or a float32
+            residual with a 16-bit x.
         p: probability with which elements of x are zeroed.
-        training: whether they are.
+        training: whether dropout applies.
 
     The kernels draw one seed from torch's generator of the device and derive the mask from it (Philox), element by
-    element in the memory order of the result: the same whatever the dtypes and the layout of the gradient, and on every
-    backend that has kernels. It follows :func:`torch.manual_seed`, activation checkpointing and CUDA graphs, of which
-    each replay draws anew; it is not the mask that ``F.dropout`` draws from the same generator.
+    element in the memory order of the result. The mask does not depend on dtypes, the layout of the gradient or the
+    backend. It follows :func:`torch.manual_seed` and activation checkpointing, and each replay of a CUDA graph draws a
+    new one. It differs from the mask that ``F.dropout`` draws from the same generator.
 
     Keeps: the seed, 8 bytes.
 
     Raises:
-        ValueError: p is not a probability.
+        ValueError: p is not between 0 and 1.
     """
     return _residual.dropout_add(x, residual, p, training)
 
 
 def scale_add(
-    x: Tensor,
-    gamma: Tensor | None,
-    residual: Tensor,
-    drop_path: float = 0.0,
-    training: bool = False,
+    x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: float = 0.0, training: bool = False
 ) -> Tensor:
     r"""residual + drop_path(gamma·x) in one pass: LayerScale, stochastic depth and the residual.
 
     .. math:: y = \text{residual} + \frac{\text{gamma} \cdot x \cdot m}{1 - \text{drop\_path}}
 
-    Stands for ``residual + drop_path(x * gamma)``, as timm's models and torchvision's (``StochasticDepth(p, "row")``)
-    have it, rounded once. The gradients of x and gamma come from one kernel.
+    Stands for ``residual + drop_path(x * gamma)``, with the ``drop_path`` of timm and torchvision
+    (``StochasticDepth(p, "row")``), rounded once. One kernel computes the gradients of x and gamma.
 
     Args:
-        x, residual: tensors that broadcast against each other; the kernels take one shape, and one floating dtype or a
-            float32 residual to a float16 or bfloat16 x.
+        x, residual: as for :func:`dropout_add`.
         gamma: broadcasts to x, or None for no scale. The kernels take a vector along one dimension: (C,) along the last
             one, (C, 1, 1) along the channels of (N, C, H, W) in either memory format; in x's dtype, or in float32 where
             the residual is.
-        drop_path: probability with which whole samples (indices of dimension 0) of x·gamma are zeroed; those that stay
-            are divided by 1 - drop_path.
-        training: whether they are. The draw is timm's and torchvision's: after the same ``torch.manual_seed`` the same
-            samples are dropped.
+        drop_path: probability with which whole samples (indices of dimension 0) of x·gamma are zeroed; the others are
+            divided by 1 - drop_path.
+        training: whether drop_path applies. After the same ``torch.manual_seed``, timm and torchvision drop the same
+            samples.
 
     Keeps: x if gamma needs a gradient, a reference to gamma, and in training with drop_path a number for each sample.
 
     Raises:
-        ValueError: drop_path is not a probability.
+        ValueError: drop_path is not between 0 and 1.
     """
     return _residual.scale_add(x, gamma, residual, drop_path, training)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(
@@ -902,7 +949,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     inplace_backward: bool = False,
 ) -> Tensor:
-    r"""Cross-entropy of logits and classes: the logits are read once forward, and read and written once backward.
+    r"""Cross-entropy of logits and classes: the forward reads the logits once, the backward reads and writes them once.
 
     .. math:: l_i = w_t \left(\log \sum_c \exp(s_c) - s_t\right) + \text{z\_loss} \left(\log \sum_c \exp(s_c)\right)^2,
         \qquad s = \text{softcap} \cdot \tanh(\text{input} / \text{softcap})
@@ -911,30 +958,30 @@ def cross_entropy(
     z-loss. Computed in float32 and rounded once.
 
     Args:
-        input: logits, of shape (C,), (N, C) or (N, C, d1, ...); kernels take float16, bfloat16, float32 and float64.
-        target: classes, of input's shape without C. One that is not a class raises an IndexError on a CPU and is a
-            device-side assert on a GPU, as in torch. Or probabilities in input's shape, which torch's function serves.
+        input: logits, of shape (C,), (N, C) or (N, C, d1, ...).
+        target: classes, of input's shape without C. One that is out of range raises an IndexError on a CPU and is a
+            device-side assert on a GPU, as in torch. Or probabilities in input's shape, where torch computes the call.
         weight: (C,), a factor for each class; without a gradient, as in torch.
-        size_average, reduce: torch's deprecated ones.
-        ignore_index: a target that takes no part. Such a row is not read: its gradient is 0 whatever it holds.
+        size_average, reduce: deprecated in torch, too.
+        ignore_index: a target without a loss. Its row is not read, and has a gradient of 0 whatever it holds.
         reduction: "none", "mean" (weighted by ``weight``, NaN where all rows are ignored) or "sum".
         label_smoothing: from 0 to 1, the share of the uniform distribution in the target.
         softcap: a number above 0 that bounds the logits, or None.
-        z_loss: factor of the squared log-sum-exp of each row that is not ignored. It is not multiplied by ``weight``,
-            as it is not in Liger; for "mean" it is divided by what the loss is divided by, the sum of the weights of
-            the targets or, without a weight, their number.
-        inplace_backward: allows the backward to put the gradient in the place of the logits, which then are lost: half
-            of the memory. Logits that are a leaf are refused. A second backward, or one of another operation that kept
-            the logits, raises. Without effect where no kernel serves, where the logits are not contiguous, under
+        z_loss: factor of the squared log-sum-exp of each row that is not ignored. As in Liger, ``weight`` does not
+            multiply it; "mean" divides it by what it divides the loss by, the sum of the weights of the targets or,
+            without a weight, their number.
+        inplace_backward: allows the backward to write the gradient over the logits, which saves half of the memory.
+            Logits that are a leaf are refused. A second backward raises, and so does that of another operation that
+            kept the logits. No effect where no kernel applies, where the logits are not contiguous, under
             ``create_graph`` and under ``torch.compile``.
 
     Returns:
-        A tensor of input's dtype; under autocast float32, as torch gives it.
+        A tensor of input's dtype; float32 under autocast, as in torch.
 
     Keeps: input, target, weight, and two numbers of each row that add up to its log-sum-exp.
 
     Raises:
-        ValueError: reduction or softcap is none, or inplace_backward is True for a leaf.
+        ValueError: reduction is not valid, softcap is not above 0, or inplace_backward is True for a leaf.
     """
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
@@ -943,63 +990,88 @@ def cross_entropy(
     )
 
 
+@formerly("hidden", "bias", "class_weight", required=3)
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
+    input: Tensor = REQUIRED,
+    linear_weight: Tensor = REQUIRED,
+    target: Tensor = REQUIRED,
     *,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
     reduction: str = "mean",
+    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
+    options: Any = None,
     softcap: float | None = None,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     chunk_size: int | None = None,
+    hidden: Tensor | None = None,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
 ) -> Tensor:
-    r"""The cross-entropy of a linear layer's logits, which are never whole in memory.
+    r"""The cross-entropy of a linear layer's logits, which are never in memory as a whole.
 
     .. math:: \text{cross\_entropy}(\text{logits}, \text{target}), \qquad
-        \text{logits} = \text{logit\_scale} \cdot (\text{hidden} \cdot \text{weight}^T + \text{bias})
+        \text{logits} = \text{logit\_scale} \cdot (\text{input} \cdot \text{linear\_weight}^T + \text{linear\_bias})
 
-    Stands for ``cross_entropy(F.linear(hidden, weight, bias) * logit_scale, target)``, at the end of a language model.
-    The rows of hidden are worked off in chunks. For "mean" and "sum" the gradients are computed in the same pass, by
-    three matrix products a chunk and nothing twice, and the backward multiplies them with the incoming gradient. So
-    call it under :func:`torch.no_grad` where no backward follows: then it computes the loss alone.
+    Stands for ``cross_entropy(F.linear(input, linear_weight, linear_bias) * logit_scale, target)`` at the end of a
+    language model, and for ``torch.nn.functional.linear_cross_entropy`` of torch 2.13 and later. It processes the rows
+    of the input in chunks. For "mean" and "sum" the forward computes the gradients as well, by three matrix products a
+    chunk, and the backward multiplies them by the incoming gradient. Call it under :func:`torch.no_grad` where no
+    backward follows: it then computes the loss alone.
 
     Args:
-        hidden: (..., H), in float16, bfloat16, float32 or float64.
-        weight: (V, H), in hidden's dtype; under autocast in any. It may be tied, as to an embedding. One that is
-            sharded (a DTensor, as FSDP2 has it outside of the forward that it wraps) is refused.
-        target: (...), classes as int64. One out of range raises an IndexError on a CPU and is a device-side assert on a
-            GPU, as in torch. Probabilities, (..., V), are served with the logits in memory, as they are in memory.
-        bias: (V,), or None.
-        class_weight, ignore_index, reduction, label_smoothing: ``weight`` and so on of
-            :func:`torch.nn.functional.cross_entropy`.
+        input: (H,) or (N, H), as in torch, or (..., H).
+        linear_weight: (C, H) in the input's dtype, under autocast in any. It may be tied, for example to an embedding.
+            A sharded one (a DTensor, as FSDP2 has it outside of the forward that it wraps) is refused. For a
+            K-dimensional loss (C, d1, ..., dK, H), with an input of (N, H) and the whole logits in memory.
+        target: (...), classes as int64; (N, d1, ..., dK) for a K-dimensional loss. One that is out of range raises an
+            IndexError on a CPU and is a device-side assert on a GPU, as in torch. Or probabilities, (..., C) or
+            (N, C, d1, ..., dK), with the logits in memory as the probabilities are.
+        linear_bias: (C,), for a K-dimensional loss (C, d1, ..., dK); or None.
+        weight, reduction, ignore_index, label_smoothing: as for :func:`cross_entropy`. An ``ignore_index`` of None is
+            -100; with probabilities, only None is valid.
+        options: torch's ``LinearCrossEntropyOptions``. Its ``batch_chunk_size`` is the default of ``chunk_size``; the
+            others have no effect, since every call is chunked and a retained graph always works.
         softcap, z_loss: a bound on the logits, softcap·tanh(logits/softcap), and the factor of the squared log-sum-exp
-            of each row that is not ignored, which class_weight does not weight.
+            of each row that is not ignored, which ``weight`` does not multiply.
         logit_scale: a number that multiplies the logits, as in Cohere's models (Granite's divide by one).
         chunk_size: rows of a chunk. Default: an eighth of the rows or less, but 896 or more; on a GPU short of memory
-            less. A half dweight is summed over up to nine such chunks in its own dtype, rounded once for each; in
-            float32 if there is room for that in an eighth of the logits, or if the chunk_size asks for more chunks.
+            less. Up to nine such chunks add to a 16-bit gradient of the weight in its own dtype, rounded once for each.
+            They add in float32 if there is room for that in an eighth of the logits, or if there are more chunks.
 
     Returns:
-        A scalar, or for "none" the losses in target's shape. In hidden's dtype; under autocast float32.
+        A scalar, or for "none" the losses in the shape of the target. In the input's dtype; float32 under autocast.
 
-    Calls whose logits would have fewer than 2^20 elements on a GPU or 2^26 on a CPU, and no chunk_size, are answered by
-    the composition; so are transforms of torch.func, exports and second derivatives, which have the logits whole.
+    The composition, which has the logits whole, computes calls whose logits have fewer than 2^20 elements on a GPU or
+    2^26 on a CPU, unless a chunk_size is given. It also serves transforms of torch.func, exports and second
+    derivatives.
 
-    Keeps: references to hidden, weight, bias, target and class_weight; for "mean" and "sum" the gradients, as they will
-    be handed out. For "none" the backward computes the logits once more, four products in all; so does a second
-    backward through a retained graph.
+    Keeps: references to all tensors; for "mean" and "sum" the gradients. For "none" the backward computes the logits
+    again, by four products in all; so does a second backward through a retained graph.
 
     Raises:
-        ValueError: reduction, softcap or chunk_size is none, or target is not of hidden's shape.
-        TypeError: weight is a DTensor and hidden is none, or logit_scale is no number.
+        RuntimeError: the shapes do not fit, or an ignore_index is given with probabilities.
+        ValueError: reduction is not valid, softcap is not above 0, or chunk_size is not above 0.
+        TypeError: linear_weight alone is a DTensor, or logit_scale is not a number.
     """
+    if hidden is not None:
+        input = renamed("linear_cross_entropy", "hidden", "input", hidden, input)
+    if weight is not None and linear_weight is REQUIRED:
+        linear_weight, weight = renamed("linear_cross_entropy", "weight", "linear_weight", weight, None), None
+    if bias is not None:
+        linear_bias = renamed("linear_cross_entropy", "bias", "linear_bias", bias, linear_bias)
+    if class_weight is not None:
+        weight = renamed("linear_cross_entropy", "class_weight", "weight", class_weight, weight)
+    if options is not None and chunk_size is None:
+        chunk_size = options.batch_chunk_size
+    if ignore_index is None:
+        ignore_index = -100
+    elif torch.is_floating_point(target):
+        raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
     return _linear_cross_entropy.linear_cross_entropy(
-        hidden, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, softcap, z_loss,
+        input, linear_weight, target, linear_bias, weight, ignore_index, reduction, label_smoothing, softcap, z_loss,
         logit_scale, chunk_size,
     )  # fmt: skip
 
@@ -1016,34 +1088,34 @@ def vocab_parallel_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    r"""Cross-entropy of logits whose classes are spread over the ranks of a process group, with two all-reduces.
+    r"""Cross-entropy of logits whose classes are sharded over the ranks of a process group, with two all-reduces.
 
     .. math:: l_i = \log \sum_c \exp(s_c) - s_t, \qquad c \text{ in the shards of all ranks}
 
-    Stands for ``cross_entropy(torch.cat(shards, -1), target)``: every rank of the group calls it with its own shard of
-    the logits, as a linear layer whose weight is sharded over the vocabulary gives it, and with the same target, and
-    gets the same loss. What is reduced are three numbers a row, five with label smoothing.
+    Stands for ``cross_entropy(torch.cat(shards, -1), target)``. Every rank of the group calls it with its shard of the
+    logits, the result of a linear layer whose weight is sharded over the vocabulary, and with the same target. Every
+    rank gets the same loss. The ranks reduce three numbers a row, five with label smoothing.
 
     Args:
         logits: (..., V of this rank), the classes from ``vocab_start`` on.
         target: (...), classes of the whole vocabulary as int64.
         group: a :class:`torch.distributed.ProcessGroup`; default, as there, all ranks.
-        vocab_start: the first class of this shard. Default: rank in the group times V of this rank, for shards that are
-            all equally wide.
-        ignore_index, reduction, label_smoothing, softcap, z_loss: as :func:`linear_cross_entropy` takes them.
+        vocab_start: the first class of this shard. Default, for shards of equal width: rank in the group times V of
+            this rank.
+        ignore_index, reduction, label_smoothing, softcap, z_loss: as for :func:`linear_cross_entropy`.
 
     Returns:
-        A scalar, or for "none" the losses in target's shape. In logits' dtype; under autocast float32.
+        A scalar, or for "none" the losses in target's shape. In logits' dtype; float32 under autocast.
 
-    The gradient is that of this rank's loss by its own logits, without communication: whoever computes the loss on each
-    rank, as tensor parallelism does, does not add it up over the ranks. It has no second derivative, and raises.
+    The gradient is that of this rank's loss by its own logits, without communication. Code that computes the loss on
+    each rank, as tensor parallelism does, does not sum it over the ranks. A second derivative raises.
 
     Keeps: logits, target, and the log-sum-exp of each row.
 
     Raises:
-        ValueError: target is not of int64 in logits' shape without the classes, an option has no meaning, or shards of
+        ValueError: target is not of int64 in logits' shape without the classes, an option is not valid, or shards of
             unequal width come without vocab_start (on a GPU a device-side assert).
-        IndexError: a class is in none of the shards, or in several; on a GPU a device-side assert.
+        IndexError: a class is in no shard, or in several; on a GPU a device-side assert.
     """
     return _vocab_parallel.vocab_parallel_cross_entropy(
         logits, target, group, vocab_start, ignore_index, reduction, label_smoothing, softcap, z_loss
@@ -1058,7 +1130,7 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Tensor:
-    r"""Kullback-Leibler divergence of log-probabilities, element by element and reduced in one pass.
+    r"""Kullback-Leibler divergence of log-probabilities, computed and reduced in one pass.
 
     .. math:: l = p \cdot (\log p - \text{input}), \qquad p = \text{target}
         \quad\text{or, with log\_target,}\quad p = \exp(\text{target})
@@ -1066,7 +1138,7 @@ def kl_div(
     Stands for :func:`torch.nn.functional.kl_div`, with its warning at ``reduction="mean"``.
 
     Args:
-        input: log-probabilities of any shape; kernels take float16, bfloat16, float32 and float64.
+        input: log-probabilities of any shape.
         target: probabilities, or with ``log_target`` their logarithms; the kernels take input's shape and dtype.
         size_average, reduce: torch's deprecated spelling of ``reduction``.
         reduction: ``"none"``, ``"sum"``, ``"mean"`` over all elements, or ``"batchmean"``, the sum divided by the size
@@ -1074,13 +1146,13 @@ def kl_div(
         log_target: whether the target is in log space.
 
     Returns:
-        A tensor of input's dtype: of its shape without a reduction, else of no dimensions. Under autocast float32.
+        A tensor of input's dtype, a scalar with a reduction; float32 under autocast.
 
-    Keeps: target; input too where target needs a gradient. As with torch the target's gradient is NaN where a target
-    that is not in log space is 0.
+    Keeps: target; input too where target needs a gradient. As in torch, the gradient of a target that is not in log
+    space is NaN where the target is 0.
 
     Raises:
-        ValueError: no such reduction.
+        ValueError: reduction is not valid.
     """
     return _kl_div.kl_div(input, target, size_average, reduce, reduction, log_target)
 
@@ -1099,28 +1171,28 @@ def kl_div_logits(
     .. math:: L = T^2 \sum_i p_i (\log p_i - \log q_i), \qquad
         p = \mathrm{softmax}(\text{teacher} / T), \quad q = \mathrm{softmax}(\text{student} / T)
 
-    over the last dimension, of every row: the loss of knowledge distillation (Hinton et al., 2015), whose factor
-    T² keeps the size of the gradients when the temperature changes. Where p is 0 (a logit of minus infinity) it counts
+    over the last dimension of every row: the loss of knowledge distillation (Hinton et al., 2015). The factor T² keeps
+    the size of the gradients when the temperature changes. An element where p is 0 (a logit of minus infinity) counts
     as 0. Stands for ``T**2 * F.kl_div(F.log_softmax(student / T, -1), F.log_softmax(teacher / T, -1),
     log_target=True)``, with the reductions below.
 
     Args:
-        student, teacher: logits (\*, C); the kernels take one shape and one floating dtype.
-        labels: (\*), or None. Rows whose label is ``ignore_index`` give 0, get no gradient, and do not count.
+        student, teacher: logits (\*, C); the kernels take one shape and one dtype.
+        labels: (\*), or None. A row whose label is ``ignore_index`` has no loss and no gradient, and does not count.
         ignore_index: that label.
         temperature: T.
         reduction: ``"none"``, a loss for each row; ``"sum"`` of them; ``"batchmean"``, their mean over the rows that
-            count, however many dimensions these have (torch's kl_div divides by the first one's size); ``"mean"``, the
-            same divided by C. NaN where no row counts.
+            count, of all dimensions (torch's kl_div divides by the size of the first); ``"mean"``, the same divided by
+            C. NaN where no row counts.
 
     Returns:
         A tensor of the logits' dtype, computed in float32 and rounded once: of labels' shape without a reduction, else
-        of no dimensions. Under autocast float32.
+        a scalar. Float32 under autocast.
 
     Keeps: student and teacher, the labels, and for each row the maxima and log-sum-exps of both and two more numbers.
 
     Raises:
-        ValueError: no such reduction, a temperature that is not positive, or labels of another shape.
+        ValueError: reduction is not valid, temperature is not positive, or labels has another shape.
     """
     return _kl_div.divergence(student, teacher, labels, ignore_index, 0.0, temperature, True, reduction)
 
@@ -1141,16 +1213,16 @@ def js_div_logits(
         m = \beta p + (1 - \beta) q
 
     with p and q as for :func:`kl_div_logits`, and no factor of the temperature: the loss of generalised knowledge
-    distillation (Agarwal et al., 2024, "On-Policy Distillation of Language Models", eq. 1; also that of TRL's
-    GKDTrainer and of Liger). As there the ends of beta, where it would vanish, stand for the divergences that it
-    approaches in proportion: 0 for KL(p || q), which is forward KL, 1 for KL(q || p), which is reverse KL.
+    distillation (Agarwal et al., 2024, "On-Policy Distillation of Language Models", eq. 1), and that of TRL's
+    GKDTrainer and of Liger. At the ends of beta the formula is 0. As in these libraries, a beta of 0 gives the forward
+    divergence KL(p || q), and a beta of 1 the reverse one, KL(q || p), which it approaches in proportion.
 
     Args:
         student, teacher, labels, ignore_index, temperature, reduction: as for :func:`kl_div_logits`.
-        beta: share of the teacher's distribution in the mixture m, from 0 to 1.
+        beta: weight of the teacher's distribution in the mixture m, from 0 to 1.
 
     Returns:
-        What :func:`kl_div_logits` returns. At 0 probability a logarithm counts as its product with it, 0.
+        What :func:`kl_div_logits` returns.
 
     Keeps: what :func:`kl_div_logits` keeps.
 

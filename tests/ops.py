@@ -229,13 +229,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Layer:
-    """A fused layer, and a call of the function whose first ``inputs`` arguments are those of its forward."""
+    """A fused layer, and a call of the function of which ``inputs`` arguments are those of its forward.
+
+    That is so many from the first, or the ones at these places.
+    """
 
     module: nn.Module
     sample: Sample
-    inputs: int | None = None
+    inputs: int | tuple[int, ...] | None = None
 
     def arguments(self, call: Call) -> tuple[Any, ...]:
+        if isinstance(self.inputs, tuple):
+            return tuple(call.args[place] for place in self.inputs)
         return call.args[: self.inputs]
 
 
@@ -1776,14 +1781,17 @@ GATED_LINEAR = Op(
 )
 
 
-def glu(x: Tensor, act: str | None = "sigmoid", dim: int = -1, *, gate_first: bool = False) -> Tensor:
+def glu(input: Tensor, dim: int = -1, *, act: str | None = "sigmoid", gate_first: bool = False) -> Tensor:
     if act == "sigmoid" and not gate_first:
-        return F.glu(x, dim)
-    first, second = x.chunk(2, dim)
+        return F.glu(input, dim)
+    first, second = input.chunk(2, dim)
     return STOCK_ACTS[act](first) * second if gate_first else first * STOCK_ACTS[act](second)
 
 
-GATE_FIRST = {"gate_first": True}
+def halved(name: str, x: Input, act: str | None, dim: int = -1, *, gate_first: bool = False, **about: Any) -> Sample:
+    return Sample(name, (x, dim), {"act": act, "gate_first": gate_first}, **about)
+
+
 A_GLU = Sample("packed matrix", (Input((5, 38)),))
 GLU = Op(
     "glu",
@@ -1792,34 +1800,34 @@ GLU = Op(
     kernels=GPU_KERNELS,
     samples=(
         replace(A_GLU, smooth=True),
-        *(Sample(f"{act}", (Input((5, 48)), act)) for act in STOCK_ACTS),
-        *(Sample(f"{act} first", (Input((5, 48)), act), GATE_FIRST) for act in ("silu", "gelu", "sigmoid", None)),
-        Sample("silu, smooth", (Input((3, 8)), "silu"), GATE_FIRST, smooth=True),
-        Sample("dim 0", (Input((6, 7)), "gelu", 0), smooth=True),
-        *(Sample(f"packed columns {n}", (Input((7, n)), "silu"), GATE_FIRST) for n in (2, 6, 16, 66, 2000, 8194)),
-        Sample("vector", (Input((34,)), "silu")),
-        Sample("packed, many rows", (Input((3001, 32)), "gelu")),
-        Sample("channels", (Input((2, 8, 5, 6)), "silu", 1)),
-        Sample("channels, channels_last", (Input((2, 8, 5, 6), channels_last), "silu", 1)),
-        Sample("channels, channels_last, odd", (Input((2, 6, 5, 3), channels_last), "silu", 1)),
-        Sample("width, channels_last", (Input((2, 8, 5, 6), channels_last), "silu", 3)),
-        Sample("middle dim", (Input((3, 10, 24)), "gelu", 1)),
-        Sample("middle dim of a slice", (Input((3, 10, 24), row_slice), "gelu", -2)),
-        Sample("packed, transposed", (Input((24, 34), transposed), "silu")),
-        Sample("packed row slice", (Input((5, 64), row_slice), "silu")),
-        Sample("packed, strided", (Input((5, 40), strided), "silu")),
-        Sample("packed, misaligned", (Input((6, 64), misaligned), "silu")),
-        Sample("packed, expanded", (Input((6, 64), expanded(0)), "silu")),
-        Sample("packed, expanded along", (Input((6, 64), expanded(1)), "silu")),
-        Sample("packed NaN", (Input((5, 40), values=with_nan), "silu")),
-        Sample("packed infinities", (Input((5, 40), values=with_infinities), "silu")),
+        *(halved(f"{act}", Input((5, 48)), act) for act in STOCK_ACTS),
+        *(halved(f"{act} first", Input((5, 48)), act, gate_first=True) for act in ("silu", "gelu", "sigmoid", None)),
+        halved("silu, smooth", Input((3, 8)), "silu", gate_first=True, smooth=True),
+        halved("dim 0", Input((6, 7)), "gelu", 0, smooth=True),
+        *(halved(f"packed columns {n}", Input((7, n)), "silu", gate_first=True) for n in (2, 6, 16, 66, 2000, 8194)),
+        halved("vector", Input((34,)), "silu"),
+        halved("packed, many rows", Input((3001, 32)), "gelu"),
+        halved("channels", Input((2, 8, 5, 6)), "silu", 1),
+        halved("channels, channels_last", Input((2, 8, 5, 6), channels_last), "silu", 1),
+        halved("channels, channels_last, odd", Input((2, 6, 5, 3), channels_last), "silu", 1),
+        halved("width, channels_last", Input((2, 8, 5, 6), channels_last), "silu", 3),
+        halved("middle dim", Input((3, 10, 24)), "gelu", 1),
+        halved("middle dim of a slice", Input((3, 10, 24), row_slice), "gelu", -2),
+        halved("packed, transposed", Input((24, 34), transposed), "silu"),
+        halved("packed row slice", Input((5, 64), row_slice), "silu"),
+        halved("packed, strided", Input((5, 40), strided), "silu"),
+        halved("packed, misaligned", Input((6, 64), misaligned), "silu"),
+        halved("packed, expanded", Input((6, 64), expanded(0)), "silu"),
+        halved("packed, expanded along", Input((6, 64), expanded(1)), "silu"),
+        halved("packed NaN", Input((5, 40), values=with_nan), "silu"),
+        halved("packed infinities", Input((5, 40), values=with_infinities), "silu"),
         Sample("empty", (Input((0, 8)),), refused=KERNELS),
-        Sample("empty halves", (Input((8, 0)), "silu"), refused=KERNELS),
+        halved("empty halves", Input((8, 0)), "silu", refused=KERNELS),
     ),
     saved_bytes=lambda call, out: nbytes(call.args[0]),
     mistakes=(
         Sample("odd size", (Input((3, 5)),)),
-        Sample("dim out of range", (Input((3, 4)), "sigmoid", 2)),
+        halved("dim out of range", Input((3, 4)), "sigmoid", 2),
         Sample("not a tensor", ([1.0, 2.0],)),
     ),
     layers=(Layer(fastlayers.FusedGLU(), A_GLU),),
@@ -2163,17 +2171,18 @@ CROSS_ENTROPY = Op(
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *, class_weight: Tensor | None = None,
-    logit_scale: float = 1.0, chunk_size: int | None = None, **options: Any,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    weight: Tensor | None = None, logit_scale: float = 1.0, chunk_size: int | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    logits = F.linear(hidden, weight, bias)
+    logits = F.linear(input, linear_weight, linear_bias)
     if logit_scale != 1.0:
         logits = logits * logit_scale
     if target.shape not in (logits.shape[:-1], logits.shape):
-        raise ValueError("a target of another shape, which flattening would hide")
+        error = ValueError if logits.dim() <= 2 else RuntimeError
+        raise error("a target of another shape, which flattening would hide")
     rows = logits.reshape(-1, logits.shape[-1])
     flat = target.reshape(rows.shape if target.is_floating_point() else -1)
-    loss = cross_entropy(rows, flat, class_weight, **options)
+    loss = cross_entropy(rows, flat, weight, **options)
     return loss.reshape(logits.shape[:-1]) if options.get("reduction") == "none" else loss
 
 
@@ -2192,11 +2201,18 @@ def of_linear(
         hidden or Input(shape, layout, values),
         weight or Input((columns, shape[-1]), layout),
         target,
-        Input((columns,)) if bias else None,
     )
+    if bias:
+        options["linear_bias"] = Input((columns,))
     if class_weight:
-        options["class_weight"] = Input((columns,), values=positive, grad=False)
+        options["weight"] = Input((columns,), values=positive, grad=False)
     return Sample(name, args, {**options, "chunk_size": chunk_size}, refused, **about)
+
+
+def loss_of_ones(features: int, classes: int) -> nn.Module:
+    layer = fastlayers.FusedLinearCrossEntropyLoss(features, classes)
+    nn.init.ones_(layer.linear.weight)
+    return layer
 
 
 LINEAR_LOSSES = (
@@ -2254,7 +2270,10 @@ LINEAR_CROSS_ENTROPY = Op(
         of_linear("smoothing above 1", label_smoothing=1.5),
         of_linear("target of int32", target=Input((6,), values=classes(13), grad=False, dtype=torch.int32)),
     ),
-    layers=(Layer(fastlayers.FusedLinearCrossEntropyLoss(), of_linear("layer", chunk_size=None), 3),),
+    layers=(
+        Layer(loss_of_ones(8, 13),
+              of_linear("layer", weight=Input((13, 8), values=constant(1.0)), chunk_size=None), (0, 2)),
+    ),
     matrix=None,
 )  # fmt: skip
 

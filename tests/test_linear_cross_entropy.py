@@ -33,8 +33,8 @@ def inputs(rows: int, columns: int, features: int, dtype: torch.dtype = torch.fl
     return hidden, weight, target
 
 
-def gradients(function, hidden, weight, target, dy=None, **options):
-    return torch.autograd.grad(function(hidden, weight, target, **options), (hidden, weight), dy)
+def gradients(function, hidden, linear_weight, target, dy=None, **options):
+    return torch.autograd.grad(function(hidden, linear_weight, target, **options), (hidden, linear_weight), dy)
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_float16_gradients_do_not_vanish():
     class_weight = torch.rand(4000).half() * 1000
     scaled = torch.tensor(1024.0, dtype=torch.float16)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    for options in ({}, {"class_weight": class_weight}):
+    for options in ({}, {"weight": class_weight}):
         ours = gradients(functional.linear_cross_entropy, hidden, weight, target, scaled, chunk_size=64, **options)
         wide = {name: value.double() for name, value in options.items()}
         true = gradients(reference, *exact, target, scaled.double(), **wide)
@@ -264,7 +264,7 @@ def test_autocast(reduction, low, device):
         found = []
         for function, options in ((functional.linear_cross_entropy, {"chunk_size": 30}), (reference, {})):
             with torch.autocast(device, low):
-                loss = function(hidden.to(cast), weight, target, bias, reduction=reduction, **options)
+                loss = function(hidden.to(cast), weight, target, linear_bias=bias, reduction=reduction, **options)
             found.append((loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))))
         for ours, stock in zip(*found, strict=True):
             assert ours.dtype == stock.dtype == torch.float32
@@ -275,14 +275,14 @@ def test_autocast(reduction, low, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_checkpoint_of_head_and_loss(device, use_reentrant):
     torch.manual_seed(0)
-    body, head = nn.Linear(8, 8, device=device), nn.Linear(8, 33, device=device)
+    body = nn.Linear(8, 8, device=device)
     x, _, target = inputs(40, 33, 8, device=device)
-    criterion = fastlayers.FusedLinearCrossEntropyLoss(chunk_size=16)
+    criterion = fastlayers.FusedLinearCrossEntropyLoss(8, 33, bias=True, device=device, chunk_size=16)
 
     def loss(x):
-        return criterion(body(x), head.weight, target, head.bias)
+        return criterion(body(x), target)
 
-    leaves = (x, *body.parameters(), *head.parameters())
+    leaves = (x, *body.parameters(), *criterion.parameters())
     expected = torch.autograd.grad(loss(x), leaves)
     checkpoint(loss, x, use_reentrant=use_reentrant).backward()
     assert all(map(same_bits, [leaf.grad for leaf in leaves], expected))
@@ -307,14 +307,14 @@ def test_compiled_graph_keeps_the_chunks(reduction, device):
         return aot_eager(graph, example)
 
     compiled = torch.compile(functional.linear_cross_entropy, fullgraph=True, backend=look)
-    loss = compiled(hidden, weight, target, bias, chunk_size=16, **options)
-    expected = reference(hidden, weight, target, bias, **options)
+    loss = compiled(hidden, weight, target, linear_bias=bias, chunk_size=16, **options)
+    expected = reference(hidden, weight, target, linear_bias=bias, **options)
     dy = torch.randn_like(loss)
     assert_close(loss, expected)
     assert_close(torch.autograd.grad(loss, (hidden, weight), dy), torch.autograd.grad(expected, (hidden, weight), dy))
     assert "fastlayers.linear_cross_entropy" in graphs[0]
     with torch.no_grad():
-        assert_close(compiled(hidden, weight, target, bias, chunk_size=16, **options), expected)
+        assert_close(compiled(hidden, weight, target, linear_bias=bias, chunk_size=16, **options), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -361,14 +361,14 @@ def test_what_it_says_of_mistakes():
 
 
 def test_layer_says_what_differs():
-    assert repr(fastlayers.FusedLinearCrossEntropyLoss()) == (
-        "FusedLinearCrossEntropyLoss(ignore_index=-100, reduction='mean')"
+    assert repr(fastlayers.FusedLinearCrossEntropyLoss(3, 4, softcap=30.0, chunk_size=64, reduction="sum")) == (
+        "FusedLinearCrossEntropyLoss(\n  in_features=3, num_classes=4, out_features=(), bias=False, reduction=sum,"
+        " ignore_index=None, label_smoothing=0.0, options=None, softcap=30.0, chunk_size=64\n"
+        "  (linear): Linear(in_features=3, out_features=4, bias=False)\n)"
     )
-    shown = repr(fastlayers.FusedLinearCrossEntropyLoss(softcap=30.0, chunk_size=64, reduction="sum"))
-    assert shown == "FusedLinearCrossEntropyLoss(ignore_index=-100, reduction='sum', softcap=30.0, chunk_size=64)"
-    copied = copy.deepcopy(fastlayers.FusedLinearCrossEntropyLoss(torch.ones(5), z_loss=0.5))
+    copied = copy.deepcopy(fastlayers.FusedLinearCrossEntropyLoss(3, 5, weight=torch.ones(5), z_loss=0.5))
     assert copied.z_loss == 0.5
-    assert list(copied.state_dict()) == ["weight"]
+    assert list(copied.state_dict()) == ["weight", "linear.weight"]
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------
@@ -470,7 +470,9 @@ class Model(nn.Module):
         self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 33)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(self.body(x), self.head.weight, target, self.head.bias, chunk_size=16)
+        return functional.linear_cross_entropy(
+            self.body(x), self.head.weight, target, linear_bias=self.head.bias, chunk_size=16
+        )
 
 
 def check_fsdp(rank: int) -> None:

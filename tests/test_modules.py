@@ -14,6 +14,7 @@ from torch import nn
 
 import fastlayers
 from fastlayers import backends, modules
+from fastlayers.modules.linear_cross_entropy import LinearCrossEntropyLoss
 
 DROP_INS = [pytest.param(stock, fused, id=fused.__name__) for stock, fused in modules.DROP_IN.items()]
 #: One set of constructor arguments for each torch class; a class without a line is constructed without any.
@@ -22,6 +23,7 @@ ARGUMENTS = {
     nn.LogSoftmax: {"dim": 1},
     nn.LayerNorm: {"normalized_shape": 5},
     nn.Linear: {"in_features": 5, "out_features": 4},
+    LinearCrossEntropyLoss: {"in_features": 5, "num_classes": 4, "bias": True},
     nn.RMSNorm: {"normalized_shape": (5,), "eps": 1e-3},
     nn.GroupNorm: {"num_groups": 2, "num_channels": 6},
     nn.BatchNorm1d: {"num_features": 5},
@@ -44,9 +46,13 @@ SHAPES = {
     nn.InstanceNorm3d: (3, 6, 4, 2, 2),
 }
 #: Classes that take more arguments than torch's; its own mean what they mean there.
-EXTENDED = (fastlayers.FusedCrossEntropyLoss,)
+EXTENDED = (fastlayers.FusedCrossEntropyLoss, fastlayers.FusedLinearCrossEntropyLoss)
 #: The second argument of those that take two, for its shape.
-TARGETS = {nn.KLDivLoss: torch.rand, nn.CrossEntropyLoss: lambda shape: torch.arange(shape[0])}
+TARGETS = {
+    nn.KLDivLoss: torch.rand,
+    nn.CrossEntropyLoss: lambda shape: torch.arange(shape[0]),
+    LinearCrossEntropyLoss: lambda shape: torch.arange(shape[0]),
+}
 FUSED = {name: getattr(modules, name) for name in modules.__all__ if name.startswith("Fused")}
 BACKENDS = [
     pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda")
@@ -68,7 +74,7 @@ def results(module: nn.Module, arguments) -> tuple[torch.Tensor, list[torch.Tens
     leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
     leaves += [p for p in module.parameters() if p.requires_grad]
     first, *indices = out if isinstance(out, tuple) else (out,)
-    return out, [*torch.autograd.grad(first.sin().sum(), leaves), *indices]
+    return out, [*torch.autograd.grad(first.atan().sum(), leaves), *indices]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -32,7 +32,7 @@ def eager_reglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def fused_packed_swiglu(x: Tensor) -> Tensor:
-    return functional.glu(x, "silu", gate_first=True)
+    return functional.glu(x, act="silu", gate_first=True)
 
 
 def eager_packed_swiglu(x: Tensor) -> Tensor:

@@ -71,6 +71,8 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.CrossEntropyLoss: FusedCrossEntropyLoss,
     nn.KLDivLoss: FusedKLDivLoss,
 }
+if hasattr(nn, "LinearCrossEntropyLoss"):  # torch 2.13
+    DROP_IN[nn.LinearCrossEntropyLoss] = FusedLinearCrossEntropyLoss
 
 __all__ = [
     "DROP_IN",

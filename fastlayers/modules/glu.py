@@ -51,4 +51,4 @@ class FusedGLU(nn.GLU):
     """:class:`torch.nn.GLU` through :func:`fastlayers.functional.glu`. Constructor and repr are torch's."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.glu(input, "sigmoid", self.dim)
+        return functional.glu(input, self.dim)

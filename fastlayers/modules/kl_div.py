@@ -22,9 +22,9 @@ class FusedKLDivLogitsLoss(nn.Module):
     """Kullback-Leibler divergence of logits, see :func:`fastlayers.functional.kl_div_logits`.
 
     Args:
-        temperature, ignore_index, reduction: those of the function.
+        temperature, ignore_index, reduction: as for the function.
 
-    Shape: student and teacher (*, C); labels (*), or none.
+    Shape: student and teacher (*, C); labels (*) or None.
     """
 
     def __init__(self, temperature: float = 1.0, ignore_index: int = -100, reduction: str = "batchmean") -> None:
@@ -35,47 +35,34 @@ class FusedKLDivLogitsLoss(nn.Module):
 
     def forward(self, student: Tensor, teacher: Tensor, labels: Tensor | None = None) -> Tensor:
         return functional.kl_div_logits(
-            student,
-            teacher,
-            labels=labels,
-            ignore_index=self.ignore_index,
-            temperature=self.temperature,
-            reduction=self.reduction,
-        )
+            student, teacher, labels=labels,
+            ignore_index=self.ignore_index, temperature=self.temperature, reduction=self.reduction,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
 
 
-class FusedJSDivLogitsLoss(nn.Module):
+class FusedJSDivLogitsLoss(FusedKLDivLogitsLoss):
     """Generalised Jensen-Shannon divergence of logits, see :func:`fastlayers.functional.js_div_logits`.
 
     Args:
-        beta, temperature, ignore_index, reduction: those of the function.
+        beta, temperature, ignore_index, reduction: as for the function.
 
-    Shape: student and teacher (*, C); labels (*), or none.
+    Shape: student and teacher (*, C); labels (*) or None.
     """
 
     def __init__(
         self, beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, reduction: str = "batchmean"
     ) -> None:
-        super().__init__()
+        super().__init__(temperature, ignore_index, reduction)
         self.beta = beta
-        self.temperature = temperature
-        self.ignore_index = ignore_index
-        self.reduction = reduction
 
     def forward(self, student: Tensor, teacher: Tensor, labels: Tensor | None = None) -> Tensor:
         return functional.js_div_logits(
-            student,
-            teacher,
-            labels=labels,
-            ignore_index=self.ignore_index,
-            beta=self.beta,
-            temperature=self.temperature,
-            reduction=self.reduction,
-        )
+            student, teacher, labels=labels, beta=self.beta,
+            ignore_index=self.ignore_index, temperature=self.temperature, reduction=self.reduction,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        fields = f"temperature={self.temperature}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
-        return f"beta={self.beta}, {fields}"
+        return f"beta={self.beta}, {super().extra_repr()}"

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastlayers import functional
+from fastlayers.modules.own_options import OwnOptions
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -50,7 +51,7 @@ class FusedLayerNorm2d(nn.LayerNorm):
         return functional.channel_layer_norm(input, self.weight, self.bias, self.eps)
 
 
-class FusedAddLayerNorm(nn.LayerNorm):
+class FusedAddLayerNorm(OwnOptions, nn.LayerNorm):
     """s = x + residual and its layer normalisation, see :func:`fastlayers.functional.add_layer_norm`.
 
     Args:
@@ -60,9 +61,7 @@ class FusedAddLayerNorm(nn.LayerNorm):
     Shape: x and residual broadcast against each other and end with ``normalized_shape``; returns (norm(s), s).
     """
 
-    def __init__(self, *args: Any, dropout: float = 0.0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.dropout = dropout
+    dropout: float = 0.0
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return functional.add_layer_norm(
@@ -70,11 +69,8 @@ class FusedAddLayerNorm(nn.LayerNorm):
             dropout=self.dropout, training=self.training,
         )  # fmt: skip
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (f", dropout={self.dropout}" if self.dropout else "")
 
-
-class FusedAddRMSNorm(nn.RMSNorm):
+class FusedAddRMSNorm(OwnOptions, nn.RMSNorm):
     """s = x + residual and its root mean square normalisation, see :func:`fastlayers.functional.add_rms_norm`.
 
     Args:
@@ -85,19 +81,11 @@ class FusedAddRMSNorm(nn.RMSNorm):
     Shape: x and residual broadcast against each other and end with ``normalized_shape``; returns (norm(s), s).
     """
 
-    def __init__(self, *args: Any, casting: str = "torch", dropout: float = 0.0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.casting = casting
-        self.dropout = dropout
+    casting: str = "torch"
+    dropout: float = 0.0
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return functional.add_rms_norm(
             x, residual, self.normalized_shape, self.weight, self.eps,
             casting=self.casting, dropout=self.dropout, training=self.training,
         )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        shown = super().extra_repr()
-        if self.casting != "torch":
-            shown += f", casting={self.casting}"
-        return shown + (f", dropout={self.dropout}" if self.dropout else "")

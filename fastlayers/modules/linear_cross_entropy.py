@@ -2,66 +2,84 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from torch import Tensor, nn
 
 from fastlayers import functional
+from fastlayers.modules.own_options import OwnOptions
+
+if hasattr(nn, "LinearCrossEntropyLoss"):
+    from torch.nn import LinearCrossEntropyLoss
+else:
+
+    class LinearCrossEntropyLoss(nn.modules.loss._WeightedLoss):  # type: ignore[no-redef]
+        """What ``torch.nn.LinearCrossEntropyLoss`` of torch 2.13 constructs, for torch before it."""
+
+        def __init__(
+            self,
+            in_features: int,
+            num_classes: int,
+            *,
+            out_features: tuple[int, ...] = (),
+            bias: bool = False,
+            device: Any = None,
+            dtype: Any = None,
+            reduction: str = "mean",
+            weight: Tensor | None = None,
+            ignore_index: int | None = None,
+            label_smoothing: float = 0.0,
+            options: Any = None,
+        ) -> None:
+            if weight is not None and weight.shape != (num_classes,):
+                raise RuntimeError(f"expected weight shape to be {(num_classes,)}, got {tuple(weight.shape)}")
+            if not 0.0 <= label_smoothing <= 1.0:
+                raise RuntimeError(f"expected label_smoothing to be in range [0, 1], got {label_smoothing}")
+            super().__init__(weight=weight, size_average=None, reduce=None, reduction=reduction)
+            self.num_classes = num_classes
+            self.out_features = out_features
+            self.ignore_index = ignore_index
+            self.label_smoothing = label_smoothing
+            self.linear = nn.Linear(in_features, math.prod(out_features, start=num_classes), bias, device, dtype)
+            self.options = options
+
+        def extra_repr(self) -> str:
+            return (
+                f"in_features={self.linear.in_features}, num_classes={self.num_classes},"
+                f" out_features={self.out_features}, bias={self.linear.bias is not None}, reduction={self.reduction},"
+                f" ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, options={self.options}"
+            )
 
 
-class FusedLinearCrossEntropyLoss(nn.CrossEntropyLoss):
-    """Cross-entropy of ``hidden @ weight.T + bias``, see :func:`fastlayers.functional.linear_cross_entropy`.
+class FusedLinearCrossEntropyLoss(OwnOptions, LinearCrossEntropyLoss):
+    """torch 2.13's ``nn.LinearCrossEntropyLoss`` through :func:`fastlayers.functional.linear_cross_entropy`.
 
-    It owns no linear layer: the weight comes with the call, so that it may be a model's ``lm_head.weight``, tied or
-    not.
+    It owns the linear layer, ``linear``. For a weight that a model holds, as its ``lm_head.weight``, call the function.
+    Before torch 2.13 it has the same constructor, parameters and repr.
 
     Args:
-        weight: a factor for each class; with the following ones up to ``label_smoothing`` as
-            :class:`torch.nn.CrossEntropyLoss` takes them.
-        softcap, z_loss, logit_scale, chunk_size: as the function takes them.
+        args, kwargs: as for ``torch.nn.LinearCrossEntropyLoss``: in_features, num_classes, out_features, bias, device,
+            dtype, reduction, weight, ignore_index, label_smoothing, options.
+        softcap, z_loss, logit_scale, chunk_size: as for the function.
 
-    Shape: hidden (..., H), weight (V, H), target (...), bias (V,) or None; a scalar, or for ``reduction="none"`` as
-    target.
+    Shape: input (..., in_features), target (...) or as the function takes it; a scalar, or for ``reduction="none"`` the
+    losses in the shape of the target.
     """
 
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        *,
-        softcap: float | None = None,
-        z_loss: float = 0.0,
-        logit_scale: float = 1.0,
-        chunk_size: int | None = None,
-    ) -> None:
-        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self.softcap = softcap
-        self.z_loss = z_loss
-        self.logit_scale = logit_scale
-        self.chunk_size = chunk_size
+    softcap: float | None = None
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    chunk_size: int | None = None
 
-    def forward(  # type: ignore[override]
-        self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        weight: Tensor = self.linear.weight
+        bias: Tensor | None = self.linear.bias
+        if self.out_features:
+            shape = (self.num_classes, *self.out_features)
+            weight, bias = weight.reshape(*shape, -1), None if bias is None else bias.reshape(shape)
         return functional.linear_cross_entropy(
-            hidden,
-            weight,
-            target,
-            bias,
-            class_weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
-            z_loss=self.z_loss,
-            logit_scale=self.logit_scale,
-            chunk_size=self.chunk_size,
-        )
-
-    def extra_repr(self) -> str:
-        shown = f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
-        defaults = {"label_smoothing": 0.0, "softcap": None, "z_loss": 0.0, "logit_scale": 1.0, "chunk_size": None}
-        given = {name: getattr(self, name) for name in defaults}
-        return shown + "".join(f", {name}={value}" for name, value in given.items() if value != defaults[name])
+            input, weight, target, linear_bias=bias, weight=self.weight, reduction=self.reduction,
+            ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, options=self.options,
+            softcap=self.softcap, z_loss=self.z_loss, logit_scale=self.logit_scale, chunk_size=self.chunk_size,
+        )  # fmt: skip

@@ -292,11 +292,17 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
 ) -> Tensor:  # fmt: skip
-    logits = F.linear(hidden, weight, bias)
+    _check_linear_shapes(hidden, weight, bias)
+    positions = weight.shape[1:-1]  # d1, ..., dK of a K-dimensional loss
+    if positions:
+        logits = F.linear(hidden, weight.flatten(0, -2), None if bias is None else bias.flatten())
+        logits = logits.unflatten(-1, weight.shape[:-1])
+    else:
+        logits = F.linear(hidden, weight, bias)
     if logit_scale != 1.0:
         logits = logits * logit_scale
     options = (class_weight, reduction, ignore_index, label_smoothing, softcap, z_loss)
-    if logits.dim() <= 2:
+    if positions or logits.dim() <= 2:
         return cross_entropy(logits, target, *options)
     # One row a token, whichever dimensions they come in.
     rows = logits.reshape(-1, logits.shape[-1])
@@ -305,11 +311,32 @@ def linear_cross_entropy(
     elif target.shape == logits.shape[:-1]:
         loss = cross_entropy(rows, target.reshape(-1), *options)
     else:
-        raise ValueError(
-            f"Expected a target of shape {tuple(logits.shape[:-1])}, as hidden has it without its last dimension, but"
-            f" got {tuple(target.shape)}"
+        raise RuntimeError(
+            f"expected input with dimensionality 1 or 2, got {hidden.dim()}, or a target of its shape without the last"
+            f" dimension, {tuple(logits.shape[:-1])}, but got {tuple(target.shape)}"
         )
     return loss if reduction else loss.reshape(logits.shape[:-1])
+
+
+def _check_linear_shapes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise what torch.nn.functional.linear_cross_entropy raises, in its words."""
+    if input.dim() == 0:
+        raise RuntimeError("expected input with dimensionality 1 or 2, got 0")
+    if weight.dim() < 2:
+        raise RuntimeError(f"expected linear_weight with dimensionality at least 2, got {weight.dim()}")
+    if input.shape[-1] != weight.shape[-1]:
+        raise RuntimeError(
+            "expected equal input and linear_weight last dimensions (in_features),"
+            f" got {input.shape[-1]} and {weight.shape[-1]}, respectively"
+        )
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise RuntimeError(f"expected linear_bias shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}")
+    if weight.dim() > 2 and input.dim() != 2:
+        raise RuntimeError(
+            f"K-dimensional loss defined by linear_weight shape {tuple(weight.shape)} requires batched input,"
+            f" (N, {input.shape[-1]}), got {'un' if input.dim() == 1 else ''}batched input with shape"
+            f" {tuple(input.shape)}"
+        )
 
 
 # ---- divergences -----------------------------------------------------------------------------------------------------

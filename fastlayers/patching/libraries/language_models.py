@@ -81,7 +81,7 @@ class DeferredLogits(NamedTuple):
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
         rows, (weight, bias) = self.hidden.reshape(-1, self.hidden.shape[-1]), (self.head.weight, self.head.bias)
         options |= {"softcap": self.softcap, "logit_scale": self.scale}
-        return functional.linear_cross_entropy(rows, weight, target, bias, **options)
+        return functional.linear_cross_entropy(rows, weight, target, linear_bias=bias, **options)
 
 
 Logits: TypeAlias = Tensor | DeferredLogits
