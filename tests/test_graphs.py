@@ -91,6 +91,20 @@ def test_a_graph_holds_raw_ops_of_both_directions(monkeypatch, csrc):
     assert held == [f"{'fastlayers' if csrc else 'fastlayers_triton'}.{op}.default" for op in expected]
 
 
+@needs_csrc
+def test_inductor_is_shown_the_ops_that_graphs_hold(monkeypatch):
+    """Before torch 2.13. It refuses a composite op, which it never meets."""
+    from torch._inductor import lowering
+
+    shown = []
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    monkeypatch.setattr(lowering, "make_fallback", lambda op, layout_constraint: shown.append(op))
+    dispatch.show_to_inductor.__wrapped__()
+    names = {op.name() for op in shown}
+    assert "fastlayers::layer_norm_forward" in names
+    assert "fastlayers::layer_norm" not in names
+
+
 @needs_gpu
 def test_a_compiled_network_runs_raw_ops_and_keeps_its_statistics(monkeypatch):
     from torch._inductor.utils import run_and_get_code

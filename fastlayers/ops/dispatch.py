@@ -32,6 +32,7 @@ FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float6
 PLAIN = (Tensor, torch.nn.Parameter)
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+_has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 #: ``is_grads_batched`` goes through the older vmap, which those of torch.func do not see.
 _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 #: A tensor without the functorch wrapper that it outlived; any other tensor as it is.
@@ -239,14 +240,14 @@ def opaque(name: str, function: Callable[..., Any], fake: Callable[..., Any], de
 def _register_fake(op: Any, fake: Callable[..., Any]) -> None:
     def describe(*args: Any, **kwargs: Any) -> Any:
         if "torch._inductor.lowering" in sys.modules:
-            _show_to_inductor()
+            show_to_inductor()
         return fake(*args, **kwargs)
 
     torch.library.register_fake(op, describe)
 
 
 @cache
-def _show_to_inductor() -> None:
+def show_to_inductor() -> None:
     """Register our ops with Inductor's lowerings before it meets one in a graph.
 
     It does so by itself in any case. But before torch 2.13 it then writes down, for a log, what each argument of the
@@ -258,7 +259,8 @@ def _show_to_inductor() -> None:
     lowering: Any = sys.modules["torch._inductor.lowering"]
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, op_name = name.partition("::")
-        if namespace.startswith("fastlayers") and "." not in op_name:
+        # No graph that Inductor meets holds a composite op: AOTAutograd has looked into it.
+        if namespace.startswith("fastlayers") and not _has_kernel(name, "CompositeImplicitAutograd"):
             op = getattr(getattr(torch.ops, namespace), op_name).default
             constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
             lowering.make_fallback(op, layout_constraint=constraint)
