@@ -1,21 +1,22 @@
 """The benchmark harness: ``python3 -m benchmarks --help`` from the repository root.
 
 ===================  ==========================================================================================
-case.py              what a case is: an op, its inputs, the bytes it must move, the bars it has to reach
-cases/               the cases themselves, one file per family; a new op adds its rows there
-implementations.py   the contestants: eager, torch.compile, fastlayers by choice and forced, naive, Liger
+case.py              a case: an op, its inputs, the bytes that it must move, the bars that it has to reach
+cases/               the cases, one file for each family; a new op adds its rows there
+implementations.py   the contestants: eager, torch.compile, fastlayers with and without a forced backend, naive, Liger
 timing.py            GPU time by summed kernels, wall time, host time, peak memory
-precompile.py        torch.compile's work, done in parallel before anything is timed
+precompile.py        compiles in parallel what torch.compile will need, before anything is timed
 startup.py           the import, and the first call of a kernel
-run.py               one case after the other: check, time, write down
-result_file.py       how results are written: a line for each row
+run.py               checks and times one case after the other, and writes the results
+result_file.py       the format of a result file: one line for each row
 environment.py       the machine, the versions and the commit that a result belongs to
 report.py            tables, for the terminal and for Markdown
-networks.py          the whole models: how each is built and fed, and the modes
-models.py            the run over them, each model and mode in a process of its own
-preload.py           what such a process finds imported
-model_worker.py      what it measures
+networks.py          the whole models: how each is built, its inputs, and the modes
+models.py            runs them, each model and mode in a process of its own
+preload.py           imports the libraries once, for all these processes
+model_worker.py      what such a process measures
 model_report.py      their tables, and which bars hold
-plots.py             pictures, drawn from a result file of either kind
+losses.py            losses of training with fastlayers and without
+plots.py             plots of a result file of any kind
 ===================  ==========================================================================================
 """

@@ -32,11 +32,9 @@ def main() -> None:
 
 
 def selection(function: Any) -> Any:
-    """The options that choose cases, for `run` and `list` alike."""
+    """Add the options that choose cases, for `run` and `list`."""
     options = (
-        click.option(
-            "--only", multiple=True, help="Cases whose id has this in it; * and ? stand for anything; repeatable."
-        ),
+        click.option("--only", multiple=True, help="Cases whose id contains this; * and ? are wildcards; repeatable."),
         click.option("--suite", "suites", multiple=True, type=click.Choice(SUITES), help="Default: all that can run."),
         click.option("--all", "everything", is_flag=True, help="Every N of the sweep; torch.compile in every dtype."),
     )
@@ -70,8 +68,10 @@ def chosen(only: tuple[str, ...], suites: tuple[str, ...], everything: bool) -> 
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
 @click.option("--name", default="results", show_default=True, help="The result file is NAME.json.")
 @click.option("--samples", default=20, show_default=True, type=click.IntRange(min=2), help="Timed calls per number.")
-@click.option("--startup", is_flag=True, help="Also what a process pays once; part of a run of everything.")
-@click.option("--time-limit", type=float, help="Seconds after which no further case starts.")
+@click.option(
+    "--startup", is_flag=True, help="Measure the import and the first call too. A run of all cases does so by default."
+)
+@click.option("--time-limit", type=float, help="Start no further case after this many seconds.")
 def run(
     only: tuple[str, ...],
     suites: tuple[str, ...],
@@ -120,10 +120,12 @@ def run(
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
 @click.option("--name", default="models", show_default=True, help="The result file is NAME.json.")
 @click.option("--seconds", default=2.0, show_default=True, help="About how long each timed loop takes.")
-@click.option("--run-limit", default=240.0, show_default=True, help="Seconds after which a model in a mode is ended.")
-@click.option("--time-limit", type=float, help="Seconds after which no further one starts.")
-@click.option("--resume", is_flag=True, help="Keep what the file has, and measure the rest.")
-@click.option("--smoke", is_flag=True, help="Tiny models on the CPU: that everything runs. Writes NAME-smoke.json.")
+@click.option("--run-limit", default=240.0, show_default=True, help="End a process after this many seconds.")
+@click.option("--time-limit", type=float, help="Start no further process after this many seconds.")
+@click.option("--resume", is_flag=True, help="Keep the rows of the file, and measure the rest.")
+@click.option(
+    "--smoke", is_flag=True, help="Test that everything runs, with tiny models on the CPU. Writes NAME-smoke.json."
+)
 def run_models(
     only: tuple[str, ...],
     modes: tuple[str, ...],
@@ -148,7 +150,7 @@ def run_models(
     try:
         models.run(jobs, path, settings, resume, lambda line: click.echo(line, err=True))
     except ValueError as error:
-        raise click.ClickException(f"{error}; without --resume it is written anew") from None
+        raise click.ClickException(f"{error}; run without --resume to overwrite it") from None
     show_and_draw(path)
 
 
@@ -156,9 +158,11 @@ def run_models(
 @click.option("--steps", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
 @click.option("--name", default="losses", show_default=True, help="The result file is NAME.json.")
-@click.option("--smoke", is_flag=True, help="A tiny model on the CPU: that everything runs. Writes NAME-smoke.json.")
+@click.option(
+    "--smoke", is_flag=True, help="Test that everything runs, with a tiny model on the CPU. Writes NAME-smoke.json."
+)
 def run_losses(steps: int, out: Path, name: str, smoke: bool) -> None:
-    """Compare the losses of training with fastlayers to torch's; on two GPUs under DDP and FSDP2 too."""
+    """Compare the losses of training with fastlayers to torch's, with two GPUs under DDP and FSDP2 too."""
     if not smoke and not torch.cuda.is_available():
         raise click.UsageError("torch sees no GPU; --smoke trains a tiny model here")
     out.mkdir(parents=True, exist_ok=True)
@@ -172,7 +176,7 @@ def run_losses(steps: int, out: Path, name: str, smoke: bool) -> None:
 @main.command("list")
 @selection
 def list_cases(only: tuple[str, ...], suites: tuple[str, ...], everything: bool) -> None:
-    """The ids of the cases."""
+    """Print the ids of the cases."""
     for case in chosen(only, suites or SUITES, everything):
         click.echo(case.id)
 
@@ -182,11 +186,11 @@ result_file = click.argument("file", type=click.Path(exists=True, dir_okay=False
 
 @main.command()
 @result_file
-@click.option("--markdown", is_flag=True, help="As Markdown.")
+@click.option("--markdown", is_flag=True, help="Print Markdown.")
 @click.option(
     "--into",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Write them between the markers of this Markdown file, such as README.md, instead.",
+    help="Write them between the markers of this Markdown file instead, such as README.md.",
 )
 def table(file: Path, markdown: bool, into: Path | None) -> None:
     """Print the tables of a result file."""
@@ -223,14 +227,14 @@ def show(results: dict[str, Any]) -> None:
 
 
 def show_and_draw(path: Path) -> None:
-    """The tables of a run that has ended, and its pictures beside the result file."""
+    """Print the tables of a finished run, and draw its plots beside the result file."""
     results = load(path)
     show(results)
     draw(results, path.parent, path.stem)
 
 
 def renderer(results: dict[str, Any]) -> Any:
-    """The module that renders results of their kind: of ops, of whole models, or losses."""
+    """Return the module that renders these results: ops, whole models, or losses."""
     return {"models": model_report, "losses": losses}.get(results.get("kind", ""), report)
 
 
@@ -243,7 +247,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def wide_console() -> Console:
-    """Rows are read whole: where there is no terminal to fit, nothing is wrapped."""
+    """A console that does not wrap rows if the output is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark case is: an op, its inputs, the bytes it cannot avoid moving, and the bars it has to reach."""
+"""A benchmark case: an op, its inputs, the bytes that it must move, and the bars that it has to reach."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 @dataclass(frozen=True)
 class Op:
-    """One operation in every spelling that is timed. All of them take the same arguments.
+    """One operation in every implementation that is timed. All of them take the same arguments.
 
     Args:
-        family: the file of the ops that it belongs to; a family shares a plot.
+        family: the file of ``fastlayers.ops`` with the op; a family shares a plot.
         fused: the function of :mod:`fastlayers.functional`.
-        eager: the same as a torch user writes it; also what torch.compile gets, and in float64 the reference.
-        naive: step by step without torch's own fused function, where there is one.
-        liger: Liger's function, or None where it has none or is not installed.
+        eager: the composition as a torch user writes it. torch.compile gets it too, and in float64 it is the reference.
+        naive: the formula step by step, without torch's own fused function.
+        liger: Liger's function; None if it has none or is not installed.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Input:
     """One input tensor.
 
     Args:
-        make: fills it, as ``make(shape, dtype, device)``; never with zeros, which can run faster than data.
-        dtype: its own, where it is not that of the case.
-        parameter: a weight, a bias or a running statistic, which has no part in the shape of the output.
+        make: creates it, as ``make(shape, dtype, device)``. Never with zeros, which can run faster than data.
+        dtype: its dtype, if that is not the dtype of the case.
+        parameter: whether it is a weight, a bias or a running statistic, which does not define the shape of the output.
     """
 
     shape: tuple[int, ...]
@@ -69,20 +69,20 @@ class Case:
 
     Args:
         op: what is computed, as ``function(*inputs, **options)``.
-        inputs: the tensors; the output has the shape that they broadcast to, parameters aside. Where none of them wants
+        inputs: the tensors. The output has the shape that they broadcast to, without the parameters. If no input needs
             a gradient, there is no backward.
-        forward_bytes, backward_bytes: what a call cannot avoid reading and writing, e.g. ``"2b+1bit"``: ``b`` is
-            the bytes of the output, ``bit`` one bit per element of it.
-        bars: what has to be reached, by metric. ``forward`` and ``backward``: least fraction of the copy bandwidth.
-            ``host_forward``, ``host_training``, ``forward_ratio``: greatest ratio to eager's time. ``step/NAME`` and
-            ``beyond/NAME``: greatest ratio to the time and memory of a contestant; ``beyond``: greatest MiB.
+        forward_bytes, backward_bytes: what a call has to read and write, such as ``"2b+1bit"``: ``b`` is the size of
+            the output in bytes, ``bit`` one bit for each of its elements.
+        bars: what has to be reached, by metric. ``forward`` and ``backward``: smallest fraction of the copy bandwidth.
+            ``host_forward``, ``host_training``, ``forward_ratio``: largest ratio to eager's time. ``step/NAME`` and
+            ``beyond/NAME``: largest ratio to the time and memory of a contestant. ``beyond``: largest number of MiB.
         suite: ``bars`` (the rows that an issue names), ``sweep`` (a line of a plot) or ``cpu``.
-        contestants: implementations that make sense for this case; those absent from a machine say so in the result.
-        tolerance: greatest relative error against float64, where the one for the dtype does not suit.
-        step: time forward and backward together: an op may do in its forward what its rivals do in their backward. Its
-            time is in matrix products, so no bytes are counted.
-        host: measure the host time of a call. For inputs so small that the GPU never is the one waited for.
-        extra: only with ``--all``.
+        contestants: the implementations to time. The result says which of them this machine does not have.
+        tolerance: largest relative error against float64; default: that of the dtype.
+        step: time forward and backward together, because an op may do in its forward what others do in their backward.
+            Its time is in matrix products, so no bytes are counted.
+        host: measure the CPU time of a call, for inputs so small that the GPU is never the bottleneck.
+        extra: run the case only with ``--all``.
     """
 
     op: Op
@@ -130,7 +130,7 @@ class Case:
 
 
 def count_bytes(spelled: str, elements: int, itemsize: int) -> float:
-    """Bytes of e.g. ``"2b+1bit"``: 2 bytes-of-the-tensor and one bit per element."""
+    """The number of bytes that ``"2b+1bit"``, for example, stands for."""
     total = 0.0
     for term in spelled.split("+"):
         match = re.fullmatch(r"([\d.]*)(b|bit)", term.strip())

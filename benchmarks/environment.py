@@ -1,4 +1,4 @@
-"""The machine, the versions and the commit that a result belongs to."""
+"""The machine, the versions and the commit of a result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def environment(device: torch.device) -> dict[str, object]:
         "triton": version("triton"),
         "liger_kernel": version("liger_kernel"),
         "fastlayers": fastlayers.__version__,
-        # A copy of the tree without its .git, as CI and rented machines have it, is told its commit.
+        # CI and rented machines have a copy of the tree without .git, so the caller passes the commit.
         "commit": os.environ.get("GIT_COMMIT") or output_of("git", "describe", "--always", "--dirty", "--abbrev=10"),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_name(),
@@ -41,7 +41,7 @@ def version(distribution: str) -> str | None:
 
 
 def output_of(*command: str) -> str | None:
-    """First line that a command prints, or None where it is not there or fails."""
+    """The first line that a command prints; None if the command does not exist or fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=10, cwd=Path(__file__).parent, check=True

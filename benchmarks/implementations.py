@@ -1,4 +1,4 @@
-"""The contestants: who is timed, and how each is called."""
+"""The contestants: which implementations are timed, and how each is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from benchmarks.case import Case
 from fastlayers.backends import available
 
-#: In the order of the tables. Names as the tables and plots spell them.
+#: Names in tables and plots, in the order of the tables.
 TITLES = {
     "naive": "naive",
     "eager": "torch",
@@ -23,21 +23,21 @@ TITLES = {
     "cuda": "CUDA",
     "cpu": "C++",
 }
-#: Those that are fastlayers with one backend forced.
+#: fastlayers with one backend forced.
 FORCED = ("triton", "cuda", "cpu")
-#: Those that fastlayers must never be slower than, and those that its GPU time is held against as well.
+#: fastlayers must not be slower than these; in GPU time not slower than those below either.
 RIVALS = ("eager", "compile")
 GPU_RIVALS = (*RIVALS, "liger")
 
 
 def contestants(case: Case, everything: bool = False) -> tuple[str, ...]:
-    """Who is timed on this case. Compiling is most of a run's time, so by default only bfloat16 is compiled."""
+    """The contestants of a case. By default only bfloat16 is compiled, because compiling takes most of a run."""
     compiled = everything or case.dtype == torch.bfloat16
     return tuple(name for name in case.contestants if name != "compile" or compiled)
 
 
 def missing(name: str, case: Case) -> str | None:
-    """Why this contestant cannot run the case here; None where it can."""
+    """Why this contestant cannot run the case here; None if it can."""
     if name in FORCED:
         return available()[name]
     if name == "naive" and case.op.naive is None:
@@ -48,7 +48,7 @@ def missing(name: str, case: Case) -> str | None:
 
 
 def function(name: str, case: Case) -> Callable[..., Any]:
-    """What is called as ``function(*inputs, **case.options)``, inside ``backend(forced(name))``."""
+    """The function to call as ``function(*inputs, **case.options)``, inside ``backend(forced(name))``."""
     if name == "compile":
         torch._dynamo.reset()
         return torch.compile(case.op.eager, dynamic=False, fullgraph=True)
@@ -58,7 +58,7 @@ def function(name: str, case: Case) -> Callable[..., Any]:
 
 
 def liger(name: str, **fixed: Any) -> Callable[..., Any] | None:
-    """Liger's function of that name, with these options and none of the case's; None where Liger is not installed."""
+    """Liger's function of that name with these options instead of the case's; None if Liger is not installed."""
     try:
         functions = import_module("liger_kernel.transformers.functional")
     except ImportError:
@@ -67,7 +67,7 @@ def liger(name: str, **fixed: Any) -> Callable[..., Any] | None:
 
 
 def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
-    """What a contestant returned, one output or several."""
+    """The outputs of a contestant as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 

@@ -1,7 +1,7 @@
-"""Whether training with fastlayers takes torch's course: losses of two of the examples' networks, step by step.
+"""Whether training with fastlayers gives torch's losses, step by step, for two networks of the examples.
 
-Two runs of torch that differ in their seed, in weights and batches then, say how far apart courses may be. A run with
-fastlayers has the seed of the first one, and is to stay nearer to it than the other does.
+Two runs of torch with different seeds, and so with different weights and batches, say how far apart losses may be. A
+run with fastlayers has the seed of the first run, and has to stay closer to it than the second run does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.result_file import rounded, write
 
 ROOT = Path(__file__).parents[1]
 HEADS = ("model", "run", "compared with")
-#: Of |loss - loss of the run it is compared with|.
+#: Statistics of the distance |loss - loss of the run that it is compared with|.
 COLUMNS = {"mean": "mean distance", "greatest": "greatest", "last": "of the last loss", "seeds": "mean of two seeds"}
 SMOKE = ("--dim", "32", "--depth", "2", "--heads", "2", "--context", "32", "--batch", "4")
 
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """``against``: the run of the same model, with the same seed, whose losses it should have."""
+    """``against`` is the run of the same model, with the same seed, that should have the same losses."""
 
     model: str
     name: str
@@ -58,7 +58,7 @@ RUNS = (
 
 
 def run(path: Path, device: torch.device, steps: int, smoke: bool, report: Callable[[str], None]) -> None:
-    """Train each of ``RUNS``, those on two devices where there are two, and write the losses after each."""
+    """Train each of ``RUNS``, those for two devices if there are two, and write the losses after each run."""
     rows: list[Row] = []
     content = {"kind": "losses", "environment": environment(device), "steps": steps, "rows": rows}
     for one in RUNS:
@@ -79,7 +79,7 @@ def run(path: Path, device: torch.device, steps: int, smoke: bool, report: Calla
 
 
 def char_gpt(one: Run, steps: int, device: torch.device, smoke: bool) -> list[float]:
-    """The example, run as a user runs it."""
+    """Run the example as a user runs it."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if one.parallel else []
     with tempfile.TemporaryDirectory() as out:
         command = [
@@ -95,7 +95,7 @@ def char_gpt(one: Run, steps: int, device: torch.device, smoke: bool) -> list[fl
 
 
 def digits(one: Run, steps: int, device: torch.device) -> list[float]:
-    """Training of the example's ResNet, a loss for each step rather than each epoch."""
+    """Train the example's ResNet; returns a loss for each step instead of each epoch."""
     sys.path.insert(0, str(ROOT / "examples"))
     try:
         from digits import Digits, train_step
@@ -143,7 +143,7 @@ def lines(results: dict[str, Any]) -> Iterator[Line]:
         losses, expected, *torchs = (other["losses"] for other in needed)
         apart, spread = distances(losses, expected), mean(distances(*torchs))
         numbers = {"mean": mean(apart), "greatest": max(apart), "last": apart[-1], "seeds": spread}
-        agrees = mean(apart) <= spread  # False where a loss is not a number
+        agrees = mean(apart) <= spread  # False if a loss is NaN
         verdict = ("agrees", "good") if agrees else ("APART: farther than two seeds", "bad")
         yield Line(labels, {name: f"{value:.2g}" for name, value in numbers.items()}, (verdict,))
 

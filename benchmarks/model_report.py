@@ -1,4 +1,4 @@
-"""Tables from a result file of whole models, the rows that lose in sight, and which of the bars hold."""
+"""Tables of whole models: every row, the rows that lose, and which bars are met."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from benchmarks.model_worker import FUSED, OTHER, PATTERNS
 from benchmarks.networks import MODES
 from benchmarks.report import Line, caption, folded_away, markdown_table, number, print_table
 
-#: Within this factor two numbers count as equal.
+#: Two numbers whose ratio is below this count as equal.
 NOISE = 1.01
-#: Greatest distance of a loss from eager's, as a share of the first one: bfloat16 carries eight bits, and ten steps of
-#: AdamW spread that. If it is more, twice the distance of two runs of eager with other dropouts and weights that differ
-#: by a rounding.
+#: Largest distance of a loss from eager's, as a share of the first loss: bfloat16 has eight bits, and ten steps of
+#: AdamW amplify a rounding. If it is larger, twice the distance between two runs of eager with other dropouts and with
+#: weights that differ by a rounding counts instead.
 LOSS_TOLERANCE = 0.01
-#: Greatest relative distance of the outputs of inference, all of the layers in bfloat16.
+#: Largest relative distance between outputs of inference, with all layers in bfloat16.
 OUTPUT_TOLERANCE = 0.05
 HEADS = ("model", "what")
-LOSSES = "losses, distance from torch's"  # torch's own: of two runs that may differ by roundings and dropouts
+LOSSES = "losses, distance from torch's"  # of torch itself: between two runs with other roundings and dropouts
 KINDS = (*(name for name in PATTERNS if name not in ("compiled by torch", "copies")), FUSED, "compiled by torch", OTHER)
 KIND_TITLES = {name: name for name in (*KINDS, "copies", "idle", "kernels")}
 
@@ -32,7 +32,7 @@ Rows = dict[str, Row]  # of one model, by mode
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a row, of which less is better."""
+    """One number of a row. Less is better."""
 
     title: str
     value: Callable[[Row], float | None]
@@ -42,7 +42,7 @@ class Metric:
         return self.value(rows[mode]) if mode in rows and rows[mode]["status"] == "ok" else None
 
     def ratio(self, rows: Rows, ours: str, *rivals: str) -> tuple[float, str] | None:
-        """Ours to the best of the rivals that have a number, and which that is; None where there is nothing to tell."""
+        """Our number divided by that of the best rival, and its mode; None if one of the numbers is missing."""
         mine, theirs = self.of(rows, ours), {name: self.of(rows, name) for name in rivals}
         known = {name: value for name, value in theirs.items() if value}
         if mine is None or not known:
@@ -108,7 +108,7 @@ def failed(rows: Rows) -> Iterator[tuple[str, str]]:
 
 
 def verdicts(rows: Rows, metric: Metric) -> Iterator[tuple[str, str]]:
-    """Ours against the better of torch and torch.compile, against Liger, and compiled against torch.compile."""
+    """Compare ours with the better of torch and torch.compile, with Liger, and compiled with torch.compile."""
     against = (("", "fastlayers", ("eager", "compile")), ("", "fastlayers", ("liger",)))
     for label, ours, rivals in (*against, ("compiled ", "fastlayers_compile", ("compile",))):
         found = metric.ratio(rows, ours, *rivals)
@@ -119,7 +119,7 @@ def verdicts(rows: Rows, metric: Metric) -> Iterator[tuple[str, str]]:
 
 
 def losses_apart(rows: Rows, mode: str) -> float | None:
-    """Greatest distance of the first losses from eager's; of eager's from those of a run that may differ."""
+    """The largest distance of the losses from eager's; for eager, from those of its second run."""
     if any(name not in rows or rows[name]["status"] != "ok" for name in (mode, "eager")):
         return None
     expected = rows["eager"]["training"]["losses"]
@@ -127,7 +127,7 @@ def losses_apart(rows: Rows, mode: str) -> float | None:
 
 
 def distance(losses: list[float], expected: list[float]) -> float:
-    """The greatest, as a share of the first loss: later ones may be next to nothing. NaN where one is NaN."""
+    """The largest distance as a share of the first loss, because later losses may be close to zero; NaN if one is."""
     found = [abs(a - b) / abs(expected[0]) for a, b in zip(losses, expected, strict=True)]
     return math.nan if any(math.isnan(value) for value in found) else max(found)
 
@@ -138,7 +138,7 @@ def outputs_apart(rows: Rows, mode: str) -> float:
 
 
 def disagreements(rows: Rows) -> Iterator[tuple[str, str]]:
-    """Modes that do not compute what eager does, so that their times mean nothing."""
+    """The modes that do not compute what eager computes. Their times mean nothing."""
     own = losses_apart(rows, "eager")
     if own is None:
         return
@@ -147,7 +147,7 @@ def disagreements(rows: Rows) -> Iterator[tuple[str, str]]:
         apart = losses_apart(rows, mode)
         if mode == "eager" or apart is None:
             continue
-        if not apart <= allowed:  # also where it is NaN
+        if not apart <= allowed:  # also if it is NaN
             yield f"{MODES[mode]}: losses {apart:.1e} from torch's; expected {allowed:.0e}", "bad"
         far = outputs_apart(rows, mode)
         if not far <= OUTPUT_TOLERANCE:
@@ -159,7 +159,7 @@ def disagreements(rows: Rows) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Bar:
-    """A ratio that has to be reached on ``least`` models, or on all that have the numbers."""
+    """A ratio to reach on at least ``least`` models; by default on all that have the numbers."""
 
     text: str
     metric: Metric
@@ -169,7 +169,7 @@ class Bar:
     least: int | None = None
 
     def judge(self, results: dict[str, Any]) -> str | None:
-        """None where no model has all the numbers."""
+        """The verdict; None if no model has all the numbers."""
         whole = [
             rows
             for rows in by_model(results).values()
@@ -210,7 +210,7 @@ def judged(results: dict[str, Any]) -> list[str]:
 
 
 def kind_lines(results: dict[str, Any], part: str = "training") -> list[Line]:
-    """GPU time of a step by kind of kernel, and the time that the GPU waits."""
+    """GPU time of a step by kind of kernel, and the time in which the GPU is idle."""
     found = []
     for row in results["rows"]:
         if row["status"] == "ok" and "kinds" in row[part]:
@@ -255,7 +255,7 @@ def bars_block(results: dict[str, Any]) -> str:
 
 
 def steps(results: dict[str, Any]) -> str:
-    """For the README: the training step of each model, its time and its peak memory, in one row."""
+    """For the README: one row for each model, with time and peak memory of its training step."""
     shown = [name for name in MODES if name != "liger"]
     content = []
     for rows in by_model(results).values():
@@ -269,7 +269,7 @@ def steps(results: dict[str, Any]) -> str:
 
 
 def page(results: dict[str, Any]) -> str:
-    """For docs/benchmarks.md: the bars and the rows that lose in sight, the rest one click away."""
+    """For docs/benchmarks.md: the bars and the rows that lose, and all rows folded."""
     every = lines(results)
     losing = [line for line in every if line.loses]
     blocks = [bars_block(results)]

@@ -1,4 +1,4 @@
-"""One model in one mode: what a process of models.py measures."""
+"""What a process of models.py measures: one model in one mode."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from benchmarks.result_file import rounded
 from benchmarks.timing import device_events
 
 LEARNING_RATE = 1e-4
-LOSSES = 10  # steps whose losses are compared; they warm up what is timed after them
+LOSSES = 10  # steps whose losses are compared; they are the warm-up of the timed steps
 WARM = 3  # calls before inference is timed
-PROFILED = 2  # calls in a profile: kernels differ little from one to the next
+PROFILED = 2  # calls in a profile: their kernels take nearly the same time
 LEAST, MOST = 5, 40  # timed calls in a loop
-#: Loops of timed calls, of which the fastest counts: what else runs on the machine slows the host of some. Where the
-#: host held the GPU up in the fastest, too, there are more, after a pause each.
+#: Loops of timed calls. The fastest counts, because other work on the machine slows the CPU in some of them. If the
+#: fastest loop is CPU-bound, there are more loops, with a pause before each.
 LOOPS, MOST_LOOPS = 3, 10
 PAUSE = 0.5  # seconds
-#: Of a call's time, that the GPU goes on for when the last call of a loop is made, where the host was ahead of it.
+#: A loop is CPU-bound if, after its last call, the GPU works on for less than this share of a call.
 AHEAD = 0.25
-OUTPUTS = 64  # numbers of an inference's result that are kept for comparison
+OUTPUTS = 64  # elements of the result of inference that are kept for comparison
 
-#: Where GPU time goes: the first pattern that is found in a kernel's name. Those of Inductor's kernels name the
-#: operations that were fused, so they come first. 1x1 convolutions that are computed as matrix products count as these.
+#: The kind of a kernel is the first pattern that its name contains. Inductor's kernels come first, because their names
+#: contain the operations that were fused. A 1x1 convolution that runs as a matrix product counts as one.
 PATTERNS = {
     "compiled by torch": re.compile(r"^triton_(poi|red|per|for|mix)"),
     "attention": re.compile(r"flash|fmha|attention|sdpa"),
@@ -63,13 +63,13 @@ def work(
     compile_only: bool,
     threads: int | None,
 ) -> None:
-    """In a process of its own: the row goes into the file ``result``, what is printed into ``output``.
+    """The work of a process: write the row to the file ``result`` and what is printed to ``output``.
 
     Args:
         compile_only: fill torch.compile's caches and time nothing.
-        threads: of torch.compile; its own choice where None.
+        threads: the number of threads of torch.compile; None leaves the choice to torch.
     """
-    os.setsid()  # one group with the processes it starts, to be ended with them
+    os.setsid()  # one group with the processes that it starts, so that all can be ended together
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -78,16 +78,16 @@ def work(
         row = measure(chosen, mode, torch.device(device), seconds, compile_only)
     except (UnavailableError, ImportError) as error:
         row = {"status": "unavailable", "reason": str(error)}
-    except Exception as error:  # a mode may fail in any way; the parent goes on with the others
+    except Exception as error:  # a mode may fail in any way; the parent continues with the others
         row = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
     result.write_text(json.dumps(row))
 
 
 def measure(chosen: Network, mode: str, device: torch.device, seconds: float, compile_only: bool) -> dict[str, Any]:
-    """Inference with the initial weights, training from them, then what the GPU does in each.
+    """Measure inference with the initial weights, then training, then the kernels of both.
 
-    The profiler comes last: its first session attaches CUPTI to the process, which stays (Kineto takes it off with
-    TEARDOWN_CUPTI=1 only) and sees every launch.
+    The profiler runs last: its first session attaches CUPTI to the process, and CUPTI stays and slows every launch
+    (Kineto detaches it only with TEARDOWN_CUPTI=1).
     """
     model, batch, patched = make(chosen, mode, device)
     row: dict[str, Any] = {"status": "ok", "reason": None, "patched": patched}
@@ -114,7 +114,7 @@ def measure(chosen: Network, mode: str, device: torch.device, seconds: float, co
 
 
 def make(chosen: Network, mode: str, device: torch.device) -> tuple[nn.Module, Batch, str]:
-    """The same weights and the same batch in every process."""
+    """Build the model and the batch, with the same values in every process."""
     torch.manual_seed(0)
     model, batch = chosen.build(device), chosen.example(device)
     return model, batch, prepare(model, mode)
@@ -125,7 +125,7 @@ def make(chosen: Network, mode: str, device: torch.device) -> tuple[nn.Module, B
 
 @contextmanager
 def evaluating(model: nn.Module, mode: str) -> Iterator[bool]:
-    """As a user has the model for inference; yields whether its BatchNorms are folded."""
+    """Prepare the model for inference as a user would; yields whether its BatchNorms are folded."""
     model.eval()
     folded = folds(model, mode)
     if folded:
@@ -137,7 +137,7 @@ def evaluating(model: nn.Module, mode: str) -> Iterator[bool]:
 
 
 def trainer(chosen: Network, model: nn.Module, called: nn.Module, batch: Batch, seed: int) -> Callable[[], Tensor]:
-    """One training step, with the dropouts that this seed draws; ``called`` is the model, or torch.compile of it."""
+    """A function for one training step with the dropouts of this seed. ``called`` is the model or its compiled form."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     torch.manual_seed(seed)
@@ -153,19 +153,19 @@ def trainer(chosen: Network, model: nn.Module, called: nn.Module, batch: Batch, 
 
 
 def other_losses(chosen: Network, device: torch.device) -> list[float]:
-    """Of another run of eager torch that computes the same: other dropouts, and weights that differ by a rounding."""
+    """Losses of a second run of eager torch, with other dropouts and with weights that differ by a rounding."""
     model, batch, _ = make(chosen, "eager", device)
-    half = torch.finfo(torch.bfloat16 if device.type == "cuda" else torch.float32).eps / 2
+    rounding = torch.finfo(torch.bfloat16 if device.type == "cuda" else torch.float32).eps / 2
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(1 + half * torch.empty_like(weight, dtype=torch.float32).uniform_(-1, 1))
+            weight.mul_(1 + rounding * torch.empty_like(weight, dtype=torch.float32).uniform_(-1, 1))
     step = trainer(chosen, model, model, batch, seed=2)
     losses = [step() for _ in range(LOSSES)]
     return [loss.item() for loss in losses]
 
 
 def sample(result: Tensor) -> list[float]:
-    """Numbers from all over the result, at places that are the same in every process."""
+    """Elements of the result, at positions that are the same in every process."""
     places = torch.randint(result.numel(), (OUTPUTS,), generator=torch.Generator().manual_seed(0))
     return result.detach().flatten()[places.to(result.device)].float().tolist()
 
@@ -175,11 +175,11 @@ def sample(result: Tensor) -> list[float]:
 
 @dataclass(frozen=True)
 class Loop:
-    """Calls one after the other, without waiting in between, as a training loop makes them.
+    """Calls one after the other without waiting in between, as in a training loop.
 
     Attributes:
-        durations: of each, in ms.
-        ahead_ms: how long the GPU went on after the last one was made; without end where the host does the work.
+        durations: the time of each call in ms.
+        ahead_ms: how long the GPU worked on after the last call returned; infinite on a CPU.
     """
 
     durations: list[float]
@@ -190,10 +190,10 @@ class Loop:
         return statistics.median(self.durations)
 
     @property
-    def held_up(self) -> bool:
-        """Whether the host decided on its time: the GPU had done all that it had been given.
+    def cpu_bound(self) -> bool:
+        """Whether the CPU was slower than the GPU: at the end the GPU had nothing left to do.
 
-        Its own time would tell, too, but the profiler that measures it may not have been there yet.
+        The GPU's own time would show it too, but the profiler must not run before all timing is done.
         """
         return self.ahead_ms < AHEAD * self.median
 
@@ -201,7 +201,7 @@ class Loop:
 def timed(
     call: Callable[[], Any], device: torch.device, warm: int, seconds: float, compile_only: bool
 ) -> tuple[dict[str, Any], Any]:
-    """Times and memory of a call, after ``warm`` calls of which the first one compiles; and a result of it."""
+    """Time and memory of a call, after ``warm`` calls of which the first compiles; and the result of a call."""
     started = time.perf_counter()
     result = call()
     synchronize(device)
@@ -213,7 +213,7 @@ def timed(
     gc.collect()
     reset_peak(device)
     loops = [loop(call, device, seconds / LOOPS) for _ in range(LOOPS)]
-    while len(loops) < MOST_LOOPS and fastest(loops).held_up:
+    while len(loops) < MOST_LOOPS and fastest(loops).cpu_bound:
         time.sleep(PAUSE)
         loops.append(loop(call, device, seconds / LOOPS))
     low, middle, high = statistics.quantiles(fastest(loops).durations, n=4)
@@ -229,10 +229,10 @@ def fastest(loops: list[Loop]) -> Loop:
 
 
 def loop(call: Callable[[], Any], device: torch.device, seconds: float) -> Loop:
-    """About so many seconds of calls.
+    """Call for about this many seconds.
 
-    On a GPU the time of one is from the end of its work to the end of the next one's: where Python is slower than the
-    GPU, that is what is seen.
+    On a GPU the time of a call is the time between the end of its work and the end of the next call's work. If Python
+    is slower than the GPU, that is Python's time.
     """
     synchronize(device)
     started = time.perf_counter()
@@ -257,9 +257,9 @@ def loop(call: Callable[[], Any], device: torch.device, seconds: float) -> Loop:
 
 
 def kinds_of(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """GPU time of a call by kind of kernel, in ms, and how many kernels it launches."""
-    call()  # once before, in case that torch.compile has to look at it again
-    with profile(activities=[ProfilerActivity.CUDA]):  # the first session starts CUPTI, and may miss kernels
+    """GPU time of a call by kind of kernel, in ms, and the number of its kernels."""
+    call()  # in case torch.compile has to compile again
+    with profile(activities=[ProfilerActivity.CUDA]):  # the first session starts CUPTI and may miss kernels
         torch.zeros(1, device=device)
         synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
@@ -279,14 +279,14 @@ def kinds_of(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
 
 
 def kind(name: str, fused: frozenset[str]) -> str:
-    """Of a kernel, by its name; ``fused`` are the names of the Triton kernels of fastlayers and Liger."""
+    """The kind of a kernel by its name. ``fused`` are the names of the Triton kernels of fastlayers and Liger."""
     if "fastlayers::" in name or name in fused:
         return FUSED
     return next((kind for kind, pattern in PATTERNS.items() if pattern.search(name)), OTHER)
 
 
 def fused_kernels() -> frozenset[str]:
-    """The names of the Triton functions in the modules of fastlayers and Liger that are loaded."""
+    """The names of the Triton kernels in the imported modules of fastlayers and Liger."""
     return frozenset(
         value.__name__
         for module_name, module in list(sys.modules.items())

@@ -1,9 +1,9 @@
-"""Whole models: training step and inference of seven networks, in every way to run them.
+"""Whole models: training step and inference of seven networks, in every mode.
 
-Each (model, mode) runs in a fresh process, one at a time. These are forks of one process that has imported the
-libraries and done nothing else, so that nothing imports while something is measured. What torch.compile has to compile
-is compiled before that, by processes side by side, and found in its caches again. What the host held up is measured
-once more at the end, the most held up first, and the faster one counts.
+Each model and mode runs in a process of its own, one at a time. These processes are forks of one that has imported the
+libraries and done nothing else, so that nothing is imported while something is measured. Before, other processes fill
+the caches of torch.compile in parallel. Rows that were CPU-bound are measured once more at the end, the most CPU-bound
+first, and the faster time counts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["benchmarks.preload"])
 PARTS = ("inference", "training")
-#: Of the GPU's memory, for processes that compile side by side.
+#: Share of the GPU's memory for processes that compile in parallel.
 SHARE = 0.8
-#: Of a time in the GPU's own, above which the host decided on it. Other tenants slow a host for ten seconds at a time:
-#: GPT-2's step took 40 ms in one run and 53 in another, of 34 for the GPU.
-HELD_UP = 1.05
-#: What has to agree for the rows of an earlier run to stand beside new ones.
+#: A time is CPU-bound if it is longer than the GPU's time by this factor. Other tenants slow a CPU for ten seconds at a
+#: time: GPT-2's step took 40 ms in one run and 53 ms in another, and the GPU's time was 34 ms.
+CPU_BOUND = 1.05
+#: What has to be equal if rows of an earlier run are kept.
 SAME = ("device", "driver", "torch", "triton", "commit")
 
 
@@ -53,13 +53,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run is made.
+    """The settings of a run.
 
     Args:
         device: ``cuda``, or ``cpu`` for the tiny configurations.
         seconds: about how long each timed loop takes.
         run_limit: seconds after which a process is ended.
-        time_limit: seconds after which none is started.
+        time_limit: seconds after which no further process is started.
     """
 
     device: str = "cuda"
@@ -71,7 +71,7 @@ class Settings:
 
 @dataclass
 class Results:
-    """What a run found, written to ``path`` after every process so that a run cut short keeps what it has."""
+    """The results of a run, written to ``path`` after every process, so that an interrupted run keeps its rows."""
 
     path: Path
     environment: dict[str, object]
@@ -85,10 +85,10 @@ class Results:
         write(self.path, {name: value for name, value in asdict(self).items() if name != "path"})
 
     def keep(self, earlier: dict[str, Any]) -> None:
-        """Take over what an earlier run measured.
+        """Keep the rows of an earlier run.
 
         Raises:
-            ValueError: on another machine, with other versions or settings, or of another commit.
+            ValueError: the earlier run has another machine, other versions or settings, or another commit.
         """
         there = {name: earlier["environment"][name] for name in SAME} | earlier["settings"]
         here = {name: self.environment[name] for name in SAME} | self.settings
@@ -108,7 +108,7 @@ class Results:
 
 
 class Process:
-    """A worker, which measures at once."""
+    """A process that measures one job. It starts at once."""
 
     def __init__(self, job: Job, settings: Settings, compile_only: bool = False, threads: int | None = None) -> None:
         self.job = job
@@ -117,16 +117,16 @@ class Process:
         self.output = Path(self.folder.name, "output")
         arguments = (sized(job, settings), job.mode, settings.device, settings.seconds, compile_only, threads)
         self.process = FORKS.Process(target=model_worker.work, args=(self.result, self.output, *arguments))
-        with working_directory(ROOT):  # the first one starts the process that forks, which imports what it finds here
+        with working_directory(ROOT):  # the first one starts the fork server, which imports from here
             self.process.start()
         self.started = time.monotonic()
 
     def running(self, limit: float) -> bool:
-        """Whether it still is, within its limit."""
+        """Whether it is still running and within its limit."""
         return self.process.is_alive() and time.monotonic() - self.started < limit
 
     def finish(self, limit: float) -> dict[str, Any]:
-        """Its row, once it ends or the limit is reached."""
+        """Wait until it ends or the limit is reached; returns its row."""
         try:
             self.process.join(max(0.0, limit - (time.monotonic() - self.started)))
             row = self.row(limit) | {"took_s": round(time.monotonic() - self.started, 1)}
@@ -143,11 +143,11 @@ class Process:
         return {"status": "failed", "reason": f"exit status {self.process.exitcode}: {last}"[:500]}
 
     def end(self) -> None:
-        """End it, and what it started, such as the processes of torch.compile."""
+        """End it and the processes that it started, such as those of torch.compile."""
         assert self.process.pid is not None
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # if it has no group of its own yet
+        self.process.kill()  # in case it has no group of its own yet
         self.process.join()
         self.folder.cleanup()
 
@@ -165,13 +165,13 @@ def working_directory(path: Path) -> Iterator[None]:
 def run(
     jobs: list[Job], path: Path, settings: Settings, resume: bool = False, report: Callable[[str], None] = print
 ) -> Results:
-    """Measure the jobs in order into the JSON file ``path``; ``report`` is told of each one when it is done.
+    """Measure the jobs in order and write the JSON file ``path``; ``report`` gets a line after each job.
 
     Args:
-        resume: keep what the file has and measure the rest, failed ones again.
+        resume: keep the rows of the file and measure the rest. Failed rows are measured again.
 
     Raises:
-        ValueError: ``resume``, and the file is of another machine, other settings or another commit.
+        ValueError: ``resume`` is True, and the file is of another machine, other settings or another commit.
     """
     started = time.monotonic()
 
@@ -197,8 +197,8 @@ def run(
             results.skipped += [left.id for left in new[place:]]
             break
         results.put(job, measured(job))
-    again = [(row, job) for job in jobs if (row := results.row(job)) is not None and held_up(row) > HELD_UP]
-    for row, job in sorted(again, key=lambda one: -held_up(one[0])):
+    again = [(row, job) for job in jobs if (row := results.row(job)) is not None and slowed_by_cpu(row) > CPU_BOUND]
+    for row, job in sorted(again, key=lambda one: -slowed_by_cpu(one[0])):
         if not late():
             results.put(job, faster(row, measured(job)))
     results.rows.sort(key=place_in_tables)
@@ -206,15 +206,15 @@ def run(
     return results
 
 
-def held_up(row: dict[str, Any]) -> float:
-    """How many times as long as the GPU's own time one of a row takes, if that was measured once."""
+def slowed_by_cpu(row: dict[str, Any]) -> float:
+    """The larger ratio of time to GPU time in a row; 0 if the row failed or was measured twice already."""
     if row["status"] != "ok" or row.get("again"):
         return 0.0
     return max(row[part]["ms"] / row[part].get("gpu_ms", math.inf) for part in PARTS)
 
 
 def faster(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Of two rows of one job, each part from the one in which it was faster."""
+    """Combine two rows of one job: each part from the row in which it was faster."""
     if second["status"] != "ok":
         return second
     best = {part: min(first[part], second[part], key=lambda found: found["ms"]) for part in PARTS}
@@ -237,9 +237,9 @@ def place_in_tables(row: dict[str, Any]) -> tuple[int, int]:
 def compile_ahead(
     jobs: list[Job], settings: Settings, late: Callable[[], bool], report: Callable[[str], None]
 ) -> dict[str, float]:
-    """Fill torch.compile's caches by processes side by side, as many as the GPU's memory takes, until it is late.
+    """Fill the caches of torch.compile with processes in parallel, as many as fit in the GPU's memory.
 
-    Returns the seconds that each took. What fails here, or does not end, fails again when it is measured.
+    Returns the seconds that each process took. A job that fails here fails again when it is measured.
     """
     room = torch.cuda.get_device_properties(0).total_memory / 2**30 * SHARE
     threads = max(1, (os.cpu_count() or 1) // 3)

@@ -1,7 +1,7 @@
-"""The whole models that are measured: how each is built, what it is fed, and the ways to run it.
+"""The whole models: how each is built, its inputs, and the modes in which it runs.
 
-Configurations of transformers and timm with random weights; nothing is downloaded. The language models hold bfloat16
-weights, the vision models float32 ones under autocast to bfloat16. On a CPU all is float32.
+Configurations of transformers and timm with random weights; nothing is downloaded. The language models have bfloat16
+weights. The vision models have float32 weights and run under autocast to bfloat16. On a CPU everything is float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import fastlayers
 
 Batch = dict[str, Tensor]
 
-#: The ways to run a model, in the order of the tables, as tables and plots spell them.
+#: The modes, with their names in tables and plots, in the order of the tables.
 MODES = {
     "eager": "torch",
     "compile": "torch.compile",
@@ -30,7 +30,7 @@ MODES = {
 }
 COMPILED = ("compile", "fastlayers_compile")
 PATCHED = ("fastlayers", "fastlayers_compile")
-#: Of the tiny models: over fewer values than it leaves in its last layers, a BatchNorm would magnify any rounding.
+#: Batch of the tiny models. With fewer values in the last layers, a BatchNorm would amplify every rounding.
 TINY_BATCH = 8
 
 
@@ -40,14 +40,14 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Network:
-    """One model and what a step of it is fed.
+    """One model and its inputs.
 
     Args:
-        config: what its library is asked for: the class of a configuration, or the name of an architecture.
-        options: arguments of that.
-        batch: sequences or images of a batch; ``size`` is the length of the one, the side of the other.
-        tiny_options, tiny_size: the same, so small that a CPU runs it in a second.
-        gib: GPU memory to expect at the most of a compiled one, by which processes that compile are run side by side.
+        config: the class of a configuration of transformers, or the name of an architecture of timm.
+        options: the arguments of ``config``.
+        batch: sequences or images in a batch; ``size`` is the length of a sequence or the side of an image.
+        tiny_options, tiny_size: options and size with which a CPU runs the model in a second.
+        gib: the most GPU memory that the compiled model needs. It limits how many processes compile in parallel.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Network:
 
 @dataclass(frozen=True)
 class LanguageModel(Network):
-    """A model of transformers. Inference is what ``generate`` does with a prompt: the logits of the last position."""
+    """A model of transformers. Inference computes the logits of a prompt's last position, as ``generate`` does."""
 
     masked: bool = False
 
@@ -95,7 +95,7 @@ class LanguageModel(Network):
     def build(self, device: torch.device) -> nn.Module:
         import transformers
 
-        transformers.logging.set_verbosity_error()  # it warns of token ids that a small vocabulary does not have
+        transformers.logging.set_verbosity_error()  # it warns about token ids that a small vocabulary does not have
         config = getattr(transformers, self.config)(use_cache=False, **self.options)
         auto = transformers.AutoModelForMaskedLM if self.masked else transformers.AutoModelForCausalLM
         with device:
@@ -156,10 +156,10 @@ class VisionModel(Network):
 
 
 def used(model: nn.Module) -> nn.Module:
-    """Give BatchNorms the values of a network in use.
+    """Give BatchNorms the values of a trained network.
 
-    timm starts the last one of a block at zero: whole branches would be zero, which hides a wrong result and, on a GPU,
-    costs less power than data does.
+    timm initialises the last BatchNorm of a block to zero. Whole branches would then be zero, which hides wrong results
+    and, on a GPU, takes less power than data does.
     """
     with torch.no_grad():
         for norm in model.modules():
@@ -266,10 +266,10 @@ NETWORKS: tuple[Network, ...] = (
 
 
 def prepare(model: nn.Module, mode: str) -> str:
-    """Change the model as the mode says, in place. Returns what was changed, for the reader of a result.
+    """Prepare the model for the mode, in place. Returns a summary of what was changed.
 
     Raises:
-        UnavailableError: the mode has nothing for this model.
+        UnavailableError: the mode does not support this model.
     """
     if mode == "liger":
         return apply_liger(model)
@@ -291,7 +291,7 @@ def apply_liger(model: nn.Module) -> str:
 
 
 def compiled(model: nn.Module, mode: str) -> nn.Module:
-    """What is called: the model, or torch.compile of it."""
+    """The model, or its compiled form if the mode compiles."""
     if mode not in COMPILED:
         return model
     torch._dynamo.reset()
@@ -299,5 +299,5 @@ def compiled(model: nn.Module, mode: str) -> nn.Module:
 
 
 def folds(model: nn.Module, mode: str) -> bool:
-    """Whether inference folds BatchNorms: a user of fastlayers would."""
+    """Whether inference folds BatchNorms, as a user of fastlayers would."""
     return mode in PATCHED and any(isinstance(module, _BatchNorm) for module in model.modules())

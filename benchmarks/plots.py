@@ -1,4 +1,4 @@
-"""Pictures of a result file: bandwidth over the row length, and bars against the copy bandwidth."""
+"""Plots of a result file: bandwidth over the row length, shares of the copy bandwidth, whole models, losses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.implementations import TITLES
 from benchmarks.networks import MODES
 from benchmarks.report import caption, number
 
-#: Okabe and Ito's palette, distinguishable without colour vision. fastlayers' own backends are the saturated ones.
+#: Okabe and Ito's palette, which colour-blind readers can tell apart. fastlayers has the saturated colours.
 COLOURS = {
     "naive": "#999999",
     "eager": "#56B4E9",
@@ -33,7 +33,7 @@ COLOURS = {
     "cpu": "#D55E00",
     "fastlayers_compile": "#009E73",
 }
-#: Of the kinds of kernels: what no fusion removes is grey and blue, what it is about is warm.
+#: Colours of the kinds of kernels: grey and blue for those that fusion cannot change, warm for the others.
 KIND_COLOURS = {
     "matrix products": "#4D4D4D",
     "convolutions": "#808080",
@@ -65,7 +65,7 @@ Row = dict[str, Any]
 
 
 def draw_all(results: dict[str, Any], out: Path, name: str) -> list[Path]:
-    """Every picture that the results have rows for, as ``out/NAME-*.png``."""
+    """Draw every plot that the results have rows for, as ``out/NAME-*.png``."""
     if results.get("kind") == "models":
         return draw_models(results, out, name)
     if results.get("kind") == "losses":
@@ -84,7 +84,7 @@ def draw_all(results: dict[str, Any], out: Path, name: str) -> list[Path]:
 
 
 def worth_a_bar(row: Row) -> bool:
-    """Whether memory bandwidth is what the case is about, and the contestant is not shown under another name."""
+    """Whether the case is limited by memory bandwidth, and the contestant is not shown under another name."""
     return math.prod(row["shape"]) >= 2**22 and row["implementation"] not in ("naive", "cuda", "cpu")
 
 
@@ -202,7 +202,7 @@ def bars(rows: list[Row], results: dict[str, Any], family: str) -> Figure:
 
 
 def bar_ticks(axes: Axes, rows: list[Row], cases: list[str], direction: str) -> None:
-    """What each case has to reach."""
+    """Draw the bar of each case."""
     limits = {row["case"]: row["bars"][direction] for row in rows if direction in row["bars"]}
     for case, limit in limits.items():
         middle = cases.index(case)
@@ -213,7 +213,7 @@ def bar_ticks(axes: Axes, rows: list[Row], cases: list[str], direction: str) -> 
 
 
 def draw_models(results: dict[str, Any], out: Path, name: str) -> list[Path]:
-    """Time and memory against eager torch's, and where the GPU time of a training step goes."""
+    """Draw time and memory as shares of eager torch's, and the GPU time of a training step by kind of kernel."""
     if not any(row["status"] == "ok" for row in results["rows"]):
         return []
     with plt.rc_context(STYLE):
@@ -223,19 +223,19 @@ def draw_models(results: dict[str, Any], out: Path, name: str) -> list[Path]:
     return drawn
 
 
-#: Of a number beside a bar: readable where a line crosses it.
+#: Style of the number beside a bar, readable on top of a line.
 LABEL: dict[str, Any] = {"color": "#444444", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}
 
 
 def shares(results: dict[str, Any]) -> list[model_report.Metric]:
-    """What was measured of eager torch, in whose shares the rest is shown."""
+    """The metrics that eager torch has: the plot shows all others as shares of its numbers."""
     models = model_report.by_model(results).values()
     metrics = (model_report.STEP, model_report.STEP_PEAK, model_report.INFERENCE)
     return [metric for metric in metrics if any(metric.of(rows, "eager") for rows in models)]
 
 
 def time_and_memory(results: dict[str, Any], metrics: list[model_report.Metric]) -> Figure:
-    """One group of bars a model, as shares of eager torch's, with the numbers beside them."""
+    """One group of bars for each model, as shares of eager torch's, with the numbers beside them."""
     models = model_report.by_model(results)
     present = [mode for mode in MODES if any(mode in rows and rows[mode]["status"] == "ok" for rows in models.values())]
     inches = 1.7 + len(models) * (0.2 * len(present) + 0.14)
@@ -271,7 +271,7 @@ def time_and_memory(results: dict[str, Any], metrics: list[model_report.Metric])
 
 
 def kinds(results: dict[str, Any]) -> Figure:
-    """GPU time of a training step by kind of kernel, a bar for each model and mode, as shares of eager's step."""
+    """One bar for each model and mode: GPU time of a training step by kind of kernel, as shares of eager's step."""
     rows = [row for row in results["rows"] if "kinds" in row.get("training", {})]
     models = list(dict.fromkeys(row["model"] for row in rows))
     eager = {row["model"]: row["training"]["ms"] for row in rows if row["mode"] == "eager"}
@@ -304,7 +304,7 @@ def kinds(results: dict[str, Any]) -> Figure:
 
 
 def share(row: Row, kind: str) -> float:
-    """Milliseconds of a kind of kernel in a training step."""
+    """Milliseconds of one kind of kernel in a training step."""
     training = row["training"]
     return model_report.idle_ms(training) if kind == "idle" else training["kinds"].get(kind, 0.0)
 
@@ -313,7 +313,7 @@ def share(row: Row, kind: str) -> float:
 
 
 def draw_losses(results: dict[str, Any], out: Path, name: str) -> list[Path]:
-    """The losses of each model's runs, and below how far they are from those of torch."""
+    """Draw the losses of each model's runs, and below their distance from torch's."""
     rows = [row for row in results["rows"] if row["status"] == "ok"]
     models = list(dict.fromkeys(row["model"] for row in rows))
     with plt.rc_context(STYLE):
@@ -326,7 +326,7 @@ def draw_losses(results: dict[str, Any], out: Path, name: str) -> list[Path]:
             colours = ("#333333", "#BBBBBB", "#D55E00", "#009E73", "#0072B2", "#CC79A7")
             for (run, values), colour in zip(runs.items(), colours, strict=False):
                 steps = range(1, len(values) + 1)
-                # Curves that agree lie on each other: each is dashed over the one before it.
+                # Curves that agree cover each other, so each one is dashed.
                 style = "-" if run.startswith("torch") else (0, (4, 4))
                 upper.plot(steps, values, color=colour, linewidth=1.4, linestyle=style, label=run)
                 if run != "torch":

@@ -1,8 +1,8 @@
-"""Compile what torch.compile will be asked for, in parallel, before anything is timed.
+"""Compile all cases for torch.compile in parallel, before anything is timed.
 
-Compiling one case after the other takes longer than all the measuring. Processes of their own do it here, and
-Inductor's cache on disk hands the code to the process that measures. Which of its launch configurations is best is
-not handed over: Inductor finds that by timing them, and here the GPU is busy.
+Compiling one case after the other takes longer than all measurements. Here several processes compile, and the process
+that measures finds the code in Inductor's cache on disk. The cache does not keep the best launch configuration, which
+Inductor finds by timing, because here the GPU is busy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PROCESSES = 12  # each holds the tensors of one case: up to 4 GiB
 
 
 def share_compiled_code(threads: int | None = None) -> None:
-    """Set Inductor's caches alike in every process: the settings are part of what the cache is looked up by."""
+    """Use the same cache settings of Inductor in every process, because they are part of the cache key."""
     from torch._inductor import config
 
     config.fx_graph_cache = True
@@ -33,7 +33,7 @@ def share_compiled_code(threads: int | None = None) -> None:
 
 
 def compile_case(case_id: str, device_type: str) -> float:
-    """Compile the inference and the training graph of a case; seconds that their first calls took."""
+    """Compile the inference and the training graph of a case. Returns the seconds that their first calls took."""
     share_compiled_code(threads=1)
     case = next(case for case in all_cases() if case.id == case_id)
     inputs = case.tensors(torch.device(device_type))
@@ -52,7 +52,7 @@ def compile_case(case_id: str, device_type: str) -> float:
 
 
 def precompile(cases: Iterable[Case], report: Callable[[str], None]) -> dict[str, float]:
-    """Fill Inductor's cache for the cases. Returns the seconds each took; one that fails is left to the run."""
+    """Fill Inductor's cache for the cases. Returns the seconds of each; a case that fails here fails again later."""
     ids = [(case.id, case.device_type) for case in cases]
     processes = min(MAX_PROCESSES, os.cpu_count() or 1, len(ids))
     seconds: dict[str, float] = {}

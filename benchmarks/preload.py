@@ -1,7 +1,7 @@
-"""The libraries, which take seconds to import: once, in the process that every worker of models.py is a fork of.
+"""Imports the libraries, which takes seconds, once in the process from which all workers of models.py are forked.
 
-Nothing here may start a thread, a process or a CUDA context: a fork would lack the one and could not use the other. So
-Inductor's compiler is not here, which may start processes as it is imported; nor Liger, which is for its own mode only.
+Nothing here may start a thread, a process or a CUDA context: a fork has no threads and cannot use the context. So
+Inductor's compiler is not imported here, which may start processes. Liger is not either: only its own mode needs it.
 """
 
 import os
@@ -15,8 +15,8 @@ LIBRARIES = (
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert")),
 )
 
-# A library that asks torch.cuda.is_available() then gets the answer from NVML, and CUDA is not initialised.
+# torch.cuda.is_available() then asks NVML and does not initialise CUDA.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 for library in LIBRARIES:
-    with suppress(Exception):  # what is not there, or broken, the worker that needs it tells of
+    with suppress(Exception):  # the worker that needs a missing or broken library reports it
         import_module(library)

@@ -1,7 +1,8 @@
-"""Tables from a result file: every row, those that lose included, for the terminal and for Markdown.
+"""Tables of a result file, for the terminal and for Markdown. They have every row, also those that lose.
 
-A line of a table is one case and one metric, with a cell for each contestant and a verdict on ``fastlayers``, the
-default choice: whether it reached its bar, and whether eager, torch.compile or, in GPU time, Liger was faster.
+A line of a table is one case and one metric, with a cell for each contestant. The verdict is about ``fastlayers``, the
+default choice of backend: whether it reaches its bar, and whether eager, torch.compile or, in GPU time, Liger is
+faster.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from rich.text import Text
 
 from benchmarks.implementations import GPU_RIVALS, RIVALS, TITLES
 
-#: A rival within this factor is as fast: run to run, the same kernel differs by about that much.
+#: Two times within this factor count as equal: the same kernel differs by about that much from run to run.
 NOISE = 1.03
 
-#: What the first columns of a table say.
+#: The titles of the first columns.
 HEADS = ("case", "dtype", "what")
 
 Row = dict[str, Any]
@@ -28,13 +29,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a row. ``bar`` names the entry of the case's bars that limits it, ``limits`` how."""
+    """One number of a row. ``bar`` is the name of its bar in the case, ``limits`` says how the bar limits it."""
 
     title: str
     value: Callable[[Row], float | None]
     unit: str
     bar: str
-    limits: str = "ratio"  # "fraction" of the copy bandwidth, at least; "ratio" to eager, or "value" itself, at most
+    limits: str = "ratio"  # smallest "fraction" of the copy bandwidth; largest "ratio" to eager; largest "value"
     fraction: Callable[[Row], float | None] = lambda row: None
 
 
@@ -70,7 +71,7 @@ HOST_METRICS = (
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table; ``cells`` by contestant."""
+    """One line of a table; ``cells`` has a text for each contestant."""
 
     labels: tuple[str, ...]
     cells: dict[str, str]
@@ -156,7 +157,7 @@ def bar_verdicts(ours: Row, metric: Metric, mine: float, eager: float | None) ->
 
 
 def rival_verdicts(ours: Row, metric: Metric, mine: float, contestants: dict[str, Row]) -> Iterable[tuple[str, str]]:
-    """The bars that name a contestant, and those on the value itself."""
+    """The verdicts of bars that name a contestant, and of bars on the value itself."""
     limits = {name: (ours["bars"].get(f"{metric.bar}/{name}"), metric.value(row)) for name, row in contestants.items()}
     for name, (bar, theirs) in limits.items():
         if bar is not None and theirs:
@@ -170,7 +171,7 @@ def rival_verdicts(ours: Row, metric: Metric, mine: float, contestants: dict[str
 
 
 def sections(results: dict[str, Any]) -> list[tuple[str, list[Line]]]:
-    """Titled groups of lines, as both renderings show them."""
+    """Groups of lines with their titles, for the terminal and for Markdown."""
     found = []
     for device, copy in results["copy_gbps"].items():
         rows = [row for row in results["rows"] if row["device"] == device]
@@ -265,7 +266,7 @@ def markdown_table(content: list[Line], heads: tuple[str, ...] = HEADS, titles: 
 
 
 def page(results: dict[str, Any]) -> str:
-    """For a page of its own: the rows that lose in sight, every row one click away."""
+    """For benchmarks/results/README.md: the rows that lose, and all rows folded."""
     found = sections(results)
     losing = [line for _, content in found for line in content if line.loses]
     blocks = [f"{caption(results)}: {summary(results)}."]
@@ -278,14 +279,14 @@ def page(results: dict[str, Any]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-#: Columns of the overview: the median of the fractions of the copy bandwidth, and how long a call takes, as a share of
-#: another contestant's time, in the geometric mean.
+#: Columns of the overview: the median fraction of the copy bandwidth, and the geometric mean of the time of a call as a
+#: share of another contestant's time.
 FRACTION = "fraction"
 SHARES = {FRACTION: "of a copy's bandwidth"} | {name: f"of {TITLES[name]}'s time" for name in GPU_RIVALS}
 
 
 def overview(results: dict[str, Any]) -> str:
-    """For a page that is about more than these results: a line for each family of ops and direction."""
+    """For docs/benchmarks.md: one line for each family of ops and direction."""
     rows = [row for row in results["rows"] if row["suite"] != "sweep" and row["status"] == "ok"]
     families: dict[str, list[dict[str, Row]]] = {}
     for case in by_case(rows):
@@ -302,7 +303,7 @@ def overview(results: dict[str, Any]) -> str:
 
 
 def shares(cases: list[dict[str, Row]], metric: Metric) -> Iterable[tuple[str, str]]:
-    """Cells of the overview, of cases that have a value for fastlayers."""
+    """Cells of the overview for cases that have a value for fastlayers."""
     fractions = [metric.fraction(case["fastlayers"]) for case in cases]
     known = [fraction for fraction in fractions if fraction is not None]
     if known:
@@ -314,20 +315,20 @@ def shares(cases: list[dict[str, Row]], metric: Metric) -> Iterable[tuple[str, s
             yield name, f"{statistics.geometric_mean(ratios):.2f}"
 
 
-#: What is written between the lines <!-- NAME:begin --> and <!-- NAME:end --> of a page.
+#: The functions that write the text between the lines <!-- NAME:begin --> and <!-- NAME:end --> of a page.
 PAGES = {"results": page, "overview": overview}
 
 
 def folded_away(summary_line: str, block: str) -> str:
-    """What a page shows at a click."""
+    """A block that a page shows after a click on its summary."""
     return f"<details><summary>{summary_line}</summary>\n\n{block}\n\n</details>"
 
 
 def put_into(text: str, results: dict[str, Any], pages: Mapping[str, Callable[[dict[str, Any]], str]] = PAGES) -> str:
-    """``text`` with what stands between its markers replaced.
+    """Replace the text between markers.
 
     Raises:
-        ValueError: it does not hold both markers of any of the pages, in order.
+        ValueError: ``text`` has no begin marker with an end marker after it.
     """
     written = False
     for name, content in pages.items():

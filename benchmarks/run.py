@@ -1,4 +1,4 @@
-"""One case after the other: check every contestant against float64, time it, write the result down."""
+"""Runs the cases: checks every contestant against float64, times it, and writes the results."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from benchmarks.startup import startup
 from benchmarks.timing import Clock, Task, clock_for, copy_bandwidth, host_us, loop_us, relative_error
 from fastlayers.backends import BackendError, backend
 
-#: Greatest relative error against float64, or twice torch's own where that is more (a row of 2^20 float16 probabilities
-#: is all subnormal numbers). Loose: it finds a wrong kernel. The naive code keeps bfloat16 in between, and is held to
-#: nothing but finite numbers.
+#: Largest relative error against float64, or twice torch's own error if that is larger (a row of 2^20 float16
+#: probabilities has only subnormal numbers). It is loose, and finds a wrong kernel. Eager and naive code may keep
+#: bfloat16 in between, and only has to be finite.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 class WrongAnswerError(Exception):
-    """A contestant does not compute what it stands for, so its time means nothing."""
+    """A contestant computes something else, so its time means nothing."""
 
 
 class DeviceLostError(Exception):
-    """The GPU reports an error that no later call in this process survives."""
+    """A CUDA error after which this process cannot use the GPU any more."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Entrant:
     kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def gradients(self, outputs: Any) -> tuple[Tensor, ...]:
-        """Of what wants one: nothing, where the case is forward only."""
+        """The gradients of the inputs that need one; empty if the case has no backward."""
         return torch.autograd.grad(as_tuple(outputs), self.wanted, self.upstream) if self.wanted else ()
 
     def train(self) -> None:
@@ -83,7 +83,7 @@ class Entrant:
             yield
 
     def prepare(self) -> Any:
-        """The outputs to go backward from, with the gradients of them in place."""
+        """Run the forward for a timed backward, after restoring the incoming gradients."""
         self.restore()
         return self.function()
 
@@ -92,7 +92,7 @@ class Entrant:
             dy.copy_(original)
 
     def tasks(self) -> dict[str, Task]:
-        """By direction."""
+        """What to time, by direction."""
         forward = Task(lambda _: self.function(), context=self.inference)
         if self.step:
             return {"forward": forward, "step": Task(lambda _: self.train(), self.restore, self.training)}
@@ -102,7 +102,7 @@ class Entrant:
 
 @dataclass
 class Results:
-    """What a run found, written to ``path`` after every case so that a run cut short keeps what it has."""
+    """The results of a run, written to ``path`` after every case, so that an interrupted run keeps its rows."""
 
     path: Path
     environment: dict[str, object]
@@ -123,10 +123,10 @@ def run(
     device_for: Callable[[str], torch.device] = torch.device,
     report: Callable[[str], None] = lambda line: None,
 ) -> Results:
-    """Run the cases in order into the JSON file ``path``; ``report`` is told of each one when it is done.
+    """Run the cases in order and write the JSON file ``path``; ``report`` gets a line after each case.
 
     Raises:
-        DeviceLostError: a kernel broke the CUDA context. The file holds everything up to there.
+        DeviceLostError: a kernel broke the CUDA context. The file has the rows of all cases before.
     """
     cases = list(cases)
     started = time.monotonic()
@@ -171,12 +171,12 @@ def complaints(rows: list[dict[str, Any]]) -> str:
 def run_case(
     case: Case, device: torch.device, clock: Clock, settings: Settings, copy_gbps: float
 ) -> list[dict[str, Any]]:
-    """One row per contestant."""
+    """Run a case. Returns one row for each contestant."""
     rows = {name: new_row(case, name, device) for name in settings.names(case)}
     inputs = case.tensors(device)
     expected, upstream, expected_gradients = reference(case, inputs)
     entrants = []
-    stock_error = 0.0  # torch's, which is measured before those that it excuses
+    stock_error = 0.0  # torch's, which runs first; twice this error is allowed for the others
     for name, row in rows.items():
         try:
             entrant = enter(name, case, inputs, upstream, (*expected, *expected, *expected_gradients), 2 * stock_error)
@@ -184,7 +184,7 @@ def run_case(
             entrants.append(entrant)
         except BackendError as error:
             row.update(status="unavailable", reason=str(error))
-        except Exception as error:  # any contestant may fail in any way; the others are still wanted
+        except Exception as error:  # any contestant may fail in any way; the others still run
             raise_if_lost(error)
             row.update(status="failed", reason=f"{type(error).__name__}: {error}"[:500])
     del expected, expected_gradients
@@ -225,7 +225,7 @@ def raise_if_lost(error: Exception) -> None:
 def reference(
     case: Case, inputs: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Outputs in float64, dense random gradients for them in the case's dtype, and the gradients of the inputs."""
+    """Outputs in float64, random gradients for them in the dtype of the case, and the gradients of the inputs."""
     wide = tuple(x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
     outputs = as_tuple(case.op.eager(*wide, **case.options))
     upstream = tuple(torch.randn_like(out, dtype=case.dtype) for out in outputs)
@@ -242,19 +242,20 @@ def enter(
     expected: tuple[Tensor, ...],
     excused: float,
 ) -> Entrant:
-    """Bind the contestant to the case, run it once, and hold its answers against the expected ones: the outputs
-    without a gradient wanted, the outputs with one, the gradients.
+    """Bind the contestant to the case, run it once, and compare its results with the expected ones.
+
+    ``expected`` are the outputs of inference, the outputs of training, and the gradients.
 
     Raises:
-        BackendError: it cannot run here.
-        WrongAnswerError: its result is not that of the reference.
+        BackendError: the contestant cannot run here.
+        WrongAnswerError: its results differ from the reference.
     """
     reason = missing(name, case)
     if reason is not None:
         raise BackendError(reason)
     bound = partial(function(name, case), *inputs, **case.options)
     entrant = Entrant(name, bound, tuple(x for x in inputs if x.requires_grad), upstream, step=case.step)
-    if name == "liger":  # its rms_norm writes dx over dy
+    if name == "liger":  # its rms_norm overwrites dy with dx
         entrant.upstream, entrant.originals = tuple(dy.clone() for dy in upstream), upstream
     started = time.perf_counter()
     with entrant.inference():
@@ -268,9 +269,9 @@ def enter(
     answers = (*inferred, *outputs, *gradients)
     entrant.error = worst(relative_error(answer, right) for answer, right in zip(answers, expected, strict=True))
     allowed = float("inf") if name in ("eager", "naive") else max(case.tolerance or TOLERANCE[case.dtype], excused)
-    if not entrant.error <= allowed:  # also where it is NaN
+    if not entrant.error <= allowed:  # also if it is NaN
         raise WrongAnswerError(f"relative error {entrant.error:.1e} against float64; expected {allowed:.0e}")
-    ours = name == "fastlayers" or forced(name) is not None  # a rival is timed in whatever layout it answers
+    ours = name == "fastlayers" or forced(name) is not None  # others are timed in whatever layout they return
     for out, dy in zip(outputs, upstream, strict=True):
         if ours and (steps(out) != steps(dy) or out.dtype != dy.dtype):
             raise WrongAnswerError(f"{out.dtype} with strides {out.stride()}; expected {dy.dtype} with {dy.stride()}")
@@ -278,12 +279,12 @@ def enter(
 
 
 def steps(t: Tensor) -> list[int]:
-    """The strides that say where elements lie: not those of dimensions of one, which torch sets by the path it took."""
+    """The strides of dimensions with more than one element. Those of the others are arbitrary."""
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1]
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The greatest, and NaN where one is NaN (``max`` may pass over it)."""
+    """The largest error; NaN if one is NaN, which ``max`` may skip."""
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 
@@ -303,14 +304,14 @@ def measure(
                 gbps = case.bytes_moved(direction) / timing.us / 1e3
                 row[direction]["fraction"] = rounded(gbps / copy_gbps)
             entrant.kernels[direction] = timing.kernels
-        if case.suite == "bars":  # a sweep is there for its plot of GPU time, and on a CPU all time is wall time
+        if case.suite == "bars":  # a sweep is for a plot of GPU time, and on a CPU every time is wall time
             measure_host_side(case, entrant, row, clock)
 
 
 def measure_apart(
     case: Case, entrants: list[Entrant], rows: dict[str, dict[str, Any]], clock: Clock, samples: int, copy_gbps: float
 ) -> None:
-    """Time each contestant in a session of its own, after one of them spoiled the session of all."""
+    """Time each contestant in a profiler session of its own, after one of them broke the common session."""
     for entrant in entrants:
         try:
             measure(case, [entrant], rows, clock, samples, copy_gbps)
@@ -328,7 +329,7 @@ def mark_torch_kernels(entrants: list[Entrant], rows: dict[str, dict[str, Any]])
 
 
 def measure_host_side(case: Case, entrant: Entrant, row: dict[str, Any], clock: Clock) -> None:
-    """What an eager user waits for, what a call costs in Python, and what it holds in memory."""
+    """Measure wall time, the CPU time of a call, and peak memory."""
     with entrant.inference():
         row["wall_forward_us"] = rounded(loop_us(entrant.function, clock, seconds=0.01))
         if case.host:

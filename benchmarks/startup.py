@@ -1,4 +1,4 @@
-"""What a process pays once: the import of fastlayers, and the first call of a kernel."""
+"""The cost of a process: the import of fastlayers, and the first call of a kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import fastlayers
 print(time.perf_counter() - start)
 """
 
-#: CUDA itself is awake by then, and torch's own softmax has run.
+#: CUDA is initialised before, and torch's softmax has run.
 FIRST_CALL = """
 import time, torch, fastlayers
 from fastlayers.backends import backend
@@ -35,7 +35,7 @@ print(time.perf_counter() - start)
 
 
 def startup() -> list[dict[str, Any]]:
-    """Seconds of each in a fresh process, with the bar it has to stay under (None where there is none)."""
+    """Seconds of each in a new process, and its bar in seconds; None without a bar."""
     wanted: list[tuple[str, str, float | None]] = [("import fastlayers, after torch", IMPORT, 0.2)]
     for name, bar in (("cuda", 0.05), ("triton", None)):
         if problem(name) is None:
@@ -44,7 +44,7 @@ def startup() -> list[dict[str, Any]]:
 
 
 def median_seconds(program: str) -> dict[str, Any]:
-    """What the program prints, median of a few processes, or the last line of its error."""
+    """The median of the seconds that a few processes print, or the last line of an error."""
     root = Path(__file__).parents[1]
     printed = []
     for _ in range(PROCESSES):

@@ -1,10 +1,10 @@
 """How time and memory are measured.
 
-GPU time of a call is the sum of its kernels (and of its memsets and copies) from :mod:`torch.profiler`, with a cold
-L2 cache, as the median of many calls. Everything runs on one stream, so the order of that stream says what belongs to
-a call: before and after each one runs ``torch.cuda._sleep(1)``, whose kernel no op uses, and what lies between is
-summed. That needs no matching of launches to kernels, and the forward that a timed backward needs, and the write that
-flushes the cache, fall outside by themselves.
+The GPU time of a call is the sum of its kernels, memsets and copies in :mod:`torch.profiler`, with a cold L2 cache, as
+the median of many calls. Everything runs on one stream, in order. Before and after each call runs
+``torch.cuda._sleep(1)``, whose kernel no op uses, and the kernels between these two markers belong to the call. So
+launches need not be matched with kernels, and neither the forward of a timed backward nor the write that flushes the
+cache is counted.
 
 On a CPU the same interface measures wall time.
 """
@@ -25,13 +25,13 @@ from torch.profiler import ProfilerActivity, profile
 
 MARKER = "spin_kernel"  # what torch.cuda._sleep launches
 FLUSH_BYTES = 256 * 2**20  # five times the L2 of an H100
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # a CPU reaches its bandwidth with less
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # a CPU reaches its full bandwidth with less
 DROPPED = 2  # first samples of a task, not counted
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something to time: ``call(prepare())``, of which only ``call`` counts, inside ``context()``."""
+    """What to time: ``call(prepare())`` inside ``context()``. Only ``call`` counts."""
 
     call: Callable[[Any], object]
     prepare: Callable[[], Any] = lambda: None
@@ -48,7 +48,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class DeviceEvent:
-    """One kernel, memset or copy on the device's own time line."""
+    """One kernel, memset or copy on the device's time line."""
 
     name: str
     start_us: float
@@ -56,7 +56,7 @@ class DeviceEvent:
 
 
 class Clock(Protocol):
-    """What a device is timed with."""
+    """Times tasks on one kind of device."""
 
     name: str
 
@@ -76,10 +76,10 @@ def summarize(durations: Sequence[float], kernels: Iterable[str] = ()) -> Timing
 
 
 def between_markers(events: Iterable[DeviceEvent], calls: int) -> list[list[DeviceEvent]]:
-    """The events of each call: those between the marker that opens it and the marker that closes it.
+    """The events of each call: those between its two markers.
 
     Raises:
-        RuntimeError: there are not two markers per call, so the profiler lost events or the stream was not ours.
+        RuntimeError: there are not two markers for each call, so the profiler lost events or another stream ran.
     """
     per_call: list[list[DeviceEvent]] = []
     markers = 0
@@ -96,7 +96,7 @@ def between_markers(events: Iterable[DeviceEvent], calls: int) -> list[list[Devi
 
 
 def device_events(prof: profile) -> list[DeviceEvent]:
-    """What ran on the GPU, without the ranges that annotations project onto its time line."""
+    """The events of the GPU, without the ranges of annotations."""
     return [
         DeviceEvent(event.name, event.time_range.start, event.time_range.elapsed_us())
         for event in prof.events() or ()
@@ -105,19 +105,19 @@ def device_events(prof: profile) -> list[DeviceEvent]:
 
 
 class CudaClock:
-    """GPU time by summed kernels, L2 flushed before every call."""
+    """GPU time as the sum of kernels, with the L2 cache flushed before every call."""
 
     name = "GPU time: summed kernels, cold L2"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-        with profile(activities=[ProfilerActivity.CUDA]):  # the first session starts CUPTI, and may miss kernels
+        with profile(activities=[ProfilerActivity.CUDA]):  # the first session starts CUPTI and may miss kernels
             self.flush.fill_(1)
             torch.cuda.synchronize(device)
 
     def time(self, tasks: Sequence[Task], samples: int) -> list[Timing]:
-        """One profiler session for all the tasks: starting and reading one costs more than the calls."""
+        """Time all tasks in one profiler session, because a session costs more than the calls."""
         each = samples + DROPPED
         with profile(activities=[ProfilerActivity.CUDA]) as prof:
             for task in tasks:
@@ -137,7 +137,7 @@ class CudaClock:
         state = task.prepare()
         self.flush.fill_(1)
         torch.cuda._sleep(1)
-        # The result outlives the marker, so that nothing of the call is freed, and reused, before its end.
+        # The result lives until after the marker, so that no memory of the call is reused before its end.
         result = task.call(state)
         torch.cuda._sleep(1)
         del result
@@ -146,7 +146,7 @@ class CudaClock:
         torch.cuda.synchronize(self.device)
 
     def peak_bytes(self, function: Callable[[], object]) -> int | None:
-        """Most memory held at once during the call, beyond what was held before it."""
+        """Peak memory of the call, without the memory that was allocated before."""
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -161,7 +161,7 @@ class CpuClock:
     name = "CPU wall time"
 
     def time(self, tasks: Sequence[Task], samples: int) -> list[Timing]:
-        """The tasks take turns, so that whatever else the machine does meets all of them."""
+        """Time the tasks in turns, so that other work on the machine affects all of them."""
         durations: list[list[float]] = [[] for _ in tasks]
         for _ in range(samples + DROPPED):
             for task, its in zip(tasks, durations, strict=True):
@@ -185,7 +185,7 @@ class CpuClock:
 
 
 def copy_bandwidth(clock: Clock, device: torch.device, samples: int = 20) -> float:
-    """GB/s of a copy on the device, bytes read plus bytes written: the ceiling of every memory-bound op."""
+    """GB/s of a copy on the device, bytes read plus bytes written: the limit of every memory-bound op."""
     size = COPY_BYTES[device.type]
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
@@ -194,7 +194,7 @@ def copy_bandwidth(clock: Clock, device: torch.device, samples: int = 20) -> flo
 
 
 def loop_us(function: Callable[[], object], clock: Clock, seconds: float, rounds: int = 3) -> float:
-    """Time of a call in a loop of about ``seconds`` that ends with a synchronisation, median of a few rounds."""
+    """Time of a call in a loop of about ``seconds`` with a synchronisation at its end; median of a few rounds."""
     clock.synchronize()
     start = time.perf_counter()
     function()
@@ -204,7 +204,7 @@ def loop_us(function: Callable[[], object], clock: Clock, seconds: float, rounds
 
 
 def host_us(function: Callable[[], object], clock: Clock, calls: int, rounds: int = 5) -> float:
-    """Time until a call returns, without waiting for the device. Few enough calls that its queue never fills."""
+    """Time until a call returns, without waiting for the device. ``calls`` must not fill the device's queue."""
     rounds_us = []
     for _ in range(rounds):
         clock.synchronize()
@@ -221,6 +221,6 @@ def _round_us(function: Callable[[], object], calls: int, finish: Callable[[], N
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
-    """‖result − expected‖ / ‖expected‖, in the precision of the expected one; NaN where either has one."""
+    """‖result − expected‖ / ‖expected‖, in the precision of ``expected``; NaN if either has a NaN."""
     difference = result.detach().to(expected.dtype) - expected
     return float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(expected))

@@ -3,13 +3,13 @@
     python examples/char_gpt.py [--steps N] [--layers fused|torch|patched] [--resume] ...
     torchrun --nproc-per-node 2 examples/char_gpt.py --parallel ddp|fsdp ...
 
-RMSNorm, rotary embeddings and SwiGLU, written with einops. The fused layers stand in the definition: the sum and the
-norm after it, the rotation of queries and keys, the gated MLP without its product in memory, and the last linear layer
-with the loss, whose logits are never whole in memory. ``--layers torch`` is the same model without fastlayers,
-``--layers patched`` that one after ``patch_model``.
+The model has RMSNorm, rotary embeddings and SwiGLU, written with einops. Its definition uses fused layers: a sum and
+its norm, the rotation of queries and keys, the gated MLP without its product in memory, and the last linear layer with
+the loss, without the logits in memory. ``--layers torch`` is the same model without fastlayers, and ``--layers
+patched`` is that model after ``patch_model``.
 
-The batch of a step depends on the seed and the number of the step only, and each process takes its share of it: one
-process and several, under DDP or FSDP2, give the same losses up to rounding, and a checkpoint of one goes on in others.
+The batch of a step depends only on the seed and the number of the step, and each process takes its share of it. So one
+process and several, under DDP or FSDP2, give the same losses up to rounding, and can resume each other's checkpoints.
 The defaults are for a GPU. On a CPU: --dim 128 --depth 4 --heads 4 --context 128 --batch 16 --steps 300
 """
 
@@ -58,7 +58,7 @@ VOCABULARY = 256  # a character is a byte of UTF-8
 
 @dataclass(frozen=True)
 class Layers:
-    """What the model is made of, besides torch's linear layers, embedding and attention."""
+    """The parts of the model besides torch's linear layers, embedding and attention."""
 
     RMSNorm: type[nn.RMSNorm]
     AddRMSNorm: type[nn.RMSNorm]
@@ -108,7 +108,7 @@ class Config:
 
     @property
     def hidden(self) -> int:
-        """Of the MLP: 8/3 of dim, as many weights with three matrices as 4 of dim has with two; a multiple of 64."""
+        """Hidden size of the MLP, 8/3 of dim: three matrices then have as many weights as two with 4 dim."""
         return (self.dim * 8 // 3 + 63) // 64 * 64
 
 
@@ -153,7 +153,7 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    """Returns the loss where it is given what comes next, else the logits of the last character."""
+    """Returns the loss if the next characters are given, else the logits of the last character."""
 
     cos: Tensor
     sin: Tensor
@@ -170,7 +170,7 @@ class CharGPT(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
-                # Those that add to the residual stream start smaller, so that its size does not grow with the depth.
+                # Weights that add to the residual stream start smaller, so that it does not grow with the depth.
                 scale = (2 * config.depth) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
                 nn.init.normal_(weight, std=0.02 * scale)
 
@@ -186,7 +186,7 @@ class CharGPT(nn.Module):
 
 
 def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
-    """(length, head_dim): of position t and pair i of a head's elements, t / base^(2i / head_dim)."""
+    """(length, head_dim): the angle t / base^(2i / head_dim) for position t and pair i of a head's elements."""
     frequencies = base ** -(torch.arange(0, head_dim, 2) / head_dim)
     return repeat(torch.outer(torch.arange(length), frequencies), "t d -> t (two d)", two=2)
 
@@ -196,7 +196,7 @@ def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Processes:
-    """Those that torchrun started, or this one alone."""
+    """The processes that torchrun started, or this one alone."""
 
     rank: int
     world: int
@@ -216,7 +216,7 @@ class Processes:
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     def share(self, rows: Tensor) -> Tensor:
-        """The rows of the global batch that are this process' own."""
+        """The rows of the global batch that belong to this process."""
         return rows[self.rank :: self.world].to(self.device)
 
     def mean(self, value: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ class Processes:
             return model
         if how == "ddp":
             return nn.parallel.DistributedDataParallel(model)
-        # The parameters of a block are gathered for its forward and backward; what the root holds itself, throughout.
+        # The parameters of a block are gathered for its forward and backward, those of the root for the whole step.
         from torch.distributed.fsdp import fully_shard
 
         mesh = dist.init_device_mesh(self.device.type, (self.world,))
@@ -244,7 +244,7 @@ class Processes:
 
 
 class Training:
-    """A model on the text: its steps, and its loss on what it has not seen."""
+    """Training of a model on the text: its steps, and its loss on text that it has not seen."""
 
     def __init__(
         self, model: CharGPT, processes: Processes, parallel: str, batch: int, context: int, rate: float, steps: int
@@ -252,7 +252,7 @@ class Training:
         self.text = SourceText.load()
         self.processes = processes
         self.model = processes.spread(model, parallel)
-        self.rows, self.length = batch, context + 1  # the target of a character is the next one
+        self.rows, self.length = batch, context + 1  # the target of a character is the next character
         self.rate, self.steps = rate, steps
         matrices = [weight for weight in self.model.parameters() if weight.ndim == 2]
         others = [weight for weight in self.model.parameters() if weight.ndim != 2]
@@ -260,10 +260,10 @@ class Training:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
     def loss(self, text: Tensor) -> Tensor:
-        """Of this process' share of a global batch, which all processes draw alike."""
+        """The loss of this process' share of a global batch. All processes draw the same batch."""
         rows = self.processes.share(random_rows(text, self.rows, self.length))
         kind = rows.device.type
-        # Weights are float32 under FSDP2 too, where its own mixed precision would round otherwise than autocast.
+        # Weights are float32 under FSDP2 too: its own mixed precision would round differently than autocast.
         with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
             return self.model(rows[:, :-1], rows[:, 1:])
 
@@ -284,7 +284,7 @@ class Training:
 
 @torch.no_grad()
 def sample(model: CharGPT, prompt: str, length: int) -> str:
-    """Text drawn from the model, a character at a time. Under FSDP2 every process must call it; all draw the same."""
+    """Text from the model, one character at a time. Under FSDP2 every process must call it; all draw the same text."""
     seed_all(0)
     device = model.cos.device
     text = torch.tensor([list(prompt.encode())], device=device)
@@ -296,7 +296,7 @@ def sample(model: CharGPT, prompt: str, length: int) -> str:
 
 
 def save_whole(model: nn.Module, empty: CharGPT, path: Path) -> None:
-    """The weights alone, under their plain names, gathered from all processes."""
+    """The weights under their plain names, gathered from all processes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -307,17 +307,29 @@ def save_whole(model: nn.Module, empty: CharGPT, path: Path) -> None:
 
 @click.command()
 @click.option("--steps", default=2000, show_default=True, type=click.IntRange(min=1))
-@click.option("--batch", default=64, show_default=True, type=click.IntRange(min=1), help="Rows, of all processes.")
+@click.option(
+    "--batch", default=64, show_default=True, type=click.IntRange(min=1), help="Rows of all processes together."
+)
 @click.option("--dim", default=384, show_default=True, type=click.IntRange(min=2))
 @click.option("--depth", default=6, show_default=True, type=click.IntRange(min=1), help="Blocks.")
 @click.option("--heads", default=6, show_default=True, type=click.IntRange(min=1))
 @click.option("--context", default=256, show_default=True, type=click.IntRange(min=2), help="Characters in a row.")
 @click.option("--learning-rate", default=1e-3, show_default=True)
 @click.option("--layers", "kind", default="fused", show_default=True, type=click.Choice(["fused", "torch", "patched"]))
-@click.option("--parallel", default="ddp", show_default=True, type=click.Choice(["ddp", "fsdp"]), help="For torchrun.")
-@click.option("--validate-every", default=100, show_default=True, type=click.IntRange(min=1), help="Steps.")
-@click.option("--save-every", default=500, show_default=True, type=click.IntRange(min=1), help="Steps to a checkpoint.")
-@click.option("--stop-at", default=None, type=click.IntRange(min=1), help="Stop after this step, to be resumed.")
+@click.option(
+    "--parallel",
+    default="ddp",
+    show_default=True,
+    type=click.Choice(["ddp", "fsdp"]),
+    help="How torchrun's processes share the model.",
+)
+@click.option(
+    "--validate-every", default=100, show_default=True, type=click.IntRange(min=1), help="Steps between validations."
+)
+@click.option(
+    "--save-every", default=500, show_default=True, type=click.IntRange(min=1), help="Steps between checkpoints."
+)
+@click.option("--stop-at", default=None, type=click.IntRange(min=1), help="Stop after this step; --resume continues.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--sample", "sampled", default=400, show_default=True, help="Characters to write at the end.")
 @RESUME

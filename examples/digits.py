@@ -1,4 +1,4 @@
-"""What the examples on scikit-learn's handwritten digits share: the data, and a training by epochs."""
+"""Shared by the examples on scikit-learn's handwritten digits: the data, and training by epochs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PANELS = (Panel("training loss", ("loss",), log=True), Panel("test accuracy", ("
 
 @dataclass(frozen=True)
 class Digits:
-    """1797 grey images of 8x8 pixels with their labels, a fifth of them kept for testing."""
+    """1797 grey images of 8x8 pixels with their labels. A fifth of them is for testing."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -31,7 +31,7 @@ class Digits:
     @classmethod
     def load(cls, device: torch.device) -> Digits:
         images, labels = load_digits(return_X_y=True)
-        images = (images.reshape(-1, 1, 8, 8) / 16 - 0.3) / 0.4  # about zero mean and unit variance
+        images = (images.reshape(-1, 1, 8, 8) / 16 - 0.3) / 0.4  # mean about 0, variance about 1
         parts = train_test_split(images.astype(np.float32), labels, test_size=0.2, stratify=labels, random_state=0)
         train_images, test_images, train_labels, test_labels = (torch.from_numpy(part).to(device) for part in parts)
         return cls(train_images, train_labels, test_images, test_labels)
@@ -45,9 +45,9 @@ class Digits:
 
 
 def set_up(device_name: str | None, seed: int = 0) -> torch.device:
-    """The device of ``--device``, and the same random numbers every time."""
+    """Select the device and seed the random numbers."""
     seed_all(seed)
-    # On images of 8x8, waiting for a second thread costs more than it brings, and on a busy machine far more.
+    # On images of 8x8, a second thread costs more time than it saves.
     torch.set_num_threads(1)
     return find_device(device_name)
 

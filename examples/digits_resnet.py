@@ -1,11 +1,11 @@
-"""A pretrained network, patched: train, save, load, patch, verify, fine-tune, time.
+"""A small ResNet: train, save, load, patch, verify, fine-tune, time.
 
     python examples/digits_resnet.py [--epochs N] [--device cpu|cuda] [--out DIR]
 
-The network is a small ResNet of stock torch layers, on scikit-learn's handwritten digits. It knows nothing of
-fastlayers: ``patch_model`` finds each BatchNorm with the ReLU that follows, in the blocks and in the stem, an
-``nn.Sequential``, and the ``relu(bn2(out) + identity)`` at the end of the blocks. For inference, ``fold_batch_norm``
-makes the BatchNorms part of the convolutions.
+The network has stock torch layers and learns scikit-learn's handwritten digits. It does not know fastlayers.
+``patch_model`` finds each BatchNorm with the ReLU after it, in the blocks and in the ``nn.Sequential`` of the stem, and
+the ``relu(bn2(out) + identity)`` at the end of each block. For inference, ``fold_batch_norm`` makes the BatchNorms part
+of the convolutions.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fastlayers.backends import choose
 from fastlayers.checkpoint import load_model, save_model
 from training import DEVICE, OUT, console, draw_curves, in_turns
 
-#: Images in a timed batch: enough that a GPU works rather than waits for Python.
+#: Images in a timed batch: so many that a GPU is not CPU-bound.
 TIMED_BATCH = {"cpu": 64, "cuda": 8192}
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions and a shortcut, as torchvision spells it."""
+    """Two convolutions and a shortcut, as in torchvision."""
 
     def __init__(self, channels_in: int, channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def compare_speed(stock: nn.Module, patched: nn.Module, digits: Digits) -> Table
     images, labels = digits.train_images[chosen], digits.train_labels[chosen]
 
     def step(model: nn.Module) -> Callable[[], object]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # a rate of 0: timing changes no weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # a rate of 0, so that timing changes no weight
         return lambda: train_step(model, optimizer, images, labels)
 
     @torch.no_grad()
@@ -105,11 +105,11 @@ def compare_speed(stock: nn.Module, patched: nn.Module, digits: Digits) -> Table
 
 
 @click.command()
-@click.option("--epochs", default=12, show_default=True, type=click.IntRange(min=1), help="Epochs of the training.")
+@click.option("--epochs", default=12, show_default=True, type=click.IntRange(min=1), help="Epochs of training.")
 @DEVICE
 @OUT
 def main(epochs: int, device: str | None, out: Path) -> None:
-    """Train a ResNet on handwritten digits, then patch it as one would a pretrained network."""
+    """Train a ResNet on handwritten digits, then patch it like a pretrained network."""
     where = set_up(device)
     out.mkdir(parents=True, exist_ok=True)
     digits = Digits.load(where)

@@ -2,9 +2,9 @@
 
     python examples/fused_definition.py [--epochs N] [--device cpu|cuda] [--out DIR]
 
-Each fused layer stands where its stock spelling would: ``FusedSoftmax(dim=-1)`` for ``nn.Softmax(dim=-1)``,
-``FusedAddReLU()`` for ``relu(x + y)``, ``FusedReLUAdd()`` for ``relu(x) + y``, ``FusedMul()`` for ``x * y``. They hold
-no parameters, so weights move freely between this network and one of stock layers.
+Each fused layer replaces stock code: ``FusedSoftmax(dim=-1)`` for ``nn.Softmax(dim=-1)``, ``FusedAddReLU()`` for
+``relu(x + y)``, ``FusedReLUAdd()`` for ``relu(x) + y``, ``FusedMul()`` for ``x * y``. These layers have no parameters,
+so this network and one of stock layers can load each other's weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from training import DEVICE, OUT, console, draw_curves
 
 
 class GatedConvBlock(nn.Module):
-    """relu(value(x) · sigmoid(gate(x)) + x): what passes, and how much of it, are both learned."""
+    """relu(value(x) · sigmoid(gate(x)) + x)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class GatedConvBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Self-attention between the pixels, its output through a ReLU onto the shortcut: relu(attention(x)) + x."""
+    """Self-attention between the pixels: relu(attention(x)) + x."""
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class AttentionBlock(nn.Module):
 
 
 class GatedAttentionNet(nn.Module):
-    """Convolutions see strokes, attention relates them; returns logits."""
+    """Gated convolutions, then attention. Returns logits."""
 
     def __init__(self, channels: int = 48, heads: int = 4, classes: int = 10) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 
     python examples/hf_trainer.py [--steps N] [--stock] [--resume] [--device cpu|cuda] [--out DIR]
 
-A small Llama learns the source text of Python's standard library, byte by byte. The Trainer's checkpoints are what they
-are without fastlayers, safetensors with the names of the stock network, so either kind of run resumes the other's.
+A small Llama learns the source text of Python's standard library, byte by byte. The Trainer's checkpoints are
+safetensors with the names of the stock network, so a patched run and a stock run can resume each other's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from training import DEVICE, OUT, RESUME, Panel, console, draw_curves, find_devi
 
 
 class Passages(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The text, cut into rows."""
+    """The text as rows of equal length."""
 
     def __init__(self, text: Tensor, length: int) -> None:
         self.rows = text[: len(text) // length * length].view(-1, length)
@@ -47,7 +47,7 @@ class Passages(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class RichProgress(TrainerCallback):
-    """The progress bar of the other examples, for the Trainer's own."""
+    """The progress bar of the other examples, in place of the Trainer's."""
 
     def __init__(self, title: str) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -71,7 +71,9 @@ class RichProgress(TrainerCallback):
 
 @click.command()
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(min=1))
-@click.option("--save-every", default=50, show_default=True, type=click.IntRange(min=1), help="Steps to a checkpoint.")
+@click.option(
+    "--save-every", default=50, show_default=True, type=click.IntRange(min=1), help="Steps between checkpoints."
+)
 @click.option("--stock", is_flag=True, help="Leave the network unpatched.")
 @RESUME
 @DEVICE

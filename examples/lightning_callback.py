@@ -1,9 +1,9 @@
-"""fastlayers in Lightning: a callback that patches the module of a run before a strategy wraps it.
+"""fastlayers in Lightning: a callback that patches the module before a strategy wraps it.
 
     python examples/lightning_callback.py [--epochs N] [--stock] [--resume] [--device cpu|cuda] [--out DIR]
 
 ``Trainer(callbacks=[FastLayers()])`` is all that a run needs. Lightning's checkpoints have the names of the stock
-network, so they resume with and without the callback; the weights at the end are a safetensors file.
+network, so a run can resume them with or without the callback. The final weights are a safetensors file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from training import DEVICE, OUT, RESUME, History, console, draw_curves
 
 
 class FastLayers(lightning.Callback):
-    """Fused layers for the time of a run; ``options`` are those of :func:`fastlayers.patch_model`."""
+    """Patches the module during a run. ``options`` are those of :func:`fastlayers.patch_model`."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -41,7 +41,7 @@ class FastLayers(lightning.Callback):
 
 
 class Classifier(lightning.LightningModule):
-    """Any network of stock layers; it knows nothing of fastlayers."""
+    """A network of stock layers, which does not know fastlayers."""
 
     def __init__(self, network: nn.Module, digits: Digits, epochs: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Classifier(lightning.LightningModule):
 
 @click.command()
 @click.option("--epochs", default=12, show_default=True, type=click.IntRange(min=1))
-@click.option("--stock", is_flag=True, help="Leave the callback out.")
+@click.option("--stock", is_flag=True, help="Train without the callback.")
 @RESUME
 @DEVICE
 @OUT
@@ -82,7 +82,7 @@ def main(epochs: int, stock: bool, resume: bool, device: str | None, out: Path) 
     """Train a ResNet on handwritten digits with Lightning."""
     where = set_up(device)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # no tips and advertisements
-    warnings.filterwarnings("ignore", message=".*LeafSpec")  # of Lightning's own code
+    warnings.filterwarnings("ignore", message=".*LeafSpec")  # from Lightning's own code
     digits = Digits.load(where)
     folder = out / "lightning"
     if resume and not (folder / "last.ckpt").is_file():

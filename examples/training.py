@@ -1,7 +1,7 @@
-"""What the examples share: options, a training loop with a progress bar, checkpoints it resumes from, and a picture.
+"""Shared by the examples: options, a training loop with a progress bar, checkpoints, and a plot.
 
-The loop seeds torch and Python anew for every round from the seed of the run and the number of the round. A resumed run
-so draws what the uninterrupted one would have drawn, and its checkpoint needs no generator's state.
+For every round the loop seeds torch and Python with the seed of the run and the number of the round. So a resumed run
+draws the same numbers as one that was not interrupted, and a checkpoint needs no state of a generator.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-#: Of the processes that torchrun starts, the first one speaks.
+#: Only the first of torchrun's processes prints.
 IS_FIRST = os.environ.get("RANK", "0") == "0"
 console = Console(highlight=False, quiet=not IS_FIRST)
 
-#: What one round of the training measured, and all rounds of a run, in order.
+#: The measures of one round of training, and of all rounds of a run in order.
 Record: TypeAlias = Mapping[str, float | Tensor]
 History: TypeAlias = list[dict[str, float]]
 
 
 # options -------------------------------------------------------------------------------------------------------------
 
-DEVICE = click.option("--device", default=None, help="cpu or cuda.  [default: cuda where there is one]")
+DEVICE = click.option("--device", default=None, help="cpu or cuda.  [default: cuda if there is a GPU]")
 OUT = click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(__file__).parent / "out", show_default=True
 )
-RESUME = click.option("--resume", is_flag=True, help="Go on from the checkpoint in --out.")
+RESUME = click.option("--resume", is_flag=True, help="Continue from the checkpoint in --out.")
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device of ``--device``, without it CUDA where there is one."""
+    """The device of ``--device``; by default CUDA if there is a GPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA was asked for it
+    except (RuntimeError, AssertionError) as error:  # AssertionError: this torch was built without CUDA
         raise click.UsageError(f"--device {name}: {str(error).splitlines()[0]}") from None
     return device
 
 
 def seed_all(*what: int) -> None:
-    """The same random numbers after the same arguments."""
-    number = random.Random(repr(what)).getrandbits(32)  # torch's generator on the CPU takes 32 bits of a seed
+    """Seed torch and Python from the arguments."""
+    number = random.Random(repr(what)).getrandbits(32)  # torch's CPU generator uses 32 bits of a seed
     random.seed(number)
     torch.manual_seed(number)
 
@@ -63,14 +63,14 @@ def seed_all(*what: int) -> None:
 
 
 class Checkpoint:
-    """One safetensors file with all that a run needs to go on: weights, the optimizer's state and the history.
+    """One safetensors file with all that a run needs to continue: weights, the optimizer's state and the history.
 
-    It holds whole tensors under the names that they have without wrappers, so a run that DDP or FSDP2 spreads over
-    several processes may go on in another number of them. The first process writes it; it appears whole or not at all.
+    It has whole tensors under the names that they have without wrappers, so a run under DDP or FSDP2 can continue with
+    another number of processes. The first process writes the file, and replaces an older one in one step.
     """
 
     def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, every: int = 1) -> None:
-        """``every``: how many rounds from one writing to the next."""
+        """``every`` is the number of rounds between two writes."""
         self.path = path
         self.model = model
         self.optimizer = optimizer
@@ -79,7 +79,7 @@ class Checkpoint:
     def save(self, history: History) -> None:
         from safetensors.torch import save_file
 
-        tensors = self._tensors(whole=True)  # gathered by all processes, kept by the first
+        tensors = self._tensors(whole=True)  # all processes gather them, the first keeps them
         if not IS_FIRST:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class Checkpoint:
         os.replace(partial, self.path)
 
     def load(self) -> History:
-        """Fill the model and the optimizer; returns the rounds that they have behind them."""
+        """Load the model and the optimizer. Returns the history of the rounds that are done."""
         from safetensors import safe_open
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
@@ -117,7 +117,7 @@ class Checkpoint:
         options = StateDictOptions(full_state_dict=True)
         weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
         set_model_state_dict(self.model, weights, options=options)
-        # The optimizer's tensors come from the file, its rates and options from the run that goes on.
+        # The optimizer's tensors come from the file, its rates and options from the new run.
         own: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer)
         own["state"] = {
             name: {key: stored.get(f"state.{name}.{key}", value) for key, value in entries.items()}
@@ -127,7 +127,7 @@ class Checkpoint:
         return history
 
     def _tensors(self, whole: bool) -> dict[str, Tensor]:
-        """The weights and the optimizer's state; of FSDP2 either all of them, on the CPU, or this process' shards."""
+        """The weights and the optimizer's state; under FSDP2 whole tensors on the CPU, or its own shards."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             get_model_state_dict,
@@ -137,8 +137,8 @@ class Checkpoint:
         options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
         weights = get_model_state_dict(self.model, options=options)
         own: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        states = own.get("state", {})  # whole ones are the first process' alone
-        # The names of a flattened state, made here: what torch flattens itself, 2.13 cannot load.
+        states = own.get("state", {})  # only the first process has whole tensors
+        # The state is flattened here, because torch 2.13 cannot load what it flattens itself.
         named = {f"model.{name}": value for name, value in weights.items()}
         named |= {f"state.{name}.{key}": value for name, entries in states.items() for key, value in entries.items()}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
@@ -148,7 +148,7 @@ class Checkpoint:
 
 
 def cosine(done: float, warmup: float = 0.0) -> float:
-    """The factor of the learning rate after the fraction ``done`` of a run: up over ``warmup``, then down a cosine."""
+    """The factor of the learning rate after the fraction ``done`` of a run: a linear warm-up, then a cosine."""
     if done < warmup:
         return done / warmup
     return 0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup)))
@@ -170,14 +170,14 @@ def fit(
     checkpoint: Checkpoint | None = None,
     resume: bool = False,
 ) -> History:
-    """Call ``one_round`` with 0, 1, ..., under a progress bar; returns what the calls measured, those of before too.
+    """Call ``one_round`` with 0, 1, ... under a progress bar. Returns the measures of all rounds, also earlier ones.
 
-    A round is what its caller wants it to be, an epoch or a step. Its measures may be tensors, which are read every
-    ``report`` rounds only, as a GPU waits for that.
+    A round is an epoch or a step, as the caller likes. Its measures may be tensors. They are read only every ``report``
+    rounds, because the GPU has to wait then.
 
     Args:
-        stop_at: the round at which to stop, as where a cluster's time limit ends a run that is to be resumed.
-        checkpoint: written whenever its ``every`` rounds are over, and at the end.
+        stop_at: the round after which to stop, as a time limit of a cluster would.
+        checkpoint: written after every ``checkpoint.every`` rounds and at the end.
         resume: start from the checkpoint.
     """
     history: History = checkpoint.load() if checkpoint is not None and resume else []
@@ -202,7 +202,7 @@ def fit(
 
 
 def latest(history: History) -> dict[str, float]:
-    """The last value of each measure: not every round has all of them."""
+    """The last value of each measure. Not every round has all measures."""
     return {name: value for record in history for name, value in record.items()}
 
 
@@ -212,7 +212,7 @@ def latest(history: History) -> dict[str, float]:
 def in_turns(
     first: Callable[[], object], second: Callable[[], object], device: torch.device, turns: int = 20, warm_up: int = 5
 ) -> tuple[float, float]:
-    """Milliseconds of both: the fastest of ``turns`` calls, in turns, so that other work here counts least."""
+    """Milliseconds of both functions: the fastest of ``turns`` calls, called in turns."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(warm_up + turns):
         for function, its in zip((first, second), times, strict=True):
@@ -235,7 +235,7 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot of one or more measures over the rounds."""
+    """One plot of one or more measures over the rounds."""
 
     title: str
     measures: tuple[str, ...]
@@ -244,7 +244,7 @@ class Panel:
 
 
 def draw_curves(phases: dict[str, History], panels: tuple[Panel, ...], path: Path, unit: str = "epoch") -> None:
-    """The panels side by side, in each a colour for each phase of the training, which follow one another."""
+    """Save the panels side by side. Each phase of the training has its own colour."""
     if not IS_FIRST:
         return
     import matplotlib

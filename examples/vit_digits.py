@@ -1,10 +1,10 @@
-"""A vision transformer of stock layers, patched before it is trained; checkpoints to resume from.
+"""A vision transformer of stock layers, patched before it is trained.
 
     python examples/vit_digits.py [--epochs N] [--stock] [--resume] [--device cpu|cuda] [--out DIR]
 
-Pre-norm blocks with LayerScale and stochastic depth, as timm writes them, on images of handwritten digits cut into
-patches with einops. ``patch_model`` fuses what stands between the matrix products: each branch's scale, drop and sum,
-the biases with the GELU, the norms. The weights go back into an unpatched network; their names are the same.
+The blocks have a norm first, LayerScale and stochastic depth, as in timm. The images of handwritten digits are cut into
+patches with einops. ``patch_model`` fuses what is between the matrix products: scale, drop and sum of each branch, the
+biases with the GELU, the norms. The weights load into an unpatched network, because their names are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from training import DEVICE, OUT, RESUME, console, draw_curves
 
 
 def drop_path(x: Tensor, drop_prob: float = 0.0, training: bool = False, scale_by_keep: bool = True) -> Tensor:
-    """Stochastic depth, as timm has it: in training, a sample's branch is left out with this probability."""
+    """Stochastic depth as in timm: in training, drops the branch of a sample with probability ``p``."""
     if drop_prob == 0.0 or not training:
         return x
     keep_prob = 1 - drop_prob
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class DigitsViT(nn.Module):
-    """Sixteen patches of 2x2 pixels; returns logits."""
+    """A transformer on sixteen patches of 2x2 pixels. Returns logits."""
 
     def __init__(self, dim: int = 64, depth: int = 4, heads: int = 4, drop: float = 0.1, classes: int = 10) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class DigitsViT(nn.Module):
 
 @click.command()
 @click.option("--epochs", default=30, show_default=True, type=click.IntRange(min=1))
-@click.option("--stop-at", default=None, type=click.IntRange(min=1), help="Stop after this epoch, to be resumed.")
+@click.option("--stop-at", default=None, type=click.IntRange(min=1), help="Stop after this epoch; --resume continues.")
 @click.option("--stock", is_flag=True, help="Leave the network unpatched.")
 @RESUME
 @DEVICE

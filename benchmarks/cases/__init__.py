@@ -1,4 +1,4 @@
-"""Every case, family by family. A new family adds a file here and its name to the list below."""
+"""All cases, by family. A new family adds a file here and its name to the list below."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ FAMILIES = (
 
 
 def all_cases() -> list[Case]:
-    """In the order in which they run: what the bars name first, so that a run cut short has those."""
+    """All cases in the order of a run: those with bars first, so that an interrupted run has them."""
     cases = [case for family in FAMILIES for case in family.CASES]
     return sorted(cases, key=lambda case: ("cpu", "bars", "sweep").index(case.suite))

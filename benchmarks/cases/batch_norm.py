@@ -1,4 +1,4 @@
-"""batch_norm with the residual and the ReLU of a ResNet's block, as mixed precision has it: float32 beside x."""
+"""batch_norm with the residual and the ReLU of a ResNet's block, with float32 parameters as in mixed precision."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ BATCH_NORM = Op("batch_norm", "batch_norm", functional.batch_norm, F.batch_norm)
 BATCH_NORM_RELU = Op("batch_norm_relu", "batch_norm", fused_relu, eager_relu)
 BATCH_NORM_ADD_RELU = Op("batch_norm_add_relu", "batch_norm", fused_add_relu, eager_add_relu)
 
-#: Computed in float32, a few of ten million arguments of the ReLU have the other sign than in float64: torch's dx is
-#: 1.5e-3 off for three in (16, 256, 56, 56).
+#: In float32, a few of ten million arguments of the ReLU have another sign than in float64. In (16, 256, 56, 56) three
+#: of them give torch's dx an error of 1.5e-3.
 RELU_TOLERANCE = 1e-2
 
 SHAPES = ((64, 256, 56, 56), (128, 512, 28, 28))
@@ -55,10 +55,10 @@ def of_channels(
 
 
 def train(op: Op, *shape: int, dtype: torch.dtype = torch.bfloat16, nhwc: bool = True, **fields) -> Case:
-    """x is read for its statistics and again to be normalised; backward reads x and dy twice as well. A residual is
-    read once and its gradient written once: the ReLU's mask is a bit an element, and not counted.
+    """x is read for its statistics and again to be normalised. The backward reads x and dy twice as well.
 
-    The running statistics are updated in each call, and are those of x after a few.
+    A residual is read once, and its gradient is written once. The ReLU's mask, one bit for each element, is not
+    counted. The running statistics are updated in each call, and after a few calls they are those of x.
     """
     size = shape[1]
     x = Input(shape, channels_last=nhwc)
@@ -79,7 +79,7 @@ def train(op: Op, *shape: int, dtype: torch.dtype = torch.bfloat16, nhwc: bool =
 
 
 def evaluate(*shape: int, dtype: torch.dtype, **fields) -> Case:
-    """Forward only."""
+    """A case of inference, without a backward."""
     size = shape[1]
     parameters = (of_channels(size), of_channels(size, positive), of_channels(size), of_channels(size))
     inputs = (Input(shape, channels_last=True, grad=False), *parameters)

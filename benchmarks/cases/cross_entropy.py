@@ -1,4 +1,4 @@
-"""Cross-entropy over vocabularies and segmentation maps: the bars of issue 5."""
+"""Cross-entropy over vocabularies and segmentation maps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _liger = liger("liger_cross_entropy")
 
 
 def liger_out_of_place(logits: Tensor, target: Tensor) -> Tensor:
-    """Its forward writes the gradient over the logits where they want one: those of a training step are a copy."""
+    """Liger's forward overwrites logits that need a gradient with it, so in training it gets a copy."""
     assert _liger is not None
     result: Tensor = _liger(logits.clone() if torch.is_grad_enabled() else logits.detach(), target)
     return result
 
 
 def in_place(logits: Tensor, target: Tensor) -> Tensor:
-    """The gradient over the logits. Of a copy, which is no part of the backward, and of the forward that is timed."""
+    """The gradient overwrites the logits, so they are a copy. The copy is part of the forward, not of the backward."""
     if not torch.is_grad_enabled():
         return functional.cross_entropy(logits, target)
     return functional.cross_entropy(logits.clone(), target, inplace_backward=True)
@@ -56,7 +56,7 @@ def classes(count: int, ignored: float = 0.0):
 
 
 def row(op: Op, *shape: int, dtype: torch.dtype = torch.bfloat16, ignored: float = 0.0, **fields) -> Case:
-    """Forward reads the logits; backward reads them and writes their gradient."""
+    """The forward reads the logits. The backward reads them and writes their gradient."""
     target = Input(shape[:1] + shape[2:], classes(shape[1], ignored), grad=False, parameter=True)
     return Case(op, (Input(shape), target), dtype, "b", "2b", **fields)
 

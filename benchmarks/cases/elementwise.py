@@ -1,4 +1,4 @@
-"""relu(x) + y, relu(x + y) and x·y: the joints of a network, where all the time is memory traffic."""
+"""relu(x) + y, relu(x + y) and x·y, whose time is all memory traffic."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ RELU_ADD_BIAS = Op("relu_add_bias", "elementwise", functional.relu_add, eager_re
 ADD_RELU = Op("add_relu", "elementwise", functional.add_relu, eager_add_relu)
 MUL = Op("mul", "elementwise", functional.mul, torch.mul)
 
-#: Op, bytes of its backward, bars at 2^26 elements. One ReLU keeps a bit per element for backward; the gradient of
-#: the other branch of an addition is the incoming one and costs nothing.
+#: Op, bytes of its backward, bars at 2^26 elements. The ReLU keeps one bit for each element. The gradient of the other
+#: operand of an addition is the incoming gradient and costs nothing.
 OPS = (
     (RELU_ADD, "2b+1bit", {"forward": 0.97, "backward": 0.92}),
     (ADD_RELU, "2b+1bit", {"forward": 0.97, "backward": 0.92}),
@@ -48,7 +48,7 @@ def on_cpu(op: Op, *shape: int, **fields) -> Case:
 
 
 def broadcast_mul(*shape: int, by: tuple[int, ...], nhwc: bool = False) -> Case:
-    """The small factor and its gradient are not counted: x and dy are read and dx is written."""
+    """x and dy are read, and dx is written. The small factor and its gradient are not counted."""
     inputs = (Input(shape, channels_last=nhwc), Input(by))
     label = f"by {'x'.join(map(str, by))}" + (" NHWC" if nhwc else "")
     return Case(MUL, inputs, torch.bfloat16, "2b", "3b", label=label)
@@ -63,7 +63,7 @@ def eager_excite(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def excite(*shape: int, nhwc: bool, **fields) -> Case:
-    """Squeeze and excite; as for mul, what is small is not counted."""
+    """Squeeze-and-excite. Small tensors are not counted, as for mul."""
     op = Op("mul_sigmoid", "elementwise", fused_excite, eager_excite)
     inputs = (Input(shape, channels_last=nhwc), Input((*shape[:2], 1, 1)))
     return Case(op, inputs, torch.bfloat16, "2b", "3b", label="NHWC" if nhwc else "NCHW", **fields)
@@ -90,7 +90,7 @@ CASES = [
     *(pair(op, backward_bytes, 2**power, host=power == 12) for op, backward_bytes, _ in OPS for power in (12, 16, 20)),
     *(on_cpu(op, 2**24, dtype=torch.float32, bars={"forward_ratio": 0.7}) for op in (RELU_ADD, ADD_RELU)),
     *(on_cpu(op, 2**24, dtype=torch.bfloat16) for op in (RELU_ADD, ADD_RELU)),
-    # These two are left to torch, the second when it trains.
+    # torch's kernels compute these two; the second one only in training.
     on_cpu(MUL, 2**24, dtype=torch.float32),
     on_cpu(ADD_RELU, 2**18, dtype=torch.float32),
 ]

@@ -1,4 +1,4 @@
-"""The gates of language models' MLPs, of two tensors and of the halves of one."""
+"""The gates of language models' MLPs, of two tensors and of the two parts of one tensor."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ SWIGLU_MLP = Op("swiglu_mlp", "glu", fused_mlp, eager_mlp, liger=_liger_swiglu a
 
 
 def pair(op: Op, *shape: int, dtype: torch.dtype = torch.bfloat16, **fields) -> Case:
-    """Three tensors forward; backward reads dy, gate and up, and writes two gradients."""
+    """The forward moves three tensors. The backward reads dy, gate and up, and writes two gradients."""
     return Case(op, (Input(shape), Input(shape)), dtype, "3b", "5b", **fields)
 
 
 def packed(op: Op, *shape: int, **fields) -> Case:
-    """The same of halves: b is the size of both."""
+    """The same for the two parts of one tensor: b is the size of both."""
     return Case(op, (Input(shape),), torch.bfloat16, "1.5b", "2.5b", **fields)
 
 
 def small(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Weights that keep the size of what goes through them."""
+    """Weights with which values keep their size."""
     return normal(shape, dtype, device) * shape[1] ** -0.5
 
 
 def mlp(tokens: int, hidden: int, inner: int, **fields) -> Case:
-    """Llama's MLP, as patch_model leaves it. What the gradients of x and the weights hold is not counted."""
+    """Llama's MLP after patch_model. The memory of the gradients of x and the weights is not counted."""
     weights = ((inner, hidden), (inner, hidden), (hidden, inner))
     inputs = (Input((tokens, hidden)), *(Input(shape, small, parameter=True) for shape in weights))
     bars = {"beyond/compile": 1.0, "beyond/liger": 1.0}

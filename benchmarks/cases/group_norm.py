@@ -50,7 +50,7 @@ GROUP_NORM_SILU = Op(
 )
 INSTANCE_NORM = Op("instance_norm", "group_norm", fused_instance_norm, eager_instance_norm)
 
-#: (N, C, H, W): least fraction of the copy bandwidth, forward and backward.
+#: (N, C, H, W): smallest fraction of the copy bandwidth to reach, forward and backward.
 BARS = {
     (8, 320, 64, 64): {"forward": 0.90, "backward": 0.80},
     (8, 640, 32, 32): {"forward": 0.90, "backward": 0.80},
@@ -59,14 +59,14 @@ BARS = {
 
 
 def row(op: Op, *shape: int, dtype: torch.dtype = torch.bfloat16, nhwc: bool = False, **fields) -> Case:
-    """A group is read for its statistics and again to be normalised; backward reads x and dy twice as well."""
+    """A group is read for its statistics and again to be normalised. The backward reads x and dy twice as well."""
     parameter = Input(shape[1:2], parameter=True)
     inputs = (Input(shape, channels_last=nhwc), parameter, parameter)
     return Case(op, inputs, dtype, "3b", "5b", options=GROUPS, label="NHWC" if nhwc else "NCHW", **fields)
 
 
 def instances(*shape: int) -> Case:
-    """A channel of one image fits in an SM, and needs no second reading."""
+    """A channel of one image fits in an SM and is read only once."""
     parameter = Input(shape[1:2], parameter=True)
     return Case(INSTANCE_NORM, (Input(shape), parameter, parameter), torch.bfloat16, "2b", "3b", label="NCHW")
 
@@ -77,7 +77,7 @@ CASES = [
         for dtype in (torch.bfloat16, torch.float32)
         for shape, bars in BARS.items()
     ),
-    # Without Liger, which in float16 rounds the weight's gradient to bfloat16.
+    # Without Liger, which rounds the weight's gradient to bfloat16 in float16.
     *(
         row(
             GROUP_NORM_SILU,

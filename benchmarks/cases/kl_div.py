@@ -1,4 +1,4 @@
-"""Divergences between a student and a teacher, of log-probabilities and of logits."""
+"""Divergences between a student and a teacher, from log-probabilities and from logits."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def eager_kl_div(input: Tensor, target: Tensor) -> Tensor:
 
 
 def eager_kl_div_logits(student: Tensor, teacher: Tensor) -> Tensor:
-    """In float32, as distillation code has it: log-probabilities of bfloat16 have two digits."""
+    """In float32, as in distillation code: log-probabilities in bfloat16 have two digits."""
     log_q, log_p = (F.log_softmax(t, -1, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (student, teacher))
     return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True).to(student.dtype)
 
 
 def eager_js_div_logits(student: Tensor, teacher: Tensor) -> Tensor:
-    """The same of TRL's GKDTrainer, with beta = 0.5."""
+    """The divergence of TRL's GKDTrainer, with beta = 0.5."""
     log_q, log_p = (F.log_softmax(t, -1, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (student, teacher))
     log_m = torch.logaddexp(log_q, log_p) - 0.6931471805599453
     of_p, of_q = (F.kl_div(log_m, t, reduction="batchmean", log_target=True) for t in (log_p, log_q))
@@ -45,7 +45,7 @@ def eager_js_div_logits(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def of_log_softmax(function: Callable[..., Any] | None) -> Callable[..., Tensor] | None:
-    """Liger's losses take log-probabilities; it makes them in torch."""
+    """Liger's losses take log-probabilities, which torch computes."""
     if function is None:
         return None
 
@@ -65,13 +65,13 @@ JS_DIV_LOGITS = Op(
 
 
 def kl_div(*shape: int, **fields) -> Case:
-    """Both tensors are read; the backward reads the target and writes the input's gradient."""
+    """The forward reads both tensors. The backward reads the target and writes the input's gradient."""
     inputs = (Input(shape, log_probabilities), Input(shape, probabilities, grad=False))
     return Case(KL_DIV, inputs, torch.bfloat16, "2b", "2b", **fields)
 
 
 def logits(op: Op, *shape: int, dtype: torch.dtype = torch.bfloat16, both: bool = False, **fields) -> Case:
-    """Both tensors are read, twice with the backward, which writes a gradient: the student's, or both."""
+    """Forward and backward read both tensors. The backward writes the student's gradient, or both."""
     inputs = (Input(shape), Input(shape, grad=both))
     label = "both gradients" if both else ""
     return Case(op, inputs, dtype, "2b", "4b" if both else "3b", label=label, **fields)

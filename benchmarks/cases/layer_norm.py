@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm, with a residual and over the channels of an image: the bars of issue 3, and two sweeps."""
+"""layer_norm and rms_norm, with a residual and over the channels of an image, and two sweeps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def eager_channel_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return eager_layer_norm(x.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
 
 
-# Of Liger's casting orders "gemma" is the one that computes as torch does: all in float32, rounded once.
+# Liger's casting "gemma" computes as torch does: everything in float32, rounded once.
 LAYER_NORM = Op(
     "layer_norm", "layer_norm", fused_layer_norm, eager_layer_norm, liger=liger("liger_layer_norm", eps=EPS)
 )
@@ -72,10 +72,10 @@ ADD_RMS_NORM = Op(
 )
 CHANNEL_LAYER_NORM = Op("channel_layer_norm", "layer_norm", functional.channel_layer_norm, eager_channel_layer_norm)
 
-#: How many parameters each takes: a weight, or a weight and a bias.
+#: The number of parameters: a weight, or a weight and a bias.
 PARAMETERS = {LAYER_NORM: 2, RMS_NORM: 1, ADD_LAYER_NORM: 2, ADD_RMS_NORM: 1, CHANNEL_LAYER_NORM: 2}
 
-#: (rows, columns): least fraction of the copy bandwidth, forward and backward.
+#: (rows, columns): smallest fraction of the copy bandwidth to reach, forward and backward.
 BARS = {
     (32768, 1024): {"forward": 0.94, "backward": 0.90},
     (32768, 768): {"forward": 0.94, "backward": 0.90},
@@ -90,7 +90,7 @@ ADD_BARS = {shape: {"forward": 0.97, "backward": 0.93} for shape in ((16384, 409
 
 
 def parameters(op: Op, size: int) -> tuple[Input, ...]:
-    """Of x's dtype. They and their gradients are not counted among the bytes."""
+    """Parameters in x's dtype. They and their gradients are not counted."""
     return (Input((size,), parameter=True),) * PARAMETERS[op]
 
 
@@ -99,7 +99,7 @@ def row(op: Op, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **
 
 
 def added(op: Op, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, **fields) -> Case:
-    """Both outputs have a gradient: backward reads the two and the sum, and writes one for x and residual alike."""
+    """The backward reads the gradients of both outputs and the sum, and writes one gradient for x and residual."""
     x = Input((rows, columns))
     return Case(op, (x, x, *parameters(op, columns)), dtype, "4b", "4b", **fields)
 

@@ -1,4 +1,4 @@
-"""The loss at the end of a language model, with the linear layer that makes its logits."""
+"""The loss of a language model together with the linear layer that computes its logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINEAR_CROSS_ENTROPY = Op(
 
 
 def small(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Logits of a deviation of one or two, as those of a model that is trained."""
+    """Logits with a standard deviation of one or two, as in a trained model."""
     return torch.randn(shape, dtype=dtype, device=device) * 0.02
 
 

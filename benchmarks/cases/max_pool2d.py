@@ -1,4 +1,4 @@
-"""max_pool2d as in the stem of ResNet-50. Bytes are counted by the input, of which the output has a quarter."""
+"""max_pool2d as in the stem of ResNet-50. Bytes are those of the input; the output has a quarter of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastlayers import functional
 
 
 def pool(kernel: int, stride: int, padding: int) -> Op:
-    """An op for each window: what is timed takes tensors alone."""
+    """An op for each window, because what is timed takes only tensors."""
     arguments: dict[str, Any] = {"kernel_size": kernel, "stride": stride, "padding": padding}
     return Op(
         f"max_pool2d_{kernel}x{kernel}",
@@ -24,7 +24,7 @@ def pool(kernel: int, stride: int, padding: int) -> Op:
 
 
 def images(op: Op, *shape: int, nhwc: bool = True) -> Case:
-    """x is read, and a quarter of its elements and a byte for each of those are written; the backward the reverse."""
+    """The forward reads x and writes a quarter of its elements and one byte for each. The backward does the reverse."""
     moved = "1.25b+2bit"
     return Case(op, (Input(shape, channels_last=nhwc),), torch.bfloat16, moved, moved, label="NHWC" if nhwc else "NCHW")
 

@@ -1,4 +1,4 @@
-"""residual + dropout(x) and residual + drop_path(gamma·x): how a branch of a network joins the stream."""
+"""residual + dropout(x) and residual + drop_path(gamma·x), the ends of residual branches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fused_scale_add(x: Tensor, residual: Tensor, gamma: Tensor, drop_path: float
 
 def eager_scale_add(x: Tensor, residual: Tensor, gamma: Tensor, drop_path: float = 0.0) -> Tensor:
     y = x * gamma
-    if drop_path:  # as timm has it
+    if drop_path:  # as in timm
         keep = y.new_empty((y.shape[0], *[1] * (y.dim() - 1))).bernoulli_(1 - drop_path)
         y = y * keep.div_(1 - drop_path)
     return residual + y
@@ -43,15 +43,15 @@ HOST_BARS = {"host_forward": 1.5, "host_training": 1.3}
 
 
 def dropout(*shape: int, dtype: torch.dtype = torch.bfloat16, **fields) -> Case:
-    """The gradient of the residual is the incoming one and costs nothing.
+    """The gradient of the residual is the incoming gradient and costs nothing.
 
-    Each contestant draws a mask of its own, so no answer is held against another: tests/test_residual.py does that.
+    Each contestant draws its own mask, so results are not compared here. tests/test_residual.py does that.
     """
     return Case(DROPOUT_ADD, (Input(shape), Input(shape)), dtype, "3b", "2b", tolerance=math.inf, **fields)
 
 
 def scale(*shape: int, nhwc: bool = False, drop_path: float = 0.0, label: str = "", **fields) -> Case:
-    """gamma and its gradient are not counted: dy and x are read, dx is written."""
+    """dy and x are read, and dx is written. gamma and its gradient are not counted."""
     inputs = (Input(shape, channels_last=nhwc), Input(shape, channels_last=nhwc))
     gamma = Input((shape[1], 1, 1) if len(shape) == 4 else shape[-1:], parameter=True)
     dtype = fields.pop("dtype", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, as model libraries write it: the bars of issue 4, and other layouts."""
+"""Rotary embedding of queries and keys as model libraries write it, and in other layouts."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ ROTARY_PARTIAL = Op("rotary_partial", "rotary", functional.rotary, eager_partial
 
 
 def projected(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(batch, heads, seq, dim) as a projection gives it: a view of (batch, seq, heads, dim)."""
+    """(batch, heads, seq, dim) as a view of (batch, seq, heads, dim), which is the result of a projection."""
     batch, heads, seq, dim = shape
     return normal((batch, seq, heads, dim), dtype, device).transpose(1, 2)
 
 
-#: Liger rotates in place where the memory has the sequence before the heads, and its inputs are everyone's.
+#: Without Liger, which rotates in place if the sequence comes before the heads in memory: all contestants share inputs.
 OUT_OF_PLACE = ("eager", "compile", "fastlayers", "triton", "cuda")
 
 
@@ -65,7 +65,7 @@ def case(
     op: Op, batch: int, heads: int, kv_heads: int, seq: int, dim: int, *, width: int | None = None,
     of_projection: bool = False, dtype: torch.dtype = torch.bfloat16, **fields: Any,
 ) -> Case:  # fmt: skip
-    """Of the bytes b is q's; k has so many more, and the tables are not counted."""
+    """b is the size of q; k adds its share. The tables of cos and sin are not counted."""
     make = projected if of_projection else normal
     table = Input((seq, width or dim), grad=False, parameter=True)
     keys = Input((batch, kv_heads, seq, dim), make, parameter=True)

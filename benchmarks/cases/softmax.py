@@ -1,4 +1,4 @@
-"""Softmax and log-softmax: the bars of issue 2, and the sweep over the row length that started the project."""
+"""Softmax and log-softmax, and the sweep over the row length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastlayers import functional
 
 
 def naive_softmax(x: Tensor, dim: int) -> Tensor:
-    """Softmax as its formula reads: five kernels, and the row goes through memory for each of them."""
+    """The formula of softmax, step by step: five kernels, each of which moves the rows through memory."""
     shifted = x - x.amax(dim, keepdim=True)
     numerator = shifted.exp()
     return numerator / numerator.sum(dim, keepdim=True)
@@ -28,12 +28,12 @@ def eager_masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def causal_mask(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive: 0 up to the diagonal, minus infinity past it."""
+    """An additive mask: 0 up to the diagonal, minus infinity after it."""
     return torch.full(shape, float("-inf"), dtype=dtype, device=device).triu(1)
 
 
 def padding_mask(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Boolean: sequences of different lengths, each at least half of the longest."""
+    """A boolean mask for sequences of different lengths, each at least 1/2 of the longest."""
     length = shape[-1]
     lengths = torch.randint(length // 2, length + 1, (*shape[:-1], 1), device=device)
     return torch.arange(length, device=device) < lengths
@@ -43,7 +43,7 @@ SOFTMAX = Op("softmax", "softmax", functional.softmax, F.softmax, naive_softmax,
 LOG_SOFTMAX = Op("log_softmax", "softmax", functional.log_softmax, F.log_softmax)
 MASKED_SOFTMAX = Op("masked_softmax", "softmax", fused_masked, eager_masked)
 
-#: (rows, columns): least fraction of the copy bandwidth, forward and backward. Backward has no bar at 256 columns.
+#: (rows, columns): smallest fraction of the copy bandwidth, forward and backward. The backward has no bar at 256.
 BARS = {
     (32768, 256): {"forward": 0.84},
     (32768, 1024): {"forward": 0.95, "backward": 0.95},
@@ -60,7 +60,7 @@ def row(op: Op, *shape: int, dtype: torch.dtype = torch.bfloat16, dim: int = -1,
 
 
 def masked(label: str, mask: Input) -> Case:
-    """Scores as attention has them; the mask is read once for all heads and not counted."""
+    """Scores of attention. The mask is read once for all heads and is not counted."""
     inputs = (Input((8, 16, 1024, 1024)), mask)
     return Case(MASKED_SOFTMAX, inputs, torch.bfloat16, "2b", "3b", options={"scale": 0.125}, label=label)
 
@@ -68,8 +68,8 @@ def masked(label: str, mask: Input) -> Case:
 def sweep() -> list[Case]:
     """4096 rows of N = 128·i columns to 12,800, then of powers of two to 2^20.
 
-    From 2^17 on there are fewer rows, so that input and output together stay within 1 GiB. Every fourth i is in the
-    default run.
+    From 2^17 on there are fewer rows, so that input and output together have at most 1 GiB. The default run has every
+    fourth i.
     """
     contestants = ("naive", "eager", "compile", "triton", "cuda")
     lengths = {128 * i: i not in (1, 2) and i % 4 != 0 for i in range(1, 101)} | {2**k: False for k in range(14, 21)}
@@ -86,7 +86,7 @@ CASES = [
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for shape, bars in BARS.items()
     ),
-    # Host time where torch's own kernel answers, and at the smallest size at which ours does.
+    # CPU time at a size for which torch's kernel is chosen, and at the smallest size for which ours is.
     row(SOFTMAX, 8, 64, host=True, bars={"host_forward": 1.5, "host_training": 1.3}),
     row(SOFTMAX, 256, 256, host=True, bars={"host_forward": 1.5, "host_training": 1.3}),
     row(SOFTMAX, 16, 65536),

@@ -1,4 +1,4 @@
-"""x·gate(mean of x): squeeze-and-excite as EfficientNet-B0 has it, in float32 weights' shape (C, 1, 1) and bfloat16."""
+"""x·gate(mean of x), the squeeze-and-excite of EfficientNet-B0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SQUEEZE_EXCITE = Op("squeeze_excite", "squeeze_excite", fused_squeeze_excite, ea
 
 
 def images(*shape: int, nhwc: bool = True) -> Case:
-    """x is read twice and the product written; dy is read twice, x once, and dx written."""
+    """The forward reads x twice and writes the product. The backward reads dy twice and x once, and writes dx."""
     inputs = (Input(shape, channels_last=nhwc), Input((shape[1], 1, 1), parameter=True))
     return Case(SQUEEZE_EXCITE, inputs, torch.bfloat16, "3b", "4b", label="NHWC" if nhwc else "NCHW")
 
