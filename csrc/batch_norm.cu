@@ -1285,10 +1285,6 @@ Tensor empty_values(int64_t n, ScalarType dtype, const Tensor& like) {
   return empty_strided(1, &size, &stride, dtype, like);
 }
 
-ScalarType compute_dtype(const Tensor& x) {
-  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 Tensor empty_stats(bool wanted, int64_t channels, const Tensor& x) {
   if (!wanted) return empty_values(0, compute_dtype(x), x);
   const int64_t sizes[] = {2, channels}, strides[] = {channels, 1};

@@ -120,39 +120,28 @@ template <bool PLAIN, bool FAST, typename T, typename A, int K, int V, typename 
 __device__ __forceinline__ void add_words(Sums<A>& sums, Vec<T, V> (&held)[K], int n, bool whole, const Terms<A>& terms,
                                           Has&& has, Element&& element) {
   if (!whole) {
-#pragma unroll
-    for (int i = 0; i < K; ++i)
-      blank_neighbours(held[i], element(i), n, convert<T>(minus_infinity<A>()));
+    unroll<K>([&](int i) { blank_neighbours(held[i], element(i), n, convert<T>(minus_infinity<A>())); });
   }
   const A m = maximum(sums.pair.m, score_of<PLAIN, FAST>(convert<A>(largest(held)), terms)), base = finite_or_zero(m);
   A s = sums.pair.s * exponential<FAST>(sums.pair.m - base);
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
+  unroll<K>([&](int i) {
     forget(held[i]);
     Vec<A, V> e = unpack<A>(held[i]);
     if constexpr (PLAIN) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) e.v[j] = exponential<FAST>(e.v[j] - base);
+      unroll<V>([&](int j) { e.v[j] = exponential<FAST>(e.v[j] - base); });
       s += tree_sum(e);
     } else if (has(i)) {
       const int at = element(i);
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
+      unroll<V>([&](int j) {
         const bool inside = whole || (at + j >= 0 && at + j < n);
         const A score = score_of<PLAIN, FAST>(e.v[j], terms);
         if (terms.smoothing != A(0) && inside) sums.linear += (terms.weight == nullptr ? A(1) : terms.weight[at + j]) * score;
         e.v[j] = inside ? exponential<FAST>(score - base) : A(0);
-      }
+      });
       s += tree_sum(e);
     }
-  }
+  });
   sums.pair = {m, s};
-}
-
-template <typename A>
-__device__ __forceinline__ A natural_log(A v) {
-  if constexpr (std::is_same_v<A, double>) return log(v);
-  else return logf(v);
 }
 
 // lse of a row: base + rest.
@@ -160,7 +149,7 @@ template <typename A>
 struct Level {
   A base, rest;
 
-  __device__ static Level of(const Sums<A>& all) { return {all.pair.m, natural_log(all.pair.s)}; }
+  __device__ static Level of(const Sums<A>& all) { return {all.pair.m, logarithm<false>(all.pair.s)}; }
 };
 
 // The loss of a row whose class has this score and this weight.
@@ -222,12 +211,11 @@ struct Slope {
     Vec<A, V> d = unpack<A>(x);
     const int here = t >= e && t < e + V ? t - e : V;
     const bool whole = e >= 0 && e + V <= n;
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
+    unroll<V>([&](int j) {
       const bool inside = PLAIN || whole || (e + j >= 0 && e + j < n);
       d.v[j] = (*this)(d.v[j], e + j, j == here, inside, terms);
       if (!whole && e + j >= n) d.v[j] = A(0);
-    }
+    });
     return pack<T>(d);
   }
 };
@@ -295,7 +283,7 @@ __device__ __forceinline__ void finish_row(const ForwardArgs<A>& a, int64_t row,
 template <typename T, bool PLAIN>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<T, PLAIN>) cross_entropy_rows(const ForwardArgs<compute_t<T>> a) {
   using A = compute_t<T>;
-  constexpr int V = kVectorBytes / sizeof(T), K = kForwardWords<T, PLAIN>;
+  constexpr int V = kVector<T>, K = kForwardWords<T, PLAIN>;
   constexpr bool FAST = sizeof(T) == 2;
   __shared__ Pair<A> pair_slots[kThreads / 32];
   __shared__ A slots[kThreads / 32];
@@ -312,11 +300,10 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T, PLAIN>) cross_entr
   const auto take = [&](int begin, auto all) {  // all: the thread has K more words
     const auto has = [&](int i) { return decltype(all)::value || begin + i * at.stride < words; };
     Vec<T, V> held[K];
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
+    unroll<K>([&](int i) {
       if constexpr (!decltype(all)::value) held[i] = filled<T, V>(convert<T>(minus_infinity<A>()));
       if (has(i)) held[i] = load_vec<T, V>(x + (begin + i * at.stride) * V);
-    }
+    });
     add_words<PLAIN, FAST>(sums, held, a.n, a.whole, a.terms, has,
                            [&](int i) { return at.start + (begin + i * at.stride) * V; });
   };
@@ -389,7 +376,7 @@ struct BackwardArgs : RowArgs<A> {
 template <typename T, bool PLAIN>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<T, PLAIN>) cross_entropy_backward_rows(const BackwardArgs<compute_t<T>> a) {
   using A = compute_t<T>;
-  constexpr int V = kVectorBytes / sizeof(T), K = kBackwardWords;
+  constexpr int V = kVector<T>, K = kBackwardWords;
   constexpr bool FAST = sizeof(T) == 2;
   const Stand at = Stand::find<T, V>(a);
   if (at.row >= a.rows) return;
@@ -404,13 +391,12 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<T, PLAIN>) cross_ent
     const auto word = [&](int i) { return begin + i * at.stride; };
     Vec<T, V> held[K];
     if (t >= 0) {
-#pragma unroll
-      for (int i = 0; i < K; ++i)
+      unroll<K>([&](int i) {
         if (word(i) < at.words) held[i] = load_vec<T, V>(x + word(i) * V);
+      });
     }
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      if (word(i) >= at.words) continue;
+    unroll<K>([&](int i) {
+      if (word(i) >= at.words) return;
       const int e = at.start + word(i) * V;
       Vec<T, V> d = filled<T, V>(convert<T>(A(0)));
       if (t >= 0) d = slope.word(held[i], e, a.terms.classes, a.terms);
@@ -420,11 +406,11 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<T, PLAIN>) cross_ent
       } else if (a.aligned) {
         store_word(to, e, a.n, d);
       } else {
-#pragma unroll
-        for (int j = 0; j < V; ++j)
+        unroll<V>([&](int j) {
           if (e + j >= 0 && e + j < a.n) to[j] = d.v[j];
+        });
       }
-    }
+    });
   }
 }
 
@@ -444,7 +430,7 @@ struct HeldArgs {
 template <typename T, bool PLAIN>
 __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<T>) cross_entropy_held(const HeldArgs<compute_t<T>> a, int each) {
   using A = compute_t<T>;
-  constexpr int V = kVectorBytes / sizeof(T);
+  constexpr int V = kVector<T>;
   constexpr bool FAST = sizeof(T) == 2;
   extern __shared__ __align__(16) char memory[];
   __shared__ Pair<A> slots[kHeldThreads / 32 * kMaxCluster];
@@ -475,8 +461,7 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<T>) cross_entropy_he
     at.for_words([&](int w) {
       Vec<A, V> e = unpack<A>(words(w));
       const int first = start + w * V;
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
+      unroll<V>([&](int j) {
         const A s = score_of<PLAIN, FAST>(e.v[j], a.terms);
         bool inside = true;
         if constexpr (!PLAIN) {
@@ -484,7 +469,7 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<T>) cross_entropy_he
           if (a.terms.smoothing != A(0) && inside) sums.linear += a.terms.weight_of(first + j) * s;
         }
         e.v[j] = inside ? exponential<FAST>(s - base) : A(0);
-      }
+      });
       sums.pair.s += tree_sum(e);
     });
   }
@@ -540,22 +525,18 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, PLAIN>) cross
 
   Pair<A> p[V];
   A linear[V] = {};
-#pragma unroll
-  for (int j = 0; j < V; ++j) p[j] = {minus_infinity<A>(), A(0)};
+  unroll<V>([&](int j) { p[j] = {minus_infinity<A>(), A(0)}; });
   if (active) {
 #pragma unroll 1
     for (int begin = first; begin < a.n; begin += kSteps * a.down) {
       Vec<T, V> held[kSteps];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
+      unroll<kSteps>([&](int i) {
         held[i] = filled<T, V>(convert<T>(minus_infinity<A>()));
         if (begin + i * a.down < a.n) held[i] = load_vec<T, V>(x + static_cast<int64_t>(begin + i * a.down) * a.inner);
-      }
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
+      });
+      unroll<V>([&](int j) {
         A v[kSteps], m = p[j].m;
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
+        unroll<kSteps>([&](int i) {
           const bool has = begin + i * a.down < a.n;
           v[i] = convert<A>(held[i].v[j]);
           if constexpr (!PLAIN) {
@@ -563,13 +544,12 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, PLAIN>) cross
             if (has && a.terms.smoothing != A(0)) linear[j] += a.terms.weight_of(begin + i * a.down) * v[i];
           }
           m = maximum(m, v[i]);
-        }
+        });
         const A base = finite_or_zero(m);
         A s = p[j].s * exponential<FAST>(p[j].m - base);
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) s += exponential<FAST>(v[i] - base);
+        unroll<kSteps>([&](int i) { s += exponential<FAST>(v[i] - base); });
         p[j] = {m, s};
-      }
+      });
     }
   }
   merge_down(p, reinterpret_cast<Pair<A>*>(memory), a, [](Pair<A> u, Pair<A> v) { return merge<FAST>(u, v); });
@@ -578,8 +558,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, PLAIN>) cross
     merge_down(linear, reinterpret_cast<A*>(memory), a, [](A u, A v) { return u + v; });
   }
   if (!active || first != 0) return;
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
+  unroll<V>([&](int j) {
     const int64_t row = outer * a.inner + column + j;
     const int t = a.terms.target_of(row);
     const Sums<A> all{p[j], linear[j]};
@@ -592,7 +571,7 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, PLAIN>) cross
     const Level<A> level = Level<A>::of(all);
     a.stats[row] = level.base;
     a.stats[a.rows + row] = level.rest;
-  }
+  });
 }
 
 template <typename T, int V, bool PLAIN>
@@ -609,31 +588,28 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBackwardBlocks<T, PLAIN
   T* dx = static_cast<T*>(a.dx) + base;
   using Slopes = Slope<PLAIN, FAST, A>;
   Slopes slope[V] = {};
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
+  unroll<V>([&](int j) {
     const int64_t row = outer * a.inner + column + j;
     const int t = a.terms.target_of(row);
     slope[j].t = -1;
     if (t >= 0) slope[j] = Slopes::find({a.stats[row], a.stats[a.rows + row]}, a.scale.of(row), t, a.terms);
-  }
+  });
   const auto give = [&](int begin, auto all) {  // all: there are kSteps more classes
     const auto has = [&](int i) { return decltype(all)::value || begin + i * a.down < last; };
     Vec<T, V> held[kSteps];
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i)
+    unroll<kSteps>([&](int i) {
       if (has(i)) held[i] = load_vec<T, V>(x + static_cast<int64_t>(begin + i * a.down) * a.inner);
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      if (!has(i)) continue;
+    });
+    unroll<kSteps>([&](int i) {
+      if (!has(i)) return;
       const int c = begin + i * a.down;
       Vec<A, V> d = unpack<A>(held[i]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
+      unroll<V>([&](int j) {
         d.v[j] = slope[j](d.v[j], c, c == slope[j].t, true, a.terms);
         if (slope[j].t < 0) d.v[j] = A(0);
-      }
+      });
       store_vec<T, V>(dx + static_cast<int64_t>(c) * a.inner, pack<T>(d));
-    }
+    });
   };
   int begin = share * kColumnClasses + static_cast<int>(threadIdx.x) / a.across;
 #pragma unroll 1
@@ -713,7 +689,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_weights(const A* weight, int6
 // Shares the rows out over threads: a part of a warp, or a block, or the pieces that `blocks` asks for of so many words.
 template <typename T, typename Args, typename Pieces>
 int64_t share_rows(Args& args, Pieces&& pieces) {
-  constexpr int V = kVectorBytes / sizeof(T);
+  constexpr int V = kVector<T>;
   const int64_t words = ceil_div(args.n, V) + (args.whole ? 0 : 1);
   args.pieces = 1;
   args.each = INT32_MAX;
@@ -727,11 +703,6 @@ int64_t share_rows(Args& args, Pieces&& pieces) {
   args.each = static_cast<int>(ceil_div(words, pieces(words)));
   args.pieces = static_cast<int>(ceil_div(words, args.each));
   return args.rows * args.pieces;
-}
-
-unsigned checked_blocks(int64_t blocks) {
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::cross_entropy: the logits need ", blocks, " blocks, more than one launch takes");
-  return static_cast<unsigned>(blocks);
 }
 
 template <typename T>
@@ -758,14 +729,14 @@ void launch_forward_rows(ForwardArgs<compute_t<T>>& args, const Launch& launch, 
   });
   Tensor partials;
   if (args.pieces > 1) {
-    partials = empty_contiguous({args.rows, args.pieces, 3}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, like);
-    args.partials = static_cast<A*>(partials.mutable_data_ptr());
+    partials = empty_contiguous({args.rows, args.pieces, 3}, compute_dtype(like), like);
+    args.partials = pointer<A>(partials);
   }
   dispatch_plain(args.terms, [&](auto plain) {
-    cross_entropy_rows<T, plain.value><<<checked_blocks(blocks), kThreads, 0, launch.stream()>>>(args);
+    cross_entropy_rows<T, plain.value><<<grid_of(blocks), kThreads, 0, launch.stream()>>>(args);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     if (args.pieces == 1) return;
-    const unsigned warps = checked_blocks(ceil_div(args.rows, kThreads / 32));
+    const unsigned warps = grid_of(ceil_div(args.rows, kThreads / 32));
     merge_pieces<T, plain.value><<<warps, kThreads, 0, launch.stream()>>>(args);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
@@ -779,7 +750,7 @@ void launch_backward_rows(BackwardArgs<compute_t<T>>& args, const Launch& launch
   args.aligned = distance % kVectorBytes == 0 && (args.row_stride - args.dx_stride) % V == 0;
   const int64_t blocks = share_rows<T>(args, [&](int64_t words) { return ceil_div(words, kThreads * kBackwardWords); });
   dispatch_plain(args.terms, [&](auto plain) {
-    cross_entropy_backward_rows<T, plain.value><<<checked_blocks(blocks), kThreads, 0, launch.stream()>>>(args);
+    cross_entropy_backward_rows<T, plain.value><<<grid_of(blocks), kThreads, 0, launch.stream()>>>(args);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
@@ -801,15 +772,13 @@ void with_columns(ColumnArgs<compute_t<T>>& args, const Shape& s, bool is_aligne
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-ScalarType compute_dtype(ScalarType dtype) { return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
-
 Kind kind_of(ScalarType dtype, const char* op) {
   switch (dtype) {
     case ScalarType::Half: return Kind::half;
     case ScalarType::BFloat16: return Kind::bfloat16;
     case ScalarType::Float: return Kind::float32;
     case ScalarType::Double: return Kind::float64;
-    default: STD_TORCH_CHECK(false, "fastlayers::", op, ": expected a floating dtype, but got ", torch::headeronly::toString(dtype));
+    default: FASTLAYERS_CHECK(false, op, "expected a floating dtype, but got ", toString(dtype));
   }
 }
 
@@ -829,7 +798,7 @@ struct Logits {
   static Logits of(const Tensor& given, const char* op) {
     const Dims sizes = dims_of(given.sizes()), strides = dims_of(given.strides());
     const auto dims = static_cast<int64_t>(sizes.size());
-    STD_TORCH_CHECK(dims > 0, "fastlayers::", op, ": expected logits of one dimension or more");
+    FASTLAYERS_CHECK(dims > 0, op, "expected logits of one dimension or more");
     Logits l{given, {}, true, false, 0};
     const int64_t c = dims == 1 ? 0 : 1;
     if (c == 1) l.shape.outer = sizes[0];
@@ -872,20 +841,20 @@ struct Context {
   Tensor target;
   Terms<A> terms;
 
-  Context(const Tensor& given, const std::optional<Tensor>& weight, const Options& o, int64_t rows, int64_t classes, const Tensor& x,
+  Context(const Tensor& given, const MaybeTensor& weight, const Options& o, int64_t rows, int64_t classes, const Tensor& x,
           const char* op) {
-    STD_TORCH_CHECK(given.scalar_type() == ScalarType::Long && given.is_cuda() && given.get_device_index() == x.get_device_index(),
-                    "fastlayers::", op, ": expected classes as int64 on the logits' device");
-    STD_TORCH_CHECK(classes <= kMostClasses, "fastlayers::", op, ": ", classes, " classes are more than the kernels take");
-    STD_TORCH_CHECK(given.numel() == rows, "fastlayers::", op, ": ", given.numel(), " classes for ", rows, " rows");
+    FASTLAYERS_CHECK(given.scalar_type() == ScalarType::Long && given.is_cuda() && given.get_device_index() == x.get_device_index(),
+                     op, "expected classes as int64 on the logits' device");
+    FASTLAYERS_CHECK(classes <= kMostClasses, op, classes, " classes are more than the kernels take");
+    FASTLAYERS_CHECK(given.numel() == rows, op, given.numel(), " classes for ", rows, " rows");
     target = given.is_contiguous() ? given : torch::stable::contiguous(given);
-    terms = {static_cast<const int64_t*>(target.const_data_ptr()), nullptr, nullptr, o.ignore_index, static_cast<int>(classes),
+    terms = {pointer<const int64_t>(target), nullptr, nullptr, o.ignore_index, static_cast<int>(classes),
              static_cast<A>(o.label_smoothing), static_cast<A>(o.softcap), static_cast<A>(o.z_loss)};
     if (weight) {
-      STD_TORCH_CHECK(weight->scalar_type() == compute_dtype(x.scalar_type()) && weight->is_contiguous() && weight->numel() == classes &&
-                          weight->is_cuda() && weight->get_device_index() == x.get_device_index(),
-                      "fastlayers::", op, ": expected a contiguous weight of ", classes, " classes in the dtype of the computation");
-      terms.weight = static_cast<const A*>(weight->const_data_ptr());
+      FASTLAYERS_CHECK(weight->scalar_type() == compute_dtype(x.scalar_type()) && weight->is_contiguous() &&
+                           weight->numel() == classes && weight->is_cuda() && weight->get_device_index() == x.get_device_index(),
+                       op, "expected a contiguous weight of ", classes, " classes in the dtype of the computation");
+      terms.weight = pointer<const A>(*weight);
     }
   }
 
@@ -900,123 +869,118 @@ struct Context {
   }
 };
 
-// stats: of each row the base of its level, then the rests, then what a mean was divided by, and the sum of the weight.
-std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& x_in, const Tensor& target, const std::optional<Tensor>& weight,
+template <typename A>
+RowArgs<A> row_args(const void* x, int64_t rows, int64_t row_stride, int64_t n, const Terms<A>& terms) {
+  return {x, rows, row_stride, static_cast<int>(n), 0, 0, 0, 0, false, terms};
+}
+
+template <typename A>
+ColumnArgs<A> column_args(const Logits& logits, const Terms<A>& terms) {
+  ColumnArgs<A> args{};
+  args.x = logits.x.const_data_ptr();
+  args.rows = logits.count();
+  args.n = static_cast<int>(logits.shape.n);
+  args.inner = logits.shape.inner;
+  args.terms = terms;
+  return args;
+}
+
+// Adds the losses of all rows up into the result.
+template <typename A>
+void sum_up(const Tensor& losses, const Terms<A>& terms, const Total<A>& total, const Launch& launch) {
+  const int64_t rows = losses.numel(), processors = device_traits(launch.device()).processors;
+  const int64_t blocks = std::min(processors, ceil_div(rows, kSumThreads * kSumEach));
+  const Tensor partials = blocks == 1 ? losses : empty_contiguous({blocks, 2}, losses.scalar_type(), losses);
+  A* sums = pointer<A>(partials);
+  sum_losses<A><<<static_cast<unsigned>(blocks), kSumThreads, 0, launch.stream()>>>(pointer<const A>(losses), rows, terms, sums, total);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  if (blocks == 1) return;
+  sum_partials<A><<<1, kSumThreads, 0, launch.stream()>>>(sums, blocks, total);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// stats: the base of the level of each row, then the rests, then the divisor of a mean, and the sum of the weight.
+std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& x_in, const Tensor& target, const MaybeTensor& weight,
                                                  int64_t reduction_code, int64_t ignore_index, double label_smoothing,
                                                  double softcap, double z_loss, ScalarType dtype) {
   const char* op = "cross_entropy_forward";
   const Launch launch(x_in);
   const Logits logits = Logits::of(x_in, op);
   const auto reduction = static_cast<Reduction>(reduction_code);
+  const bool each_row = reduction == Reduction::none;
   const int64_t rows = logits.count();
-  STD_TORCH_CHECK(rows > 0 && logits.shape.n > 0, "fastlayers::", op, ": nothing to compute");
-  const ScalarType wide = compute_dtype(x_in.scalar_type());
-  Tensor loss = reduction == Reduction::none ? empty_contiguous(dims_of(target.sizes()), dtype, x_in) : empty_contiguous({}, dtype, x_in);
+  FASTLAYERS_CHECK(rows > 0 && logits.shape.n > 0, op, "nothing to compute");
+  const ScalarType wide = compute_dtype(x_in);
+  Tensor loss = each_row ? empty_contiguous(dims_of(target.sizes()), dtype, x_in) : empty_contiguous({}, dtype, x_in);
   Tensor stats = empty_contiguous({2 * rows + 2}, wide, x_in);
-  Tensor losses = reduction == Reduction::none ? loss : empty_contiguous({rows}, wide, x_in);
+  Tensor losses = each_row ? loss : empty_contiguous({rows}, wide, x_in);
   dispatch_floating(x_in.scalar_type(), op, [&](auto x) {
     using T = decltype(x);
     using A = compute_t<T>;
     Context<A> context(target, weight, {ignore_index, label_smoothing, softcap, z_loss}, rows, logits.shape.n, x_in, op);
-    A* numbers = static_cast<A*>(stats.mutable_data_ptr());
+    A* numbers = pointer<A>(stats);
     A* divisor = numbers + 2 * rows;
     context.sum_weight(divisor + 1, launch);
-    const Kind kind = kind_of(reduction == Reduction::none ? dtype : wide, op);
+    const Kind kind = kind_of(each_row ? dtype : wide, op);
     if (logits.rows) {
-      ForwardArgs<A> args{};
-      args.x = logits.x.const_data_ptr();
-      args.rows = rows;
-      args.row_stride = logits.stride;
-      args.n = static_cast<int>(logits.shape.n);
-      args.terms = context.terms;
-      args.losses = losses.mutable_data_ptr();
-      args.kind = kind;
-      args.stats = numbers;
+      const RowArgs<A> row = row_args<A>(logits.x.const_data_ptr(), rows, logits.stride, logits.shape.n, context.terms);
+      ForwardArgs<A> args{row, losses.mutable_data_ptr(), kind, numbers, nullptr};
       launch_forward_rows<T>(args, launch, logits.x);
     } else {
-      ColumnArgs<A> args{};
-      args.x = logits.x.const_data_ptr();
+      ColumnArgs<A> args = column_args<A>(logits, context.terms);
       args.losses = losses.mutable_data_ptr();
       args.stats = numbers;
-      args.rows = rows;
       args.kind = kind;
-      args.n = static_cast<int>(logits.shape.n);
-      args.inner = logits.shape.inner;
-      args.terms = context.terms;
       with_columns<T>(args, logits.shape, aligned(args.x), [&](const ColumnLaunch& shape, auto vector, auto plain) {
         const int threads = shape.across * shape.down;
         const size_t shared = shape.down == 1 ? 0 : sizeof(Pair<A>) * threads * vector.value;
-        cross_entropy_columns<T, vector.value, plain.value><<<checked_blocks(shape.blocks), threads, shared, launch.stream()>>>(args);
+        cross_entropy_columns<T, vector.value, plain.value><<<grid_of(shape.blocks), threads, shared, launch.stream()>>>(args);
       });
     }
-    if (reduction == Reduction::none) return;
-    const Total<A> total{loss.mutable_data_ptr(), kind_of(dtype, op), reduction == Reduction::mean, divisor};
-    const int64_t processors = device_traits(launch.device()).processors;
-    const int64_t blocks = std::min(processors, ceil_div(rows, kSumThreads * kSumEach));
-    const A* each = static_cast<const A*>(losses.const_data_ptr());
-    Tensor partials = blocks == 1 ? losses : empty_contiguous({blocks, 2}, wide, x_in);
-    A* sums = static_cast<A*>(partials.mutable_data_ptr());
-    sum_losses<A><<<static_cast<unsigned>(blocks), kSumThreads, 0, launch.stream()>>>(each, rows, context.terms, sums, total);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    if (blocks == 1) return;
-    sum_partials<A><<<1, kSumThreads, 0, launch.stream()>>>(sums, blocks, total);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    if (!each_row)
+      sum_up<A>(losses, context.terms, {loss.mutable_data_ptr(), kind_of(dtype, op), reduction == Reduction::mean, divisor}, launch);
   });
   return {loss, stats};
 }
 
-void backward_into(Tensor& dx, const Tensor& dy_in, const Logits& logits, const Tensor& target, const std::optional<Tensor>& weight,
+void backward_into(Tensor& dx, const Tensor& dy_in, const Logits& logits, const Tensor& target, const MaybeTensor& weight,
                    const Tensor& stats, int64_t reduction_code, const Options& options, const char* op) {
   const Launch launch(logits.x);
   const auto reduction = static_cast<Reduction>(reduction_code);
   const int64_t rows = logits.count();
   const bool each_row = reduction == Reduction::none;
-  STD_TORCH_CHECK(dy_in.numel() == (each_row ? rows : 1) && stats.numel() == 2 * rows + 2, "fastlayers::", op,
-                  ": dy or stats of another size than the forward's");
-  STD_TORCH_CHECK(stats.scalar_type() == compute_dtype(logits.x.scalar_type()) && stats.is_contiguous(), "fastlayers::", op,
-                  ": expected the stats of the forward");
+  FASTLAYERS_CHECK(dy_in.numel() == (each_row ? rows : 1) && stats.numel() == 2 * rows + 2, op,
+                   "dy or stats of another size than the forward's");
+  FASTLAYERS_CHECK(stats.scalar_type() == compute_dtype(logits.x) && stats.is_contiguous(), op, "expected the stats of the forward");
   const Tensor dy = dy_in.is_contiguous() ? dy_in : torch::stable::contiguous(dy_in);
   dispatch_floating(logits.x.scalar_type(), op, [&](auto x) {
     using T = decltype(x);
     using A = compute_t<T>;
     Context<A> context(target, weight, options, rows, logits.shape.n, logits.x, op);
-    const A* numbers = static_cast<const A*>(stats.const_data_ptr());
+    const A* numbers = pointer<const A>(stats);
     const A* divisor = numbers + 2 * rows;
     if (context.wants_weight_sum()) context.terms.weight_sum = divisor + 1;
     const Scale<A> scale{dy.const_data_ptr(), kind_of(dy.scalar_type(), op), each_row, reduction == Reduction::mean ? divisor : nullptr};
     if (logits.rows) {
-      BackwardArgs<A> args{};
-      args.x = logits.x.const_data_ptr();
-      args.rows = rows;
-      args.row_stride = args.dx_stride = logits.stride;
-      if (dx.data_ptr() != args.x) args.dx_stride = logits.shape.n;
-      args.n = static_cast<int>(logits.shape.n);
-      args.terms = context.terms;
-      args.dx = dx.mutable_data_ptr();
-      args.stats = numbers;
-      args.scale = scale;
+      const RowArgs<A> row = row_args<A>(logits.x.const_data_ptr(), rows, logits.stride, logits.shape.n, context.terms);
+      const int64_t dx_stride = dx.data_ptr() == row.x ? logits.stride : logits.shape.n;
+      BackwardArgs<A> args{row, dx.mutable_data_ptr(), dx_stride, false, numbers, scale};
       return launch_backward_rows<T>(args, launch);
     }
-    ColumnArgs<A> args{};
-    args.x = logits.x.const_data_ptr();
+    ColumnArgs<A> args = column_args<A>(logits, context.terms);
     args.dx = dx.mutable_data_ptr();
     args.stats = const_cast<A*>(numbers);
-    args.rows = rows;
-    args.n = static_cast<int>(logits.shape.n);
-    args.inner = logits.shape.inner;
     args.shares = static_cast<unsigned>(ceil_div(args.n, kColumnClasses));
     args.scale = scale;
-    args.terms = context.terms;
     with_columns<T>(args, logits.shape, aligned(args.x) && aligned(args.dx), [&](const ColumnLaunch& shape, auto vector, auto plain) {
-      const unsigned blocks = checked_blocks(shape.blocks * args.shares);
+      const unsigned blocks = grid_of(shape.blocks * args.shares);
       cross_entropy_backward_columns<T, vector.value, plain.value><<<blocks, shape.across * shape.down, 0, launch.stream()>>>(args);
     });
   });
 }
 
-Tensor cross_entropy_backward(const Tensor& dy, const Tensor& x, const Tensor& target, const std::optional<Tensor>& weight,
-                              const Tensor& stats, int64_t reduction, int64_t ignore_index, double label_smoothing, double softcap,
-                              double z_loss) {
+Tensor cross_entropy_backward(const Tensor& dy, const Tensor& x, const Tensor& target, const MaybeTensor& weight, const Tensor& stats,
+                              int64_t reduction, int64_t ignore_index, double label_smoothing, double softcap, double z_loss) {
   const char* op = "cross_entropy_backward";
   const Logits logits = Logits::of(x, op);
   Tensor dx = logits.empty_gradient();
@@ -1024,67 +988,61 @@ Tensor cross_entropy_backward(const Tensor& dy, const Tensor& x, const Tensor& t
   return dx;
 }
 
-void cross_entropy_backward_(const Tensor& dy, Tensor x, const Tensor& target, const std::optional<Tensor>& weight, const Tensor& stats,
+void cross_entropy_backward_(const Tensor& dy, Tensor x, const Tensor& target, const MaybeTensor& weight, const Tensor& stats,
                              int64_t reduction, int64_t ignore_index, double label_smoothing, double softcap, double z_loss) {
   const char* op = "cross_entropy_backward_";
-  STD_TORCH_CHECK(x.is_contiguous(), "fastlayers::", op, ": expected contiguous logits");
+  FASTLAYERS_CHECK(x.is_contiguous(), op, "expected contiguous logits");
   backward_into(x, dy, Logits::of(x, op), target, weight, stats, reduction, {ignore_index, label_smoothing, softcap, z_loss}, op);
 }
 
-Tensor cross_entropy_chunk_(Tensor logits, const Tensor& target, const std::optional<Tensor>& weight, int64_t ignore_index,
-                            double label_smoothing, double softcap, double z_loss, const std::optional<Tensor>& grad_scale,
+// Losses, and the gradients written over the logits, by a kernel that holds the rows in shared memory. False if they do not fit.
+template <typename T>
+bool run_held(const Tensor& logits, compute_t<T>* losses, const Scale<compute_t<T>>& scale, const Terms<compute_t<T>>& terms,
+              const Launch& launch) {
+  constexpr int V = kVector<T>;
+  const int64_t n = logits.size(1);
+  if (!aligned(logits.const_data_ptr())) return false;
+  const HeldArgs<compute_t<T>> args{logits.mutable_data_ptr(), logits.size(0), static_cast<int>(n), n % V != 0, losses, scale, terms};
+  const int64_t words = ceil_div(n + (args.ragged ? V - 1 : 0), V);
+  bool held = false;
+  dispatch_plain(terms, [&](auto plain) { held = launch_held<cross_entropy_held<T, plain.value>>(args, words, kVectorBytes, launch); });
+  return held;
+}
+
+Tensor cross_entropy_chunk_(Tensor logits, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index,
+                            double label_smoothing, double softcap, double z_loss, const MaybeTensor& grad_scale,
                             bool want_grad, int64_t columns) {
   const char* op = "cross_entropy_chunk_";
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous() && columns > 0 && columns <= logits.size(1), "fastlayers::", op,
-                  ": expected a contiguous matrix of ", columns, " columns or more");
+  FASTLAYERS_CHECK(logits.dim() == 2 && logits.is_contiguous() && columns > 0 && columns <= logits.size(1), op,
+                   "expected a contiguous matrix of ", columns, " columns or more");
   const Launch launch(logits);
   const int64_t rows = logits.size(0), padded = logits.size(1);
-  const ScalarType wide = compute_dtype(logits.scalar_type());
+  const ScalarType wide = compute_dtype(logits);
   Tensor losses = empty_contiguous({rows}, wide, logits);
   if (rows == 0) return losses;
   dispatch_floating(logits.scalar_type(), op, [&](auto x) {
     using T = decltype(x);
     using A = compute_t<T>;
-    constexpr int V = kVectorBytes / sizeof(T);
     Context<A> context(target, weight, {ignore_index, label_smoothing, softcap, z_loss}, rows, columns, logits, op);
     Tensor sum = context.wants_weight_sum() ? empty_contiguous({1}, wide, logits) : losses;
-    context.sum_weight(static_cast<A*>(sum.mutable_data_ptr()), launch);
+    context.sum_weight(pointer<A>(sum), launch);
     Scale<A> scale{};
     if (grad_scale) {
-      STD_TORCH_CHECK(grad_scale->scalar_type() == wide && grad_scale->is_contiguous() && (grad_scale->numel() == 1 || grad_scale->numel() == rows),
-                      "fastlayers::", op, ": expected a contiguous grad_scale of one element or one for each row, in ",
-                      torch::headeronly::toString(wide));
+      FASTLAYERS_CHECK(grad_scale->scalar_type() == wide && grad_scale->is_contiguous() &&
+                           (grad_scale->numel() == 1 || grad_scale->numel() == rows),
+                       op, "expected a contiguous grad_scale of one element or one for each row, in ", toString(wide));
       scale = {grad_scale->const_data_ptr(), kind_of(wide, op), grad_scale->numel() > 1, nullptr};
     }
-    A* out = static_cast<A*>(losses.mutable_data_ptr());
-    if (want_grad && aligned(logits.const_data_ptr())) {
-      const HeldArgs<A> args{logits.mutable_data_ptr(), rows, static_cast<int>(padded), padded % V != 0, out, scale, context.terms};
-      const int64_t words = ceil_div(padded + (args.ragged ? V - 1 : 0), V);
-      bool held = false;
-      dispatch_plain(args.terms, [&](auto plain) { held = launch_held<cross_entropy_held<T, plain.value>>(args, words, kVectorBytes, launch); });
-      if (held) return;
-    }
+    A* out = pointer<A>(losses);
+    if (want_grad && run_held<T>(logits, out, scale, context.terms, launch)) return;
     Tensor stats = empty_contiguous({2 * rows}, wide, logits);
-    ForwardArgs<A> forward{};
-    forward.x = logits.const_data_ptr();
-    forward.rows = rows;
-    forward.row_stride = padded;
-    forward.n = static_cast<int>(columns);
-    forward.terms = context.terms;
-    forward.losses = out;
-    forward.kind = kind_of(wide, op);
-    forward.stats = static_cast<A*>(stats.mutable_data_ptr());
+    A* numbers = pointer<A>(stats);
+    const void* in = logits.const_data_ptr();
+    ForwardArgs<A> forward{row_args<A>(in, rows, padded, columns, context.terms), out, kind_of(wide, op), numbers, nullptr};
     launch_forward_rows<T>(forward, launch, logits);
     if (!want_grad) return;
-    BackwardArgs<A> backward{};
-    backward.x = logits.const_data_ptr();
-    backward.rows = rows;
-    backward.row_stride = backward.dx_stride = padded;
-    backward.n = static_cast<int>(padded);
-    backward.terms = context.terms;
-    backward.dx = logits.mutable_data_ptr();
-    backward.stats = forward.stats;
-    backward.scale = scale;
+    const RowArgs<A> row = row_args<A>(in, rows, padded, padded, context.terms);
+    BackwardArgs<A> backward{row, logits.mutable_data_ptr(), padded, false, numbers, scale};
     launch_backward_rows<T>(backward, launch);
   });
   return losses;

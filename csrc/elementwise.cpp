@@ -35,8 +35,7 @@ void dispatch_floating(ScalarType dtype, const char* op, F&& f) {
     case ScalarType::Float: return f(float{});
     case ScalarType::Double: return f(double{});
     default:
-      STD_TORCH_CHECK(false, "fastlayers::", op, ": expected float16, bfloat16, float32 or float64, but got ",
-                      torch::headeronly::toString(dtype));
+      FASTLAYERS_CHECK(false, op, "expected float16, bfloat16, float32 or float64, but got ", toString(dtype));
   }
 }
 
@@ -134,18 +133,18 @@ void gate(Word* out, const Word* grad, const uint8_t* bits, int64_t n) {
 }
 
 template <bool SUM_FIRST, bool TRAIN>
-std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, double alpha,
+std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, const MaybeTensor& bias, double alpha,
                                            const char* op) {
-  STD_TORCH_CHECK(!bias, "fastlayers::", op, ": on CPU the bias is a number; a tensor bias is served by eager");
+  FASTLAYERS_CHECK(!bias, op, "on CPU the bias is a number; a tensor bias is served by eager");
   const FlatPair pair(x, y, op, SUM_FIRST ? add_relu_strides : relu_add_strides);
   Tensor out = pair.empty();
   Tensor bits = TRAIN ? pair.empty_bits() : out;
   dispatch_floating(x.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
-    const T* px = static_cast<const T*>(pair.x.const_data_ptr());
-    const T* py = static_cast<const T*>(pair.y.const_data_ptr());
-    T* po = static_cast<T*>(out.mutable_data_ptr());
-    uint8_t* pb = TRAIN ? static_cast<uint8_t*>(bits.mutable_data_ptr()) : nullptr;
+    const T* px = pointer<const T>(pair.x);
+    const T* py = pointer<const T>(pair.y);
+    T* po = pointer<T>(out);
+    uint8_t* pb = TRAIN ? pointer<uint8_t>(bits) : nullptr;
     const auto a = static_cast<compute_t<T>>(alpha);
     for_bytes(out.numel(), [&](int64_t first, int64_t last) {
       // In stretches that stay in the first-level cache: what a ReLU keeps is read off them once more, from x or from the
@@ -160,11 +159,11 @@ std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, con
   return {out, bits};
 }
 
-Tensor relu_add(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, double alpha) {
+Tensor relu_add(const Tensor& x, const Tensor& y, const MaybeTensor& bias, double alpha) {
   return std::get<0>(relu_forward_op<false, false>(x, y, bias, alpha, "relu_add"));
 }
 
-std::tuple<Tensor, Tensor> relu_add_train(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, double alpha) {
+std::tuple<Tensor, Tensor> relu_add_train(const Tensor& x, const Tensor& y, const MaybeTensor& bias, double alpha) {
   return relu_forward_op<false, true>(x, y, bias, alpha, "relu_add");
 }
 
@@ -178,15 +177,15 @@ std::tuple<Tensor, Tensor> add_relu_train(const Tensor& x, const Tensor& y) {
 
 Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
   const int64_t n = dy.numel();
-  STD_TORCH_CHECK(bits.numel() == (n + kBits - 1) / kBits, "fastlayers::relu_backward: expected a bit for each of ", n,
-                  " elements, but got ", bits.numel(), " bytes");
+  FASTLAYERS_CHECK(bits.numel() == (n + kBits - 1) / kBits, "relu_backward", "expected a bit for each of ", n,
+                   " elements, but got ", bits.numel(), " bytes");
   Tensor dx = empty_strided(dims_of(dy.sizes()), dims_of(dy.strides()), dy.scalar_type(), dy);
   dispatch_floating(dy.scalar_type(), "relu_backward", [&](auto zero) {
     using T = decltype(zero);
     using Word = word_t<T>;
-    const Word* g = static_cast<const Word*>(dy.const_data_ptr());
-    const uint8_t* b = static_cast<const uint8_t*>(bits.const_data_ptr());
-    Word* d = static_cast<Word*>(dx.mutable_data_ptr());
+    const Word* g = pointer<const Word>(dy);
+    const uint8_t* b = pointer<const uint8_t>(bits);
+    Word* d = pointer<Word>(dx);
     for_bytes(n, [&](int64_t first, int64_t last) { gate(d + first, g + first, b + first / kBits, last - first); });
   });
   return dx;
@@ -200,11 +199,11 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x_in,
   dispatch_floating(x_in.scalar_type(), "mul_backward", [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
-    const T* g = static_cast<const T*>(dy.const_data_ptr());
-    const T* px = static_cast<const T*>(pair.x.const_data_ptr());
-    const T* py = static_cast<const T*>(pair.y.const_data_ptr());
-    T* d = static_cast<T*>(dx.mutable_data_ptr());
-    T* e = static_cast<T*>(dy_.mutable_data_ptr());
+    const T* g = pointer<const T>(dy);
+    const T* px = pointer<const T>(pair.x);
+    const T* py = pointer<const T>(pair.y);
+    T* d = pointer<T>(dx);
+    T* e = pointer<T>(dy_);
     for_bytes(dy.numel(), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         const A gi = static_cast<A>(g[i]);
@@ -222,9 +221,9 @@ Tensor mul(const Tensor& x_in, const Tensor& y_in) {
   dispatch_floating(x_in.scalar_type(), "mul", [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
-    const T* px = static_cast<const T*>(pair.x.const_data_ptr());
-    const T* py = static_cast<const T*>(pair.y.const_data_ptr());
-    T* po = static_cast<T*>(out.mutable_data_ptr());
+    const T* px = pointer<const T>(pair.x);
+    const T* py = pointer<const T>(pair.y);
+    T* po = pointer<T>(out);
     for_bytes(out.numel(), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) po[i] = static_cast<T>(static_cast<A>(px[i]) * static_cast<A>(py[i]));
     });

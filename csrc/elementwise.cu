@@ -30,25 +30,24 @@ template <bool WHOLE, int V>
 __device__ __forceinline__ unsigned gather_bits(const uint8_t* bits, int64_t i, int64_t n) {
   if constexpr (WHOLE) return load_bits<V>(bits, i, n);
   unsigned kept = 0;
-#pragma unroll
-  for (int j = 0; j < V; ++j)
+  unroll<V>([&](int j) {
     if (i + j < n) kept |= (bits[(i + j) / kBits] >> ((i + j) % kBits) & 1u) << j;
+  });
   return kept;
 }
 
 template <typename T, int V>
 __device__ __forceinline__ Vec<T, V> gated(Vec<T, V> w, unsigned kept) {
-#pragma unroll
-  for (int j = 0; j < V; ++j)
+  unroll<V>([&](int j) {
     if (!(kept >> j & 1)) w.v[j] = convert<T>(0.f);
+  });
   return w;
 }
 
 // Where element i of the result finds its operands.
 template <int OPERANDS>
 __device__ __forceinline__ void locate(const Walk<OPERANDS>& walk, int64_t i, int64_t (&at)[OPERANDS]) {
-#pragma unroll
-  for (int k = 0; k < OPERANDS; ++k) at[k] = 0;
+  unroll<OPERANDS>([&](int k) { at[k] = 0; });
 #pragma unroll
   for (int d = kMaxDims - 1; d >= 0; --d) {
     if (d >= walk.dims) continue;
@@ -56,8 +55,7 @@ __device__ __forceinline__ void locate(const Walk<OPERANDS>& walk, int64_t i, in
     int64_t rest;
     if ((i | size) >> 32 == 0) rest = static_cast<uint32_t>(i) / static_cast<uint32_t>(size);  // several times cheaper
     else rest = i / size;
-#pragma unroll
-    for (int k = 0; k < OPERANDS; ++k) at[k] += (i - rest * size) * walk.stride[k][d];
+    unroll<OPERANDS>([&](int k) { at[k] += (i - rest * size) * walk.stride[k][d]; });
     i = rest;
   }
 }
@@ -79,9 +77,9 @@ struct Bias {
   __device__ __forceinline__ Vec<T, kVector<T>> gather(int64_t i, int64_t n) const {
     Vec<T, kVector<T>> w = filled<T, kVector<T>>(convert<T>(0.f));
     const int64_t start = vector && i < n ? offset(i) : 0, step = walk.stride[1][walk.dims - 1];
-#pragma unroll
-    for (int j = 0; j < kVector<T>; ++j)
+    unroll<kVector<T>>([&](int j) {
       if (i + j < n) w.v[j] = static_cast<const T*>(data)[vector ? start + j * step : offset(i + j)];
+    });
     return w;
   }
 };
@@ -96,27 +94,22 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wx[U], wy[U];
     [[maybe_unused]] Vec<T, V> wb[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       const int64_t i = flat_index<T>(first + u);
       wx[u] = load_flat<T, WHOLE>(x, i, n);
       wy[u] = load_flat<T, WHOLE>(y, i, n);
-    }
+    });
     if constexpr (BIAS) {
       if (WHOLE && bias.repeats.served) {
-#pragma unroll
-        for (int u = 0; u < U; ++u) wb[u] = bias.repeats.load(static_cast<const T*>(bias.data), flat_index<T>(first + u));
+        unroll<U>([&](int u) { wb[u] = bias.repeats.load(static_cast<const T*>(bias.data), flat_index<T>(first + u)); });
       } else {
-#pragma unroll
-        for (int u = 0; u < U; ++u) wb[u] = bias.gather<T>(flat_index<T>(first + u), n);
+        unroll<U>([&](int u) { wb[u] = bias.gather<T>(flat_index<T>(first + u), n); });
       }
     }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       const int64_t i = flat_index<T>(first + u);
       [[maybe_unused]] unsigned kept = 0;
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
+      unroll<V>([&](int j) {
         const A vx = convert<A>(wx[u].v[j]), vy = convert<A>(wy[u].v[j]);
         const A v = SUM_FIRST ? vx + vy : vx;
         const bool keep = !(v <= A(0));  // NaN is kept, as by torch
@@ -125,10 +118,10 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
         if constexpr (BIAS) r += convert<A>(wb[u].v[j]);
         wx[u].v[j] = convert<T>(r);
         if constexpr (TRAIN) kept |= static_cast<unsigned>(keep && (WHOLE || i + j < n)) << j;
-      }
+      });
       if constexpr (TRAIN) store_bits<V>(bits, i, n, kept);
       store_flat<T, WHOLE>(out, i, n, wx[u]);
-    }
+    });
   });
 }
 
@@ -140,36 +133,21 @@ __global__ void __launch_bounds__(kThreads) relu_backward_flat(const T* dy, cons
     constexpr bool WHOLE = U > 1;
     Vec<T, V> w[U];
     unsigned kept[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       const int64_t i = flat_index<T>(first + u);
       w[u] = load_flat<T, WHOLE>(dy, i, n);
       kept[u] = load_bits<V>(bits, i, n);
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) store_flat<T, WHOLE>(dx, flat_index<T>(first + u), n, gated(w[u], kept[u]));
+    });
+    unroll<U>([&](int u) { store_flat<T, WHOLE>(dx, flat_index<T>(first + u), n, gated(w[u], kept[u])); });
   });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) mul_flat(const T* x, const T* y, T* out, int64_t n, bool is_aligned) {
   using A = compute_t<T>;
-  constexpr int V = kVector<T>;
-  for_block<T>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
-    constexpr bool WHOLE = U > 1;
-    Vec<T, V> wx[U], wy[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      wx[u] = load_flat<T, WHOLE>(x, flat_index<T>(first + u), n);
-      wy[u] = load_flat<T, WHOLE>(y, flat_index<T>(first + u), n);
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) wx[u].v[j] = convert<T>(convert<A>(wx[u].v[j]) * convert<A>(wy[u].v[j]));
-      store_flat<T, WHOLE>(out, flat_index<T>(first + u), n, wx[u]);
-    }
+  for_words<T>(is_aligned, n, {x, y}, [&](auto whole, int64_t i, auto& w) {
+    unroll<kVector<T>>([&](int j) { w[0].v[j] = convert<T>(convert<A>(w[0].v[j]) * convert<A>(w[1].v[j])); });
+    store_flat<T, whole.value>(out, i, n, w[0]);
   });
 }
 
@@ -177,54 +155,28 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) mul_backward_flat(const T* dy, const T* x, const T* y, T* dx, T* dy_, int64_t n,
                                                              bool is_aligned) {
   using A = compute_t<T>;
-  constexpr int V = kVector<T>;
-  for_block<T>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
-    constexpr bool WHOLE = U > 1;
-    Vec<T, V> g[U], wx[U], wy[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t i = flat_index<T>(first + u);
-      g[u] = load_flat<T, WHOLE>(dy, i, n);
-      wx[u] = load_flat<T, WHOLE>(x, i, n);
-      wy[u] = load_flat<T, WHOLE>(y, i, n);
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t i = flat_index<T>(first + u);
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const A gj = convert<A>(g[u].v[j]);
-        const A to_x = gj * convert<A>(wy[u].v[j]);
-        wy[u].v[j] = convert<T>(gj * convert<A>(wx[u].v[j]));
-        wx[u].v[j] = convert<T>(to_x);
-      }
-      store_flat<T, WHOLE>(dx, i, n, wx[u]);
-      store_flat<T, WHOLE>(dy_, i, n, wy[u]);
-    }
+  for_words<T>(is_aligned, n, {dy, x, y}, [&](auto whole, int64_t i, auto& w) {
+    unroll<kVector<T>>([&](int j) {
+      const A g = convert<A>(w[0].v[j]);
+      const A to_x = g * convert<A>(w[2].v[j]);
+      w[2].v[j] = convert<T>(g * convert<A>(w[1].v[j]));
+      w[1].v[j] = convert<T>(to_x);
+    });
+    store_flat<T, whole.value>(dx, i, n, w[1]);
+    store_flat<T, whole.value>(dy_, i, n, w[2]);
   });
 }
 
-// x *= factor, which is on the device. Nothing is touched where it is 1, as that of most backward passes.
+// x *= factor, a number on the device. Where it is 1, as in most backward passes, the kernel touches nothing.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) scale_in_place(T* x, const compute_t<T>* factor, int64_t n, bool is_aligned) {
   using A = compute_t<T>;
-  constexpr int V = kVector<T>;
   const A by = *factor;
   if (by == A(1)) return;
-  for_block<T>(is_aligned, n, [&](auto words, int first) {
-    constexpr int U = words.value;
-    constexpr bool WHOLE = U > 1;
-    Vec<T, V> w[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) w[u] = load_flat<T, WHOLE>(x, flat_index<T>(first + u), n);
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      Vec<A, V> r = unpack<A>(w[u]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) r.v[j] *= by;
-      store_flat<T, WHOLE>(x, flat_index<T>(first + u), n, pack<T>(r));
-    }
+  for_words<T>(is_aligned, n, {x}, [&](auto whole, int64_t i, auto& w) {
+    Vec<A, kVector<T>> r = unpack<A>(w[0]);
+    unroll<kVector<T>>([&](int j) { r.v[j] *= by; });
+    store_flat<T, whole.value>(x, i, n, pack<T>(r));
   });
 }
 
@@ -255,8 +207,7 @@ __device__ __forceinline__ Vec<T, V> gather(const T* p, const Walk<OPERANDS>& wa
   } else if (step == 1 && reinterpret_cast<uintptr_t>(here) % sizeof(w) == 0) {
     return load_vec<T, V>(here);
   }
-#pragma unroll
-  for (int j = 0; j < V; ++j) w.v[j] = i + j < n ? (j < left ? here : there)[j * step] : convert<T>(0.f);
+  unroll<V>([&](int j) { w.v[j] = i + j < n ? (j < left ? here : there)[j * step] : convert<T>(0.f); });
   return w;
 }
 
@@ -266,19 +217,16 @@ __global__ void __launch_bounds__(kThreads) mul_repeated(const T* x, const T* s,
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
   Vec<T, V> wx[kUnroll], ws[kUnroll];
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
+  unroll<kUnroll>([&](int u) {
     const int64_t i = flat_index<T>(u);
     if (i < n) wx[u] = load_vec<T, V>(x + i), ws[u] = repeats.load(s, i);
-  }
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
+  });
+  unroll<kUnroll>([&](int u) {
     Vec<A, V> r = unpack<A>(wx[u]);
     const Vec<A, V> by = unpack<A>(ws[u]);
-#pragma unroll
-    for (int j = 0; j < V; ++j) r.v[j] *= by.v[j];
+    unroll<V>([&](int j) { r.v[j] *= by.v[j]; });
     if (flat_index<T>(u) < n) store_vec<T, V>(out + flat_index<T>(u), pack<T>(r));
-  }
+  });
 }
 
 // Any broadcast of x and y.
@@ -291,8 +239,7 @@ __global__ void __launch_bounds__(kThreads) mul_broadcast(const T* __restrict__ 
   if (i >= n) return;
   Vec<A, V> r = unpack<A>(gather<T, V>(x, walk, 1, i, n));
   const Vec<A, V> by = unpack<A>(gather<T, V>(y, walk, 2, i, n));
-#pragma unroll
-  for (int j = 0; j < V; ++j) r.v[j] *= by.v[j];
+  unroll<V>([&](int j) { r.v[j] *= by.v[j]; });
   if (i + V <= n) store_flat<T, true>(out, i, n, pack<T>(r));
   else store_flat<T, false>(out, i, n, pack<T>(r));
 }
@@ -313,8 +260,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
   Vec<A, V> sum = filled<A, V>(A(0)), scale = sum;
   if constexpr (!RELU) {
     if (me.active) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) scale.v[j] = convert<A>(s[outer * c.columns + me.column + j]);
+      unroll<V>([&](int j) { scale.v[j] = convert<A>(s[outer * c.columns + me.column + j]); });
     }
   }
   const int64_t base = outer * c.repeat * c.columns + me.column;
@@ -324,32 +270,28 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     Vec<T, V> wg[U];
     [[maybe_unused]] Vec<T, V> wx[U];
     [[maybe_unused]] unsigned kept[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       const int64_t i = base + (row + u * me.step) * c.columns;
       wg[u] = load_vec<T, V>(dy + i);
       if constexpr (RELU) kept[u] = load_bits<V>(x, i, i + 1);
       else wx[u] = load_vec<T, V>(x + i);
-    }
+    });
     if constexpr (!RELU) wait_for_all(wx, wg, nothing);
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       T* to = dx + base + (row + u * me.step) * c.columns;
       Vec<A, V> g = unpack<A>(wg[u]);
       if constexpr (RELU) {
-#pragma unroll
-        for (int j = 0; j < V; ++j) sum.v[j] += g.v[j];
+        unroll<V>([&](int j) { sum.v[j] += g.v[j]; });
         store_vec<T, V>(to, gated(wg[u], kept[u]));
       } else {
         const Vec<A, V> w = unpack<A>(wx[u]);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
+        unroll<V>([&](int j) {
           sum.v[j] += g.v[j] * w.v[j];
           g.v[j] *= scale.v[j];
-        }
+        });
         store_vec<T, V>(to, pack<T>(g));
       }
-    }
+    });
   });
   me.store(c, sum, partial + outer * c.pieces * c.columns, ds == nullptr ? ds : ds + outer * c.columns);
 }
@@ -384,15 +326,12 @@ __global__ void __launch_bounds__(kThreads) repeated_backward_rows(const T* __re
       Vec<A, V> g = unpack<A>(packed);
       A part = 0;
       if constexpr (RELU) {
-#pragma unroll
-        for (int j = 0; j < V; ++j) part += g.v[j];
+        unroll<V>([&](int j) { part += g.v[j]; });
         store_flat<T, WHOLE>(dx + base, word * V, a.repeat, gated(packed, gather_bits<WHOLE, V>(x, base + word * V, base + a.repeat)));
       } else {
         const Vec<A, V> w = unpack<A>(load_flat<T, WHOLE>(x + base, word * V, a.repeat));
-#pragma unroll
-        for (int j = 0; j < V; ++j) part += g.v[j] * w.v[j];
-#pragma unroll
-        for (int j = 0; j < V; ++j) g.v[j] *= scale;
+        unroll<V>([&](int j) { part += g.v[j] * w.v[j]; });
+        unroll<V>([&](int j) { g.v[j] *= scale; });
         store_flat<T, WHOLE>(dx + base, word * V, a.repeat, pack<T>(g));
       }
       sum += part;
@@ -480,7 +419,7 @@ Bias make_bias(const Tensor& bias, const FlatPair& pair, Tensor& keep) {
 }
 
 template <bool SUM_FIRST, bool TRAIN>
-std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, double alpha,
+std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, const MaybeTensor& bias, double alpha,
                                            const char* op) {
   const FlatPair pair(x, y, op, SUM_FIRST ? add_relu_strides : relu_add_strides);
   const Launch launch(x);
@@ -492,26 +431,24 @@ std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, con
   const Bias b = bias ? make_bias(*bias, pair, keep) : Bias{};
   dispatch_floating(x.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
-    const T* px = static_cast<const T*>(pair.x.const_data_ptr());
-    const T* py = static_cast<const T*>(pair.y.const_data_ptr());
-    uint8_t* pb = TRAIN ? static_cast<uint8_t*>(bits.mutable_data_ptr()) : nullptr;
-    const auto run = [&](auto has_bias) {
-      relu_forward<T, SUM_FIRST, TRAIN, decltype(has_bias)::value><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(
-          px, py, static_cast<T*>(out.mutable_data_ptr()), pb, n, aligned(px) && aligned(py), static_cast<compute_t<T>>(alpha), b);
-    };
-    if constexpr (SUM_FIRST) run(std::false_type{});
-    else if (bias) run(std::true_type{});
-    else run(std::false_type{});
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    const T* px = pointer<const T>(pair.x);
+    const T* py = pointer<const T>(pair.y);
+    uint8_t* pb = TRAIN ? pointer<uint8_t>(bits) : nullptr;
+    auto kernel = &relu_forward<T, SUM_FIRST, TRAIN, false>;
+    if constexpr (!SUM_FIRST) {
+      if (bias) kernel = &relu_forward<T, SUM_FIRST, TRAIN, true>;
+    }
+    const bool whole = aligned(px) && aligned(py);
+    launch_flat<T>(kernel, n, launch, px, py, pointer<T>(out), pb, n, whole, static_cast<compute_t<T>>(alpha), b);
   });
   return {out, bits};
 }
 
-Tensor relu_add(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, double alpha) {
+Tensor relu_add(const Tensor& x, const Tensor& y, const MaybeTensor& bias, double alpha) {
   return std::get<0>(relu_forward_op<false, false>(x, y, bias, alpha, "relu_add"));
 }
 
-std::tuple<Tensor, Tensor> relu_add_train(const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias, double alpha) {
+std::tuple<Tensor, Tensor> relu_add_train(const Tensor& x, const Tensor& y, const MaybeTensor& bias, double alpha) {
   return relu_forward_op<false, true>(x, y, bias, alpha, "relu_add");
 }
 
@@ -525,8 +462,8 @@ std::tuple<Tensor, Tensor> add_relu_train(const Tensor& x, const Tensor& y) {
 
 void check_bits(const Tensor& dy, const Tensor& bits, const char* op) {
   const int64_t n = dy.numel();
-  STD_TORCH_CHECK(bits.numel() == (n + kBits - 1) / kBits, "fastlayers::", op, ": expected a bit for each of ", n,
-                  " elements, but got ", bits.numel(), " bytes");
+  FASTLAYERS_CHECK(bits.numel() == (n + kBits - 1) / kBits, op, "expected a bit for each of ", n, " elements, but got ",
+                   bits.numel(), " bytes");
 }
 
 // dy has the strides of the forward's result, so that the bits match its memory order: the caller sees to that.
@@ -538,11 +475,8 @@ Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
   if (n == 0) return dx;
   dispatch_floating(dy.scalar_type(), "relu_backward", [&](auto zero) {
     using T = decltype(zero);
-    const T* g = static_cast<const T*>(dy.const_data_ptr());
-    const uint8_t* b = static_cast<const uint8_t*>(bits.const_data_ptr());
-    T* d = static_cast<T*>(dx.mutable_data_ptr());
-    relu_backward_flat<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(g, b, d, n, aligned(g));
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    const T* g = pointer<const T>(dy);
+    launch_flat<T>(relu_backward_flat<T>, n, launch, g, pointer<const uint8_t>(bits), pointer<T>(dx), n, aligned(g));
   });
   return dx;
 }
@@ -550,21 +484,18 @@ Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
 // A dense x, in any layout, times one number in the dtype of the computation.
 void scale_(Tensor x, const Tensor& factor) {
   const int64_t n = x.numel();
-  const ScalarType wide = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  STD_TORCH_CHECK(factor.numel() == 1 && factor.scalar_type() == wide && factor.is_cuda() &&
-                      factor.get_device_index() == x.get_device_index(),
-                  "fastlayers::scale_: expected a factor of one ", torch::headeronly::toString(wide), " on x's device");
+  const ScalarType wide = compute_dtype(x);
+  FASTLAYERS_CHECK(factor.numel() == 1 && factor.scalar_type() == wide, "scale_", "expected a factor of one ", toString(wide));
+  check_device(x, factor, "scale_", "factor");
   const Dims sizes = dims_of(x.sizes()), strides = dims_of(x.strides());
-  STD_TORCH_CHECK(n == 0 || same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides}))),
-                  "fastlayers::scale_: expected a dense x");
+  FASTLAYERS_CHECK(n == 0 || same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides}))), "scale_",
+                   "expected a dense x");
   if (n == 0) return;
   const Launch launch(x);
   dispatch_floating(x.scalar_type(), "scale_", [&](auto zero) {
     using T = decltype(zero);
-    T* px = static_cast<T*>(x.mutable_data_ptr());
-    scale_in_place<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(px, static_cast<const compute_t<T>*>(factor.const_data_ptr()), n,
-                                                                          aligned(px));
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    T* px = pointer<T>(x);
+    launch_flat<T>(scale_in_place<T>, n, launch, px, pointer<const compute_t<T>>(factor), n, aligned(px));
   });
 }
 
@@ -573,8 +504,8 @@ Dims broadcast_shape(const Tensor& x, const Tensor& y, const char* op) {
   Dims out(std::max(a.size(), b.size()));
   for (size_t k = 1; k <= out.size(); ++k) {
     const int64_t u = k <= a.size() ? a[a.size() - k] : 1, v = k <= b.size() ? b[b.size() - k] : 1;
-    STD_TORCH_CHECK(u == v || u == 1 || v == 1, "fastlayers::", op, ": sizes ", u, " and ", v, " do not broadcast (dimension ",
-                    -static_cast<int64_t>(k), ")");
+    FASTLAYERS_CHECK(u == v || u == 1 || v == 1, op, "sizes ", u, " and ", v, " do not broadcast (dimension ",
+                     -static_cast<int64_t>(k), ")");
     out[out.size() - k] = u == 1 ? v : u;
   }
   return out;
@@ -596,12 +527,12 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
     using T = decltype(zero);
     using A = compute_t<T>;
     constexpr int V = kVector<T>;
-    const T* g = static_cast<const T*>(dy.const_data_ptr());
+    const T* g = pointer<const T>(dy);
     const auto* px = static_cast<const Factor<T, RELU>*>(x.const_data_ptr());
-    const T* ps = static_cast<const T*>(s.const_data_ptr());
-    T* d = static_cast<T*>(dx.mutable_data_ptr());
+    const T* ps = pointer<const T>(s);
+    T* d = pointer<T>(dx);
     const bool flat = aligned(g) && (RELU || aligned(px));
-    T* sums = static_cast<T*>(ds.mutable_data_ptr());
+    T* sums = pointer<T>(ds);
     const auto finish = [&](const Tensor& partial, int64_t pieces) {
       STD_CUDA_KERNEL_LAUNCH_CHECK();
       if (pieces > 1) launch_add_pieces<T>(partial, sums, outer, pieces, columns, launch);
@@ -613,11 +544,10 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
       const int64_t row_blocks = ceil_div(outer, a.down);
       a.pieces = std::clamp<int64_t>(resident / row_blocks, 1, std::max<int64_t>(1, words / (4 * a.across)));
       Tensor partial = empty_partial<A>(a.pieces == 1 ? 0 : outer * a.pieces, 1, dy);
-      A* pp = static_cast<A*>(partial.mutable_data_ptr());
+      A* pp = pointer<A>(partial);
       T* all = a.pieces == 1 ? sums : nullptr;
-      const unsigned grid = blocks_for(row_blocks * a.pieces, 1);
-      if (flat && repeat % V == 0) repeated_backward_rows<T, true, RELU><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, all, a);
-      else repeated_backward_rows<T, false, RELU><<<grid, kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, all, a);
+      const auto kernel = flat && repeat % V == 0 ? &repeated_backward_rows<T, true, RELU> : &repeated_backward_rows<T, false, RELU>;
+      kernel<<<blocks_for(row_blocks * a.pieces, 1), kThreads, 0, launch.stream()>>>(g, px, ps, d, pp, all, a);
       finish(partial, a.pieces);
     } else {
       const auto run = [&](auto vector) {
@@ -625,7 +555,7 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
         const Columns c = Columns::plan<A>(repeat, columns, W, launch.device(), outer);
         Tensor partial = empty_partial<A>(c.pieces == 1 ? 0 : outer * c.pieces, columns, dy);
         repeated_backward_columns<T, W, RELU><<<blocks_for(c.blocks() * outer, 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
-            g, px, ps, d, static_cast<A*>(partial.mutable_data_ptr()), c.pieces == 1 ? sums : nullptr, c);
+            g, px, ps, d, pointer<A>(partial), c.pieces == 1 ? sums : nullptr, c);
         finish(partial, c.pieces);
       };
       if (flat && columns % V == 0) run(std::integral_constant<int, V>{});
@@ -650,28 +580,22 @@ Tensor mul(const Tensor& x, const Tensor& y) {
   if (x_fills && y_fills) {
     dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
       using T = decltype(zero);
-      const T* px = static_cast<const T*>(x.const_data_ptr());
-      const T* py = static_cast<const T*>(y.const_data_ptr());
-      mul_flat<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(px, py, static_cast<T*>(out.mutable_data_ptr()), n,
-                                                                      aligned(px) && aligned(py));
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
+      const T* px = pointer<const T>(x);
+      const T* py = pointer<const T>(y);
+      launch_flat<T>(mul_flat<T>, n, launch, px, py, pointer<T>(out), n, aligned(px) && aligned(py));
     });
     return out;
   }
   const Dims order = memory_order(sizes, {&strides});
   if (!same_shape && (x_fills || y_fills)) {
     const Tensor &big = x_fills ? x : y, &small = x_fills ? y : x;
-    const std::optional<Scale> view = Scale::along(small, sizes, order);
-    if (view) {
+    if (const std::optional<Scale> view = Scale::along(small, sizes, order)) {
       const Tensor s = with_strides(small, view->sizes, view->strides);
       const Repeats repeats = view->repeats(n, static_cast<int64_t>(s.element_size()), s.const_data_ptr());
       if (repeats.served && aligned(big.const_data_ptr())) {
         dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
           using T = decltype(zero);
-          mul_repeated<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(
-              static_cast<const T*>(big.const_data_ptr()), static_cast<const T*>(s.const_data_ptr()),
-              static_cast<T*>(out.mutable_data_ptr()), n, repeats);
-          STD_CUDA_KERNEL_LAUNCH_CHECK();
+          launch_flat<T>(mul_repeated<T>, n, launch, pointer<const T>(big), pointer<const T>(s), pointer<T>(out), n, repeats);
         });
         return out;
       }
@@ -686,10 +610,7 @@ Tensor mul(const Tensor& x, const Tensor& y) {
   }
   dispatch_floating(x.scalar_type(), "mul", [&](auto zero) {
     using T = decltype(zero);
-    mul_broadcast<T><<<blocks_for(n, kThreads * kVector<T>), kThreads, 0, launch.stream()>>>(
-        static_cast<const T*>(x.const_data_ptr()), static_cast<const T*>(y.const_data_ptr()),
-        static_cast<T*>(out.mutable_data_ptr()), n, walk);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch_flat<T, 1>(mul_broadcast<T>, n, launch, pointer<const T>(x), pointer<const T>(y), pointer<T>(out), n, walk);
   });
   return out;
 }
@@ -740,14 +661,11 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x, co
     if (n == 0) return {dx, dy_};
     dispatch_floating(x.scalar_type(), "mul_backward", [&](auto zero) {
       using T = decltype(zero);
-      const T* g = static_cast<const T*>(dy.const_data_ptr());
-      const T* px = static_cast<const T*>(dense_big.const_data_ptr());
-      const T* py = static_cast<const T*>(dense_y.const_data_ptr());
-      T* d = static_cast<T*>(dx.mutable_data_ptr());
-      T* e = static_cast<T*>(dy_.mutable_data_ptr());
-      mul_backward_flat<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(g, px, py, d, e, n,
-                                                                              aligned(g) && aligned(px) && aligned(py));
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
+      const T* g = pointer<const T>(dy);
+      const T* px = pointer<const T>(dense_big);
+      const T* py = pointer<const T>(dense_y);
+      const bool whole = aligned(g) && aligned(px) && aligned(py);
+      launch_flat<T>(mul_backward_flat<T>, n, launch, g, px, py, pointer<T>(dx), pointer<T>(dy_), n, whole);
     });
     return {dx, dy_};
   }

@@ -28,21 +28,18 @@ __global__ void __launch_bounds__(kThreads) gated_forward(const T* __restrict__ 
     constexpr int U = words.value;
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wg[U], wu[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       const int64_t i = row_index<T, WHOLE, kForwardWords>(first + u), row = rows.row(i);
       wg[u] = load_rows<T, WHOLE>(gate, i, n, rows, row, skips.gate);
       wu[u] = load_rows<T, WHOLE>(up, i, n, rows, row, skips.up);
-    }
+    });
     with_act<ACT, true>(act, [&](auto chosen) {
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
+      unroll<U>([&](int u) {
         Vec<A, V> r = unpack<A>(wg[u]);
         const Vec<A, V> by = unpack<A>(wu[u]);
-#pragma unroll
-        for (int j = 0; j < V; ++j) r.v[j] = act_value<decltype(chosen)::value, sizeof(T) == 2>(r.v[j]) * by.v[j];
+        unroll<V>([&](int j) { r.v[j] = act_value<decltype(chosen)::value, sizeof(T) == 2>(r.v[j]) * by.v[j]; });
         store_rows<T, WHOLE>(out, row_index<T, WHOLE, kForwardWords>(first + u), n, rows, 0, 0, pack<T>(r));
-      }
+      });
     });
   });
 }
@@ -58,29 +55,26 @@ __global__ void __launch_bounds__(kThreads) gated_backward(const T* dy, const T*
     constexpr int U = words.value;
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wd[U], wg[U], wu[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       const int64_t i = row_index<T, WHOLE, kBackwardWords>(first + u), row = rows.row(i);
       wd[u] = load_rows<T, WHOLE>(dy, i, n, rows, row, 0);
       wg[u] = load_rows<T, WHOLE>(gate, i, n, rows, row, skips.gate);
       wu[u] = load_rows<T, WHOLE>(up, i, n, rows, row, skips.up);
-    }
+    });
     with_act<ACT, true>(act, [&](auto chosen) {
       constexpr Act kAct = decltype(chosen)::value;
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
+      unroll<U>([&](int u) {
         const Vec<A, V> d = unpack<A>(wd[u]);
         Vec<A, V> g = unpack<A>(wg[u]), by = unpack<A>(wu[u]);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
+        unroll<V>([&](int j) {
           const A z = g.v[j];
           g.v[j] = act_gradient<kAct, sizeof(T) == 2>(d.v[j] * by.v[j], z);
           by.v[j] = d.v[j] * act_value<kAct, sizeof(T) == 2>(z);
-        }
+        });
         const int64_t i = row_index<T, WHOLE, kBackwardWords>(first + u), row = rows.row(i);
         store_rows<T, WHOLE>(dgate, i, n, rows, row, skips.dgate, pack<T>(g));
         store_rows<T, WHOLE>(dup, i, n, rows, row, skips.dup, pack<T>(by));
-      }
+      });
     });
   });
 }
@@ -109,9 +103,9 @@ struct Packed {
 };
 
 int64_t checked_dim(const Tensor& t, int64_t dim, const char* op) {
-  STD_TORCH_CHECK(dim >= -t.dim() && dim < t.dim(), "fastlayers::", op, ": dimension ", dim, " of a tensor of ", t.dim());
+  FASTLAYERS_CHECK(dim >= -t.dim() && dim < t.dim(), op, "dimension ", dim, " of a tensor of ", t.dim());
   if (dim < 0) dim += t.dim();
-  STD_TORCH_CHECK(t.size(dim) % 2 == 0, "fastlayers::", op, ": expected an even size of dimension ", dim, ", but got ", t.size(dim));
+  FASTLAYERS_CHECK(t.size(dim) % 2 == 0, op, "expected an even size of dimension ", dim, ", but got ", t.size(dim));
   return dim;
 }
 
@@ -148,28 +142,32 @@ struct Layout {
   }
 };
 
-template <int OPERANDS>
-Layout layout_of(const Dims& sizes, const Dims& strides, const std::array<View, OPERANDS>& operands, int64_t element) {
-  const std::optional<Layout> layout = Layout::of<OPERANDS>(sizes, strides, operands, element);
-  STD_TORCH_CHECK(layout.has_value(), "fastlayers: operands of a gate that are no rows");
+// The layout of the operands; where they are not rows, of what `copy` puts in their place.
+template <int OPERANDS, typename Copy>
+Layout layout_of(const Dims& sizes, const Dims& strides, std::array<View, OPERANDS>& operands, const Tensor& like, Copy&& copy) {
+  const auto element = static_cast<int64_t>(like.element_size());
+  if (const auto layout = Layout::of<OPERANDS>(sizes, strides, operands, element)) return *layout;
+  copy();
+  const auto layout = Layout::of<OPERANDS>(sizes, strides, operands, element);
+  STD_TORCH_CHECK(layout.has_value(), "fastlayers: the operands of a gate are not rows");
   return *layout;
 }
 
-View view_of(const Tensor& t) { return {static_cast<char*>(const_cast<void*>(t.const_data_ptr())), dims_of(t.strides())}; }
+View view_of(const Tensor& t) { return {const_cast<char*>(pointer<const char>(t)), dims_of(t.strides())}; }
+View result_view(const Tensor& t) { return {pointer<char>(t), dims_of(t.strides())}; }
 
-void run_forward(const View& gate, const View& up, Tensor& out, const Layout& l, Act act, const Launch& launch) {
+void run_forward(const std::array<View, 2>& operands, Tensor& out, const Layout& l, Act act, const Launch& launch) {
   dispatch_floating(out.scalar_type(), "gated_forward", [&](auto zero) {
     using T = decltype(zero);
     for_rows(l.rows, l.columns, [&](int64_t row, int64_t n, const Rows& rows) {
-      const T* pg = reinterpret_cast<const T*>(gate.data) + row * (l.columns + l.skips[0]);
-      const T* pu = reinterpret_cast<const T*>(up.data) + row * (l.columns + l.skips[1]);
-      T* po = static_cast<T*>(out.mutable_data_ptr()) + row * l.columns;
+      const T* pg = reinterpret_cast<const T*>(operands[0].data) + row * (l.columns + l.skips[0]);
+      const T* pu = reinterpret_cast<const T*>(operands[1].data) + row * (l.columns + l.skips[1]);
+      T* po = pointer<T>(out) + row * l.columns;
       const bool whole = l.words && aligned(pg) && aligned(pu) && aligned(po);
       with_compiled<T>(act, [&](auto compiled) {
-        gated_forward<T, decltype(compiled)::value><<<flat_blocks<T, kForwardWords>(n), kThreads, 0, launch.stream()>>>(
-            pg, pu, po, n, whole, rows, Skips{l.skips[0], l.skips[1], 0, 0}, act);
+        const auto kernel = &gated_forward<T, decltype(compiled)::value>;
+        launch_flat<T, kForwardWords>(kernel, n, launch, pg, pu, po, n, whole, rows, Skips{l.skips[0], l.skips[1], 0, 0}, act);
       });
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
     });
   });
 }
@@ -178,7 +176,7 @@ void run_backward(const Tensor& dy, const std::array<View, 4>& operands, const L
   dispatch_floating(dy.scalar_type(), "gated_backward", [&](auto zero) {
     using T = decltype(zero);
     for_rows(l.rows, l.columns, [&](int64_t row, int64_t n, const Rows& rows) {
-      const T* pd = static_cast<const T*>(dy.const_data_ptr()) + row * l.columns;
+      const T* pd = pointer<const T>(dy) + row * l.columns;
       std::array<T*, 4> at;
       bool whole = l.words && aligned(pd);
       for (int k = 0; k < 4; ++k) {
@@ -186,12 +184,19 @@ void run_backward(const Tensor& dy, const std::array<View, 4>& operands, const L
         whole = whole && aligned(at[k]);
       }
       with_compiled<T>(act, [&](auto compiled) {
-        gated_backward<T, decltype(compiled)::value><<<flat_blocks<T, kBackwardWords>(n), kThreads, 0, launch.stream()>>>(
-            pd, at[0], at[1], at[2], at[3], n, whole, rows, Skips{l.skips[0], l.skips[1], l.skips[2], l.skips[3]}, act);
+        const auto kernel = &gated_backward<T, decltype(compiled)::value>;
+        const Skips skips{l.skips[0], l.skips[1], l.skips[2], l.skips[3]};
+        launch_flat<T, kBackwardWords>(kernel, n, launch, pd, at[0], at[1], at[2], at[3], n, whole, rows, skips, act);
       });
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
     });
   });
+}
+
+// The layout of torch's result.
+Dims gated_strides(const Tensor& gate, const Tensor& up) {
+  const Dims sizes = dims_of(gate.sizes());
+  if (gate.is_contiguous() && up.is_contiguous()) return contiguous_strides(sizes);
+  return relu_add_strides(sizes, dims_of(gate.strides()), dims_of(up.strides()));
 }
 
 // act(gate)·up of two tensors of one shape.
@@ -200,39 +205,36 @@ Tensor gated_forward_op(const Tensor& gate_in, const Tensor& up_in, int64_t act_
   const Act act = act_of(act_in, op, kActs);
   check_same_shape(gate_in, up_in, op, "up");
   const Launch launch(gate_in);
-  const Dims sizes = dims_of(gate_in.sizes());
-  const Dims strides = gate_in.is_contiguous() && up_in.is_contiguous()
-                           ? contiguous_strides(sizes)
-                           : relu_add_strides(sizes, dims_of(gate_in.strides()), dims_of(up_in.strides()));
-  Tensor out = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in);
+  const Dims sizes = dims_of(gate_in.sizes()), strides = gated_strides(gate_in, up_in);
+  Tensor out = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in), gate, up;
   if (out.numel() == 0) return out;
-  const int64_t element = static_cast<int64_t>(gate_in.element_size());
   std::array<View, 2> operands{view_of(gate_in), view_of(up_in)};
-  if (const auto layout = Layout::of<2>(sizes, strides, operands, element)) {
-    run_forward(operands[0], operands[1], out, *layout, act, launch);
-  } else {
-    const Tensor gate = with_strides(gate_in, sizes, strides), up = with_strides(up_in, sizes, strides);
+  const Layout layout = layout_of<2>(sizes, strides, operands, gate_in, [&] {
+    gate = with_strides(gate_in, sizes, strides);
+    up = with_strides(up_in, sizes, strides);
     operands = {view_of(gate), view_of(up)};
-    run_forward(operands[0], operands[1], out, layout_of<2>(sizes, strides, operands, element), act, launch);
-  }
+  });
+  run_forward(operands, out, layout, act, launch);
   return out;
 }
 
-// The gradients of gate and up, into two dense tensors of these sizes and strides. The first may be dy, if it has those.
-void run_gated_backward(const Tensor& dy_in, const Tensor& gate_in, const Tensor& up_in, void* dgate, void* dup, const Dims& sizes,
-                        const Dims& strides, Act act, const Launch& launch) {
-  const int64_t element = static_cast<int64_t>(gate_in.element_size());
+// The gradient of up, in a new tensor of these strides, and the gradient of gate, written to dgate, which has these strides too. dgate
+// may be dy.
+Tensor run_gated_backward(const Tensor& dy_in, const Tensor& gate_in, const Tensor& up_in, const Tensor& dgate, const Dims& strides,
+                          Act act, const Launch& launch) {
+  const Dims sizes = dims_of(gate_in.sizes());
+  Tensor dup = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in), gate, up;
+  if (dup.numel() == 0) return dup;
   const Tensor dy = with_strides(dy_in, sizes, strides);
-  std::array<View, 4> operands{view_of(gate_in), view_of(up_in), View{static_cast<char*>(dgate), strides},
-                               View{static_cast<char*>(dup), strides}};
-  if (const auto layout = Layout::of<4>(sizes, strides, operands, element)) {
-    run_backward(dy, operands, *layout, act, launch);
-  } else {
-    const Tensor gate = with_strides(gate_in, sizes, strides), up = with_strides(up_in, sizes, strides);
+  std::array<View, 4> operands{view_of(gate_in), view_of(up_in), result_view(dgate), result_view(dup)};
+  const Layout layout = layout_of<4>(sizes, strides, operands, gate_in, [&] {
+    gate = with_strides(gate_in, sizes, strides);
+    up = with_strides(up_in, sizes, strides);
     operands[0] = view_of(gate);
     operands[1] = view_of(up);
-    run_backward(dy, operands, layout_of<4>(sizes, strides, operands, element), act, launch);
-  }
+  });
+  run_backward(dy, operands, layout, act, launch);
+  return dup;
 }
 
 // The gradients of gate and up.
@@ -242,55 +244,40 @@ std::tuple<Tensor, Tensor> gated_backward_op(const Tensor& dy, const Tensor& gat
   check_same_shape(gate, up, op, "up");
   check_same_shape(gate, dy, op, "dy");
   const Launch launch(gate);
-  const Dims sizes = dims_of(gate.sizes());
-  const Dims strides = gate.is_contiguous() && up.is_contiguous()
-                           ? contiguous_strides(sizes)
-                           : relu_add_strides(sizes, dims_of(gate.strides()), dims_of(up.strides()));
-  Tensor dgate = empty_strided(sizes, strides, gate.scalar_type(), gate);
-  Tensor dup = empty_strided(sizes, strides, gate.scalar_type(), gate);
-  if (dgate.numel() > 0) {
-    run_gated_backward(dy, gate, up, dgate.mutable_data_ptr(), dup.mutable_data_ptr(), sizes, strides, act, launch);
-  }
-  return {dgate, dup};
+  const Dims strides = gated_strides(gate, up);
+  Tensor dgate = empty_strided(dims_of(gate.sizes()), strides, gate.scalar_type(), gate);
+  return {dgate, run_gated_backward(dy, gate, up, dgate, strides, act, launch)};
 }
 
-// The gradient of up; that of gate is written to dy.
+// The gradient of up. The gradient of gate is written to dy.
 Tensor gated_backward_in_place_op(const Tensor& dy, const Tensor& gate, const Tensor& up, int64_t act_in) {
   const char* op = "gated_backward_";
   const Act act = act_of(act_in, op, kActs);
   check_same_shape(gate, up, op, "up");
   check_same_shape(gate, dy, op, "dy");
-  STD_TORCH_CHECK(dy.is_contiguous(), "fastlayers::", op, ": expected a contiguous dy to write to");
-  const Launch launch(gate);
-  const Dims sizes = dims_of(gate.sizes()), strides = contiguous_strides(sizes);
-  Tensor dup = empty_strided(sizes, strides, gate.scalar_type(), gate);
-  if (dup.numel() > 0) {
-    run_gated_backward(dy, gate, up, dy.mutable_data_ptr(), dup.mutable_data_ptr(), sizes, strides, act, launch);
-  }
-  return dup;
+  FASTLAYERS_CHECK(dy.is_contiguous(), op, "expected a contiguous dy to write to");
+  return run_gated_backward(dy, gate, up, dy, contiguous_strides(dims_of(gate.sizes())), act, Launch(gate));
 }
 
-// The same of the halves of x along dim, of which the first is the gate where gate_first says so.
+// act(gate)·up of the halves of x along dim. The first half is the gate if gate_first.
 Tensor glu_forward_op(const Tensor& x_in, int64_t dim, bool gate_first, int64_t act_in) {
   const char* op = "glu_forward";
   const Act act = act_of(act_in, op, kActs);
   dim = checked_dim(x_in, dim, op);
   const Launch launch(x_in);
   const auto halves = [&](const Tensor& x) { return Packed(const_cast<void*>(x.const_data_ptr()), x, dim, gate_first); };
-  Packed packed = halves(x_in);
-  const Dims strides = relu_add_strides(packed.sizes, packed.gate.strides, packed.up.strides);
-  Tensor out = empty_strided(packed.sizes, strides, x_in.scalar_type(), x_in);
+  const Packed packed = halves(x_in);
+  const Dims strides = relu_add_strides(packed.sizes, packed.gate.strides, packed.up.strides), full = dims_of(x_in.sizes());
+  Tensor out = empty_strided(packed.sizes, strides, x_in.scalar_type(), x_in), x;
   if (out.numel() == 0) return out;
-  const int64_t element = static_cast<int64_t>(x_in.element_size());
-  if (const auto layout = Layout::of<2>(packed.sizes, strides, {packed.gate, packed.up}, element)) {
-    run_forward(packed.gate, packed.up, out, *layout, act, launch);
-  } else {
-    // As one dense tensor in the order of the result, of which both halves are rows.
-    const Dims full = dims_of(x_in.sizes());
-    const Tensor x = with_strides(x_in, full, dense_strides(full, memory_order(packed.sizes, {&strides})));
-    packed = halves(x);
-    run_forward(packed.gate, packed.up, out, layout_of<2>(packed.sizes, strides, {packed.gate, packed.up}, element), act, launch);
-  }
+  std::array<View, 2> operands{packed.gate, packed.up};
+  const Layout layout = layout_of<2>(packed.sizes, strides, operands, x_in, [&] {
+    // As one dense tensor in the order of the result, whose halves are rows.
+    x = with_strides(x_in, full, dense_strides(full, memory_order(packed.sizes, {&strides})));
+    const Packed copied = halves(x);
+    operands = {copied.gate, copied.up};
+  });
+  run_forward(operands, out, layout, act, launch);
   return out;
 }
 
@@ -302,25 +289,22 @@ Tensor glu_backward_op(const Tensor& dy_in, const Tensor& x_in, int64_t dim, boo
   check_same(x_in, dy_in, op, "dy");
   const Launch launch(x_in);
   const auto halves = [&](const Tensor& x) { return Packed(const_cast<void*>(x.const_data_ptr()), x, dim, gate_first); };
-  Packed packed = halves(x_in);
-  STD_TORCH_CHECK(dims_of(dy_in.sizes()) == packed.sizes, "fastlayers::", op, ": expected dy of the shape of a half of x");
+  const Packed packed = halves(x_in);
+  FASTLAYERS_CHECK(dims_of(dy_in.sizes()) == packed.sizes, op, "expected dy with the shape of a half of x");
   const Dims strides = relu_add_strides(packed.sizes, packed.gate.strides, packed.up.strides), full = dims_of(x_in.sizes());
   const Dims packed_strides = dense_strides(full, memory_order(packed.sizes, {&strides}));
-  Tensor dx = empty_strided(full, packed_strides, x_in.scalar_type(), x_in);
+  Tensor dx = empty_strided(full, packed_strides, x_in.scalar_type(), x_in), x;
   if (dx.numel() == 0) return dx;
-  const int64_t element = static_cast<int64_t>(x_in.element_size());
   const Tensor dy = with_strides(dy_in, packed.sizes, strides);
   const Packed gradients(dx.mutable_data_ptr(), dx, dim, gate_first);
   std::array<View, 4> operands{packed.gate, packed.up, gradients.gate, gradients.up};
-  if (const auto layout = Layout::of<4>(packed.sizes, strides, operands, element)) {
-    run_backward(dy, operands, *layout, act, launch);
-  } else {
-    const Tensor x = with_strides(x_in, full, packed_strides);
-    packed = halves(x);
-    operands[0] = packed.gate;
-    operands[1] = packed.up;
-    run_backward(dy, operands, layout_of<4>(packed.sizes, strides, operands, element), act, launch);
-  }
+  const Layout layout = layout_of<4>(packed.sizes, strides, operands, x_in, [&] {
+    x = with_strides(x_in, full, packed_strides);
+    const Packed copied = halves(x);
+    operands[0] = copied.gate;
+    operands[1] = copied.up;
+  });
+  run_backward(dy, operands, layout, act, launch);
   return dx;
 }
 

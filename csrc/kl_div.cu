@@ -26,6 +26,7 @@ namespace {
 
 constexpr int kSumWords = 4;   // of each operand in flight a thread, of kl_div
 constexpr int kSumBlocks = 8;  // an SM, each of which adds up a share of kl_div
+constexpr int kElementWords = 2;  // of each operand in flight a thread, of its elements and gradients
 constexpr int kNumbers = 6;    // kept of a row; see Numbers
 
 enum class Divergence { kullback_leibler, jensen_shannon };
@@ -59,33 +60,18 @@ struct Units {
 
   __device__ __forceinline__ static A exponential(A v) {
     if constexpr (kFast) return exp2_fast(v);
-    else if constexpr (std::is_same_v<A, double>) return exp(v);
-    else return expf(v);
+    else return fastlayers::exponential<false>(v);
   }
   __device__ __forceinline__ static A logarithm(A v) {
     if constexpr (kFast) {
       float r;
       asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
       return r;
-    } else if constexpr (std::is_same_v<A, double>) {
-      return log(v);
     } else {
-      return logf(v);
+      return fastlayers::logarithm<false>(v);
     }
   }
 };
-
-template <typename A>
-__device__ __forceinline__ A natural_logarithm(A v) {
-  if constexpr (std::is_same_v<A, double>) return log(v);
-  else return logf(v);
-}
-
-template <typename A>
-__device__ __forceinline__ A natural_exponential(A v) {
-  if constexpr (std::is_same_v<A, double>) return exp(v);
-  else return expf(v);
-}
 
 // The larger, or NaN where one is.
 template <typename A>
@@ -279,12 +265,66 @@ struct Mixture {
   }
 };
 
+// The first pass over a row: the sums over this thread's words. It leaves the last words in x and y, which begin at `begin`.
+template <bool CROSS, typename In, typename A, int K, int V>
+__device__ __forceinline__ Sums<A> add_row(Vec<In, V> (&x)[K], Vec<In, V> (&y)[K], int& begin, const In* px, const In* py,
+                                           const Span<V>& at, const RowArgs<A>& a) {
+  using U = Units<In>;
+  Sums<A> mine = Sums<A>::nothing();
+  for (;;) {
+    load_words(x, y, px, py, at, begin, a.n, a.ragged);
+    mine.template raise<In>(maximum(mine.max_x, convert<A>(largest(x))), maximum(mine.max_y, convert<A>(largest(y))), a.scale);
+    const A base_x = finite_or_zero(mine.max_x), base_y = finite_or_zero(mine.max_y);
+    unroll<K>([&](int i) {
+      forget(x[i]), forget(y[i]);
+      Vec<A, V> ex = unpack<A>(x[i]), ey = unpack<A>(y[i]), w;
+      unroll<V>([&](int j) {
+        const A zx = U::of(ex.v[j] - base_x, a.scale), zy = U::of(ey.v[j] - base_y, a.scale);
+        ex.v[j] = U::exponential(zx);
+        ey.v[j] = U::exponential(zy);
+        if constexpr (CROSS) w.v[j] = ey.v[j] * (ey.v[j] > A(0) ? zy - zx : A(0));
+      });
+      mine.x += tree_sum(ex);
+      mine.y += tree_sum(ey);
+      if constexpr (CROSS) mine.w += tree_sum(w);
+    });
+    if (begin + at.stride * K >= at.words) return mine;
+    begin += at.stride * K;
+  }
+}
+
+// The second pass, of Jensen-Shannon: sum q·(log q - log m) and sum p·(log p - log m) in units. It goes backwards: the last words are
+// still held, and of the others the last are the likeliest to be in the L2 cache.
+template <typename In, typename A, int K, int V>
+__device__ __forceinline__ Both<A> mix_row(Vec<In, V> (&x)[K], Vec<In, V> (&y)[K], int begin, const In* px, const In* py,
+                                           const Span<V>& at, const RowArgs<A>& a, const Numbers<A>& kept) {
+  using U = Units<In>;
+  const A minus_x = kept.sum_x * U::kPerNatural, minus_y = kept.sum_y * U::kPerNatural;
+  Both<A> cross{A(0), A(0)};
+  for (;;) {
+    unroll<K>([&](int i) {
+      forget(x[i]), forget(y[i]);
+      Vec<A, V> of_x = unpack<A>(x[i]), of_y = unpack<A>(y[i]);
+      unroll<V>([&](int j) {
+        const Mixture<In> m(U::of(of_x.v[j] - kept.max_x, a.scale) - minus_x, U::of(of_y.v[j] - kept.max_y, a.scale) - minus_y, a.beta);
+        of_x.v[j] = m.q * m.over_q;
+        of_y.v[j] = m.p * m.over_p;
+      });
+      cross.x += tree_sum(of_x);
+      cross.y += tree_sum(of_y);
+    });
+    if (begin == 0) return cross;
+    begin -= at.stride * K;
+    load_words(x, y, px, py, at, begin, a.n, a.ragged);
+  }
+}
+
 template <typename In, Divergence KIND, bool CLUSTER>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<In>)
     divergence_forward(const RowArgs<compute_t<In>> a, compute_t<In>* losses, compute_t<In>* stats) {
   using A = compute_t<In>;
   using U = Units<In>;
-  constexpr int V = kVectorBytes / sizeof(In), K = kForwardWords<In>, kSlots = kThreads / 32 * (CLUSTER ? kMaxCluster : 1);
+  constexpr int V = kVector<In>, K = kForwardWords<In>, kSlots = kThreads / 32 * (CLUSTER ? kMaxCluster : 1);
   constexpr bool kMixed = KIND == Divergence::jensen_shannon;
   __shared__ Sums<A> slots[kSlots];
   Exchange<Sums<A>, CLUSTER> exchange{slots};
@@ -307,34 +347,11 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<In>)
 
   const In* px = static_cast<const In*>(a.x) + at.row * a.n + at.start;
   const In* py = static_cast<const In*>(a.y) + at.row * a.n + at.start;
-  const A scale = a.scale;
   Vec<In, V> x[K], y[K];
-  Sums<A> mine = Sums<A>::nothing();
   int begin = 0;
-  for (;;) {
-    load_words(x, y, px, py, at, begin, a.n, a.ragged);
-    mine.template raise<In>(maximum(mine.max_x, convert<A>(largest(x))), maximum(mine.max_y, convert<A>(largest(y))), scale);
-    const A base_x = finite_or_zero(mine.max_x), base_y = finite_or_zero(mine.max_y);
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      forget(x[i]), forget(y[i]);
-      Vec<A, V> ex = unpack<A>(x[i]), ey = unpack<A>(y[i]), w;
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const A zx = U::of(ex.v[j] - base_x, scale), zy = U::of(ey.v[j] - base_y, scale);
-        ex.v[j] = U::exponential(zx);
-        ey.v[j] = U::exponential(zy);
-        if constexpr (!kMixed) w.v[j] = ey.v[j] * (ey.v[j] > A(0) ? zy - zx : A(0));
-      }
-      mine.x += tree_sum(ex);
-      mine.y += tree_sum(ey);
-      if constexpr (!kMixed) mine.w += tree_sum(w);
-    }
-    if (begin + at.stride * K >= at.words) break;
-    begin += at.stride * K;
-  }
-  const Sums<A> all = row_merge<In>(mine, exchange, a.lanes, scale);
-  const A log_x = natural_logarithm(all.x), log_y = natural_logarithm(all.y);
+  const Sums<A> mine = add_row<!kMixed>(x, y, begin, px, py, at, a);
+  const Sums<A> all = row_merge<In>(mine, exchange, a.lanes, a.scale);
+  const A log_x = logarithm<false>(all.x), log_y = logarithm<false>(all.y);
   Numbers<A> kept{finite_or_zero(all.max_x), log_x, finite_or_zero(all.max_y), log_y, A(0), A(0)};
   A loss;
   if constexpr (!kMixed) {
@@ -346,28 +363,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<In>)
     __shared__ Both<A> more_slots[kSlots];
     Exchange<Both<A>, CLUSTER> more{more_slots};
     more.arrive();
-    const A minus_x = log_x * U::kPerNatural, minus_y = log_y * U::kPerNatural;
-    Both<A> cross{A(0), A(0)};
-    // Backwards: the last words are still held, and of the others the last are the likeliest to be in the L2 cache.
-    for (;;) {
-#pragma unroll
-      for (int i = 0; i < K; ++i) {
-        forget(x[i]), forget(y[i]);
-        Vec<A, V> of_x = unpack<A>(x[i]), of_y = unpack<A>(y[i]);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          const Mixture<In> m(U::of(of_x.v[j] - kept.max_x, scale) - minus_x, U::of(of_y.v[j] - kept.max_y, scale) - minus_y, a.beta);
-          of_x.v[j] = m.q * m.over_q;
-          of_y.v[j] = m.p * m.over_p;
-        }
-        cross.x += tree_sum(of_x);
-        cross.y += tree_sum(of_y);
-      }
-      if (begin == 0) break;
-      begin -= at.stride * K;
-      load_words(x, y, px, py, at, begin, a.n, a.ragged);
-    }
-    cross = row_sum(cross, more, a.lanes);
+    const Both<A> cross = row_sum(mix_row(x, y, begin, px, py, at, a, kept), more, a.lanes);
     kept.cross_x = cross.x * U::kNatural;
     kept.cross_y = cross.y * U::kNatural;
     loss = a.beta * kept.cross_y + (A(1) - a.beta) * kept.cross_x;
@@ -388,7 +384,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
                         compute_t<In> temperature, In* dx, In* dy, Divider parts) {
   using A = compute_t<In>;
   using U = Units<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   const uint32_t row = parts.quotient(blockIdx.x);
   const Span<V> at = Span<V>::find(a, row, blockIdx.x - row * parts.divisor);
   if (at.row >= a.rows) return;
@@ -403,16 +399,14 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
   for (int begin = 0; begin < at.words; begin += at.stride * kBackwardWords) {
     Vec<In, V> x[kBackwardWords], y[kBackwardWords];
     if (!ignored) load_words(x, y, static_cast<const In*>(a.x) + first, static_cast<const In*>(a.y) + first, at, begin, a.n, false);
-#pragma unroll
-    for (int i = 0; i < kBackwardWords; ++i) {
+    unroll<kBackwardWords>([&](int i) {
       const int word = at.word(begin, i);
-      if (word >= at.words) continue;
+      if (word >= at.words) return;
       Vec<A, V> rx = filled<A, V>(A(0)), ry = rx;
       if (!ignored) {
         rx = unpack<A>(x[i]);
         ry = unpack<A>(y[i]);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
+        unroll<V>([&](int j) {
           const A zx = U::of(rx.v[j] - kept.max_x, a.scale), zy = U::of(ry.v[j] - kept.max_y, a.scale);
           if constexpr (KIND == Divergence::kullback_leibler) {
             const A q = U::exponential(zx) * kept.sum_x, p = U::exponential(zy) * kept.sum_y;
@@ -423,7 +417,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
             rx.v[j] = gx * (m.q * (m.over_q * U::kNatural - kept.cross_x));
             ry.v[j] = gy * (m.p * (m.over_p * U::kNatural - kept.cross_y));
           }
-        }
+        });
       }
       const int64_t e = at.start + static_cast<int64_t>(word) * V, to = at.row * a.n + e;
       const bool inside = !a.ragged || (e >= 0 && e + V <= a.n);
@@ -435,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
         if (inside) store_vec<In, V>(dy + to, pack<In>(ry));
         else store_word(dy + to, e, a.n, pack<In>(ry));
       }
-    }
+    });
   }
 }
 
@@ -444,8 +438,8 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
 // target·(log target - input), where 0·log 0 is 0; or, of a target in log space, exp(target)·(target - input).
 template <bool LOG, typename A>
 __device__ __forceinline__ A pointwise(A input, A target) {
-  if constexpr (LOG) return natural_exponential(target) * (target - input);
-  else return (target == A(0) ? A(0) : target * natural_logarithm(target)) - target * input;
+  if constexpr (LOG) return exponential<false>(target) * (target - input);
+  else return (target == A(0) ? A(0) : target * logarithm<false>(target)) - target * input;
 }
 
 template <typename T, bool LOG>
@@ -460,11 +454,10 @@ __global__ void __launch_bounds__(kThreads) kl_div_sum(const T* __restrict__ inp
     const auto index = [&](int u) { return tile + (static_cast<int64_t>(u) * kThreads + threadIdx.x) * V; };
     Vec<T, V> wx[kSumWords], wt[kSumWords];
     if (whole && tile + kTile <= n) {
-#pragma unroll
-      for (int u = 0; u < kSumWords; ++u) {
+      unroll<kSumWords>([&](int u) {
         wx[u] = load_flat<T, true>(input, index(u), n);
         wt[u] = load_flat<T, true>(target, index(u), n);
-      }
+      });
     } else {
 #pragma unroll
       for (int u = 0; u < kSumWords; ++u) {  // what lies past the end counts as 0 and gives 0
@@ -472,14 +465,12 @@ __global__ void __launch_bounds__(kThreads) kl_div_sum(const T* __restrict__ inp
         wt[u] = load_flat<T, false>(target, index(u), n);
       }
     }
-#pragma unroll
-    for (int u = 0; u < kSumWords; ++u) {
+    unroll<kSumWords>([&](int u) {
       Vec<A, V> x = unpack<A>(wx[u]);
       const Vec<A, V> t = unpack<A>(wt[u]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) x.v[j] = pointwise<LOG>(x.v[j], t.v[j]);
+      unroll<V>([&](int j) { x.v[j] = pointwise<LOG>(x.v[j], t.v[j]); });
       sum += tree_sum(x);
-    }
+    });
   }
   __shared__ A warps[kThreads / 32];
   Exchange<A, false> exchange{warps};
@@ -493,24 +484,12 @@ template <typename T, typename Out, bool LOG>
 __global__ void __launch_bounds__(kThreads) kl_div_elements(const T* __restrict__ input, const T* __restrict__ target,
                                                             Out* __restrict__ out, int64_t n, bool whole) {
   using A = compute_t<T>;
-  constexpr int V = kVector<T>, W = 2;
-  for_block<T, W>(whole, n, [&](auto words, int first) {
-    constexpr int U = words.value;
-    constexpr bool WHOLE = U > 1;
-    Vec<T, V> wx[U], wt[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      wx[u] = load_flat<T, WHOLE>(input, flat_index<T, W>(first + u), n);
-      wt[u] = load_flat<T, WHOLE>(target, flat_index<T, W>(first + u), n);
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      Vec<A, V> r = unpack<A>(wx[u]);
-      const Vec<A, V> t = unpack<A>(wt[u]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) r.v[j] = pointwise<LOG>(r.v[j], t.v[j]);
-      store_flat<Out, WHOLE, V>(out, flat_index<T, W>(first + u), n, pack<Out>(r));
-    }
+  constexpr int V = kVector<T>;
+  for_words<T, kElementWords>(whole, n, {input, target}, [&](auto fits, int64_t i, auto& w) {
+    Vec<A, V> r = unpack<A>(w[0]);
+    const Vec<A, V> t = unpack<A>(w[1]);
+    unroll<V>([&](int j) { r.v[j] = pointwise<LOG>(r.v[j], t.v[j]); });
+    store_flat<Out, fits.value, V>(out, i, n, pack<Out>(r));
   });
 }
 
@@ -521,7 +500,7 @@ __global__ void __launch_bounds__(kThreads) kl_div_backward(const G* __restrict_
                                                             const T* __restrict__ target, T* __restrict__ dinput,
                                                             T* __restrict__ dtarget, int64_t n, bool whole) {
   using A = compute_t<T>;
-  constexpr int V = kVector<T>, W = 2;
+  constexpr int V = kVector<T>, W = kElementWords;
   A one = 0;
   if constexpr (ONE) one = convert<A>(*dy);
   for_block<T, W>(whole, n, [&](auto words, int first) {
@@ -529,40 +508,36 @@ __global__ void __launch_bounds__(kThreads) kl_div_backward(const G* __restrict_
     constexpr bool WHOLE = U > 1;
     Vec<T, V> wx[U], wt[U];
     [[maybe_unused]] Vec<G, V> wg[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       const int64_t i = flat_index<T, W>(first + u);
       wt[u] = load_flat<T, WHOLE>(target, i, n);
       if constexpr (!ONE) wg[u] = load_flat<G, WHOLE, V>(dy, i, n);
       if (dtarget != nullptr) wx[u] = load_flat<T, WHOLE>(input, i, n);
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    });
+    unroll<U>([&](int u) {
       const int64_t i = flat_index<T, W>(first + u);
       const Vec<A, V> t = unpack<A>(wt[u]);
       Vec<A, V> g = filled<A, V>(one), r;
       if constexpr (!ONE) g = unpack<A>(wg[u]);
       if (dinput != nullptr) {
-#pragma unroll
-        for (int j = 0; j < V; ++j) r.v[j] = -(g.v[j] * (LOG ? natural_exponential(t.v[j]) : t.v[j]));
+        unroll<V>([&](int j) { r.v[j] = -(g.v[j] * (LOG ? exponential<false>(t.v[j]) : t.v[j])); });
         store_flat<T, WHOLE>(dinput, i, n, pack<T>(r));
       }
       if (dtarget != nullptr) {
         const Vec<A, V> x = unpack<A>(wx[u]);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
+        unroll<V>([&](int j) {
           const A p = t.v[j], gj = g.v[j];
           if constexpr (LOG) {
-            r.v[j] = gj * natural_exponential(p) * (p - x.v[j] + A(1));
+            r.v[j] = gj * exponential<false>(p) * (p - x.v[j] + A(1));
           } else {
             // As torch differentiates xlogy(p, p): its second term is g·p/p.
-            const A term = gj == A(0) && p == p ? A(0) : gj * natural_logarithm(p);
+            const A term = gj == A(0) && p == p ? A(0) : gj * logarithm<false>(p);
             r.v[j] = p == A(0) || p - p != A(0) ? static_cast<A>(NAN) : term + gj - gj * x.v[j];
           }
-        }
+        });
         store_flat<T, WHOLE>(dtarget, i, n, pack<T>(r));
       }
-    }
+    });
   });
 }
 
@@ -604,21 +579,21 @@ struct Rowed {
   Tensor x, y;
   int64_t rows, n;
 
-  Rowed(const Tensor& student, const Tensor& teacher, const std::optional<Tensor>& labels, const char* op)
+  Rowed(const Tensor& student, const Tensor& teacher, const MaybeTensor& labels, const char* op)
       : x(dense(student)), y(dense(teacher)), rows(student.dim() == 2 ? student.size(0) : 0), n(0) {
     check_same_shape(student, teacher, op, "teacher");
-    STD_TORCH_CHECK(student.dim() == 2, "fastlayers::", op, ": expected matrices of logits, but got ", student.dim(), " dimensions");
+    FASTLAYERS_CHECK(student.dim() == 2, op, "expected matrices of logits, but got ", student.dim(), " dimensions");
     n = student.size(1);
     if (!labels) return;
-    STD_TORCH_CHECK(labels->scalar_type() == ScalarType::Long && labels->is_contiguous() && labels->numel() == rows && labels->is_cuda() &&
-                        labels->get_device_index() == student.get_device_index(),
-                    "fastlayers::", op, ": expected labels as a contiguous int64 tensor with one for each row");
+    FASTLAYERS_CHECK(labels->scalar_type() == ScalarType::Long && labels->is_contiguous() && labels->numel() == rows &&
+                         labels->is_cuda() && labels->get_device_index() == student.get_device_index(), op,
+                     "expected labels as a contiguous int64 tensor with one for each row");
   }
 
   template <typename In>
-  RowArgs<compute_t<In>> args(const std::optional<Tensor>& labels, int64_t ignore_index, double beta, double temperature) const {
+  RowArgs<compute_t<In>> args(const MaybeTensor& labels, int64_t ignore_index, double beta, double temperature) const {
     using A = compute_t<In>;
-    const auto* at = labels ? static_cast<const int64_t*>(labels->const_data_ptr()) : nullptr;
+    const auto* at = labels ? pointer<const int64_t>(*labels) : nullptr;
     return {x.const_data_ptr(), y.const_data_ptr(), at, ignore_index, rows, n, Units<In>::scale(temperature), static_cast<A>(beta), 0, 0,
             n % kVector<In> != 0};
   }
@@ -630,8 +605,7 @@ int64_t words_of_row(const RowArgs<compute_t<In>>& a) { return ceil_div(a.n + (a
 template <typename In>
 unsigned share_out(RowArgs<compute_t<In>>& a, const RowLaunch& shape, const char* op) {
   const int64_t blocks = shape.blocks(a.rows);
-  STD_TORCH_CHECK(blocks <= INT32_MAX && shape.each <= INT32_MAX, "fastlayers::", op, ": ", a.rows, " rows of ", a.n,
-                  " are more than one launch takes");
+  FASTLAYERS_CHECK(blocks <= INT32_MAX && shape.each <= INT32_MAX, op, a.rows, " rows of ", a.n, " are more than one launch takes");
   a.lanes = shape.lanes;
   a.each = static_cast<int>(shape.each);
   return static_cast<unsigned>(blocks);
@@ -645,45 +619,26 @@ void run_forward(RowArgs<compute_t<In>> a, compute_t<In>* losses, compute_t<In>*
   const int64_t words = words_of_row<In>(a);
   const RowLaunch shape = row_launch(words, cluster_size<In, KIND>(a.rows, words, launch), kForwardWords<In>);
   const unsigned blocks = share_out<In>(a, shape, op);
-  if (shape.parts == 1) {
-    divergence_forward<In, KIND, false><<<blocks, shape.block, 0, launch.stream()>>>(a, losses, stats);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    return;
-  }
-  constexpr auto kernel = divergence_forward<In, KIND, true>;
-  static bool prepared[kMaxDevices];
-  if (!prepared[launch.device()]) {
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    prepared[launch.device()] = true;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(static_cast<unsigned>(shape.block));
-  config.stream = launch.stream();
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(shape.parts), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a, losses, stats));
+  const auto kernel = shape.parts == 1 ? &divergence_forward<In, KIND, false> : &divergence_forward<In, KIND, true>;
+  launch_kernel(kernel, {blocks, shape.block, 0, static_cast<int>(shape.parts)}, launch, a, losses, stats);
 }
 
 // beta 0: the Kullback-Leibler divergence of the student's distribution from the teacher's. Between 0 and 1: the generalised
 // Jensen-Shannon divergence. Of each row, with the numbers that the backward wants.
-std::tuple<Tensor, Tensor> divergence_forward_op(const Tensor& student, const Tensor& teacher, const std::optional<Tensor>& labels,
+std::tuple<Tensor, Tensor> divergence_forward_op(const Tensor& student, const Tensor& teacher, const MaybeTensor& labels,
                                                  int64_t ignore_index, double beta, double temperature) {
   const Rowed pair(student, teacher, labels, "divergence_forward");
   const Launch launch(student);
-  const ScalarType compute = student.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const ScalarType compute = compute_dtype(student);
   Tensor losses = empty_contiguous({pair.rows}, compute, student), stats = empty_contiguous({pair.rows, kNumbers}, compute, student);
-  STD_TORCH_CHECK(pair.n > 0, "fastlayers::divergence_forward: rows of no logits");
+  FASTLAYERS_CHECK(pair.n > 0, "divergence_forward", "rows of no logits");
   if (pair.rows == 0) return {losses, stats};
   dispatch_floating(student.scalar_type(), "divergence_forward", [&](auto zero) {
     using In = decltype(zero);
     using A = compute_t<In>;
     const RowArgs<A> a = pair.args<In>(labels, ignore_index, beta, temperature);
-    auto* to = static_cast<A*>(losses.mutable_data_ptr());
-    auto* kept = static_cast<A*>(stats.mutable_data_ptr());
+    auto* to = pointer<A>(losses);
+    auto* kept = pointer<A>(stats);
     if (beta == 0.0) run_forward<In, Divergence::kullback_leibler>(a, to, kept, launch);
     else run_forward<In, Divergence::jensen_shannon>(a, to, kept, launch);
   });
@@ -691,16 +646,18 @@ std::tuple<Tensor, Tensor> divergence_forward_op(const Tensor& student, const Te
 }
 
 std::tuple<Tensor, Tensor> divergence_backward_op(const Tensor& dlosses, const Tensor& student, const Tensor& teacher,
-                                                  const std::optional<Tensor>& labels, int64_t ignore_index, double beta,
+                                                  const MaybeTensor& labels, int64_t ignore_index, double beta,
                                                   double temperature, const Tensor& stats, bool dstudent, bool dteacher) {
   const char* op = "divergence_backward";
   const Rowed pair(student, teacher, labels, op);
   const Launch launch(student);
-  STD_TORCH_CHECK(dlosses.dim() == 1 && dlosses.numel() == pair.rows && dlosses.scalar_type() == stats.scalar_type() &&
-                      stats.is_contiguous() && stats.numel() == pair.rows * kNumbers,
-                  "fastlayers::", op, ": expected a gradient for each row, and the numbers that the forward kept of it");
+  FASTLAYERS_CHECK(dlosses.dim() == 1 && dlosses.numel() == pair.rows && dlosses.scalar_type() == stats.scalar_type() &&
+                       stats.is_contiguous() && stats.numel() == pair.rows * kNumbers, op,
+                   "expected a gradient for each row, and the numbers that the forward kept of it");
   const ScalarType dtype = student.scalar_type();
-  const auto gradient = [&](bool wanted) { return wanted ? empty_contiguous({pair.rows, pair.n}, dtype, student) : empty_contiguous({0}, dtype, student); };
+  const auto gradient = [&](bool wanted) {
+    return wanted ? empty_contiguous({pair.rows, pair.n}, dtype, student) : empty_contiguous({0}, dtype, student);
+  };
   Tensor dx = gradient(dstudent), dy = gradient(dteacher);
   if (pair.rows * pair.n == 0) return {dx, dy};
   dispatch_floating(dtype, op, [&](auto zero) {
@@ -710,15 +667,11 @@ std::tuple<Tensor, Tensor> divergence_backward_op(const Tensor& dlosses, const T
     const int64_t words = words_of_row<In>(a);
     const RowLaunch shape = row_launch(words, ceil_div(words, kThreads * kBackwardWords), kBackwardWords);
     const unsigned blocks = share_out<In>(a, shape, op);
-    const auto run = [&](auto kernel) {
-      kernel<<<blocks, shape.block, 0, launch.stream()>>>(
-          a, static_cast<const A*>(stats.const_data_ptr()), static_cast<const A*>(dlosses.const_data_ptr()), dlosses.stride(0),
-          static_cast<A>(temperature), dstudent ? static_cast<In*>(dx.mutable_data_ptr()) : nullptr,
-          dteacher ? static_cast<In*>(dy.mutable_data_ptr()) : nullptr, Divider(static_cast<uint32_t>(shape.parts)));
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
-    };
-    if (beta == 0.0) run(divergence_backward<In, Divergence::kullback_leibler>);
-    else run(divergence_backward<In, Divergence::jensen_shannon>);
+    const auto kernel = beta == 0.0 ? &divergence_backward<In, Divergence::kullback_leibler> : &divergence_backward<In, Divergence::jensen_shannon>;
+    kernel<<<blocks, shape.block, 0, launch.stream()>>>(
+        a, pointer<const A>(stats), pointer<const A>(dlosses), dlosses.stride(0), static_cast<A>(temperature),
+        dstudent ? pointer<In>(dx) : nullptr, dteacher ? pointer<In>(dy) : nullptr, Divider(static_cast<uint32_t>(shape.parts)));
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return {dx, dy};
 }
@@ -733,7 +686,7 @@ Dims kl_div_strides(const Dims& sizes, const Dims& input, const Dims& target) {
 Tensor kl_div_sum_op(const Tensor& input, const Tensor& target, bool log_target) {
   const FlatPair pair(input, target, "kl_div_sum", kl_div_strides);
   const Launch launch(input);
-  const ScalarType compute = input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const ScalarType compute = compute_dtype(input);
   const int64_t n = pair.x.numel();
   Tensor sum = empty_contiguous({}, compute, input);
   dispatch_floating(input.scalar_type(), "kl_div_sum", [&](auto zero) {
@@ -743,29 +696,14 @@ Tensor kl_div_sum_op(const Tensor& input, const Tensor& target, bool log_target)
     const int64_t most = static_cast<int64_t>(kSumBlocks) * device_traits(launch.device()).processors;
     const int64_t blocks = std::max<int64_t>(1, std::min(most, ceil_div(n, tile)));
     Tensor partial = empty_contiguous({blocks}, compute, input);
-    const auto* px = static_cast<const T*>(pair.x.const_data_ptr());
-    const auto* pt = static_cast<const T*>(pair.y.const_data_ptr());
-    auto* to = static_cast<A*>(partial.mutable_data_ptr());
-    const bool whole = aligned(px) && aligned(pt);
-    if (log_target) kl_div_sum<T, true><<<static_cast<unsigned>(blocks), kThreads, 0, launch.stream()>>>(px, pt, to, n, whole);
-    else kl_div_sum<T, false><<<static_cast<unsigned>(blocks), kThreads, 0, launch.stream()>>>(px, pt, to, n, whole);
+    const auto* px = pointer<const T>(pair.x);
+    const auto* pt = pointer<const T>(pair.y);
+    const auto kernel = log_target ? &kl_div_sum<T, true> : &kl_div_sum<T, false>;
+    kernel<<<grid_of(blocks), kThreads, 0, launch.stream()>>>(px, pt, pointer<A>(partial), n, aligned(px) && aligned(pt));
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     launch_add_pieces<A>(partial, sum.mutable_data_ptr(), 1, blocks, 1, launch);
   });
   return sum;
-}
-
-// Calls f(T{}, Out{}) for the pairs of dtypes that are built: the same twice, or 16 bits in and float32 out.
-template <typename F>
-void dispatch_pair(ScalarType in, ScalarType out, const char* op, F&& f) {
-  dispatch_floating(in, op, [&](auto zero) {
-    using T = decltype(zero);
-    if (in == out) return f(T{}, T{});
-    if constexpr (sizeof(T) == 2) {
-      if (out == ScalarType::Float) return f(T{}, float{});
-    }
-    STD_TORCH_CHECK(false, "fastlayers::", op, ": no kernel from ", torch::headeronly::toString(in), " to ", torch::headeronly::toString(out));
-  });
 }
 
 Tensor kl_div_elements_op(const Tensor& input, const Tensor& target, bool log_target, ScalarType dtype) {
@@ -777,23 +715,19 @@ Tensor kl_div_elements_op(const Tensor& input, const Tensor& target, bool log_ta
   dispatch_pair(input.scalar_type(), dtype, "kl_div_elements", [&](auto in, auto wide) {
     using T = decltype(in);
     using Out = decltype(wide);
-    const auto* px = static_cast<const T*>(pair.x.const_data_ptr());
-    const auto* pt = static_cast<const T*>(pair.y.const_data_ptr());
-    auto* to = static_cast<Out*>(out.mutable_data_ptr());
-    const bool whole = aligned(px) && aligned(pt);
-    const unsigned blocks = flat_blocks<T, 2>(n);
-    if (log_target) kl_div_elements<T, Out, true><<<blocks, kThreads, 0, launch.stream()>>>(px, pt, to, n, whole);
-    else kl_div_elements<T, Out, false><<<blocks, kThreads, 0, launch.stream()>>>(px, pt, to, n, whole);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    const auto* px = pointer<const T>(pair.x);
+    const auto* pt = pointer<const T>(pair.y);
+    const auto kernel = log_target ? &kl_div_elements<T, Out, true> : &kl_div_elements<T, Out, false>;
+    launch_flat<T, kElementWords>(kernel, n, launch, px, pt, pointer<Out>(out), n, aligned(px) && aligned(pt));
   });
   return out;
 }
 
 // dy: one number where the result was the sum, else of the shape of the elements. input: only for dtarget.
-std::tuple<Tensor, Tensor> kl_div_backward_op(const Tensor& dy_in, const std::optional<Tensor>& input, const Tensor& target, bool log_target,
+std::tuple<Tensor, Tensor> kl_div_backward_op(const Tensor& dy_in, const MaybeTensor& input, const Tensor& target, bool log_target,
                                               bool dinput, bool dtarget) {
   const char* op = "kl_div_backward";
-  STD_TORCH_CHECK(input || !dtarget, "fastlayers::", op, ": the target's gradient needs the input");
+  FASTLAYERS_CHECK(input || !dtarget, op, "the target's gradient needs the input");
   const FlatPair pair(input ? *input : target, target, op, kl_div_strides);
   const Launch launch(target);
   const auto gradient = [&](bool wanted) { return wanted ? pair.empty() : empty_contiguous({0}, target.scalar_type(), target); };
@@ -801,23 +735,20 @@ std::tuple<Tensor, Tensor> kl_div_backward_op(const Tensor& dy_in, const std::op
   const int64_t n = target.numel();
   if (n == 0) return {dx, dt};
   const bool one = dy_in.dim() == 0;
-  STD_TORCH_CHECK(one || dims_of(dy_in.sizes()) == pair.sizes, "fastlayers::", op, ": expected dy to be one number or of the target's shape");
+  FASTLAYERS_CHECK(one || dims_of(dy_in.sizes()) == pair.sizes, op, "expected dy to be one number or of the target's shape");
   const Tensor dy = one ? dy_in : with_strides(dy_in, pair.sizes, pair.strides);
   dispatch_pair(target.scalar_type(), dy.scalar_type(), op, [&](auto in, auto wide) {
     using T = decltype(in);
     using G = decltype(wide);
-    const auto* pg = static_cast<const G*>(dy.const_data_ptr());
-    const auto* px = dtarget ? static_cast<const T*>(pair.x.const_data_ptr()) : nullptr;
-    const auto* pt = static_cast<const T*>(pair.y.const_data_ptr());
-    T* to_x = dinput ? static_cast<T*>(dx.mutable_data_ptr()) : nullptr;
-    T* to_t = dtarget ? static_cast<T*>(dt.mutable_data_ptr()) : nullptr;
+    const auto* pg = pointer<const G>(dy);
+    const auto* px = dtarget ? pointer<const T>(pair.x) : nullptr;
+    const auto* pt = pointer<const T>(pair.y);
+    T* to_x = dinput ? pointer<T>(dx) : nullptr;
+    T* to_t = dtarget ? pointer<T>(dt) : nullptr;
     const bool whole = (one || aligned(pg)) && aligned(px) && aligned(pt);
-    const auto run = [&](auto kernel) {
-      kernel<<<flat_blocks<T, 2>(n), kThreads, 0, launch.stream()>>>(pg, px, pt, to_x, to_t, n, whole);
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
-    };
-    if (one) log_target ? run(kl_div_backward<T, G, true, true>) : run(kl_div_backward<T, G, false, true>);
-    else log_target ? run(kl_div_backward<T, G, true, false>) : run(kl_div_backward<T, G, false, false>);
+    auto kernel = log_target ? &kl_div_backward<T, G, true, false> : &kl_div_backward<T, G, false, false>;
+    if (one) kernel = log_target ? &kl_div_backward<T, G, true, true> : &kl_div_backward<T, G, false, true>;
+    launch_flat<T, kElementWords>(kernel, n, launch, pg, px, pt, to_x, to_t, n, whole);
   });
   return {dx, dt};
 }

@@ -221,7 +221,6 @@ inline Tensor empty_of(std::initializer_list<int64_t> sizes, ScalarType dtype, c
 }
 
 inline bool is_half(ScalarType dtype) { return dtype == ScalarType::Half || dtype == ScalarType::BFloat16; }
-inline ScalarType compute_dtype(ScalarType dtype) { return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
 
 inline Type type_of(ScalarType dtype) {
   switch (dtype) {
@@ -235,11 +234,6 @@ inline Type type_of(ScalarType dtype) {
 inline Operand operand(const Tensor& t) { return {const_cast<void*>(t.const_data_ptr()), type_of(t.scalar_type())}; }
 inline Operand operand(const std::optional<Tensor>& t) { return t ? operand(*t) : Operand{}; }
 inline const void* pointer(const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
-
-inline void check_device(const Tensor& x, const Tensor& t, const char* op, const char* name) {
-  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == x.get_device_index(), "fastlayers::", op, ": expected ", name,
-                  " on x's device");
-}
 
 inline std::optional<Tensor> checked_weight(const std::optional<Tensor>& weight, const Tensor& x, int64_t n, const char* op, const char* name) {
   if (!weight) return std::nullopt;

@@ -75,23 +75,20 @@ struct Maximum {
   int offset[V];
 
   __device__ __forceinline__ explicit Maximum(int first) : value(lowest()) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) offset[j] = first;
+    unroll<V>([&](int j) { offset[j] = first; });
   }
   static __device__ __forceinline__ Word lowest() { return filled<T, V>(convert<T>(compute_t<T>(-INFINITY))); }
   __device__ __forceinline__ void see(const Word& seen, int at) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
+    unroll<V>([&](int j) {
       const auto v = convert<compute_t<T>>(seen.v[j]);
       const bool taken = v > convert<compute_t<T>>(value.v[j]) || v != v;
       value.v[j] = taken ? seen.v[j] : value.v[j];
       offset[j] = taken ? at : offset[j];
-    }
+    });
   }
   __device__ __forceinline__ Vec<uint8_t, V> offsets() const {
     Vec<uint8_t, V> bytes;
-#pragma unroll
-    for (int j = 0; j < V; ++j) bytes.v[j] = static_cast<uint8_t>(offset[j]);
+    unroll<V>([&](int j) { bytes.v[j] = static_cast<uint8_t>(offset[j]); });
     return bytes;
   }
 };
@@ -127,25 +124,22 @@ struct Pairs {
   unsigned offset[V / 2];
 
   __device__ __forceinline__ explicit Pairs(int first) : value(lowest()) {
-#pragma unroll
-    for (int j = 0; j < V / 2; ++j) offset[j] = static_cast<unsigned>(first) * 0x10001u;
+    unroll<V / 2>([&](int j) { offset[j] = static_cast<unsigned>(first) * 0x10001u; });
   }
   static __device__ __forceinline__ Word lowest() {  // minus infinity
     return filled<unsigned, V / 2>(std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u);
   }
   __device__ __forceinline__ void see(const Word& seen, int at) {
-#pragma unroll
-    for (int j = 0; j < V / 2; ++j) {
+    unroll<V / 2>([&](int j) {
       const unsigned taken = taken_of(seen.v[j], value.v[j], T{});
       value.v[j] = (seen.v[j] & taken) | (value.v[j] & ~taken);
       offset[j] = (static_cast<unsigned>(at) * 0x10001u & taken) | (offset[j] & ~taken);
-    }
+    });
   }
   __device__ __forceinline__ Vec<uint8_t, V> offsets() const {
     Vec<uint8_t, V> bytes;
     auto* words = reinterpret_cast<unsigned*>(bytes.v);
-#pragma unroll
-    for (int j = 0; j < V / 4; ++j) words[j] = __byte_perm(offset[2 * j], offset[2 * j + 1], 0x6420);
+    unroll<V / 4>([&](int j) { words[j] = __byte_perm(offset[2 * j], offset[2 * j + 1], 0x6420); });
     return bytes;
   }
 };
@@ -172,14 +166,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   Maximum<T, V> maximum(height.first(top) * width.kernel + width.first(left));
   if constexpr (K > 0) {
     Word seen[K * K];
-#pragma unroll
-    for (int k = 0; k < K * K; ++k) {
+    unroll<K * K>([&](int k) {
       const int row = top + k / K, column = left + k % K;
       const bool inside = within(row, height.size) && within(column, width.size);
       seen[k] = inside ? load(row, column) : Maximum<T, V>::lowest();
-    }
-#pragma unroll
-    for (int k = 0; k < K * K; ++k) maximum.see(seen[k], k);
+    });
+    unroll<K * K>([&](int k) { maximum.see(seen[k], k); });
   } else {
     for (int kh = 0; kh < height.kernel; ++kh) {
       const int row = top + kh * height.dilation;
@@ -198,9 +190,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
 template <typename A, typename T, int V>
 __device__ __forceinline__ void gather(Vec<A, V>& sum, const Vec<T, V>& dy, const Vec<uint8_t, V>& offsets, int at) {
   const Vec<A, V> g = unpack<A>(dy);
-#pragma unroll
-  for (int j = 0; j < V; ++j)
+  unroll<V>([&](int j) {
     if (offsets.v[j] == at) sum.v[j] += g.v[j];
+  });
 }
 
 // A thread has a word of S x S neighbouring inputs, which lie in the same windows: those that end within S of each other.
@@ -218,10 +210,8 @@ __global__ void __launch_bounds__(kThreads, S == 1 ? 2 : kBlocks<T>)
   const int64_t shift = at.image * height.out * width.out * images.inner + at.word * V;
   Vec<T, V> g[kWindows][kWindows];
   Vec<uint8_t, V> kept[kWindows][kWindows];
-#pragma unroll
-  for (int h = 0; h < kWindows; ++h) {
-#pragma unroll
-    for (int w = 0; w < kWindows; ++w) {
+  unroll<kWindows>([&](int h) {
+    unroll<kWindows>([&](int w) {
       const int row = last_row - h, column = last_column - w;
       memset(&g[h][w], 0, sizeof(g[h][w]));
       memset(&kept[h][w], UINT8_MAX, sizeof(kept[h][w]));  // no offset
@@ -230,13 +220,11 @@ __global__ void __launch_bounds__(kThreads, S == 1 ? 2 : kBlocks<T>)
         g[h][w] = load_vec<T, V>(dy + from);
         kept[h][w] = load_vec<uint8_t, V>(offsets + from);
       }
-    }
-  }
+    });
+  });
   dx += at.image * height.size * width.size * images.inner + at.word * V;
-#pragma unroll
-  for (int r = 0; r < S; ++r) {
-#pragma unroll
-    for (int c = 0; c < S; ++c) {
+  unroll<S>([&](int r) {
+    unroll<S>([&](int c) {
       Vec<A, V> sum = filled<A, V>(A(0));
 #pragma unroll
       for (int h = kWindows - 1; h >= 0; --h) {
@@ -249,8 +237,8 @@ __global__ void __launch_bounds__(kThreads, S == 1 ? 2 : kBlocks<T>)
       const int row = last_row * S + r - height.padding, column = last_column * S + c - width.padding;
       if (within(row, height.size) && within(column, width.size))
         store_vec<T, V>(dx + (static_cast<int64_t>(row) * width.size + column) * images.inner, pack<T>(sum));
-    }
-  }
+    });
+  });
 }
 
 // Any window: a thread has a word of one input.
@@ -284,8 +272,8 @@ using Ints = std::vector<int64_t>;
 Axis axis(int d, const Ints& size, const Ints& out, const Ints& kernel, const Ints& stride, const Ints& padding, const Ints& dilation,
           const char* op) {
   const auto number = [&](const Ints& of, int64_t least) {
-    STD_TORCH_CHECK(of.size() == 2 && of[d] >= least && of[d] <= INT32_MAX / 2, "fastlayers::", op,
-                    ": expected two numbers of at least ", least, " for height and width");
+    FASTLAYERS_CHECK(of.size() == 2 && of[d] >= least && of[d] <= INT32_MAX / 2, op, "expected two numbers of at least ", least,
+                     " for height and width");
     return static_cast<int>(of[d]);
   };
   const auto step = static_cast<uint32_t>(number(stride, 1));
@@ -296,15 +284,15 @@ Axis axis(int d, const Ints& size, const Ints& out, const Ints& kernel, const In
 Images images_of(const Tensor& t, bool channels_last, const Ints& size, const Ints& out, const Ints& kernel, const Ints& stride,
                  const Ints& padding, const Ints& dilation, const char* op) {
   const int64_t dims = t.dim();
-  STD_TORCH_CHECK(dims == 4 || (dims == 3 && !channels_last), "fastlayers::", op, ": expected images, of 3 or 4 dimensions");
+  FASTLAYERS_CHECK(dims == 4 || (dims == 3 && !channels_last), op, "expected images, of 3 or 4 dimensions");
   const Dims sizes = dims_of(t.sizes());
-  STD_TORCH_CHECK(same_layout(sizes, dims_of(t.strides()), channels_last ? dense_strides(sizes, {0, 2, 3, 1}) : contiguous_strides(sizes)),
-                  "fastlayers::", op, ": expected ", channels_last ? "channels_last" : "contiguous", " images");
+  FASTLAYERS_CHECK(same_layout(sizes, dims_of(t.strides()), channels_last ? dense_strides(sizes, {0, 2, 3, 1}) : contiguous_strides(sizes)),
+                   op, "expected ", channels_last ? "channels_last" : "contiguous", " images");
   Images images{axis(0, size, out, kernel, stride, padding, dilation, op), axis(1, size, out, kernel, stride, padding, dilation, op), 0, 1};
-  STD_TORCH_CHECK(images.height.kernel * static_cast<int64_t>(images.width.kernel) < UINT8_MAX, "fastlayers::", op,
-                  ": expected a window of fewer than 255 elements");
+  FASTLAYERS_CHECK(images.height.kernel * static_cast<int64_t>(images.width.kernel) < UINT8_MAX, op,
+                   "expected a window of fewer than 255 elements");
   const int64_t channels = sizes[dims - 3];
-  STD_TORCH_CHECK(channels <= INT32_MAX / 2, "fastlayers::", op, ": ", channels, " channels are too many");
+  FASTLAYERS_CHECK(channels <= INT32_MAX / 2, op, channels, " channels are too many");
   images.outer = dims == 4 ? sizes[0] : 1;
   if (channels_last) images.inner = static_cast<int>(channels);
   else images.outer *= channels;
@@ -340,7 +328,7 @@ using Number = std::integral_constant<int, N>;
 std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints out, Ints kernel, Ints stride, Ints padding, Ints dilation,
                                               bool channels_last, bool keep) {
   const char* op = "max_pool2d_forward";
-  STD_TORCH_CHECK(x.dim() >= 2, "fastlayers::", op, ": expected images, of 3 or 4 dimensions");
+  FASTLAYERS_CHECK(x.dim() >= 2, op, "expected images, of 3 or 4 dimensions");
   const Ints size{x.size(x.dim() - 2), x.size(x.dim() - 1)};
   const Images images = images_of(x, channels_last, size, out, kernel, stride, padding, dilation, op);
   const Launch launch(x);
@@ -350,9 +338,9 @@ std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints out, Ints ke
   if (y.numel() == 0) return {y, offsets};
   dispatch_floating(x.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
-    const T* px = static_cast<const T*>(x.const_data_ptr());
-    T* py = static_cast<T*>(y.mutable_data_ptr());
-    uint8_t* po = static_cast<uint8_t*>(offsets.mutable_data_ptr());
+    const T* px = pointer<const T>(x);
+    T* py = pointer<T>(y);
+    uint8_t* po = pointer<uint8_t>(offsets);
     const auto run = [&](auto vector, auto window, auto keeps) {
       constexpr int V = decltype(vector)::value;
       for_images(images.outer, images.height.out, images.width.out, images.inner / V, [&](int64_t first, const Words& words) {
@@ -378,19 +366,19 @@ std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints out, Ints ke
 Tensor max_pool2d_backward(const Tensor& dy, const Tensor& offsets, Ints size, Ints kernel, Ints stride, Ints padding, Ints dilation,
                            bool channels_last) {
   const char* op = "max_pool2d_backward";
-  STD_TORCH_CHECK(dy.dim() >= 2, "fastlayers::", op, ": expected images, of 3 or 4 dimensions");
+  FASTLAYERS_CHECK(dy.dim() >= 2, op, "expected images, of 3 or 4 dimensions");
   const Ints out{dy.size(dy.dim() - 2), dy.size(dy.dim() - 1)};
   const Images images = images_of(dy, channels_last, size, out, kernel, stride, padding, dilation, op);
-  STD_TORCH_CHECK(offsets.scalar_type() == ScalarType::Byte && offsets.numel() == dy.numel(), "fastlayers::", op,
-                  ": expected a byte for each element of dy");
+  FASTLAYERS_CHECK(offsets.scalar_type() == ScalarType::Byte && offsets.numel() == dy.numel(), op,
+                   "expected a byte for each element of dy");
   const Launch launch(dy);
   Tensor dx = empty_images(dy, channels_last, images.height.size, images.width.size, dy.scalar_type());
   if (dx.numel() == 0) return dx;
   dispatch_floating(dy.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
-    const T* g = static_cast<const T*>(dy.const_data_ptr());
-    const uint8_t* po = static_cast<const uint8_t*>(offsets.const_data_ptr());
-    T* d = static_cast<T*>(dx.mutable_data_ptr());
+    const T* g = pointer<const T>(dy);
+    const uint8_t* po = pointer<const uint8_t>(offsets);
+    T* d = pointer<T>(dx);
     const auto run = [&](auto vector) {
       constexpr int V = decltype(vector)::value;
       const auto blocked = [&](auto window, auto step) {

@@ -333,18 +333,6 @@ __global__ void __launch_bounds__(kThreads) scale_backward_rows(const G* __restr
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-// Calls f with the types of x and of the result: one floating dtype, or a half and float32 either way.
-template <typename F>
-void dispatch_pair(ScalarType x, ScalarType out, const char* op, F&& f) {
-  if (x == out) return dispatch_floating(x, op, [&](auto zero) { f(zero, zero); });
-  const bool widens = out == ScalarType::Float;
-  const ScalarType half = widens ? x : out;
-  STD_TORCH_CHECK((widens || x == ScalarType::Float) && (half == ScalarType::Half || half == ScalarType::BFloat16), "fastlayers::",
-                  op, ": no kernel from ", torch::headeronly::toString(x), " to ", torch::headeronly::toString(out));
-  const auto run = [&](auto narrow) { widens ? f(narrow, float{}) : f(float{}, narrow); };
-  half == ScalarType::Half ? run(__half{}) : run(__nv_bfloat16{});
-}
-
 void check_residual(const Tensor& x, const Tensor& residual, ScalarType out, const char* op) {
   STD_TORCH_CHECK(residual.scalar_type() == out, "fastlayers::", op, ": expected a residual of the result's dtype ",
                   torch::headeronly::toString(out), ", but got ", torch::headeronly::toString(residual.scalar_type()));
@@ -394,7 +382,7 @@ Tensor dropout_add(const Tensor& x, const std::optional<Tensor>& residual, const
   const int64_t n = out.numel();
   if (n == 0) return out;
   const auto threshold = static_cast<uint32_t>(std::min(p * 4294967296.0 + 0.5, 4294967295.0));
-  dispatch_pair(x.scalar_type(), dtype, "dropout_add", [&](auto zero_in, auto zero_out) {
+  dispatch_pair<true>(x.scalar_type(), dtype, "dropout_add", [&](auto zero_in, auto zero_out) {
     using I = decltype(zero_in);
     using O = decltype(zero_out);
     using N = Narrow<I, O>;
@@ -478,7 +466,7 @@ Tensor scale_add(const Tensor& x, const std::optional<Tensor>& gamma, const std:
   Tensor out = empty_strided(operands.sizes, operands.strides, dtype, x);
   const int64_t n = out.numel();
   if (n == 0) return out;
-  dispatch_pair(x.scalar_type(), dtype, "scale_add", [&](auto zero_in, auto zero_out) {
+  dispatch_pair<true>(x.scalar_type(), dtype, "scale_add", [&](auto zero_in, auto zero_out) {
     using I = decltype(zero_in);
     using O = decltype(zero_out);
     using N = Narrow<I, O>;
@@ -536,7 +524,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   a.gamma = gamma.const_data_ptr();
   a.keep = keep ? keep->const_data_ptr() : nullptr;
   a.float32 = gamma.scalar_type() == ScalarType::Float;
-  dispatch_pair(dy.scalar_type(), x.scalar_type(), op, [&](auto zero_in, auto zero_out) {
+  dispatch_pair<true>(dy.scalar_type(), x.scalar_type(), op, [&](auto zero_in, auto zero_out) {
     using G = decltype(zero_in);
     using T = decltype(zero_out);
     if constexpr (sizeof(G) < sizeof(T)) {

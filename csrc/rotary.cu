@@ -1,11 +1,11 @@
 // Rotary embedding of queries and keys, x·cos + rotate(x)·sin, and its gradient: both tensors in one launch.
 //
-// Where stock PyTorch makes five passes over each tensor, here it is read once and written once. The tables of cosines and
-// sines have a row for each position, the same for all heads. A thread takes the same words of several heads and reads the
-// tables once for all of them: they come out of the cache, but for every head they would be twice its own traffic.
+// Stock PyTorch makes five passes over each tensor. Here each is read once and written once. The tables of cosines and sines have a row
+// for each position, the same for all heads. A thread takes the same words of several heads and reads the tables once for all of them:
+// the tables come from the cache, but read for each head they would be twice its own traffic.
 //
-// Elements rotate in pairs, whose sides are half of the rotated part apart, or neighbours (INTERLEAVED). The gradient turns
-// back: the same computation with the sines of a pair exchanged and negated, which is right for any tables.
+// Elements rotate in pairs. The sides of a pair are half of the rotated part apart, or neighbours (INTERLEAVED). The gradient rotates
+// back: it is the same computation with the sines of a pair exchanged and negated, which is right for any tables.
 #include "common/device.cuh"
 
 namespace fastlayers {
@@ -48,8 +48,8 @@ struct Args {
 template <bool INTERLEAVED, int N>
 __host__ __device__ constexpr int side(int which, int j) { return INTERLEAVED ? 2 * j + which : which * N + j; }
 
-// A unit is N elements from `first` and N from `second`. No load is under a condition: a branch would wait for it, and the
-// loads of a thread would follow one another.
+// A unit is N elements from `first` and N from `second`. Loads have no condition: a branch would wait for its load, and the loads of a
+// thread would follow one another.
 template <typename T, int N, bool INTERLEAVED>
 __device__ __forceinline__ Vec<T, 2 * N> load_unit(const T* p, int first, int second) {
   if constexpr (INTERLEAVED && N > 1) {
@@ -57,8 +57,7 @@ __device__ __forceinline__ Vec<T, 2 * N> load_unit(const T* p, int first, int se
   } else {
     const Vec<T, N> one = load_vec<T, N>(p + first), two = load_vec<T, N>(p + second);
     Vec<T, 2 * N> unit;
-#pragma unroll
-    for (int j = 0; j < N; ++j) unit.v[j] = one.v[j], unit.v[N + j] = two.v[j];
+    unroll<N>([&](int j) { unit.v[j] = one.v[j], unit.v[N + j] = two.v[j]; });
     return unit;
   }
 }
@@ -69,8 +68,7 @@ __device__ __forceinline__ void store_unit(T* p, int first, int second, bool bot
     store_vec<T, 2 * N>(p + first, unit);
   } else {
     Vec<T, N> one, two;
-#pragma unroll
-    for (int j = 0; j < N; ++j) one.v[j] = unit.v[j], two.v[j] = unit.v[N + j];
+    unroll<N>([&](int j) { one.v[j] = unit.v[j], two.v[j] = unit.v[N + j]; });
     store_vec<T, N>(p + first, one);
     if (both) store_vec<T, N>(p + second, two);
   }
@@ -84,8 +82,7 @@ __device__ __forceinline__ Vec<T, 2 * N> load_table(const T* row, int unit, cons
   const Vec<T, 2 * N> flat = load_unit<T, N, false>(row, first, half ? first : first + (INTERLEAVED ? N : a.pairs));
   if constexpr (INTERLEAVED) {
     Vec<T, 2 * N> of_both;
-#pragma unroll
-    for (int j = 0; j < 2 * N; ++j) of_both.v[j] = half ? flat.v[j / 2] : flat.v[j];
+    unroll<2 * N>([&](int j) { of_both.v[j] = half ? flat.v[j / 2] : flat.v[j]; });
     return of_both;
   } else {
     return flat;
@@ -133,41 +130,38 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args 
   Out* out = static_cast<Out*>(x.out) + offset(x.out_stride);
 
   Vec<In, 2 * N> v[kHeads<INTERLEAVED>];
-#pragma unroll
-  for (int i = 0; i < kHeads<INTERLEAVED>; ++i)
+  unroll<kHeads<INTERLEAVED>>([&](int i) {
     v[i] = load_unit<In, N, INTERLEAVED>(in + (has(i) ? i * x.in_step : 0), first, both ? second : first);
+  });
 
   const int column = rotates ? unit : 0;
   Vec<Table, 2 * N> cos = load_table<Table, N, INTERLEAVED>(static_cast<const Table*>(a.cos) + offset(x.cos_stride), column, a);
   Vec<Table, 2 * N> sin = load_table<Table, N, INTERLEAVED>(static_cast<const Table*>(a.sin) + offset(x.sin_stride), column, a);
 
   if (!rotates) {
-#pragma unroll
-    for (int i = 0; i < kHeads<INTERLEAVED>; ++i)
+    unroll<kHeads<INTERLEAVED>>([&](int i) {
       if (has(i)) store_unit<Out, N, INTERLEAVED>(out + i * x.out_step, first, second, both, pack<Out>(unpack<A>(v[i])));
+    });
     return;
   }
   if (a.backward) {
     const Vec<Table, 2 * N> turned = negated(sin);
-#pragma unroll
-    for (int j = 0; j < 2 * N; ++j) sin.v[side<INTERLEAVED, N>(j / N, j % N)] = turned.v[side<INTERLEAVED, N>(1 - j / N, j % N)];
+    unroll<2 * N>([&](int j) { sin.v[side<INTERLEAVED, N>(j / N, j % N)] = turned.v[side<INTERLEAVED, N>(1 - j / N, j % N)]; });
   }
-#pragma unroll
-  for (int i = 0; i < kHeads<INTERLEAVED>; ++i) {
-    if (!has(i)) continue;
+  unroll<kHeads<INTERLEAVED>>([&](int i) {
+    if (!has(i)) return;
     forget(cos);
     forget(sin);
     const Vec<A, 2 * N> c = unpack<A>(cos), s = unpack<A>(sin);
     const Vec<A, 2 * N> w = unpack<A>(v[i]);
     Vec<A, 2 * N> r;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
+    unroll<N>([&](int j) {
       const int one = side<INTERLEAVED, N>(0, j), two = side<INTERLEAVED, N>(1, j);
       r.v[one] = w.v[one] * c.v[one] - w.v[two] * s.v[one];
       r.v[two] = w.v[two] * c.v[two] + w.v[one] * s.v[two];
-    }
+    });
     store_unit<Out, N, INTERLEAVED>(out + i * x.out_step, first, second, both, pack<Out>(r));
-  }
+  });
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
@@ -176,11 +170,9 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args 
 template <typename F>
 void dispatch_types(ScalarType in, ScalarType table, ScalarType out, F&& f) {
   if (in == table && out == table) return dispatch_floating(in, "rotary", [&](auto zero) { f(zero, zero, zero); });
-  const auto half = [](ScalarType t) { return t == ScalarType::Half || t == ScalarType::BFloat16; };
-  const bool narrows = in == ScalarType::Float && half(out), widens = half(in) && out == ScalarType::Float;
-  STD_TORCH_CHECK(table == ScalarType::Float && (narrows || widens || (half(in) && out == in)), "fastlayers::rotary: tables of ",
-                  torch::headeronly::toString(table), " do not go with operands of ", torch::headeronly::toString(in),
-                  " and results of ", torch::headeronly::toString(out));
+  const bool low = is_low_precision(in), narrows = in == ScalarType::Float && is_low_precision(out), widens = low && out == ScalarType::Float;
+  FASTLAYERS_CHECK(table == ScalarType::Float && (narrows || widens || (low && out == in)), "rotary", "tables of ", toString(table),
+                   " do not go with operands of ", toString(in), " and results of ", toString(out));
   const auto of = [&](auto zero) {
     if (narrows) f(0.f, 0.f, zero);
     else if (widens) f(zero, 0.f, 0.f);
@@ -194,11 +186,11 @@ void dispatch_types(ScalarType in, ScalarType table, ScalarType out, F&& f) {
 Dims table_strides(const Tensor& table, const Dims& sizes, const char* name) {
   Dims strides(sizes.size() - 1, 0);
   const int64_t shift = static_cast<int64_t>(sizes.size()) - table.dim();
-  STD_TORCH_CHECK(shift >= 0, "fastlayers::rotary: ", name, " has more dimensions than q");
+  FASTLAYERS_CHECK(shift >= 0, "rotary", name, " has more dimensions than q");
   for (int64_t d = 0; d + 1 < table.dim(); ++d) {
     if (table.size(d) == 1) continue;
-    STD_TORCH_CHECK(table.size(d) == sizes[d + shift], "fastlayers::rotary: ", name, " has size ", table.size(d), " where q has ",
-                    sizes[d + shift]);
+    FASTLAYERS_CHECK(table.size(d) == sizes[d + shift], "rotary", name, " has size ", table.size(d), " where q has ",
+                     sizes[d + shift]);
     strides[d + shift] = table.stride(d);
   }
   return strides;
@@ -216,11 +208,11 @@ Operand arrange(const Tensor& in, const Tensor& out, const Dims& cos, const Dims
     const Axis axis{in.size(d), in.stride(d), out.stride(d), cos[d], sin[d]};
     if (d == head) heads = axis;
     else if (axis.size > 1) {
-      STD_TORCH_CHECK(found < 2, "fastlayers::rotary: more than two dimensions besides the last and that of the heads");
+      FASTLAYERS_CHECK(found < 2, "rotary", "expected at most two dimensions besides the last one and the heads");
       positions[found++] = axis;
     }
   }
-  STD_TORCH_CHECK(heads.cos == 0 && heads.sin == 0, "fastlayers::rotary: the tables differ from head to head");
+  FASTLAYERS_CHECK(heads.cos == 0 && heads.sin == 0, "rotary", "the tables differ from head to head");
   if (found < 2) std::swap(positions[0], positions[1]);  // a single one is the second
   else if (positions[0].out < positions[1].out) std::swap(positions[0], positions[1]);
 
@@ -257,88 +249,92 @@ bool starts_words(const Tensor& t, int64_t elements) {
 
 Tensor with_rows(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : torch::stable::contiguous(t); }
 
-// `head` is the dimension along which q and k may differ and the tables repeat, -1 for none; the strides are those of the
+// q, k and the tables of a call, with the results. Where there is no k, it is the empty k_out.
+struct Call {
+  Tensor q, k, q_out, k_out, cos, sin;
+  int64_t head;  // the dimension of the heads, -1 for none
+  bool interleaved;
+
+  // Whether units of n pairs are whole words of every tensor.
+  bool has_words(const Args& a, int64_t n) const {
+    const int64_t elements = interleaved ? 2 * n : n, of_tables = interleaved && !a.half_tables ? 2 * n : n;
+    const bool k_has = k.numel() == 0 || (starts_words(k, elements) && starts_words(k_out, elements));
+    return a.pairs % n == 0 && a.dim % elements == 0 && starts_words(q, elements) && starts_words(q_out, elements) && k_has &&
+           starts_words(cos, of_tables) && starts_words(sin, of_tables);
+  }
+
+  template <typename In, typename Table, typename Out, int N, bool INTERLEAVED>
+  void run(Args& a, const Launch& launch) const {
+    const Dims sizes = dims_of(q.sizes()), cos_strides = table_strides(cos, sizes, "cos"), sin_strides = table_strides(sin, sizes, "sin");
+    a.rotating = a.pairs / N;
+    a.units = static_cast<int>(ceil_div(a.dim, 2 * N));
+    a.x[0] = arrange(q, q_out, cos_strides, sin_strides, head, a.units, kHeads<INTERLEAVED>);
+    if (k.numel() > 0) a.x[1] = arrange(k, k_out, cos_strides, sin_strides, head, a.units, kHeads<INTERLEAVED>);
+    a.wide = std::max(a.x[0].threads, a.x[1].threads) > INT32_MAX;
+    if (!a.wide) {
+      a.by_units = Divider(static_cast<uint32_t>(a.units));
+      for (Operand& x : a.x) {
+        x.by_middle = Divider(static_cast<uint32_t>(x.middle));
+        x.by_fastest = Divider(static_cast<uint32_t>(x.fastest));
+      }
+    }
+    const int64_t first = ceil_div(a.x[0].threads, kThreads), blocks = first + ceil_div(a.x[1].threads, kThreads);
+    a.blocks = static_cast<unsigned>(first);
+    rotate<In, Table, Out, N, INTERLEAVED><<<grid_of(blocks), kThreads, 0, launch.stream()>>>(a);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+};
+
+void check_operands(const Tensor& q, const MaybeTensor& k, const Tensor& cos, const Tensor& sin, int64_t rotary_dim, int64_t head) {
+  const int64_t dims = q.dim(), dim = dims > 0 ? q.size(-1) : 0, width = cos.dim() > 0 ? cos.size(-1) : 0;
+  FASTLAYERS_CHECK(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= dim && dim <= INT32_MAX, "rotary",
+                   "expected an even rotary_dim of at most ", dim, ", but got ", rotary_dim);
+  FASTLAYERS_CHECK((width == rotary_dim || 2 * width == rotary_dim) && sin.dim() > 0 && sin.size(-1) == width, "rotary",
+                   "expected tables with ", rotary_dim, " or ", rotary_dim / 2, " columns, but got ", width);
+  FASTLAYERS_CHECK(head < dims - 1, "rotary", "expected the dimension of the heads before the last one");
+  FASTLAYERS_CHECK(cos.scalar_type() == sin.scalar_type(), "rotary", "expected cos and sin of one dtype");
+  check_device(q, cos, "rotary", "cos");
+  check_device(q, sin, "rotary", "sin");
+  if (!k) return;
+  check_same(q, *k, "rotary", "k");
+  FASTLAYERS_CHECK(k->dim() == dims, "rotary", "expected q and k with the same number of dimensions");
+  for (int64_t d = 0; d < dims; ++d)
+    FASTLAYERS_CHECK(d == head || q.size(d) == k->size(d), "rotary", "q and k differ in dimension ", d);
+}
+
+// q and k may differ along the dimension `head`, and the tables repeat along it; -1: there is none. The strides are those of the
 // results. Without k the second result is empty.
-std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const std::optional<Tensor>& k_in, const Tensor& cos_in, const Tensor& sin_in,
+std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const MaybeTensor& k_in, const Tensor& cos_in, const Tensor& sin_in,
                                   int64_t rotary_dim, bool interleaved, bool backward, ScalarType dtype, int64_t head,
                                   std::vector<int64_t> q_strides, std::vector<int64_t> k_strides) {
+  check_operands(q_in, k_in, cos_in, sin_in, rotary_dim, head);
   const Dims q_sizes = dims_of(q_in.sizes()), k_sizes = k_in ? dims_of(k_in->sizes()) : Dims{0};
-  const int64_t dims = q_in.dim(), dim = dims > 0 ? q_in.size(-1) : 0, width = cos_in.dim() > 0 ? cos_in.size(-1) : 0;
-  STD_TORCH_CHECK(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= dim && dim <= INT32_MAX,
-                  "fastlayers::rotary: expected an even rotary_dim of at most ", dim, ", but got ", rotary_dim);
-  STD_TORCH_CHECK((width == rotary_dim || 2 * width == rotary_dim) && sin_in.dim() > 0 && sin_in.size(-1) == width,
-                  "fastlayers::rotary: expected tables with ", rotary_dim, " or ", rotary_dim / 2, " columns, but got ", width);
-  STD_TORCH_CHECK(head < dims - 1 && q_strides.size() == q_sizes.size() && k_strides.size() == k_sizes.size(),
-                  "fastlayers::rotary: expected a stride for each dimension, and one of them before the last for the heads");
-  STD_TORCH_CHECK(cos_in.scalar_type() == sin_in.scalar_type() && q_in.get_device_index() == cos_in.get_device_index() &&
-                      q_in.get_device_index() == sin_in.get_device_index(),
-                  "fastlayers::rotary: expected cos and sin of one dtype, on q's device");
-  if (k_in) {
-    check_same(q_in, *k_in, "rotary", "k");
-    STD_TORCH_CHECK(k_in->dim() == dims, "fastlayers::rotary: expected q and k of as many dimensions");
-    for (int64_t d = 0; d < dims; ++d)
-      STD_TORCH_CHECK(d == head || q_sizes[d] == k_sizes[d], "fastlayers::rotary: q and k differ in dimension ", d);
-  }
+  FASTLAYERS_CHECK(q_strides.size() == q_sizes.size() && k_strides.size() == k_sizes.size(), "rotary",
+                   "expected a stride for each dimension of the results");
   const Launch launch(q_in);
-  const Tensor q = with_rows(q_in), cos = with_rows(cos_in), sin = with_rows(sin_in);
-  Tensor q_out = empty_strided(q_sizes, q_strides, dtype, q);
-  Tensor k_out = empty_strided(k_sizes, k_strides, dtype, q);
-  const Tensor k = k_in ? with_rows(*k_in) : k_out;
-  if (q.numel() == 0) return {q_out, k_out};
-
+  Tensor q_out = empty_strided(q_sizes, q_strides, dtype, q_in), k_out = empty_strided(k_sizes, k_strides, dtype, q_in);
+  if (q_in.numel() == 0) return {q_out, k_out};
+  const Call call{with_rows(q_in), k_in ? with_rows(*k_in) : k_out, q_out, k_out, with_rows(cos_in), with_rows(sin_in), head, interleaved};
   Args a;
-  a.cos = cos.const_data_ptr();
-  a.sin = sin.const_data_ptr();
-  a.dim = static_cast<int>(dim);
+  a.cos = call.cos.const_data_ptr();
+  a.sin = call.sin.const_data_ptr();
+  a.dim = static_cast<int>(q_in.size(-1));
   a.pairs = static_cast<int>(rotary_dim / 2);
-  a.half_tables = width != rotary_dim;
+  a.half_tables = call.cos.size(-1) != rotary_dim;
   a.backward = backward;
-  const Dims cos_strides = table_strides(cos, q_sizes, "cos"), sin_strides = table_strides(sin, q_sizes, "sin");
-  // Whether units of n pairs are whole words of every tensor.
-  const auto serves = [&](int64_t n) {
-    const int64_t elements = interleaved ? 2 * n : n, of_tables = interleaved && !a.half_tables ? 2 * n : n;
-    return a.pairs % n == 0 && dim % elements == 0 && starts_words(q, elements) && starts_words(q_out, elements) &&
-           (!k_in || (starts_words(k, elements) && starts_words(k_out, elements))) && starts_words(cos, of_tables) &&
-           starts_words(sin, of_tables);
-  };
-  dispatch_types(q.scalar_type(), cos.scalar_type(), dtype, [&](auto in, auto table, auto out) {
+  dispatch_types(call.q.scalar_type(), call.cos.scalar_type(), dtype, [&](auto in, auto table, auto out) {
     using In = decltype(in);
     using Table = decltype(table);
     using Out = decltype(out);
-    const auto run = [&](auto unit, auto neighbours) {
-      constexpr int N = decltype(unit)::value;
-      a.rotating = a.pairs / N;
-      a.units = static_cast<int>(ceil_div(dim, 2 * N));
-      a.x[0] = arrange(q, q_out, cos_strides, sin_strides, head, a.units, kHeads<decltype(neighbours)::value>);
-      if (k_in && k.numel() > 0) a.x[1] = arrange(k, k_out, cos_strides, sin_strides, head, a.units, kHeads<decltype(neighbours)::value>);
-      a.wide = std::max(a.x[0].threads, a.x[1].threads) > INT32_MAX;
-      if (!a.wide) {
-        a.by_units = Divider(static_cast<uint32_t>(a.units));
-        for (Operand& x : a.x) {
-          x.by_middle = Divider(static_cast<uint32_t>(x.middle));
-          x.by_fastest = Divider(static_cast<uint32_t>(x.fastest));
-        }
-      }
-      const int64_t first = ceil_div(a.x[0].threads, kThreads), blocks = first + ceil_div(a.x[1].threads, kThreads);
-      STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::rotary: more elements than one launch takes");
-      a.blocks = static_cast<unsigned>(first);
-      rotate<In, Table, Out, N, decltype(neighbours)::value>
-          <<<static_cast<unsigned>(blocks), kThreads, 0, launch.stream()>>>(a);
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
-    };
     constexpr int kWord = kVectorBytes / std::max(sizeof(In), sizeof(Out));
-    constexpr std::integral_constant<int, 1> one{};
+    constexpr int kShort = kWord == 8 ? 2 : 1;  // 4 bytes, for half as many lanes of 2
     if (interleaved) {
-      constexpr std::integral_constant<int, kWord / 2> word{};
-      if (serves(word.value)) run(word, std::true_type{});
-      else run(one, std::true_type{});
-    } else {
-      constexpr std::integral_constant<int, kWord> word{};
-      constexpr std::integral_constant<int, kWord == 8 ? 2 : 1> short_word{};  // 4 bytes, for half as many lanes of 2
-      if (serves(word.value)) run(word, std::false_type{});
-      else if (serves(short_word.value)) run(short_word, std::false_type{});
-      else run(one, std::false_type{});
+      if (call.has_words(a, kWord / 2)) return call.run<In, Table, Out, kWord / 2, true>(a, launch);
+      return call.run<In, Table, Out, 1, true>(a, launch);
     }
+    if (call.has_words(a, kWord)) return call.run<In, Table, Out, kWord, false>(a, launch);
+    if (call.has_words(a, kShort)) return call.run<In, Table, Out, kShort, false>(a, launch);
+    call.run<In, Table, Out, 1, false>(a, launch);
   });
   return {q_out, k_out};
 }

@@ -13,6 +13,7 @@
 // and aligned, element i of each lies at the same place in its word, so a row is whole words still, but for a few elements
 // at both ends: the row kernels give those to single threads, the others read the words that cover the row and ignore what
 // belongs to its neighbours.
+#include "common/board.cuh"
 #include "softmax.cuh"
 
 namespace fastlayers {
@@ -87,8 +88,7 @@ __device__ __forceinline__ Vec<A, V> sum_terms(const Vec<T, V>& g, const Vec<T, 
   Vec<A, V> r = unpack<A>(g);
   if constexpr (!LOG) {
     const Vec<A, V> pa = unpack<A>(p);
-#pragma unroll
-    for (int j = 0; j < V; ++j) r.v[j] *= pa.v[j];
+    unroll<V>([&](int j) { r.v[j] *= pa.v[j]; });
   }
   return r;
 }
@@ -98,12 +98,11 @@ template <bool LOG, bool FAST, typename A, typename T, int V>
 __device__ __forceinline__ Vec<A, V> score_gradient(const Vec<T, V>& g, const Vec<T, V>& p, A sum, A scale) {
   const Vec<A, V> ga = unpack<A>(g), pa = unpack<A>(p);
   Vec<A, V> r;
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
+  unroll<V>([&](int j) {
     if constexpr (LOG) r.v[j] = ga.v[j] - exponential<FAST>(pa.v[j]) * sum;
     else r.v[j] = pa.v[j] * (ga.v[j] - sum);
     r.v[j] *= scale;
-  }
+  });
   return r;
 }
 
@@ -114,12 +113,8 @@ struct Finish {
 
   // `rescale`: exponentials given to divide() are relative to a maximum lower than the row's by log(rescale).
   __device__ explicit Finish(const Pair<A>& row, A rescale = A(1))
-      : sum(row.s), last(LOG ? logarithm(row.s) : quotient(rescale, row.s)), correction(!FAST && rescale == A(1) ? last : A(0)) {}
+      : sum(row.s), last(LOG ? logarithm<FAST>(row.s) : quotient(rescale, row.s)), correction(!FAST && rescale == A(1) ? last : A(0)) {}
 
-  __device__ static A logarithm(A v) {
-    if constexpr (std::is_same_v<A, double>) return log(v);
-    else return FAST ? __logf(v) : logf(v);
-  }
   __device__ static A quotient(A u, A v) {
     if constexpr (FAST) return __fdividef(u, v);
     else return u / v;
@@ -195,46 +190,43 @@ __device__ __forceinline__ void with_mask(const Mask& mask, int64_t offset, int6
   const M* p = static_cast<const M*>(mask.data) + offset;
   Vec<M, V> m[K];
   if (whole && mask.step == 1 && reinterpret_cast<uintptr_t>(p + element(0)) % sizeof(m[0]) == 0) {
-#pragma unroll
-    for (int i = 0; i < K; ++i)
+    unroll<K>([&](int i) {
       if (element(i) != kNoWord) m[i] = load_vec<M, V>(p + element(i));
-#pragma unroll
-    for (int i = 0; i < K; ++i)
+    });
+    unroll<K>([&](int i) {
       if (element(i) != kNoWord) apply(i, unpack_mask<compute_t<M>>(m[i]));
+    });
     return;
   }
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
+  unroll<K>([&](int i) {
     const int64_t e = element(i);
     m[i] = filled<M, V>(M{});
-    if (e == kNoWord) continue;
-#pragma unroll
-    for (int j = 0; j < V; ++j)
+    if (e == kNoWord) return;
+    unroll<V>([&](int j) {
       if (whole || (e + j >= 0 && e + j < n)) m[i].v[j] = p[(e + j) * mask.step];
-  }
-#pragma unroll
-  for (int i = 0; i < K; ++i)
+    });
+  });
+  unroll<K>([&](int i) {
     if (element(i) != kNoWord) apply(i, unpack_mask<compute_t<M>>(m[i]));
+  });
 }
 
 // scores = loaded·scale + mask. Where there is no word, and before and after the row, minus infinity.
 template <typename In, typename A, int K, int V, typename Element>
 __device__ __forceinline__ void to_scores(Vec<A, V> (&scores)[K], const Vec<In, V> (&loaded)[K], A scale, const Mask& mask,
                                           int64_t offset, int64_t n, bool whole, Element&& element) {
-#pragma unroll
-  for (int i = 0; i < K; ++i) scores[i] = filled<A, V>(minus_infinity<A>());
+  unroll<K>([&](int i) { scores[i] = filled<A, V>(minus_infinity<A>()); });
   const auto add = [&](int i, const auto& m) {
     const Vec<A, V> x = unpack<A>(loaded[i]);
     const int64_t e = element(i);
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      if (!whole && (e + j < 0 || e + j >= n)) continue;
+    unroll<V>([&](int j) {
+      if (!whole && (e + j < 0 || e + j >= n)) return;
       if constexpr (std::is_same_v<std::decay_t<decltype(m)>, Vec<bool, V>>) {
         if (m.v[j]) scores[i].v[j] = x.v[j] * scale;
       } else {
         scores[i].v[j] = x.v[j] * scale + static_cast<A>(m.v[j]);
       }
-    }
+    });
   };
   if (mask.kind == MaskKind::boolean) with_mask<bool, K, V>(mask, offset, n, whole, element, add);
   else if (mask.kind == MaskKind::float32) with_mask<float, K, V>(mask, offset, n, whole, element, add);
@@ -245,16 +237,16 @@ __device__ __forceinline__ void to_scores(Vec<A, V> (&scores)[K], const Vec<In, 
 template <typename A, int V>
 __device__ __forceinline__ void drop_masked(Vec<A, V>& r, const Mask& mask, int64_t offset, int64_t e, int64_t n, bool whole) {
   with_mask<bool, 1, V>(mask, offset, n, whole, [&](int) { return e; }, [&](int, const Vec<bool, V>& m) {
-#pragma unroll
-    for (int j = 0; j < V; ++j)
+    unroll<V>([&](int j) {
       if (!m.v[j]) r.v[j] = A(0);
+    });
   });
 }
 
 template <typename In, typename Out, int K, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(most_threads<MASKED>(K), blocks_resident<MASKED>(K)) softmax_forward_rows(const ForwardArgs<compute_t<In>> a) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   constexpr bool FAST = sizeof(Out) == 2;
   __shared__ Pair<A> slots[kMaxWarps];
   Exchange<Pair<A>, false> exchange{slots};
@@ -264,11 +256,10 @@ __global__ void __launch_bounds__(most_threads<MASKED>(K), blocks_resident<MASKE
   const In* x = row + (at.start - at.row * a.n);
   // All loads before anything that waits for one of them.
   Vec<In, V> loaded[K];
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
+  unroll<K>([&](int i) {
     loaded[i] = filled<In, V>(convert<In>(minus_infinity<A>()));
     if (at.word(i) < at.words) loaded[i] = load_vec<In, V>(x + at.word(i) * V);
-  }
+  });
   In loaded_single = convert<In>(minus_infinity<A>());
   if (at.single >= 0) loaded_single = row[at.single];
 
@@ -284,14 +275,13 @@ __global__ void __launch_bounds__(most_threads<MASKED>(K), blocks_resident<MASKE
               [&](int i) { return at.word(i) < at.words ? (x - row) + at.word(i) * V : kNoWord; });
     if (at.single >= 0) single.v[0] = masked<In>(convert<A>(loaded_single) * a.scale, a.mask, offset + at.single * a.mask.step);
   } else {
-#pragma unroll
-    for (int i = 0; i < K; ++i) held[i] = loaded[i];
+    unroll<K>([&](int i) { held[i] = loaded[i]; });
     to_score = a.scale;
     if (a.scale < A(0)) {
       to_score = -a.scale;
-#pragma unroll
-      for (int i = 0; i < K; ++i)
+      unroll<K>([&](int i) {
         if (at.word(i) < at.words) held[i] = negated(held[i]);
+      });
     }
     if (at.single >= 0) single.v[0] = convert<A>(loaded_single) * a.scale;
   }
@@ -302,32 +292,27 @@ __global__ void __launch_bounds__(most_threads<MASKED>(K), blocks_resident<MASKE
   A s = 0;
   Vec<A, V> e[K];  // exponentials relative to the warp's maximum; for log_softmax they only add up
   with_exponential<FAST>(to_score, base, [&](auto exp_of) {
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
+    unroll<K>([&](int i) {
       e[i] = unpack<A>(held[i]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) e[i].v[j] = exp_of(e[i].v[j]);
+      unroll<V>([&](int j) { e[i].v[j] = exp_of(e[i].v[j]); });
       s += tree_sum(e[i]);
-    }
+    });
   });
   if (a.ragged) s += exponential<FAST>(single.v[0] - base);
   const Pair<A> all = row_merge<FAST, false>(Pair<A>{m, lanes_sum(s, lanes)}, exchange, a.lanes);
   if constexpr (LOG) {
-#pragma unroll
-    for (int i = 0; i < K; ++i) forget(held[i]);
+    unroll<K>([&](int i) { forget(held[i]); });
   }
 
   Out* y = static_cast<Out*>(a.y) + at.start;
   const Finish<A, LOG, FAST> finish(all, LOG ? A(1) : exponential<FAST>(m - all.m));
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
+  unroll<K>([&](int i) {
     const int word = at.word(i);
-    if (word >= at.words) continue;
+    if (word >= at.words) return;
     if constexpr (LOG) e[i] = unpack<A>(held[i]);
-#pragma unroll
-    for (int j = 0; j < V; ++j) e[i].v[j] = LOG ? finish(e[i].v[j] * to_score - all.m) : finish.divide(e[i].v[j]);
+    unroll<V>([&](int j) { e[i].v[j] = LOG ? finish(e[i].v[j] * to_score - all.m) : finish.divide(e[i].v[j]); });
     store_vec<Out, V>(y + word * V, pack<Out>(e[i]));
-  }
+  });
   if (at.single >= 0)
     static_cast<Out*>(a.y)[at.row * a.n + at.single] =
         convert<Out>(LOG ? finish(single.v[0] - all.m) : finish.divide(exponential<FAST>(single.v[0] - base)));
@@ -337,7 +322,7 @@ __global__ void __launch_bounds__(most_threads<MASKED>(K), blocks_resident<MASKE
 template <typename In, typename Out, int K, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const BackwardArgs<compute_t<In>> a) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   constexpr bool FAST = sizeof(In) == 2;
   __shared__ A slots[kMaxWarps];
   Exchange<A, false> exchange{slots};
@@ -347,14 +332,13 @@ __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const Ba
   const Out* y = static_cast<const Out*>(a.y);
 
   Vec<Out, V> g[K], p[K];
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
+  unroll<K>([&](int i) {
     g[i] = p[i] = filled<Out, V>(convert<Out>(0.f));
     if (at.word(i) < at.words) {
       g[i] = load_vec<Out, V>(dy + at.start + at.word(i) * V);
       p[i] = load_vec<Out, V>(y + at.start + at.word(i) * V);
     }
-  }
+  });
   Vec<Out, 1> single_g = filled<Out, 1>(convert<Out>(0.f)), single_p = single_g;
   if (at.single >= 0) {
     single_g.v[0] = dy[at.row * a.n + at.single];
@@ -368,33 +352,29 @@ __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const Ba
         a.mask, offset, a.n, true, [&](int i) { return at.word(i) < at.words ? at.start - at.row * a.n + at.word(i) * V : kNoWord; },
         [&](int i, const Vec<bool, V>& m) {
           kept[i] = 0;
-#pragma unroll
-          for (int j = 0; j < V; ++j) kept[i] |= static_cast<unsigned>(m.v[j]) << j;
+          unroll<V>([&](int j) { kept[i] |= static_cast<unsigned>(m.v[j]) << j; });
         });
     if (at.single >= 0) kept_single = static_cast<const bool*>(a.mask.data)[offset + at.single * a.mask.step];
   }
 
   A s = sum_terms<LOG, A>(single_g, single_p).v[0];
-#pragma unroll
-  for (int i = 0; i < K; ++i) s += tree_sum(sum_terms<LOG, A>(g[i], p[i]));
+  unroll<K>([&](int i) { s += tree_sum(sum_terms<LOG, A>(g[i], p[i])); });
   s = row_sum<false>(lanes_sum(s, a.lanes < 32 ? a.lanes : 32), exchange, a.lanes);
-#pragma unroll
-  for (int i = 0; i < K; ++i) forget(g[i]), forget(p[i]);
+  unroll<K>([&](int i) { forget(g[i]), forget(p[i]); });
 
   In* dx = static_cast<In*>(a.dx);
   const A scale = a.scale;
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
+  unroll<K>([&](int i) {
     const int word = at.word(i);
-    if (word >= at.words) continue;
+    if (word >= at.words) return;
     Vec<A, V> r = score_gradient<LOG, FAST, A>(g[i], p[i], s, scale);
     if constexpr (MASKED) {
-#pragma unroll
-      for (int j = 0; j < V; ++j)
+      unroll<V>([&](int j) {
         if (!(kept[i] >> j & 1)) r.v[j] = A(0);
+      });
     }
     store_vec<In, V>(dx + at.start + word * V, pack<In>(r));
-  }
+  });
   if (at.single >= 0) {
     const Vec<A, 1> r = score_gradient<LOG, FAST, A>(single_g, single_p, s, scale);
     dx[at.row * a.n + at.single] = convert<In>(kept_single ? r.v[0] : A(0));
@@ -406,7 +386,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const Ba
 template <typename In, typename Out, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const ForwardArgs<compute_t<In>> a, int each) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   constexpr bool FAST = sizeof(Out) == 2;
   extern __shared__ __align__(16) char memory[];
   __shared__ Pair<A> slots[kHeldThreads / 32 * kMaxCluster];
@@ -444,8 +424,7 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const Fo
   with_exponential<FAST>(to_score, base, [&](auto exp_of) {
     at.for_words([&](int w) {
       Vec<A, V> e = unpack<A>(values(w));
-#pragma unroll
-      for (int j = 0; j < V; ++j) e.v[j] = exp_of(e.v[j]);
+      unroll<V>([&](int j) { e.v[j] = exp_of(e.v[j]); });
       s += tree_sum(e);
     });
   });
@@ -454,8 +433,7 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const Fo
   with_result<LOG, FAST>(to_score, all, [&](auto result) {
     at.for_words([&](int w) {
       Vec<A, V> v = unpack<A>(values(w));
-#pragma unroll
-      for (int j = 0; j < V; ++j) v.v[j] = result(v.v[j]);
+      unroll<V>([&](int j) { v.v[j] = result(v.v[j]); });
       const int64_t e = at.start + w * V;
       if (a.ragged) store_word(y + e, e, a.n, pack<Out>(v));
       else store_vec<Out, V>(y + e, pack<Out>(v));
@@ -466,7 +444,7 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const Fo
 template <typename In, typename Out, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(kHeldThreads, 3) softmax_backward_held(const BackwardArgs<compute_t<In>> a, int each) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(Out);
+  constexpr int V = kVector<Out>;
   extern __shared__ __align__(16) char memory[];
   __shared__ A slots[kHeldThreads / 32 * kMaxCluster];
   Exchange<A, true> exchange{slots};
@@ -512,7 +490,6 @@ constexpr int kPieceThreads = 256;
 template <bool MASKED>
 constexpr int kPieceWords = MASKED ? 2 : 8;
 constexpr int kMostPieces = 1024;  // of a row: every block that writes adds up the partials of all
-constexpr unsigned long long kUnpublished = ~0ull;
 
 // What L2 is told of a word: to keep it for the second read, or to drop it before others.
 __device__ __forceinline__ uint64_t keep_policy() {
@@ -541,12 +518,11 @@ __device__ __forceinline__ Vec<T, N> load_hinted(const T* p, uint64_t policy) {
 template <typename T, int N>
 __device__ __forceinline__ void store_hinted(T* p, const Vec<T, N>& v, uint64_t policy) {
   if constexpr (sizeof(v) % sizeof(uint4) == 0) {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(uint4)); ++i) {
+    unroll<static_cast<int>(sizeof(v) / sizeof(uint4))>([&](int i) {
       const uint4 w = reinterpret_cast<const uint4*>(&v)[i];
       asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(reinterpret_cast<uint4*>(p) + i), "r"(w.x),
                    "r"(w.y), "r"(w.z), "r"(w.w), "l"(policy));
-    }
+    });
   } else {
     *reinterpret_cast<Vec<T, N>*>(p) = v;
   }
@@ -585,35 +561,6 @@ struct Piece {
   }
 };
 
-// A partial crosses blocks as words of 8 bytes, each of which says by itself that it has arrived.
-template <typename Partial>
-struct Message {
-  static constexpr int kWords = sizeof(Partial) / sizeof(unsigned long long);
-  unsigned long long word[kWords];
-
-  __device__ static void publish(Partial p, unsigned long long* slot) {
-    Message m;
-    memcpy(&m, &p, sizeof(p));
-#pragma unroll
-    for (int k = 0; k < kWords; ++k) static_cast<volatile unsigned long long*>(slot)[k] = m.word[k];
-  }
-  __device__ static Partial await(const unsigned long long* slot) {
-    Message m;
-#pragma unroll
-    for (int k = 0; k < kWords; ++k) {
-      do m.word[k] = static_cast<const volatile unsigned long long*>(slot)[k];
-      while (m.word[k] == kUnpublished);
-    }
-    Partial p;
-    memcpy(&p, &m, sizeof(p));
-    return p;
-  }
-};
-
-// No NaN but this one is published: kUnpublished is one too.
-template <typename A>
-__device__ __forceinline__ A canonical(A v) { return v == v ? v : static_cast<A>(NAN); }
-
 template <typename A, bool FAST>
 struct ForwardPartial {
   using Type = Pair<A>;
@@ -634,7 +581,7 @@ struct BackwardPartial {
 
 // The partials of a row, added up in their order by the first warp for the whole block.
 template <typename Row>
-__device__ __forceinline__ typename Row::Type gather_partials(const unsigned long long* board, const Piece& at, int pieces) {
+__device__ __forceinline__ typename Row::Type gather_partials(const BoardWord* board, const Piece& at, int pieces) {
   using Type = typename Row::Type;
   constexpr int kWords = Message<Type>::kWords;
   __shared__ Type total;
@@ -651,9 +598,9 @@ __device__ __forceinline__ typename Row::Type gather_partials(const unsigned lon
 
 template <typename In, typename Out, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(kPieceThreads, MASKED ? 2 : 3)
-    softmax_forward_pieces(const ForwardArgs<compute_t<In>> a, int pieces, int64_t lag, unsigned long long* board) {
+    softmax_forward_pieces(const ForwardArgs<compute_t<In>> a, int pieces, int64_t lag, BoardWord* board) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In), K = kPieceWords<MASKED>;
+  constexpr int V = kVector<In>, K = kPieceWords<MASKED>;
   constexpr bool FAST = sizeof(Out) == 2;
   using Row = ForwardPartial<A, FAST>;
   const Piece at = Piece::find<V>(a.rows, a.n, pieces, lag, a.ragged);
@@ -669,36 +616,32 @@ __global__ void __launch_bounds__(kPieceThreads, MASKED ? 2 : 3)
     const auto has = [&](int i) { return first + i * kPieceThreads < at.words; };
     const auto element = [&](int i) { return (first + i * kPieceThreads) * V; };
     Vec<In, V> loaded[K];
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
+    unroll<K>([&](int i) {
       loaded[i] = filled<In, V>(convert<In>(minus_infinity<A>()));
       if (has(i)) loaded[i] = load_hinted<In, V>(x + element(i), policy);
-    }
+    });
     Vec<Held, V> held[K];
     if constexpr (MASKED) {
       to_scores(held, loaded, a.scale, a.mask, mask_offset, a.n, !a.ragged,
                 [&](int i) { return has(i) ? at.start + element(i) : kNoWord; });
     } else {
-#pragma unroll
-      for (int i = 0; i < K; ++i) {
+      unroll<K>([&](int i) {
         held[i] = loaded[i];
-        if (!has(i)) continue;
+        if (!has(i)) return;
         if (a.scale < A(0)) held[i] = negated(held[i]);
         if (a.ragged) blank_neighbours(held[i], at.start + element(i), a.n, lowest);
-      }
+      });
     }
     if (!at.writes) {
       const A m = lanes_max(convert<A>(largest(held)) * to_score, 32);
       A s = 0;
       with_exponential<FAST>(to_score, finite_or_zero(m), [&](auto exp_of) {
-#pragma unroll
-        for (int i = 0; i < K; ++i) {
+        unroll<K>([&](int i) {
           forget(held[i]);
           Vec<A, V> e = unpack<A>(held[i]);
-#pragma unroll
-          for (int j = 0; j < V; ++j) e.v[j] = exp_of(e.v[j]);
+          unroll<V>([&](int j) { e.v[j] = exp_of(e.v[j]); });
           s += tree_sum(e);
-        }
+        });
       });
       mine = merge<FAST>(mine, Pair<A>{m, s});
       return;
@@ -707,17 +650,15 @@ __global__ void __launch_bounds__(kPieceThreads, MASKED ? 2 : 3)
     gathered = true;
     Out* y = static_cast<Out*>(a.y) + at.row * a.n;
     with_result<LOG, FAST>(to_score, all, [&](auto result) {
-#pragma unroll
-      for (int i = 0; i < K; ++i) {
-        if (!has(i)) continue;
+      unroll<K>([&](int i) {
+        if (!has(i)) return;
         forget(held[i]);
         Vec<A, V> v = unpack<A>(held[i]);
-#pragma unroll
-        for (int j = 0; j < V; ++j) v.v[j] = result(v.v[j]);
+        unroll<V>([&](int j) { v.v[j] = result(v.v[j]); });
         const int64_t e = at.start + element(i);
         if (e >= 0 && e + V <= a.n) store_hinted<Out, V>(y + e, pack<Out>(v), drop);
         else store_word(y + e, e, a.n, pack<Out>(v));
-      }
+      });
     });
   });
   if (at.writes) return;
@@ -730,9 +671,9 @@ __global__ void __launch_bounds__(kPieceThreads, MASKED ? 2 : 3)
 
 template <typename In, typename Out, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(kPieceThreads, 2)
-    softmax_backward_pieces(const BackwardArgs<compute_t<In>> a, int pieces, int64_t lag, unsigned long long* board) {
+    softmax_backward_pieces(const BackwardArgs<compute_t<In>> a, int pieces, int64_t lag, BoardWord* board) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(Out), K = kPieceWords<MASKED>;
+  constexpr int V = kVector<Out>, K = kPieceWords<MASKED>;
   using Row = BackwardPartial<A>;
   const Piece at = Piece::find<V>(a.rows, a.n, pieces, lag, a.ragged);
   const int64_t start = at.row * a.n + at.start;
@@ -746,35 +687,32 @@ __global__ void __launch_bounds__(kPieceThreads, 2)
     const auto has = [&](int i) { return first + i * kPieceThreads < at.words; };
     const auto element = [&](int i) { return (first + i * kPieceThreads) * V; };
     Vec<Out, V> g[K], p[K];
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
+    unroll<K>([&](int i) {
       g[i] = p[i] = filled<Out, V>(convert<Out>(0.f));
       if (has(i)) {
         g[i] = load_hinted<Out, V>(dy + element(i), policy);
         p[i] = load_hinted<Out, V>(y + element(i), policy);
       }
-    }
+    });
     if (!at.writes) {
-#pragma unroll
-      for (int i = 0; i < K; ++i) {
+      unroll<K>([&](int i) {
         Vec<A, V> terms = sum_terms<LOG, A>(g[i], p[i]);
         if (a.ragged && has(i)) blank_neighbours(terms, at.start + element(i), a.n, A(0));
         mine += tree_sum(terms);
-      }
+      });
       return;
     }
     if (!gathered) sum = gather_partials<Row>(board, at, pieces).sum;
     gathered = true;
     In* dx = static_cast<In*>(a.dx) + at.row * a.n;
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      if (!has(i)) continue;
+    unroll<K>([&](int i) {
+      if (!has(i)) return;
       const int64_t e = at.start + element(i);
       Vec<A, V> r = score_gradient<LOG, sizeof(In) == 2, A>(g[i], p[i], sum, a.scale);
       if constexpr (MASKED) drop_masked(r, a.mask, mask_offset, e, a.n, !a.ragged);
       if (e >= 0 && e + V <= a.n) store_hinted<In, V>(dx + e, pack<In>(r), drop);
       else store_word(dx + e, e, a.n, pack<In>(r));
-    }
+    });
   });
   if (at.writes) return;
   __shared__ A slots[kPieceThreads / 32];
@@ -795,15 +733,27 @@ struct ColumnArgs {
   double scale;
 };
 
+// The V columns of a thread: their first element in the tensor, and the first row.
+struct ColumnPlace {
+  int64_t base;
+  int first;
+  bool active;
+
+  template <int V>
+  __device__ __forceinline__ static ColumnPlace find(const ColumnArgs& a) {
+    const int64_t tiles = (a.inner + static_cast<int64_t>(a.across) * V - 1) / (static_cast<int64_t>(a.across) * V);
+    const int64_t column = ((blockIdx.x % tiles) * a.across + threadIdx.x % a.across) * V;
+    return {blockIdx.x / tiles * a.n * a.inner + column, static_cast<int>(threadIdx.x / a.across), column < a.inner};
+  }
+};
+
 template <bool FAST, typename A, int V>
 __device__ __forceinline__ Pair<A> extend(Pair<A> p, const Vec<A, V>& v) {
   A m = p.m;
-#pragma unroll
-  for (int j = 0; j < V; ++j) m = maximum(m, v.v[j]);
+  unroll<V>([&](int j) { m = maximum(m, v.v[j]); });
   const A base = finite_or_zero(m);
   Vec<A, V> e;
-#pragma unroll
-  for (int j = 0; j < V; ++j) e.v[j] = exponential<FAST>(v.v[j] - base);
+  unroll<V>([&](int j) { e.v[j] = exponential<FAST>(v.v[j] - base); });
   return {m, p.s * exponential<FAST>(p.m - base) + tree_sum(e)};
 }
 
@@ -812,40 +762,31 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_forward_columns(const 
   using A = compute_t<In>;
   constexpr bool FAST = sizeof(Out) == 2;
   extern __shared__ char memory[];
-  const int64_t tiles = (a.inner + static_cast<int64_t>(a.across) * V - 1) / (static_cast<int64_t>(a.across) * V);
-  const int64_t outer = blockIdx.x / tiles;
-  const int64_t column = ((blockIdx.x % tiles) * a.across + threadIdx.x % a.across) * V;
-  const int first = threadIdx.x / a.across;
-  const bool active = column < a.inner;
-  const int64_t base = outer * a.n * a.inner + column;
-  const In* __restrict__ x = static_cast<const In*>(a.x) + base;
+  const ColumnPlace at = ColumnPlace::find<V>(a);
+  const In* __restrict__ x = static_cast<const In*>(a.x) + at.base;
   const A scale = static_cast<A>(a.scale);
 
   Pair<A> p[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) p[j] = {minus_infinity<A>(), A(0)};
-  if (active) {
+  unroll<V>([&](int j) { p[j] = {minus_infinity<A>(), A(0)}; });
+  if (at.active) {
 #pragma unroll 4
-    for (int64_t i = first; i < a.n; i += a.down) {
+    for (int64_t i = at.first; i < a.n; i += a.down) {
       const Vec<In, V> w = load_vec<In, V>(x + i * a.inner);
-#pragma unroll
-      for (int j = 0; j < V; ++j) p[j] = extend<FAST>(p[j], Vec<A, 1>{{convert<A>(w.v[j]) * scale}});
+      unroll<V>([&](int j) { p[j] = extend<FAST>(p[j], Vec<A, 1>{{convert<A>(w.v[j]) * scale}}); });
     }
   }
   merge_down(p, reinterpret_cast<Pair<A>*>(memory), a, [](Pair<A> u, Pair<A> v) { return merge<FAST>(u, v); });
-  if (!active) return;
-  Out* __restrict__ y = static_cast<Out*>(a.out) + base;
+  if (!at.active) return;
+  Out* __restrict__ y = static_cast<Out*>(a.out) + at.base;
   A last[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) last[j] = Finish<A, LOG, FAST>(p[j]).last;
+  unroll<V>([&](int j) { last[j] = Finish<A, LOG, FAST>(p[j]).last; });
 #pragma unroll 4
-  for (int64_t i = first; i < a.n; i += a.down) {
+  for (int64_t i = at.first; i < a.n; i += a.down) {
     const Vec<In, V> w = load_vec<In, V>(x + i * a.inner);
     Vec<Out, V> r;
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
+    unroll<V>([&](int j) {
       r.v[j] = convert<Out>(Finish<A, LOG, FAST>(p[j].s, last[j])(convert<A>(w.v[j]) * scale - p[j].m));
-    }
+    });
     store_vec<Out, V>(y + i * a.inner, r);
   }
 }
@@ -854,38 +795,32 @@ template <typename In, typename Out, int V, bool LOG>
 __global__ void __launch_bounds__(kColumnThreads) softmax_backward_columns(const ColumnArgs a) {
   using A = compute_t<In>;
   extern __shared__ char memory[];
-  const int64_t tiles = (a.inner + static_cast<int64_t>(a.across) * V - 1) / (static_cast<int64_t>(a.across) * V);
-  const int64_t outer = blockIdx.x / tiles;
-  const int64_t column = ((blockIdx.x % tiles) * a.across + threadIdx.x % a.across) * V;
-  const int first = threadIdx.x / a.across;
-  const bool active = column < a.inner;
-  const int64_t base = outer * a.n * a.inner + column;
-  const Out* __restrict__ dy = static_cast<const Out*>(a.x) + base;
-  const Out* __restrict__ y = static_cast<const Out*>(a.y) + base;
+  const ColumnPlace at = ColumnPlace::find<V>(a);
+  const Out* __restrict__ dy = static_cast<const Out*>(a.x) + at.base;
+  const Out* __restrict__ y = static_cast<const Out*>(a.y) + at.base;
 
   A s[V] = {};
-  if (active) {
+  if (at.active) {
 #pragma unroll 4
-    for (int64_t i = first; i < a.n; i += a.down) {
+    for (int64_t i = at.first; i < a.n; i += a.down) {
       const Vec<Out, V> g = load_vec<Out, V>(dy + i * a.inner);
       const Vec<Out, V> p = LOG ? g : load_vec<Out, V>(y + i * a.inner);  // log_softmax does not look at y here
       const Vec<A, V> terms = sum_terms<LOG, A>(g, p);
-#pragma unroll
-      for (int j = 0; j < V; ++j) s[j] += terms.v[j];
+      unroll<V>([&](int j) { s[j] += terms.v[j]; });
     }
   }
   merge_down(s, reinterpret_cast<A*>(memory), a, [](A u, A v) { return u + v; });
-  if (!active) return;
-  In* __restrict__ dx = static_cast<In*>(a.out) + base;
+  if (!at.active) return;
+  In* __restrict__ dx = static_cast<In*>(a.out) + at.base;
   const A scale = static_cast<A>(a.scale);
 #pragma unroll 4
-  for (int64_t i = first; i < a.n; i += a.down) {
+  for (int64_t i = at.first; i < a.n; i += a.down) {
     const Vec<Out, V> g = load_vec<Out, V>(dy + i * a.inner), p = load_vec<Out, V>(y + i * a.inner);
     const Vec<A, V> ga = unpack<A>(g), pa = unpack<A>(p);
     Vec<A, V> r;
-#pragma unroll
-    for (int j = 0; j < V; ++j)
+    unroll<V>([&](int j) {
       r.v[j] = score_gradient<LOG, sizeof(In) == 2, A>(Vec<A, 1>{{ga.v[j]}}, Vec<A, 1>{{pa.v[j]}}, s[j], scale).v[0];
+    });
     store_vec<In, V>(dx + i * a.inner, pack<In>(r));
   }
 }
@@ -920,27 +855,15 @@ bool in_registers(int64_t words, int most, bool wide) {
   return words <= kRowThreads * most || (wide && words > 3328 && words <= 4 * kWideThreads);
 }
 
-template <typename Kernel, typename... Args>
-void launch_rows(Kernel kernel, const RowLaunch& shape, int64_t rows, cudaStream_t stream, const Args&... args) {
-  const int64_t blocks = ceil_div(rows, shape.block / shape.threads);
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::softmax: ", rows, " rows are more than one launch takes");
-  kernel<<<static_cast<unsigned>(blocks), shape.block, 0, stream>>>(args...);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-// Launches a kernel of pieces, whose partials are `partial` bytes. `ahead`: how many blocks an SM reduce what is not yet written.
-template <bool MASKED, typename Kernel, typename Args>
-void launch_pieces(Kernel kernel, const Args& args, int64_t words, int64_t partial, double ahead, const Launch& launch, const Tensor& like) {
+// Launches a kernel of pieces, whose partials have type Partial. `ahead`: how many blocks of an SM reduce what is not yet written.
+template <bool MASKED, typename Partial, typename Args>
+void launch_pieces(void (*kernel)(Args, int, int64_t, BoardWord*), const Args& args, int64_t words, double ahead, const Launch& launch,
+                   const Tensor& like) {
   const int64_t pieces = std::min<int64_t>(kMostPieces, ceil_div(words, kPieceWords<MASKED> * kPieceThreads));
-  const int64_t blocks = args.rows * pieces * 2;
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::softmax: ", args.rows, " rows of ", args.n, " are more than one launch takes");
   const auto lead = static_cast<int64_t>(ahead * device_traits(launch.device()).processors);
-  const int64_t lag = std::min(args.rows, ceil_div(lead, pieces)), bytes = args.rows * pieces * partial;
-  const Tensor board = empty_contiguous({bytes}, ScalarType::Byte, like);
-  auto* slots = static_cast<unsigned long long*>(board.mutable_data_ptr());
-  STD_CUDA_CHECK(cudaMemsetAsync(slots, 0xff, bytes, launch.stream()));
-  kernel<<<static_cast<unsigned>(blocks), kPieceThreads, 0, launch.stream()>>>(args, static_cast<int>(pieces), lag, slots);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  const int64_t lag = std::min(args.rows, ceil_div(lead, pieces));
+  const Tensor board = empty_board(args.rows * pieces * Message<Partial>::kWords, like, launch);
+  launch_kernel(kernel, {args.rows * pieces * 2, kPieceThreads}, launch, args, static_cast<int>(pieces), lag, pointer<BoardWord>(board));
 }
 
 // Calls f(std::integral_constant<int, K>) for the K = 1, 2, 4, 8 words of a launch.
@@ -954,12 +877,30 @@ void with_words(int words, F&& f) {
   }
 }
 
+// Launches the kernel that holds a row in registers, kernel_of(words a thread), if the row fits with up to MOST words a thread.
+template <int MOST, typename Args, typename KernelOf>
+bool launch_in_registers(Args& args, int vector, bool wide, bool masked, const Launch& launch, KernelOf&& kernel_of) {
+  const int64_t words = args.n / vector;
+  args.ragged = args.n % vector != 0;
+  if (!in_registers(words, MOST, wide)) return false;
+  const RowLaunch shape = row_launch(words, MOST, args.ragged, masked);
+  args.lanes = shape.threads;
+  args.lane_bits = log2_of(shape.threads);
+  with_words(shape.words, [&](auto k) {
+    if constexpr (k.value <= MOST) {
+      kernel_of(k)<<<grid_of(ceil_div(args.rows, shape.block / shape.threads)), shape.block, 0, launch.stream()>>>(args);
+      STD_CUDA_KERNEL_LAUNCH_CHECK();
+    }
+  });
+  return true;
+}
+
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
 Shape shape_of(const Tensor& x, int64_t dim, const char* op) {
   const auto sizes = x.sizes();
-  STD_TORCH_CHECK(dim >= 0 && dim < static_cast<int64_t>(sizes.size()), "fastlayers::", op, ": dim ", dim,
-                  " is out of range for a tensor of ", static_cast<int64_t>(sizes.size()), " dimensions");
+  FASTLAYERS_CHECK(dim >= 0 && dim < static_cast<int64_t>(sizes.size()), op, "dim ", dim, " is out of range for a tensor of ",
+                   static_cast<int64_t>(sizes.size()), " dimensions");
   Shape s;
   for (int64_t d = 0; d < static_cast<int64_t>(sizes.size()); ++d) (d < dim ? s.outer : d == dim ? s.n : s.inner) *= sizes[d];
   return s;
@@ -991,8 +932,8 @@ Mask make_mask(const Tensor& mask, const Dims& sizes, ScalarType x_dtype, const 
            : dtype == x_dtype        ? MaskKind::same_dtype
            : dtype == ScalarType::Float && x_dtype != ScalarType::Double ? MaskKind::float32
                                      : MaskKind::none;
-  STD_TORCH_CHECK(m.kind != MaskKind::none, "fastlayers::", op, ": expected a mask of bool, float32 or x's dtype ",
-                  torch::headeronly::toString(x_dtype), ", but got ", torch::headeronly::toString(dtype));
+  FASTLAYERS_CHECK(m.kind != MaskKind::none, op, "expected a mask of bool, float32 or x's dtype ", toString(x_dtype), ", but got ",
+                   toString(dtype));
   const Dims strides = broadcast_strides(mask, sizes, op, "mask");
   const int64_t last = static_cast<int64_t>(sizes.size()) - 1;
   m.step = strides[last];
@@ -1016,109 +957,75 @@ Mask make_mask(const Tensor& mask, const Dims& sizes, ScalarType x_dtype, const 
   return m;
 }
 
-// Calls f(In{}, Out{}) for the pairs of dtypes that are built: the same twice, or 16 bits in and float32 out.
-template <typename F>
-void dispatch_pair(ScalarType in, ScalarType out, const char* op, F&& f) {
-  dispatch_floating(in, op, [&](auto x) {
-    using In = decltype(x);
-    if (in == out) return f(In{}, In{});
-    if constexpr (sizeof(In) == 2) {
-      if (out == ScalarType::Float) return f(In{}, float{});
-    }
-    STD_TORCH_CHECK(false, "fastlayers::", op, ": no kernel from ", torch::headeronly::toString(in), " to ",
-                    torch::headeronly::toString(out));
-  });
-}
-
 template <typename In, typename Out, bool LOG, bool MASKED>
 void forward_rows(ForwardArgs<compute_t<In>>& args, const Launch& launch, const Tensor& like) {
-  using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
-  constexpr int kMost = MASKED && sizeof(In) == 2 ? 4 : 8;  // a masked row is held in float32
-  args.ragged = args.n % V != 0;
-  if (in_registers(args.n / V, kMost, !MASKED)) {
-    const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, MASKED);
-    args.lanes = shape.threads;
-    args.lane_bits = log2_of(shape.threads);
-    return with_words(shape.words, [&](auto k) {
-      if constexpr (k.value <= kMost)
-        launch_rows(softmax_forward_rows<In, Out, k.value, LOG, MASKED>, shape, args.rows, launch.stream(), args);
-    });
-  }
+  constexpr int V = kVector<In>, kMost = MASKED && sizeof(In) == 2 ? 4 : 8;  // a masked row is held in float32
+  const auto kernel_of = [](auto k) { return &softmax_forward_rows<In, Out, k.value, LOG, MASKED>; };
+  if (launch_in_registers<kMost>(args, V, !MASKED, MASKED, launch, kernel_of)) return;
   const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
   if (launch_held<softmax_forward_held<In, Out, LOG, MASKED>>(args, words, kVectorBytes, launch)) return;
-  launch_pieces<MASKED>(softmax_forward_pieces<In, Out, LOG, MASKED>, args, words, sizeof(Pair<A>), 2.0, launch, like);
+  launch_pieces<MASKED, Pair<compute_t<In>>>(softmax_forward_pieces<In, Out, LOG, MASKED>, args, words, 2.0, launch, like);
 }
 
 template <typename In, typename Out, bool LOG, bool MASKED>
 void backward_rows(BackwardArgs<compute_t<In>>& args, const Launch& launch, const Tensor& like) {
-  using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In), kOutV = kVectorBytes / sizeof(Out);
-  constexpr int kMost = sizeof(In) == sizeof(Out) ? (MASKED ? 4 : 8) : (MASKED ? 2 : 4);
-  args.ragged = args.n % V != 0;
-  if (in_registers(args.n / V, kMost, false)) {
-    const RowLaunch shape = row_launch(args.n / V, kMost, args.ragged, false);
-    args.lanes = shape.threads;
-    args.lane_bits = log2_of(shape.threads);
-    return with_words(shape.words, [&](auto k) {
-      if constexpr (k.value <= kMost)
-        launch_rows(softmax_backward_rows<In, Out, k.value, LOG, MASKED>, shape, args.rows, launch.stream(), args);
-    });
-  }
-  const int64_t words = ceil_div(args.n + (args.ragged ? kOutV - 1 : 0), kOutV);
+  constexpr int V = kVector<Out>, kMost = (sizeof(In) == sizeof(Out) ? 8 : 4) / (MASKED ? 2 : 1);
+  const auto kernel_of = [](auto k) { return &softmax_backward_rows<In, Out, k.value, LOG, MASKED>; };
+  if (launch_in_registers<kMost>(args, kVector<In>, false, false, launch, kernel_of)) return;
+  const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
   if (launch_held<softmax_backward_held<In, Out, LOG, MASKED>>(args, words, 2 * kVectorBytes, launch)) return;
-  launch_pieces<MASKED>(softmax_backward_pieces<In, Out, LOG, MASKED>, args, words, 2 * sizeof(A), 1.0, launch, like);
+  using Partial = typename BackwardPartial<compute_t<In>>::Type;
+  launch_pieces<MASKED, Partial>(softmax_backward_pieces<In, Out, LOG, MASKED>, args, words, 1.0, launch, like);
+}
+
+// Launches the kernel for a strided dimension, with or without vectors. Slot: what the threads of a column exchange.
+template <typename In, typename Slot>
+void launch_columns(void (*vectors)(ColumnArgs), void (*elements)(ColumnArgs), ColumnArgs args, const Shape& s, const Launch& launch) {
+  const ColumnLaunch shape = column_launch(s, kVector<In>);
+  args.n = s.n;
+  args.inner = s.inner;
+  args.across = shape.across;
+  args.down = shape.down;
+  const int threads = shape.across * shape.down;
+  const size_t shared = shape.down == 1 ? 0 : sizeof(Slot) * threads * shape.vector;
+  launch_kernel(shape.vector > 1 ? vectors : elements, {shape.blocks, threads, shared}, launch, args);
+}
+
+void check_last_dim(const MaybeTensor& mask, int64_t dim, const Tensor& x, const char* op) {
+  FASTLAYERS_CHECK(!mask, op, "a mask is supported over the last dimension only, but dim is ", dim, " of ", x.dim());
 }
 
 template <bool LOG>
-Tensor forward_op(const Tensor& x_in, const std::optional<Tensor>& mask, int64_t dim, double scale, ScalarType dtype) {
+Tensor forward_op(const Tensor& x_in, const MaybeTensor& mask, int64_t dim, double scale, ScalarType dtype) {
   const char* op = LOG ? "log_softmax" : "softmax";
   const Shape s = shape_of(x_in, dim, op);
   const Launch launch(x_in);
   Tensor y = empty_result(x_in, dtype);
   if (s.outer * s.n * s.inner == 0) return y;
-  if (s.inner == 1 && dim + 1 == x_in.dim()) {
-    dispatch_pair(x_in.scalar_type(), dtype, op, [&](auto in, auto out) {
-      using In = decltype(in);
-      using Out = decltype(out);
-      const std::optional<int64_t> stride = row_stride(x_in, kVectorBytes / sizeof(In));
-      const Tensor x = stride ? x_in : dense(x_in);
-      using A = compute_t<In>;
-      ForwardArgs<A> args{x.const_data_ptr(), y.mutable_data_ptr(), s.outer, s.n, stride.value_or(s.n), static_cast<A>(scale), 0, 0, false, {}};
-      if (mask) {
-        Tensor keep;
-        args.mask = make_mask(*mask, dims_of(x.sizes()), x.scalar_type(), op, keep);
-        forward_rows<In, Out, LOG, true>(args, launch, x);
-      } else {
-        forward_rows<In, Out, LOG, false>(args, launch, x);
-      }
-    });
-    return y;
-  }
-  STD_TORCH_CHECK(!mask, "fastlayers::", op, ": a mask is served over the last dimension only, and dim is ", dim, " of ",
-                  x_in.dim());
-  const Tensor x = dense(x_in);
-  dispatch_pair(x.scalar_type(), dtype, op, [&](auto in, auto out) {
+  const bool rows = s.inner == 1 && dim + 1 == x_in.dim();
+  if (!rows) check_last_dim(mask, dim, x_in, op);
+  dispatch_pair(x_in.scalar_type(), dtype, op, [&](auto in, auto out) {
     using In = decltype(in);
     using Out = decltype(out);
     using A = compute_t<In>;
-    const ColumnLaunch shape = column_launch(s, kVectorBytes / sizeof(In));
-    const ColumnArgs args{x.const_data_ptr(), nullptr, y.mutable_data_ptr(), s.n, s.inner, shape.across, shape.down, scale};
-    const int threads = shape.across * shape.down;
-    const size_t shared = shape.down == 1 ? 0 : sizeof(Pair<A>) * threads * shape.vector;
-    const dim3 grid(static_cast<unsigned>(shape.blocks));
-    if (shape.vector > 1)
-      softmax_forward_columns<In, Out, kVectorBytes / sizeof(In), LOG><<<grid, threads, shared, launch.stream()>>>(args);
-    else
-      softmax_forward_columns<In, Out, 1, LOG><<<grid, threads, shared, launch.stream()>>>(args);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    const std::optional<int64_t> stride = rows ? row_stride(x_in, kVector<In>) : std::nullopt;
+    const Tensor x = stride ? x_in : dense(x_in);
+    if (!rows) {
+      const ColumnArgs args{x.const_data_ptr(), nullptr, y.mutable_data_ptr(), 0, 0, 0, 0, scale};
+      return launch_columns<In, Pair<A>>(softmax_forward_columns<In, Out, kVector<In>, LOG>, softmax_forward_columns<In, Out, 1, LOG>,
+                                         args, s, launch);
+    }
+    ForwardArgs<A> args{x.const_data_ptr(), y.mutable_data_ptr(), s.outer, s.n, stride.value_or(s.n), static_cast<A>(scale), 0, 0, false, {}};
+    if (!mask) return forward_rows<In, Out, LOG, false>(args, launch, x);
+    Tensor keep;
+    args.mask = make_mask(*mask, dims_of(x.sizes()), x.scalar_type(), op, keep);
+    forward_rows<In, Out, LOG, true>(args, launch, x);
   });
   return y;
 }
 
 template <bool LOG>
-Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const std::optional<Tensor>& mask, int64_t dim, double scale,
-                   ScalarType dtype) {
+Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const MaybeTensor& mask, int64_t dim, double scale, ScalarType dtype) {
   const char* op = LOG ? "log_softmax_backward" : "softmax_backward";
   check_same_shape(y_in, dy_in, op, "dy");
   const Shape s = shape_of(y_in, dim, op);
@@ -1126,45 +1033,32 @@ Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const std::optional<
   Tensor dx = empty_result(y_in, dtype);
   if (s.outer * s.n * s.inner == 0) return dx;
   const Tensor dy = dense(dy_in), y = dense(y_in);
-  if (s.inner == 1 && dim + 1 == y.dim()) {
-    dispatch_pair(dtype, y.scalar_type(), op, [&](auto in, auto out) {
-      using A = compute_t<decltype(in)>;
-      BackwardArgs<A> args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), s.outer, s.n, static_cast<A>(scale), 0, 0, false, {}};
-      if (mask) {
-        Tensor keep;
-        args.mask = make_mask(*mask, dims_of(y.sizes()), y.scalar_type(), op, keep);
-        STD_TORCH_CHECK(args.mask.kind == MaskKind::boolean, "fastlayers::", op, ": expected a boolean mask");
-        backward_rows<decltype(in), decltype(out), LOG, true>(args, launch, y);
-      } else {
-        backward_rows<decltype(in), decltype(out), LOG, false>(args, launch, y);
-      }
-    });
-    return dx;
-  }
-  STD_TORCH_CHECK(!mask, "fastlayers::", op, ": a mask is served over the last dimension only, and dim is ", dim, " of ", y.dim());
+  const bool rows = s.inner == 1 && dim + 1 == y.dim();
+  if (!rows) check_last_dim(mask, dim, y, op);
   dispatch_pair(dtype, y.scalar_type(), op, [&](auto in, auto out) {
     using In = decltype(in);
     using Out = decltype(out);
-    const ColumnLaunch shape = column_launch(s, kVectorBytes / sizeof(In));
-    const ColumnArgs args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), s.n, s.inner,
-                          shape.across, shape.down, scale};
-    const int threads = shape.across * shape.down;
-    const size_t shared = shape.down == 1 ? 0 : sizeof(compute_t<In>) * threads * shape.vector;
-    const dim3 grid(static_cast<unsigned>(shape.blocks));
-    if (shape.vector > 1)
-      softmax_backward_columns<In, Out, kVectorBytes / sizeof(In), LOG><<<grid, threads, shared, launch.stream()>>>(args);
-    else
-      softmax_backward_columns<In, Out, 1, LOG><<<grid, threads, shared, launch.stream()>>>(args);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    using A = compute_t<In>;
+    if (!rows) {
+      const ColumnArgs args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), 0, 0, 0, 0, scale};
+      return launch_columns<In, A>(softmax_backward_columns<In, Out, kVector<In>, LOG>, softmax_backward_columns<In, Out, 1, LOG>, args, s,
+                                   launch);
+    }
+    BackwardArgs<A> args{dy.const_data_ptr(), y.const_data_ptr(), dx.mutable_data_ptr(), s.outer, s.n, static_cast<A>(scale), 0, 0, false, {}};
+    if (!mask) return backward_rows<In, Out, LOG, false>(args, launch, y);
+    Tensor keep;
+    args.mask = make_mask(*mask, dims_of(y.sizes()), y.scalar_type(), op, keep);
+    FASTLAYERS_CHECK(args.mask.kind == MaskKind::boolean, op, "expected a boolean mask");
+    backward_rows<In, Out, LOG, true>(args, launch, y);
   });
   return dx;
 }
 
-Tensor softmax_forward(const Tensor& x, const std::optional<Tensor>& mask, int64_t dim, double scale, bool log, ScalarType dtype) {
+Tensor softmax_forward(const Tensor& x, const MaybeTensor& mask, int64_t dim, double scale, bool log, ScalarType dtype) {
   return log ? forward_op<true>(x, mask, dim, scale, dtype) : forward_op<false>(x, mask, dim, scale, dtype);
 }
 
-Tensor softmax_backward(const Tensor& dy, const Tensor& y, const std::optional<Tensor>& mask, int64_t dim, double scale, bool log,
+Tensor softmax_backward(const Tensor& dy, const Tensor& y, const MaybeTensor& mask, int64_t dim, double scale, bool log,
                         ScalarType dtype) {
   return log ? backward_op<true>(dy, y, mask, dim, scale, dtype) : backward_op<false>(dy, y, mask, dim, scale, dtype);
 }

@@ -9,23 +9,6 @@
 namespace fastlayers {
 namespace {
 
-// ---- exponentials -------------------------------------------------------------------------------------------------------
-
-// FAST, for 16-bit results: the hardware's exp2, whose error stays far below theirs. For wider results the library's exp
-// follows torch. The scores themselves stay in natural units: the lowest bfloat16 times log2(e) would overflow.
-template <bool FAST, typename A>
-__device__ __forceinline__ A exponential(A v) {
-  if constexpr (FAST) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v * 1.4426950408889634f));
-    return r;
-  } else if constexpr (std::is_same_v<A, double>) {
-    return exp(v);
-  } else {
-    return expf(v);
-  }
-}
-
 // ---- reductions over the threads of a row -------------------------------------------------------------------------------
 
 template <typename A>
@@ -73,11 +56,11 @@ template <typename T, int V>
 __device__ __forceinline__ Vec<T, V> maxima(Vec<T, V> a, const Vec<T, V>& b) {
   if constexpr (sizeof(T) == 2) {
     using T2 = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-#pragma unroll
-    for (int j = 0; j < V / 2; ++j) reinterpret_cast<T2*>(a.v)[j] = __hmax2(reinterpret_cast<T2*>(a.v)[j], reinterpret_cast<const T2*>(b.v)[j]);
+    unroll<V / 2>([&](int j) {
+      reinterpret_cast<T2*>(a.v)[j] = __hmax2(reinterpret_cast<T2*>(a.v)[j], reinterpret_cast<const T2*>(b.v)[j]);
+    });
   } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) a.v[j] = maximum(a.v[j], b.v[j]);
+    unroll<V>([&](int j) { a.v[j] = maximum(a.v[j], b.v[j]); });
   }
   return a;
 }
@@ -128,24 +111,9 @@ bool launch_held(const Args& args, int64_t words, int bytes, const Launch& launc
   int64_t cluster = ceil_div(words * bytes, kHeldBytes);
   if (cluster > 8 && cluster < kMaxCluster) cluster = kMaxCluster;  // others leave gaps: .94 for 1.00 with 15 and 16 blocks
   if (device_traits(launch.device()).capability < 90 || cluster > kMaxCluster || args.rows * cluster > INT32_MAX) return false;
-  static bool prepared[kMaxDevices];
-  if (!prepared[launch.device()]) {
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kHeldBytes));
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    prepared[launch.device()] = true;
-  }
   const int each = static_cast<int>(ceil_div(words, cluster));
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(args.rows * cluster));
-  config.blockDim = dim3(kHeldThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(each) * bytes;
-  config.stream = launch.stream();
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args, each));
+  allow_shared_memory<kernel>(kHeldBytes, launch);
+  launch_kernel(kernel, {args.rows * cluster, kHeldThreads, static_cast<size_t>(each) * bytes, static_cast<int>(cluster)}, launch, args, each);
   return true;
 }
 
@@ -158,15 +126,13 @@ template <typename T, int V, typename Args, typename Combine>
 __device__ __forceinline__ void merge_down(T (&value)[V], T* shared, const Args& a, Combine&& combine) {
   if (a.down == 1) return;
   const int x = threadIdx.x % a.across, y = threadIdx.x / a.across;
-#pragma unroll
-  for (int j = 0; j < V; ++j) shared[(y * V + j) * a.across + x] = value[j];
+  unroll<V>([&](int j) { shared[(y * V + j) * a.across + x] = value[j]; });
   __syncthreads();
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
+  unroll<V>([&](int j) {
     T all = shared[j * a.across + x];
     for (int k = 1; k < a.down; ++k) all = combine(all, shared[(k * V + j) * a.across + x]);
     value[j] = all;
-  }
+  });
 }
 
 struct Shape {

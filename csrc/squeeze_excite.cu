@@ -1,5 +1,5 @@
-// What squeeze-and-excite reads of an image beside the product with its gates: the sum of each channel over space, of x or of a
-// product, and the gradient that the product and the mean send back to one x, in one pass.
+// What squeeze-and-excite needs of an image besides the product with its gates: the sums over space of each channel, of x or of a product,
+// and the gradient that the product and the mean send back to one x, in one pass.
 #include "common/columns.cuh"
 #include "common/ops.h"
 
@@ -13,11 +13,9 @@ __device__ __forceinline__ void add_words(Vec<compute_t<T>, V>& sum, const Vec<T
   const Vec<A, V> v = unpack<A>(x);
   if constexpr (PRODUCT) {
     const Vec<A, V> w = unpack<A>(y);
-#pragma unroll
-    for (int j = 0; j < V; ++j) sum.v[j] += v.v[j] * w.v[j];
+    unroll<V>([&](int j) { sum.v[j] += v.v[j] * w.v[j]; });
   } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) sum.v[j] += v.v[j] * factor;
+    unroll<V>([&](int j) { sum.v[j] += v.v[j] * factor; });
   }
 }
 
@@ -38,14 +36,12 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<compute_t<T>>)
     constexpr int U = count.value;
     Vec<T, V> wx[U];
     [[maybe_unused]] Vec<T, V> wy[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       const int64_t i = base + (row + u * me.step) * c.columns;
       wx[u] = load_vec<T, V>(x + i);
       if constexpr (PRODUCT) wy[u] = load_vec<T, V>(y + i);
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) add_words<T, V, PRODUCT>(sum, wx[u], PRODUCT ? wy[u] : wx[u], factor);
+    });
+    unroll<U>([&](int u) { add_words<T, V, PRODUCT>(sum, wx[u], PRODUCT ? wy[u] : wx[u], factor); });
   });
   me.store(c, sum, partial + outer * c.pieces * c.columns, sums == nullptr ? sums : sums + outer * c.columns);
 }
@@ -70,8 +66,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const T* __restrict__ x, co
     }
   }
   A sum = 0;
-#pragma unroll
-  for (int j = 0; j < V; ++j) sum += sums_of.v[j];
+  unroll<V>([&](int j) { sum += sums_of.v[j]; });
 #pragma unroll
   for (int o = 16; o > 0; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
   if (across > 32) {
@@ -91,19 +86,16 @@ __global__ void __launch_bounds__(kThreads) scale_shift_words(const T* __restric
   using A = compute_t<T>;
   constexpr int V = kVector<T>;
   Vec<T, V> wx[kUnroll], ws[kUnroll], wm[kUnroll];
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
+  unroll<kUnroll>([&](int u) {
     const int64_t i = flat_index<T>(u);
     if (i < n) wx[u] = load_vec<T, V>(x + i), ws[u] = repeats.load(scale, i), wm[u] = repeats.load(shift, i);
-  }
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
+  });
+  unroll<kUnroll>([&](int u) {
     Vec<A, V> r = unpack<A>(wx[u]);
     const Vec<A, V> s = unpack<A>(ws[u]), m = unpack<A>(wm[u]);
-#pragma unroll
-    for (int j = 0; j < V; ++j) r.v[j] = r.v[j] * s.v[j] + factor * m.v[j];
+    unroll<V>([&](int j) { r.v[j] = r.v[j] * s.v[j] + factor * m.v[j]; });
     if (flat_index<T>(u) < n) store_vec<T, V>(out + flat_index<T>(u), pack<T>(r));
-  }
+  });
 }
 
 // The same of any [outer, repeat, columns], element by element.
@@ -126,10 +118,10 @@ struct Image {
   int64_t outer, repeat, columns;
 
   Image(const Tensor& x, const char* op) : sizes(dims_of(x.sizes())), strides(dims_of(x.strides())) {
-    STD_TORCH_CHECK(sizes.size() == 4, "fastlayers::", op, ": expected images, of 4 dimensions");
+    FASTLAYERS_CHECK(sizes.size() == 4, op, "expected images with 4 dimensions");
     const bool last = !x.is_contiguous();
-    STD_TORCH_CHECK(!last || same_layout(sizes, strides, dense_strides(sizes, {0, 2, 3, 1})), "fastlayers::", op,
-                    ": expected contiguous or channels_last images");
+    FASTLAYERS_CHECK(!last || same_layout(sizes, strides, dense_strides(sizes, {0, 2, 3, 1})), op,
+                     "expected contiguous or channels_last images");
     repeat = sizes[2] * sizes[3];
     outer = last ? sizes[0] : sizes[0] * sizes[1];
     columns = last ? sizes[1] : 1;
@@ -139,13 +131,13 @@ struct Image {
 }  // namespace
 
 // The sums over space, (N, C, 1, 1), of x·factor or of x·y, for a y that lies as x does.
-Tensor spatial_sum(const Tensor& x, const std::optional<Tensor>& y, double factor) {
+Tensor spatial_sum(const Tensor& x, const MaybeTensor& y, double factor) {
   const char* op = "spatial_sum";
   const Image image(x, op);
   if (y) {
     check_same_shape(x, *y, op, "y");
-    STD_TORCH_CHECK(factor == 1 && same_layout(image.sizes, image.strides, dims_of(y->strides())), "fastlayers::", op,
-                    ": expected a y that lies as x does, and no factor besides");
+    FASTLAYERS_CHECK(factor == 1 && same_layout(image.sizes, image.strides, dims_of(y->strides())), op,
+                     "expected y with the strides of x, and no factor besides it");
   }
   const Launch launch(x);
   Tensor out = empty_contiguous({image.sizes[0], image.sizes[1], 1, 1}, x.scalar_type(), x);
@@ -155,20 +147,17 @@ Tensor spatial_sum(const Tensor& x, const std::optional<Tensor>& y, double facto
     using T = decltype(zero);
     using A = compute_t<T>;
     constexpr int V = kVector<T>;
-    const T* px = static_cast<const T*>(x.const_data_ptr());
-    const T* py = y ? static_cast<const T*>(y->const_data_ptr()) : nullptr;
-    T* sums = static_cast<T*>(out.mutable_data_ptr());
+    const T* px = pointer<const T>(x);
+    const T* py = pointer<const T>(y);
+    const auto by = static_cast<A>(factor);
+    T* sums = pointer<T>(out);
     const bool whole = aligned(px) && aligned(py);
     const auto run = [&](auto product) {
       constexpr bool P = decltype(product)::value;
       if (columns == 1) {
         const int across = repeat > 8 * 32 * V ? kThreads : 32;
-        const unsigned grid = blocks_for(outer, kThreads / across);
-        if (whole && repeat % V == 0) {
-          sum_rows<T, true, P><<<grid, kThreads, 0, launch.stream()>>>(px, py, sums, static_cast<A>(factor), outer, repeat, across);
-        } else {
-          sum_rows<T, false, P><<<grid, kThreads, 0, launch.stream()>>>(px, py, sums, static_cast<A>(factor), outer, repeat, across);
-        }
+        const auto kernel = whole && repeat % V == 0 ? &sum_rows<T, true, P> : &sum_rows<T, false, P>;
+        kernel<<<blocks_for(outer, kThreads / across), kThreads, 0, launch.stream()>>>(px, py, sums, by, outer, repeat, across);
         STD_CUDA_KERNEL_LAUNCH_CHECK();
         return;
       }
@@ -177,7 +166,7 @@ Tensor spatial_sum(const Tensor& x, const std::optional<Tensor>& y, double facto
         const Columns c = Columns::plan<A>(repeat, columns, W, launch.device(), outer);
         Tensor partial = empty_partial<A>(c.pieces == 1 ? 0 : outer * c.pieces, columns, x);
         sum_columns<T, W, P><<<blocks_for(c.blocks() * outer, 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
-            px, py, static_cast<A*>(partial.mutable_data_ptr()), c.pieces == 1 ? sums : nullptr, static_cast<A>(factor), c);
+            px, py, pointer<A>(partial), c.pieces == 1 ? sums : nullptr, by, c);
         STD_CUDA_KERNEL_LAUNCH_CHECK();
         if (c.pieces > 1) launch_add_pieces<T>(partial, sums, outer, c.pieces, columns, launch);
       };
@@ -197,7 +186,7 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
   const Dims sizes{image.sizes[0], image.sizes[1], 1, 1};
   for (const Tensor* t : {&scale_in, &shift_in}) {
     check_same(x, *t, op, "scale and shift");
-    STD_TORCH_CHECK(dims_of(t->sizes()) == sizes, "fastlayers::", op, ": expected scale and shift of shape (N, C, 1, 1)");
+    FASTLAYERS_CHECK(dims_of(t->sizes()) == sizes, op, "expected scale and shift of shape (N, C, 1, 1)");
   }
   const Launch launch(x);
   Tensor out = empty_strided(image.sizes, image.strides, x.scalar_type(), x);
@@ -208,19 +197,18 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
   dispatch_floating(x.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
     constexpr int V = kVector<T>;
-    const T* px = static_cast<const T*>(x.const_data_ptr());
-    const T* ps = static_cast<const T*>(scale.const_data_ptr());
-    const T* pm = static_cast<const T*>(shift.const_data_ptr());
-    T* po = static_cast<T*>(out.mutable_data_ptr());
+    const T* px = pointer<const T>(x);
+    const T* ps = pointer<const T>(scale);
+    const T* pm = pointer<const T>(shift);
+    T* po = pointer<T>(out);
     const auto by = static_cast<compute_t<T>>(factor);
     const int64_t block = image.repeat * image.columns;
     const bool whole = image.columns == 1 ? block % V == 0 : image.columns % V == 0 && aligned(ps) && aligned(pm);
     if (whole && aligned(px) && n <= INT32_MAX) {
       const Repeats repeats{true, Divider(static_cast<uint32_t>(image.columns)), Divider(static_cast<uint32_t>(block))};
-      scale_shift_words<T><<<flat_blocks<T>(n), kThreads, 0, launch.stream()>>>(px, ps, pm, po, n, by, repeats);
-    } else {
-      scale_shift_elements<T><<<blocks_for(n, kThreads), kThreads, 0, launch.stream()>>>(px, ps, pm, po, n, by, block, image.columns);
+      return launch_flat<T>(scale_shift_words<T>, n, launch, px, ps, pm, po, n, by, repeats);
     }
+    scale_shift_elements<T><<<blocks_for(n, kThreads), kThreads, 0, launch.stream()>>>(px, ps, pm, po, n, by, block, image.columns);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;

@@ -11,9 +11,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;  // words of each operand in flight a thread, unless a kernel says otherwise
 
-template <typename T>
-constexpr int kVector = kVectorBytes / sizeof(T);
-
 // The V elements at element i of n: WHOLE, or one element at a time where the tensor does not start on a 16-byte boundary, and
 // at its end.
 template <typename T, bool WHOLE, int V = kVector<T>>
@@ -22,8 +19,7 @@ __device__ __forceinline__ Vec<T, V> load_flat(const T* p, int64_t i, int64_t n)
   if constexpr (WHOLE) {
     w = load_vec<T, V>(p + i);
   } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) w.v[j] = i + j < n ? p[i + j] : convert<T>(0.f);
+    unroll<V>([&](int j) { w.v[j] = i + j < n ? p[i + j] : convert<T>(0.f); });
   }
   return w;
 }
@@ -33,9 +29,7 @@ __device__ __forceinline__ void store_flat(T* p, int64_t i, int64_t n, const Vec
   if constexpr (WHOLE) {
     store_vec<T, V>(p + i, w);
   } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (i + j < n) p[i + j] = w.v[j];
+    unroll<V>([&](int j) { if (i + j < n) p[i + j] = w.v[j]; });
   }
 }
 
@@ -58,19 +52,31 @@ __device__ __forceinline__ void for_block(bool is_aligned, int64_t n, F&& f) {
   }
 }
 
+// Calls f(whole, i, w) with the words of these tensors at element i, for each word of this thread. All of them are loaded before the
+// first call, as for_block says.
+template <typename T, int UNROLL = kUnroll, int N, typename F>
+__device__ __forceinline__ void for_words(bool is_aligned, int64_t n, const T* const (&tensors)[N], F&& f) {
+  for_block<T, UNROLL>(is_aligned, n, [&](auto words, int first) {
+    constexpr int U = words.value;
+    constexpr bool WHOLE = U > 1;
+    Vec<T, kVector<T>> w[U][N];
+    unroll<U>([&](int u) {
+      unroll<N>([&](int k) { w[u][k] = load_flat<T, WHOLE>(tensors[k], flat_index<T, UNROLL>(first + u), n); });
+    });
+    unroll<U>([&](int u) { f(std::bool_constant<WHOLE>{}, flat_index<T, UNROLL>(first + u), w[u]); });
+  });
+}
+
 // Has the words of a and b all in flight before one of a is used: ptxas moves a load down to its first use, behind all that can be
 // computed without it, to save registers. nothing: 0, and the compiler does not know.
 template <typename T, int V, int U>
 __device__ __forceinline__ void wait_for_all(Vec<T, V> (&a)[U], const Vec<T, V> (&b)[U], unsigned nothing) {
   if constexpr (sizeof(T) == 2 && V % 2 == 0) {
-#pragma unroll
-    for (int i = 0; i < V / 2; ++i) {
+    unroll<V / 2>([&](int i) {
       unsigned all = 0;
-#pragma unroll
-      for (int u = 0; u < U; ++u) all |= words_of(b[u])[i] | (u > 0 ? words_of(a[u])[i] : 0);
-#pragma unroll
-      for (int u = 0; u < U; ++u) words_of(a[u])[i] |= all & nothing;
-    }
+      unroll<U>([&](int u) { all |= words_of(b[u])[i] | (u > 0 ? words_of(a[u])[i] : 0); });
+      unroll<U>([&](int u) { words_of(a[u])[i] |= all & nothing; });
+    });
   }
 }
 
@@ -104,11 +110,10 @@ __device__ __forceinline__ Vec<T, kVector<T>> load_rows(const T* p, int64_t i, i
     return load_vec<T, V>(p + i + row * skip);
   } else {
     Vec<T, V> w;
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
+    unroll<V>([&](int j) {
       const int64_t at = i + j * kThreads;
       w.v[j] = at < n ? p[at + rows.row(at) * skip] : convert<T>(0.f);
-    }
+    });
     return w;
   }
 }
@@ -120,11 +125,10 @@ __device__ __forceinline__ void store_rows(T* p, int64_t i, int64_t n, const Row
   if constexpr (WHOLE) {
     store_vec<T, V>(p + i + row * skip, w);
   } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
+    unroll<V>([&](int j) {
       const int64_t at = i + j * kThreads;
       if (at < n) p[at + rows.row(at) * skip] = w.v[j];
-    }
+    });
   }
 }
 
@@ -165,14 +169,17 @@ struct Tasks {
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-inline unsigned blocks_for(int64_t n, int64_t each) {
-  const int64_t blocks = ceil_div(n, each);
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers: ", n, " elements are more than one launch takes");
-  return static_cast<unsigned>(blocks);
-}
+inline unsigned blocks_for(int64_t n, int64_t each) { return grid_of(ceil_div(n, each)); }
 
 template <typename T, int UNROLL = kUnroll>
 unsigned flat_blocks(int64_t n) { return blocks_for(n, static_cast<int64_t>(kThreads) * UNROLL * kVector<T>); }
+
+// Launches a kernel that walks n elements flat.
+template <typename T, int UNROLL = kUnroll, typename... Parameters, typename... Args>
+void launch_flat(void (*kernel)(Parameters...), int64_t n, const Launch& launch, const Args&... args) {
+  kernel<<<flat_blocks<T, UNROLL>(n), kThreads, 0, launch.stream()>>>(args...);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
 
 // Calls f(first row, elements, Rows) for the whole of [rows, columns], or for shares of so many rows as Rows takes.
 template <typename F>

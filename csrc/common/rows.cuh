@@ -52,6 +52,21 @@ __device__ __forceinline__ float exp2_fast(float v) {
   return r;
 }
 
+// e^v and its inverse. FAST, for 16-bit results: the hardware's functions, whose errors stay far below theirs. For wider results the
+// library's follow torch. The argument stays in natural units: the lowest bfloat16 times log2(e) would overflow.
+template <bool FAST, typename A>
+__device__ __forceinline__ A exponential(A v) {
+  if constexpr (FAST) return exp2_fast(v * kLog2E);
+  else if constexpr (std::is_same_v<A, double>) return exp(v);
+  else return expf(v);
+}
+template <bool FAST, typename A>
+__device__ __forceinline__ A logarithm(A v) {
+  if constexpr (FAST) return __logf(v);
+  else if constexpr (std::is_same_v<A, double>) return log(v);
+  else return logf(v);
+}
+
 // The largest of the elements that a thread holds. Packed 16-bit values are compared two at a time, unconverted.
 template <typename T, int K, int V>
 __device__ __forceinline__ T largest(const Vec<T, V> (&held)[K]) {
@@ -60,15 +75,13 @@ __device__ __forceinline__ T largest(const Vec<T, V> (&held)[K]) {
     T2 m = reinterpret_cast<const T2*>(held[0].v)[0];
 #pragma unroll
     for (int i = 0; i < K; ++i)
-#pragma unroll
-      for (int j = 0; j < V / 2; ++j) m = __hmax2(m, reinterpret_cast<const T2*>(held[i].v)[j]);
+      unroll<V / 2>([&](int j) { m = __hmax2(m, reinterpret_cast<const T2*>(held[i].v)[j]); });
     return __hmax(m.x, m.y);
   } else {
     T m = held[0].v[0];
 #pragma unroll
     for (int i = 0; i < K; ++i)
-#pragma unroll
-      for (int j = 0; j < V; ++j) m = maximum(m, held[i].v[j]);
+      unroll<V>([&](int j) { m = maximum(m, held[i].v[j]); });
     return m;
   }
 }
@@ -114,8 +127,7 @@ __device__ __forceinline__ A tree_sum(const Vec<A, V>& v) {
     return v.v[0];
   } else {
     Vec<A, V / 2> half;
-#pragma unroll
-    for (int j = 0; j < V / 2; ++j) half.v[j] = v.v[2 * j] + v.v[2 * j + 1];
+    unroll<V / 2>([&](int j) { half.v[j] = v.v[2 * j] + v.v[2 * j + 1]; });
     return tree_sum(half);
   }
 }
@@ -198,25 +210,31 @@ struct Place {
 
 // ---- words at the ends of a row -----------------------------------------------------------------------------------------
 
+// A word begins with element e of a row of n elements, and may have elements of the neighbouring rows: e < 0, or e + V > n.
+template <typename I, typename N>
+__device__ __forceinline__ bool inside(I e, int j, N n) { return e + j >= 0 && e + j < n; }
+template <int V, typename I, typename N>
+__device__ __forceinline__ bool all_inside(I e, N n) { return e >= 0 && e + V <= n; }
+
 // Writes the part of a word that belongs to the row.
-template <typename T, int V>
-__device__ __forceinline__ void store_word(T* p, int64_t e, int64_t n, const Vec<T, V>& w) {
-  if (e >= 0 && e + V <= n) {
+template <typename T, int V, typename I, typename N>
+__device__ __forceinline__ void store_word(T* p, I e, N n, const Vec<T, V>& w) {
+  if (all_inside<V>(e, n)) {
     store_vec<T, V>(p, w);
   } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (e + j >= 0 && e + j < n) p[j] = w.v[j];
+    unroll<V>([&](int j) {
+      if (inside(e, j, n)) p[j] = w.v[j];
+    });
   }
 }
 
-// Overwrites what a word at element e of a row of n holds of the neighbouring rows.
-template <typename T, int V>
-__device__ __forceinline__ void blank_neighbours(Vec<T, V>& v, int64_t e, int64_t n, T value) {
-  if (e >= 0 && e + V <= n) return;
-#pragma unroll
-  for (int j = 0; j < V; ++j)
-    if (e + j < 0 || e + j >= n) v.v[j] = value;
+// Overwrites what a word holds of the neighbouring rows.
+template <typename T, int V, typename I, typename N>
+__device__ __forceinline__ void blank_neighbours(Vec<T, V>& v, I e, N n, T value) {
+  if (all_inside<V>(e, n)) return;
+  unroll<V>([&](int j) {
+    if (!inside(e, j, n)) v.v[j] = value;
+  });
 }
 
 // ---- shared memory ------------------------------------------------------------------------------------------------------

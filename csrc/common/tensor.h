@@ -18,12 +18,32 @@
 namespace fastlayers {
 
 using torch::headeronly::ScalarType;
+using torch::headeronly::toString;
 using torch::stable::Tensor;
 
 constexpr int kVectorBytes = 16;  // the widest load and store of one thread
 constexpr int kMaxDims = 6;       // of a broadcast, after neighbouring dimensions are merged
 
 using Dims = std::vector<int64_t>;
+using MaybeTensor = std::optional<Tensor>;
+
+// Raises an error that names the op unless the condition holds.
+#define FASTLAYERS_CHECK(condition, op, ...) STD_TORCH_CHECK(condition, "fastlayers::", op, ": ", __VA_ARGS__)
+
+inline bool is_low_precision(ScalarType dtype) { return dtype == ScalarType::Half || dtype == ScalarType::BFloat16; }
+
+// The dtype in which values of another one are accumulated.
+inline ScalarType compute_dtype(ScalarType dtype) { return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
+inline ScalarType compute_dtype(const Tensor& t) { return compute_dtype(t.scalar_type()); }
+
+// The first element of a tensor, to read for a const T and to write for another one. No tensor has a null pointer.
+template <typename T>
+inline T* pointer(const Tensor& t) {
+  if constexpr (std::is_const_v<T>) return static_cast<T*>(t.const_data_ptr());
+  else return static_cast<T*>(t.mutable_data_ptr());
+}
+template <typename T>
+inline T* pointer(const MaybeTensor& t) { return t ? pointer<T>(*t) : nullptr; }
 
 inline Dims dims_of(const torch::headeronly::IntHeaderOnlyArrayRef& ref) { return Dims(ref.begin(), ref.end()); }
 
@@ -129,6 +149,16 @@ inline Dims contiguous_strides(const Dims& sizes) {
 inline Tensor empty_contiguous(const Dims& sizes, ScalarType dtype, const Tensor& like) {
   return empty_strided(sizes, contiguous_strides(sizes), dtype, like);
 }
+// Sizes in braces, up to kMaxDims of them, are not allocated.
+inline Tensor empty_contiguous(std::initializer_list<int64_t> sizes, ScalarType dtype, const Tensor& like) {
+  int64_t strides[kMaxDims], step = 1;
+  const int64_t dims = static_cast<int64_t>(sizes.size());
+  for (int64_t d = dims - 1; d >= 0; --d) {
+    strides[d] = step;
+    step *= std::max<int64_t>(sizes.begin()[d], 1);
+  }
+  return empty_strided(dims, sizes.begin(), strides, dtype, like);
+}
 
 // Dimensions from the slowest to the fastest in memory, as torch orders those of an elementwise result. The comparison is
 // not transitive, so only TensorIterator's own insertion sort gives its answer.
@@ -204,16 +234,23 @@ inline Tensor with_strides(const Tensor& t, const Dims& sizes, const Dims& strid
 
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0; }
 
+inline void check_device(const Tensor& x, const Tensor& t, const char* op, const char* name) {
+  FASTLAYERS_CHECK(x.is_cuda() == t.is_cuda() && x.get_device_index() == t.get_device_index(), op, "expected ", name, " on x's device");
+}
+
 inline void check_same(const Tensor& x, const Tensor& y, const char* op, const char* name) {
-  STD_TORCH_CHECK(x.scalar_type() == y.scalar_type(), "fastlayers::", op, ": expected ", name, " of x's dtype ",
-                  torch::headeronly::toString(x.scalar_type()), ", but got ", torch::headeronly::toString(y.scalar_type()));
-  STD_TORCH_CHECK(x.is_cuda() == y.is_cuda() && x.get_device_index() == y.get_device_index(), "fastlayers::", op,
-                  ": expected ", name, " on x's device");
+  FASTLAYERS_CHECK(x.scalar_type() == y.scalar_type(), op, "expected ", name, " of x's dtype ", toString(x.scalar_type()), ", but got ",
+                   toString(y.scalar_type()));
+  check_device(x, y, op, name);
+}
+
+inline void check_same_sizes(const Tensor& x, const Tensor& y, const char* op, const char* name) {
+  FASTLAYERS_CHECK(dims_of(x.sizes()) == dims_of(y.sizes()), op, "expected ", name, " of x's shape");
 }
 
 inline void check_same_shape(const Tensor& x, const Tensor& y, const char* op, const char* name) {
   check_same(x, y, op, name);
-  STD_TORCH_CHECK(dims_of(x.sizes()) == dims_of(y.sizes()), "fastlayers::", op, ": expected ", name, " of x's shape");
+  check_same_sizes(x, y, op, name);
 }
 
 // A list of dimensions, slowest first, over which several operands step with strides of their own. Neighbours that step
@@ -254,11 +291,10 @@ inline Dims broadcast_strides(const Tensor& t, const Dims& sizes, const char* op
   const Dims own = dims_of(t.sizes()), steps = dims_of(t.strides());
   Dims strides(sizes.size(), 0);
   const int64_t shift = static_cast<int64_t>(sizes.size()) - static_cast<int64_t>(own.size());
-  STD_TORCH_CHECK(shift >= 0, "fastlayers::", op, ": ", name, " has ", own.size(), " dimensions, more than the ", sizes.size(),
-                  " of the result");
+  FASTLAYERS_CHECK(shift >= 0, op, name, " has ", own.size(), " dimensions, more than the ", sizes.size(), " of the result");
   for (size_t d = 0; d < own.size(); ++d) {
-    STD_TORCH_CHECK(own[d] == sizes[d + shift] || own[d] == 1, "fastlayers::", op, ": ", name, " has size ", own[d],
-                    " where the result has ", sizes[d + shift], " (dimension ", static_cast<int64_t>(d) + shift, ")");
+    FASTLAYERS_CHECK(own[d] == sizes[d + shift] || own[d] == 1, op, name, " has size ", own[d], " where the result has ",
+                     sizes[d + shift], " (dimension ", static_cast<int64_t>(d) + shift, ")");
     strides[d + shift] = own[d] == sizes[d + shift] ? steps[d] : 0;
   }
   return strides;
