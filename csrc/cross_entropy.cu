@@ -1,20 +1,19 @@
 // cross_entropy of logits and classes, forward and backward.
 //
-// The stock composition writes log_softmax(logits), reads one element of each row of it, and keeps it all for a backward that
-// reads it and writes another. Here the forward reads the logits once and keeps two numbers a row, whose sum is lse = log(sum of
-// exp(scores)): the maximum and the logarithm of the sum below it, for the difference of a score and lse would lose digits of
-// large scores. The backward needs no reduction, reads the logits once and writes their gradient. fastlayers/ops/cross_entropy.py
-// has the formulas.
+// The stock composition writes log_softmax(logits), reads one element of each row, and keeps all of it for a backward that reads it and
+// writes as much. Here the forward reads the logits once and keeps two numbers for each row, whose sum is lse = log(sum(exp(scores))):
+// the maximum, and the logarithm of the sum relative to it. With lse alone, the difference to a large score would lose digits. The
+// backward needs no reduction: it reads the logits once and writes their gradient. fastlayers/ops/cross_entropy.py has the formulas.
 //
-//   rows     classes are next to each other: a part of a warp or a block goes along a row with a running (maximum, sum of
-//            exponentials below it) a thread. Few rows are cut into pieces, whose partials a second kernel merges. Rows may begin
-//            anywhere in a 16-byte word, and lie at any distance: of the words that cover a row, what belongs to its neighbours
-//            is ignored.
+//   rows     classes are contiguous: a part of a warp or a block goes along a row, and each thread keeps a running (maximum, sum of
+//            exponentials relative to it). If there are few rows, they are cut into pieces, whose partials a second kernel merges.
+//            Rows may begin anywhere in a 16-byte word and have any stride: a thread reads the words that cover a row and ignores the
+//            elements of its neighbours.
 //   columns  classes are strided: a thread owns neighbouring columns and walks down them.
 //   held     a chunk of linear_cross_entropy: losses and gradients in one kernel that holds each row in the shared memory of a
 //            cluster and writes the gradient over the logits.
 //
-// PLAIN kernels have neither softcap nor label smoothing, which cost registers. Rows that are ignored are not read.
+// PLAIN kernels have neither softcap nor label smoothing, which cost registers. Ignored rows are not read.
 #include <cassert>
 
 #include "softmax.cuh"
@@ -23,13 +22,13 @@ namespace fastlayers {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarpWords = 512;          // rows of up to so many words get a warp or less
-constexpr int kLaneWords = 2;            // of a row, for each of its lanes where it gets less than a warp
-constexpr int kFewRows = 4;              // of more words than a warp's, an SM: fewer are cut into pieces,
-constexpr int kPieceBlocks = 8;          // of which there are so many blocks an SM
+constexpr int kWarpWords = 512;          // a row of up to so many words gets a warp or less
+constexpr int kLaneWords = 2;            // words of a lane in a row that gets less than a warp
+constexpr int kFewRows = 4;              // longer rows of an SM: if there are fewer, they are cut into pieces,
+constexpr int kPieceBlocks = 8;          // for so many blocks of an SM
 constexpr int64_t kMostClasses = 1 << 30;  // places in a row are 32 bits
 
-// Words of a row that a thread loads before it uses the first, and blocks on an SM, which leave it the registers for them.
+// Words of a row that a thread loads before it uses the first one, and blocks of an SM, which leave a thread the registers for them.
 template <typename T, bool PLAIN>
 constexpr int kForwardWords = PLAIN && sizeof(T) < 8 ? 8 : 4;
 constexpr int kBackwardWords = 4;
@@ -81,7 +80,7 @@ struct Terms {
   int classes;
   A smoothing, softcap, z_loss;  // softcap 0: none
 
-  // The class of a row; -1: it is ignored. As torch's kernels have it, another target stops the program.
+  // The class of a row, or -1 if the row is ignored. Any other target stops the program, as in torch's kernels.
   __device__ __forceinline__ int target_of(int64_t row) const {
     const int64_t t = target[row];
     if (t == ignore_index) return -1;
@@ -89,12 +88,12 @@ struct Terms {
     return static_cast<int>(t);
   }
   __device__ __forceinline__ A weight_of(int c) const { return weight == nullptr ? A(1) : weight[c]; }
-  // What smoothing adds to the gradient of a class, but for its weight.
+  // What smoothing adds to the gradient of a class with weight 1.
   __device__ __forceinline__ A uniform() const { return smoothing / static_cast<A>(classes); }
   __device__ __forceinline__ A all_weights() const { return weight_sum == nullptr ? static_cast<A>(classes) : *weight_sum; }
 };
 
-// softcap·tanh(v / softcap). FAST: by the hardware's exponential and reciprocal; the error is of some 1e-7 of the softcap.
+// softcap·tanh(v / softcap). FAST uses the hardware's exponential and reciprocal, with an error of about 1e-7 times the softcap.
 template <bool FAST, typename A>
 __device__ __forceinline__ A capped(A v, A softcap, A reciprocal) {
   if constexpr (FAST) return softcap * (1.f - __fdividef(2.f, 1.f + exponential<true>(2.f * v * reciprocal)));
@@ -114,8 +113,8 @@ struct Sums {
   A linear = 0;
 };
 
-// Takes up to K words of a row into its sums. element(i) is the place in the row of word i, has(i) whether there is one; unless
-// `whole`, it may begin before the row and end past its n elements.
+// Adds up to K words of a row to its sums. element(i) is the place of word i in the row, and has(i) tells whether there is one. Unless
+// `whole`, a word may begin before the row and end after its n elements.
 template <bool PLAIN, bool FAST, typename T, typename A, int K, int V, typename Has, typename Element>
 __device__ __forceinline__ void add_words(Sums<A>& sums, Vec<T, V> (&held)[K], int n, bool whole, const Terms<A>& terms,
                                           Has&& has, Element&& element) {
@@ -190,7 +189,7 @@ struct Slope {
     return s;
   }
 
-  // Of one class c with the logit v; `target`: c is t, `inside`: c has a weight.
+  // The gradient of one class c with the logit v. `target`: c is t. `inside`: c has a weight.
   __device__ __forceinline__ A operator()(A v, int c, bool target, bool inside, const Terms<A>& terms) const {
     const A score = score_of<PLAIN, FAST>(v, terms);
     A d = exponential<FAST>(FAST ? score - level.base : (score - level.base) - level.rest) * factor;
@@ -205,7 +204,7 @@ struct Slope {
     return d;
   }
 
-  // Of the word at element e of the row, of which n are classes; 0 past these.
+  // The gradients of the word at element e of a row with n classes, and 0 after the classes.
   template <typename T, int V>
   __device__ __forceinline__ Vec<T, V> word(const Vec<T, V>& x, int e, int n, const Terms<A>& terms) const {
     Vec<A, V> d = unpack<A>(x);
@@ -233,8 +232,8 @@ struct RowArgs {
   Terms<A> terms;
 };
 
-// The words of a thread: first, first + stride, ... up to words. In a row that is not whole words the first begins up to V - 1
-// elements before the row.
+// The words of a thread: first, first + stride, ... up to words. If rows are not whole words, the first one begins up to V - 1 elements
+// before the row.
 struct Stand {
   int64_t row;
   int start;  // of word 0 in the row, in elements
@@ -267,8 +266,8 @@ template <typename A>
 struct ForwardArgs : RowArgs<A> {
   void* losses;
   Kind kind;      // of them
-  A* stats;       // of each row the base of its level, then the rests
-  A* partials;    // (m, s, linear) of each piece, where there are several
+  A* stats;       // the bases of the levels of all rows, then the rests
+  A* partials;    // (m, s, linear) of each piece, if there are several
 };
 
 // The loss and lse of one row, by one thread.
@@ -350,7 +349,7 @@ __global__ void __launch_bounds__(kThreads) merge_pieces(const ForwardArgs<compu
   finish_row<PLAIN>(a, row, false, sums, score, a.terms.weight_of(t));
 }
 
-// What the losses are multiplied by on their way to the result: a number, or one for each row.
+// The factor from the losses to the result: one number, or one for each row.
 template <typename A>
 struct Scale {
   const void* data;  // null: 1
@@ -421,7 +420,7 @@ struct HeldArgs {
   void* x;
   int64_t rows;
   int n;            // elements of a row, classes and padding
-  bool ragged;      // n is no multiple of the vector
+  bool ragged;      // n is not a multiple of the vector
   A* losses;
   Scale<A> scale;
   Terms<A> terms;
@@ -473,7 +472,7 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<T>) cross_entropy_he
       sums.pair.s += tree_sum(e);
     });
   }
-  // An ignored row's blocks meet too: a cluster waits for all of them.
+  // The blocks of an ignored row exchange too: a cluster waits for all of its blocks.
   sums.pair = row_merge<FAST, true>(lanes_merge<FAST>(sums.pair, 32), exchange, kHeldThreads);
   if constexpr (!PLAIN) {
     Exchange<A, true> adding{adding_slots};
@@ -634,7 +633,7 @@ __device__ __forceinline__ void block_sums(A& u, A& v) {
   lanes_sum(u, v, 32);
 }
 
-// Where the sum goes: the result, and for the backward what a mean was divided by.
+// Where the sum goes: the result and, for the backward, the divisor of a mean.
 template <typename A>
 struct Total {
   void* loss;
@@ -648,7 +647,7 @@ struct Total {
   }
 };
 
-// The losses and, for a mean, the weights of their classes: (sum, divisor) of each block, or the total where there is one block.
+// Sums the losses and, for a mean, the weights of their classes: (sum, divisor) for each block, or the total if there is one block.
 template <typename A>
 __global__ void __launch_bounds__(kSumThreads) sum_losses(const A* losses, int64_t rows, const Terms<A> terms, A* partials, const Total<A> total) {
   A sum = 0, divisor = 0;
@@ -686,7 +685,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_weights(const A* weight, int6
 
 // ---- launch rules -------------------------------------------------------------------------------------------------------
 
-// Shares the rows out over threads: a part of a warp, or a block, or the pieces that `blocks` asks for of so many words.
+// Gives each row a part of a warp or a block, or cuts it into pieces(words) pieces, a block each. Returns the number of blocks.
 template <typename T, typename Args, typename Pieces>
 int64_t share_rows(Args& args, Pieces&& pieces) {
   constexpr int V = kVector<T>;
@@ -791,8 +790,8 @@ struct Options {
 struct Logits {
   Tensor x;
   Shape shape;
-  bool rows;        // classes are next to each other
-  bool class_last;  // and so they are in the gradient, which lies as x
+  bool rows;        // classes are contiguous
+  bool class_last;  // classes are contiguous in the gradient too, which has the strides of x
   int64_t stride;   // of the rows
 
   static Logits of(const Tensor& given, const char* op) {
@@ -835,7 +834,7 @@ struct Logits {
   }
 };
 
-// What the kernels need of the targets, the weight and the options; it keeps the copies that they are of.
+// The terms of a loss for the kernels, with the contiguous targets that they point to.
 template <typename A>
 struct Context {
   Tensor target;
@@ -860,7 +859,7 @@ struct Context {
 
   bool wants_weight_sum() const { return terms.weight != nullptr && terms.smoothing != A(0); }
 
-  // Adds up the weight into that place, for the kernels that follow.
+  // Writes the sum of the weight there, for the kernels that follow.
   void sum_weight(A* sum, const Launch& launch) {
     if (!wants_weight_sum()) return;
     sum_weights<A><<<1, kSumThreads, 0, launch.stream()>>>(terms.weight, terms.classes, sum);

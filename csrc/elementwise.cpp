@@ -1,5 +1,5 @@
-// The elementwise ops for CPU tensors: one pass over memory where the stock composition makes two or three, spread over
-// torch's threads. The layouts and the bits kept for backward are those of the CUDA kernels (elementwise.cu).
+// The elementwise ops for CPU tensors, on torch's threads: one pass over memory where the stock composition makes two or three. The
+// strides of the results and the bits for backward are those of the CUDA kernels (elementwise.cu).
 #include "elementwise.h"
 
 #include <cstring>
@@ -11,7 +11,7 @@
 #include <emmintrin.h>
 #endif
 
-// One wheel serves every x86-64, and the loader picks the clone for its machine: bfloat16 takes half the time with AVX2.
+// One wheel serves every x86-64, and the loader picks the clone for the machine. With AVX2, bfloat16 takes half the time.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FASTLAYERS_CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -53,7 +53,7 @@ FASTLAYERS_CLONES void add_rectified(T* out, const T* x, const T* y, compute_t<T
   for (int64_t i = 0; i < n; ++i) {
     const A xi = static_cast<A>(x[i]), yi = static_cast<A>(y[i]);
     const A v = SUM_FIRST ? xi + yi : xi;
-    const A r = v <= A(0) ? A(0) : v;  // NaN stays, as by torch
+    const A r = v <= A(0) ? A(0) : v;  // keeps NaN, as torch does
     out[i] = static_cast<T>(SUM_FIRST ? r : r + (yi + alpha));
   }
 }
@@ -76,7 +76,7 @@ inline __m128i kept_lanes(const c10::BFloat16* t) { return kept_lanes(t, static_
 inline __m128i kept_lanes(const c10::Half* t) { return kept_lanes(t, static_cast<short>(0xfc00)); }
 #endif
 
-// A bit for each element: whether a ReLU keeps it. NaN is kept, as by torch.
+// Writes a bit for each element: whether a ReLU keeps it. It keeps NaN, as torch does.
 template <typename T>
 void store_bits(uint8_t* bits, const T* t, int64_t n) {
   int64_t i = 0;
@@ -101,8 +101,8 @@ void store_bits(uint8_t* bits, const T* t, int64_t n) {
 template <typename T>
 using word_t = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
 
-// out = grad where the bit is set, else 0. The bits of a ReLU are random, and half of the branches on them would be
-// mispredicted: they become masks.
+// out = grad where the bit is set, else 0. The bits become masks, because the bits of a ReLU are random and half of the branches on them
+// would be mispredicted.
 template <typename Word>
 void gate(Word* out, const Word* grad, const uint8_t* bits, int64_t n) {
   int64_t i = 0;
@@ -135,7 +135,7 @@ void gate(Word* out, const Word* grad, const uint8_t* bits, int64_t n) {
 template <bool SUM_FIRST, bool TRAIN>
 std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, const MaybeTensor& bias, double alpha,
                                            const char* op) {
-  FASTLAYERS_CHECK(!bias, op, "on CPU the bias is a number; a tensor bias is served by eager");
+  FASTLAYERS_CHECK(!bias, op, "on CPU the bias is a number; the eager backend takes a tensor");
   const FlatPair pair(x, y, op, SUM_FIRST ? add_relu_strides : relu_add_strides);
   Tensor out = pair.empty();
   Tensor bits = TRAIN ? pair.empty_bits() : out;
@@ -147,8 +147,8 @@ std::tuple<Tensor, Tensor> relu_forward_op(const Tensor& x, const Tensor& y, con
     uint8_t* pb = TRAIN ? pointer<uint8_t>(bits) : nullptr;
     const auto a = static_cast<compute_t<T>>(alpha);
     for_bytes(out.numel(), [&](int64_t first, int64_t last) {
-      // In stretches that stay in the first-level cache: what a ReLU keeps is read off them once more, from x or from the
-      // result. (No sum of 16-bit floats is so small that it rounds to zero.)
+      // The stretches stay in the first-level cache, because the bits are read from x or from the result in a second loop. (No sum of
+      // 16-bit floats is so small that it rounds to zero.)
       for (int64_t start = first; start < last; start += kStretch) {
         const int64_t length = std::min(kStretch, last - start);
         add_rectified<SUM_FIRST>(po + start, px + start, py + start, a, length);

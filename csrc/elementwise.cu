@@ -1,7 +1,7 @@
 // relu(x) + y + bias, relu(x + y) and x·y, forward and backward.
 //
-// Pure memory traffic: a thread moves 16-byte words, several at once, and touches each element once. What the relu ops keep
-// for backward is one bit an element instead of a tensor: bit j of byte i belongs to element 8i + j in memory order.
+// These are pure memory traffic: a thread moves several 16-byte words at once and touches each element once. For backward, the relu ops
+// keep one bit for each element instead of a tensor: bit j of byte i belongs to element 8i + j in memory order.
 #include "common/columns.cuh"
 #include "elementwise.h"
 #include "common/ops.h"
@@ -9,7 +9,7 @@
 namespace fastlayers {
 namespace {
 
-// Packs the V bits of each thread's word into bytes; where a word has fewer than 8 elements, lanes share a byte.
+// Packs the V bits of each thread's word into bytes. If a word has fewer than 8 elements, lanes share a byte.
 template <int V>
 __device__ __forceinline__ void store_bits(uint8_t* bits, int64_t i, int64_t n, unsigned mine) {
   constexpr int kSharing = kBits / V;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void locate(const Walk<OPERANDS>& walk, int64_t i, in
 struct Bias {
   const void* data = nullptr;
   Repeats repeats;
-  Walk<2> walk;  // where repeats do not serve: operand 0 is the result, 1 the bias
-  bool vector = false;  // the fastest dimension is whole words long: one look-up a word
+  Walk<2> walk;  // where repeats do not apply: operand 0 is the result, operand 1 the bias
+  bool vector = false;  // the fastest dimension consists of whole words, so a word takes one look-up
 
   __device__ int64_t offset(int64_t i) const {
     int64_t at[2];
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) relu_forward(const T* x, const T* y,
       unroll<V>([&](int j) {
         const A vx = convert<A>(wx[u].v[j]), vy = convert<A>(wy[u].v[j]);
         const A v = SUM_FIRST ? vx + vy : vx;
-        const bool keep = !(v <= A(0));  // NaN is kept, as by torch
+        const bool keep = !(v <= A(0));  // keeps NaN, as torch does
         A r = keep ? v : A(0);
         if constexpr (!SUM_FIRST) r += vy + alpha;
         if constexpr (BIAS) r += convert<A>(wb[u].v[j]);
@@ -244,8 +244,8 @@ __global__ void __launch_bounds__(kThreads) mul_broadcast(const T* __restrict__ 
   else store_flat<T, false>(out, i, n, pack<T>(r));
 }
 
-// The gradients of x and of an s that is repeated along the middle of [outer, repeat, columns], in one pass: of x·s they are
-// dx = dy·s and ds, the sum of dy·x over the repeats; of relu(x) + s dx is dy where the bits of x say so, and ds sums dy.
+// The gradients of x and of an s that repeats along the middle of [outer, repeat, columns], in one pass. For x·s, dx is dy·s and ds is the
+// sum of dy·x over the repeats. For relu(x) + s, dx is dy where the bit of x is set, and ds is the sum of dy.
 template <typename T, bool RELU>
 using Factor = std::conditional_t<RELU, uint8_t, T>;  // x, or bits
 
@@ -352,12 +352,12 @@ __global__ void __launch_bounds__(kThreads) repeated_backward_rows(const T* __re
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-// s seen along the memory of a dense tensor that it scales.
+// How a small tensor s repeats along the memory of a dense tensor that it scales.
 struct Scale {
   int64_t outer = 1, repeat = 1, columns = 1;
   Dims sizes, strides;  // its own, dense in that order, so that its index is one product
 
-  // Nothing if its repeats are not one run of memory.
+  // Returns nothing if the repeats are not one dimension of the memory.
   static std::optional<Scale> along(const Tensor& s, const Dims& sizes, const Dims& order) {
     Scale view;
     const int64_t shift = static_cast<int64_t>(sizes.size()) - s.dim();
@@ -395,7 +395,7 @@ struct Scale {
   }
 };
 
-// `keep` holds the copy that a bias of too intricate a broadcast is written out to.
+// If the bias broadcasts over too many dimensions, it is copied to `keep`.
 Bias make_bias(const Tensor& bias, const FlatPair& pair, Tensor& keep) {
   check_same(pair.x, bias, "relu_add", "bias");
   Bias b;
@@ -466,7 +466,7 @@ void check_bits(const Tensor& dy, const Tensor& bits, const char* op) {
                    bits.numel(), " bytes");
 }
 
-// dy has the strides of the forward's result, so that the bits match its memory order: the caller sees to that.
+// The caller passes dy with the strides of the forward's result, so that the bits match its memory order.
 Tensor relu_backward(const Tensor& dy, const Tensor& bits) {
   const int64_t n = dy.numel();
   check_bits(dy, bits, "relu_backward");
@@ -516,8 +516,8 @@ bool fills(const Tensor& t, const Dims& sizes, const Dims& strides) {
   return dims_of(t.sizes()) == sizes && same_layout(sizes, dims_of(t.strides()), strides);
 }
 
-// The gradients of x·s, dy and x dense in one layout; RELU: of relu(x) + s, x being the bits in the memory order of dy, and s
-// not looked at.
+// The gradients of x·s for dense dy and x with the same strides. RELU: those of relu(x) + s, where x stands for the bits in the memory
+// order of dy, and s is not read.
 template <bool RELU>
 void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, const Scale& view, Tensor& dx, Tensor& ds,
                        const Launch& launch) {
@@ -602,7 +602,7 @@ Tensor mul(const Tensor& x, const Tensor& y) {
     }
   }
   Walk<3> walk;
-  if (!merge_dims<3>(sizes, order, {strides, sx, sy}, walk)) {  // too intricate: write the operands out in full
+  if (!merge_dims<3>(sizes, order, {strides, sx, sy}, walk)) {  // too many dimensions: expand the operands in memory
     Tensor full_x = empty_strided(sizes, strides, x.scalar_type(), x), full_y = empty_strided(sizes, strides, x.scalar_type(), x);
     torch::stable::copy_(full_x, x);
     torch::stable::copy_(full_y, y);

@@ -1,4 +1,4 @@
-// How the elementwise ops see their operands, shared by the CPU and the CUDA implementation.
+// What the CPU and the CUDA implementation of the elementwise ops share: the layout of operands and results.
 #pragma once
 
 #include "common/tensor.h"
@@ -26,7 +26,7 @@ struct FlatPair {
   FlatPair(const Tensor& x_in, const Tensor& y_in, const char* op, Dims (*layout)(const Dims&, const Dims&, const Dims&))
       : x(x_in), y(y_in), sizes(dims_of(x_in.sizes())) {
     check_same_shape(x_in, y_in, op, "y");
-    if (x_in.is_contiguous() && y_in.is_contiguous()) {  // the common case, without the question
+    if (x_in.is_contiguous() && y_in.is_contiguous()) {  // the common case
       strides = contiguous_strides(sizes);
       return;
     }

@@ -1,8 +1,8 @@
-// act(gate)·up, forward and backward: of two tensors, or of the halves of one along a dimension.
+// act(gate)·up, forward and backward, for two tensors or for the halves of one tensor along a dimension.
 //
-// The stock composition writes act(gate) out and keeps it for backward besides gate and up. Here nothing but the inputs is kept, and
-// the backward computes act(gate) anew while it writes both gradients. Halves of a packed tensor are not copied: they are rows
-// of it, and so are their gradients, which go into one packed tensor.
+// The stock composition writes act(gate) and keeps it for backward besides gate and up. Here only the inputs are kept, and the backward
+// recomputes act(gate) while it writes both gradients. The halves of a packed tensor are not copied: they are rows of it, and so are
+// their gradients, which go to one packed tensor.
 #include "common/activations.cuh"
 #include "elementwise.h"
 #include "common/flat.cuh"
@@ -13,7 +13,7 @@ namespace {
 constexpr int kForwardWords = 2;   // of gate and up in flight a thread
 constexpr int kBackwardWords = 2;  // of dy, gate and up
 
-// How far rows of the operands lie apart, less their length; see Rows.
+// The strides of the rows of the operands, less their length; see Rows.
 struct Skips {
   int64_t gate = 0, up = 0, dgate = 0, dup = 0;
 };
@@ -113,9 +113,9 @@ int64_t checked_dim(const Tensor& t, int64_t dim, const char* op) {
 struct Layout {
   int64_t rows = 1, columns = 1;
   std::array<int64_t, 4> skips{};
-  bool words = true;  // none spans two rows
+  bool words = true;  // no word spans two rows
 
-  // Nothing where some are not.
+  // Returns nothing if an operand has no such rows.
   template <int OPERANDS>
   static std::optional<Layout> of(const Dims& sizes, const Dims& strides, const std::array<View, OPERANDS>& operands, int64_t element) {
     std::array<Dims, OPERANDS + 1> all;

@@ -1,22 +1,21 @@
-// Divergences between distributions: kl_div of log-probabilities as torch has it, and the Kullback-Leibler and Jensen-Shannon
-// divergences between the softmaxes of two matrices of logits, row by row, forward and backward.
+// Divergences between distributions, forward and backward: torch's kl_div of log-probabilities, and the Kullback-Leibler and
+// Jensen-Shannon divergences between the softmaxes of two matrices of logits, for each row.
 //
-// The stock composition on logits writes both log-softmaxes out, the exponential of one, their difference and its products: about
-// ten passes over the vocabulary. Here the forward reads both rows and writes a loss and six numbers a row, and the backward reads
-// both rows and writes the gradients.
+// The stock composition on logits writes both log-softmaxes, the exponential of one, their difference and its products: about ten passes
+// over the vocabulary. Here the forward reads both rows and writes a loss and six numbers for each row. The backward reads both rows and
+// writes the gradients.
 //
 //   Kullback-Leibler   sum p·(log p - log q) in one pass. With the running maxima x and y of the rows s and t, sums X = sum e^(s - x),
 //                      Y = sum e^(t - y) and W = sum e^(t - y)·((t - y) - (s - x)), it is W/Y + log X - log Y. Where the maxima
 //                      rise by dx and dy, X and Y are rescaled as by an online softmax, and W becomes e^-dy·(W + (dx - dy)·Y).
 //   Jensen-Shannon     needs the normalised p and q before it can add them. The blocks of a cluster share a row so that each
-//                      thread holds its words in registers from the sums to the loss. Only of longer rows are words read twice.
+//                      thread holds its words in registers from the sums to the loss. Only longer rows are read twice.
 //
-// p·(log p - log q) is 0 where p is, as the divergence is defined: rows may have minus infinities. Where p is not and q is, it is
-// infinite.
+// By its definition p·(log p - log q) is 0 where p is 0, so rows may have minus infinities. It is infinite where only q is 0.
 //
-// The rows of a matrix whose length is no multiple of the vector start anywhere in a 16-byte word ("ragged"). All operands being
-// contiguous and aligned, element i of each lies at the same place in its word: threads read the words that cover a row, and ignore
-// what belongs to its neighbours.
+// Rows whose length is not a multiple of the vector start anywhere in a 16-byte word ("ragged"). All operands are contiguous and aligned,
+// so element i of each lies at the same place in its word: threads read the words that cover a row and ignore the elements of its
+// neighbours.
 #include "common/columns.cuh"
 #include "elementwise.h"
 #include "common/rows.cuh"
@@ -24,15 +23,15 @@
 namespace fastlayers {
 namespace {
 
-constexpr int kSumWords = 4;   // of each operand in flight a thread, of kl_div
-constexpr int kSumBlocks = 8;  // an SM, each of which adds up a share of kl_div
-constexpr int kElementWords = 2;  // of each operand in flight a thread, of its elements and gradients
-constexpr int kNumbers = 6;    // kept of a row; see Numbers
+constexpr int kSumWords = 4;      // words of each operand that a thread of kl_div_sum has in flight
+constexpr int kSumBlocks = 8;     // blocks of an SM that kl_div_sum has at most
+constexpr int kElementWords = 2;  // words of each operand that a thread of kl_div_elements and kl_div_backward has in flight
+constexpr int kNumbers = 6;       // numbers that are kept for each row; see Numbers
 
 enum class Divergence { kullback_leibler, jensen_shannon };
 
-// Words of each operand in flight a thread, of rows, and blocks of kThreads threads that an SM should hold: what leaves enough registers.
-// A word of 16-bit elements becomes twice the registers of another. double takes more for its exponential.
+// Words of each operand that a thread of the row kernels has in flight, and blocks that an SM should hold, which leaves enough registers.
+// A word of 16-bit elements takes twice the registers of another word. double takes more for its exponential.
 template <typename In>
 constexpr int kForwardWords = sizeof(In) > 2 ? 4 : 2;
 template <typename In>
@@ -43,7 +42,7 @@ constexpr int kBackwardBlocks = sizeof(In) == 8 ? 2 : 4;
 
 // ---- exponentials and logarithms ----------------------------------------------------------------------------------------
 
-// Exponents are in units of log 2 for 16-bit logits, where the hardware's exp2 and log2 do, else in natural ones.
+// Exponents are in units of log 2 for 16-bit logits, where the hardware's exp2 and log2 are precise enough, and in natural units for others.
 template <typename In>
 struct Units {
   using A = compute_t<In>;
@@ -51,7 +50,7 @@ struct Units {
   static constexpr A kNatural = kFast ? A(0.69314718055994530942) : A(1);  // one unit
   static constexpr A kPerNatural = kFast ? A(1.44269504088896340736) : A(1);
 
-  // A difference of logits. A wide one is divided by the temperature, and rounded once, as torch does.
+  // A difference of logits in units. A wide one is divided by the temperature and rounded once, as in torch.
   __device__ __forceinline__ static A of(A difference, A scale) {
     if constexpr (kFast) return difference * scale;
     else return difference / scale;
@@ -73,7 +72,7 @@ struct Units {
   }
 };
 
-// The larger, or NaN where one is.
+// The larger value, or NaN if one of them is NaN.
 template <typename A>
 __device__ __forceinline__ A maximum_or_nan(A u, A v) {
   if constexpr (std::is_same_v<A, float>) {
@@ -102,10 +101,10 @@ struct RowArgs {
   bool ragged;
 };
 
-// What is kept of a row, side by side: the maxima, a number of the sums of exponentials below them, and the sums that the gradients
-// need. Of Jensen-Shannon the sums' natural logarithms, and sum q·(log q - log m) and sum p·(log p - log m) of the mixture m. Of
-// Kullback-Leibler one over the sums (a large probability keeps a digit that exp(z - log sum) would lose), and of the others only the
-// second, sum p·((t - y) - (s - x)).
+// The numbers that are kept for each row: the maxima, a form of the sums of exponentials relative to them, and the sums that the gradients
+// need. Jensen-Shannon keeps the natural logarithms of the sums, and sum q·(log q - log m) and sum p·(log p - log m) for the mixture m.
+// Kullback-Leibler keeps the reciprocals of the sums, because a large probability would lose a digit in exp(z - log sum), and cross_y =
+// sum p·((t - y) - (s - x)).
 template <typename A>
 struct Numbers {
   A max_x, sum_x, max_y, sum_y, cross_x, cross_y;
@@ -120,7 +119,7 @@ struct Numbers {
   }
 };
 
-// The words of a row, or of one block's share of it, that a thread goes through. PARTS: shares of a row, one a block.
+// The words of a row, or of a block's share of it, that a thread goes through.
 template <int V>
 struct Span {
   int64_t row;
@@ -146,8 +145,8 @@ struct Span {
   __device__ __forceinline__ int word(int begin, int i) const { return begin + first + i * stride; }
 };
 
-// Words of x and y, all loaded before the first is used. Where there is none, and outside of the row, minus infinity: as if the
-// element had no probability.
+// Loads words of x and y, all before the first one is used. Where there is no word and outside of the row, it puts minus infinity, as for
+// an element without probability.
 template <typename In, int K, int V>
 __device__ __forceinline__ void load_words(Vec<In, V> (&x)[K], Vec<In, V> (&y)[K], const In* px, const In* py,
                                            const Span<V>& at, int begin, int64_t n, bool ragged) {
@@ -184,7 +183,7 @@ struct Sums {
     const A base_x = finite_or_zero(to_x), base_y = finite_or_zero(to_y);
     const A by_y = U::exponential(U::of(max_y - base_y, scale));
     x *= U::exponential(U::of(max_x - base_x, scale));
-    // A part without probability has no shift either: its maximum is no number.
+    // A part without probability has no shift: its maximum is not a number.
     if (y > A(0)) w += y * U::of((finite_or_zero(max_y) - base_y) - (finite_or_zero(max_x) - base_x), scale);
     w *= by_y;
     y *= by_y;
@@ -209,7 +208,7 @@ __device__ __forceinline__ Sums<A> lanes_merge(Sums<A> s, A scale) {
   return s;
 }
 
-// Of a whole row, for every thread of it.
+// The sums of a whole row, for each of its threads.
 template <typename In, bool CLUSTER, typename A>
 __device__ __forceinline__ Sums<A> row_merge(Sums<A> s, Exchange<Sums<A>, CLUSTER>& exchange, int lanes, A scale) {
   s = lanes_merge<In>(s, scale);
@@ -241,9 +240,9 @@ __device__ __forceinline__ Both<A> row_sum(Both<A> s, Exchange<Both<A>, CLUSTER>
   return all;
 }
 
-// One element of the mixture m = beta·p + (1 - beta)·q: both probabilities, and log q - log m and log p - log m in units. Of the
-// larger one h and the smaller l = h·e these are -log(a + b·e), which is near 0 and keeps its digits, and that less log h - log l.
-// The latter ends at a number, so that its product with l vanishes where l does.
+// One element of the mixture m = beta·p + (1 - beta)·q: both probabilities, and log q - log m and log p - log m in units. For the larger
+// probability h that is -log(a + b·e), which is near 0 and keeps its digits; for the smaller one l = h·e it is less by log h - log l,
+// which is limited, so that its product with l vanishes if l does.
 template <typename In>
 struct Mixture {
   using A = compute_t<In>;
@@ -293,8 +292,8 @@ __device__ __forceinline__ Sums<A> add_row(Vec<In, V> (&x)[K], Vec<In, V> (&y)[K
   }
 }
 
-// The second pass, of Jensen-Shannon: sum q·(log q - log m) and sum p·(log p - log m) in units. It goes backwards: the last words are
-// still held, and of the others the last are the likeliest to be in the L2 cache.
+// The second pass, for Jensen-Shannon: sum q·(log q - log m) and sum p·(log p - log m) in units. It goes backwards, because the last words
+// are still held, and the words before them are the most likely to be in the L2 cache.
 template <typename In, typename A, int K, int V>
 __device__ __forceinline__ Both<A> mix_row(Vec<In, V> (&x)[K], Vec<In, V> (&y)[K], int begin, const In* px, const In* py,
                                            const Span<V>& at, const RowArgs<A>& a, const Numbers<A>& kept) {
@@ -374,10 +373,10 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<In>)
   }
 }
 
-// With q = softmax(s/temperature), p = softmax(t/temperature) and g = the loss' gradient/temperature:
+// With q = softmax(s/temperature), p = softmax(t/temperature) and g = (gradient of the loss)/temperature:
 //   Kullback-Leibler  ds = g·(q - p)                                dt = g·p·((t - y) - (s - x) - cross_y)
 //   Jensen-Shannon    ds = g·(1 - beta)·q·(log q - log m - cross_x)   dt = g·beta·p·(log p - log m - cross_y)
-// A block has `each` words of a row, of which there are `parts` such shares. dx or dy may be null.
+// A row has `parts` shares of `each` words, a block each. dx or dy may be null.
 template <typename In, Divergence KIND>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
     divergence_backward(const RowArgs<compute_t<In>> a, const compute_t<In>* stats, const compute_t<In>* dlosses, int64_t dlosses_stride,
@@ -493,7 +492,7 @@ __global__ void __launch_bounds__(kThreads) kl_div_elements(const T* __restrict_
   });
 }
 
-// ONE: dy is one number, that of a sum. input is null where dtarget is; either gradient may be.
+// ONE: dy is one number, the gradient of a sum. dinput or dtarget may be null, and input is null if dtarget is.
 //   dinput = -dy·p   dtarget = dy·(log p + 1 - input), and NaN where p is 0; or of a target in log space dy·p·(target - input + 1)
 template <typename T, typename G, bool LOG, bool ONE>
 __global__ void __launch_bounds__(kThreads) kl_div_backward(const G* __restrict__ dy, const T* __restrict__ input,
@@ -530,7 +529,7 @@ __global__ void __launch_bounds__(kThreads) kl_div_backward(const G* __restrict_
           if constexpr (LOG) {
             r.v[j] = gj * exponential<false>(p) * (p - x.v[j] + A(1));
           } else {
-            // As torch differentiates xlogy(p, p): its second term is g·p/p.
+            // As torch differentiates xlogy(p, p), whose second term is g·p/p.
             const A term = gj == A(0) && p == p ? A(0) : gj * logarithm<false>(p);
             r.v[j] = p == A(0) || p - p != A(0) ? static_cast<A>(NAN) : term + gj - gj * x.v[j];
           }
@@ -543,7 +542,7 @@ __global__ void __launch_bounds__(kThreads) kl_div_backward(const G* __restrict_
 
 // ---- launch rules -------------------------------------------------------------------------------------------------------
 
-// How rows are shared out. A short row has a warp; a longer one a block, or the blocks of a cluster.
+// The threads of a row: a warp for a short one; a block, or the blocks of a cluster, for a longer one.
 struct RowLaunch {
   int lanes, block;
   int64_t parts;  // shares of a row, a block each
@@ -561,8 +560,8 @@ RowLaunch row_launch(int64_t words, int64_t parts, int in_flight) {
   return launch;
 }
 
-// Blocks of a cluster for one row of the forward: as many as it takes to occupy the GPU where rows are few and, of a mixture, to hold
-// the row in registers. More than 8 leave gaps unless they are 16 (see softmax.cu).
+// Blocks of a cluster for one row of the forward: enough to occupy the GPU if there are few rows and, for a mixture, to hold the row in
+// registers. More than 8 leave gaps unless there are 16 (see softmax.cuh).
 template <typename In, Divergence KIND>
 int64_t cluster_size(int64_t rows, int64_t words, const Launch& launch) {
   constexpr int kHeld = kThreads * kForwardWords<In>;
@@ -623,8 +622,8 @@ void run_forward(RowArgs<compute_t<In>> a, compute_t<In>* losses, compute_t<In>*
   launch_kernel(kernel, {blocks, shape.block, 0, static_cast<int>(shape.parts)}, launch, a, losses, stats);
 }
 
-// beta 0: the Kullback-Leibler divergence of the student's distribution from the teacher's. Between 0 and 1: the generalised
-// Jensen-Shannon divergence. Of each row, with the numbers that the backward wants.
+// The divergence of each row, with the numbers that the backward needs. beta 0: the Kullback-Leibler divergence of the student's
+// distribution from the teacher's. Between 0 and 1: the generalised Jensen-Shannon divergence.
 std::tuple<Tensor, Tensor> divergence_forward_op(const Tensor& student, const Tensor& teacher, const MaybeTensor& labels,
                                                  int64_t ignore_index, double beta, double temperature) {
   const Rowed pair(student, teacher, labels, "divergence_forward");
@@ -723,7 +722,7 @@ Tensor kl_div_elements_op(const Tensor& input, const Tensor& target, bool log_ta
   return out;
 }
 
-// dy: one number where the result was the sum, else of the shape of the elements. input: only for dtarget.
+// dy is one number if the result was the sum, and has the shape of the elements otherwise. Only dtarget needs input.
 std::tuple<Tensor, Tensor> kl_div_backward_op(const Tensor& dy_in, const MaybeTensor& input, const Tensor& target, bool log_target,
                                               bool dinput, bool dtarget) {
   const char* op = "kl_div_backward";

@@ -1,8 +1,7 @@
 // max_pool2d and its gradient.
 //
-// What the forward keeps is a byte for each output: the offset of its maximum in the window, row by row. The backward gathers: an
-// input looks at the windows that it lies in, and takes the gradient of those of which it is the maximum. No atomics, and dx is
-// written once.
+// The forward keeps a byte for each output: the row-major offset of its maximum in the window. The backward gathers: an input looks at the
+// windows that contain it, and adds the gradients of those whose maximum it is. It needs no atomics and writes dx once.
 #include "common/flat.cuh"
 
 namespace fastlayers {
@@ -32,7 +31,7 @@ struct Axis {
   }
 };
 
-// Images [outer, height, width, inner] in memory: the channels are inside of channels_last images, and outside of others.
+// Images as [outer, height, width, inner] in memory. The channels are the inner dimension of channels_last images, and outer in others.
 struct Images {
   Axis height, width;
   int64_t outer;
@@ -67,7 +66,7 @@ struct Place {
 
 __device__ __forceinline__ bool within(int i, int size) { return static_cast<unsigned>(i) < static_cast<unsigned>(size); }
 
-// What a window has seen so far: NaN stays, and of equal elements the first, as in torch.
+// The maximum of a window so far. NaN stays, and so does the first of equal elements, as in torch.
 template <typename T, int V>
 struct Maximum {
   using Word = Vec<T, V>;
@@ -93,8 +92,8 @@ struct Maximum {
   }
 };
 
-// Which of the two elements of a word take the place of those of another: 16 bits of ones each. In assembly and on words that nobody
-// sees as two elements: the compiler takes those apart, in three times the instructions.
+// Marks with 16 one bits which of the two elements of a word replace those of another word. This is assembly on unsigned words, because
+// the compiler takes words of two elements apart, with three times the instructions.
 __device__ __forceinline__ unsigned taken_of(unsigned seen, unsigned value, __half) {
   unsigned greater, nan;
   asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(greater) : "r"(seen), "r"(value));
@@ -148,8 +147,8 @@ struct Maximum<__nv_bfloat16, kVector<__nv_bfloat16>> : Pairs<__nv_bfloat16> { u
 template <>
 struct Maximum<__half, kVector<__half>> : Pairs<__half> { using Pairs::Pairs; };
 
-// A thread has a word of the output. K: the size of a square window without dilation, all of whose words are in flight at once; 0:
-// any window.
+// A thread has a word of the output. K is the size of a square window without dilation, whose words are all in flight at once; 0 stands
+// for any window.
 template <typename T, int V, int K, bool KEEP>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     pool_forward(const T* __restrict__ x, T* __restrict__ y, uint8_t* __restrict__ offsets, const Words words, const Images images) {
@@ -280,7 +279,7 @@ Axis axis(int d, const Ints& size, const Ints& out, const Ints& kernel, const In
   return {number(size, 1), number(out, 1), number(kernel, 1), number(padding, 0), number(dilation, 1), Divider(step)};
 }
 
-// t has the sizes [..., height, width], and channels_last says how it lies.
+// t has the sizes [..., height, width] and is contiguous or channels_last.
 Images images_of(const Tensor& t, bool channels_last, const Ints& size, const Ints& out, const Ints& kernel, const Ints& stride,
                  const Ints& padding, const Ints& dilation, const char* op) {
   const int64_t dims = t.dim();
@@ -362,7 +361,7 @@ std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints out, Ints ke
   return {y, offsets};
 }
 
-// dy and offsets lie as the forward's result does, and so does dx as its x did: the caller sees to that.
+// The caller passes dy and offsets with the strides of the forward's result. dx gets those of its x.
 Tensor max_pool2d_backward(const Tensor& dy, const Tensor& offsets, Ints size, Ints kernel, Ints stride, Ints padding, Ints dilation,
                            bool channels_last) {
   const char* op = "max_pool2d_backward";

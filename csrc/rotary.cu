@@ -16,9 +16,9 @@ template <bool INTERLEAVED>
 constexpr int kHeads = INTERLEAVED ? 4 : 2;  // of a thread, whose loads are in flight together: one word of each, or two
 constexpr int kOuter = 3;  // dimensions but the last, as the kernel walks them
 
-// q or k with its result. A thread has the heads g, g + groups, ..., so that neighbouring groups read neighbouring memory
-// where the heads of a position lie together. The outer dimensions, slowest first: a position, then the other position and
-// the group, in the order in which they lie in memory. Strides count elements.
+// q or k with its result. A thread has the heads g, g + groups, ..., so that neighbouring groups read neighbouring memory if the heads of
+// a position lie together. The outer dimensions are, slowest first, a position, then the other position and the group in their memory
+// order. Strides count elements.
 struct Operand {
   const void* in = nullptr;
   void* out = nullptr;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_unit(T* p, int first, int second, bool bot
   }
 }
 
-// What a row of a table has for the elements of a unit: N elements at a time, of HALF tables twice the same.
+// The entries of a table row for the elements of a unit: N elements at a time, and the same ones twice from half tables.
 template <typename T, int N, bool INTERLEAVED>
 __device__ __forceinline__ Vec<T, 2 * N> load_table(const T* row, int unit, const Args& a) {
   const bool half = a.half_tables;
@@ -89,7 +89,7 @@ __device__ __forceinline__ Vec<T, 2 * N> load_table(const T* row, int unit, cons
   }
 }
 
-// In is the type of x and Out that of the result; units have N pairs. Those past the rotating ones pass through.
+// In is the type of x, and Out is the type of the result. Units have N pairs. The units after the rotating ones pass through.
 template <typename In, typename Table, typename Out, int N, bool INTERLEAVED>
 __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args a) {
   using A = compute_t<Out>;
@@ -182,7 +182,7 @@ void dispatch_types(ScalarType in, ScalarType table, ScalarType out, F&& f) {
   else of(__nv_bfloat16{});
 }
 
-// Of a table's dimensions before the last, seen in those of an operand: 0 where it repeats.
+// The strides of a table for the dimensions of an operand before the last: 0 where it repeats.
 Dims table_strides(const Tensor& table, const Dims& sizes, const char* name) {
   Dims strides(sizes.size() - 1, 0);
   const int64_t shift = static_cast<int64_t>(sizes.size()) - table.dim();

@@ -6,23 +6,23 @@
 //   rows    the dimension is contiguous, and a row fits in the registers of a part of a warp or of a block. Each warp reduces its
 //           part to (maximum, sum of exponentials below it), and those pairs cross warps in one exchange.
 //   held    a longer row is held in the shared memory of up to 16 blocks of a cluster (sm_90), which exchange their pairs.
-//   pieces  what no cluster can hold is read twice, the second time from the L2 cache.
+//   pieces  a row that no cluster can hold is read twice, the second time from the L2 cache.
 //   columns the dimension is strided: a thread owns neighbouring columns and walks down them.
 //
-// A row whose length is not a multiple of the vector starts anywhere in a 16-byte word ("ragged"). All tensors being contiguous
-// and aligned, element i of each lies at the same place in its word, so a row is whole words still, but for a few elements
-// at both ends: the row kernels give those to single threads, the others read the words that cover the row and ignore what
-// belongs to its neighbours.
+// A row whose length is not a multiple of the vector starts anywhere in a 16-byte word ("ragged"). All tensors are contiguous and
+// aligned, so element i of each lies at the same place in its word, and a row still consists of whole words except for a few elements
+// at both ends. The row kernels give those elements to single threads. The other kernels read the words that cover the row and ignore
+// the elements of its neighbours.
 #include "common/board.cuh"
 #include "softmax.cuh"
 
 namespace fastlayers {
 namespace {
 
-constexpr int kRowThreads = 256;   // most threads of a block that holds 8 words a thread: several fit an SM and their phases overlap
-constexpr int kWideThreads = 1024;  // and of one that holds up to 4
-// Blocks that an SM should hold: the registers that this leaves a thread are those that K words of its row need. A masked row
-// is held in float32, its mask beside it.
+constexpr int kRowThreads = 256;    // limit for a block that holds 8 words a thread: several fit an SM, and their phases overlap
+constexpr int kWideThreads = 1024;  // limit for a block that holds up to 4 words a thread
+// Blocks that an SM should hold, which leaves a thread the registers for K words of its row. A masked row is held in float32, with its
+// mask beside it.
 template <bool MASKED>
 constexpr int blocks_resident(int words) { return MASKED ? (words > 2 ? 2 : 4) : words > 4 ? 2 : words > 2 ? 1 : 6; }
 template <bool MASKED>
@@ -38,7 +38,7 @@ struct Mask {
   MaskKind kind = MaskKind::none;
   int dims = 0;
   int64_t size[kMaskDims] = {}, stride[kMaskDims] = {};
-  Divider divider[kMaskDims];  // by those sizes, where rows are few enough for it
+  Divider divider[kMaskDims];  // by those sizes, if there are few enough rows
   bool divides = false;
   int64_t step = 0;
 
@@ -64,7 +64,7 @@ struct ForwardArgs {
   A scale;
   int lanes;         // threads of one block that share a row: a power of two up to a warp, or the whole block
   int lane_bits;     // log2 of them, up to a warp
-  bool ragged;       // n is no multiple of the vector
+  bool ragged;       // n is not a multiple of the vector
   Mask mask;
 };
 
@@ -82,7 +82,7 @@ struct BackwardArgs {
 
 // ---- what a row adds up, and what comes of it ----------------------------------------------------------------------------
 
-// What the backward sums over a row: g·p of the result's gradient g and the result p, or g for log_softmax.
+// The terms that the backward sums over a row: g·p for softmax, with the gradient g of the result p, and g for log_softmax.
 template <bool LOG, typename A, typename T, int V>
 __device__ __forceinline__ Vec<A, V> sum_terms(const Vec<T, V>& g, const Vec<T, V>& p) {
   Vec<A, V> r = unpack<A>(g);
@@ -134,8 +134,8 @@ struct Finish {
   }
 };
 
-// Calls f with the function v -> exp(v·scale - base). FAST, and with a base that leaves 16-bit results their precision (the
-// error is that of float32 at v and base), that is one multiply-add and one exp2.
+// Calls f with the function v -> exp(v·scale - base). If FAST, it is one multiply-add and one exp2 for a base that leaves 16-bit
+// results their precision: the error is that of float32 at v and base.
 constexpr float kFoldable = 256.f;
 
 template <bool FAST, typename A, typename F>
@@ -149,8 +149,8 @@ __device__ __forceinline__ void with_exponential(A scale, A base, F&& f) {
   f([=](A v) { return exponential<FAST>(v * scale - base); });
 }
 
-// Calls f with the function from a value of a row to its result, `all` being those of the row. The quotient by the sum of a
-// FAST one is folded into its exponent.
+// Calls f with the function from a value to its result, in a row with maximum and sum `all`. If FAST, the exponent includes the quotient
+// by the sum.
 template <bool LOG, bool FAST, typename A, typename F>
 __device__ __forceinline__ void with_result(A scale, const Pair<A>& all, F&& f) {
   if constexpr (FAST && !LOG) {
@@ -179,10 +179,9 @@ __device__ __forceinline__ auto unpack_mask(const Vec<M, V>& m) {
   else return unpack<A>(m);
 }
 
-// Calls apply(i, m) for K words of a mask, all of them loaded before the first is used. element(i) is the place in the row of
-// word i, or kNoWord; unless `whole`, a word may begin before the row and end past it. Whether words can be loaded as such is
-// asked once, for a thread's words are whole multiples of the vector apart: asked for each, the load would have to arrive
-// before the next.
+// Calls apply(i, m) for K words of a mask, after loading all of them. element(i) is the place of word i in the row, or kNoWord. Unless
+// `whole`, a word may begin before the row and end after it. One test decides whether the mask is read in words: the words of a thread
+// are whole multiples of the vector apart, and with a test for each word its load would have to arrive before the next one starts.
 constexpr int64_t kNoWord = INT64_MIN;
 
 template <typename M, int K, int V, typename Element, typename Apply>
@@ -211,7 +210,7 @@ __device__ __forceinline__ void with_mask(const Mask& mask, int64_t offset, int6
   });
 }
 
-// scores = loaded·scale + mask. Where there is no word, and before and after the row, minus infinity.
+// scores = loaded·scale + mask, and minus infinity where there is no word and outside of the row.
 template <typename In, typename A, int K, int V, typename Element>
 __device__ __forceinline__ void to_scores(Vec<A, V> (&scores)[K], const Vec<In, V> (&loaded)[K], A scale, const Mask& mask,
                                           int64_t offset, int64_t n, bool whole, Element&& element) {
@@ -254,7 +253,7 @@ __global__ void __launch_bounds__(most_threads<MASKED>(K), blocks_resident<MASKE
   const Place at = Place::find<V>(a);
   const In* row = static_cast<const In*>(a.x) + at.row * a.row_stride;
   const In* x = row + (at.start - at.row * a.n);
-  // All loads before anything that waits for one of them.
+  // All loads come before the first instruction that waits for one of them.
   Vec<In, V> loaded[K];
   unroll<K>([&](int i) {
     loaded[i] = filled<In, V>(convert<In>(minus_infinity<A>()));
@@ -263,7 +262,7 @@ __global__ void __launch_bounds__(most_threads<MASKED>(K), blocks_resident<MASKE
   In loaded_single = convert<In>(minus_infinity<A>());
   if (at.single >= 0) loaded_single = row[at.single];
 
-  // A masked row is held as scores; another as it came, negated where the scale is negative so that the largest value has
+  // A masked row is held as scores. Another row is held as loaded, but negated if the scale is negative, so that the largest value has
   // the largest score.
   using Held = std::conditional_t<MASKED, A, In>;
   Vec<Held, V> held[K];
@@ -318,7 +317,7 @@ __global__ void __launch_bounds__(most_threads<MASKED>(K), blocks_resident<MASKE
         convert<Out>(LOG ? finish(single.v[0] - all.m) : finish.divide(exponential<FAST>(single.v[0] - base)));
 }
 
-// dx = scale·y·(dy - sum(y·dy)); for log_softmax scale·(dy - exp(y)·sum(dy)). Where a boolean mask is False, 0.
+// dx = scale·y·(dy - sum(y·dy)), for log_softmax scale·(dy - exp(y)·sum(dy)), and 0 where a boolean mask is False.
 template <typename In, typename Out, int K, bool LOG, bool MASKED>
 __global__ void __launch_bounds__(kRowThreads, 2) softmax_backward_rows(const BackwardArgs<compute_t<In>> a) {
   using A = compute_t<In>;
@@ -398,7 +397,7 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_forward_held(const Fo
   at.for_words([&](int w) { copy_async<kVectorBytes>(held + w, x + w * V); });
   await_copies();
 
-  // A masked row is looked at as scores, each time anew; another as it came, negated where the scale is negative so that the
+  // Each pass recomputes the scores of a masked row. Another row is used as loaded, but negated if the scale is negative, so that the
   // largest value has the largest score.
   using Held = std::conditional_t<MASKED, A, In>;
   const Held lowest = convert<Held>(minus_infinity<A>());
@@ -480,10 +479,10 @@ __global__ void __launch_bounds__(kHeldThreads, 3) softmax_backward_held(const B
 
 // ---- a row in pieces ----------------------------------------------------------------------------------------------------
 //
-// What no cluster can hold is read twice: by blocks that reduce a piece of a row each, and by blocks that write one. The grid
-// has both, in the order in which they can run: the blocks that reduce a row come `lag` rows before those that write it.
-// Blocks start in the order of their indices, so whatever a block waits for was started before it, and `lag` is such that it has
-// nearly always ended, while the row is still in the L2 cache: memory is read once.
+// A row that no cluster can hold is read twice: by blocks that each reduce a piece of it, and by blocks that each write a piece. The grid
+// has both kinds in the order in which they can run: the blocks that reduce a row come `lag` rows before those that write it. Blocks
+// start in the order of their indices, so a block only waits for blocks that started before it. With this lag they have nearly always
+// ended while the row is still in the L2 cache, so memory is read once.
 
 constexpr int kPieceThreads = 256;
 // Words of each operand, a thread, at a time: a masked row is held in float32, its mask beside it.
@@ -491,7 +490,7 @@ template <bool MASKED>
 constexpr int kPieceWords = MASKED ? 2 : 8;
 constexpr int kMostPieces = 1024;  // of a row: every block that writes adds up the partials of all
 
-// What L2 is told of a word: to keep it for the second read, or to drop it before others.
+// Hints to the L2 cache: to keep a word for the second read, or to evict it before others.
 __device__ __forceinline__ uint64_t keep_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -579,7 +578,7 @@ struct BackwardPartial {
   __device__ static Type combine_lanes(Type p) { return {lanes_sum(p.sum, 32), A(0)}; }
 };
 
-// The partials of a row, added up in their order by the first warp for the whole block.
+// The sum of the partials of a row. The first warp adds them up in their order, for the whole block.
 template <typename Row>
 __device__ __forceinline__ typename Row::Type gather_partials(const BoardWord* board, const Piece& at, int pieces) {
   using Type = typename Row::Type;
@@ -804,7 +803,7 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_backward_columns(const
 #pragma unroll 4
     for (int64_t i = at.first; i < a.n; i += a.down) {
       const Vec<Out, V> g = load_vec<Out, V>(dy + i * a.inner);
-      const Vec<Out, V> p = LOG ? g : load_vec<Out, V>(y + i * a.inner);  // log_softmax does not look at y here
+      const Vec<Out, V> p = LOG ? g : load_vec<Out, V>(y + i * a.inner);  // the sum of log_softmax does not need y
       const Vec<A, V> terms = sum_terms<LOG, A>(g, p);
       unroll<V>([&](int j) { s[j] += terms.v[j]; });
     }
@@ -827,16 +826,16 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_backward_columns(const
 
 // ---- launch rules -------------------------------------------------------------------------------------------------------
 
-// How a row of `words` 16-byte words is shared out over the threads that hold it in registers.
+// How the threads that hold a row in registers share its 16-byte words.
 struct RowLaunch {
   int threads;  // of a block that share the row
   int block;    // threads of a block
   int words;    // held by each thread
 };
 
-// More words in flight hide more latency, more threads a row cost more exchange: a short row wants few words a thread so that
-// enough blocks are resident, a long one as many as fit, `most`. A masked one wants more, for what each thread spends on finding
-// its mask. From a warp on, a row gets just the warps that it fills.
+// More words in flight hide more latency, and more threads for a row cost more exchange. A short row gets few words a thread, so that
+// enough blocks are resident, and a long row as many as fit, `most`. A masked row gets more, because each thread spends time to find its
+// mask. From a warp on, a row gets only the warps that it fills.
 RowLaunch row_launch(int64_t words, int most, bool ragged, bool masked) {
   const int target = std::min(most, words <= 32 ? 1 : words <= 128 && !masked ? 2 : words <= 1024 || words > kRowThreads * most ? 4 : most);
   int64_t threads = ceil_div(words, target);
@@ -848,14 +847,14 @@ RowLaunch row_launch(int64_t words, int most, bool ragged, bool masked) {
   return launch;
 }
 
-// Whether a row of that many words is held in registers: by `most` words a thread of a small block; or, unmasked and forward,
-// by a block of 832 to 1024 threads. On an H100, bfloat16 forward: .95 and 1.00 of the copy bandwidth at 28672 and 32768 columns
-// for .93 and .98 from shared memory, but .86 and .94 at 20480 and 24576 for .92 and .94.
+// Whether a row of that many words is held in registers: by a small block with up to `most` words a thread or, in the unmasked forward
+// (`wide`), by a block of 832 to 1024 threads. On an H100 the bfloat16 forward reaches .95 and 1.00 of the copy bandwidth at 28672 and
+// 32768 columns, and .93 and .98 from shared memory; at 20480 and 24576 columns it reaches .86 and .94, and .92 and .94.
 bool in_registers(int64_t words, int most, bool wide) {
   return words <= kRowThreads * most || (wide && words > 3328 && words <= 4 * kWideThreads);
 }
 
-// Launches a kernel of pieces, whose partials have type Partial. `ahead`: how many blocks of an SM reduce what is not yet written.
+// Launches a kernel of pieces whose partials have type Partial. `ahead`: the blocks of an SM that reduce rows before they are written.
 template <bool MASKED, typename Partial, typename Args>
 void launch_pieces(void (*kernel)(Args, int, int64_t, BoardWord*), const Args& args, int64_t words, double ahead, const Launch& launch,
                    const Tensor& like) {
@@ -923,7 +922,7 @@ std::optional<int64_t> row_stride(const Tensor& x, int64_t vector) {
   return stride % vector == 0 ? std::optional<int64_t>(stride) : std::nullopt;
 }
 
-// `keep` holds the copy that a mask of too intricate a broadcast is written out to.
+// If the mask broadcasts over too many dimensions, it is copied to `keep`.
 Mask make_mask(const Tensor& mask, const Dims& sizes, ScalarType x_dtype, const char* op, Tensor& keep) {
   Mask m;
   const ScalarType dtype = mask.scalar_type();

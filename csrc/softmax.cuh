@@ -1,7 +1,7 @@
-// What softmax and the losses on logits share: exponentials and what they add up to along a row, rows in the shared memory of a
-// cluster, and how strided columns are given to threads.
+// What softmax and the losses on logits share: sums of exponentials along a row, rows in the shared memory of a cluster, and the layout
+// of threads over strided columns.
 //
-// In a namespace without a name: each file that includes this has kernels of its own.
+// The namespace has no name, because each file that includes this has its own kernels.
 #pragma once
 
 #include "common/rows.cuh"
@@ -67,15 +67,15 @@ __device__ __forceinline__ Vec<T, V> maxima(Vec<T, V> a, const Vec<T, V>& b) {
 
 // ---- a row in the shared memory of a cluster ----------------------------------------------------------------------------
 //
-// A row goes to shared memory, which takes no registers and so leaves three blocks on an SM even of 72 KiB each: while one
-// waits for its loads or for its cluster the others compute and write. A thread reads back only words that it requested itself,
-// so the exchange over the cluster is the one barrier.
+// A row in shared memory takes no registers, so an SM holds three blocks of up to 72 KiB each: while one waits for its loads or for its
+// cluster, the others compute and write. A thread reads back only words that it requested itself, so the exchange over the cluster is
+// the only barrier.
 
 constexpr int kHeldThreads = 256;
 constexpr int kHeldBytes = 72 * 1024;  // of one row that a block holds, of all operands together
 
-// The words of a row that a block of a cluster holds, `each` of them but for the last block. Rows have n elements and begin
-// `stride` apart.
+// The words of a row that a block of a cluster holds: `each` words, fewer in the last block. Rows have n elements and start `stride`
+// elements apart.
 template <int V>
 struct Share {
   int64_t row, start;  // of its first word in the row, in elements; in a ragged row 0 to -(V - 1) for the first block
@@ -121,7 +121,7 @@ bool launch_held(const Args& args, int64_t words, int bytes, const Launch& launc
 
 constexpr int kColumnThreads = 256;
 
-// Merges the values of the threads of one column group with `combine`, into those of every thread of it.
+// Merges the values of the threads of one column group with `combine`. Every thread of the group gets the result.
 template <typename T, int V, typename Args, typename Combine>
 __device__ __forceinline__ void merge_down(T (&value)[V], T* shared, const Args& a, Combine&& combine) {
   if (a.down == 1) return;
@@ -139,7 +139,7 @@ struct Shape {
   int64_t outer = 1, n = 1, inner = 1;
 };
 
-// Vector of the columns kernels where the columns allow it, with the threads of a block laid out over them.
+// The vector of a columns kernel, if the columns allow one, and the layout of the threads of a block over the columns.
 struct ColumnLaunch {
   int vector, across, down;
   int64_t blocks;
@@ -149,7 +149,7 @@ ColumnLaunch column_launch(const Shape& s, int vector) {
   ColumnLaunch launch;
   launch.vector = s.inner % vector == 0 ? vector : 1;
   const int64_t columns = ceil_div(s.inner, launch.vector);
-  // About 16 elements of a column to a thread; the rest of the block goes over neighbouring columns.
+  // A thread takes about 16 elements of a column. The rest of the block takes neighbouring columns.
   launch.down = static_cast<int>(std::min<int64_t>(16, next_power_of_2(ceil_div(s.n, 16))));
   launch.across = static_cast<int>(std::min<int64_t>(kColumnThreads / launch.down, next_power_of_2(columns)));
   launch.down = static_cast<int>(std::min<int64_t>(kColumnThreads / launch.across, next_power_of_2(s.n)));

@@ -130,7 +130,7 @@ struct Image {
 
 }  // namespace
 
-// The sums over space, (N, C, 1, 1), of x·factor or of x·y, for a y that lies as x does.
+// The sums over space, (N, C, 1, 1), of x·factor or of x·y. y has the strides of x.
 Tensor spatial_sum(const Tensor& x, const MaybeTensor& y, double factor) {
   const char* op = "spatial_sum";
   const Image image(x, op);
