@@ -74,8 +74,19 @@ def mathml(latex: str) -> str:
     return converted
 
 
+def hide_old_names(function: griffe.Function) -> None:
+    """Show the signature that ``@formerly`` of :mod:`fastlayers.renamed` shows at run time."""
+    for decorator in function.decorators:
+        call = ast.parse(str(decorator.value), mode="eval").body
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "formerly":
+            for name in call.args:
+                del function.parameters[ast.literal_eval(name)]
+            for parameter in list(function.parameters)[: ast.literal_eval(call.keywords[0].value)]:
+                parameter.default = None
+
+
 class Docstrings(griffe.Extension):
-    """Rewrites the docstring of every object of the package once it is read."""
+    """Rewrites the docstring of each object of the package after it is read, and the signatures of renamed functions."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         known = targets()
@@ -87,5 +98,7 @@ class Docstrings(griffe.Extension):
                 continue
             if member.docstring is not None:
                 member.docstring.value = markdown(textwrap.dedent(member.docstring.value), known)
+            if isinstance(member, griffe.Function):
+                hide_old_names(member)
             if member.is_module or member.is_class:
                 self.rewrite(member, known)  # type: ignore[arg-type]
