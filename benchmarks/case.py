@@ -25,6 +25,7 @@ class Op:
         eager: the composition as a torch user writes it. torch.compile gets it too, and in float64 it is the reference.
         naive: the formula step by step, without torch's own fused function.
         liger: Liger's function; None if it has none or is not installed.
+        chunked: torch's own function that computes in chunks; None if this torch has none.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Op:
     eager: Callable[..., Any]
     naive: Callable[..., Any] | None = None
     liger: Callable[..., Any] | None = None
+    chunked: Callable[..., Any] | None = None
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

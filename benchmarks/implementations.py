@@ -17,6 +17,7 @@ TITLES = {
     "naive": "naive",
     "eager": "torch",
     "compile": "torch.compile",
+    "chunked": "torch, chunked",
     "liger": "Liger",
     "fastlayers": "fastlayers",
     "triton": "Triton",
@@ -27,7 +28,7 @@ TITLES = {
 FORCED = ("triton", "cuda", "cpu")
 #: fastlayers must not be slower than these; in GPU time not slower than those below either.
 RIVALS = ("eager", "compile")
-GPU_RIVALS = (*RIVALS, "liger")
+GPU_RIVALS = (*RIVALS, "chunked", "liger")
 
 
 def contestants(case: Case, everything: bool = False) -> tuple[str, ...]:
@@ -42,6 +43,8 @@ def missing(name: str, case: Case) -> str | None:
         return available()[name]
     if name == "naive" and case.op.naive is None:
         return "no naive version"
+    if name == "chunked" and case.op.chunked is None:
+        return "this torch has no such function"
     if name == "liger" and case.op.liger is None:
         return "Liger has no such function" if "liger_kernel" in sys.modules else "liger_kernel is not installed"
     return None
@@ -52,7 +55,9 @@ def function(name: str, case: Case) -> Callable[..., Any]:
     if name == "compile":
         torch._dynamo.reset()
         return torch.compile(case.op.eager, dynamic=False, fullgraph=True)
-    chosen = {"naive": case.op.naive, "eager": case.op.eager, "liger": case.op.liger}.get(name, case.op.fused)
+    op = case.op
+    stock = {"naive": op.naive, "eager": op.eager, "liger": op.liger, "chunked": op.chunked}
+    chosen = stock.get(name, op.fused)
     assert chosen is not None, f"{name} was not asked for by missing()"
     return chosen
 

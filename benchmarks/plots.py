@@ -26,6 +26,7 @@ COLOURS = {
     "naive": "#999999",
     "eager": "#56B4E9",
     "compile": "#E69F00",
+    "chunked": "#0072B2",
     "liger": "#CC79A7",
     "fastlayers": "#D55E00",
     "triton": "#009E73",

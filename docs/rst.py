@@ -86,7 +86,7 @@ def hide_old_names(function: griffe.Function) -> None:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstring of each object of the package after it is read, and the signatures of renamed functions."""
+    """Rewrites the docstrings of the package after they are read, and the signatures of renamed functions."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         known = targets()

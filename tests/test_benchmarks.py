@@ -292,6 +292,17 @@ def test_a_step_is_timed_as_one(tmp_path):
     assert shown == ["forward, us", "forward + backward, us"]
 
 
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch 2.13 has it")
+def test_the_chunked_loss_of_torch_is_a_contestant(tmp_path):
+    case = linear_cross_entropy.row(6, 8, 13)
+    assert "chunked" in case.contestants
+    found = run([replace(case, contestants=("eager", "chunked"))], tmp_path / "r.json", Settings(samples=2), on_cpu)
+    assert [(row["implementation"], row["status"], row["reason"]) for row in found.rows] == [
+        ("eager", "ok", None),
+        ("chunked", "ok", None),
+    ]
+
+
 def test_bars_may_name_a_rival():
     bars = {"step/liger": 0.8, "beyond": 2.0, "beyond/liger": 1.0}
     rows = [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.case import Case, Input, Op
 from benchmarks.implementations import liger
@@ -15,13 +18,22 @@ def eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), target)
 
 
+def torch_chunked() -> Callable[..., Tensor] | None:
+    """torch's own function with its default chunks, from torch 2.13 on."""
+    options = getattr(nn, "LinearCrossEntropyOptions", None)
+    return None if options is None else partial(F.linear_cross_entropy, options=options())  # type: ignore[attr-defined]
+
+
 LINEAR_CROSS_ENTROPY = Op(
     "linear_cross_entropy",
     "linear_cross_entropy",
     functional.linear_cross_entropy,
     eager,
     liger=liger("liger_fused_linear_cross_entropy"),
+    chunked=torch_chunked(),
 )
+#: Those of other ops, and torch's chunked function.
+CONTESTANTS = ("eager", "compile", "chunked", "fastlayers", "triton", "cuda", "liger")
 
 
 def small(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,7 +52,8 @@ def row(rows: int, features: int, columns: int, dtype: torch.dtype = torch.bfloa
     )
     logits = rows * columns * dtype.itemsize
     bars = {"step/compile": 1.0, "step/liger": 0.8, "beyond": logits / 8 / 2**20, "beyond/liger": 1.0}
-    return Case(LINEAR_CROSS_ENTROPY, inputs, dtype, "", label=f"to {columns} classes", bars=bars, step=True, **fields)
+    fields = {"label": f"to {columns} classes", "bars": bars, "contestants": CONTESTANTS} | fields
+    return Case(LINEAR_CROSS_ENTROPY, inputs, dtype, "", step=True, **fields)
 
 
 CASES = [row(8192, features, columns) for features in (2048, 4096) for columns in (128256, 50257)]
