@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fastlayers.ops import dispatch
 from fastlayers.ops.activations import ACTIVATIONS, Activation
-from fastlayers.ops.reference import HALF
+from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops.reference import LOW_PRECISION
 
 
 class Kernels(dispatch.Kernels):
@@ -59,8 +60,8 @@ class Kernels(dispatch.Kernels):
 
     @staticmethod
     def convolution_autocast(
-        x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], groups: int,
+        x: Tensor, weight: Tensor, bias: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+        groups: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y = F.conv2d(x, weight.to(x.dtype), None, stride, padding, dilation, groups)
         return y, torch.empty_like(weight, dtype=x.dtype)
@@ -118,7 +119,7 @@ def _are_cast(x: Tensor, *parameters: Tensor | None) -> bool:
     if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):
         return False
     low = torch.get_autocast_dtype(device.type)
-    if low not in HALF or (x.dtype is not low and x.dtype is not torch.float32):
+    if low not in LOW_PRECISION or (x.dtype is not low and x.dtype is not torch.float32):
         return False
     index = x.get_device()
     for t in parameters:
@@ -144,7 +145,7 @@ class Given:
         self.parameters = parameters
         self.versions = [0 if t is None else t._version for t in parameters]
 
-    def unchanged(self) -> tuple[Tensor | None, ...]:
+    def unchanged(self) -> Gradients:
         """The parameters.
 
         Raises:
@@ -160,9 +161,7 @@ class Given:
         return self.parameters
 
 
-def differentiate(
-    function: Callable[..., Tensor], given: Given, needs: tuple[bool, ...], x: Tensor, dy: Tensor
-) -> tuple[Tensor | None, ...]:
+def differentiate(function: Callable[..., Tensor], given: Given, needs: Needs, x: Tensor, dy: Tensor) -> Gradients:
     """The gradients of ``function(x, *parameters)`` that are needed, with a graph of their own."""
     with torch.enable_grad():
         # Of aliases: an argument may itself depend on another one.
@@ -180,21 +179,17 @@ class Linear(dispatch.Pair, inputs=3):
     """Of rows in low precision. Keeps them and the weight's cast."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def forward(kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         y, low = kernels.linear_autocast(x, weight, bias)
         return y, (x, low), (Given(weight, bias),)
 
     @staticmethod
-    def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, low: Tensor, given: Given
-    ) -> tuple[Tensor | None, ...]:
+    def backward(kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, low: Tensor, given: Given) -> Gradients:
         found = kernels.linear_autocast_backward(dy, x, low, *needs)
         return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
 
     @staticmethod
-    def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, x: Tensor, low: Tensor, given: Given
-    ) -> tuple[Tensor | None, ...]:
+    def differentiable_backward(needs: Needs, dy: Tensor, x: Tensor, low: Tensor, given: Given) -> Gradients:
         return differentiate(_linear, given, needs, x, dy)
 
 
@@ -240,24 +235,22 @@ class Mlp(dispatch.Pair, inputs=5):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor,
-        bias2: Tensor | None, act: Activation,
+        kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor | None,
+        act: Activation,
     ) -> Any:  # fmt: skip
         y, *kept = kernels.mlp_autocast(x, weight, bias, weight2, bias2, act.code, *act.defaults)
         return y, (x, *kept), (Given(weight, bias, weight2, bias2), act)
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, product: Tensor, low: Tensor,
-        low_bias: Tensor, low2: Tensor, given: Given, act: Activation,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, product: Tensor, low: Tensor, low_bias: Tensor,
+        low2: Tensor, given: Given, act: Activation,
+    ) -> Gradients:  # fmt: skip
         found = kernels.mlp_autocast_backward(dy, x, product, low, low_bias, low2, act.code, *act.defaults, *needs)
         return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
 
     @staticmethod
-    def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, x: Tensor, *args: Any
-    ) -> tuple[Tensor | None, ...]:
+    def differentiable_backward(needs: Needs, dy: Tensor, x: Tensor, *args: Any) -> Gradients:
         *_, given, act = args
         return differentiate(partial(mlp_of, act), given, needs, x, dy)
 
@@ -289,16 +282,14 @@ class Convolution(dispatch.Pair, inputs=3):
     """Of images in low precision. Keeps them and the weight's cast."""
 
     @staticmethod
-    def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Tensor, options: Options
-    ) -> Any:
+    def forward(kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor, options: Options) -> Any:
         y, low = kernels.convolution_autocast(x, weight, bias, *options)
         return y, (x, low), (Given(weight, bias), options)
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, low: Tensor, given: Given, options: Options
-    ) -> tuple[Tensor | None, ...]:
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, low: Tensor, given: Given, options: Options
+    ) -> Gradients:
         for_x, for_weight, for_bias = needs
         summed = for_bias and dy.is_contiguous(memory_format=torch.channels_last)
         dx, dweight, dbias = kernels.convolution_autocast_backward(dy, x, low, *options, for_x, for_weight, summed)
@@ -308,8 +299,8 @@ class Convolution(dispatch.Pair, inputs=3):
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, x: Tensor, low: Tensor, given: Given, options: Options
-    ) -> tuple[Tensor | None, ...]:
+        needs: Needs, dy: Tensor, x: Tensor, low: Tensor, given: Given, options: Options
+    ) -> Gradients:
         return differentiate(partial(_convolution, options), given, needs, x, dy)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import bias_act, dispatch, elementwise, reference
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, NORM_CODES, activation
+from fastlayers.ops.dispatch import Gradients, Needs
 
 RELU = ACTIVATIONS["relu"].code
 
@@ -44,8 +45,8 @@ class Kernels(dispatch.Kernels):
 
     @staticmethod
     def batch_norm_backward(
-        dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None, weight: Tensor | None,
-        bias: Tensor | None, stats: Tensor, training: bool, act: int, dresidual: bool,
+        dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        stats: Tensor, training: bool, act: int, dresidual: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         like = stats if weight is None else weight
         dweight, dbias = (like.new_empty(x.shape[1]) for _ in range(2))
@@ -73,15 +74,9 @@ def is_packed(residual: Tensor | None, act: int) -> bool:
 
 
 def unsupported(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    eps: float,
-    residual: Tensor | None,
-) -> str | None:
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, eps: float, residual: Tensor | None,
+) -> str | None:  # fmt: skip
     """Why no kernel takes this call, None where one does."""
     dtype = x.dtype
     if dtype not in dispatch.FLOATING:
@@ -124,9 +119,9 @@ class BatchNorm(dispatch.Pair, inputs=4):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, residual: Tensor | None, weight: Tensor | None,
-        bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, training: bool, momentum: float,
-        eps: float, act: int, batches: Tensor | None,
+        kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        running_mean: Tensor | None, running_var: Tensor | None, training: bool, momentum: float, eps: float, act: int,
+        batches: Tensor | None,
     ) -> Any:  # fmt: skip
         packs = bool(needs) and is_packed(residual, act)
         if training:
@@ -143,15 +138,15 @@ class BatchNorm(dispatch.Pair, inputs=4):
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None,
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, stats: Tensor, training: bool, eps: float, act: int,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         for_residual = act != 0 and needs[1]
         found = kernels.batch_norm_backward(dy, x, residual, bits, weight, bias, stats, training, act, for_residual)
         return _wanted(needs, dy, act, *found)
 
     @staticmethod
-    def differentiable_backward(needs: tuple[bool, ...], dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    def differentiable_backward(needs: Needs, dy: Tensor, *args: Any) -> Gradients:
         return _wanted(needs, dy, args[-1], *decomposed_backward(dy, *args))
 
 
@@ -160,31 +155,29 @@ class BatchNormInGraph(dispatch.Pair, inputs=4, materialize=False):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, residual: Tensor | None, weight: Tensor | None,
-        bias: Tensor | None, eps: float, act: int,
+        kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        eps: float, act: int,
     ) -> Any:  # fmt: skip
         y, stats, bits, moments = kernels.batch_norm_moments(x, residual, weight, bias, eps, act)
         return (y, moments), kept(x, residual, weight, bias, stats, bits, act), (True, eps, act)
 
     @staticmethod
-    def non_differentiable(needs: tuple[bool, ...], results: Any) -> tuple[Tensor, ...]:
+    def non_differentiable(needs: Needs, results: Any) -> tuple[Tensor, ...]:
         return results[1:]
 
     @staticmethod
-    def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, _: None, *args: Any
-    ) -> tuple[Tensor | None, ...]:
+    def backward(kernels: Kernels, needs: Needs, dy: Tensor, _: None, *args: Any) -> Gradients:
         return BatchNorm.backward(kernels, needs, dy, *args)
 
     @staticmethod
-    def differentiable_backward(needs: tuple[bool, ...], dy: Tensor, _: None, *args: Any) -> tuple[Tensor | None, ...]:
+    def differentiable_backward(needs: Needs, dy: Tensor, _: None, *args: Any) -> Gradients:
         return BatchNorm.differentiable_backward(needs, dy, *args)
 
 
 def kept(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, stats: Tensor, bits: Tensor,
     act: int,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """What backward needs, in the order of ``batch_norm_backward``."""
     packed = is_packed(residual, act)
     recomputes = act != 0 and not packed
@@ -192,8 +185,8 @@ def kept(
 
 
 def _wanted(
-    needs: tuple[bool, ...], dy: Tensor, act: int, dx: Tensor, dresidual: Tensor, dweight: Tensor, dbias: Tensor
-) -> tuple[Tensor | None, ...]:
+    needs: Needs, dy: Tensor, act: int, dx: Tensor, dresidual: Tensor, dweight: Tensor, dbias: Tensor
+) -> Gradients:
     """The gradients that are needed. Without an activation the residual's is dy itself."""
     to_residual = (dresidual if act else dy) if needs[1] else None
     return dx if needs[0] else None, to_residual, dweight if needs[2] else None, dbias if needs[3] else None
@@ -249,18 +242,9 @@ def is_count(batches: Tensor | None, x: Tensor) -> bool:
 
 
 def batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    residual: Tensor | None,
-    act: str | None,
-    batches: Tensor | None,
-) -> Tensor:
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, momentum: float, eps: float, residual: Tensor | None, act: str | None, batches: Tensor | None,
+) -> Tensor:  # fmt: skip
     code = activation(act).code
     if code >= NORM_CODES:
         z = batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, None, batches)
@@ -305,15 +289,9 @@ def _in_graph(
 
 
 def _graph_keeps_kernel(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    eps: float,
-    residual: Tensor | None,
-) -> bool:
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, eps: float, residual: Tensor | None,
+) -> bool:  # fmt: skip
     return (
         training
         and dispatch.graph_keeps_kernel(x)
@@ -323,17 +301,9 @@ def _graph_keeps_kernel(
 
 
 def _train_compiling(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
-    residual: Tensor | None,
-    act: int,
-    batches: Tensor | None,
-) -> Tensor:
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    momentum: float, eps: float, residual: Tensor | None, act: int, batches: Tensor | None,
+) -> Tensor:  # fmt: skip
     y, moments = _in_graph(x, residual, weight, bias, eps, act)
     if running_mean is None or running_var is None:
         count(batches, True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, as_two, parameters_of
+from fastlayers.ops.dispatch import Gradients, Needs
 from fastlayers.ops.elementwise import GPU_LEAST
 
 
@@ -64,24 +65,23 @@ class BiasAct(dispatch.Pair, inputs=2):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, bias: Tensor | None, act: int,
-        parameters: tuple[float, ...],
-    ) -> Any:  # fmt: skip
+        kernels: Kernels, needs: Needs, x: Tensor, bias: Tensor | None, act: int, parameters: tuple[float, ...]
+    ) -> Any:
         out = kernels.bias_act_forward(x, bias, act, *as_two(parameters))
         return out, (out, None) if act == _RELU else (x, bias), (act, parameters)
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, bias: Tensor | None, act: int,
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, bias: Tensor | None, act: int,
         parameters: tuple[float, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         dx, dbias = kernels.bias_act_backward(dy, x, bias, act, *as_two(parameters), needs[1])
         return dx if needs[0] else None, dbias if needs[1] else None
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, x: Tensor, bias: Tensor | None, act: int, parameters: tuple[float, ...]
-    ) -> tuple[Tensor | None, ...]:
+        needs: Needs, dy: Tensor, x: Tensor, bias: Tensor | None, act: int, parameters: tuple[float, ...]
+    ) -> Gradients:
         dx = BY_CODE[act].backward(dy, x if bias is None else x + bias, *parameters)
         return dx if needs[0] else None, dx.sum_to_size(x.shape[-1:]) if needs[1] else None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastlayers.ops import autocast, dispatch
 from fastlayers.ops.activations import ACTIVATIONS, Activation
+from fastlayers.ops.dispatch import Gradients
 
 
 class _ConvNeXtBlock(torch.autograd.Function):
@@ -39,7 +40,7 @@ class _ConvNeXtBlock(torch.autograd.Function):
         return out, low if wide else None
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dlow: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dlow: Tensor | None) -> Gradients:
         for_x = ctx.needs_input_grad[0]
         if dy is None:
             return dlow.float() if dlow is not None and for_x else None, *(None,) * 14
@@ -160,8 +161,8 @@ def _fake(
 
 
 def _fake_backward(
-    dy: Tensor, low_x: Tensor, low_conv: Tensor, z: Tensor, stats: Tensor, normed: Tensor, product: Tensor,
-    low: Tensor, low_bias: Tensor, low2: Tensor, last: Tensor, norm_weight: Tensor, gamma: Tensor, *rest: Any,
+    dy: Tensor, low_x: Tensor, low_conv: Tensor, z: Tensor, stats: Tensor, normed: Tensor, product: Tensor, low: Tensor,
+    low_bias: Tensor, low2: Tensor, last: Tensor, norm_weight: Tensor, gamma: Tensor, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide = partial(torch.empty_like, dtype=torch.float32)
     for_x, is_wide, _ = rest[-3:]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch
-from fastlayers.ops.reference import HALF
+from fastlayers.ops.reference import LOW_PRECISION
 
 #: Elements of x from which the kernel serves. Timed alone from 25 million on: where it ceases to gain is not known.
 LEAST = 1 << 22
@@ -57,7 +57,7 @@ def adds_gradients(x: Tensor, weight: Tensor) -> bool:
     if (
         torch.compiler.is_compiling()
         or not (dispatch.is_plain(x) and dispatch.is_plain(weight))
-        or x.dtype not in HALF
+        or x.dtype not in LOW_PRECISION
         or x.dim() != 4
         or not (torch.is_grad_enabled() and x.requires_grad)
         or x.numel() < LEAST

@@ -20,6 +20,7 @@ from torch import Tensor
 from fastlayers.ops import autocast, batch_norm, dispatch
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE, NORM_CODES
 from fastlayers.ops.convolution_norm import result_shape
+from fastlayers.ops.dispatch import Gradients
 
 #: What is added to the result of the last norm, as the kernels number it.
 SUMS = {None: 0, "x": 1, "shortcut": 2}
@@ -81,7 +82,7 @@ class _ConvolutionChain(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         plan, kernels, count = ctx.rest
         x, *rest = ctx.saved_tensors
         if dispatch.needs_double_backward(dy):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastlayers.ops import autocast, batch_norm, dispatch
 from fastlayers.ops.activations import NORM_CODES, activation
+from fastlayers.ops.dispatch import Gradients, Needs
 
 
 class Kernels(dispatch.Kernels):
@@ -53,9 +54,9 @@ class ConvolutionNorm(dispatch.Pair, inputs=5):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor, residual: Tensor | None,
-        norm_weight: Tensor, norm_bias: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float,
-        act: int, batches: Tensor | None, options: autocast.Options,
+        kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, residual: Tensor | None, norm_weight: Tensor,
+        norm_bias: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float, act: int,
+        batches: Tensor | None, options: autocast.Options,
     ) -> Any:  # fmt: skip
         y, low, z, stats, bits = kernels.convolution_norm_autocast(
             x, weight, residual, norm_weight, norm_bias, running_mean, running_var, momentum, eps, act,
@@ -66,10 +67,10 @@ class ConvolutionNorm(dispatch.Pair, inputs=5):
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, low: Tensor, z: Tensor,
-        residual: Tensor | None, bits: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, stats: Tensor,
-        given: autocast.Given, eps: float, act: int, options: autocast.Options,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, low: Tensor, z: Tensor, residual: Tensor | None,
+        bits: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, stats: Tensor, given: autocast.Given,
+        eps: float, act: int, options: autocast.Options,
+    ) -> Gradients:  # fmt: skip
         found = kernels.convolution_norm_autocast_backward(
             dy, x, low, z, residual, bits, norm_weight, norm_bias, stats, act, *options, needs[0], needs[1],
             act != 0 and needs[2],
@@ -78,10 +79,10 @@ class ConvolutionNorm(dispatch.Pair, inputs=5):
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, x: Tensor, low: Tensor, z: Tensor, residual: Tensor | None,
-        bits: Tensor | None, norm_weight: Tensor, norm_bias: Tensor, stats: Tensor, given: autocast.Given, eps: float,
-        act: int, options: autocast.Options,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        needs: Needs, dy: Tensor, x: Tensor, low: Tensor, z: Tensor, residual: Tensor | None, bits: Tensor | None,
+        norm_weight: Tensor, norm_bias: Tensor, stats: Tensor, given: autocast.Given, eps: float, act: int,
+        options: autocast.Options,
+    ) -> Gradients:  # fmt: skip
         (weight,) = given.unchanged()
         assert weight is not None
         with torch.enable_grad():
@@ -98,9 +99,8 @@ class ConvolutionNorm(dispatch.Pair, inputs=5):
 
 
 def _wanted(
-    needs: tuple[bool, ...], dy: Tensor, act: int, dx: Tensor | None, dweight: Tensor | None, dresidual: Tensor,
-    *of_norm: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    needs: Needs, dy: Tensor, act: int, dx: Tensor | None, dweight: Tensor | None, dresidual: Tensor, *of_norm: Tensor
+) -> Gradients:
     """The gradients that are needed. Without an activation the residual's is dy itself."""
     found = (dx, dweight, dresidual if act else dy, *of_norm)
     return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))

@@ -24,6 +24,7 @@ from torch.nn import _reduction
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
+from fastlayers.ops.dispatch import Gradients, Needs
 from fastlayers.ops.softmax import GPU_LEAST, result_dtype
 
 _MOST_CLASSES = 2**30
@@ -163,7 +164,7 @@ def unsupported(x: Tensor, target: object, weight: Tensor | None, options: Optio
     given, shape = x.dtype, x.shape
     if x.dim() > 0 and shape[_class_dim(x)] > _MOST_CLASSES:
         return f"logits of {shape[_class_dim(x)]} classes; kernels take up to 2^30"
-    if given not in dispatch.FLOATING or not (out is given or (out == torch.float32 and given in reference.HALF)):
+    if given not in dispatch.FLOATING or not (out is given or (out == torch.float32 and given in reference.LOW_PRECISION)):
         return f"no kernel from {given} to {out}"
     if not dispatch.is_plain(target):
         return f"the target is a {type(target).__name__}; kernels take a plain tensor"
@@ -207,7 +208,7 @@ class CrossEntropy(dispatch.Pair, inputs=1):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
+        kernels: Kernels, needs: Needs, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
         options: Options, dtype: torch.dtype,
     ) -> Any:  # fmt: skip
         loss, stats = kernels.cross_entropy_forward(x, target, weight, reduction, *options, dtype)
@@ -215,16 +216,16 @@ class CrossEntropy(dispatch.Pair, inputs=1):
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None,
-        stats: Tensor, reduction: int, options: Options,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor,
+        reduction: int, options: Options,
+    ) -> Gradients:  # fmt: skip
         return (kernels.cross_entropy_backward(dy, x, target, weight, stats, reduction, *options),)
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor,
-        reduction: int, options: Options,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        needs: Needs, dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, reduction: int,
+        options: Options,
+    ) -> Gradients:  # fmt: skip
         return (decomposed_backward(dy, x, target, weight, reduction, options),)
 
 
@@ -232,7 +233,7 @@ class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, m
     """Puts the gradient in the place of the logits."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         if getattr(ctx, "overwritten", False):
             raise RuntimeError(_OVERWRITTEN)
         x, target, weight, stats = ctx.saved_tensors
@@ -259,16 +260,9 @@ def _in_graph(
 
 
 def cross_entropy(
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    inplace: bool,
-) -> Tensor:
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float,
+    softcap: float | None, z_loss: float, inplace: bool,
+) -> Tensor:  # fmt: skip
     code = _reduction.get_enum(reduction)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"cross_entropy(): expected a softcap above 0 or None, but got {softcap}")
@@ -306,17 +300,9 @@ def cross_entropy(
 
 
 def cross_entropy_chunk_(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    grad_scale: Tensor | None,
-    want_grad: bool,
-    columns: int,
-) -> Tensor:
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float,
+    softcap: float | None, z_loss: float, grad_scale: Tensor | None, want_grad: bool, columns: int,
+) -> Tensor:  # fmt: skip
     """The losses of the rows of a matrix of logits and, in the place of these, their gradient. No autograd.
 
     Args:
@@ -342,14 +328,9 @@ def cross_entropy_chunk_(
 
 
 def _compose_chunk_(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    options: Options,
-    grad_scale: Tensor | None,
-    want_grad: bool,
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, grad_scale: Tensor | None, want_grad: bool,
     columns: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     classes = logits[:, :columns]
     if target.device.type == "cpu":
         wrong = target[(target != options.ignore_index) & ((target < 0) | (target >= columns))]

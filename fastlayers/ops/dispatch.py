@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,11 @@ unwrap: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 
 
 R = TypeVar("R")
+
+#: For each of the first arguments of an op whether it needs a gradient; empty where autograd records nothing.
+Needs: TypeAlias = tuple[bool, ...]
+#: What a backward returns: a gradient, or None, for each of them.
+Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 # ---- the guard -------------------------------------------------------------------------------------------------------
@@ -312,8 +317,8 @@ class Pair:
     _record: ClassVar[Callable[..., Any]]
 
     forward: ClassVar[Callable[..., tuple[Any, tuple[Tensor | None, ...], tuple[Any, ...]]]]
-    backward: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
-    differentiable_backward: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
+    backward: ClassVar[Callable[..., Gradients]]
+    differentiable_backward: ClassVar[Callable[..., Gradients]]
 
     def __init_subclass__(cls, *, inputs: int, materialize: bool = True) -> None:
         cls.inputs = inputs
@@ -331,7 +336,7 @@ class Pair:
         return cls.forward(kernels, (), *args)[0]
 
     @staticmethod
-    def non_differentiable(needs: tuple[bool, ...], results: Any) -> tuple[Tensor, ...]:
+    def non_differentiable(needs: Needs, results: Any) -> tuple[Tensor, ...]:
         """The results that have no gradient although an input needs one."""
         return ()
 
@@ -389,7 +394,7 @@ def parameter_problem(parameter: Tensor, device: int, dtype: torch.dtype, shape:
     """
     own = parameter.dtype
     if (
-        (own is dtype or (own is torch.float32 and dtype in reference.HALF))
+        (own is dtype or (own is torch.float32 and dtype in reference.LOW_PRECISION))
         and type(parameter) in PLAIN
         and parameter.shape == shape
         and parameter.get_device() == device

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
+from fastlayers.ops.dispatch import Gradients, Needs
 
 
 class Kernels(dispatch.Kernels):
@@ -137,9 +138,7 @@ class ReLUAdd(dispatch.Pair, inputs=3):
     """
 
     @staticmethod
-    def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, y: Tensor, bias: Tensor | None, alpha: float | None
-    ) -> Any:
+    def forward(kernels: Kernels, needs: Needs, x: Tensor, y: Tensor, bias: Tensor | None, alpha: float | None) -> Any:
         bits = None
         if alpha is None:
             if needs:
@@ -154,9 +153,9 @@ class ReLUAdd(dispatch.Pair, inputs=3):
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, bits: Tensor | None, strides: tuple[int, ...],
-        sum_first: bool, bias_shape: torch.Size | None,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        kernels: Kernels, needs: Needs, dy: Tensor, bits: Tensor | None, strides: tuple[int, ...], sum_first: bool,
+        bias_shape: torch.Size | None,
+    ) -> Gradients:  # fmt: skip
         gated = dbias = None
         if bits is not None:
             dense = dispatch.with_strides(dy, strides)
@@ -168,17 +167,16 @@ class ReLUAdd(dispatch.Pair, inputs=3):
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, bits: Tensor | None, strides: tuple[int, ...], sum_first: bool,
+        needs: Needs, dy: Tensor, bits: Tensor | None, strides: tuple[int, ...], sum_first: bool,
         bias_shape: torch.Size | None,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         gated = None if bits is None else torch.where(unpack_bits(bits, dy.shape, strides), dy, 0.0)
         return _relu_gradients(needs, dy, gated, None, sum_first, bias_shape)
 
 
 def _relu_gradients(
-    needs: tuple[bool, ...], dy: Tensor, gated: Tensor | None, dbias: Tensor | None, sum_first: bool,
-    bias_shape: torch.Size | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    needs: Needs, dy: Tensor, gated: Tensor | None, dbias: Tensor | None, sum_first: bool, bias_shape: torch.Size | None
+) -> Gradients:
     if needs[2] and dbias is None:
         assert bias_shape is not None
         dbias = dy.sum_to_size(bias_shape)
@@ -218,19 +216,17 @@ class Mul(dispatch.Pair, inputs=2):
     """Keeps its inputs. Both gradients come from one kernel, with the sum over a broadcast operand's repeats."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: tuple[bool, ...], x: Tensor, y: Tensor) -> Any:
+    def forward(kernels: Kernels, needs: Needs, x: Tensor, y: Tensor) -> Any:
         # Forward alone, torch's kernel is as fast for operands of one shape.
         is_torch = needs and x.shape == y.shape and backends.get_backend() is None
         return x * y if is_torch else kernels.mul(x, y), (x, y), ()
 
     @staticmethod
-    def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, y: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, y: Tensor) -> Gradients:
         return kernels.mul_backward(dy, x, y) if all(needs) else Mul.differentiable_backward(needs, dy, x, y)
 
     @staticmethod
-    def differentiable_backward(needs: tuple[bool, ...], dy: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor | None, ...]:
+    def differentiable_backward(needs: Needs, dy: Tensor, x: Tensor, y: Tensor) -> Gradients:
         dx = (dy * y).sum_to_size(x.shape) if needs[0] else None
         return dx, (dy * x).sum_to_size(y.shape) if needs[1] else None
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import autocast, dispatch, elementwise, reference
 from fastlayers.ops.activations import BY_CODE, activation
+from fastlayers.ops.dispatch import Gradients, Needs
 
 
 class Kernels(dispatch.Kernels):
@@ -51,18 +52,16 @@ class Gated(dispatch.Pair, inputs=2):
     """Keeps gate and up; backward recomputes act(gate)."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: tuple[bool, ...], gate: Tensor, up: Tensor, act: int) -> Any:
+    def forward(kernels: Kernels, needs: Needs, gate: Tensor, up: Tensor, act: int) -> Any:
         return kernels.gated_forward(gate, up, act), (gate, up), (act,)
 
     @staticmethod
-    def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, gate: Tensor, up: Tensor, act: int
-    ) -> tuple[Tensor | None, ...]:
+    def backward(kernels: Kernels, needs: Needs, dy: Tensor, gate: Tensor, up: Tensor, act: int) -> Gradients:
         dgate, dup = kernels.gated_backward(dy, gate, up, act)
         return dgate if needs[0] else None, dup if needs[1] else None
 
     @staticmethod
-    def differentiable_backward(needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+    def differentiable_backward(needs: Needs, *args: Any) -> Gradients:
         dgate, dup = _decomposed_backward(*args)
         return dgate if needs[0] else None, dup if needs[1] else None
 
@@ -92,9 +91,8 @@ class GatedLinear(dispatch.Pair, inputs=4):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None,
-        act: int,
-    ) -> Any:  # fmt: skip
+        kernels: Kernels, needs: Needs, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: int
+    ) -> Any:
         out = F.linear(kernels.gated_forward(gate, up, act).to(weight.dtype), weight, bias)
         if needs and out._is_view():
             # torch's own result may be a view, and autograd lets nobody write to a view that a Function returns.
@@ -103,21 +101,21 @@ class GatedLinear(dispatch.Pair, inputs=4):
 
     @staticmethod
     def backward(
-        kernels: Kernels | None, needs: tuple[bool, ...], dy: Tensor, gate: Tensor, up: Tensor, weight: Tensor, act: int
-    ) -> tuple[Tensor | None, ...]:
+        kernels: Kernels | None, needs: Needs, dy: Tensor, gate: Tensor, up: Tensor, weight: Tensor, act: int
+    ) -> Gradients:
         device = dy.device.type
         # Everything has the dtype that autocast gave it in forward.
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             return _linear_gradients(kernels, needs, dy, gate, up, weight, act)
 
     @staticmethod
-    def differentiable_backward(needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+    def differentiable_backward(needs: Needs, *args: Any) -> Gradients:
         return GatedLinear.backward(None, needs, *args)
 
 
 def _linear_gradients(
-    kernels: Kernels | None, needs: tuple[bool, ...], dy: Tensor, gate: Tensor, up: Tensor, weight: Tensor, act: int
-) -> tuple[Tensor | None, ...]:
+    kernels: Kernels | None, needs: Needs, dy: Tensor, gate: Tensor, up: Tensor, weight: Tensor, act: int
+) -> Gradients:
     """The gradients of gate, up, weight and bias; by torch ops where there are no kernels."""
     rows = dy.reshape(-1, dy.shape[-1])
     dgate = dup = dweight = None
@@ -177,17 +175,15 @@ class GLU(dispatch.Pair, inputs=1):
     """Keeps x; backward recomputes the activation of its gate. The gradient is one tensor, as x is."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: tuple[bool, ...], x: Tensor, dim: int, gate_first: bool, act: int) -> Any:
+    def forward(kernels: Kernels, needs: Needs, x: Tensor, dim: int, gate_first: bool, act: int) -> Any:
         return kernels.glu_forward(x, dim, gate_first, act), (x,), (dim, gate_first, act)
 
     @staticmethod
-    def backward(kernels: Kernels, needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+    def backward(kernels: Kernels, needs: Needs, *args: Any) -> Gradients:
         return (kernels.glu_backward(*args),)
 
     @staticmethod
-    def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, x: Tensor, dim: int, gate_first: bool, act: int
-    ) -> tuple[Tensor | None, ...]:
+    def differentiable_backward(needs: Needs, dy: Tensor, x: Tensor, dim: int, gate_first: bool, act: int) -> Gradients:
         first, second = x.chunk(2, dim)
         if gate_first:
             return (torch.cat(_decomposed_backward(dy, first, second, act), dim),)

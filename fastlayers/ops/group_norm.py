@@ -10,6 +10,7 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import bias_act, dispatch, reference
 from fastlayers.ops.activations import BY_CODE, NORM_CODES, activation
+from fastlayers.ops.dispatch import Gradients, Needs
 
 
 class Kernels(dispatch.Kernels):
@@ -59,8 +60,8 @@ class GroupNorm(dispatch.Pair, inputs=3):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int,
-        eps: float, act: int, dtype: torch.dtype, layout: torch.memory_format | None,
+        kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float,
+        act: int, dtype: torch.dtype, layout: torch.memory_format | None,
     ) -> Any:  # fmt: skip
         y, stats = kernels.group_norm_forward(x, weight, bias, groups, eps, act, dtype, bool(needs))
         y = y if layout is None else y.contiguous(memory_format=layout)
@@ -68,17 +69,17 @@ class GroupNorm(dispatch.Pair, inputs=3):
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None,
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None,
         bias: Tensor | None, groups: int, eps: float, act: int,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         dx, dweight, dbias = kernels.group_norm_backward(dy, x, stats, weight, bias, groups, act)
         return dx, dweight if needs[1] else None, dbias if needs[2] else None
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None,
-        groups: int, eps: float, act: int,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        needs: Needs, dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int,
+        eps: float, act: int,
+    ) -> Gradients:  # fmt: skip
         dx, dweight, dbias = decomposed_backward(dy, x, stats.dtype, weight, bias, groups, eps, act)
         return dx, dweight if needs[1] else None, dbias if needs[2] else None
 
@@ -144,7 +145,7 @@ def group_norm(
         reason = unsupported(x, groups, weight, bias)
         if reason is None:
             dtype = x.dtype
-            if dtype in reference.HALF:
+            if dtype in reference.LOW_PRECISION:
                 dtype = reference.norm_dtype("group_norm", x)
             return GroupNorm.run(kernels, x, weight, bias, groups, eps, code, dtype, _layout(x))
         backends.refuse(reason)
@@ -163,16 +164,9 @@ def _instance_unsupported(
 
 
 def instance_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    act: str | None,
-) -> Tensor:
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    use_input_stats: bool, momentum: float, eps: float, act: str | None,
+) -> Tensor:  # fmt: skip
     code = activation(act).code
     if code >= NORM_CODES:
         z = instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, None)

@@ -15,6 +15,7 @@ from torch.nn import _reduction as legacy
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, elementwise, reference
+from fastlayers.ops.dispatch import Gradients, Needs
 
 #: What the kernels keep of a row: two maxima, two logarithms of sums of exponentials, two sums of products.
 NUMBERS = 6
@@ -30,7 +31,7 @@ _MEAN_WARNING = (
 
 def _loss_dtype(x: Tensor) -> torch.dtype:
     """dtype of a loss: autocast runs torch's kl_div in float32."""
-    return torch.float32 if x.dtype in reference.HALF and torch.is_autocast_enabled(x.device.type) else x.dtype
+    return torch.float32 if x.dtype in reference.LOW_PRECISION and torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 class Kernels(dispatch.Kernels):
@@ -78,9 +79,8 @@ class KLDiv(dispatch.Pair, inputs=2):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], input: Tensor, target: Tensor, log_target: bool,
-        dtype: torch.dtype | None,
-    ) -> Any:  # fmt: skip
+        kernels: Kernels, needs: Needs, input: Tensor, target: Tensor, log_target: bool, dtype: torch.dtype | None
+    ) -> Any:
         if dtype is None:
             out = kernels.kl_div_sum(input, target, log_target)
         else:
@@ -89,15 +89,15 @@ class KLDiv(dispatch.Pair, inputs=2):
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, input: Tensor | None, target: Tensor, log_target: bool
-    ) -> tuple[Tensor | None, ...]:
+        kernels: Kernels, needs: Needs, dy: Tensor, input: Tensor | None, target: Tensor, log_target: bool
+    ) -> Gradients:
         dinput, dtarget = kernels.kl_div_backward(dy, input, target, log_target, *needs)
         return dinput if needs[0] else None, dtarget if needs[1] else None
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, input: Tensor | None, target: Tensor, log_target: bool
-    ) -> tuple[Tensor | None, ...]:
+        needs: Needs, dy: Tensor, input: Tensor | None, target: Tensor, log_target: bool
+    ) -> Gradients:
         weighted = dy * (target.exp() if log_target else target)
         dtarget = None
         if input is not None:
@@ -110,12 +110,7 @@ class KLDiv(dispatch.Pair, inputs=2):
 
 
 def kl_div(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None,
-    reduce: bool | None,
-    reduction: str,
-    log_target: bool,
+    input: Tensor, target: Tensor, size_average: bool | None, reduce: bool | None, reduction: str, log_target: bool
 ) -> Tensor:
     if size_average is not None or reduce is not None:
         reduction = legacy.legacy_get_string(size_average, reduce)
@@ -154,17 +149,17 @@ class Divergence(dispatch.Pair, inputs=2):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], student: Tensor, teacher: Tensor, labels: Tensor | None,
-        ignore_index: int, beta: float, temperature: float,
+        kernels: Kernels, needs: Needs, student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int,
+        beta: float, temperature: float,
     ) -> Any:  # fmt: skip
         losses, stats = kernels.divergence_forward(student, teacher, labels, ignore_index, beta, temperature)
         return losses, (student, teacher, labels, stats), (ignore_index, beta, temperature)
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dlosses: Tensor, student: Tensor, teacher: Tensor,
-        labels: Tensor | None, stats: Tensor, ignore_index: int, beta: float, temperature: float,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        kernels: Kernels, needs: Needs, dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None,
+        stats: Tensor, ignore_index: int, beta: float, temperature: float,
+    ) -> Gradients:  # fmt: skip
         found = kernels.divergence_backward(
             dlosses, student, teacher, labels, ignore_index, beta, temperature, stats, *needs
         )
@@ -172,9 +167,9 @@ class Divergence(dispatch.Pair, inputs=2):
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None,
-        stats: Tensor, ignore_index: int, beta: float, temperature: float,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        needs: Needs, dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, stats: Tensor,
+        ignore_index: int, beta: float, temperature: float,
+    ) -> Gradients:  # fmt: skip
         found = _decomposed_backward(dlosses, student, teacher, labels, ignore_index, beta, temperature)
         return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
 
@@ -228,15 +223,9 @@ def _unsupported(student: Tensor, teacher: object, labels: object) -> str | None
 
 
 def divergence(
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor | None,
-    ignore_index: int,
-    beta: float,
-    temperature: float,
-    square: bool,
-    reduction: str,
-) -> Tensor:
+    student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float, temperature: float,
+    square: bool, reduction: str,
+) -> Tensor:  # fmt: skip
     """KL(teacher || student), or the Jensen-Shannon divergence with beta between 0 and 1."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"expected reduction to be one of {', '.join(REDUCTIONS)}, but got {reduction!r}")

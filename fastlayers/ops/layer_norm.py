@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
+from fastlayers.ops.dispatch import Gradients, Needs
 from fastlayers.ops.reference import Shape
 
 #: What the kernels call ``kind``.
@@ -80,7 +81,7 @@ def result_dtype(kind: int, x: Tensor, weight: Tensor | None) -> torch.dtype:
 
 def _written(own: torch.dtype, dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
     """What kernels write where ``dtype`` is wanted and torch's is ``own``: the bits are those of a cast afterwards."""
-    return dtype if dtype in reference.HALF and own == torch.float32 and x.dtype in (own, dtype) else own
+    return dtype if dtype in reference.LOW_PRECISION and own == torch.float32 and x.dtype in (own, dtype) else own
 
 
 def _cast(y: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -117,20 +118,20 @@ class LayerNorm(dispatch.Pair, inputs=3):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int,
-        eps: float, kind: int, dtype: torch.dtype,
+        kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float,
+        kind: int, dtype: torch.dtype,
     ) -> Any:  # fmt: skip
         y, stats = kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, bool(needs))
         return y, (x, weight, stats), (dims, eps, kind)
 
     @staticmethod
-    def backward(kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    def backward(kernels: Kernels, needs: Needs, dy: Tensor, *args: Any) -> Gradients:
         return _gradients(kernels, needs[1:], dy, None, *args)
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, *rest: Any
-    ) -> tuple[Tensor | None, ...]:
+        needs: Needs, dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, *rest: Any
+    ) -> Gradients:
         return decomposed_backward(dy, None, x, weight, *rest, *needs[1:])
 
 
@@ -142,8 +143,8 @@ class AddLayerNorm(dispatch.Pair, inputs=4, materialize=False):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, residual: Tensor | None, weight: Tensor | None,
-        bias: Tensor | None, dims: int, eps: float, kind: int, dtype: torch.dtype,
+        kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        dims: int, eps: float, kind: int, dtype: torch.dtype,
     ) -> Any:  # fmt: skip
         keep = bool(needs)
         if residual is None:
@@ -154,37 +155,37 @@ class AddLayerNorm(dispatch.Pair, inputs=4, materialize=False):
         return (y, s), (s, weight, stats), (x.dtype, dims, eps, kind)
 
     @staticmethod
-    def non_differentiable(needs: tuple[bool, ...], results: Any) -> tuple[Tensor, ...]:
+    def non_differentiable(needs: Needs, results: Any) -> tuple[Tensor, ...]:
         return () if needs[0] or needs[1] else results[1:]
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor | None, ds: Tensor | None, s: Tensor,
-        weight: Tensor | None, stats: Tensor, dtype: torch.dtype, *rest: Any,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        kernels: Kernels, needs: Needs, dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None,
+        stats: Tensor, dtype: torch.dtype, *rest: Any,
+    ) -> Gradients:  # fmt: skip
         found = (ds, None, None) if dy is None else _gradients(kernels, needs[2:], dy, ds, s, weight, stats, *rest)
         return _of_summands(needs, dtype, *found)
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor,
+        needs: Needs, dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor,
         dtype: torch.dtype, *rest: Any,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         found = (ds, None, None) if dy is None else decomposed_backward(dy, ds, s, weight, *rest, *needs[2:])
         return _of_summands(needs, dtype, *found)
 
 
 def _of_summands(
-    needs: tuple[bool, ...], dtype: torch.dtype, ds: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
-) -> tuple[Tensor | None, ...]:
+    needs: Needs, dtype: torch.dtype, ds: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
+) -> Gradients:
     """The gradients of x, which may be in low precision beside a float32 residual, residual, weight and bias."""
     dx = ds.to(dtype) if needs[0] and ds is not None else None
     return dx, ds if needs[1] else None, dweight, dbias
 
 
 def _gradients(
-    kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None,
-    stats: Tensor, dims: int, eps: float, kind: int,
+    kernels: Kernels, needs: Needs, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+    dims: int, eps: float, kind: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of what was normalised, of the weight and of the bias. ``needs`` is that of weight and bias."""
     for_weight, for_bias = needs
@@ -193,8 +194,8 @@ def _gradients(
 
 
 def decomposed_backward(
-    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, dims: int, eps: float, kind: int,
-    for_weight: bool, for_bias: bool,
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, dims: int, eps: float, kind: int, for_weight: bool,
+    for_bias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of what was normalised, of weight and bias in torch ops, with the statistics recomputed."""
     row = tuple(range(-dims, 0))
@@ -254,7 +255,7 @@ def _norm(
     if eps is None:
         eps = _default_eps(x.dtype)
     own = x.dtype
-    if own in reference.HALF:
+    if own in reference.LOW_PRECISION:
         own = result_dtype(kind, x, weight)
     out = _written(own, dtype, x)
     return LayerNorm.run(kernels, x, weight, bias, dims, eps, kind, out)
@@ -292,7 +293,7 @@ def _adds(x: Tensor, residual: Tensor) -> bool:
         dispatch.is_plain(residual)
         and residual.shape == x.shape
         and residual.get_device() == x.get_device()
-        and (residual.dtype == x.dtype or (residual.dtype == torch.float32 and x.dtype in reference.HALF))
+        and (residual.dtype == x.dtype or (residual.dtype == torch.float32 and x.dtype in reference.LOW_PRECISION))
         and x.is_contiguous()
         and residual.is_contiguous()
     )

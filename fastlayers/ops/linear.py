@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import autocast, dispatch, reference
+from fastlayers.ops.dispatch import Gradients
 
 
 class Kernels(dispatch.Kernels):
@@ -44,7 +45,7 @@ class _BiasGradient(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         if dispatch.needs_double_backward(dy) or not dy.is_contiguous():
             dbias = dy.sum(0).to(ctx.dtype)
         else:

@@ -27,6 +27,7 @@ from torch.nn import _reduction
 from fastlayers import backends
 from fastlayers.ops import dispatch, elementwise, reference
 from fastlayers.ops.cross_entropy import cross_entropy_chunk_
+from fastlayers.ops.dispatch import Needs
 
 #: The codes that torch has for ``reduction``.
 NONE, MEAN, SUM = 0, 1, 2
@@ -196,16 +197,9 @@ def _matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sweep(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    rest: Rest,
-    grad_scale: Tensor | None,
-    alpha: float,
-    wanted: tuple[bool, ...],
-) -> tuple[Tensor, Gradients]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, rest: Rest,
+    grad_scale: Tensor | None, alpha: float, wanted: tuple[bool, ...],
+) -> tuple[Tensor, Gradients]:  # fmt: skip
     """The loss of each row, and the wanted gradients of ``alpha * sum(losses * grad_scale)``."""
     loss, compute = rest.loss, rest.compute
     columns, features = weight.shape
@@ -217,7 +211,7 @@ def sweep(
     b = None if bias is None else bias.detach().to(compute)
     rows, classes = h.shape[0], target.reshape(-1).contiguous()
     # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
-    summed = features if for_weight and weight.dtype in reference.HALF else 0
+    summed = features if for_weight and weight.dtype in reference.LOW_PRECISION else 0
     chunks = plan(rows, columns, summed, compute.itemsize, rest.chunk_size, free)
     wide = torch.promote_types(compute, torch.float32)
 
@@ -276,14 +270,9 @@ def _denominator(target: Tensor, class_weight: Tensor | None, ignore_index: int,
 
 
 def evaluate(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    rest: Rest,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, rest: Rest,
     wanted: tuple[bool, ...],
-) -> tuple[Tensor, Tensor | None, Gradients]:
+) -> tuple[Tensor, Tensor | None, Gradients]:  # fmt: skip
     """The loss, gradients of it, and what is left to multiply these with besides the incoming gradient."""
     reduction = rest.loss.reduction
     wide = torch.promote_types(rest.compute, torch.float32)
@@ -444,19 +433,10 @@ def is_large(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    logit_scale: float,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, ignore_index: int,
+    reduction: str, label_smoothing: float, softcap: float | None, z_loss: float, logit_scale: float,
     chunk_size: int | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if softcap is not None and not softcap > 0:
         raise ValueError(f"linear_cross_entropy(): expected a softcap above 0 or None, but got {softcap}")
     if chunk_size is not None and chunk_size < 1:
@@ -503,7 +483,7 @@ def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
 
 def _rest(hidden: Tensor, loss: Loss, low: torch.dtype | None, chunk_size: int | None) -> Rest:
     compute = _cast(hidden.dtype, low)
-    out = torch.float32 if low is not None and compute in reference.HALF else compute
+    out = torch.float32 if low is not None and compute in reference.LOW_PRECISION else compute
     return Rest(loss, compute, out, low, chunk_size)
 
 
@@ -580,7 +560,7 @@ class LinearCrossEntropyInGraph(dispatch.Pair, inputs=3):
 
     @staticmethod
     def forward(
-        kernels: None, needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+        kernels: None, needs: Needs, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
         class_weight: Tensor | None, loss: Loss, low: torch.dtype | None, chunk_size: int | None,
     ) -> Any:  # fmt: skip
         tensors = (hidden, weight, bias, target, class_weight)
@@ -588,7 +568,7 @@ class LinearCrossEntropyInGraph(dispatch.Pair, inputs=3):
         return found, (*tensors, *ready), (loss, low, chunk_size)
 
     @staticmethod
-    def backward(kernels: None, needs: tuple[bool, ...], dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    def backward(kernels: None, needs: Needs, dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         *tensors, left, dh, dw, db, loss, low, chunk_size = args
         if loss.reduction == NONE:
             found = _backward_op(dy, *tensors, *loss[1:], low, chunk_size, *needs)
@@ -598,7 +578,7 @@ class LinearCrossEntropyInGraph(dispatch.Pair, inputs=3):
         return tuple(g if needed else None for g, needed in zip(found, needs, strict=True))
 
     @staticmethod
-    def differentiable_backward(needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+    def differentiable_backward(needs: Needs, *args: Any) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
             "fastlayers::linear_cross_entropy has no second derivative, which create_graph=True asks for; outside of"
             " torch.compile functional.linear_cross_entropy has one"

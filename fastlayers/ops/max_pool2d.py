@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
+from fastlayers.ops.dispatch import Gradients, Needs
 
 
 class Kernels(dispatch.Kernels):
@@ -109,23 +110,22 @@ class MaxPool2d(dispatch.Pair, inputs=1):
     """Keeps where in its window each maximum is: a byte an output."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: tuple[bool, ...], x: Tensor, window: Window) -> Any:
+    def forward(kernels: Kernels, needs: Needs, x: Tensor, window: Window) -> Any:
         dense, channels_last = _dense(x)
         out, offsets = kernels.max_pool2d_forward(dense, *window, channels_last, bool(needs))
         return out, (offsets,), (tuple(x.shape[-2:]), window, channels_last)
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, offsets: Tensor, size: Size, window: Window,
-        channels_last: bool,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        kernels: Kernels, needs: Needs, dy: Tensor, offsets: Tensor, size: Size, window: Window, channels_last: bool
+    ) -> Gradients:
         dy = dispatch.with_strides(dy, offsets.stride())
         return (kernels.max_pool2d_backward(dy, offsets, size, *window[1:], channels_last),)
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, offsets: Tensor, size: Size, window: Window, channels_last: bool
-    ) -> tuple[Tensor | None, ...]:
+        needs: Needs, dy: Tensor, offsets: Tensor, size: Size, window: Window, channels_last: bool
+    ) -> Gradients:
         return (_scatter(dy, offsets, size, window),)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastlayers.ops.activations import activation
 
-HALF = frozenset({torch.float16, torch.bfloat16})
+LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 
 
 def scores(x: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
@@ -50,13 +50,9 @@ def mul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def max_pool2d(
-    x: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None,
-    padding: int | Sequence[int],
-    dilation: int | Sequence[int],
-    ceil_mode: bool,
-) -> Tensor:
+    x: Tensor, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None, padding: int | Sequence[int],
+    dilation: int | Sequence[int], ceil_mode: bool,
+) -> Tensor:  # fmt: skip
     return F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)  # type: ignore[arg-type]
 
 
@@ -108,7 +104,7 @@ FLOAT32_UNDER_AUTOCAST: dict[str, frozenset[str]] = {
 
 def norm_dtype(op: str, x: Tensor) -> torch.dtype:
     """dtype in which torch's norm or activation ``op`` computes and answers, autocast included."""
-    if x.dtype in HALF:
+    if x.dtype in LOW_PRECISION:
         device = x.device.type
         if op in FLOAT32_UNDER_AUTOCAST.get(device, ()) and torch.is_autocast_enabled(device):
             return torch.float32
@@ -118,7 +114,7 @@ def norm_dtype(op: str, x: Tensor) -> torch.dtype:
 def _mixed(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Half x with float32 parameters: torch's CUDA kernels refuse it, unless autocast widens x for them."""
     if any(p is not None and p.dtype == torch.float32 for p in (weight, bias)):
-        return x.dtype in HALF and norm_dtype(op, x) != torch.float32
+        return x.dtype in LOW_PRECISION and norm_dtype(op, x) != torch.float32
     return False
 
 
@@ -166,32 +162,17 @@ def group_norm(
 
 
 def instance_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    act: str | None,
-) -> Tensor:
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    use_input_stats: bool, momentum: float, eps: float, act: str | None,
+) -> Tensor:  # fmt: skip
     z = F.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     return activation(act).function(z)
 
 
 def batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    residual: Tensor | None,
-    act: str | None,
-) -> Tensor:
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, momentum: float, eps: float, residual: Tensor | None, act: str | None,
+) -> Tensor:  # fmt: skip
     if weight is None and bias is not None:  # torch's backward on CUDA takes no bias without a weight
         weight = torch.ones_like(bias)
     z = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -226,9 +207,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torc
 
 
 def rotary(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
     if rotary_dim != cos.shape[-1]:
         cos, sin = full_table(cos, interleaved), full_table(sin, interleaved)
     rotated_q = _rotated(q, cos, sin, interleaved, dtype)
@@ -347,15 +327,9 @@ def kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool) -> T
 
 
 def divergence(
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor | None,
-    ignore_index: int,
-    beta: float,
-    temperature: float,
-    square: bool,
-    reduction: str,
-) -> Tensor:
+    student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float, temperature: float,
+    square: bool, reduction: str,
+) -> Tensor:  # fmt: skip
     """KL(teacher || student), or with 0 < beta < 1 the generalised Jensen-Shannon divergence; see functional."""
     if labels is not None:  # of what does not count not even NaN comes through, back and forth
         counts = (labels != ignore_index).unsqueeze(-1)
@@ -370,14 +344,14 @@ def divergence(
         rows = beta * (p * _where_positive(p, log_p - log_m)).sum(-1)
         rows = rows + (1.0 - beta) * (q * _where_positive(q, log_q - log_m)).sum(-1)
     dtype = torch.promote_types(student.dtype, teacher.dtype)
-    if dtype in HALF and torch.is_autocast_enabled(student.device.type):
+    if dtype in LOW_PRECISION and torch.is_autocast_enabled(student.device.type):
         dtype = torch.float32
     return reduced_rows(rows, labels, ignore_index, student.shape[-1], temperature, square, reduction, dtype)
 
 
 def log_softmax_at(t: Tensor, temperature: float) -> Tensor:
     """In float32 at least, as the kernels compute it."""
-    wide = t.float() if t.dtype in HALF else t
+    wide = t.float() if t.dtype in LOW_PRECISION else t
     return F.log_softmax(wide if temperature == 1.0 else wide / temperature, -1)
 
 
@@ -392,15 +366,9 @@ def _where_positive(p: Tensor, difference: Tensor) -> Tensor:
 
 
 def reduced_rows(
-    rows: Tensor,
-    labels: Tensor | None,
-    ignore_index: int,
-    classes: int,
-    temperature: float,
-    square: bool,
-    reduction: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    rows: Tensor, labels: Tensor | None, ignore_index: int, classes: int, temperature: float, square: bool,
+    reduction: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """The divergences of rows, times temperature² where they are to be, reduced."""
     factor = temperature**2 if square else 1.0
     if reduction == "none":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
+from fastlayers.ops.dispatch import Gradients, Needs
 from fastlayers.ops.elementwise import GPU_LEAST
 
 
@@ -99,7 +100,7 @@ def unsupported(x: Tensor, residual: object) -> str | None:
         return f"it takes plain tensors, and got {type(residual).__name__}"
     assert isinstance(residual, Tensor)
     to, dtype = residual.dtype, x.dtype
-    if dtype not in dispatch.FLOATING or (to != dtype and not (to == torch.float32 and dtype in reference.HALF)):
+    if dtype not in dispatch.FLOATING or (to != dtype and not (to == torch.float32 and dtype in reference.LOW_PRECISION)):
         return f"the operands are {dtype} and {to}; kernels take one floating dtype, or a half x to a float32 residual"
     if x.shape != residual.shape:
         return f"the operands have shapes {tuple(x.shape)} and {tuple(residual.shape)}; the kernel takes one shape"
@@ -137,23 +138,22 @@ class DropoutAdd(dispatch.Pair, inputs=2):
     """Keeps the seed."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: tuple[bool, ...], x: Tensor, residual: Tensor, p: float) -> Any:
+    def forward(kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor, p: float) -> Any:
         seed = draw_seed(x)
         out = kernels.dropout_add(x, residual, seed, p, residual.dtype)
         return out, (seed,), (p, x.dtype, out.stride())
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype,
-        strides: tuple[int, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        kernels: Kernels, needs: Needs, dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype, strides: tuple[int, ...]
+    ) -> Gradients:
         dx = kernels.dropout_add(dispatch.with_strides(dy, strides), None, seed, p, dtype) if needs[0] else None
         return dx, dy if needs[1] else None
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype, strides: tuple[int, ...]
-    ) -> tuple[Tensor | None, ...]:
+        needs: Needs, dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype, strides: tuple[int, ...]
+    ) -> Gradients:
         mask = dropout_mask(seed, dy.shape, strides, p)
         dx = (dy * (mask.to(dy.dtype) * (1.0 / (1.0 - p)))).to(dtype) if needs[0] else None
         return dx, dy if needs[1] else None
@@ -164,8 +164,8 @@ class ScaleAdd(dispatch.Pair, inputs=3):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, gamma: Tensor | None, residual: Tensor,
-        keep: Tensor | None, scale: float,
+        kernels: Kernels, needs: Needs, x: Tensor, gamma: Tensor | None, residual: Tensor, keep: Tensor | None,
+        scale: float,
     ) -> Any:  # fmt: skip
         out = kernels.scale_add(x, gamma, keep, scale, residual, residual.dtype)
         if not needs:
@@ -175,9 +175,9 @@ class ScaleAdd(dispatch.Pair, inputs=3):
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dy: Tensor, x: Tensor | None, gamma: Tensor | None,
-        keep: Tensor | None, scale: float, dtype: torch.dtype,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor | None, gamma: Tensor | None, keep: Tensor | None,
+        scale: float, dtype: torch.dtype,
+    ) -> Gradients:  # fmt: skip
         for_x, for_gamma, for_residual = needs
         dx = dgamma = None
         if for_gamma:
@@ -190,9 +190,9 @@ class ScaleAdd(dispatch.Pair, inputs=3):
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dy: Tensor, x: Tensor | None, gamma: Tensor | None, keep: Tensor | None, scale: float,
+        needs: Needs, dy: Tensor, x: Tensor | None, gamma: Tensor | None, keep: Tensor | None, scale: float,
         dtype: torch.dtype,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         for_x, for_gamma, for_residual = needs
         d = dy * scale
         if keep is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
+from fastlayers.ops.dispatch import Gradients, Needs
 
 Sizes: TypeAlias = tuple[int, ...]
 #: Shape, strides and dtype of a tensor.
@@ -92,7 +93,7 @@ def _unsupported(
     if given not in dispatch.FLOATING or (k is not None and k[2] != given):
         return f"q and k are {given} and {None if k is None else k[2]}; kernels take one floating dtype"
     table = cos[2]
-    narrow = given in reference.HALF and table == torch.float32
+    narrow = given in reference.LOW_PRECISION and table == torch.float32
     if sin[2] != table or not (table == given or narrow):
         return f"cos and sin are {table} and {sin[2]}; kernels take {given}, or float32 to a half"
     if dtype != given and not (narrow and dtype == torch.float32):
@@ -165,8 +166,8 @@ class Rotary(dispatch.Pair, inputs=2, materialize=False):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
-        interleaved: bool, rotary_dim: int, plan: Plan,
+        kernels: Kernels, needs: Needs, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool,
+        rotary_dim: int, plan: Plan,
     ) -> Any:  # fmt: skip
         q_out, k_out = kernels.rotary(
             q, k, cos, sin, rotary_dim, interleaved, False, plan.dtype, plan.head, plan.q_strides, plan.k_strides
@@ -174,14 +175,14 @@ class Rotary(dispatch.Pair, inputs=2, materialize=False):
         return (q_out, None if k is None else k_out), (cos, sin), (interleaved, rotary_dim, plan, q.dtype)
 
     @staticmethod
-    def non_differentiable(needs: tuple[bool, ...], results: Any) -> tuple[Tensor, ...]:
+    def non_differentiable(needs: Needs, results: Any) -> tuple[Tensor, ...]:
         return tuple(t for t, needed in zip(results, needs, strict=True) if t is not None and not needed)
 
     @staticmethod
     def backward(
-        kernels: Kernels, needs: tuple[bool, ...], dq: Tensor | None, dk: Tensor | None, cos: Tensor, sin: Tensor,
+        kernels: Kernels, needs: Needs, dq: Tensor | None, dk: Tensor | None, cos: Tensor, sin: Tensor,
         interleaved: bool, rotary_dim: int, plan: Plan, dtype: torch.dtype,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         found: list[Tensor | None] = [None, None]
         wanted = [
             (i, dy, strides)
@@ -199,9 +200,9 @@ class Rotary(dispatch.Pair, inputs=2, materialize=False):
 
     @staticmethod
     def differentiable_backward(
-        needs: tuple[bool, ...], dq: Tensor | None, dk: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool,
+        needs: Needs, dq: Tensor | None, dk: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool,
         rotary_dim: int, plan: Plan, dtype: torch.dtype,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
         return tuple(
             _decomposed_backward(dy, cos, sin, interleaved, rotary_dim, dtype) if dy is not None and needed else None
             for dy, needed in zip((dq, dk), needs, strict=True)

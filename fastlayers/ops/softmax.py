@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
+from fastlayers.ops.dispatch import Gradients, Needs
 
 
 class Kernels(dispatch.Kernels):
@@ -41,7 +42,7 @@ def result_dtype(x: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> t
     if dtype is not None:
         return dtype
     scores = x.dtype if mask is None or mask.dtype == torch.bool else torch.result_type(x, mask)
-    return torch.float32 if scores in reference.HALF and torch.is_autocast_enabled(x.device.type) else scores
+    return torch.float32 if scores in reference.LOW_PRECISION and torch.is_autocast_enabled(x.device.type) else scores
 
 
 def unsupported(
@@ -49,7 +50,7 @@ def unsupported(
 ) -> str | None:
     """Why no kernel takes this call, None where one does."""
     given, dims = x.dtype, x.dim()
-    if given not in dispatch.FLOATING or not (out is given or (out == torch.float32 and given in reference.HALF)):
+    if given not in dispatch.FLOATING or not (out is given or (out == torch.float32 and given in reference.LOW_PRECISION)):
         return f"no kernel from {given} to {out}"
     if x.numel() == 0 or not -dims <= dim < dims:
         return f"nothing to reduce in dim {dim} of shape {tuple(x.shape)}"
@@ -61,7 +62,7 @@ def unsupported(
         return f"the mask is a {type(mask).__name__} on {mask.device}, and x on {x.device}"
     if not dispatch.broadcasts_to(mask.shape, x.shape):
         return f"a mask of shape {tuple(mask.shape)} does not broadcast to x of shape {tuple(x.shape)}"
-    if mask.dtype not in (torch.bool, x.dtype) and not (mask.dtype == torch.float32 and x.dtype in reference.HALF):
+    if mask.dtype not in (torch.bool, x.dtype) and not (mask.dtype == torch.float32 and x.dtype in reference.LOW_PRECISION):
         return f"the mask is {mask.dtype}; kernels take bool, float32 and x's {x.dtype}"
     if dim not in (-1, dims - 1) and not masks_any_dim:
         return f"a mask over dim {dim}; the kernel takes one over the last dimension"
@@ -73,7 +74,7 @@ class Softmax(dispatch.Pair, inputs=2):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: tuple[bool, ...], x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool,
+        kernels: Kernels, needs: Needs, x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool,
         dtype: torch.dtype,
     ) -> Any:  # fmt: skip
         y = kernels.softmax_forward(x, mask, dim, scale, log, dtype)
@@ -81,11 +82,11 @@ class Softmax(dispatch.Pair, inputs=2):
         return y, (y, mask if keeps_mask else None), (dim, scale, log, x.dtype)
 
     @staticmethod
-    def backward(kernels: Kernels, needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+    def backward(kernels: Kernels, needs: Needs, *args: Any) -> Gradients:
         return _gradients(kernels.softmax_backward, *args)
 
     @staticmethod
-    def differentiable_backward(needs: tuple[bool, ...], *args: Any) -> tuple[Tensor | None, ...]:
+    def differentiable_backward(needs: Needs, *args: Any) -> Gradients:
         return _gradients(_decomposed_backward, *args)
 
 
@@ -131,7 +132,7 @@ def softmax(
         if scale is None and mask is None and x.numel() < GPU_LEAST and backends.get_backend() is None:
             return reference_op(x, dim, None, None, dtype)
         out = x.dtype
-        if mask is not None or dtype is not None or out in reference.HALF:
+        if mask is not None or dtype is not None or out in reference.LOW_PRECISION:
             out = result_dtype(x, mask, dtype)
         reason = unsupported(x, dim, factor, mask, out, kernels.backend == "triton")
         if reason is None:

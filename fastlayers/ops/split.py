@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch
+from fastlayers.ops.dispatch import Gradients
 
 #: Elements from which this gains, and the most parts: each is a copy of its own.
 LEAST = 2**19
@@ -66,7 +67,7 @@ class _Parts(torch.autograd.Function):
         return tuple(function(x, *args))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         if any(map(dispatch.needs_double_backward, grads)):
             join = torch.stack if ctx.function is torch.unbind else torch.cat
             return join(grads, ctx.args[-1]), None, None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, elementwise, reference
+from fastlayers.ops.dispatch import Gradients
 
 
 class Kernels(dispatch.Kernels):
@@ -75,7 +76,7 @@ class _Squeeze(torch.autograd.Function):
         return _mean(x, kernels), x.detach()
 
     @staticmethod
-    def backward(ctx: Any, dmean: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dmean: Tensor | None, dx: Tensor | None) -> Gradients:
         gate, ctx.shared.gate = ctx.shared.gate, None
         pixels = ctx.shape[2] * ctx.shape[3]
         if gate is None or dx is None:
@@ -100,7 +101,7 @@ class _Excite(torch.autograd.Function):
         return _product(x, gate)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, gate = ctx.saved_tensors
         for_gate = ctx.needs_input_grad[2]
         if dispatch.needs_double_backward(dy):

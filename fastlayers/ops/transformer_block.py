@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fastlayers.ops import autocast, dispatch
 from fastlayers.ops.activations import ACTIVATIONS, Activation
+from fastlayers.ops.dispatch import Gradients
 
 _aten = torch.ops.aten
 _choice: Callable[..., int] = torch._fused_sdp_choice  # type: ignore[attr-defined]
@@ -118,7 +119,7 @@ class _TransformerBlock(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         heads, eps, eps2, act, dtype, kernels, attention, sizes = ctx.rest
         for_x = ctx.needs_input_grad[0]
         x, norm_weight, norm_weight2, q, k, v, normed, stats, low_qkv, attended, *rest = ctx.saved_tensors

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from fastlayers.ops import reference
+from fastlayers.ops.dispatch import Gradients
 
 #: The codes that torch has for ``reduction``.
 NONE, MEAN = 0, 1
@@ -113,7 +114,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return torch.where(kept, losses, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "vocab_parallel_cross_entropy() has no second derivative, which create_graph=True asks for: it would"
@@ -146,16 +147,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    group: Any,
-    vocab_start: int | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-) -> Tensor:
+    logits: Tensor, target: Tensor, group: Any, vocab_start: int | None, ignore_index: int, reduction: str,
+    label_smoothing: float, softcap: float | None, z_loss: float,
+) -> Tensor:  # fmt: skip
     if target.dtype != torch.int64 or target.shape != logits.shape[:-1]:
         raise ValueError(
             f"vocab_parallel_cross_entropy(): expected a target of int64 in shape {tuple(logits.shape[:-1])}, as the"
@@ -166,7 +160,7 @@ def vocab_parallel_cross_entropy(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"vocab_parallel_cross_entropy(): expected a softcap above 0 or None, but got {softcap}")
     out = logits.dtype
-    if out in reference.HALF and torch.is_autocast_enabled(logits.device.type):
+    if out in reference.LOW_PRECISION and torch.is_autocast_enabled(logits.device.type):
         out = torch.float32
     code = _reduction.get_enum(reduction)
     options = Options(group, vocab_start, ignore_index, label_smoothing, softcap or 0.0, z_loss)

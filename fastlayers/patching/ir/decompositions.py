@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from fastlayers.ops.reference import HALF
+from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.ir.fingerprints import EXPRESSIONS, Body, Expression, UnreadableError, expression_of, operation
 from fastlayers.patching.ir.operations import Op
 
@@ -194,7 +194,7 @@ def last(name: str, node: Node, operands: dict[str, Any], inner: tuple[Op, ...])
 def norm_operands(view: View, body: Body, names: Mapping[str, Any]) -> dict[str, Any] | None:
     """The operands of a norm, where its casting order is the one of the body: as :func:`calls.knows` has it."""
     x, weight, eps = view.example(names["input"]), names.get("weight"), names["eps"]
-    if x is None or x.dtype not in (torch.float32, *HALF) or not isinstance(eps, float) or not x.dim():
+    if x is None or x.dtype not in (torch.float32, *LOW_PRECISION) or not isinstance(eps, float) or not x.dim():
         return None
     if body.casting in (None, "torch") and x.dtype is not torch.float32 and may_autocast(view, x.device.type):
         return None  # torch's own norms heed autocast, which elementwise code does not

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from fastlayers import functional
 from fastlayers.modules import FusedCrossEntropyLoss
-from fastlayers.ops.reference import HALF
+from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.ir.known_functions import canonical, source_of
@@ -169,7 +169,7 @@ def token_loss(
 def float32_result(x: Tensor) -> Any:
     """Under autocast to the dtype that they have anyway, losses are computed from halves and are float32."""
     kind = x.device.type
-    if x.dtype not in HALF or torch.is_autocast_enabled(kind):
+    if x.dtype not in LOW_PRECISION or torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, x.dtype)
 

@@ -25,7 +25,7 @@ from fastlayers.ops import layer_norm as norms
 from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
 from fastlayers.ops.elementwise import GPU_LEAST
-from fastlayers.ops.reference import HALF
+from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.ops.split import parts
 from fastlayers.ops.squeeze_excite import Link
 from fastlayers.patching.runtime.checks import Casts, narrower, plain
@@ -321,8 +321,8 @@ def kernel_name(act: str, dtype: torch.dtype, kind: str) -> str | None:
     """
     if act not in WRITTEN:
         return act
-    wide = act == "gelu_pow" and dtype in HALF and torch.is_autocast_enabled(kind)
-    if dtype not in (torch.float32, *HALF) or wide:
+    wide = act == "gelu_pow" and dtype in LOW_PRECISION and torch.is_autocast_enabled(kind)
+    if dtype not in (torch.float32, *LOW_PRECISION) or wide:
         return None
     return "quick_gelu" if act == "quick_gelu" else "gelu_tanh"
 
@@ -467,7 +467,7 @@ def _low_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | Non
     if (
         residual is not None
         and x.dtype is torch.float32
-        and residual.dtype in HALF
+        and residual.dtype in LOW_PRECISION
         and x.shape == residual.shape
         and x.is_contiguous()
         and residual.is_contiguous()
@@ -571,7 +571,7 @@ def knows(x: Any, weight: Tensor | None, *, casting: str | None, same: bool) -> 
         casting: as :func:`written_norm` has it. Those of torch heed autocast, which elementwise code does not.
         same: whether they must have one dtype.
     """
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, *HALF):
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, *LOW_PRECISION):
         return False
     if casting in (None, "torch") and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
         return False
@@ -603,7 +603,7 @@ def add_written_norm(
     if residual is not None and not (
         isinstance(residual, Tensor)
         and x.shape == residual.shape
-        and (x.dtype == residual.dtype if inplace or same else residual.dtype in (torch.float32, *HALF))
+        and (x.dtype == residual.dtype if inplace or same else residual.dtype in (torch.float32, *LOW_PRECISION))
         and knows(x, weight, casting=casting, same=same)
     ):
         s = x.add_(residual) if inplace else x + residual
