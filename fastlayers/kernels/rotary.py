@@ -44,10 +44,10 @@ def _load_pairs(ptr, offset, start, inner, inside, PAIRS: tl.constexpr, INTERLEA
 
 
 @triton.jit
-def _load_table(ptr, offset, start, inner, inside, PAIRS: tl.constexpr, LOW_PRECISION: tl.constexpr, INTERLEAVED: tl.constexpr,
+def _load_table(ptr, offset, start, inner, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
                 ACC: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """What the tables have for the sides of these pairs: of LOW_PRECISION tables one column for both."""
-    if LOW_PRECISION:
+    """What the tables have for the sides of these pairs: of HALF tables one column for both."""
+    if HALF:
         pair = (start + tl.arange(0, BLOCK))[None, None, :]
         first = tl.load(ptr + (offset + pair * inner), mask=inside & (pair < PAIRS), other=0.0).to(ACC)
         second = first
@@ -60,7 +60,7 @@ def _load_table(ptr, offset, start, inner, inside, PAIRS: tl.constexpr, LOW_PREC
 def _rotate(
     out_ptr, x_ptr, cos_ptr, sin_ptr, rows, middle, fastest, heads, groups,
     x0, x1, x2, x_step, x_inner, out0, out1, out2, out_step, cos0, cos1, cos2, cos_inner, sin0, sin1, sin2, sin_inner,
-    GROUP_FASTEST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, LOW_PRECISION: tl.constexpr, INTERLEAVED: tl.constexpr,
+    GROUP_FASTEST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -77,8 +77,8 @@ def _rotate(
     sin = c0 * sin0 + c1 * sin1 + c2 * sin2
     for start in range(0, PAIRS, BLOCK):
         a, b = _load_pairs(x_ptr, x, start, x_inner, inside, PAIRS, INTERLEAVED, ACC, BLOCK)
-        cos_a, cos_b = _load_table(cos_ptr, cos, start, cos_inner, row < rows, PAIRS, LOW_PRECISION, INTERLEAVED, ACC, BLOCK)
-        sin_a, sin_b = _load_table(sin_ptr, sin, start, sin_inner, row < rows, PAIRS, LOW_PRECISION, INTERLEAVED, ACC, BLOCK)
+        cos_a, cos_b = _load_table(cos_ptr, cos, start, cos_inner, row < rows, PAIRS, HALF, INTERLEAVED, ACC, BLOCK)
+        sin_a, sin_b = _load_table(sin_ptr, sin, start, sin_inner, row < rows, PAIRS, HALF, INTERLEAVED, ACC, BLOCK)
         if BACKWARD:
             turned_a, turned_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
         else:

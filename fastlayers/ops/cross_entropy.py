@@ -164,7 +164,9 @@ def unsupported(x: Tensor, target: object, weight: Tensor | None, options: Optio
     given, shape = x.dtype, x.shape
     if x.dim() > 0 and shape[_class_dim(x)] > _MOST_CLASSES:
         return f"logits of {shape[_class_dim(x)]} classes; kernels take up to 2^30"
-    if given not in dispatch.FLOATING or not (out is given or (out == torch.float32 and given in reference.LOW_PRECISION)):
+    if given not in dispatch.FLOATING or not (
+        out is given or (out == torch.float32 and given in reference.LOW_PRECISION)
+    ):
         return f"no kernel from {given} to {out}"
     if not dispatch.is_plain(target):
         return f"the target is a {type(target).__name__}; kernels take a plain tensor"
@@ -244,7 +246,7 @@ class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, m
         # Autograd then tells whoever else kept the logits for its backward.
         torch.autograd.graph.increment_version(x)
         ctx.overwritten = True
-        return None, x.detach(), *ctx.nones
+        return x.detach(), None
 
 
 _record_overwriting = dispatch.record_of(_OverwritingCrossEntropy)
@@ -290,7 +292,7 @@ def cross_entropy(
             weight = _wide(weight, x)
             target = dispatch.unwrap(target)
             if inplace and dispatch.wants_gradient(x):
-                return _record_overwriting(kernels, dispatch.unwrap(x), target, weight, code, options, out)
+                return _record_overwriting(dispatch.unwrap(x), (kernels, target, weight, code, options, out))
             return CrossEntropy.run(kernels, x, target, weight, code, options, out)
         backends.refuse(reason)
     return dispatch.call_reference(reference.cross_entropy, x, target, weight, code, *options)

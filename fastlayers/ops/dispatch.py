@@ -312,28 +312,17 @@ class Pair:
         materialize: whether a result without a gradient gets one of zeros; otherwise backward is given None.
     """
 
-    inputs: ClassVar[int]
-    node: ClassVar[type[torch.autograd.Function]]
-    _record: ClassVar[Callable[..., Any]]
-
     forward: ClassVar[Callable[..., tuple[Any, tuple[Tensor | None, ...], tuple[Any, ...]]]]
     backward: ClassVar[Callable[..., Gradients]]
     differentiable_backward: ClassVar[Callable[..., Gradients]]
 
-    def __init_subclass__(cls, *, inputs: int, materialize: bool = True) -> None:
-        cls.inputs = inputs
-        cls.node = _autograd_function(cls, inputs, materialize)
-        cls._record = record_of(cls.node)
+    #: The autograd Function of the pair.
+    node: ClassVar[type[torch.autograd.Function]]
+    #: ``run(kernels, *args)``: the results of the forward, recorded by autograd where an input needs a gradient.
+    run: ClassVar[Callable[..., Any]]
 
-    @classmethod
-    def run(cls, kernels: Any, *args: Any) -> Any:
-        """The results of the forward, recorded by autograd where an input needs a gradient."""
-        if torch.is_grad_enabled():
-            inputs = args[: cls.inputs]
-            for t in inputs:
-                if t is not None and t.requires_grad:
-                    return cls._record(kernels, *[t if t is None else unwrap(t) for t in inputs], *args[cls.inputs :])
-        return cls.forward(kernels, (), *args)[0]
+    def __init_subclass__(cls, *, inputs: int, materialize: bool = True) -> None:
+        _generate(cls, inputs, materialize)
 
     @staticmethod
     def non_differentiable(needs: Needs, results: Any) -> tuple[Tensor, ...]:
@@ -350,31 +339,62 @@ def record_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-def _autograd_function(pair: type[Pair], inputs: int, materialize: bool) -> type[torch.autograd.Function]:
-    """The Function of eager mode, ``apply(kernels, *args)``."""
+#: What :func:`_generate` makes of a pair, written out for its arguments: loops over them cost the host 2 us a call.
+_TEMPLATE = """
+def run(kernels, {args}):
+    if is_grad_enabled() and ({wants_gradient}):
+        return record({unwrapped}, (kernels, {rest}))
+    return pair.forward(kernels, (), {args})[0]
 
-    def forward(ctx: Any, kernels: Any, *args: Any) -> Any:
-        needs = ctx.needs_input_grad[1 : inputs + 1]
-        results, kept, ctx.rest = pair.forward(kernels, needs, *args)
-        ctx.save_for_backward(*kept)
-        ctx.kernels, ctx.nones = kernels, (None,) * (len(args) - inputs)
-        if not materialize:
-            ctx.set_materialize_grads(False)
-            ctx.mark_non_differentiable(*pair.non_differentiable(needs, results))
-        return results
+def forward(ctx, {inputs}, rest):
+    ctx.kernels, {rest} = rest
+    results, kept, ctx.rest = pair.forward(ctx.kernels, ctx.needs_input_grad[:-1], {args})
+    ctx.save_for_backward(*kept)
+    return results
 
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1 : inputs + 1]
-        for dy in grads:
-            if dy is not None and needs_double_backward(dy):
-                found = pair.differentiable_backward(needs, *grads, *ctx.saved_tensors, *ctx.rest)
-                break
-        else:
-            found = pair.backward(ctx.kernels, needs, *grads, *ctx.saved_tensors, *ctx.rest)
-        return None, *found, *ctx.nones
+def forward_without_materialized_grads(ctx, {inputs}, rest):
+    results = forward(ctx, {inputs}, rest)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*pair.non_differentiable(ctx.needs_input_grad[:-1], results))
+    return results
 
-    methods = {"__doc__": pair.__doc__, "forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(pair.__name__, (torch.autograd.Function,), methods)
+def backward(ctx, *grads):
+    needs = ctx.needs_input_grad[:-1]
+    for dy in grads:
+        if dy is not None and needs_double_backward(dy):
+            return *pair.differentiable_backward(needs, *grads, *ctx.saved_tensors, *ctx.rest), None
+    return *pair.backward(ctx.kernels, needs, *grads, *ctx.saved_tensors, *ctx.rest), None
+"""
+
+
+def _generate(pair: type[Pair], inputs: int, materialize: bool) -> None:
+    """Give a pair its autograd Function and its ``run``."""
+    _, _, *parameters = inspect.signature(pair.forward).parameters.values()
+    names = [p.name for p in parameters]
+    optional = {p.name for p in parameters if "None" in p.annotation}
+    wants = [
+        f"({t} is not None and {t}.requires_grad)" if t in optional else f"{t}.requires_grad" for t in names[:inputs]
+    ]
+    unwrapped = [f"None if {t} is None else unwrap({t})" if t in optional else f"unwrap({t})" for t in names[:inputs]]
+    source = _TEMPLATE.format(
+        args=", ".join(names),
+        inputs=", ".join(names[:inputs]),
+        rest=", ".join([*names[inputs:], ""]),
+        wants_gradient=" or ".join(wants),
+        unwrapped=", ".join(unwrapped),
+    )
+    made: dict[str, Any] = {
+        "pair": pair,
+        "is_grad_enabled": torch.is_grad_enabled,
+        "unwrap": unwrap,
+        "needs_double_backward": needs_double_backward,
+    }
+    exec(compile(source, f"<fastlayers {pair.__name__}>", "exec"), made)
+    forward = made["forward" if materialize else "forward_without_materialized_grads"]
+    methods = {"__doc__": pair.__doc__, "forward": staticmethod(forward), "backward": staticmethod(made["backward"])}
+    pair.node = type(pair.__name__, (torch.autograd.Function,), methods)
+    made["record"] = record_of(pair.node)
+    pair.run = staticmethod(made["run"])
 
 
 # ---- shapes, layouts and parameters ----------------------------------------------------------------------------------

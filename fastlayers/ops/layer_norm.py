@@ -179,8 +179,8 @@ def _of_summands(
     needs: Needs, dtype: torch.dtype, ds: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
 ) -> Gradients:
     """The gradients of x, which may be in low precision beside a float32 residual, residual, weight and bias."""
-    dx = ds.to(dtype) if needs[0] and ds is not None else None
-    return dx, ds if needs[1] else None, dweight, dbias
+    dx = ds if ds is None or ds.dtype is dtype else ds.to(dtype)
+    return dx if needs[0] else None, ds if needs[1] else None, dweight, dbias
 
 
 def _gradients(

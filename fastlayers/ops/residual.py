@@ -100,7 +100,9 @@ def unsupported(x: Tensor, residual: object) -> str | None:
         return f"it takes plain tensors, and got {type(residual).__name__}"
     assert isinstance(residual, Tensor)
     to, dtype = residual.dtype, x.dtype
-    if dtype not in dispatch.FLOATING or (to != dtype and not (to == torch.float32 and dtype in reference.LOW_PRECISION)):
+    if dtype not in dispatch.FLOATING or (
+        to != dtype and not (to == torch.float32 and dtype in reference.LOW_PRECISION)
+    ):
         return f"the operands are {dtype} and {to}; kernels take one floating dtype, or a half x to a float32 residual"
     if x.shape != residual.shape:
         return f"the operands have shapes {tuple(x.shape)} and {tuple(residual.shape)}; the kernel takes one shape"

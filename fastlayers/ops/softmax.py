@@ -50,7 +50,9 @@ def unsupported(
 ) -> str | None:
     """Why no kernel takes this call, None where one does."""
     given, dims = x.dtype, x.dim()
-    if given not in dispatch.FLOATING or not (out is given or (out == torch.float32 and given in reference.LOW_PRECISION)):
+    if given not in dispatch.FLOATING or not (
+        out is given or (out == torch.float32 and given in reference.LOW_PRECISION)
+    ):
         return f"no kernel from {given} to {out}"
     if x.numel() == 0 or not -dims <= dim < dims:
         return f"nothing to reduce in dim {dim} of shape {tuple(x.shape)}"
@@ -62,7 +64,9 @@ def unsupported(
         return f"the mask is a {type(mask).__name__} on {mask.device}, and x on {x.device}"
     if not dispatch.broadcasts_to(mask.shape, x.shape):
         return f"a mask of shape {tuple(mask.shape)} does not broadcast to x of shape {tuple(x.shape)}"
-    if mask.dtype not in (torch.bool, x.dtype) and not (mask.dtype == torch.float32 and x.dtype in reference.LOW_PRECISION):
+    if mask.dtype not in (torch.bool, x.dtype) and not (
+        mask.dtype == torch.float32 and x.dtype in reference.LOW_PRECISION
+    ):
         return f"the mask is {mask.dtype}; kernels take bool, float32 and x's {x.dtype}"
     if dim not in (-1, dims - 1) and not masks_any_dim:
         return f"a mask over dim {dim}; the kernel takes one over the last dimension"
