@@ -666,7 +666,8 @@ std::tuple<Tensor, Tensor> divergence_backward_op(const Tensor& dlosses, const T
     const int64_t words = words_of_row<In>(a);
     const RowLaunch shape = row_launch(words, ceil_div(words, kThreads * kBackwardWords), kBackwardWords);
     const unsigned blocks = share_out<In>(a, shape, op);
-    const auto kernel = beta == 0.0 ? &divergence_backward<In, Divergence::kullback_leibler> : &divergence_backward<In, Divergence::jensen_shannon>;
+    auto kernel = &divergence_backward<In, Divergence::jensen_shannon>;
+    if (beta == 0.0) kernel = &divergence_backward<In, Divergence::kullback_leibler>;
     kernel<<<blocks, shape.block, 0, launch.stream()>>>(
         a, pointer<const A>(stats), pointer<const A>(dlosses), dlosses.stride(0), static_cast<A>(temperature),
         dstudent ? pointer<In>(dx) : nullptr, dteacher ? pointer<In>(dy) : nullptr, Divider(static_cast<uint32_t>(shape.parts)));

@@ -268,26 +268,28 @@ __global__ void __launch_bounds__(kThreads) pool_backward_any(const T* __restric
 
 using Ints = std::vector<int64_t>;
 
-Axis axis(int d, const Ints& size, const Ints& out, const Ints& kernel, const Ints& stride, const Ints& padding, const Ints& dilation,
-          const char* op) {
+struct Window {
+  Ints kernel, stride, padding, dilation;  // of height and width each
+};
+
+Axis axis(int d, const Ints& size, const Ints& out, const Window& window, const char* op) {
   const auto number = [&](const Ints& of, int64_t least) {
     FASTLAYERS_CHECK(of.size() == 2 && of[d] >= least && of[d] <= INT32_MAX / 2, op, "expected two numbers of at least ", least,
                      " for height and width");
     return static_cast<int>(of[d]);
   };
-  const auto step = static_cast<uint32_t>(number(stride, 1));
-  return {number(size, 1), number(out, 1), number(kernel, 1), number(padding, 0), number(dilation, 1), Divider(step)};
+  return {number(size, 1), number(out, 1), number(window.kernel, 1), number(window.padding, 0), number(window.dilation, 1),
+          Divider(static_cast<uint32_t>(number(window.stride, 1)))};
 }
 
 // t has the sizes [..., height, width] and is contiguous or channels_last.
-Images images_of(const Tensor& t, bool channels_last, const Ints& size, const Ints& out, const Ints& kernel, const Ints& stride,
-                 const Ints& padding, const Ints& dilation, const char* op) {
+Images images_of(const Tensor& t, bool channels_last, const Ints& size, const Ints& out, const Window& window, const char* op) {
   const int64_t dims = t.dim();
-  FASTLAYERS_CHECK(dims == 4 || (dims == 3 && !channels_last), op, "expected images, of 3 or 4 dimensions");
+  FASTLAYERS_CHECK(dims == 4 || (dims == 3 && !channels_last), op, "expected images with 3 or 4 dimensions");
   const Dims sizes = dims_of(t.sizes());
   FASTLAYERS_CHECK(same_layout(sizes, dims_of(t.strides()), channels_last ? dense_strides(sizes, {0, 2, 3, 1}) : contiguous_strides(sizes)),
                    op, "expected ", channels_last ? "channels_last" : "contiguous", " images");
-  Images images{axis(0, size, out, kernel, stride, padding, dilation, op), axis(1, size, out, kernel, stride, padding, dilation, op), 0, 1};
+  Images images{axis(0, size, out, window, op), axis(1, size, out, window, op), 0, 1};
   FASTLAYERS_CHECK(images.height.kernel * static_cast<int64_t>(images.width.kernel) < UINT8_MAX, op,
                    "expected a window of fewer than 255 elements");
   const int64_t channels = sizes[dims - 3];
@@ -327,9 +329,9 @@ using Number = std::integral_constant<int, N>;
 std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints out, Ints kernel, Ints stride, Ints padding, Ints dilation,
                                               bool channels_last, bool keep) {
   const char* op = "max_pool2d_forward";
-  FASTLAYERS_CHECK(x.dim() >= 2, op, "expected images, of 3 or 4 dimensions");
+  FASTLAYERS_CHECK(x.dim() >= 2, op, "expected images with 3 or 4 dimensions");
   const Ints size{x.size(x.dim() - 2), x.size(x.dim() - 1)};
-  const Images images = images_of(x, channels_last, size, out, kernel, stride, padding, dilation, op);
+  const Images images = images_of(x, channels_last, size, out, {kernel, stride, padding, dilation}, op);
   const Launch launch(x);
   Tensor y = empty_images(x, channels_last, images.height.out, images.width.out, x.scalar_type());
   Tensor offsets = keep ? empty_images(x, channels_last, images.height.out, images.width.out, ScalarType::Byte)
@@ -340,23 +342,23 @@ std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints out, Ints ke
     const T* px = pointer<const T>(x);
     T* py = pointer<T>(y);
     uint8_t* po = pointer<uint8_t>(offsets);
-    const auto run = [&](auto vector, auto window, auto keeps) {
-      constexpr int V = decltype(vector)::value;
+    const auto run = [&](auto vector, auto window) {
+      constexpr int V = decltype(vector)::value, K = decltype(window)::value;
+      const auto kernel = keep ? &pool_forward<T, V, K, true> : &pool_forward<T, V, K, false>;
       for_images(images.outer, images.height.out, images.width.out, images.inner / V, [&](int64_t first, const Words& words) {
-        pool_forward<T, V, decltype(window)::value, decltype(keeps)::value>
-            <<<blocks_for(words.n, kThreads), kThreads, 0, launch.stream()>>>(px + first * images.in(), py + first * images.out(),
-                                                                              po + (keep ? first * images.out() : 0), words, images);
+        const int64_t to = first * images.out();
+        kernel<<<blocks_for(words.n, kThreads), kThreads, 0, launch.stream()>>>(px + first * images.in(), py + to, po + (keep ? to : 0),
+                                                                                words, images);
         STD_CUDA_KERNEL_LAUNCH_CHECK();
       });
     };
-    const auto pick = [&](auto vector, auto keeps) {
-      if (is_square(images, 3, 0)) run(vector, Number<3>{}, keeps);
-      else if (is_square(images, 2, 0)) run(vector, Number<2>{}, keeps);
-      else run(vector, Number<0>{}, keeps);
+    const auto pick = [&](auto vector) {
+      if (is_square(images, 3, 0)) run(vector, Number<3>{});
+      else if (is_square(images, 2, 0)) run(vector, Number<2>{});
+      else run(vector, Number<0>{});
     };
-    const auto both = [&](auto vector) { keep ? pick(vector, std::true_type{}) : pick(vector, std::false_type{}); };
-    if (images.inner % kVector<T> == 0 && aligned(px)) both(Number<kVector<T>>{});
-    else both(Number<1>{});
+    if (images.inner % kVector<T> == 0 && aligned(px)) pick(Number<kVector<T>>{});
+    else pick(Number<1>{});
   });
   return {y, offsets};
 }
@@ -365,9 +367,9 @@ std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints out, Ints ke
 Tensor max_pool2d_backward(const Tensor& dy, const Tensor& offsets, Ints size, Ints kernel, Ints stride, Ints padding, Ints dilation,
                            bool channels_last) {
   const char* op = "max_pool2d_backward";
-  FASTLAYERS_CHECK(dy.dim() >= 2, op, "expected images, of 3 or 4 dimensions");
+  FASTLAYERS_CHECK(dy.dim() >= 2, op, "expected images with 3 or 4 dimensions");
   const Ints out{dy.size(dy.dim() - 2), dy.size(dy.dim() - 1)};
-  const Images images = images_of(dy, channels_last, size, out, kernel, stride, padding, dilation, op);
+  const Images images = images_of(dy, channels_last, size, out, {kernel, stride, padding, dilation}, op);
   FASTLAYERS_CHECK(offsets.scalar_type() == ScalarType::Byte && offsets.numel() == dy.numel(), op,
                    "expected a byte for each element of dy");
   const Launch launch(dy);

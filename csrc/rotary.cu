@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(kThreads) rotate(const __grid_constant__ Args 
 template <typename F>
 void dispatch_types(ScalarType in, ScalarType table, ScalarType out, F&& f) {
   if (in == table && out == table) return dispatch_floating(in, "rotary", [&](auto zero) { f(zero, zero, zero); });
-  const bool low = is_low_precision(in), narrows = in == ScalarType::Float && is_low_precision(out), widens = low && out == ScalarType::Float;
+  const bool low = is_low_precision(in), widens = low && out == ScalarType::Float;
+  const bool narrows = in == ScalarType::Float && is_low_precision(out);
   FASTLAYERS_CHECK(table == ScalarType::Float && (narrows || widens || (low && out == in)), "rotary", "tables of ", toString(table),
                    " do not go with operands of ", toString(in), " and results of ", toString(out));
   const auto of = [&](auto zero) {

@@ -113,7 +113,8 @@ bool launch_held(const Args& args, int64_t words, int bytes, const Launch& launc
   if (device_traits(launch.device()).capability < 90 || cluster > kMaxCluster || args.rows * cluster > INT32_MAX) return false;
   const int each = static_cast<int>(ceil_div(words, cluster));
   allow_shared_memory<kernel>(kHeldBytes, launch);
-  launch_kernel(kernel, {args.rows * cluster, kHeldThreads, static_cast<size_t>(each) * bytes, static_cast<int>(cluster)}, launch, args, each);
+  const LaunchShape shape{args.rows * cluster, kHeldThreads, static_cast<size_t>(each) * bytes, static_cast<int>(cluster)};
+  launch_kernel(kernel, shape, launch, args, each);
   return true;
 }
 
