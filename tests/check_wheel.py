@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+MAX_BYTES = 100_000_000  # PyPI's limit for a file
 EXPECTED_ARCHS = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"}
 
 
@@ -71,6 +72,9 @@ def gpu_code(library: Path) -> set[str] | None:
 
 
 def main(wheel: str, *pythons: str) -> None:
+    size = Path(wheel).stat().st_size
+    if size > MAX_BYTES:
+        sys.exit(f"{wheel} has {size / 1e6:.0f} MB; indexes take up to {MAX_BYTES / 1e6:.0f}")
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extractall(folder)
         library = Path(folder, "fastlayers", "_C.so")

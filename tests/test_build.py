@@ -315,6 +315,13 @@ def test_what_was_built_is_on_record(tmp_path):
     assert builder.BuildInfo.read(tmp_path / "elsewhere" / "_C.so") is None
 
 
+def test_the_library_is_small():
+    info = builder.BuildInfo.read(builder.LIBRARY)
+    if info is None or not info.cuda_archs or not builder.LIBRARY.exists():
+        pytest.skip("no CUDA kernels were built in this checkout")
+    assert builder.LIBRARY.stat().st_size <= 15_000_000 * len(info.cuda_archs)
+
+
 # pip -----------------------------------------------------------------------------------------------------------------
 
 
