@@ -53,7 +53,7 @@ def test_cases_have_ids_of_their_own():
     assert len(set(ids)) == len(ids)
 
 
-def test_the_sweep_is_the_one_of_the_seeds():
+def test_the_lengths_of_the_sweep():
     sweep = [case for case in all_cases() if case.suite == "sweep" and case.op is SOFTMAX]
     assert {case.shape[-1] for case in sweep} == {128 * i for i in range(1, 101)} | {2**k for k in range(14, 21)}
     assert all(case.shape[0] == 4096 for case in sweep if case.shape[-1] <= 12800)
@@ -96,7 +96,7 @@ def test_only_bfloat16_is_compiled_unless_all_is_asked_for():
 
 
 def recorded(*calls: list[tuple[str, float]]) -> list[DeviceEvent]:
-    """A stream as the profiler shows it: between calls a forward that is not timed, and the write that flushes L2."""
+    """A stream in the profiler. Between calls there is a forward that is not timed, and the write that flushes L2."""
     events, now = [], 0.0
     for call in calls:
         for name, duration in [("forward", 7.0), ("fill", 90.0), (SPIN, 1.0), *call, (SPIN, 1.0)]:
@@ -174,7 +174,7 @@ def wrong_mul(x, y):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Four tiny cases; among the contestants one that cannot run here and one that answers wrongly."""
+    """Tiny cases. One of the contestants cannot run here, and one gives wrong results."""
     no_compile = ("naive", "eager", "fastlayers", "triton", "cuda")
     masked_inputs = (Input((2, 3, 8, 8)), Input((8, 8), causal_mask, grad=False))
     cases = [
@@ -211,7 +211,9 @@ def test_a_result_file_has_a_line_for_each_row(results):
     text = path.read_text()
     assert text == text_of(content)
     assert sum(line.startswith('{"case"') for line in text.splitlines()) == len(content["rows"])
-    assert len(text.splitlines()) == len(content["rows"]) + len(content) + 3  # a line for each entry, and for brackets
+    assert (
+        len(text.splitlines()) == len(content["rows"]) + len(content) + 3
+    )  # one line for each entry and for each bracket
     assert json.loads(text_of({"rows": []})) == {"rows": []}
 
 
@@ -336,7 +338,7 @@ def test_gradients_of_both_outputs_are_checked(tmp_path):
     assert "against float64" in found.rows[0]["reason"]
 
 
-def test_a_rival_may_write_over_the_gradient(tmp_path):
+def test_a_rival_may_overwrite_the_gradient(tmp_path):
     seen = []
 
     class InPlace(torch.autograd.Function):
@@ -421,7 +423,7 @@ def verdicts(*rows):
     return [text for text, _ in line.verdicts]
 
 
-def test_losing_to_a_rival_is_said():
+def test_the_verdict_names_the_rival_that_is_faster():
     assert verdicts(entry("eager", 10.0), entry("fastlayers", 12.0)) == ["loses to torch by 1.20x"]
     fast_compile = entry("compile", 8.0)
     assert verdicts(entry("eager", 10.0), fast_compile, entry("fastlayers", 9.0)) == ["loses to torch.compile by 1.12x"]
@@ -448,7 +450,7 @@ def test_host_bars_are_ratios_to_eager():
     assert line.verdicts[0] == ("bar 1.5x torch, is 2.00x MISSED", "bad")
 
 
-def test_dispatching_to_torch_is_said():
+def test_the_verdict_names_calls_of_torchs_kernels():
     same = entry("fastlayers", 10.0)
     same["forward"]["torch_kernels"] = True
     assert verdicts(entry("eager", 10.0), same) == ["runs torch's kernel"]
@@ -590,7 +592,7 @@ def test_the_overview_has_a_line_for_each_family_and_direction():
 # losses --------------------------------------------------------------------------------------------------------------
 
 
-def test_losses_that_are_farther_apart_than_those_of_two_seeds_are_told(tmp_path):
+def test_losses_farther_apart_than_those_of_two_seeds_are_reported(tmp_path):
     pytest.importorskip("matplotlib")
     from benchmarks import losses, plots
 

@@ -70,7 +70,7 @@ def test_signatures_have_no_old_names(site):
     assert not any("REQUIRED" in page.read_text() for page in (site / "ops").glob("*.html"))
 
 
-def test_docstrings_are_no_longer_sphinx(site):
+def test_pages_have_no_sphinx_roles(site):
     for page in site.rglob("*.html"):
         assert not re.findall(r":(?:func|class|mod|meth):|\.\. math::", page.read_text()), page
 

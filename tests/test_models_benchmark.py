@@ -108,11 +108,11 @@ def test_a_process_measures_training_and_inference():
     assert list(model_report.disagreements(rows)) == []
 
 
-GPU = SimpleNamespace(type="cuda")  # as far as what runs is asked
+GPU = SimpleNamespace(type="cuda")  # all that the tested code asks for
 
 
-def test_nothing_is_timed_after_the_profiler_was_there(monkeypatch):
-    """CUPTI, which its first session attaches, sees every launch that follows."""
+def test_nothing_is_timed_after_the_profiler_ran(monkeypatch):
+    """The first session of the profiler attaches CUPTI, which slows every launch after it."""
     order = []
 
     def timed(call, *args):
@@ -134,12 +134,16 @@ def test_nothing_is_timed_after_the_profiler_was_there(monkeypatch):
 @pytest.mark.parametrize(
     ("loops", "ms", "taken"),
     [
-        ([(9.0, 5.0), (8.0, 5.0), (9.0, 5.0)], 8.0, 3),  # the GPU decided
-        ([(9.0, 5.0), (8.0, 1.0), (9.0, 5.0), (8.5, 5.0), (7.0, 5.0)], 7.0, 5),  # until it does in the fastest
-        ([(8.0, 0.1)] * model_worker.MOST_LOOPS, 8.0, model_worker.MOST_LOOPS),  # which may never be
+        ([(9.0, 5.0), (8.0, 5.0), (9.0, 5.0)], 8.0, 3),  # bound by the GPU
+        (
+            [(9.0, 5.0), (8.0, 1.0), (9.0, 5.0), (8.5, 5.0), (7.0, 5.0)],
+            7.0,
+            5,
+        ),  # until the fastest one is bound by the GPU
+        ([(8.0, 0.1)] * model_worker.MOST_LOOPS, 8.0, model_worker.MOST_LOOPS),  # at most so many
     ],
 )
-def test_where_the_host_held_the_gpu_up_there_are_more_loops(monkeypatch, loops, ms, taken):
+def test_cpu_bound_loops_are_repeated(monkeypatch, loops, ms, taken):
     waiting = [model_worker.Loop([median] * 5, ahead) for median, ahead in loops]
     monkeypatch.setattr(model_worker, "loop", lambda *args: waiting.pop(0))
     monkeypatch.setattr(model_worker, "PAUSE", 0.0)
@@ -185,8 +189,8 @@ except ChildProcessError:
 """
 
 
-def test_what_is_forked_has_no_thread_no_process_and_no_cuda():
-    # OpenBLAS starts its threads as it is loaded, and takes care of forks itself.
+def test_the_fork_server_has_no_thread_no_process_and_no_cuda():
+    # OpenBLAS starts threads when it is loaded, and handles forks itself.
     environment = os.environ | {"PYTHONPATH": str(models.ROOT), "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", PRELOADING], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "no child\n"), done.stderr
@@ -348,12 +352,12 @@ class Measured:
         return {"status": "ok", "reason": None, "took_s": 1.0, **parts}
 
 
-def test_what_the_host_held_up_is_measured_once_more(tmp_path, monkeypatch):
+def test_cpu_bound_rows_are_measured_once_more(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "Process", Measured)
     Measured.times = {
-        "vit/eager": [(10.4, 20.4)],  # the GPU decided on both
-        "vit/fastlayers": [(10.1, 28.0), (15.0, 20.1)],  # each part from where it was faster
-        "gpt2/eager": [(14.0, 29.0), (13.0, 31.0)],  # twice, and no more
+        "vit/eager": [(10.4, 20.4)],  # both bound by the GPU
+        "vit/fastlayers": [(10.1, 28.0), (15.0, 20.1)],  # each part from the row in which it was faster
+        "gpt2/eager": [(14.0, 29.0), (13.0, 31.0)],  # at most twice
         "gpt2/fastlayers": [(14.0, 29.0), None],
     }
     path, reports = tmp_path / "r.json", []
@@ -370,7 +374,7 @@ def test_what_the_host_held_up_is_measured_once_more(tmp_path, monkeypatch):
     assert [line.partition(":")[0] for line in reports[7:]] == ["gpt2/fastlayers"]
 
 
-def test_what_is_late_is_not_measured_once_more(tmp_path, monkeypatch):
+def test_after_the_time_limit_nothing_is_measured_once_more(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "Process", Measured)
     Measured.times = {"vit/eager": [(10.0, 30.0), (10.0, 20.0)]}
     path = tmp_path / "r.json"
@@ -381,7 +385,7 @@ def test_what_is_late_is_not_measured_once_more(tmp_path, monkeypatch):
     assert found.rows[0]["training"]["ms"] == 20.0
 
 
-def test_what_compiles_side_by_side_fits_into_the_gpu(monkeypatch):
+def test_jobs_that_compile_in_parallel_fit_into_the_gpu(monkeypatch):
     alive, most = [], []
 
     class Fake:
@@ -490,7 +494,7 @@ def test_verdicts_name_the_better_rival():
     assert found[vit, "training step, ms"] == ["Liger failed: ended after 240 s", "1.10x torch.compile, loses"]
 
 
-def test_losses_that_differ_are_told():
+def test_losses_that_differ_are_reported():
     assert lines()["ViT-B/16 (64x224x224, AMP bf16)", "losses, distance from torch's"] == [
         "fastlayers: losses 4.5e-02 from torch's; expected 1e-02"
     ]
@@ -515,7 +519,7 @@ def test_bars_count_models():
     ]
 
 
-def test_time_that_the_gpu_waits_is_a_kind():
+def test_idle_time_of_the_gpu_is_a_kind():
     first = model_report.kind_lines(SAMPLE)[0]
     assert first.labels == ("Llama 1.2B", "torch")
     assert first.cells == {"matrix products": "100.0", "fused layers": "50.0", "idle": "50.0", "kernels": "100"}
