@@ -206,13 +206,14 @@ Tensor gated_forward_op(const Tensor& gate_in, const Tensor& up_in, int64_t act_
   check_same_shape(gate_in, up_in, op, "up");
   const Launch launch(gate_in);
   const Dims sizes = dims_of(gate_in.sizes()), strides = gated_strides(gate_in, up_in);
-  Tensor out = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in), gate, up;
+  Tensor out = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in);
   if (out.numel() == 0) return out;
+  MaybeTensor gate, up;  // copies, until the launch
   std::array<View, 2> operands{view_of(gate_in), view_of(up_in)};
   const Layout layout = layout_of<2>(sizes, strides, operands, gate_in, [&] {
     gate = with_strides(gate_in, sizes, strides);
     up = with_strides(up_in, sizes, strides);
-    operands = {view_of(gate), view_of(up)};
+    operands = {view_of(*gate), view_of(*up)};
   });
   run_forward(operands, out, layout, act, launch);
   return out;
@@ -223,15 +224,16 @@ Tensor gated_forward_op(const Tensor& gate_in, const Tensor& up_in, int64_t act_
 Tensor run_gated_backward(const Tensor& dy_in, const Tensor& gate_in, const Tensor& up_in, const Tensor& dgate, const Dims& strides,
                           Act act, const Launch& launch) {
   const Dims sizes = dims_of(gate_in.sizes());
-  Tensor dup = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in), gate, up;
+  Tensor dup = empty_strided(sizes, strides, gate_in.scalar_type(), gate_in);
   if (dup.numel() == 0) return dup;
   const Tensor dy = with_strides(dy_in, sizes, strides);
+  MaybeTensor gate, up;
   std::array<View, 4> operands{view_of(gate_in), view_of(up_in), result_view(dgate), result_view(dup)};
   const Layout layout = layout_of<4>(sizes, strides, operands, gate_in, [&] {
     gate = with_strides(gate_in, sizes, strides);
     up = with_strides(up_in, sizes, strides);
-    operands[0] = view_of(gate);
-    operands[1] = view_of(up);
+    operands[0] = view_of(*gate);
+    operands[1] = view_of(*up);
   });
   run_backward(dy, operands, layout, act, launch);
   return dup;
@@ -268,13 +270,14 @@ Tensor glu_forward_op(const Tensor& x_in, int64_t dim, bool gate_first, int64_t 
   const auto halves = [&](const Tensor& x) { return Packed(const_cast<void*>(x.const_data_ptr()), x, dim, gate_first); };
   const Packed packed = halves(x_in);
   const Dims strides = relu_add_strides(packed.sizes, packed.gate.strides, packed.up.strides), full = dims_of(x_in.sizes());
-  Tensor out = empty_strided(packed.sizes, strides, x_in.scalar_type(), x_in), x;
+  Tensor out = empty_strided(packed.sizes, strides, x_in.scalar_type(), x_in);
   if (out.numel() == 0) return out;
+  MaybeTensor x;  // a copy, until the launch
   std::array<View, 2> operands{packed.gate, packed.up};
   const Layout layout = layout_of<2>(packed.sizes, strides, operands, x_in, [&] {
     // As one dense tensor in the order of the result, whose halves are rows.
     x = with_strides(x_in, full, dense_strides(full, memory_order(packed.sizes, {&strides})));
-    const Packed copied = halves(x);
+    const Packed copied = halves(*x);
     operands = {copied.gate, copied.up};
   });
   run_forward(operands, out, layout, act, launch);
@@ -293,14 +296,15 @@ Tensor glu_backward_op(const Tensor& dy_in, const Tensor& x_in, int64_t dim, boo
   FASTLAYERS_CHECK(dims_of(dy_in.sizes()) == packed.sizes, op, "expected dy with the shape of a half of x");
   const Dims strides = relu_add_strides(packed.sizes, packed.gate.strides, packed.up.strides), full = dims_of(x_in.sizes());
   const Dims packed_strides = dense_strides(full, memory_order(packed.sizes, {&strides}));
-  Tensor dx = empty_strided(full, packed_strides, x_in.scalar_type(), x_in), x;
+  Tensor dx = empty_strided(full, packed_strides, x_in.scalar_type(), x_in);
   if (dx.numel() == 0) return dx;
   const Tensor dy = with_strides(dy_in, packed.sizes, strides);
   const Packed gradients(dx.mutable_data_ptr(), dx, dim, gate_first);
+  MaybeTensor x;
   std::array<View, 4> operands{packed.gate, packed.up, gradients.gate, gradients.up};
   const Layout layout = layout_of<4>(packed.sizes, strides, operands, x_in, [&] {
     x = with_strides(x_in, full, packed_strides);
-    const Packed copied = halves(x);
+    const Packed copied = halves(*x);
     operands[0] = copied.gate;
     operands[1] = copied.up;
   });
