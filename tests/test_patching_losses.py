@@ -433,7 +433,7 @@ def test_classifiers(options, labels):
 
 
 def test_the_loss_of_a_classifier_goes_through_the_fused_one(monkeypatch):
-    from fastlayers.patching.libraries import language_models
+    from fastlayers.patching.libraries.transformers import losses as language_models
 
     model = patch_model(classifier("ViTForImageClassification", num_labels=5))
     inputs = torch.randn(3, 3, 8, 8), torch.tensor([1, 4, 0])
@@ -648,7 +648,7 @@ def refusals(body):
     import ast
     import textwrap
 
-    from fastlayers.patching.libraries.language_models import find_pair
+    from fastlayers.patching.libraries.transformers.losses import find_pair
     from fastlayers.patching.reasons import Refusal
 
     source = "def forward(self, x, labels=None, **kwargs):\n" + textwrap.indent(textwrap.dedent(body), "    ")

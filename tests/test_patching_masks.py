@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlayers.patching import patch_model, plan_patch, unpatch_model
-from fastlayers.patching.libraries import attention_masks as masks
+from fastlayers.patching.libraries.transformers import attention_masks as masks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.masking_utils")

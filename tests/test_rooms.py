@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "fastlayers").rglob("*.py"))
+#: Model libraries. Those of training, of quantisation and of checkpoints are known elsewhere too.
+LIBRARIES = re.compile(r"\b(transformers|timm|torchvision|diffusers|huggingface_hub)\b")
+ADAPTERS = ROOT / "fastlayers" / "patching" / "libraries"
 #: What the reference lists of them is for users; other files of fastlayers may take more.
 REFERENCES = ("fastlayers.backends",)
 
@@ -54,3 +58,16 @@ def test_files_take_from_others_what_these_export(name):
         assert is_special or not wanted.startswith("_"), f"{name} takes {wanted} from {module}, where it is private"
         is_exported = names is None or wanted in names or is_special or module in REFERENCES
         assert is_exported, f"{wanted}, which {name} takes, is not in __all__ of {module}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if ADAPTERS not in path.parents], ids=name_of)
+def test_only_adapters_know_a_model_library(path):
+    """In code; a docstring or a comment may say which library's layer something stands for."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            assert not LIBRARIES.search(node.value), f"{path}:{node.lineno} names a model library: {node.value!r}"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [item.name for item in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            assert not any(LIBRARIES.match(module) for module in modules), f"{path}:{node.lineno}"

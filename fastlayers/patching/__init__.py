@@ -12,6 +12,7 @@ from fastlayers.patching.api import (
 from fastlayers.patching.dynamo import compile_report, dynamo_backend
 from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
+from fastlayers.patching.libraries.adapters import Adapter, register_adapter
 from fastlayers.patching.measure.profile import Measurement, ProfileReport, profile_patch
 from fastlayers.patching.measure.verify import Comparison, VerifyReport, verify_patch
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
@@ -21,6 +22,7 @@ from fastlayers.patching.rules import register_rule
 from fastlayers.patching.rules.base import GraphRule, Match, ModuleRule
 
 __all__ = [
+    "Adapter",
     "Comparison",
     "GraphRule",
     "Match",
@@ -45,6 +47,7 @@ __all__ = [
     "plan_fold",
     "plan_patch",
     "profile_patch",
+    "register_adapter",
     "register_rule",
     "unfold_batch_norm",
     "unpatch_model",

@@ -48,7 +48,7 @@ class Reason(str, Enum):
     # A place that looks fusable and is not
     UNKNOWN_LOSS = "its loss function is not one that is known"
     UNKNOWN_HEAD = "the layer that computes the logits is not exactly an nn.Linear"
-    LOGITS_USED = "its forward uses the logits for something else than the loss and the output"
+    LOGITS_USED = "its forward uses the logits for more than the loss"
     USED_ELSEWHERE = "an intermediate result is used elsewhere"
     USED_BETWEEN = "an intermediate result is used before the last of the operations"
     VISIBLE_MUTATION = "an in-place operation changes a tensor that something else can see"

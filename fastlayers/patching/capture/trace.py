@@ -38,7 +38,7 @@ from fastlayers.patching.capture.syntax import HOOKS, Instrument, local_names, p
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 
-__all__ = ["CHECKPOINTING", "Stretch", "plain_forward", "record", "record_child", "record_stretch"]
+__all__ = ["Stretch", "record", "record_child", "record_stretch"]
 
 MAX_DEPTH = 16
 #: What the parameters of a child are called while it is recorded.
@@ -706,20 +706,8 @@ def builtin_module(function: Any) -> str:
     return "torch" if getattr(torch, function.__name__, None) is function else name.split(".")[0]
 
 
-#: Where transformers has its base class of layers, and what it is called. Subclassing it wraps the forward once more,
-#: and of several such wrappers only the outermost checkpoints: the generated class gets one of its own.
-CHECKPOINTING = ("transformers.modeling_layers", "GradientCheckpointingLayer")
-
 #: Branches for TorchScript: a patched model runs as Python.
 SCRIPTING = frozenset({torch.jit.is_scripting})
-
-
-def plain_forward(cls: type[nn.Module]) -> Any:
-    """The forward of a class, without the activation checkpoint that transformers wraps the forward of a layer in."""
-    forward: Any = cls.forward
-    while getattr(forward, "__globals__", {}).get("__name__") == CHECKPOINTING[0] and hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return forward
 
 
 def own_forward(module: nn.Module) -> Any:

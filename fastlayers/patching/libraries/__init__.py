@@ -1,1 +1,12 @@
-"""All that knows a model library."""
+"""All that knows a model library. The engine asks adapters; :mod:`fastlayers.patching.libraries.adapters` says what."""
+
+from fastlayers.patching.libraries.adapters import Adapter, register_adapter
+
+
+def _transformers() -> Adapter:
+    from fastlayers.patching.libraries.transformers.adapter import TransformersAdapter
+
+    return TransformersAdapter()
+
+
+register_adapter("transformers", _transformers)

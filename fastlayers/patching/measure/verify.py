@@ -194,7 +194,7 @@ def compare_patched(model: nn.Module, inputs: Inputs) -> VerifyReport:
         with unpatched(model):
             before, inputs = run_somehow(model, inputs)
         after = run(model, inputs)
-        omitted = omitted_logits(model, after)
+        omitted = omitted_outputs(model, after)
         with unpatched(model):
             if omitted:
                 before = run(model, inputs, omitted=omitted)
@@ -238,10 +238,11 @@ def run_in_float64(model: nn.Module, inputs: Inputs, omitted: frozenset[str]) ->
         return None
 
 
-def omitted_logits(model: nn.Module, run: Run) -> frozenset[str]:
-    """What a patched language model left out of its output, since it never had it in memory."""
-    rules = {rule for module in model.modules() for rule, _ in getattr(type(module), "__fastlayers_rules__", ())}
-    return frozenset({"logits"}) - run.keys if run.keys and "linear_cross_entropy" in rules else frozenset()
+def omitted_outputs(model: nn.Module, run: Run) -> frozenset[str]:
+    """What a patched model left out of its output, since it never had it in memory: the logits of a language model."""
+    if not run.keys:
+        return frozenset()
+    return frozenset[str]().union(*(getattr(type(m), "__fastlayers_omits__", ()) for m in model.modules())) - run.keys
 
 
 def run(

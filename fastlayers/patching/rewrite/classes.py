@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlayers.patching.capture.trace import CHECKPOINTING
+from fastlayers.patching.libraries.adapters import adapters
 from fastlayers.patching.reasons import PatchError, Reason, Refusal
 from fastlayers.patching.rules.base import ModuleRule
 from fastlayers.patching.runtime.checks import original_class
@@ -83,13 +83,14 @@ def called_by_class(module: nn.Module) -> bool:
     return getattr(present, "__self__", None) is module and present.__func__ is type(module).forward
 
 
-def check_subclassing(original: type[nn.Module], harmless: type[nn.Module] | None = None) -> None:
+def check_subclassing(original: type[nn.Module], harmless: tuple[type, ...] = ()) -> None:
     """Creating a subclass must not run code of the class: a registry would list the generated one."""
     if type(original) not in (type, abc.ABCMeta):
         raise Refusal(Reason.CLASS_HOOKS, f"metaclass {type(original).__name__}")
     for cls in original.__mro__:
-        known = cls is harmless or cls.__module__ in ("builtins", "typing")
-        if "__init_subclass__" in cls.__dict__ and not known and (cls.__module__, cls.__name__) != CHECKPOINTING:
+        if "__init_subclass__" not in cls.__dict__ or cls.__module__ in ("builtins", "typing") or cls in harmless:
+            continue
+        if not any(adapter.may_subclass(cls) for adapter in adapters()):
             raise Refusal(Reason.CLASS_HOOKS, f"{cls.__name__}.__init_subclass__")
 
 

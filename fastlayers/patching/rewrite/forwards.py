@@ -13,10 +13,9 @@ from torch import fx, nn
 
 from fastlayers.patching.capture.recording import Recording, bind
 from fastlayers.patching.capture.syntax import optional_parameters
-from fastlayers.patching.capture.trace import plain_forward, record
+from fastlayers.patching.capture.trace import record
 from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
-from fastlayers.patching.libraries.attention_masks import fuse_masks
-from fastlayers.patching.libraries.language_models import FusedModel, fuse_losses, pretrained_model
+from fastlayers.patching.libraries.adapters import RewrittenModel, adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
@@ -62,9 +61,10 @@ def fuse(
     rules = graph_rules() if rules is None else rules
     always = tuple(rule for rule in rules if rule.when is None)
     if needed is None and type(module) is original:
-        model = fuse_masks(module, fuse_losses(module, excluded))
-        if model is not None:
-            return fuse_model(original, model, known)
+        for adapter in adapters():
+            model = adapter.rewrite_model(module, excluded)
+            if model is not None:
+                return fuse_model(original, model, known)
     check_subclassing(original)
     written = fingerprint(original) if needed is None else None
     if written is not None:
@@ -130,11 +130,12 @@ def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, An
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
 
 
-def fuse_model(original: type[nn.Module], model: FusedModel, known: dict[Any, type[nn.Module]]) -> Fused:
-    """The class for one of transformers' models, with other losses and masks."""
+def fuse_model(original: type[nn.Module], model: RewrittenModel, known: dict[Any, type[nn.Module]]) -> Fused:
+    """The class for a model that an adapter has rewritten."""
     if model.rules and model.key not in known:
-        check_subclassing(original, harmless=pretrained_model())
-        generated = type(f"Fused{original.__name__}", (original,), model.members)
+        check_subclassing(original, model.harmless)
+        members = {**model.members, "__fastlayers_omits__": model.omits}
+        generated = type(f"Fused{original.__name__}", (original,), members)
         known[model.key] = seal(generated, original, model.source)
     return Fused(known.get(model.key), model.rules, left=model.left)
 

@@ -9,7 +9,7 @@ module, with three kinds of changes:
   original statements answer, which stand behind an ``else``.
 * The name of a global function in which the same can be done, or of a known rotary function, is bound to a fused one.
   Where somebody replaces that global, what he put there is called.
-* The masks that a forward of transformers makes are left out by :mod:`fastlayers.patching.libraries.attention_masks`.
+* What the adapter of a library changes: the attention masks of transformers, say.
 
 Everything else of the source stays as it is.
 """
@@ -30,10 +30,9 @@ from torch import nn
 from fastlayers.patching.capture.rebuild import rebuild, refuse_private_names, show_source
 from fastlayers.patching.capture.recording import Recording
 from fastlayers.patching.capture.syntax import Instrument, local_names, parse
-from fastlayers.patching.capture.trace import Stretch, plain_forward, record_stretch
-from fastlayers.patching.libraries.attention_masks import RULE as MASK_RULE
-from fastlayers.patching.libraries.attention_masks import leave_out_masks
-from fastlayers.patching.libraries.rotary_functions import fused_rotary, is_rotary
+from fastlayers.patching.capture.trace import Stretch, record_stretch
+from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
+from fastlayers.patching.libraries.adapters import adapters, plain_forward
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite.classes import check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
@@ -50,8 +49,6 @@ RESULT = "_fastlayers_result"
 PART = "_fastlayers_part"
 #: Functions that call functions are followed this deep.
 MAX_DEPTH = 3
-#: What transformers hands to its attention registry, which calls it where the configuration says "eager".
-EAGER_ATTENTION = "eager_attention_forward"
 
 
 @dataclass
@@ -145,9 +142,10 @@ def rewrite(
         cutter = Cutter(function, tree, module, excluded, graph_rules(all_calls=True), frozenset(names))
         cutter.replace(rewritten)
     if module is not None:
-        masks, bound = leave_out_masks(module, tree, function)
-        rewritten.bound |= bound
-        rewritten.rules += Counter({MASK_RULE: masks})
+        for adapter in adapters():
+            rules, bound = adapter.rewrite_method(module, tree, function)
+            rewritten.bound |= bound
+            rewritten.rules += rules
     for name, (stand_in, rules) in names.items():
         rewritten.bound[name] = stand_in
         rewritten.objects.append((name, stand_in))
@@ -164,8 +162,8 @@ def replaced_names(
     """The global functions that a function calls and that there is a fused one for."""
     scope, inner = function.__globals__, local_names(tree)
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    if uses_eager_attention(module):
-        called |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == EAGER_ATTENTION}
+    handed = frozenset[str]().union(*(a.called_functions(module) for a in adapters())) if module is not None else ()
+    called |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in handed}
     found: dict[str, tuple[Any, Counter[str]]] = {}
     for name in sorted(called - inner):
         original: Any = scope.get(name)
@@ -178,10 +176,6 @@ def replaced_names(
         if known[key] is not None:
             found[name] = known[key]
     return found
-
-
-def uses_eager_attention(module: nn.Module | None) -> bool:
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
 
 
 def fused_function(

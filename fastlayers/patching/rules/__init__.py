@@ -75,6 +75,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     convolution.FORKED_CONVOLUTION,
     *norm.CAST_NORMS,
     *norm.NORM_FUNCTIONS,
+    loss.LINEAR_CROSS_ENTROPY,
     rotary.ROTARY,
     glu.GATED_LINEAR,
     *glu.GATES,

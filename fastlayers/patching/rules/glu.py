@@ -13,7 +13,7 @@ from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.matchers import activation, behind, parameters
+from fastlayers.patching.rules.matchers import activation, behind, linear_parameters
 from fastlayers.patching.runtime import calls
 
 __all__ = ["GATED_LINEAR", "GATES"]
@@ -75,7 +75,7 @@ def find_gated_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
         return
     product, passed = behind(view, linear["input"])
     for gate in gates(view, product, ("silu", "relu", *GELUS)):
-        args = (*gate.operands, *parameters(view, linear)[0], gate.name)
+        args = (*gate.operands, *linear_parameters(view, linear)[0], gate.name)
         options = {"gate_first": gate.first and not gate.mul.inplace, "written": gate.written}
         yield Match((gate.act, gate.mul, *passed, linear), calls.gated_linear, args, options, gate.operands)
 

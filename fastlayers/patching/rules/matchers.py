@@ -44,10 +44,10 @@ __all__ = [
     "inside",
     "is_function",
     "joins",
+    "linear_parameters",
     "may_be_written",
     "mean_over_space",
     "options",
-    "parameters",
     "step",
 ]
 
@@ -109,7 +109,9 @@ def dropout(drop: Op) -> tuple[Any, Any]:
     return drop.operands.get("p", 0.5), drop.operands.get("training", True)
 
 
-def parameters(view: View, linear: Op) -> tuple[tuple[Any, Any], tuple[torch.Tensor | None, torch.Tensor | None]]:
+def linear_parameters(
+    view: View, linear: Op
+) -> tuple[tuple[Any, Any], tuple[torch.Tensor | None, torch.Tensor | None]]:
     """The weight and the bias of a linear layer: as operands, and as the tensors that they are now, where known."""
     if linear.child is not None:
         layer: Any = view.root.get_submodule(linear.child)
@@ -398,7 +400,7 @@ def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
     linear = view.op(before, "linear")
     if linear is None or linear.recording is not None:
         return
-    operands, (weight, bias) = parameters(view, linear)
+    operands, (weight, bias) = linear_parameters(view, linear)
     if weight is None or bias is None:
         return
     if bias.dtype != weight.dtype:
@@ -421,7 +423,7 @@ def find_mlp(view: View, node: Node) -> Iterator[Match | Refusal]:
         passed = (*earlier, drop, *passed)
     for match in find_linear_act(view, before) if isinstance(before, Node) else ():
         if isinstance(match, Match):
-            ops, args = (*match.ops, *passed, linear), (*match.args, *parameters(view, linear)[0], *dropped)
+            ops, args = (*match.ops, *passed, linear), (*match.args, *linear_parameters(view, linear)[0], *dropped)
             yield Match(ops, calls.mlp, args, {}, match.tensors)
 
 

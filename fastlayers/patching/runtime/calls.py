@@ -24,6 +24,7 @@ from fastlayers.ops import autocast, bias_act, glu, reference, squeeze_excite
 from fastlayers.ops import layer_norm as norms
 from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
+from fastlayers.ops.dispatch import is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.ops.split import parts
@@ -51,6 +52,7 @@ __all__ = [
     "knows",
     "layer_norm",
     "linear_act",
+    "linear_cross_entropy",
     "mlp",
     "nll_loss_of_log_softmax",
     "permuted_scale_add",
@@ -557,6 +559,60 @@ def nll_loss_of_log_softmax(x: Tensor, target: Tensor, dim: int, **options: Any)
     if dim in (classes, classes - x.dim()) and not target.is_floating_point():
         return functional.cross_entropy(x, target, **options)
     return F.nll_loss(F.log_softmax(x, dim), target, **options)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    shape: str,
+    columns: int | None,
+    flat_target: bool,
+) -> Tensor:
+    """F.cross_entropy(F.linear(x, weight, bias), target) of logits in some shape, which are never whole in memory.
+
+    Args:
+        class_weight, size_average, ignore_index, reduce, reduction, label_smoothing: as F.cross_entropy has them.
+        shape: "same", as the linear layer gives them, "rows", all but the last dimension merged, "merged", the first
+            two dimensions merged, or "classes second", the last of three dimensions in second place.
+        columns: how many classes the rows have; None where it is their own number.
+        flat_target: whether the target is flattened first.
+    """
+    rank = {"same": 2, "merged": 3, "classes second": 3}.get(shape, x.dim())
+    tensors = (x, weight, target) if bias is None else (x, weight, target, bias)
+    fits = x.dim() == rank and columns in (None, len(weight)) and all(map(is_plain, tensors))
+    if (
+        fits
+        and size_average is None
+        and reduce is None
+        and weight.device == x.device
+        and not target.is_floating_point()
+    ):
+        target = target.reshape(-1) if flat_target else target
+        rows = x.reshape(-1, x.shape[-1]) if shape in ("rows", "merged") else x
+        return functional.linear_cross_entropy(
+            rows, weight, target, bias, class_weight=class_weight, ignore_index=ignore_index, reduction=reduction,
+            label_smoothing=label_smoothing,
+        )  # fmt: skip
+    logits = functional.linear(x, weight, bias)
+    if shape == "rows":
+        logits = logits.reshape(-1, logits.shape[-1] if columns is None else columns)
+    elif shape == "merged":
+        logits = logits.flatten(0, 1)
+    elif shape == "classes second":
+        logits = logits.transpose(1, 2)
+    return functional.cross_entropy(
+        logits, target.reshape(-1) if flat_target else target, class_weight, size_average, ignore_index, reduce,
+        reduction, label_smoothing,
+    )  # fmt: skip
 
 
 # -- norms that a library wrote out: fingerprints.py -------------------------------------------------------------------

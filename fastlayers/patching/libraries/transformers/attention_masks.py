@@ -31,7 +31,8 @@ from torch import nn
 from fastlayers.ops.dispatch import is_plain, must_decompose
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import local_names, parse
-from fastlayers.patching.libraries.language_models import FusedModel, is_same, pretrained_model, stored
+from fastlayers.patching.libraries.adapters import RewrittenModel
+from fastlayers.patching.libraries.transformers.losses import is_same, pretrained_model, stored
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.runtime.checks import original_class
 
@@ -276,7 +277,7 @@ def is_number(value: ast.expr) -> bool:
 # -- the outcome for one model ----------------------------------------------------------------------------------------
 
 
-def fuse_masks(module: nn.Module, found: FusedModel | None) -> FusedModel | None:
+def fuse_masks(module: nn.Module, found: RewrittenModel | None) -> RewrittenModel | None:
     """Add to what was found in one of transformers' models the methods that make its masks."""
     base, library, original = pretrained_model(), loaded_library(), original_class(module)
     if base is None or library is None or not issubclass(original, base):
@@ -294,7 +295,7 @@ def fuse_masks(module: nn.Module, found: FusedModel | None) -> FusedModel | None
             rebuilt = rewrap(method, rebuilt)
         except Refusal:
             continue
-        found = found or FusedModel(key=(original,))
+        found = found or RewrittenModel(key=(original,), harmless=(base,))
         found.key = (*found.key, name)
         found.members[name] = rebuilt
         found.rules[RULE] += count

@@ -39,11 +39,12 @@ from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.ir.known_functions import canonical, source_of
+from fastlayers.patching.libraries.adapters import RewrittenModel
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import checks
 from fastlayers.patching.runtime.checks import hooked, original_class
 
-__all__ = ["FusedModel", "fuse_losses", "is_same", "pretrained_model", "stored"]
+__all__ = ["fuse_losses", "is_same", "pretrained_model", "stored"]
 
 
 def pretrained_model() -> type[nn.Module] | None:
@@ -598,19 +599,7 @@ class Losses(ast.NodeTransformer):
 # -- the outcome for one model ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class FusedModel:
-    """What a generated class has, what was fused, and what was left."""
-
-    members: dict[str, Any] = field(default_factory=dict)
-    rules: Counter[str] = field(default_factory=Counter)
-    left: list[Refusal] = field(default_factory=list)
-    source: str = ""
-    #: Equal for models whose generated classes are.
-    key: tuple[Any, ...] = ()
-
-
-def fuse_losses(module: nn.Module, excluded: frozenset[str]) -> FusedModel | None:
+def fuse_losses(module: nn.Module, excluded: frozenset[str]) -> RewrittenModel | None:
     """The losses of one of transformers' models; None where the module is none, or computes no loss that is known."""
     base, original = pretrained_model(), original_class(module)
     forward = original.forward
@@ -623,7 +612,7 @@ def fuse_losses(module: nn.Module, excluded: frozenset[str]) -> FusedModel | Non
         return None
     if not tree.args.args or tree.args.args[0].arg != "self":
         return None
-    found = FusedModel()
+    found = RewrittenModel(harmless=(base,))
     try:
         rewrite(found, module, tree, inner, forward, excluded)
     except Refusal as refusal:
@@ -632,7 +621,7 @@ def fuse_losses(module: nn.Module, excluded: frozenset[str]) -> FusedModel | Non
 
 
 def rewrite(
-    found: FusedModel,
+    found: RewrittenModel,
     module: nn.Module,
     tree: ast.FunctionDef,
     inner: types.FunctionType,
@@ -668,6 +657,7 @@ def rewrite(
         return
     if pair is not None:
         defer_logits(tree, pair)
+        found.omits = frozenset({"logits"})
     bound = {DEFER: defer, DEFERRED: DeferredLogits, SPLITS: splits, LOSS: fused_loss}
     rebuilt, found.source = rebuild(inner, tree, bound)
     wrapped = rewrap(forward, rebuilt)

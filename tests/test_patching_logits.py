@@ -1,0 +1,271 @@
+"""The loss of a user's own language model, whose logits are a linear layer's: without the logits in memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fastlayers import patch_model, patch_report, unpatch_model, verify_patch
+from fastlayers.ops import linear_cross_entropy
+from fastlayers.patching import Reason
+
+CLASSES = 1100
+
+
+class GPT(nn.Module):
+    """What the models here have in common; each has another spelling of the loss."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, CLASSES, bias=bias)
+        self.block_size = 4096
+
+    def hidden(self, tokens):
+        return self.norm(self.embedding(tokens))
+
+
+class ByRows(GPT):
+    def forward(self, tokens, targets):
+        logits = self.head(self.hidden(tokens))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+class ByShape(GPT):
+    def forward(self, tokens, targets=None):
+        logits = self.head(self.hidden(tokens))
+        if targets is None:
+            loss = None
+        else:
+            B, T, C = logits.shape
+            logits = logits.view(B * T, C)
+            targets = targets.view(B * T)
+            loss = F.cross_entropy(logits, targets)
+        return loss
+
+
+class ByLastSize(GPT):
+    def forward(self, tokens, targets):
+        logits = self.head(self.hidden(tokens))
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="sum")
+
+
+class WithNumber(GPT):
+    def forward(self, tokens, targets):
+        return F.cross_entropy(self.head(self.hidden(tokens)).view(-1, 1100), targets.view(-1))
+
+
+class Flattened(GPT):
+    def forward(self, tokens, targets):
+        assert tokens.size(1) <= self.block_size, "too long"  # cannot be recorded as a whole
+        x = self.hidden(tokens)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+        return loss
+
+
+class ClassesSecond(GPT):
+    def forward(self, tokens, targets):
+        return F.cross_entropy(self.head(self.hidden(tokens)).transpose(1, 2), targets, reduction="none")
+
+
+class Rows(GPT):
+    def forward(self, tokens, targets):
+        return F.cross_entropy(self.head(self.hidden(tokens.flatten())), targets.flatten())
+
+
+class AsFunction(GPT):
+    def forward(self, tokens, targets):
+        logits = F.linear(self.hidden(tokens), self.embedding.weight)
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+class LossOrLogits(GPT):
+    def forward(self, tokens, targets=None):
+        logits = self.head(self.hidden(tokens))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+SPELLINGS = [
+    ByRows, ByShape, ByLastSize, WithNumber, Flattened, ClassesSecond, Rows, AsFunction, LossOrLogits
+]  # fmt: skip
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *made])
+        return result
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch):
+    """In chunks, however few the logits are."""
+    monkeypatch.setattr(linear_cross_entropy, "CPU_LEAST", 0)
+
+
+def texts(rows=2, length=16):
+    torch.manual_seed(0)
+    return torch.randint(CLASSES, (rows, length)), torch.randint(CLASSES, (rows, length))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("model", SPELLINGS)
+def test_loss_and_gradients_are_those_of_the_unpatched_model(model, bias):
+    net = patch_model(model(bias))
+    assert patch_report(net).counts()["linear_cross_entropy"] == 1
+    assert verify_patch(net, *texts())
+    assert "forward" in vars(type(net))
+    unpatch_model(net)
+    assert type(net) is model
+
+
+@pytest.mark.parametrize("model", SPELLINGS)
+def test_logits_are_never_whole(model):
+    stock = model()
+    net = patch_model(copy.deepcopy(stock))
+    given, seen = texts(16, 256), []
+    for candidate in (stock, net):
+        with Largest() as largest:
+            candidate(*given).sum().backward()
+        seen.append(largest.elements)
+    assert seen[0] == 16 * 256 * CLASSES
+    assert seen[1] < seen[0] / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(dtype):
+    net = patch_model(ByRows(True).to(dtype))
+    assert verify_patch(net, *texts())
+    assert net(*texts()).dtype is dtype
+
+
+def test_autocast():
+    net = patch_model(ByRows(True))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert verify_patch(net, *texts())
+        assert net(*texts()).dtype is torch.float32
+
+
+def test_logits_that_are_asked_for_are_there():
+    net, (tokens, targets) = LossOrLogits(), texts()
+    expected = net(tokens)
+    patch_model(net)
+    assert torch.equal(net(tokens), expected)
+    assert net(tokens, targets).dim() == 0
+
+
+class Returned(GPT):
+    def forward(self, tokens, targets=None):
+        logits = self.head(self.hidden(tokens))
+        loss = None
+        if targets is not None:
+            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return logits, loss
+
+
+class ReturnedRows(GPT):
+    def forward(self, tokens, targets):
+        logits = self.head(self.hidden(tokens)).view(-1, 1100)
+        return logits, F.cross_entropy(logits, targets.view(-1))
+
+
+class Counted(GPT):
+    def forward(self, tokens, targets):
+        logits = self.head(self.hidden(tokens))
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return loss, (logits.argmax(-1) == targets).sum()
+
+
+class SizeReturned(GPT):
+    def forward(self, tokens, targets):
+        logits = self.head(self.hidden(tokens))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1)), logits.size(0)
+
+
+@pytest.mark.parametrize("model", [Returned, ReturnedRows, Counted, SizeReturned])
+def test_logits_that_are_used_otherwise_are_computed(model):
+    """Where a forward returns its logits they are there, with their gradient, and the report says why."""
+    stock = model()
+    net = patch_model(copy.deepcopy(stock))
+    report = patch_report(net)
+    assert "linear_cross_entropy" not in report.counts()
+    assert Reason.LOGITS_USED in [reason for reason, _ in report[""].left] or model is ReturnedRows
+    for expected, found in zip(stock(*texts()), net(*texts()), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert verify_patch(net, *texts())
+
+
+def test_a_hook_on_the_head_sees_the_logits():
+    net, seen = patch_model(ByRows()), []
+    net.head.register_forward_hook(lambda module, args, result: seen.append(result.shape))
+    net(*texts())
+    assert seen == [(2, 16, CLASSES)]
+
+
+def test_another_head_is_called():
+    net = patch_model(ByRows())
+    net.head = nn.Sequential(nn.Linear(16, CLASSES), nn.Tanh())
+    assert torch.isfinite(net(*texts()))
+    expected = unpatch_model(copy.deepcopy(net))(*texts())
+    torch.testing.assert_close(net(*texts()), expected)
+
+
+class OtherColumns(GPT):
+    def forward(self, tokens, targets, columns: int = 550):
+        return F.cross_entropy(self.head(self.hidden(tokens)).view(-1, columns), targets)
+
+
+def test_rows_of_other_lengths_than_the_head_gives():
+    net = patch_model(OtherColumns())
+    tokens = texts()[0]
+    assert verify_patch(net, tokens, torch.randint(550, (64,)))
+
+
+def test_probabilities_as_targets():
+    class OfRows(GPT):
+        def forward(self, tokens, targets):
+            return F.cross_entropy(self.head(self.hidden(tokens)).flatten(0, 1), targets)
+
+    net = patch_model(OfRows())
+    assert verify_patch(net, texts()[0], torch.rand(32, CLASSES).softmax(-1))
+
+
+class ThreeDimensions(GPT):
+    """The classes of cross_entropy are the second dimension: here, the tokens."""
+
+    def forward(self, tokens, targets):
+        return F.cross_entropy(self.head(self.hidden(tokens)), targets)
+
+
+def test_classes_that_are_not_those_of_the_head():
+    net = patch_model(ThreeDimensions())
+    assert verify_patch(net, texts()[0], torch.randint(16, (2, CLASSES)))
+
+
+def test_few_classes_are_no_vocabulary():
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(16, 10)
+
+        def forward(self, x, targets):
+            logits = self.head(x)
+            return logits, F.cross_entropy(logits, targets)
+
+    net = patch_model(Classifier(), strict=True)
+    assert patch_report(net).counts()["cross_entropy"] == 1
