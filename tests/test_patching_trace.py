@@ -1089,7 +1089,7 @@ class AForwardThatRaises(Base):
 
 @pytest.mark.parametrize(("cls", "reason"), CASES)
 def test_a_forward_is_fused_or_refused_with_its_reason(cls, reason, monkeypatch):
-    monkeypatch.setattr(plan, "fuse_stretches", lambda *args, **options: None)  # as a whole, not in parts
+    monkeypatch.setattr(plan, "fuse_segments", lambda *args, **options: None)  # as a whole, not in parts
     module = cls()
     before = {name: repr(value) for name, value in vars(module).items()}
     row = plan_patch(module)[""]

@@ -15,7 +15,7 @@ from fastlayers.patching.rewrite.classes import become, is_folded
 from fastlayers.patching.rewrite.plan import (
     FilterFn,
     Pattern,
-    apply,
+    carry_out,
     left_alone,
     make_plan,
     restore,
@@ -116,7 +116,7 @@ def patch_model(
     Warns:
         PatchWarning: nothing was patched, a pattern matched nothing, or the model is wrapped, scripted or quantised.
     """
-    apply(make_plan(model, include, exclude, filter_fn), strict)
+    carry_out(make_plan(model, include, exclude, filter_fn), strict)
     return model
 
 
@@ -225,7 +225,7 @@ def fold_batch_norm(
     Warns:
         PatchWarning: nothing was folded, or as :func:`patch_model`.
     """
-    apply(make_plan(model, include, exclude, filter_fn, folding=True), strict)
+    carry_out(make_plan(model, include, exclude, filter_fn, folding=True), strict)
     return model
 
 

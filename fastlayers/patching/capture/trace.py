@@ -38,7 +38,7 @@ from fastlayers.patching.capture.syntax import HOOKS, Instrument, local_names, p
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 
-__all__ = ["Stretch", "record", "record_child", "record_stretch"]
+__all__ = ["Segment", "record", "record_child", "record_segment"]
 
 MAX_DEPTH = 16
 #: What the parameters of a child are called while it is recorded.
@@ -621,32 +621,32 @@ class Trace:
     def hook_mark(self, statement: int) -> None:
         self.statement = statement
 
-    def run_stretch(self, stretch: Stretch) -> tuple[str, ...]:
+    def run_segment(self, segment: Segment) -> tuple[str, ...]:
         """Record some statements of a function; returns the variables that they set, in the order of the results."""
         given: dict[str, Any] = {}
-        for name in stretch.reads:
-            if name == stretch.itself:
+        for name in segment.reads:
+            if name == segment.itself:
                 given[name] = self.root
-            elif name in stretch.absent:
+            elif name in segment.absent:
                 given[name] = None
                 self.guard(f"{name} is None")
             else:
                 given[name] = self.recorder.create_proxy("placeholder", name, (), {})
-                if name in stretch.tensors:
+                if name in segment.tensors:
                     self.require_tensor(given[name])
-        marks = [f"    __trace_mark({i})" for i in range(len(stretch.statements))]
-        source = "\n".join([f"def stretch({', '.join(stretch.reads)}):", *marks, "    return locals()"])
+        marks = [f"    __trace_mark({i})" for i in range(len(segment.statements))]
+        source = "\n".join([f"def segment({', '.join(segment.reads)}):", *marks, "    return locals()"])
         tree = ast.parse(source).body[0]
         assert isinstance(tree, ast.FunctionDef)
         *marked, end = tree.body
-        tree.body = [*itertools.chain.from_iterable(zip(marked, stretch.statements, strict=True)), end]
+        tree.body = [*itertools.chain.from_iterable(zip(marked, segment.statements, strict=True)), end]
         self.statement = 0
-        owner = self.root if stretch.itself else None
-        self.frames.append((stretch.function, owner))
-        found = self.made(tree, stretch.function)(**given)
+        owner = self.root if segment.itself else None
+        self.frames.append((segment.function, owner))
+        found = self.made(tree, segment.function)(**given)
         self.frames.pop()
-        self.statement = len(stretch.statements)  # what fails now is the stretch as a whole
-        written = tuple(name for name in stretch.writes if name in found)
+        self.statement = len(segment.statements)  # what fails now is the segment as a whole
+        written = tuple(name for name in segment.writes if name in found)
         self.recorder.create_node("output", "output", (self.recorder.create_arg(tuple(found[n] for n in written)),), {})
         for what, before, lent in self.lent:
             if before != lent:
@@ -655,7 +655,7 @@ class Trace:
 
 
 @dataclass
-class Stretch:
+class Segment:
     """Consecutive statements of a function, to be recorded by themselves.
 
     Attributes:
@@ -679,15 +679,15 @@ class Stretch:
     closed: frozenset[Any] = frozenset()
 
 
-def record_stretch(module: nn.Module, stretch: Stretch) -> tuple[Recording, tuple[str, ...]] | int:
+def record_segment(module: nn.Module, segment: Segment) -> tuple[Recording, tuple[str, ...]] | int:
     """Trace some statements of a function: the recording, and the variables that it returns.
 
     Where they cannot be recorded, the number of the statement at fault (of all of them, where it is none alone).
     """
     trace = Trace(module, None)
-    trace.closed = stretch.closed
+    trace.closed = segment.closed
     try:
-        written = trace.run_stretch(stretch)
+        written = trace.run_segment(segment)
     except Exception:  # a refusal, or what the code itself raised: proxies are no tensors
         return trace.statement
     return trace.recording, written

@@ -4,7 +4,7 @@ Under autocast a norm answers in float32, and a linear layer, a convolution, a m
 it is given. Where such an operation is all that a norm's result is used for, perhaps through views and inside of a
 child, the norm may answer in autocast's dtype at once: the cast of the same values. What is looked at are the recorded
 forwards; that the children are still the ones that were looked at, and that no hook sees what they are given, is tested
-on every call under autocast (:func:`fastlayers.patching.runtime.calls.narrower`).
+on every call under autocast (:func:`fastlayers.patching.runtime.calls.cast_dtype`).
 
 Only one operation: of several, torch adds up the gradients in float32, of a result in 16 bits it would in 16.
 """

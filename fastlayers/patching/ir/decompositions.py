@@ -192,7 +192,7 @@ def last(name: str, node: Node, operands: dict[str, Any], inner: tuple[Op, ...])
 
 
 def norm_operands(view: View, body: Body, names: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The operands of a norm, where its casting order is the one of the body: as :func:`calls.knows` has it."""
+    """The operands of a norm, where its casting order is the one of the body: as :func:`calls.computes_norm` has it."""
     x, weight, eps = view.example(names["input"]), names.get("weight"), names["eps"]
     if x is None or x.dtype not in (torch.float32, *LOW_PRECISION) or not isinstance(eps, float) or not x.dim():
         return None
@@ -262,7 +262,7 @@ def read_activation(name: str) -> Callable[[View, Node], Op | None]:
                 if x is not None and result is not None and x.dtype.is_floating_point and x.dtype is result.dtype:
                     return last(name, node, {"input": value, **operands}, inner)
                 if result is None and isinstance(value, Node) and view.is_tensor(value):  # only a call knows its dtype
-                    return last(name, node, {"input": value, **operands, "written": form}, inner)
+                    return last(name, node, {"input": value, **operands, "handwritten": form}, inner)
         return None
 
     return find

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastlayers import functional
 from fastlayers.patching.ir.spellings import Spelling
 
-__all__ = ["canonical", "fused_rotary", "is_rotary", "source_of", "written_function"]
+__all__ = ["canonical", "fused_rotary", "is_rotary", "known_spelling", "source_of"]
 
 #: Stochastic depth, of single samples, as timm and torchvision draw it. Their operands are those of the spelling.
 DROP_PATH = """
@@ -99,7 +99,7 @@ KNOWN = {
 _seen: WeakKeyDictionary[types.FunctionType, Spelling | None] = WeakKeyDictionary()
 
 
-def written_function(function: Any) -> Spelling | None:
+def known_spelling(function: Any) -> Spelling | None:
     """What a library's function computes, with the names of its operands; None if it is none of those known."""
     if not isinstance(function, types.FunctionType) or (function.__module__ or "").startswith(("torch.", "fastlayers")):
         return None

@@ -22,7 +22,7 @@ from fastlayers.patching.capture.recording import Recording
 from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.decompositions import DECOMPOSITIONS
 from fastlayers.patching.ir.fingerprints import fingerprint
-from fastlayers.patching.ir.known_functions import written_function
+from fastlayers.patching.ir.known_functions import known_spelling
 from fastlayers.patching.ir.operations import Attribute, Leading, Op
 from fastlayers.patching.ir.spellings import (
     FRESH_FUNCTIONS,
@@ -106,7 +106,7 @@ class View:
             node.target, str
         ):
             return None
-        spelling = SPELLINGS.get(node.target) or written_function(node.target)
+        spelling = SPELLINGS.get(node.target) or known_spelling(node.target)
         if spelling is None:
             return None
         args, count = node.args, len(spelling.operands)
@@ -131,12 +131,12 @@ class View:
         if len(node.args) != 1 or node.kwargs or not is_plain_layer(child):
             return None
         if original not in LAYERS:
-            return self._written_norm(node, child) or self._wrapped(node, child)
+            return self._handwritten_norm(node, child) or self._wrapped(node, child)
         name, attributes = LAYERS[original]
         operands = {"input": node.args[0], **{attribute: getattr(child, attribute) for attribute in attributes}}
         return Op(name, node, operands, bool(getattr(child, "inplace", False)), str(node.target))
 
-    def _written_norm(self, node: Node, child: nn.Module) -> Op | None:
+    def _handwritten_norm(self, node: Node, child: nn.Module) -> Op | None:
         """A norm that a library wrote out, where it is one that is known."""
         found = fingerprint(original_class(child))
         if found is None or (found.scaled is not None and not getattr(child, found.scaled)):
@@ -434,7 +434,7 @@ class View:
 
 
 #: The calls for the norm of x + residual and this sum, and where among their arguments x is; the residual comes next.
-JOINED_NORMS: dict[Any, int] = {calls.add_layer_norm: 0, calls.add_rms_norm: 0, calls.add_written_norm: 1}
+JOINED_NORMS: dict[Any, int] = {calls.add_layer_norm: 0, calls.add_rms_norm: 0, calls.add_handwritten_norm: 1}
 
 
 def forked(node: Any) -> Node | None:

@@ -16,20 +16,20 @@ from fastlayers.patching.ir.view import View, counts_batch, is_about_rank, is_ba
 from fastlayers.patching.runtime import checks
 from fastlayers.patching.runtime.checks import hooked, is_plain_layer, original_class
 
-__all__ = ["tidy"]
+__all__ = ["clean_up"]
 
 #: Layers that with p = 0 return their argument itself.
 DROPOUTS: frozenset[type[nn.Module]] = frozenset({nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d})
 
 
-def tidy(view: View, recording: Recording, excluded: frozenset[str]) -> list[str]:
+def clean_up(view: View, recording: Recording, excluded: frozenset[str]) -> list[str]:
     """Leave out of a rewritten graph what it can do without; the children that nobody may look on then."""
     count_in_norms(view)
     assert_by_guards(view, recording)
     for node in list(view.position):
         if node.op == "get_attr" and not node.users and is_registered(view.root, str(node.target)):
             view.graph.erase_node(node)
-    unseen = list(leave_out_idle(view, recording, excluded))
+    unseen = list(remove_idle_layers(view, recording, excluded))
     view.refresh()
     return unseen
 
@@ -44,7 +44,7 @@ def is_registered(root: nn.Module, path: str) -> bool:
     return name in {**module._modules, **module._parameters, **module._buffers} and not hasattr(type(module), name)
 
 
-def leave_out_idle(view: View, recording: Recording, excluded: frozenset[str]) -> Iterator[str]:
+def remove_idle_layers(view: View, recording: Recording, excluded: frozenset[str]) -> Iterator[str]:
     """Take out the calls of layers that hand on what they are given; their paths."""
     for node in list(recording.graph.nodes):
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):

@@ -18,7 +18,7 @@ from fastlayers.patching.ir.casting import Casts
 from fastlayers.patching.ir.operations import Attribute, Leading
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rewrite.cleanup import tidy
+from fastlayers.patching.rewrite.cleanup import clean_up
 from fastlayers.patching.rewrite.safety import check_deeper
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match
 from fastlayers.patching.runtime import checks
@@ -86,7 +86,7 @@ def apply_rules(
     for node, name in outcome.made.items():
         outcome.rules[name] += counts[node]
     if outcome.rules:
-        unseen.update(dict.fromkeys(tidy(view, recording, excluded)))
+        unseen.update(dict.fromkeys(clean_up(view, recording, excluded)))
     if rest := join_tests(recording, unseen):
         conditions[checks.no_hooks] = {tuple(rest): None}
     for function, given in conditions.items():

@@ -68,7 +68,7 @@ def fuse(
     check_subclassing(original)
     written = fingerprint(original) if needed is None else None
     if written is not None:
-        return fuse_written_norm(module, written, known)
+        return fuse_handwritten_norm(module, written, known)
     recordings, refusals = record_all(module, plain_forward(original))
     outcome = Fused(None)
     variants: list[tuple[Recording, str]] = []
@@ -112,18 +112,18 @@ def variant_for_some_calls(
     return [(own, body_source(own, module))]
 
 
-def fuse_written_norm(module: nn.Module, found: Fingerprint, known: dict[Any, Any]) -> Fused:
+def fuse_handwritten_norm(module: nn.Module, found: Fingerprint, known: dict[Any, Any]) -> Fused:
     """The class for a norm that a library wrote out: its forward is one call, where its casting order holds."""
     body, graph = found.body, fx.Graph()
     recording = Recording(graph)
     x = graph.placeholder(found.parameter)
     scaled = found.weight is not None and (found.scaled is None or bool(getattr(module, found.scaled)))
     weight = graph.get_attr(str(found.weight)) if scaled else None
-    call = graph.call_function(calls.written_norm, (x, weight, graph.get_attr(found.eps), body.casting))
+    call = graph.call_function(calls.handwritten_norm, (x, weight, graph.get_attr(found.eps), body.casting))
     graph.output(call)
     operands = f"{found.parameter}, {f'self.{found.weight}' if scaled else None}"
     guards = scale_guards(found, "self", module)
-    guards.append(f"{bind(recording, calls.knows)}({operands}, casting={body.casting!r}, same={body.same})")
+    guards.append(f"{bind(recording, calls.computes_norm)}({operands}, casting={body.casting!r}, same={body.same})")
     recording.guards = dict.fromkeys(guards)
     name = f"Fused{type(module).__name__}"
     generated = generate_class(type(module), name, [(recording, body_source(recording, module))], known)

@@ -24,12 +24,12 @@ from fastlayers.patching.report import PatchReport, Row
 from fastlayers.patching.rewrite.classes import become, called_by_class, is_folded, is_patched, shown_name, swap_class
 from fastlayers.patching.rewrite.engine import Fused
 from fastlayers.patching.rewrite.forwards import fuse
-from fastlayers.patching.rewrite.segments import fuse_stretches
+from fastlayers.patching.rewrite.segments import fuse_segments
 from fastlayers.patching.rules import FOLDING_RULES, LAST_FOLDING_RULES, graph_rules, module_rules
 from fastlayers.patching.rules.base import ModuleRule
 from fastlayers.patching.runtime.checks import original_class
 
-__all__ = ["FilterFn", "Pattern", "apply", "left_alone", "make_plan", "patched", "restore", "swap", "warn_of_stuck"]
+__all__ = ["FilterFn", "Pattern", "carry_out", "left_alone", "make_plan", "patched", "restore", "swap", "warn_of_stuck"]
 
 Pattern: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 
@@ -180,23 +180,23 @@ def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: 
             return plan_swap(module, row, rule, classes)
         if not has_own_forward(type(module)):
             raise Refusal(Reason.SUBCLASS if is_subclass(module) else Reason.NO_RULE)
-        outcome = fuse_some(module, excluded, classes)
+        outcome = fuse_forward(module, excluded, classes)
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
     return step_of(module, row, outcome)
 
 
-def fuse_some(module: nn.Module, excluded: frozenset[str], classes: dict[Any, Any]) -> Fused:
+def fuse_forward(module: nn.Module, excluded: frozenset[str], classes: dict[Any, Any]) -> Fused:
     """What can be fused in a forward as a whole or, where that cannot be recorded or has nothing, in parts of it."""
     try:
         outcome = fuse(module, excluded, classes)
     except Refusal:
-        parts = fuse_stretches(module, excluded, classes)
+        parts = fuse_segments(module, excluded, classes)
         if parts is None:
             raise
         return parts
     if outcome.cls is None:
-        return fuse_stretches(module, excluded, classes, recorded=True) or outcome
+        return fuse_segments(module, excluded, classes, recorded=True) or outcome
     return outcome
 
 
@@ -290,7 +290,7 @@ def plan_warnings(report: PatchReport, steps: list[Step], done: str) -> list[str
     return messages
 
 
-def apply(plan: Plan, strict: bool, stacklevel: int = 3) -> list[nn.Module]:
+def carry_out(plan: Plan, strict: bool, stacklevel: int = 3) -> list[nn.Module]:
     """Carry out a plan, and return the modules that changed. The level is that of the user's line in a warning."""
     problems = [*plan.warnings, *(f"{row.fqn or '(model)'}: {row.outcome()}" for row in plan.report.refused)]
     problems += [f"{row.fqn or '(model)'}: {note}" for row in plan.report.patched for note in row.notes()]
@@ -346,7 +346,7 @@ def patched(
     strict: bool = False,
 ) -> Iterator[nn.Module]:
     """``with patched(model): ...`` patches as :func:`patch_model`, and takes back on leaving what it patched."""
-    changed = apply(make_plan(model, include, exclude, filter_fn), strict, stacklevel=4)  # contextlib is between
+    changed = carry_out(make_plan(model, include, exclude, filter_fn), strict, stacklevel=4)  # contextlib is between
     try:
         yield model
     finally:

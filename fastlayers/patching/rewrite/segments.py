@@ -1,4 +1,4 @@
-"""Forwards that cannot be recorded as a whole: the stretches of them that can, and the functions that they call.
+"""Forwards that cannot be recorded as a whole: the segmentes of them that can, and the functions that they call.
 
 A layer of a language model takes ``**kwargs``, hands a cache on, branches on what it was given, and most of its
 statements are ordinary all the same. Its forward is compiled again from its own source, over the globals of its own
@@ -30,7 +30,7 @@ from torch import nn
 from fastlayers.patching.capture.rebuild import rebuild, refuse_private_names, show_source
 from fastlayers.patching.capture.recording import Recording
 from fastlayers.patching.capture.syntax import Instrument, local_names, parse
-from fastlayers.patching.capture.trace import Stretch, record_stretch
+from fastlayers.patching.capture.trace import Segment, record_segment
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
 from fastlayers.patching.libraries.adapters import adapters, plain_forward
 from fastlayers.patching.reasons import Refusal
@@ -41,7 +41,7 @@ from fastlayers.patching.rules import graph_rules
 from fastlayers.patching.rules.base import GraphRule
 from fastlayers.patching.runtime.checks import original_class
 
-__all__ = ["fuse_stretches"]
+__all__ = ["fuse_segments"]
 
 #: What the last value of a function is called before it is returned.
 RESULT = "_fastlayers_result"
@@ -53,7 +53,7 @@ MAX_DEPTH = 3
 
 @dataclass
 class Piece:
-    """One rewritten stretch: the statements from ``first`` to before ``last``, as two functions in source."""
+    """One rewritten segment: the statements from ``first`` to before ``last``, as two functions in source."""
 
     first: int
     last: int
@@ -72,7 +72,7 @@ class Rewritten:
     Attributes:
         tree: its source.
         bound: what that names besides the globals of its module.
-        helpers: the source of the functions that are generated for its stretches, which are among these.
+        helpers: the source of the functions that are generated for its segmentes, which are among these.
         objects: everything else that its source and that of the helpers name.
         rules: what was fused.
         left: what looked fusable and was not.
@@ -86,7 +86,7 @@ class Rewritten:
     left: list[Refusal] = field(default_factory=list)
 
 
-def fuse_stretches(
+def fuse_segments(
     module: nn.Module, excluded: frozenset[str], known: dict[Any, Any], *, recorded: bool = False
 ) -> Fused | None:
     """The class for a module whose forward cannot be recorded; None where nothing in it can be fused.
@@ -108,7 +108,7 @@ def fuse_stretches(
         if rewritten is None:
             return None
         source = "\n".join([*rewritten.helpers, ast.unparse(rewritten.tree)])
-        key = ("stretches", original, source, *((name, id(value)) for name, value in rewritten.objects))
+        key = ("segments", original, source, *((name, id(value)) for name, value in rewritten.objects))
         if key not in known:
             made, _ = rebuild(forward, rewritten.tree, rewritten.bound)
             known[key] = seal(type(f"Fused{original.__name__}", (original,), {"forward": made}), original, source)
@@ -198,12 +198,12 @@ def fused_function(
     return stand_in, rewritten.rules
 
 
-# -- stretches --------------------------------------------------------------------------------------------------------
+# -- segmentes --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Cutter:
-    """Finds the stretches of a function in which something can be fused, and puts what is fused in their place."""
+    """Finds the segmentes of a function in which something can be fused, and puts what is fused in their place."""
 
     function: types.FunctionType
     tree: ast.FunctionDef
@@ -214,12 +214,12 @@ class Cutter:
 
     def __post_init__(self) -> None:
         *_, last = self.tree.body
-        if isinstance(last, ast.Return) and last.value is not None:  # so that it can be the end of a stretch
+        if isinstance(last, ast.Return) and last.value is not None:  # so that it can be the end of a segment
             self.tree.body[-1:] = [
                 ast.copy_location(ast.Assign([ast.Name(RESULT, ast.Store())], last.value), last),
                 ast.copy_location(ast.Return(ast.Name(RESULT, ast.Load())), last),
             ]
-        self.tree.body[:] = [part for statement in self.tree.body for part in apart(statement)]
+        self.tree.body[:] = [part for statement in self.tree.body for part in split_off_call(statement)]
         self.body = self.tree.body
         arguments = self.tree.args
         everything = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
@@ -306,7 +306,7 @@ class Cutter:
         cuts = [self.cut(*option) for option in options]
         best = max(range(len(cuts)), key=lambda i: (size(cuts[i]), -i))
         variants = [[piece] for piece in cuts[best]]
-        if best:  # and for those stretches, what is fused where the parameters are otherwise
+        if best:  # and for those segmentes, what is fused where the parameters are otherwise
             for pieces in variants:
                 other = self.piece(pieces[0].first, pieces[0].last, *options[3 - best])
                 if isinstance(other, Piece) and (other.guards, other.body) != (pieces[0].guards, pieces[0].body):
@@ -335,7 +335,7 @@ class Cutter:
         return pieces
 
     def piece(self, first: int, last: int, absent: frozenset[str], tensors: frozenset[str]) -> Piece | int | None:
-        """A stretch with what is fused in it; None where nothing is; else the number of the statement at fault."""
+        """A segment with what is fused in it; None where nothing is; else the number of the statement at fault."""
         reads: dict[str, None] = {}
         inside: set[str] = set()
         for i in range(first, last):
@@ -344,7 +344,7 @@ class Cutter:
         after = frozenset[str]().union(*self.reads[last:])
         writes = sorted(frozenset[str]().union(*self.stores[first:last]) & after)
         scope = self.function.__globals__
-        stretch = Stretch(
+        segment = Segment(
             self.function,
             [statement for statement in self.instrumented[first:last] if statement is not None],
             tuple(reads),
@@ -355,7 +355,7 @@ class Cutter:
             frozenset(scope[name] for name in self.closed),
         )
         root = self.module if self.module is not None else nn.Module()
-        found = record_stretch(root, stretch)
+        found = record_segment(root, segment)
         if isinstance(found, int):
             return found
         recording, written = found
@@ -376,7 +376,7 @@ class Cutter:
         return Piece(first, last, reads, written, guards, body, found.namespace, outcome)
 
     def emit(self, pieces: list[Piece], rewritten: Rewritten) -> None:
-        """``if HOLDS(...): a, b = FUSED(...)`` for each variant of a stretch, and ``else:`` its own statements."""
+        """``if HOLDS(...): a, b = FUSED(...)`` for each variant of a segment, and ``else:`` its own statements."""
         first, last = pieces[0].first, pieces[0].last
         statements = self.body[first:last]
         for piece in reversed(pieces):
@@ -406,7 +406,7 @@ class Cutter:
         self.body[first:last] = statements
 
 
-def apart(statement: ast.stmt) -> list[ast.stmt]:
+def split_off_call(statement: ast.stmt) -> list[ast.stmt]:
     """``x = x + f(x, **kwargs)`` as two statements: what is called so cannot be recorded, the sum can."""
     value = getattr(statement, "value", None)
     if not isinstance(statement, ast.Assign) or not isinstance(value, ast.BinOp):

@@ -21,8 +21,8 @@ def find_activation(name: str) -> Callable[[View, Node], Iterator[Match | Refusa
         op = view.op(node, name)
         if op is None or op.child is not None or op.inplace:  # a layer is for the module rules
             return
-        if op["written"] is not None:
-            yield Match((op,), calls.written_activation, (op["input"], op["written"]), {}, (op["input"],))
+        if op["handwritten"] is not None:
+            yield Match((op,), calls.handwritten_activation, (op["input"], op["handwritten"]), {}, (op["input"],))
             return
         options: dict[str, Any] = {k: v for k, v in op.operands.items() if k not in ("input", "inplace")}
         yield Match((op,), getattr(functional, name), (op["input"],), options, (op["input"],))

@@ -27,8 +27,8 @@ from fastlayers.patching.runtime.folded_layers import folded, folded_and_more, f
 __all__ = ["FOLD_BATCH_NORM"]
 
 # What follows a folded layer finds it by this name.
-spell("folded", "layer norm input residual act written", folded)
-spell("folded", "layer norm after input residual act written", folded_and_more)
+spell("folded", "layer norm input residual act overwritten", folded)
+spell("folded", "layer norm after input residual act overwritten", folded_and_more)
 
 #: Layers that a BatchNorm folds into, with the BatchNorm of their dimension.
 FOLDABLE: dict[type[nn.Module], type[nn.Module]] = {
@@ -135,8 +135,8 @@ def folded_act(norm: Op, act: str) -> tuple[Any, ...]:
     return norm.node.target, norm.node.args, {**norm.node.kwargs, "act": act}
 
 
-def folded_add(norm: Op, residual: Any, written: str | None) -> tuple[Any, ...]:
-    return norm.node.target, norm.node.args, {"residual": residual, "written": written}
+def folded_add(norm: Op, residual: Any, overwritten: str | None) -> tuple[Any, ...]:
+    return norm.node.target, norm.node.args, {"residual": residual, "overwritten": overwritten}
 
 
 #: Of one name: what follows a folded layer is part of the folding.

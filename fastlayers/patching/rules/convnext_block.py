@@ -12,7 +12,7 @@ from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.matchers import behind, inside, step
+from fastlayers.patching.rules.matchers import called_with, mlp_child, skip_identities
 from fastlayers.patching.runtime import calls
 from fastlayers.patching.runtime.convnext_block import convnext_block, drop_nothing
 from fastlayers.patching.runtime.convolution import forked_convolution
@@ -21,21 +21,25 @@ __all__ = ["CONVNEXT_BLOCK"]
 
 
 def find_convnext_block(view: View, node: Node) -> Iterator[Match | Refusal]:
-    if node.target is not calls.scale_add or node.kwargs != {"written": None, "scaled": False} or len(node.args) != 3:
+    if (
+        node.target is not calls.scale_add
+        or node.kwargs != {"overwritten": None, "scaled": False}
+        or len(node.args) != 3
+    ):
         return
     moved, scale, again = node.args
-    mlp = step(moved, "permute", 0, 3, 1, 2)
-    gamma = step(scale, "reshape", 1, -1, 1, 1)
-    again, passed = behind(view, again)
-    fork = step(again, operator.getitem, 1)
+    mlp = called_with(moved, "permute", 0, 3, 1, 2)
+    gamma = called_with(scale, "reshape", 1, -1, 1, 1)
+    again, passed = skip_identities(view, again)
+    fork = called_with(again, operator.getitem, 1)
     if mlp is None or gamma is None or fork is None or fork.target is not forked_convolution or gamma.op != "get_attr":
         return
     norm = mlp.args[0] if mlp.op == "call_module" and len(mlp.args) == 1 and not mlp.kwargs else None
     if not isinstance(norm, Node) or norm.target is not calls.layer_norm or len(norm.args) != 1:
         return
-    pixels = step(norm.args[0], "permute", 0, 2, 3, 1)
-    first = step(pixels, operator.getitem, 0)
-    found = inside(view, mlp)
+    pixels = called_with(norm.args[0], "permute", 0, 2, 3, 1)
+    first = called_with(pixels, operator.getitem, 0)
+    found = mlp_child(view, mlp)
     if first is not fork or found is None:
         return
     layer, x = fork.args

@@ -20,8 +20,8 @@ from fastlayers.patching.rules.matchers import (
     find_batch_norm,
     find_norm_act,
     find_squeeze_excite,
-    joins,
     may_be_written,
+    only_adds,
 )
 from fastlayers.patching.runtime import calls
 from fastlayers.patching.runtime.checks import is_plain_layer, is_sequential, original_class
@@ -142,8 +142,8 @@ def only_reads(view: View, x: Node, user: Node) -> bool:
             child = next(iter(child._modules.values()))
         return is_plain_layer(child) and is_fresh(original_class(child))
     if user.target in (calls.batch_norm_layer, calls.batch_norm):
-        return bool(user.kwargs.get("written") != "residual")
-    return user.target in (functional.batch_norm, functional.add_relu) or joins(view, x, user)
+        return bool(user.kwargs.get("overwritten") != "residual")
+    return user.target in (functional.batch_norm, functional.add_relu) or only_adds(view, x, user)
 
 
 FORKED_CONVOLUTION = GraphRule(

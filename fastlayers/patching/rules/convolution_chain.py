@@ -19,12 +19,12 @@ from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.matchers import (
     activation,
     addition,
-    behind,
+    are_convolution_and_norm,
+    called_with,
     find_batch_norm,
     find_squeeze_excite,
-    fits,
     mean_over_space,
-    step,
+    skip_identities,
 )
 from fastlayers.patching.runtime.checks import original_class
 from fastlayers.patching.runtime.convolution_chain import convolution_chain
@@ -86,13 +86,13 @@ def find_convolution_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
     summed = found if isinstance(found, Op) else None
     if summed is not None and (summed.child is not None or summed["input"] is summed["other"]):
         return
-    for last, residual, passed, written in ends(view, node, summed):
+    for last, residual, passed, overwritten in ends(view, node, summed):
         step = only_step(view, last)
         if step is None or (summed is not None and step.kwargs.keys() & {"act", "residual"}):
             continue
         residual = step.kwargs.get("residual", residual)
-        written = step.kwargs.get("written", written)
-        if written == "residual":
+        overwritten = step.kwargs.get("overwritten", overwritten)
+        if overwritten == "residual":
             continue
         chain = Chain()
         chain.put(step)
@@ -105,8 +105,8 @@ def find_convolution_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
         args, ops, absorbed, kwargs = chain.args, chain.ops, chain.absorbed, chain.kwargs
         if residual is not None:
             kwargs["added"] = "x" if shortcut is None else "shortcut"
-            if written is not None:
-                kwargs["written"] = written
+            if overwritten is not None:
+                kwargs["overwritten"] = overwritten
         if shortcut is not None:
             args, kwargs["acts"] = (*args, *shortcut.args), (*chain.acts, *shortcut.acts)
             ops, absorbed = (*shortcut.ops, *ops), (*absorbed, *shortcut.absorbed)
@@ -124,20 +124,20 @@ def ends(view: View, node: Node, summed: Op | None) -> Iterator[tuple[Any, Any, 
         yield node, None, (), None
         return
     for side, other in (("input", "other"), ("other", "input")):
-        last, passed = behind(view, summed[side])
+        last, passed = skip_identities(view, summed[side])
         used_once = isinstance(last, Node) and len(last.users) == 1 and all(len(op.node.users) == 1 for op in passed)
         if used_once:
-            written = ("norm" if side == "input" else "residual") if summed.inplace else None
-            yield last, summed[other], passed, written
+            overwritten = ("norm" if side == "input" else "residual") if summed.inplace else None
+            yield last, summed[other], passed, overwritten
 
 
 def extend(view: View, chain: Chain, find: Callable[[View, Any], Match | None]) -> bool:
     """Whether a step that this finds stands before the chain, perhaps with a gate in between, which then is in it."""
-    node, passed = behind(view, chain.start)
+    node, passed = skip_identities(view, chain.start)
     between = [op.node for op in passed]
     gate = gate_of(view, node) if chain.gate is None else None
     if gate is not None:
-        node, more = behind(view, gate[0]["input"])
+        node, more = skip_identities(view, gate[0]["input"])
         between += [gate[0].node, *(op.node for op in more)]
         passed = (*more, gate[0], *passed)
     step = find(view, node)
@@ -176,12 +176,12 @@ def gate_of(view: View, node: Any) -> tuple[Op, tuple[Any, ...], tuple[Op, ...],
             acting = activation(inner, at) or sigmoid(inner, at)
             if acting is None:
                 return None
-            before, passed = behind(inner, acting[0]["input"])
+            before, passed = skip_identities(inner, acting[0]["input"])
             conv = inner.op(before, "convolution")
             layer = view.root.get_submodule(conv.child) if conv is not None and conv.child is not None else None
             if conv is None or layer is None or original_class(layer) is not nn.Conv2d:
                 return None
-            at, passed_too = behind(inner, conv["input"])
+            at, passed_too = skip_identities(inner, conv["input"])
             known += (acting[0], *passed, conv, *passed_too)
             layers.append(Attribute(str(conv.child)))
             acts.append(acting[1])
@@ -210,7 +210,11 @@ def sigmoid(view: View, node: Any) -> tuple[Op, str] | None:
     if recording is None or child._modules:
         return None
     x, *nodes, _ = recording.graph.nodes
-    if len(nodes) != 1 or step(nodes[0], nodes[0].target) is not x or nodes[0].target not in ("sigmoid", torch.sigmoid):
+    if (
+        len(nodes) != 1
+        or called_with(nodes[0], nodes[0].target) is not x
+        or nodes[0].target not in ("sigmoid", torch.sigmoid)
+    ):
         return None
     return Op("sigmoid", node, {"input": node.args[0]}, child=path, recording=recording), "sigmoid"
 
@@ -231,7 +235,7 @@ def shortcut_of(view: View, node: Any) -> Chain | None:
         return None
     (path,) = norm["input"].paths
     conv = Op("convolution", node, {"input": node.args[0]}, child=path)
-    if not fits(view, conv, norm):
+    if not are_convolution_and_norm(view, conv, norm):
         return None
     chain.args, chain.acts, chain.start = (Attribute(path), Attribute(str(norm.child))), (None,), node.args[0]
     call = Op("batch_norm", node, {"input": node.args[0]}, child=norm.child, sequentials=norm.sequentials)
@@ -255,18 +259,18 @@ def folded_step(view: View, node: Any) -> Match | None:
     layer: Any = view.root.get_submodule(op["layer"].target) if op is not None else None
     if op is None or original_class(layer) is not nn.Conv2d:
         return None
-    kwargs = {name: op[name] for name in ("residual", "act", "written") if op.operands.get(name) is not None}
+    kwargs = {name: op[name] for name in ("residual", "act", "overwritten") if op.operands.get(name) is not None}
     return Match((op,), folded, (op["layer"], op["input"], op["norm"]), kwargs)
 
 
 def find_folded_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
     last = folded_step(view, node)
-    if last is None or last.kwargs.get("written") == "residual":
+    if last is None or last.kwargs.get("overwritten") == "residual":
         return
-    chain, residual = Chain(), behind(view, last.kwargs.get("residual"))[0]
+    chain, residual = Chain(), skip_identities(view, last.kwargs.get("residual"))[0]
     chain.put(last)
     # What is added to the last result may be no result in between.
-    while behind(view, chain.start)[0] is not residual and extend(view, chain, folded_step):
+    while skip_identities(view, chain.start)[0] is not residual and extend(view, chain, folded_step):
         pass
     if chain.length < 2:
         return

@@ -13,7 +13,7 @@ from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.matchers import activation, behind, linear_parameters
+from fastlayers.patching.rules.matchers import activation, linear_parameters, skip_identities
 from fastlayers.patching.runtime import calls
 
 __all__ = ["GATED_LINEAR", "GATES"]
@@ -36,7 +36,7 @@ class Gate:
         return self.act["input"], self.up
 
     @property
-    def written(self) -> str | None:
+    def overwritten(self) -> str | None:
         """What an in-place product was written to, as :mod:`calls` has it."""
         return ("gate" if self.first else "up") if self.mul.inplace else None
 
@@ -48,7 +48,7 @@ def gates(view: View, node: Any, acts: Container[str]) -> Iterator[Gate]:
         return
     first, second = mul["input"], mul["other"]
     for gated, up in ((first, second), (second, first)):
-        found = activation(view, gated, written=True)
+        found = activation(view, gated, handwritten=True)
         if found is not None and gated is not up and found[1] in acts:
             yield Gate(found[0], mul, found[1], up, gated is first)
 
@@ -61,8 +61,8 @@ def find_gated(function: Callable[..., Any], acts: dict[str, dict[str, Any]]) ->
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         for gate in gates(view, node, acts):
             ops, both = (gate.act, gate.mul), gate.operands
-            if gate.mul.inplace or not gate.first or gate.act["written"]:
-                yield Match(ops, calls.gated, both, {"act": gate.name, "written": gate.written}, both)
+            if gate.mul.inplace or not gate.first or gate.act["handwritten"]:
+                yield Match(ops, calls.gated, both, {"act": gate.name, "overwritten": gate.overwritten}, both)
             else:
                 yield Match(ops, function, both, acts[gate.name], both)
 
@@ -73,10 +73,10 @@ def find_gated_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
     linear = view.op(node, "linear")
     if linear is None or linear.recording is not None:
         return
-    product, passed = behind(view, linear["input"])
+    product, passed = skip_identities(view, linear["input"])
     for gate in gates(view, product, ("silu", "relu", *GELUS)):
         args = (*gate.operands, *linear_parameters(view, linear)[0], gate.name)
-        options = {"gate_first": gate.first and not gate.mul.inplace, "written": gate.written}
+        options = {"gate_first": gate.first and not gate.mul.inplace, "overwritten": gate.overwritten}
         yield Match((gate.act, gate.mul, *passed, linear), calls.gated_linear, args, options, gate.operands)
 
 

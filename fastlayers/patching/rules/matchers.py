@@ -28,10 +28,11 @@ __all__ = [
     "Find",
     "activation",
     "addition",
+    "are_convolution_and_norm",
     "batch_norm_and_more",
-    "behind",
-    "closing",
+    "called_with",
     "dropout",
+    "ending_norm",
     "find_batch_norm",
     "find_excite",
     "find_linear_act",
@@ -40,15 +41,14 @@ __all__ = [
     "find_norm_add",
     "find_norm_add_act",
     "find_squeeze_excite",
-    "fits",
-    "inside",
     "is_function",
-    "joins",
     "linear_parameters",
     "may_be_written",
     "mean_over_space",
+    "mlp_child",
+    "only_adds",
     "options",
-    "step",
+    "skip_identities",
 ]
 
 Find: TypeAlias = Callable[..., Iterator[Match | Refusal]]
@@ -57,17 +57,17 @@ Find: TypeAlias = Callable[..., Iterator[Match | Refusal]]
 # -- single operations ------------------------------------------------------------------------------------------------
 
 
-def activation(view: View, node: Any, *, written: bool = False) -> tuple[Op, str] | None:
+def activation(view: View, node: Any, *, handwritten: bool = False) -> tuple[Op, str] | None:
     """A node as an activation that a fused norm can end with, and its name there.
 
     Args:
-        written: whether one that is written out, of which only a call knows the dtype, will do.
+        handwritten: whether to accept one that the model writes out itself, whose dtype only a call knows.
     """
     op = view.op(node, "gelu") or view.op(node, "quick_gelu") or view.op(node)
-    if op is None or (op["written"] is not None and not written):
+    if op is None or (op["handwritten"] is not None and not handwritten):
         return None
-    if op["written"] is not None:
-        return op, str(op["written"])
+    if op["handwritten"] is not None:
+        return op, str(op["handwritten"])
     if op.name in ("relu", "silu", "hardswish", "quick_gelu"):
         return op, op.name
     if op.name == "relu6" and (op["min_val"] or 0.0, op["max_val"] or 6.0) == (0.0, 6.0):
@@ -79,7 +79,7 @@ def activation(view: View, node: Any, *, written: bool = False) -> tuple[Op, str
     return None
 
 
-def behind(view: View, node: Any) -> tuple[Any, tuple[Op, ...]]:
+def skip_identities(view: View, node: Any) -> tuple[Any, tuple[Op, ...]]:
     """What a node is but for ``nn.Identity``, and the identities in between, the last one last."""
     passed: tuple[Op, ...] = ()
     while (op := view.op(node, "identity")) is not None:
@@ -87,7 +87,7 @@ def behind(view: View, node: Any) -> tuple[Any, tuple[Op, ...]]:
     return node, passed
 
 
-def closing(view: View, node: Any, name: str) -> Op | None:
+def ending_norm(view: View, node: Any, name: str) -> Op | None:
     """A node as a norm, or as a Sequential that ends with one."""
     return view.op(node, name) or view.last_op(node, name)
 
@@ -120,7 +120,7 @@ def linear_parameters(
     return (weight, bias), (view.example(weight), view.example(bias))
 
 
-def step(node: Any, target: Any, *rest: Any) -> Node | None:
+def called_with(node: Any, target: Any, *rest: Any) -> Node | None:
     """What a node is a call of this with, besides these arguments; None where it is another one."""
     if not isinstance(node, Node) or node.target != target or node.args[1:] != rest or node.kwargs:
         return None
@@ -147,8 +147,8 @@ def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Find
         found = activation(view, node)
         if found is None:
             return
-        before, passed = behind(view, found[0]["input"])
-        norm = closing(view, before, name)
+        before, passed = skip_identities(view, found[0]["input"])
+        norm = ending_norm(view, before, name)
         if norm is not None and norm["act"] is None:
             target, args, kwargs = call(norm, found[1])
             yield Match((norm, *passed, found[0]), target, args, kwargs, (norm["input"],))
@@ -163,8 +163,8 @@ def find_norm_add(name: str, call: Callable[[Op, Any, str | None], tuple[Any, ..
         plain = view.op(node, "add")
         if plain is None:
             return
-        operands = [behind(view, plain[side]) for side in ("input", "other")]
-        norms = [closing(view, before, name) for before, _ in operands]
+        operands = [skip_identities(view, plain[side]) for side in ("input", "other")]
+        norms = [ending_norm(view, before, name) for before, _ in operands]
         add = addition(view, node) if any(norms) else None
         if isinstance(add, Refusal):
             yield add
@@ -172,11 +172,11 @@ def find_norm_add(name: str, call: Callable[[Op, Any, str | None], tuple[Any, ..
             return
         sides = zip(norms, operands, (add["other"], add["input"]), ("norm", "residual"), strict=True)
         # One that stands in this forward comes before one that has to be taken out of a Sequential.
-        for norm, (_, passed), residual, written in sorted(
+        for norm, (_, passed), residual, overwritten in sorted(
             sides, key=lambda side: bool(side[0] and side[0].sequentials)
         ):
             if norm is not None and norm["residual"] is None and norm["act"] is None:
-                target, args, kwargs = call(norm, residual, written if add.inplace else None)
+                target, args, kwargs = call(norm, residual, overwritten if add.inplace else None)
                 yield Match((norm, *passed, add), target, args, kwargs, (norm["input"], residual))
 
     return find
@@ -189,7 +189,7 @@ def find_norm_add_act(name: str, call: Callable[[Op, Any, str | None], tuple[Any
         found = activation(view, node)
         if found is None:
             return
-        before, passed = behind(view, found[0]["input"])
+        before, passed = skip_identities(view, found[0]["input"])
         for match in find_add(view, before):
             if isinstance(match, Refusal):
                 yield match
@@ -200,7 +200,7 @@ def find_norm_add_act(name: str, call: Callable[[Op, Any, str | None], tuple[Any
     return find
 
 
-def joins(view: View, x: Node, user: Node) -> bool:
+def only_adds(view: View, x: Node, user: Node) -> bool:
     """Whether a node only adds x to something: the sum is a tensor of its own, and x stays what it was."""
     op = view.op(user, "add")
     if op is not None:
@@ -283,14 +283,14 @@ def find_batch_norm(view: View, node: Node) -> Iterator[Match]:
         norm = plain
     elif (found := batch_norm_and_more(view, node, training=True)) is not None:
         norm, inner, after = found
-        ending = closed(inner, after)
+        ending = closing_activation(inner, after)
         if ending is None:
             return
         absorbed, act = ending
         target, kwargs = convolution_and_norm, {} if act is None else {"act": act}
     else:
         return
-    if not fits(view, conv, norm):
+    if not are_convolution_and_norm(view, conv, norm):
         return
     if conv.node.target is squeeze_excite.convolution_of_product:
         kwargs["of_product"] = True
@@ -309,7 +309,7 @@ def convolution_before(view: View, node: Any) -> Op | None:
     return conv if conv is not None and conv.child is not None else None
 
 
-def closed(inner: View, after: tuple[Node, ...]) -> tuple[tuple[Op, ...], str | None] | None:
+def closing_activation(inner: View, after: tuple[Node, ...]) -> tuple[tuple[Op, ...], str | None] | None:
     """The children that a norm calls, as identities and at most one activation at the end; and the name of that."""
     ops: list[Op] = []
     for position, call in enumerate(after, 1):
@@ -322,7 +322,7 @@ def closed(inner: View, after: tuple[Node, ...]) -> tuple[tuple[Op, ...], str | 
     return tuple(ops), None
 
 
-def fits(view: View, conv: Op, norm: Op) -> bool:
+def are_convolution_and_norm(view: View, conv: Op, norm: Op) -> bool:
     """Whether these are a Conv2d without a bias and a BatchNorm2d, or one of a class made from it."""
     layer: Any = view.root.get_submodule(str(conv.child))
     batch_norm: Any = view.root.get_submodule(str(norm.child))
@@ -393,10 +393,10 @@ def find_squeeze_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
-    found = activation(view, node, written=True)
+    found = activation(view, node, handwritten=True)
     if found is None:
         return
-    before, passed = behind(view, found[0]["input"])
+    before, passed = skip_identities(view, found[0]["input"])
     linear = view.op(before, "linear")
     if linear is None or linear.recording is not None:
         return
@@ -414,12 +414,12 @@ def find_mlp(view: View, node: Node) -> Iterator[Match | Refusal]:
     linear = view.op(node, "linear")
     if linear is None or linear.recording is not None:
         return
-    before, passed = behind(view, linear["input"])
+    before, passed = skip_identities(view, linear["input"])
     drop = view.op(before, "dropout")
     dropped: tuple[Any, ...] = ()
     if drop is not None and not drop.inplace:
         dropped = dropout(drop)
-        before, earlier = behind(view, drop["input"])
+        before, earlier = skip_identities(view, drop["input"])
         passed = (*earlier, drop, *passed)
     for match in find_linear_act(view, before) if isinstance(before, Node) else ():
         if isinstance(match, Match):
@@ -427,7 +427,7 @@ def find_mlp(view: View, node: Node) -> Iterator[Match | Refusal]:
             yield Match(ops, calls.mlp, args, {}, match.tensors)
 
 
-def inside(view: View, node: Node) -> tuple[Op, tuple[Op, ...], tuple[Any, ...]] | None:
+def mlp_child(view: View, node: Node) -> tuple[Op, tuple[Op, ...], tuple[Any, ...]] | None:
     """A child that is an MLP and nothing else: the call of it, the operations in it, its parameters and activation."""
     child: Any = view.child(node)
     recording = record_child(view.root, child, 1)

@@ -22,8 +22,8 @@ from fastlayers.patching.rules.matchers import (
     find_norm_add,
     find_norm_add_act,
     is_function,
-    joins,
     may_be_written,
+    only_adds,
     options,
 )
 from fastlayers.patching.runtime import calls
@@ -65,11 +65,11 @@ def instance_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
     return functional.instance_norm, (norm["input"],), {**options(norm), "act": act}
 
 
-def batch_norm_add(norm: Op, residual: Any, written: str | None) -> tuple[Any, ...]:
-    x, kwargs = norm["input"], {"written": written} if written is not None else {}
+def batch_norm_add(norm: Op, residual: Any, overwritten: str | None) -> tuple[Any, ...]:
+    x, kwargs = norm["input"], {"overwritten": overwritten} if overwritten is not None else {}
     if not is_function(norm):
         return calls.batch_norm_layer, (Attribute(str(norm.child)), x, residual), kwargs
-    if written is not None:
+    if overwritten is not None:
         return calls.batch_norm, (x, residual), {**options(norm), **kwargs}
     return functional.batch_norm, (x,), {**options(norm), "residual": residual}
 
@@ -98,7 +98,7 @@ def joined_norm(view: View, norm: Op, x: Any, residual: Any, inplace: bool = Fal
     """The call that gives the norm of x + residual and this sum; without a residual the norm of x, and x."""
     mark = norm["fingerprint"]
     if mark is not None:
-        return add_written_norm(norm, mark, x, residual, inplace)
+        return add_handwritten_norm(norm, mark, x, residual, inplace)
     target = calls.add_layer_norm if norm.name == "layer_norm" else calls.add_rms_norm
     return target, (x, residual), {**options(norm), **({"inplace": True} if inplace else {}), **casts(view, norm)}
 
@@ -109,12 +109,12 @@ def casts(view: View, norm: Op) -> dict[str, Any]:
     return {} if found is None else {"casts": found}
 
 
-def add_written_norm(norm: Op, mark: Fingerprint, x: Any, residual: Any, inplace: bool) -> tuple[Any, ...]:
+def add_handwritten_norm(norm: Op, mark: Fingerprint, x: Any, residual: Any, inplace: bool) -> tuple[Any, ...]:
     body = mark.body
     weight = Attribute(f"{norm.child}.{mark.weight}") if mark.weight is not None else None
     args = (Attribute(str(norm.child)), x, residual, weight, Attribute(f"{norm.child}.{mark.eps}"))
     kwargs = {"inplace": inplace, "casting": body.casting, "same": body.same}
-    return calls.add_written_norm, args, kwargs
+    return calls.add_handwritten_norm, args, kwargs
 
 
 # -- a residual stream that a norm forks off --------------------------------------------------------------------------
@@ -126,7 +126,9 @@ def find_forked_norm(name: str) -> Find:
         if norm is None or not isinstance(norm["input"], Node):
             return
         x = norm["input"]
-        later = tuple(user for user in x.users if view.position[user] > view.position[node] and joins(view, x, user))
+        later = tuple(
+            user for user in x.users if view.position[user] > view.position[node] and only_adds(view, x, user)
+        )
         if later and not may_be_written(view, x, node, later):
             target, args, kwargs = joined_norm(view, norm, x, None)
             yield Match((norm,), target, args, kwargs, (x,), forked=later)

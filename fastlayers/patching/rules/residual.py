@@ -16,7 +16,7 @@ from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match
-from fastlayers.patching.rules.matchers import addition, behind, closing, dropout
+from fastlayers.patching.rules.matchers import addition, dropout, ending_norm, skip_identities
 from fastlayers.patching.runtime import calls
 
 __all__ = ["DROPOUT_ADD", "SCALE_ADD"]
@@ -33,9 +33,9 @@ def sides(add: Op) -> Iterator[tuple[Any, Any, str]]:
 
 def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:
     plain = view.op(node, "add")
-    for branch, residual, written in sides(plain) if plain is not None else ():
-        before, passed = behind(view, branch)
-        drop = closing(view, before, "dropout")
+    for branch, residual, overwritten in sides(plain) if plain is not None else ():
+        before, passed = skip_identities(view, branch)
+        drop = ending_norm(view, before, "dropout")
         add = addition(view, node) if drop is not None else None
         if isinstance(add, Refusal):
             yield add
@@ -43,8 +43,8 @@ def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:
             continue
         x = drop["input"]
         ops, args = (drop, *passed, add), (x, residual, *dropout(drop))
-        if add.inplace or written == "x":
-            options = {"written": written if add.inplace else None}
+        if add.inplace or overwritten == "x":
+            options = {"overwritten": overwritten if add.inplace else None}
             yield Match(ops, calls.dropout_add, args, options, (x, residual))
         else:
             yield Match(ops, functional.dropout_add, args, {}, (x, residual))
@@ -108,13 +108,13 @@ def find_scale_add(view: View, node: Node) -> Iterator[Match | Refusal]:
     plain = view.op(node, "add")
     if plain is None:
         return
-    for branch, residual, written in sides(plain):
-        before, passed = behind(view, branch)
+    for branch, residual, overwritten in sides(plain):
+        before, passed = skip_identities(view, branch)
         drop = view.op(before, "drop_path")
         how = dropped(drop) if drop is not None else None
         ops = passed
         if drop is not None and how is not None:
-            before, inner = behind(view, drop["input"])
+            before, inner = skip_identities(view, drop["input"])
             ops = (*inner, drop, *passed)
         scale, dims = scaled(view, before), None
         turned = permutation(view, before) if scale is None and not plain.inplace else None
@@ -135,10 +135,10 @@ def find_scale_add(view: View, node: Node) -> Iterator[Match | Refusal]:
         args = (x, gamma, residual, *(how or ()))
         inplace = scale is not None and scale[0].inplace
         if dims is not None:
-            args, first = (x, gamma, residual, dims, *(how or ())), {"first": written == "x"}
+            args, first = (x, gamma, residual, dims, *(how or ())), {"first": overwritten == "x"}
             yield Match((*ops, add), calls.permuted_scale_add, args, first, (x, residual))
-        elif add.inplace or inplace or written == "x":
-            options = {"written": written if add.inplace else None, "scaled": inplace}
+        elif add.inplace or inplace or overwritten == "x":
+            options = {"overwritten": overwritten if add.inplace else None, "scaled": inplace}
             yield Match((*ops, add), calls.scale_add, args, options, (x, residual))
         else:
             yield Match((*ops, add), functional.scale_add, args, {}, (x, residual))

@@ -17,7 +17,7 @@ from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.matchers import addition, behind, inside, step
+from fastlayers.patching.rules.matchers import addition, called_with, mlp_child, skip_identities
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import original_class
 from fastlayers.patching.runtime.convnext_block import drop_nothing
@@ -27,8 +27,8 @@ __all__ = ["TRANSFORMER_BLOCK"]
 
 
 def find_transformer_block(view: View, node: Node) -> Iterator[Match | Refusal]:
-    outer = halves(view, node)
-    inner = halves(view, outer[0]) if outer is not None and isinstance(outer[0], Node) else None
+    outer = residual_sum(view, node)
+    inner = residual_sum(view, outer[0]) if outer is not None and isinstance(outer[0], Node) else None
     if outer is None or inner is None:
         return
     (s, mlp, passed, add), (x, attention, passed_too, first_add) = outer, inner
@@ -37,7 +37,7 @@ def find_transformer_block(view: View, node: Node) -> Iterator[Match | Refusal]:
         return
     if not is_layer_norm(view, norm) or not is_layer_norm(view, norm2):
         return
-    of_mlp, of_attention = inside(view, mlp), self_attention(view, attention)
+    of_mlp, of_attention = mlp_child(view, mlp), self_attention(view, attention)
     if of_mlp is None or of_attention is None or len(mlp.args) != 1 or mlp.kwargs:
         return
     closed, absorbed, parameters = of_mlp
@@ -57,12 +57,12 @@ def find_transformer_block(view: View, node: Node) -> Iterator[Match | Refusal]:
     )  # fmt: skip
 
 
-def halves(view: View, node: Any) -> tuple[Any, Node, tuple[Op, ...], Op] | None:
+def residual_sum(view: View, node: Any) -> tuple[Any, Node, tuple[Op, ...], Op] | None:
     """A sum of a stream and what a child makes of it: the two, the identities behind the child, and the sum."""
     add = addition(view, node)
     if not isinstance(add, Op) or add.inplace or add.child is not None or add["input"] is add["other"]:
         return None
-    call, passed = behind(view, add["other"])
+    call, passed = skip_identities(view, add["other"])
     if isinstance(call, Node) and call.op == "call_module" and call.args and isinstance(call.args[0], Node):
         return add["input"], call, passed, add
     return None
@@ -113,10 +113,10 @@ def self_attention(view: View, node: Node) -> tuple[Op, tuple[Op, ...], tuple[st
     if len(attend.args) != 3 or any(name not in options or options[name] != v for name, v in attend.kwargs.items()):
         return None
     parts = [through(part, "identity") for part in attend.args]
-    sources = [step(part, operator.getitem, k) for k, part in enumerate(parts)]
+    sources = [called_with(part, operator.getitem, k) for k, part in enumerate(parts)]
     if sources[0] is None or any(source is not sources[0] for source in sources):
         return None
-    unbound = method(step(sources[0], python.unpack, 3) or sources[0], "unbind", 1)
+    unbound = method(called_with(sources[0], python.unpack, 3) or sources[0], "unbind", 1)
     permuted = method(unbound.args[0], "permute", 5) if unbound is not None and unbound.args[1:] == (0,) else None
     product = method(permuted.args[0], "reshape", 5) if permuted is not None else None
     if unbound is None or permuted is None or product is None or permuted.args[1:] != (2, 0, 3, 1, 4):
@@ -150,8 +150,10 @@ def method(node: Any, name: str, arguments: int) -> Node | None:
 
 def is_about_shape(node: Node, x: Node) -> bool:
     """Whether a node is the shape of x, or the sizes in it."""
-    return step(node, getattr, "shape") is x or (
-        node.target is python.unpack and isinstance(node.args[0], Node) and step(node.args[0], getattr, "shape") is x
+    return called_with(node, getattr, "shape") is x or (
+        node.target is python.unpack
+        and isinstance(node.args[0], Node)
+        and called_with(node.args[0], getattr, "shape") is x
     )
 
 

@@ -29,27 +29,29 @@ from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.ops.split import parts
 from fastlayers.ops.squeeze_excite import Link
-from fastlayers.patching.runtime.checks import Casts, narrower, plain
+from fastlayers.patching.runtime.checks import Casts, cast_dtype, plain
 from fastlayers.patching.runtime.traits import draws, fresh
 
 __all__ = [
+    "add_handwritten_norm",
     "add_layer_norm",
     "add_relu_",
     "add_relu_to_",
     "add_rms_norm",
-    "add_written_norm",
     "addmm",
     "batch_norm",
     "batch_norm_layer",
     "channel_layer_norm",
+    "computes_norm",
     "dropout_add",
     "excite",
     "gated",
     "gated_linear",
+    "handwritten_activation",
+    "handwritten_norm",
     "instance_norm_layer",
     "is_pointwise",
     "join",
-    "knows",
     "layer_norm",
     "linear_act",
     "linear_cross_entropy",
@@ -65,16 +67,14 @@ __all__ = [
     "softmax_scaled",
     "squeeze",
     "squeeze_by_pooling",
-    "written_activation",
-    "written_norm",
 ]
 
 MINUS_INFINITY = float("-inf")
 
 
-def _stays(written: Tensor, other: Tensor) -> bool:
-    """Whether ``written + other`` has the dtype and shape of ``written``, as ``written += other`` keeps them."""
-    return isinstance(other, Tensor) and written.dtype == other.dtype and written.shape == other.shape
+def _stays(overwritten: Tensor, other: Tensor) -> bool:
+    """Whether ``written + other`` has the dtype and shape of ``overwritten``, as ``written += other`` keeps them."""
+    return isinstance(other, Tensor) and overwritten.dtype == other.dtype and overwritten.shape == other.shape
 
 
 def _same_layout(x: Tensor, y: Tensor) -> bool:
@@ -87,10 +87,10 @@ def _alike(x: Tensor, y: Tensor) -> bool:
     return _same_layout(x, y) and x.dtype == y.dtype
 
 
-def _fits(written: Tensor, mask: Tensor, dtype: torch.dtype) -> bool:
-    """Whether an in-place operation with ``mask`` leaves dtype and shape of ``written`` as they are."""
-    sizes = zip(reversed(written.shape), reversed(mask.shape), strict=False)
-    return mask.dtype == dtype and mask.dim() <= written.dim() and all(m in (1, size) for size, m in sizes)
+def _fits(overwritten: Tensor, mask: Tensor, dtype: torch.dtype) -> bool:
+    """Whether an in-place operation with ``mask`` leaves dtype and shape of ``overwritten`` as they are."""
+    sizes = zip(reversed(overwritten.shape), reversed(mask.shape), strict=False)
+    return mask.dtype == dtype and mask.dim() <= overwritten.dim() and all(m in (1, size) for size, m in sizes)
 
 
 @fresh
@@ -178,33 +178,40 @@ def softmax_masked(
 
 
 @fresh
-def gated(gate: Tensor, up: Tensor, act: str, written: str | None) -> Tensor:
+def gated(gate: Tensor, up: Tensor, act: str, overwritten: str | None) -> Tensor:
     """up·act(gate), where the product was written to one of the two, and nothing else sees that one.
 
-    ``written`` says to which: "gate", that is its activation, or "up"; None if to neither.
+    ``overwritten`` says to which: "gate", that is its activation, or "up"; None if to neither.
     """
     name = kernel_name(act, gate.dtype, gate.device.type)
     if name is not None and _alike(gate, up):
         return glu.gated(gate, up, name)
     activated = applied(act, gate)
-    if written is None:
+    if overwritten is None:
         return up * activated
-    return activated.mul_(up) if written == "gate" else up.mul_(activated)
+    return activated.mul_(up) if overwritten == "gate" else up.mul_(activated)
 
 
 @fresh
 def gated_linear(
-    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: str, *, gate_first: bool, written: str | None
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    act: str,
+    *,
+    gate_first: bool,
+    overwritten: str | None,
 ) -> Tensor:
     """linear(act(gate)·up), of a product written as in :func:`gated`, or with the gate first to neither."""
     name = kernel_name(act, gate.dtype, gate.device.type)
     if name is None:
         activated = applied(act, gate)
-        product = activated * up if gate_first else gated(gate, up, act, written)
+        product = activated * up if gate_first else gated(gate, up, act, overwritten)
     elif _alike(gate, up):
         return functional.gated_linear(gate, up, weight, bias, name)
     else:
-        product = glu.gated(gate, up, name) if gate_first else gated(gate, up, act, written)
+        product = glu.gated(gate, up, name) if gate_first else gated(gate, up, act, overwritten)
     return F.linear(product, weight, bias)
 
 
@@ -270,7 +277,7 @@ def mlp(
     """linear(dropout(act(linear(x))))."""
     drops = training and p > 0
     if not drops and bias is not None:
-        name = kernel_name(act, autocast.dtype_of(x), x.device.type) if act in WRITTEN else act
+        name = kernel_name(act, autocast.dtype_of(x), x.device.type) if act in HANDWRITTEN else act
         y = autocast.mlp(x, weight, bias, name, weight2, bias2) if name is not None else None
         if y is not None:
             return y
@@ -309,7 +316,7 @@ def is_pointwise(layer: Any) -> bool:
 
 # -- activations that a library wrote out -----------------------------------------------------------------------------
 
-WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+HANDWRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pow": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
     "gelu_mul": lambda x: 0.5 * x * (1.0 + torch.tanh(x * math.sqrt(2.0 / math.pi) * (1.0 + 0.044715 * x * x))),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -317,11 +324,11 @@ WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kernel_name(act: str, dtype: torch.dtype, kind: str) -> str | None:
-    """The name of an activation, which may be one of :data:`WRITTEN`, among those that kernels have.
+    """The name of an activation, which may be one of :data:`HANDWRITTEN`, among those that kernels have.
 
     None where what is written out gives another dtype than it is given: of integers, and with pow under autocast.
     """
-    if act not in WRITTEN:
+    if act not in HANDWRITTEN:
         return act
     wide = act == "gelu_pow" and dtype in LOW_PRECISION and torch.is_autocast_enabled(kind)
     if dtype not in (torch.float32, *LOW_PRECISION) or wide:
@@ -330,17 +337,17 @@ def kernel_name(act: str, dtype: torch.dtype, kind: str) -> str | None:
 
 
 @fresh
-def written_activation(x: Tensor, form: str) -> Tensor:
-    """An activation of :data:`WRITTEN`."""
+def handwritten_activation(x: Tensor, form: str) -> Tensor:
+    """An activation of :data:`HANDWRITTEN`."""
     name = kernel_name(form, x.dtype, x.device.type)
     if name is None:
-        return WRITTEN[form](x)
+        return HANDWRITTEN[form](x)
     return functional.quick_gelu(x) if name == "quick_gelu" else functional.gelu(x, approximate="tanh")
 
 
 def applied(act: str, x: Tensor) -> Tensor:
-    """An activation by its name, or one of :data:`WRITTEN`."""
-    return written_activation(x, act) if act in WRITTEN else activation(act).function(x)
+    """An activation by its name, or one of :data:`HANDWRITTEN`."""
+    return handwritten_activation(x, act) if act in HANDWRITTEN else activation(act).function(x)
 
 
 # -- residuals --------------------------------------------------------------------------------------------------------
@@ -348,16 +355,16 @@ def applied(act: str, x: Tensor) -> Tensor:
 
 @draws
 @fresh
-def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool, *, written: str | None) -> Tensor:
+def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool, *, overwritten: str | None) -> Tensor:
     """dropout(x) + residual, where the sum was written to one of the two: "x", that is its dropout, or "residual"."""
-    if (_same_layout if written is None else _alike)(x, residual):
+    if (_same_layout if overwritten is None else _alike)(x, residual):
         return functional.dropout_add(x, residual, p, training)
     dropped = F.dropout(x, p, training)
-    return dropped + residual if written is None else _add_to(written, dropped, residual)
+    return dropped + residual if overwritten is None else _add_to(overwritten, dropped, residual)
 
 
-def _add_to(written: str, x: Tensor, residual: Tensor) -> Tensor:
-    return x.add_(residual) if written == "x" else residual.add_(x)
+def _add_to(overwritten: str, x: Tensor, residual: Tensor) -> Tensor:
+    return x.add_(residual) if overwritten == "x" else residual.add_(x)
 
 
 @draws
@@ -369,14 +376,14 @@ def scale_add(
     drop_path: float = 0.0,
     training: bool = False,
     *,
-    written: str | None,
+    overwritten: str | None,
     scaled: bool,
 ) -> Tensor:
     """drop_path(gamma·x) + residual, where the sum was written to one of the two as in :func:`dropout_add`.
 
     ``scaled`` says that the product was written to x.
     """
-    if written is None and not scaled:  # nothing of which the dtype would have to stay: torch promotes
+    if overwritten is None and not scaled:  # nothing of which the dtype would have to stay: torch promotes
         fits = _same_layout(x, residual) and (gamma is None or _fits(x, gamma, gamma.dtype))
     else:
         fits = _alike(x, residual) and (gamma is None or _fits(x, gamma, x.dtype))
@@ -384,7 +391,7 @@ def scale_add(
         return functional.scale_add(x, gamma, residual, drop_path, training)
     y = x if gamma is None else x.mul_(gamma) if scaled else x * gamma
     y = reference.drop_path(y, drop_path, training)
-    return y + residual if written is None else _add_to(written, y, residual)
+    return y + residual if overwritten is None else _add_to(overwritten, y, residual)
 
 
 @draws
@@ -423,33 +430,33 @@ def rotary_alone(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 
-def join(normed: Tensor, residual: Tensor | None, act: str | None, written: str | None) -> Tensor:
-    """act(normed + residual). ``written`` says which of them an in-place sum was written to: "norm" or "residual"."""
+def join(normed: Tensor, residual: Tensor | None, act: str | None, overwritten: str | None) -> Tensor:
+    """act(normed + residual). An in-place sum overwrote the ``overwritten`` one, "norm" or "residual"."""
     if residual is None:
         return activation(act).function(normed)
-    target, other = (residual, normed) if written == "residual" else (normed, residual)
-    if act == "relu" and (written is None or _stays(target, other)):
+    target, other = (residual, normed) if overwritten == "residual" else (normed, residual)
+    if act == "relu" and (overwritten is None or _stays(target, other)):
         return functional.add_relu(target, other)
-    return activation(act).function(target + other if written is None else target.add_(other))
+    return activation(act).function(target + other if overwritten is None else target.add_(other))
 
 
 @fresh
 def batch_norm(
-    x: Tensor, residual: Tensor, act: str | None = None, written: str | None = None, **options: Any
+    x: Tensor, residual: Tensor, act: str | None = None, overwritten: str | None = None, **options: Any
 ) -> Tensor:
-    """act(F.batch_norm(x, ...) + residual). ``written`` says which operand an in-place sum was written to."""
-    if written is not None and not _stays(x, residual):
-        return join(functional.batch_norm(x, **options), residual, act, written)
+    """act(F.batch_norm(x, ...) + residual). ``overwritten`` says which operand an in-place sum was written to."""
+    if overwritten is not None and not _stays(x, residual):
+        return join(functional.batch_norm(x, **options), residual, act, overwritten)
     return functional.batch_norm(x, **options, residual=residual, act=act)
 
 
 @fresh
 def batch_norm_layer(
-    layer: _BatchNorm, x: Tensor, residual: Tensor | None = None, act: str | None = None, written: str | None = None
+    layer: _BatchNorm, x: Tensor, residual: Tensor | None = None, act: str | None = None, overwritten: str | None = None
 ) -> Tensor:
     """act(layer(x) + residual), with all that a BatchNorm layer does to its running statistics."""
-    if written is not None and residual is not None and not _stays(x, residual):
-        return join(normalize(layer, x), residual, act, written)
+    if overwritten is not None and residual is not None and not _stays(x, residual):
+        return join(normalize(layer, x), residual, act, overwritten)
     return normalize(layer, x, residual, act)
 
 
@@ -488,17 +495,17 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """F.layer_norm, in the dtype to which autocast casts the result."""
-    return norms.layer_norm(x, normalized_shape, weight, bias, eps, narrower(casts, x, weight))
+    return norms.layer_norm(x, normalized_shape, weight, bias, eps, cast_dtype(casts, x, weight))
 
 
 def rms_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
     """F.rms_norm, in the dtype to which autocast casts the result."""
-    return functional.rms_norm(x, weight=weight, **options, dtype=narrower(casts, x, weight))
+    return functional.rms_norm(x, weight=weight, **options, dtype=cast_dtype(casts, x, weight))
 
 
 def channel_layer_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
     """The layer_norm of an image over its channels, in the dtype to which autocast casts the result."""
-    return functional.channel_layer_norm(x, weight, **options, dtype=narrower(casts, x, weight))
+    return functional.channel_layer_norm(x, weight, **options, dtype=cast_dtype(casts, x, weight))
 
 
 @fresh
@@ -514,7 +521,7 @@ def add_layer_norm(
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """(F.layer_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
-    rest = normalized_shape, weight, bias, eps, narrower(casts, x, residual, weight)
+    rest = normalized_shape, weight, bias, eps, cast_dtype(casts, x, residual, weight)
     return _add_norm(norms.add_layer_norm, norms.layer_norm, x, residual, inplace, rest)
 
 
@@ -531,7 +538,7 @@ def add_rms_norm(
     casting: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """(F.rms_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
-    rest = normalized_shape, weight, eps, casting, narrower(casts, x, residual, weight)
+    rest = normalized_shape, weight, eps, casting, cast_dtype(casts, x, residual, weight)
     return _add_norm(norms.add_rms_norm, norms.rms_norm, x, residual, inplace, rest)
 
 
@@ -618,13 +625,13 @@ def linear_cross_entropy(
 # -- norms that a library wrote out: fingerprints.py -------------------------------------------------------------------
 
 
-def knows(x: Any, weight: Tensor | None, *, casting: str | None, same: bool) -> bool:
+def computes_norm(x: Any, weight: Tensor | None, *, casting: str | None, same: bool) -> bool:
     """Whether a written-out norm computes what its casting order says, for this x and weight.
 
     Args:
         x: what it is called with; these forwards cast it to float32, so not float64.
         weight: its weight, of the last dimension alone.
-        casting: as :func:`written_norm` has it. Those of torch heed autocast, which elementwise code does not.
+        casting: as :func:`handwritten_norm` has it. Those of torch heed autocast, which elementwise code does not.
         same: whether they must have one dtype.
     """
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, *LOW_PRECISION):
@@ -634,7 +641,7 @@ def knows(x: Any, weight: Tensor | None, *, casting: str | None, same: bool) -> 
     return weight is None or (weight.shape == x.shape[-1:] and (not same or weight.dtype == x.dtype))
 
 
-def written_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str | None) -> Tensor:
+def handwritten_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str | None) -> Tensor:
     """RMSNorm over the last dimension in a casting order; LayerNorm without a bias where that is None."""
     if casting is None:
         return functional.layer_norm(x, x.shape[-1:], weight, None, eps)
@@ -642,7 +649,7 @@ def written_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str | No
 
 
 @fresh
-def add_written_norm(
+def add_handwritten_norm(
     layer: nn.Module,
     x: Tensor,
     residual: Tensor | None,
@@ -654,13 +661,13 @@ def add_written_norm(
     same: bool,
 ) -> tuple[Tensor, Tensor]:
     """(layer(s), s) for s = x + residual, x itself without one, where the layer is a norm that a library wrote out."""
-    if residual is None and not knows(x, weight, casting=casting, same=same):
+    if residual is None and not computes_norm(x, weight, casting=casting, same=same):
         return layer(x), x
     if residual is not None and not (
         isinstance(residual, Tensor)
         and x.shape == residual.shape
         and (x.dtype == residual.dtype if inplace or same else residual.dtype in (torch.float32, *LOW_PRECISION))
-        and knows(x, weight, casting=casting, same=same)
+        and computes_norm(x, weight, casting=casting, same=same)
     ):
         s = x.add_(residual) if inplace else x + residual
         return layer(s), s

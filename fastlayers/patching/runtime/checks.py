@@ -18,11 +18,11 @@ from fastlayers.ops.dispatch import PLAIN, is_plain
 
 __all__ = [
     "Casts",
+    "cast_dtype",
     "casts_input",
     "hooked",
     "is_plain_layer",
     "is_sequential",
-    "narrower",
     "no_hooks",
     "original_class",
     "plain",
@@ -110,7 +110,7 @@ def casts_input(layer: nn.Module, kind: type[nn.Module]) -> bool:
     return plain(layer, kind) and padding == "zeros" and is_plain(layer.weight)
 
 
-def narrower(casts: Casts | None, *tensors: Tensor | None) -> torch.dtype | None:
+def cast_dtype(casts: Casts | None, *tensors: Tensor | None) -> torch.dtype | None:
     """autocast's dtype, where what is computed from these tensors is only cast to that; None where nothing is known."""
     if casts is None or not isinstance(tensors[0], Tensor):
         return None

@@ -33,4 +33,4 @@ def convnext_block(
     options = {"normalized_shape": normalized_shape, "weight": norm_weight, "bias": norm_bias, "eps": eps}
     normed = calls.layer_norm(z.permute(0, 2, 3, 1), casts, **options)  # type: ignore[arg-type]
     last = mlp(normed).permute(0, 3, 1, 2)
-    return calls.scale_add(last, gamma.reshape(1, -1, 1, 1), x, written=None, scaled=False)
+    return calls.scale_add(last, gamma.reshape(1, -1, 1, 1), x, overwritten=None, scaled=False)

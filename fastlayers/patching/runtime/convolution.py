@@ -48,17 +48,17 @@ def layer_and_more(
     bias: Tensor | None,
     residual: Tensor | None = None,
     act: str | None = None,
-    written: str | None = None,
+    overwritten: str | None = None,
 ) -> Tensor:
     """act(layer(x) + residual), of a convolution or linear layer with another weight and bias than its own.
 
-    ``written`` says which operand an in-place sum was written to: "norm", that is what the layer returns, or
+    ``overwritten`` says which operand an in-place sum was written to: "norm", that is what the layer returns, or
     "residual".
     """
     if not adds_bias(layer, x, weight, bias) or dispatch.wants_gradient(residual):
         y = convolve(layer, x, weight, bias)
         if residual is not None or act is None:
-            return join(y, residual, act, written)
+            return join(y, residual, act, overwritten)
         return torch.relu_(y) if act == "relu" else functional.bias_act(y, None, act)
     assert bias is not None
     kernels = FAMILY.kernels_for(x)
@@ -67,7 +67,7 @@ def layer_and_more(
     bias = bias if bias.dtype is torch.float32 else bias.to(y.dtype)
     if residual is not None and not takes(y, residual):
         kernels.channel_bias_act_(y, bias, None, 0)
-        return join(y, residual, act, written)
+        return join(y, residual, act, overwritten)
     entry = activation(act)
     if entry.code >= NORM_CODES:
         kernels.channel_bias_act_(y, bias, residual, 0)
@@ -111,14 +111,14 @@ def convolution_batch_norm(
     norm: Any,
     residual: Any = None,
     act: str | None = None,
-    written: str | None = None,
+    overwritten: str | None = None,
     of_product: bool = False,
 ) -> Tensor:
     """act(norm(layer(x)) + residual), of a convolution and a BatchNorm; x may be what :func:`excite` made."""
     if of_product:
-        return convolution_of_product(lambda x: convolution_batch_norm(layer, x, norm, residual, act, written), x)
+        return convolution_of_product(lambda x: convolution_batch_norm(layer, x, norm, residual, act, overwritten), x)
     y = convolution_norm(layer, x, norm, residual, act)
-    return batch_norm_layer(norm, layer(x), residual, act, written) if y is None else y
+    return batch_norm_layer(norm, layer(x), residual, act, overwritten) if y is None else y
 
 
 def convolution_and_norm(layer: Any, x: Any, norm: Any, act: str | None = None, of_product: bool = False) -> Tensor:

@@ -15,7 +15,7 @@ __all__ = ["convolution_chain", "parted"]
 
 
 def convolution_chain(
-    x: Any, *layers: Any, acts: tuple[str | None, ...], added: str | None = None, written: str | None = None,
+    x: Any, *layers: Any, acts: tuple[str | None, ...], added: str | None = None, overwritten: str | None = None,
     gate: tuple[int, str, str] | None = None,
 ) -> Tensor:  # fmt: skip
     """Convolutions, each with its BatchNorm and activation.
@@ -42,7 +42,7 @@ def convolution_chain(
         if of_product:
             x = of_gate[0](x)
         is_last = added is not None and place == len(pairs) - 1
-        x = _step(x, layer, norm, act, of_product, residual if is_last else None, written)
+        x = _step(x, layer, norm, act, of_product, residual if is_last else None, overwritten)
     return x  # type: ignore[no-any-return]
 
 
@@ -60,11 +60,11 @@ def parted(
 
 def _step(
     x: Any, layer: Any, norm: Any, act: str | None, of_product: bool = False, residual: Any = None,
-    written: str | None = None,
+    overwritten: str | None = None,
 ) -> Tensor:  # fmt: skip
     if plain(norm, nn.BatchNorm2d):
-        return convolution_batch_norm(layer, x, norm, residual, act, written, of_product)
+        return convolution_batch_norm(layer, x, norm, residual, act, overwritten, of_product)
     y = convolution_and_norm(layer, x, norm, act, of_product)  # it activates by itself, and not before a sum
     if residual is None:
         return y
-    return y.add_(residual) if written == "norm" else y + residual
+    return y.add_(residual) if overwritten == "norm" else y + residual

@@ -84,7 +84,7 @@ def folded(
     x: Tensor,
     residual: Tensor | None = None,
     act: str | None = None,
-    written: str | None = None,
+    overwritten: str | None = None,
 ) -> Tensor:
     """act(norm(layer(x)) + residual), in eval, as one layer.
 
@@ -94,9 +94,9 @@ def folded(
         residual, act, written: as :func:`layer_and_more` has them.
     """
     if x.dim() != layer.weight.dim():  # without a batch, or a sequence to a linear layer: not what BatchNorm would do
-        return join(norm(layer(x)), residual, act, written)
+        return join(norm(layer(x)), residual, act, overwritten)
     weight, bias = folded_weights(layer, norm, computing_dtype(layer.weight))
-    return layer_and_more(layer, x, weight, bias, residual, act, written)
+    return layer_and_more(layer, x, weight, bias, residual, act, overwritten)
 
 
 def folded_and_more(
@@ -106,20 +106,20 @@ def folded_and_more(
     x: Tensor,
     residual: Tensor | None = None,
     act: str | None = None,
-    written: str | None = None,
+    overwritten: str | None = None,
 ) -> Tensor:
     """:func:`folded`, of a norm that hands its result to children of its own: an activation, say."""
     if x.dim() != layer.weight.dim():
-        return join(norm(layer(x)), residual, act, written)
+        return join(norm(layer(x)), residual, act, overwritten)
     own = activations(after)
     if own == []:
-        return folded(layer, norm, x, residual, act, written)
+        return folded(layer, norm, x, residual, act, overwritten)
     if own is not None and len(own) == 1:
-        return join(folded(layer, norm, x, act=own[0]), residual, act, written)
+        return join(folded(layer, norm, x, act=own[0]), residual, act, overwritten)
     y = folded(layer, norm, x)
     for child in after:
         y = child(y)
-    return join(y, residual, act, written)
+    return join(y, residual, act, overwritten)
 
 
 @fresh
@@ -131,7 +131,7 @@ def folded_sum(
     other_norm: Any,
     other_x: Tensor,
     act: str | None = None,
-    written: str | None = None,
+    overwritten: str | None = None,
 ) -> Tensor:
     """act(norm(layer(x)) + other_norm(other_layer(other_x))), in eval: where a kernel adds the biases, it adds both."""
     weights = [
@@ -140,9 +140,9 @@ def folded_sum(
     (weight, bias), (other_weight, other_bias) = weights
     if adds_bias(layer, x, weight, bias) and adds_bias(other_layer, other_x, other_weight, other_bias):
         residual = convolve(other_layer, other_x, other_weight, None)
-        return layer_and_more(layer, x, weight, bias + other_bias, residual, act, written)
+        return layer_and_more(layer, x, weight, bias + other_bias, residual, act, overwritten)
     residual = folded(other_layer, other_norm, other_x)
-    return folded(layer, norm, x, residual, act, written)
+    return folded(layer, norm, x, residual, act, overwritten)
 
 
 def folded_chain(
@@ -151,7 +151,7 @@ def folded_chain(
     acts: tuple[str | None, ...],
     after: tuple[tuple[nn.Module, ...], ...],
     residual: Tensor | None = None,
-    written: str | None = None,
+    overwritten: str | None = None,
     gate: tuple[int, str, str] | None = None,
 ) -> Tensor:
     """Pairs that :func:`may_fold` approves of, one after the other, each a Conv2d and its norm.
@@ -168,7 +168,7 @@ def folded_chain(
     if y is not None:
         return y
     for place, (layer, norm, act, children) in enumerate(zip(layers[::2], layers[1::2], acts, after, strict=True), 1):
-        added = (residual, act, written) if place == len(acts) else (None, act)
+        added = (residual, act, overwritten) if place == len(acts) else (None, act)
         x = folded_and_more(layer, norm, children, x, *added)
         if gate is not None and place == gate[0] + 1:
             x = of_gate[0](x)
