@@ -35,7 +35,9 @@ FUNCTIONS: dict[CodeType, str] = {getattr(functional, name).__code__: name for n
 #: is written once and read once: the product of gate and up; the logits, a chunk at a time.
 HANDS_ON: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "gated_linear": lambda scope: nbytes(scope["gate"]),
-    "linear_cross_entropy": lambda scope: nbytes(scope["hidden"]) // scope["hidden"].shape[-1] * len(scope["weight"]),
+    "linear_cross_entropy": lambda scope: (
+        nbytes(scope["input"]) // scope["input"].shape[-1] * len(scope["linear_weight"])
+    ),
 }
 #: Operations that move nothing, besides the views.
 MOVES_NOTHING = frozenset(

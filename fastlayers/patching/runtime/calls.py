@@ -606,8 +606,8 @@ def linear_cross_entropy(
         target = target.reshape(-1) if flat_target else target
         rows = x.reshape(-1, x.shape[-1]) if shape in ("rows", "merged") else x
         return functional.linear_cross_entropy(
-            rows, weight, target, bias, class_weight=class_weight, ignore_index=ignore_index, reduction=reduction,
-            label_smoothing=label_smoothing,
+            rows, weight, target, linear_bias=bias, weight=class_weight, ignore_index=ignore_index,
+            reduction=reduction, label_smoothing=label_smoothing,
         )  # fmt: skip
     logits = functional.linear(x, weight, bias)
     if shape == "rows":
