@@ -47,20 +47,20 @@ def plan_patch(
     filter_fn: FilterFn | None = None,
     example_inputs: Any = None,
 ) -> PatchReport:
-    """What :func:`patch_model` would do with the same arguments. Changes nothing.
+    """Report what :func:`patch_model` would do with the same arguments. Changes nothing.
 
     Args:
         model, include, exclude, filter_fn: as for :func:`patch_model`.
         example_inputs: where given, what to call the model with, for an estimate of the bytes that each row saves a
-            step: a tensor, a sequence of positional or a mapping of keyword arguments. The model is run twice, forward
-            only; :mod:`fastlayers.patching.measure.traffic` says how they are counted. A model and inputs on the "meta"
-            device need no memory for it.
+            step: a tensor, a sequence of positional or a mapping of keyword arguments. The model runs twice, forward
+            only; :mod:`fastlayers.patching.measure.traffic` explains the estimate. A model and inputs on the "meta"
+            device need no memory.
 
     Returns:
         A report with a row for every module. Print it, or see :class:`PatchReport`.
 
     Raises:
-        TypeError: as :func:`patch_model`, or ``example_inputs`` is none of these.
+        TypeError: as :func:`patch_model`, or ``example_inputs`` has another type.
     """
     plan = make_plan(model, include, exclude, filter_fn)
     if example_inputs is None:
@@ -87,30 +87,31 @@ def patch_model(
     filter_fn: FilterFn | None = None,
     strict: bool = False,
 ) -> nn.Module:
-    """Put fused layers in the place of what they can replace, in place.
+    """Replace what a model computes by fused layers, in place.
 
     Layers are swapped (``nn.Softmax`` becomes ``FusedSoftmax``), and the forward of any module is rewritten where it
-    says, say, ``relu(x) + y`` in whatever spelling. Only classes change: parameters, buffers, hooks, names, devices,
-    ``training`` and optimizers stay as they are, the state dict keeps its keys, and :func:`unpatch_model` takes
-    everything back. A module that cannot be rewritten safely is left alone; :func:`patch_report` says which and why.
+    computes something that has a fused kernel, such as ``relu(x) + y``, however it is spelled. Only classes change:
+    parameters, buffers, hooks, names, devices, ``training`` and optimizers stay as they are, the state dict keeps its
+    keys, and :func:`unpatch_model` undoes everything. A module that cannot be rewritten safely stays as it is;
+    :func:`patch_report` lists which ones and why.
 
     Args:
         model: any module. Shared modules are patched once.
-        include: patch only these: patterns as in :mod:`fnmatch` over fully qualified names (``"layer1.*"``), module
-            classes, or a list of both. One that fits a module covers everything inside it. The model itself has the
-            empty name.
-        exclude: leave these alone, in the same terms; wins over ``include``. An excluded child is not absorbed into its
-            parent either.
-        filter_fn: called with a module and its name; patch where it returns True. Says nothing about the module's
-            children.
-        strict: raise instead of leaving anything out: where a selected module was refused, a pattern matched nothing or
-            nothing was patched. Nothing is changed then.
+        include: patch only these: :mod:`fnmatch` patterns of fully qualified names (``"layer1.*"``), module classes, or
+            a list of both. A pattern that matches a module covers everything inside it. The model itself has the empty
+            name.
+        exclude: leave these alone, in the same terms; wins over ``include``. The fused layer of a parent does not
+            absorb an excluded child either.
+        filter_fn: called with each module and its name; the module is patched if it returns True. It does not decide
+            about the children of the module.
+        strict: raise an error, and change nothing, if a selected module is refused, a pattern matches nothing or
+            nothing is patched.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: the model, a pattern or ``filter_fn`` is of the wrong type.
+        TypeError: the model, a pattern or ``filter_fn`` has the wrong type.
         PatchError: ``strict`` and something was left out.
 
     Warns:
@@ -121,15 +122,15 @@ def patch_model(
 
 
 def patch_report(model: nn.Module, *, example_inputs: Any = None) -> PatchReport:
-    """How a model stands now: what is patched, and why the rest is not.
+    """Report the present state of a model: what is patched, and why the rest is not.
 
     Args:
         model: any module.
         example_inputs: as for :func:`plan_patch`, for an estimate of the bytes that each row saves a step.
 
     Returns:
-        A report in which only modules that are patched have a ``became``. What :func:`patch_model` would still do is
-        shown as not selected.
+        A report in which only patched modules have a ``became``. A module that :func:`patch_model` could still patch is
+        listed as not selected.
     """
     plan = make_plan(model)
     rows = []
@@ -141,16 +142,16 @@ def patch_report(model: nn.Module, *, example_inputs: Any = None) -> PatchReport
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:
-    """Give every patched module its own class back; parameters keep the values that they have now.
+    """Give every patched module its own class back; parameters keep their present values.
 
-    What :func:`fold_batch_norm` did is taken back too.
+    This undoes :func:`fold_batch_norm` too.
 
     Returns:
         The same model. Nothing happens to a model that is not patched.
 
     Warns:
-        PatchWarning: a module stays patched, because its class was changed again after patching or a wrapper, which
-            calls the fused forward, was put around its forward: undo that first.
+        PatchWarning: a module stays patched. Its class was changed again after patching, or a wrapper around its
+            forward calls the fused forward: undo that first.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -173,11 +174,11 @@ def plan_fold(
     exclude: Pattern | None = None,
     filter_fn: FilterFn | None = None,
 ) -> PatchReport:
-    """What :func:`fold_batch_norm` would do with the same arguments, or has done. Changes nothing.
+    """Report what :func:`fold_batch_norm` would do with the same arguments, or has done. Changes nothing.
 
     Returns:
-        A report with a row for every module; a module whose forward holds a BatchNorm after a convolution has the
-        number of those, or the reason why not.
+        A report with a row for every module. For a module whose forward applies a BatchNorm after a convolution, it
+        counts them, or gives the reason why they are not folded.
 
     Raises:
         TypeError: as :func:`patch_model`.
@@ -195,19 +196,19 @@ def fold_batch_norm(
 ) -> nn.Module:
     """For inference: compute each BatchNorm that follows a convolution or a linear layer as part of that layer.
 
-    What follows, a sum and an activation (also one that the norm holds, as timm's BatchNormAct2d does), is part of the
-    folded layer: on a GPU one kernel adds the bias and the residual and applies the activation. Under autocast several
-    folded convolutions, one after the other and with a gate between them, are one call.
+    The folded layer includes the sum and the activation that follow (also an activation inside of the norm, as in
+    timm's BatchNormAct2d): on a GPU one kernel adds the bias and the residual and applies the activation. Under
+    autocast several consecutive folded convolutions, with a gate between them, are one call.
 
-    Only classes change, and only the results' rounding does: parameters, buffers and state-dict keys stay, patches by
-    :func:`patch_model` stay where they are, and :func:`unfold_batch_norm` takes it back. The folded weights are kept
-    beside the model, as much memory again as the weights of those layers in the dtype that they are used in (that of
-    autocast, say), and are made anew where a parameter or a running statistic has changed; writes that torch does not
-    count, ``p.data.copy_(...)``, call for unfolding and folding again, as :func:`load_model` and ``load_state_dict`` do
-    not.
+    Only classes change, and only the rounding of the results: parameters, buffers, state-dict keys and the patches of
+    :func:`patch_model` stay, and :func:`unfold_batch_norm` undoes it. The folded weights are stored next to the model.
+    They take as much memory as the weights of those layers in the dtype that they are used in (under autocast, its
+    dtype). They are recomputed when a parameter or a running statistic changes. torch does not count a write such as
+    ``p.data.copy_(...)``: unfold and fold again after one. :func:`load_model` and ``load_state_dict`` need no such
+    care.
 
-    In training mode, and where a gradient of a folded parameter is wanted, the unfolded forward answers: a folded model
-    that is trained trains as it did before, and is folded with its new weights when it is back in eval.
+    In training mode, and where the gradient of a folded parameter is needed, the unfolded forward runs: a folded model
+    trains as before, and folds its new weights when it is back in eval.
 
     Args:
         model: in eval mode. BatchNorms that are in training mode are left alone.
@@ -219,7 +220,7 @@ def fold_batch_norm(
         The same model.
 
     Raises:
-        TypeError: the model, a pattern or ``filter_fn`` is of the wrong type.
+        TypeError: the model, a pattern or ``filter_fn`` has the wrong type.
         PatchError: ``strict`` and something was left out.
 
     Warns:
@@ -230,7 +231,7 @@ def fold_batch_norm(
 
 
 def unfold_batch_norm(model: nn.Module) -> nn.Module:
-    """Take back what :func:`fold_batch_norm` did; patches stay.
+    """Undo :func:`fold_batch_norm`; patches stay.
 
     Returns:
         The same model. Nothing happens to a model that is not folded.

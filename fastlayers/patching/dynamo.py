@@ -1,11 +1,10 @@
 """A backend for torch.compile: the graph rules over the whole graphs that Dynamo captures.
 
-``torch.compile(model, backend="fastlayers")`` reaches code that no per-module trace does, and fuses across modules. The
-rewritten graph is run as it is, operation by operation and with torch's own autograd: nothing else is compiled, so what
-:func:`fastlayers.patch_model` calls, kernels included, is called here too.
+``torch.compile(model, backend="fastlayers")`` reaches code that no per-module trace reaches, and fuses across modules.
+The rewritten graph runs operation by operation with torch's own autograd: nothing is compiled further, so it calls the
+same functions and kernels as a model after :func:`fastlayers.patch_model`.
 
-There are no guards to write down: Dynamo has them, and recompiles where they fail. Graphs with dynamic shapes are
-rewritten like others.
+Guards are Dynamo's: it recompiles where they fail. Graphs with dynamic shapes are rewritten like others.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fastlayers.patching.runtime import python
 
 __all__ = ["compile_report", "dynamo_backend"]
 
-#: Tensor methods that give their tensor another shape; what Dynamo recorded of it before changes with it.
+#: Methods that change the shape of their tensor in place. The shape that Dynamo recorded before then is wrong.
 RESHAPING = frozenset(
     {
         "t_",
@@ -46,33 +45,33 @@ RESHAPING = frozenset(
     }
 )
 
-#: The rows of what Dynamo was given and holds.
+#: The report rows of each compiled graph that Dynamo still has.
 _rows: WeakKeyDictionary[Callable[..., Any], tuple[Row, ...]] = WeakKeyDictionary()
 
 
 def dynamo_backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """What ``torch.compile(..., backend="fastlayers")`` calls with each graph that it captures.
+    """The backend behind ``torch.compile(..., backend="fastlayers")``: rewrite one captured graph.
 
-    Where fastlayers is not installed but only importable, its name is not known to torch: give this function itself,
+    torch knows the name only if fastlayers is installed. If it is merely importable, pass this function itself:
     ``backend=fastlayers.patching.dynamo_backend``.
 
     Returns:
-        The rewritten graph, to be called as Dynamo calls it.
+        A callable that runs the rewritten graph.
     """
     outcomes = [fuse_graph(graph) for graph in graphs(graph_module)]
-    run = partial(graph_module.forward)  # a graph module is in cycles, and would live on after Dynamo dropped it
+    run = partial(graph_module.forward)  # A graph module is part of reference cycles, and would outlive its use.
     _rows[run] = rows_of(graph_module, outcomes)
     return run
 
 
-#: What torch.compiler.reset() calls of a backend. Most graphs are gone then, but not all: Dynamo leaves some behind.
+# torch.compiler.reset() calls this. Dynamo frees most graphs then, but not all of them.
 dynamo_backend.reset = _rows.clear  # type: ignore[attr-defined]
 
 
 def graphs(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
-    """A captured graph and the bodies of the activation checkpoints in it; makes the calls of these real checkpoints.
+    """A captured graph and the bodies of its activation checkpoints, whose calls become calls of torch's checkpoint.
 
-    Those with a policy of their own (selective checkpointing) say which operations to keep, and stay as they are.
+    Selective checkpoints have a policy of which operations to save, and stay as they are.
     """
     found = {graph_module: None}
     for owner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
@@ -89,7 +88,7 @@ def graphs(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
 def fuse_graph(graph_module: fx.GraphModule) -> Fused:
     """Rewrite one captured graph in place."""
     for node in graph_module.graph.nodes:
-        if node.op == "call_module":  # a guard on the module (its class, its hooks) would have to be Dynamo's
+        if node.op == "call_module":  # Dynamo has no guard on the class and the hooks of the module.
             return Fused(None, left=[Refusal(Reason.CALLS_MODULES, str(node.target))])
         if node.target in RESHAPING or getattr(node.target, "__name__", "") in RESHAPING:
             return Fused(None, left=[Refusal(Reason.RESHAPED_IN_PLACE, str(node))])
@@ -102,7 +101,7 @@ def fuse_graph(graph_module: fx.GraphModule) -> Fused:
 
 
 def rows_of(graph_module: fx.GraphModule, outcomes: list[Fused]) -> tuple[Row, ...]:
-    """A row for each module of whose code something was fused or, though it looked fusable, left."""
+    """A row for each module with a fused place in its code, or with one that looked fusable."""
     graph = f"graph {torch._guards.CompileContext.current_compile_id()}"
     fused: dict[tuple[str, str], Counter[str]] = {}
     left: dict[tuple[str, str], dict[tuple[Reason, str], None]] = {}
@@ -122,9 +121,9 @@ def rows_of(graph_module: fx.GraphModule, outcomes: list[Fused]) -> tuple[Row, .
 
 
 def module_of(node: Node | None, *, layer: bool = True) -> tuple[str, str]:
-    """The name of the innermost module whose code a node is of, as Dynamo has it, and its class.
+    """The name and the class of the innermost module whose code contains a node.
 
-    Without ``layer`` it is the one that calls a layer of torch, not the layer.
+    With ``layer=False`` it is the module that calls a layer of torch, not the layer.
     """
     stack = list((node.meta.get("nn_module_stack") or {}).values()) if node is not None else []
     if not layer and len(stack) > 1 and getattr(stack[-1][1], "__module__", "").startswith("torch.nn."):
@@ -137,11 +136,11 @@ def module_of(node: Node | None, *, layer: bool = True) -> tuple[str, str]:
 
 
 def compile_report() -> PatchReport:
-    """What the backend made of the graphs that Dynamo holds now, in the order in which it captured them.
+    """Report what the backend fused in the graphs that Dynamo has now, in the order of their capture.
 
     Returns:
-        A report with a row for each module of whose code something was fused, and the graph that has it, by the number
-        that Dynamo's own logs give it. ``torch.compiler.reset()`` empties it.
+        A report with a row for each module with a fused place. Its ``became`` is the graph, numbered as in Dynamo's
+        logs. ``torch.compiler.reset()`` empties the report.
     """
     rows = tuple(row for rows in _rows.values() for row in rows)
     return PatchReport(rows, "torch.compile")

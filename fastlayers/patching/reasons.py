@@ -1,4 +1,4 @@
-"""Why something was left alone: the reason codes of a report, and the exceptions of this package."""
+"""The reason codes of a report, and the exceptions of patching."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PatchError", "PatchWarning", "Reason", "Refusal"]
 
 
 class Reason(str, Enum):
-    """Why a module, or one place in its forward, was not fused. The value is the sentence that a report prints."""
+    """Why a module, or one place in its forward, was not fused. A report prints the value."""
 
     # The module as a whole
     NOT_SELECTED = "not selected by include, exclude or filter_fn"
@@ -66,7 +66,7 @@ class Reason(str, Enum):
 
 
 class Refusal(Exception):  # noqa: N818 - not an error: it ends up in the report
-    """Raised inside the tracer to leave a module alone; becomes the reason in the report."""
+    """Raised while a module is looked at, to leave it alone. The report shows it as the reason."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
@@ -77,11 +77,11 @@ class Refusal(Exception):  # noqa: N818 - not an error: it ends up in the report
 
 
 class PatchError(RuntimeError):
-    """``strict=True`` and something was left alone, which the message lists; or a patched module cannot be scripted.
+    """With ``strict=True``, something would be left alone; the message lists it, and nothing was changed.
 
-    Nothing was changed.
+    Also raised by ``torch.jit.script`` for a patched module.
     """
 
 
 class PatchWarning(UserWarning):
-    """Patching did less than was asked for, or the model is wrapped in something that deserves a look."""
+    """Patching did less than requested, or the model has a wrapper that needs attention."""

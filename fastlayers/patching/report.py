@@ -1,4 +1,4 @@
-"""What patching did, or would do: one row per module."""
+"""The report on what patching did or would do: one row per module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastlayers.patching.reasons import Reason
 
 __all__ = ["PatchReport", "Report", "Row", "markdown_table", "plain_table", "readable"]
 
-#: Rows that say no more than that there was nothing to do; a table counts them and leaves them out.
+#: A table only counts rows with these reasons: there was nothing to do.
 QUIET = frozenset({Reason.NO_RULE, Reason.NOTHING_TO_FUSE, Reason.NOT_SELECTED})
 
 
@@ -23,15 +23,15 @@ class Row:
 
     Attributes:
         fqn: its fully qualified name; the model itself has the empty name.
-        was: the name of its class without fastlayers.
-        became: the name of its class with fastlayers; None where it was left alone.
-        fused: what was fused, rule by rule, with the number of places.
-        reason: why it was left alone; None where it was not.
+        was: the name of its original class.
+        became: the name of its patched class; None where it was left alone.
+        fused: pairs of a rule and the number of places that it fused.
+        reason: why it was left alone; None where it was patched.
         detail: what exactly the reason refers to.
-        left: places in a forward that looked fusable and were not, as (reason, detail).
+        left: pairs (reason, detail) for places in its forward that looked fusable and were not fused.
         aliases: further names of a shared module.
-        bytes_saved: estimated memory traffic that it saves a step, where example inputs were given, else None. A layer
-            that its parent has absorbed saves nothing itself.
+        bytes_saved: estimated memory traffic that it saves a step if example inputs were given, else None. A layer that
+            its parent has absorbed saves nothing itself.
     """
 
     fqn: str
@@ -55,7 +55,7 @@ class Row:
 
 
 class Report(abc.ABC):
-    """What the reports have in common: they are plain data, and print in more ways than one."""
+    """The base class of the reports: plain data that prints as text, Markdown, JSON and through rich."""
 
     @abc.abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Report(abc.ABC):
 
 
 def plain_table(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
-    """The lines of a table of text, its columns but the last one padded."""
+    """The lines of a plain-text table. Every column but the last is padded."""
     widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header) - 1)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
@@ -90,7 +90,7 @@ def markdown_table(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) ->
 
 
 def readable(count: int) -> str:
-    """A number of bytes for people."""
+    """A number of bytes with a binary unit: ``1.5 MiB``."""
     number, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(number) < 1024:
@@ -125,23 +125,23 @@ class PatchReport(Report):
 
     @property
     def patched(self) -> tuple[Row, ...]:
-        """The rows of modules that became something else."""
+        """The rows of the patched modules."""
         return tuple(row for row in self.rows if row.became is not None)
 
     @property
     def refused(self) -> tuple[Row, ...]:
-        """The rows of modules that were left alone for another reason than having nothing to fuse."""
+        """The rows of modules that were left alone although they may have something to fuse."""
         return tuple(row for row in self.rows if row.reason is not None and row.reason not in QUIET)
 
     def counts(self) -> dict[str, int]:
-        """Places fused, by rule."""
+        """The number of fused places by rule."""
         total: Counter[str] = Counter()
         for row in self.rows:
             total.update(dict(row.fused))
         return dict(total)
 
     def reasons(self) -> dict[Reason, int]:
-        """Modules left alone, by reason."""
+        """The number of modules left alone by reason."""
         return dict(Counter(row.reason for row in self.rows if row.reason is not None))
 
     @property
@@ -151,7 +151,7 @@ class PatchReport(Report):
         return sum(known) if known else None
 
     def summary(self) -> str:
-        """One line: how many modules, how many places, what was left."""
+        """One line: the number of patched modules and of fused places."""
         places = ", ".join(f"{count} {rule}" for rule, count in self.counts().items()) or "nothing to fuse"
         saved = "" if self.bytes_saved is None else f"; about {readable(self.bytes_saved)} a step less to move"
         return f"{self.model or 'model'}: {len(self.patched)} of {len(self.rows)} modules patched: {places}{saved}"
@@ -199,13 +199,13 @@ class PatchReport(Report):
         return Group(table, *footer)
 
     def to_markdown(self) -> str:
-        """The table in Markdown, with the summary above and the counts of what was left out below."""
+        """The table in Markdown, after the summary; the counts of modules without a row follow."""
         table = self._table()
         lines = ["", *markdown_table(self._header(), table)] if table else []
         return "\n".join([self.summary(), *lines, "", *(f"- {line}" for line in self._footer())]).rstrip() + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """All rows, those with nothing to fuse included, as plain Python data."""
+        """All rows as plain Python data, also of modules with nothing to fuse."""
         rows = [
             {
                 "module": row.fqn,

@@ -1,7 +1,7 @@
-"""A forward compiled again from its own source with a few names bound to something else.
+"""Functions compiled again from their own source, with a few names bound to other objects.
 
-For the forwards that cannot be recorded: those of attentions and of whole models take ``**kwargs`` and caches. They run
-over the globals of their own module, and nothing but the syntax that was changed is another one.
+This serves forwards that cannot be recorded, such as those of attentions and of whole models, which take ``**kwargs``
+and caches. A rebuilt function has the globals of its own module, and differs only where its syntax was changed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _serial = itertools.count(1)
 
 
 def innermost(function: types.FunctionType) -> types.FunctionType:
-    """The function inside of all decorators that say what they wrap."""
+    """The function inside of all decorators that set ``__wrapped__``."""
     while isinstance(wrapped := getattr(function, "__wrapped__", None), types.FunctionType):
         function = wrapped
     return function
 
 
 def rebuild(function: types.FunctionType, tree: ast.FunctionDef, bound: dict[str, Any]) -> tuple[Any, str]:
-    """A function from its syntax tree, which is changed, with names bound to values; and the source of it.
+    """Compile a function from its changed syntax tree, with names bound to values. Returns it and its source.
 
     Raises:
-        Refusal: it has a closure, or names that are private to its class.
+        Refusal: the function has a closure, or uses names that are private to its class.
     """
     if function.__closure__:
         raise Refusal(Reason.SYNTAX, f"{function.__qualname__} has a closure")
@@ -59,7 +59,7 @@ def rebuild(function: types.FunctionType, tree: ast.FunctionDef, bound: dict[str
 
 
 def refuse_private_names(tree: ast.FunctionDef) -> None:
-    """A private name means another one outside of its class."""
+    """Raise for names such as ``__x``, which mean another name outside of their class."""
     words = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree))
     for word in words:
         if word.startswith("__") and not word.endswith("__"):
@@ -67,10 +67,10 @@ def refuse_private_names(tree: ast.FunctionDef) -> None:
 
 
 def rewrap(function: types.FunctionType, rebuilt: types.FunctionType) -> types.FunctionType:
-    """The decorators of a function around a rebuilt one: each wrapper with another function in its closure.
+    """Put the decorators of a function around a rebuilt one: each wrapper gets another function in its closure.
 
     Raises:
-        Refusal: a decorator does not hold what it wraps in its closure.
+        Refusal: the closure of a decorator does not contain the function that it wraps.
     """
     wrapped = getattr(function, "__wrapped__", None)
     if not isinstance(wrapped, types.FunctionType):

@@ -1,4 +1,4 @@
-"""What one run of a forward did, and the names and tests that generated code makes of it."""
+"""The result of a trace, and the names and the tests in code that is generated from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Name", "Recording", "add_names", "bind", "equality", "module_express
 
 @dataclass
 class Recording:
-    """What one run of a forward did: the graph, and what must hold for it to be the same next time."""
+    """One run of a forward: its graph, the guards under which it holds, and the objects that these name."""
 
     graph: fx.Graph
     guards: dict[str, None] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Recording:
 
 
 class Name(str):
-    """An argument or default that prints as the source that it is."""
+    """An argument or a default whose repr is a piece of source code."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The source of a function as a syntax tree: read, and instrumented for the trace."""
+"""Source code as a syntax tree, and its instrumentation for the trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ __all__ = ["HOOKS", "Instrument", "local_names", "optional_parameters", "parse"]
 
 
 def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.FunctionDef:
-    """The syntax tree of a function, if it is one that can be followed.
+    """The syntax tree of a function that can be followed.
 
     Args:
-        decorated: whether decorators do not matter, since the function is what is inside of them.
+        decorated: whether to accept any decorator, since the function is the one inside of them.
+
+    Raises:
+        Refusal: the source is not available, has changed, or the function has an unknown decorator.
     """
     if hasattr(function, "__wrapped__"):
         raise Refusal(Reason.DECORATED, function.__qualname__)
@@ -40,7 +43,7 @@ def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.Funct
 
 
 def is_compiled_from_file(function: types.FunctionType) -> bool:
-    """Whether a function has the code that its source compiles to: its decorators have returned it as it was."""
+    """Whether a function has the code that its source compiles to, so its decorators returned it unchanged."""
     source = "".join(linecache.getlines(function.__code__.co_filename, function.__globals__))
     return function.__code__ in compiled(source)
 
@@ -98,7 +101,7 @@ def hook(name: str, *args: ast.expr) -> ast.Call:
 
 
 class Instrument(ast.NodeTransformer):
-    """Rewrites a function so that every step that matters goes through a method of :class:`Trace`."""
+    """Rewrites a function so that every step that matters calls a hook of the trace."""
 
     def __init__(self, local_names: set[str]) -> None:
         self.local_names = local_names
@@ -234,7 +237,7 @@ def local_names(tree: ast.FunctionDef) -> set[str]:
 
 
 def optional_parameters(forward: types.FunctionType) -> list[str]:
-    """Parameters that default to None and that the forward tests for it: worth a recording with a tensor too."""
+    """Parameters that default to None and are compared with None, so that a tensor needs a recording of its own."""
     defaults = {p.name for p in inspect.signature(forward).parameters.values() if p.default is None}
     tested: dict[str, None] = {}
     for node in ast.walk(parse(forward)):

@@ -1,14 +1,14 @@
-"""From a module's forward to a small graph, without freezing what the forward decides anew on every call.
+"""The trace: turns a forward into a small graph, without freezing what the forward decides on every call.
 
-``torch.fx`` runs a forward once with proxies and records what happens to them. Whatever happens to anything else (an
-attribute, a default, the training flag, a random number, a context manager) is silently frozen. Here the forward is not
-run as it stands: its source is rewritten so that every attribute read, call, identity test and global goes through a
-method of :class:`Trace`, and that method either *records* the step as a node of the graph, so that it happens on every
-call as it did before; or lets Python do it and writes down a *guard*, an expression that must be true for the recording
-to hold; or *refuses* the module with a reason. Nothing of the user's runs that could have a side effect.
+``torch.fx`` runs a forward once with proxies and records what happens to them. It silently freezes everything else: an
+attribute, a default, the training flag, a random number, a context manager. The trace runs a rewritten source instead,
+in which every attribute read, call, identity test and global goes through a method of :class:`Trace`. That method does
+one of three things. It *records* the step as a node of the graph, so that the step happens on every call. Or it lets
+Python do the step, and adds a *guard*: an expression that must be true for the recording to hold. Or it *refuses* the
+module with a reason. No code of the user that could have a side effect runs.
 
-Children are leaves: calling one is one node, whatever is inside. Methods and plain functions are followed, and what
-cannot be followed is recorded as one opaque call.
+Children are leaves: a call of one is one node. The trace follows methods and plain functions, and records a function
+that it cannot follow as one opaque call.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from fastlayers.patching.runtime import python
 __all__ = ["Segment", "record", "record_child", "record_segment"]
 
 MAX_DEPTH = 16
-#: What the parameters of a child are called while it is recorded.
+#: The prefix of the names of a child's parameters while it is recorded.
 ARGUMENT = "__argument_"
 
-#: Values that are equal to what they were at trace time, or are not: a guard can compare them.
+#: Types whose values a guard can compare with what they were while tracing.
 PRIMITIVES = (
     bool,
     int,
@@ -65,16 +65,16 @@ MEMBERS = frozenset(
     {nn.Module.children, nn.Module.named_children, nn.ModuleDict.keys, nn.ModuleDict.values, nn.ModuleDict.items}
 )
 
-#: Built-ins without side effects: run by Python while tracing; recorded where an argument is a traced value.
+#: Built-ins without side effects. Python runs them while tracing; they are recorded if an argument is a traced value.
 PURE_BUILTINS = frozenset(
     {abs, all, any, divmod, len, max, min, pow, round, sorted, sum, math.prod, float, int, bool, str, complex}
 )
-#: Those that only arrange their arguments: run by Python even around traced values.
+#: Built-ins that only arrange their arguments. Python runs them even on traced values.
 STRUCTURAL = frozenset({list, tuple, dict, set, zip, enumerate, reversed, range, slice, iter, next, map, filter})
 
 
 class Opaque:
-    """Some object that a forward read from its module: good for reading attributes of it, and for nothing else."""
+    """An object that a forward reads from its module. Only its attributes can be used."""
 
     __slots__ = ("origin", "value")
 
@@ -91,9 +91,9 @@ class Opaque:
 
 
 class StrictProxy(Proxy):
-    """A traced value that refuses what Python would otherwise answer from the proxy object itself.
+    """A traced value that refuses operations for which Python would silently use the proxy object itself.
 
-    ``{3: "a"}.get(x.shape[0])`` would find nothing, and ``"%s" % x`` would format the proxy: both without an error.
+    ``{3: "a"}.get(x.shape[0])`` would find nothing, and ``"%s" % x`` would format the proxy, both without an error.
     """
 
     def __getattr__(self, name: str) -> StrictAttribute:
@@ -106,14 +106,14 @@ class StrictProxy(Proxy):
 
 
 class StrictAttribute(StrictProxy, Attribute):
-    """The same of an attribute of a traced value, which may turn out to be a method."""
+    """An attribute of a traced value, which may turn out to be a method."""
 
     def __init__(self, root: Proxy, name: str) -> None:
         Attribute.__init__(self, root, name)
 
 
 class Recorder(GraphAppendingTracer):
-    """Takes values into the graph as torch.fx does, less the objects that torch.fx would take apart."""
+    """Takes values into the graph like torch.fx, except for dataclasses, which torch.fx would take apart."""
 
     def proxy(self, node: fx.Node) -> Proxy:
         return StrictProxy(node, self)
@@ -133,7 +133,7 @@ def is_primitive(value: object) -> bool:
 
 
 class Trace:
-    """One run of a module's forward with proxies. Its ``hook_`` methods are what the rewritten source calls."""
+    """One run of a module's forward with proxies. The rewritten source calls the ``hook_`` methods."""
 
     def __init__(self, module: nn.Module, training: bool | None) -> None:
         self.root = self.subject = module
@@ -181,7 +181,7 @@ class Trace:
         return "self" + "".join(f"._modules[{atom!r}]" for atom in path.split(".") if atom)
 
     def constant(self, value: Any, origin: str | None, what: str) -> Any:
-        """A value that Python holds: guarded if it can be compared, passed on if it cannot change meaning."""
+        """A Python value: guarded if it can be compared, passed on if it cannot change meaning, refused otherwise."""
         if isinstance(value, Proxy | nn.Module):
             return value
         if isinstance(value, Tensor):
@@ -249,7 +249,7 @@ class Trace:
         raise Refusal(Reason.READS_STATE, f"{type(owner).__name__}.{name}")
 
     def object_attribute(self, owner: Opaque, name: str) -> Any:
-        """An attribute of some object that hangs on the module, say ``self.config.hidden_size``."""
+        """An attribute of an object that the module has, such as ``self.config.hidden_size``."""
         what = f"{owner.origin}.{name}"
         static = inspect.getattr_static(type(owner.value), name, None)
         if static is not None and not is_primitive(static):
@@ -296,7 +296,7 @@ class Trace:
         return f"{path}.{name}" if path else name
 
     def hook_container(self, value: Any) -> Any:
-        """Something that is iterated or indexed: a container of modules must keep its length."""
+        """A value that is iterated or indexed. A container of modules must keep its length."""
         if (
             isinstance(value, Proxy)
             or is_primitive(value)
@@ -333,7 +333,7 @@ class Trace:
         return value
 
     def hook_string(self, *parts: Any) -> Any:
-        """An f-string: recorded where it shows a traced value, as the message of an assertion does."""
+        """An f-string. It is recorded if it formats a traced value, as the message of an assertion may."""
         values = [part[0] for part in parts if isinstance(part, tuple)]
         if any(isinstance(value, nn.Module | Opaque) for value in values):
             raise Refusal(Reason.READS_STATE, "formats an object")
@@ -413,7 +413,7 @@ class Trace:
         return self.builtin(function, args, kwargs)
 
     def partial(self, value: functools.partial[Any], origin: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a functools.partial that the module holds: of transformers' tanh-approximated GELU, say."""
+        """A call of a functools.partial that the module has, such as the tanh-approximated GELU of transformers."""
         self.guard(f"type({origin}) is {self.bind(functools.partial, 'partial')}")
         function, given, options = (
             self.constant(getattr(value, name), f"{origin}.{name}", f"{origin}.{name}")
@@ -439,9 +439,9 @@ class Trace:
             return self.record("call_function", function, args, kwargs)
         if function in self.closed:
             raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
-        # A recorded call gets its own copy of a list, so one that might fill the caller's list must be followed.
+        # A recorded call gets a copy of a list, so a function that might fill the caller's list must be followed.
         recordable = not any(isinstance(value, list | dict | set) for value in (*args, *kwargs.values()))
-        # An attribute of a traced value gets its node at its first use, which must not be among those erased below.
+        # An attribute of a traced value gets its node at its first use. That node must not be erased below.
         fx.node.map_aggregate((args, kwargs), lambda value: value.node if isinstance(value, Proxy) else value)
         last = next(iter(reversed(self.graph.nodes)), None)
         try:
@@ -563,7 +563,7 @@ class Trace:
     # -- the whole -------------------------------------------------------------------------------------------------
 
     def run_child(self, child: nn.Module, arguments: int | fx.Node) -> Recording:
-        """Record the forward of a child as the module's own, so that its guards are ones about the module."""
+        """Record the forward of a child. Its guards are expressions about the module."""
         self.subject = child
         args: Any = tuple(map(self.given, range(arguments))) if isinstance(arguments, int) else arguments.args
         kwargs: Any = {} if isinstance(arguments, int) else arguments.kwargs
@@ -622,7 +622,7 @@ class Trace:
         self.statement = statement
 
     def run_segment(self, segment: Segment) -> tuple[str, ...]:
-        """Record some statements of a function; returns the variables that they set, in the order of the results."""
+        """Record some statements of a function. Returns the variables that they set, in the order of the results."""
         given: dict[str, Any] = {}
         for name in segment.reads:
             if name == segment.itself:
@@ -645,7 +645,7 @@ class Trace:
         self.frames.append((segment.function, owner))
         found = self.made(tree, segment.function)(**given)
         self.frames.pop()
-        self.statement = len(segment.statements)  # what fails now is the segment as a whole
+        self.statement = len(segment.statements)  # A failure from here on is due to the segment as a whole.
         written = tuple(name for name in segment.writes if name in found)
         self.recorder.create_node("output", "output", (self.recorder.create_arg(tuple(found[n] for n in written)),), {})
         for what, before, lent in self.lent:
@@ -656,16 +656,16 @@ class Trace:
 
 @dataclass
 class Segment:
-    """Consecutive statements of a function, to be recorded by themselves.
+    """Consecutive statements of a function that are recorded on their own.
 
     Attributes:
-        function: whose statements they are.
-        statements: as :class:`Instrument` left them, with locations.
+        function: the function.
+        statements: its statements after :class:`Instrument`, with locations.
         reads: the variables that they read before they set them.
-        writes: those that they may set and that are read afterwards.
-        itself: what the function calls its module; None where it has none.
+        writes: the variables that they may set and that are read afterwards.
+        itself: the name of the module in the function; None for a function without a module.
         absent: variables that are None.
-        tensors: variables that are tensors; what the others are is not known.
+        tensors: variables that are tensors. Nothing is known of the others.
         closed: functions that are not followed.
     """
 
@@ -682,13 +682,13 @@ class Segment:
 def record_segment(module: nn.Module, segment: Segment) -> tuple[Recording, tuple[str, ...]] | int:
     """Trace some statements of a function: the recording, and the variables that it returns.
 
-    Where they cannot be recorded, the number of the statement at fault (of all of them, where it is none alone).
+    If they cannot be recorded, the number of the statement at fault; their count if no single one is at fault.
     """
     trace = Trace(module, None)
     trace.closed = segment.closed
     try:
         written = trace.run_segment(segment)
-    except Exception:  # a refusal, or what the code itself raised: proxies are no tensors
+    except Exception:  # A refusal, or an error of the code itself, since proxies are not tensors.
         return trace.statement
     return trace.recording, written
 
@@ -698,7 +698,7 @@ def from_torch(function: types.FunctionType) -> bool:
 
 
 def builtin_module(function: Any) -> str:
-    """The package of a function in C; torch's own have no ``__module__`` or that of their namespace class."""
+    """The package of a C function. Functions of torch have no ``__module__``, or that of a namespace class."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, types.ModuleType):
         return owner.__name__.split(".")[0]
@@ -706,12 +706,12 @@ def builtin_module(function: Any) -> str:
     return "torch" if getattr(torch, function.__name__, None) is function else name.split(".")[0]
 
 
-#: Branches for TorchScript: a patched model runs as Python.
+#: Functions that are False in a patched model, which runs as Python.
 SCRIPTING = frozenset({torch.jit.is_scripting})
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The forward of a module's class, of a patched one's that of the class it stands for."""
+    """The forward of a module's original class."""
     cls = type(module)
     return cls.__dict__.get("__fastlayers_original__", cls).forward
 
@@ -719,20 +719,20 @@ def own_forward(module: nn.Module) -> Any:
 def record_child(
     module: nn.Module, child: nn.Module, arguments: int | fx.Node, training: bool | None = None
 ) -> Recording | None:
-    """Trace the forward of a child in that mode or in any; None where it cannot be.
+    """Trace the forward of a child in a mode, or in any; None if that is impossible.
 
-    The recording is for looking at, not for running: paths and guards in it are those of ``module``.
+    The recording serves to look at, not to run: its paths and guards refer to ``module``.
 
     Args:
-        arguments: how many positional ones are given; or the node that calls the child, of whose arguments only the
-            nodes are unknown, each a placeholder, in their order.
+        arguments: the number of positional arguments; or the node that calls the child. Each node among its arguments
+            becomes a placeholder, in order, and the other arguments are known.
     """
     forward = own_forward(child)
     if not isinstance(forward, types.FunctionType) or from_torch(forward) or "forward" in child.__dict__:
         return None
     try:
         return Trace(module, training).run_child(child, arguments)
-    except Exception:  # whatever the reason, the child stays a closed box
+    except Exception:  # Whatever the reason, the child stays a leaf.
         return None
 
 
@@ -743,14 +743,13 @@ def record(
 
     Args:
         module: it is not changed, and none of its code with a side effect runs.
-        forward: that of its class; of a patched module's, that of its own class.
-        training: what the forward sees as ``self.training``; with None it is read on every call, which serves a forward
-            that only hands it on, to ``F.dropout`` say. One that branches on it is refused then, and is recorded in
-            each mode.
-        tensors: parameters with a default that the caller is taken to pass as tensors.
+        forward: the forward of its original class.
+        training: the value of ``self.training``. With None it is read on every call: enough for a forward that only
+            passes it on, to ``F.dropout`` for example. A forward that branches on it is refused then.
+        tensors: parameters with a default that the caller passes as tensors.
 
     Raises:
-        Refusal: with the reason why the forward cannot be recorded.
+        Refusal: the forward cannot be recorded; it has the reason.
     """
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
@@ -760,5 +759,5 @@ def record(
         raise Refusal(Reason.DATA_DEPENDENT, str(error).splitlines()[0]) from None
     except Refusal:
         raise
-    except Exception as error:  # the forward itself raised: it does on proxies what only tensors can do
+    except Exception as error:  # An error of the forward itself: it does with proxies what only tensors can do.
         raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None

@@ -1,12 +1,12 @@
-"""What autocast casts: whether a tensor goes to one operation of autocast's lower precision, and nowhere else.
+"""What autocast casts: whether the only use of a tensor is one operation that autocast runs in low precision.
 
-Under autocast a norm answers in float32, and a linear layer, a convolution, a matrix product or an attention casts what
-it is given. Where such an operation is all that a norm's result is used for, perhaps through views and inside of a
-child, the norm may answer in autocast's dtype at once: the cast of the same values. What is looked at are the recorded
-forwards; that the children are still the ones that were looked at, and that no hook sees what they are given, is tested
-on every call under autocast (:func:`fastlayers.patching.runtime.calls.cast_dtype`).
+Under autocast a norm returns float32, and a linear layer, a convolution, a matrix product or an attention casts its
+inputs. If one such operation is the only use of a norm's result, perhaps through views and inside of a child, the norm
+may return autocast's dtype at once, which gives the same values. This is read from recorded forwards. Every call under
+autocast tests that the children are still the same and that no hook sees their inputs
+(:func:`fastlayers.patching.runtime.checks.cast_dtype`).
 
-Only one operation: of several, torch adds up the gradients in float32, of a result in 16 bits it would in 16.
+It must be one operation: torch adds the gradients of several in float32, and would add them in 16 bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fastlayers.patching.runtime.checks import hooked, is_plain_layer, is_sequen
 
 __all__ = ["Casts", "cast_by"]
 
-#: Of the lower precision on CUDA and on the CPU; all their tensor arguments are cast.
+#: Autocast runs these in low precision on CUDA and on the CPU, and casts all their tensor arguments.
 FUNCTIONS = frozenset(
     {
         F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, operator.matmul, torch.bmm, torch.mm,
@@ -44,7 +44,7 @@ FUNCTIONS = frozenset(
 METHODS = frozenset({"matmul", "bmm", "mm"})
 LAYERS = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d})
 
-#: They hand on each element once, as it is. Of what others repeat (expand, advanced indexing) gradients are added up.
+#: Views with every element once. Others, such as expand, repeat elements, whose gradients are then added.
 VIEWS = frozenset(
     {
         "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "contiguous", "squeeze",
@@ -52,28 +52,28 @@ VIEWS = frozenset(
     }
 )  # fmt: skip
 VIEW_FUNCTIONS = frozenset(getattr(torch, name) for name in VIEWS if hasattr(torch, name))
-#: What is asked of a tensor and is the same in any floating dtype.
+#: Properties of a tensor that do not depend on its dtype.
 SIZES = frozenset({"size", "dim", "numel", "ndimension", "nelement", "stride", "is_contiguous"})
 SIZE_ATTRIBUTES = frozenset({"shape", "ndim", "device"})
 
 
 @dataclass(frozen=True)
 class Casts:
-    """The test, on every call, that what was seen of the children holds, and whether it is about the module."""
+    """The test that every call makes of the children, and whether it needs the module."""
 
     name: str
     test: Callable[[nn.Module], bool]
     itself: bool
 
     def argument(self, recording: Recording) -> Any:
-        """The test and the module that it is about, as an argument of a call in generated code."""
+        """The test and its module, as an argument of a call in generated code."""
         add_names(recording.namespace, {self.name: self.test})
         return Name(f"({self.name}, {'self' if self.itself else None})")
 
 
 def cast_by(view: View, node: Node) -> Casts | None:
-    """The test under which autocast casts the result of a node, and nothing else uses it; None if that is not so."""
-    if view.example(node) is not None:  # a captured graph has its dtypes already
+    """The test under which the only use of a node's result is a cast by autocast; None if it has other uses."""
+    if view.example(node) is not None:  # The dtypes in a captured graph are fixed.
         return None
     found = Found(view)
     try:
@@ -98,7 +98,7 @@ def cast_by(view: View, node: Node) -> Casts | None:
 def compiled(source: str, names: tuple[tuple[str, Any], ...]) -> Callable[[nn.Module], bool]:
     """One function for equal tests, so that modules of one kind share their generated class.
 
-    Those that cannot be asked do not hold: a child that they look at may be gone.
+    A test that raises does not hold: its child may be gone.
     """
     name = f"_casts_{zlib.crc32(source.encode()):08x}"
     scope = dict(names)
@@ -110,7 +110,7 @@ def compiled(source: str, names: tuple[tuple[str, Any], ...]) -> Callable[[nn.Mo
 
 
 class Found:
-    """The operations that cast a tensor, and what must hold for them to be all."""
+    """The operations that cast a tensor, and the tests under which it has no other uses."""
 
     def __init__(self, view: View) -> None:
         self.operations = 0
@@ -119,7 +119,7 @@ class Found:
         self.unseen: dict[str, None] = {}
 
     def follow(self, view: View, node: Node) -> bool:
-        """Whether every use of a node casts it, or only hands it on to such."""
+        """Whether every use of a node casts it, directly or after views."""
         return all(self.use(view, node, user) for user in node.users)
 
     def use(self, view: View, node: Node, user: Node) -> bool:
@@ -148,7 +148,7 @@ class Found:
         return reaches(view, node, user)
 
     def given(self, view: View, node: Node, user: Node) -> bool:
-        """A call of a child with the tensor: a layer that casts it, or one whose forward is looked at."""
+        """Whether a child that is called with the tensor only casts it, by its class or by its recorded forward."""
         path, child = str(user.target), view.child(user)
         if times(node, user) != 1 or not reaches(view, node, user):
             return False
@@ -175,14 +175,14 @@ class Found:
         return self.inside_modes(view, user, child, position, expression)
 
     def inside(self, view: View, recording: Recording, position: int) -> bool:
-        """Whether the forward of a child casts what it is given at a position."""
+        """Whether the forward of a child only casts the argument at a position."""
         placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
         add_names(self.tests.namespace, recording.namespace)
         self.tests.guards.update(recording.guards)
         return self.follow(View(recording.graph, view.root), placeholders[position])
 
     def inside_modes(self, view: View, call: Node, child: nn.Module, position: int, expression: str) -> bool:
-        """The same of a forward that branches on ``self.training``."""
+        """:meth:`inside` for a forward that branches on ``self.training``."""
         modes = []
         for training in (True, False):
             recording = record_child(view.root, child, call, training)
@@ -203,7 +203,7 @@ class Found:
 
 
 def is_basic(index: Any) -> bool:
-    """Whether an index takes each element once at most: numbers that are known, slices, None and Ellipsis."""
+    """Whether an index takes each element at most once: known numbers, slices, None and Ellipsis."""
     return all(
         item is None or item is Ellipsis or type(item) in (int, slice)
         for item in (index if isinstance(index, tuple) else (index,))
@@ -211,7 +211,7 @@ def is_basic(index: Any) -> bool:
 
 
 def operands(call: Node) -> list[Node]:
-    """The nodes among the arguments of a call, each as often as it is there."""
+    """The nodes among the arguments of a call, with repetitions."""
     found: list[Node] = []
     map_arg((call.args, call.kwargs), found.append)
     return found
@@ -222,6 +222,6 @@ def times(node: Node, user: Node) -> int:
 
 
 def reaches(view: View, node: Node, user: Node) -> bool:
-    """Whether autocast is at a use what it is where a tensor is made, or where its graph begins."""
+    """Whether autocast cannot change between the node, or the start of its graph, and a use."""
     since = -1 if node.op == "placeholder" else view.position[node]
     return not any(is_barrier(n) for n in view.position if since < view.position[n] < view.position[user])

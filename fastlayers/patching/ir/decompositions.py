@@ -1,8 +1,8 @@
-"""Operations that a graph writes out in smaller ones: the norms of model libraries, their GELUs, stochastic depth.
+"""Decompositions: operations that a graph computes in smaller steps, such as norms, GELUs and stochastic depth.
 
-In the graphs that Dynamo captures nothing is left of a library's modules and functions, but the dtype and the shape of
-every tensor are known. A known body (:mod:`fastlayers.patching.ir.fingerprints` has those of the norms) is looked for
-node by node, backwards from the last one; casts that change nothing may be there or not.
+A graph that Dynamo captures does not show the modules and functions of a library, but has the dtype and the shape of
+every tensor. A known body (:mod:`fastlayers.patching.ir.fingerprints` has the norms) is matched node by node, backwards
+from the last one. Casts without an effect are optional.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["DECOMPOSITIONS", "permutation"]
 
 TANH = {"approximate": "tanh"}
-#: The activations that transformers writes out, by the operation and its operands, and what :mod:`calls` calls them.
+#: Activations that models write out: the operation, its operands, its name in :mod:`calls`, and its code.
 ACTIVATIONS: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("gelu", TANH, "gelu_pow", "0.5 * x * (1.0 + (0.7978845608028654 * (x + 0.044715 * x.pow(3.0))).tanh())"),
     ("gelu", TANH, "gelu_mul", "0.5 * x * (1.0 + (x * 0.7978845608028654 * (1.0 + 0.044715 * x * x)).tanh())"),
@@ -42,7 +42,7 @@ COMMUTATIVE = frozenset({"mul", "add"})
 
 @dataclass(frozen=True)
 class Reading:
-    """What nodes read so far say of an expression: what its names stand for, and what dtypes must turn out to be."""
+    """A partial match of nodes with an expression: the values of its names, and the dtypes that must hold."""
 
     names: Mapping[str, Any] = field(default_factory=dict)
     nodes: frozenset[Node] = frozenset()
@@ -55,7 +55,7 @@ class Reading:
         return replace(self, names={**self.names, name: value})
 
     def holds(self) -> bool:
-        """Whether the casts are to the dtypes that the expression says, and its branches the ones that were taken."""
+        """Whether casts have the dtypes of the expression, and its branches are the ones that were taken."""
         if any(self.dtype(expression) is not dtype for expression, dtype in self.casts):
             return False
         return all(self.true(test) in (None, truth) for test, truth in self.tests)
@@ -67,7 +67,7 @@ class Reading:
         return value.meta["example_value"].dtype if isinstance(value, Node) else None
 
     def true(self, test: Expression) -> bool | None:
-        """A test of dtypes; None for one of a number that was known when the graph was captured."""
+        """The outcome of a test of dtypes; None for a test of a number that was known at the capture."""
         if test[0] != "in":
             return None
         return self.dtype(test[1]) in [self.dtype(item) for item in test[2][1:]]
@@ -83,7 +83,7 @@ def leaf(value: Any) -> Expression:
 
 
 def step(node: Node) -> Expression | None:
-    """A node as one operation on other nodes and constants, in the one spelling that expressions have for it."""
+    """A node as one operation on nodes and constants, in the spelling of expressions."""
     if node.op == "call_method":
         name = str(node.target)
     elif node.op == "call_function":
@@ -104,7 +104,7 @@ def dtype_of(view: View, value: Expression) -> torch.dtype | None:
 
 
 def read(view: View, known: Expression, value: Expression, reading: Reading) -> Iterator[Reading]:
-    """The ways to read a value, the outcome of nodes, as a known expression."""
+    """The ways to match a value with a known expression."""
     kind, *operands = known
     if kind == "constant":
         given, expected = value[1], operands[0]
@@ -142,7 +142,7 @@ def read_all(
 def read_cast(
     view: View, target: Expression, known: Expression, value: Expression, found: Expression | None, reading: Reading
 ) -> Iterator[Reading]:
-    """A value as a cast to a dtype, or as what has that dtype without one."""
+    """A value as a cast to a dtype, or as a value of that dtype without a cast."""
     if found is not None and found[0] in ("float", "cast"):
         dtype = dtype_of(view, value)
         if dtype is not None:
@@ -154,7 +154,7 @@ def read_cast(
 
 
 def readings(view: View, known: Expression, node: Node) -> Iterator[tuple[Reading, tuple[Op, ...]]]:
-    """The ways to read a node as a known expression, with the operations that it is written out in but the last."""
+    """The ways to match a node with a known expression, each with all operations of it but the last."""
     for reading in read(view, known, ("node", node), Reading()):
         if reading.holds() and node in reading.nodes:
             yield reading, parts(view, reading.nodes - {node})
@@ -192,12 +192,12 @@ def last(name: str, node: Node, operands: dict[str, Any], inner: tuple[Op, ...])
 
 
 def norm_operands(view: View, body: Body, names: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The operands of a norm, where its casting order is the one of the body: as :func:`calls.computes_norm` has it."""
+    """The operands of a norm, if its casting order is the one of the body; see :func:`calls.computes_norm`."""
     x, weight, eps = view.example(names["input"]), names.get("weight"), names["eps"]
     if x is None or x.dtype not in (torch.float32, *LOW_PRECISION) or not isinstance(eps, float) or not x.dim():
         return None
     if body.casting in (None, "torch") and x.dtype is not torch.float32 and may_autocast(view, x.device.type):
-        return None  # torch's own norms heed autocast, which elementwise code does not
+        return None  # torch's norms follow autocast, elementwise code does not.
     size = view.size(names["input"], -1)
     if size is None:
         return None
@@ -212,13 +212,13 @@ def norm_operands(view: View, body: Body, names: Mapping[str, Any]) -> dict[str,
 
 
 def may_autocast(view: View, kind: str) -> bool:
-    """Whether autocast is on in some part of a captured graph: around it, which Dynamo guards, or inside."""
+    """Whether autocast is on around a captured graph, which Dynamo guards, or in a part of it."""
     names = {getattr(node.target, "__name__", "") for node in view.position if node.op == "call_function"}
     return torch.is_autocast_enabled(kind) or "_enter_autocast" in names
 
 
 def permutation(view: View, node: Any) -> tuple[Op, tuple[int, ...]] | None:
-    """A node as x.permute(...) by known numbers, none of them negative."""
+    """A node as x.permute(...) with known dimensions, given as non-negative numbers."""
     op = view.op(node, "permute")
     dims = op["dims"] if op is not None else None
     if op is None or not isinstance(dims, tuple | list) or not all(type(dim) is int for dim in dims):
@@ -272,7 +272,7 @@ def read_activation(name: str) -> Callable[[View, Node], Op | None]:
 
 
 def read_drop_path(view: View, node: Node) -> Op | None:
-    """``x * x.new_empty(shape).bernoulli_(keep).div_(keep)``, as timm and torchvision draw it, of single samples."""
+    """``x * x.new_empty(shape).bernoulli_(keep).div_(keep)``, with one draw for each sample."""
     mul = view.op(node, "mul")
     if mul is None or mul.inplace:
         return None
@@ -300,7 +300,7 @@ def is_method(node: Any, name: str) -> bool:
     return isinstance(node, Node) and node.op == "call_method" and node.target == name
 
 
-#: By the name that :meth:`View.op` is asked for.
+#: The functions that match them, by the name of the operation.
 DECOMPOSITIONS: dict[str | None, Callable[[View, Node], Op | None]] = {
     "rms_norm": read_norm("rms_norm"),
     "layer_norm": read_norm("layer_norm"),

@@ -1,10 +1,10 @@
-"""Norms that model libraries write out, recognised by what their forward computes, not by their names.
+"""Fingerprints: handwritten norms, recognised by what their forward computes and not by their names.
 
-A hundred model files repeat the same few lines of RMSNorm, with other names for the same things. A forward of
-straight-line code is read into the one expression that it returns: locals and helper methods are substituted, spellings
-(``x.to(torch.float32)`` and ``x.float()``, ``x ** 2`` and ``x.pow(2)``) and the order of factors made one. Two forwards
-that compute the same in the same casting order then give equal expressions, but for the names of attributes. The
-expressions that are known stand in :data:`BODIES`, as the code that one would write.
+A hundred model files repeat the same few lines of RMSNorm under different names. A straight-line forward is read into
+the expression that it returns: locals and helper methods are substituted, and spellings (``x.to(torch.float32)`` and
+``x.float()``, ``x ** 2`` and ``x.pow(2)``) and the order of factors are unified. Two forwards that compute the same in
+the same casting order then give equal expressions, up to the names of attributes. :data:`BODIES` has the known
+expressions, as code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Expression: TypeAlias = tuple[Any, ...]
 
 
 class UnreadableError(Exception):
-    """Code that is not one expression of one tensor."""
+    """Raised for code that is not one expression of one tensor."""
 
 
 # -- what is known ----------------------------------------------------------------------------------------------------
@@ -60,10 +60,10 @@ class Body:
 
     Attributes:
         name: a library or model that writes it so.
-        casting: the casting order of :func:`fastlayers.functional.rms_norm` that it has; None for a layer_norm.
-        code: the forward as one expression. ``self.weight``, ``self.eps`` and ``self.scaled`` stand for attributes of
-            any name.
-        same: only where x and weight have one dtype is the casting order that one.
+        casting: its casting order, by the names of :func:`fastlayers.functional.rms_norm`; None for a layer_norm.
+        code: the forward as one expression. ``self.weight``, ``self.eps`` and ``self.scaled`` match attributes of any
+            name.
+        same: whether it has this casting order only if x and weight have the same dtype.
     """
 
     name: str
@@ -107,7 +107,7 @@ BODIES = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A forward that computes a known norm: which, and what its attributes are called."""
+    """A forward that computes a known norm: its body, and the names of its parameter and its attributes."""
 
     body: Body
     parameter: str
@@ -120,7 +120,7 @@ _known: WeakKeyDictionary[type[nn.Module], tuple[Any, Fingerprint | None]] = Wea
 
 
 def fingerprint(cls: type[nn.Module]) -> Fingerprint | None:
-    """The norm that the forward of a class computes; None if it is none of :data:`BODIES`."""
+    """The norm that the forward of a class computes; None if it is not in :data:`BODIES`."""
     forward = cls.forward
     if not isinstance(forward, types.FunctionType) or (forward.__module__ or "").startswith("torch."):
         return None
@@ -145,7 +145,7 @@ def compute(cls: type[nn.Module], forward: types.FunctionType) -> Fingerprint | 
 
 
 def looks_like_a_norm(cls: type[nn.Module]) -> bool:
-    """Whether a forward seems to normalise by hand: what the report says of a body that is not known."""
+    """Whether a forward seems to normalise by hand. The report mentions one whose body is not known."""
     try:
         nodes = list(ast.walk(parse(cls.forward)))  # type: ignore[arg-type]
     except (Refusal, AttributeError):
@@ -162,7 +162,7 @@ def looks_like_a_norm(cls: type[nn.Module]) -> bool:
 
 
 def unify(known: Any, found: Any, names: dict[str, str]) -> bool:
-    """Whether two expressions are equal but for the names of attributes, and what these are called in the second."""
+    """Whether two expressions are equal up to the names of attributes. ``names`` collects those of the second."""
     if not (isinstance(known, tuple) and isinstance(found, tuple)):
         return type(known) is type(found) and bool(known == found)
     if len(known) != len(found):
@@ -176,7 +176,7 @@ def unify(known: Any, found: Any, names: dict[str, str]) -> bool:
 
 
 def shape_of(expression: Any) -> str:
-    """An expression without the names of its attributes: sorts the operands of what commutes."""
+    """An expression without the names of its attributes, a key to sort commuting operands by."""
     if not isinstance(expression, tuple):
         return repr(expression)
     if expression[0] == "attribute":
@@ -289,13 +289,13 @@ class Reader:
         return operation(node.func.attr, arguments if owner == ("torch",) else [owner, *arguments], options)
 
 
-#: Operations whose operands commute, in one spelling each.
+#: Commuting operations by their spellings.
 COMMUTING = {"mult": "mul", "mul": "mul", "multiply": "mul", "add": "add"}
 LAST = (("constant", -1.0), ("items", ("constant", -1.0)))
 
 
 def operation(name: str, operands: list[Expression], options: dict[str, Expression]) -> Expression:
-    """An operation on tensors, in the one spelling that expressions have for it."""
+    """An operation on tensors, in the spelling of expressions."""
     if not operands or operands[0] == ("torch",):
         raise UnreadableError
     x, *rest = operands

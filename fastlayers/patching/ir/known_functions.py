@@ -1,4 +1,4 @@
-"""Functions that model libraries repeat, recognised by their source: other names for the same code are the same."""
+"""Functions that many models repeat, recognised by their source, whatever the names in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastlayers.patching.ir.spellings import Spelling
 
 __all__ = ["canonical", "fused_rotary", "is_rotary", "known_spelling", "source_of"]
 
-#: Stochastic depth, of single samples, as timm and torchvision draw it. Their operands are those of the spelling.
+#: Stochastic depth of single samples, in two common forms. :data:`KNOWN` has their operands.
 DROP_PATH = """
 def drop_path(x, drop_prob=0.0, training=False, scale_by_keep=True):
     if drop_prob == 0.0 or not training:
@@ -53,7 +53,7 @@ def stochastic_depth(input, p, mode, training=True):
 
 
 class Rename(ast.NodeTransformer):
-    """Numbers the names of a function in the order of their first use, and drops its annotations."""
+    """Replaces the names of a function by numbers in the order of their first use, and drops annotations."""
 
     def __init__(self, own: set[str]) -> None:
         self.names: dict[str, str] = {}
@@ -70,7 +70,7 @@ class Rename(ast.NodeTransformer):
 
 
 def canonical(source: str) -> str:
-    """The syntax of a function less its comments, annotations and decorators, with numbers for its own names."""
+    """The syntax of a function without comments, annotations and decorators, and with numbers for its names."""
     tree = ast.parse(textwrap.dedent(source)).body[0]
     if not isinstance(tree, ast.FunctionDef):
         return ""
@@ -83,7 +83,7 @@ def canonical(source: str) -> str:
 
 
 def source_of(function: Any) -> str:
-    """The canonical source of a plain function; empty where it has none."""
+    """The canonical source of a plain function; empty if it is not available."""
     if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__") or function.__closure__:
         return ""
     try:
@@ -100,7 +100,7 @@ _seen: WeakKeyDictionary[types.FunctionType, Spelling | None] = WeakKeyDictionar
 
 
 def known_spelling(function: Any) -> Spelling | None:
-    """What a library's function computes, with the names of its operands; None if it is none of those known."""
+    """The operation that a function computes, with its operands; None if the function is not a known one."""
     if not isinstance(function, types.FunctionType) or (function.__module__ or "").startswith(("torch.", "fastlayers")):
         return None
     if function not in _seen:
@@ -141,7 +141,7 @@ def is_rotary(function: Any) -> bool:
 
 
 def fused_rotary(scope: dict[str, Any], name: str, original: Any) -> Any:
-    """What stands for a rotary function; the global itself where it is no longer the one that was read."""
+    """A function that replaces a rotary function. It calls the global itself if that is another one by now."""
     halves = original.__globals__["rotate_half"]
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:

@@ -14,18 +14,18 @@ __all__ = ["Attribute", "Leading", "Op"]
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: its name, its operands by name, whether it writes the first of them, the child that does it."""
+    """One operation: its name and operands, whether it overwrites the first of them, the child that computes it."""
 
     name: str
     node: Node
     operands: dict[str, Any]
     inplace: bool = False
     child: str | None = None
-    #: Of a child of some class of its own: the recording that shows it to be this operation, for its guards.
+    #: For a child of a class that is not torch's, the recording that shows what it computes. It has the guards.
     recording: Recording | None = None
-    #: The Sequentials that end with the child, the outermost first, where the node calls that one.
+    #: The Sequentials that end with the child, outermost first, if the node calls a Sequential.
     sequentials: tuple[str, ...] = ()
-    #: Of an operation that is written out in smaller ones, of which ``node`` is the last: the others, in order.
+    #: For a decomposed operation, which ends with ``node``, the operations before it, in order.
     parts: tuple[Op, ...] = ()
 
     def __getitem__(self, operand: str) -> Any:
@@ -34,14 +34,14 @@ class Op:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An operand that is an attribute of the module or of something inside it, read on every call."""
+    """An operand that is an attribute of the module or of a submodule, read on every call."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Leading:
-    """An operand that the layers of a Sequential before its last one compute: the call, and their paths in order."""
+    """An operand that all layers of a Sequential but the last compute: the call, and their paths in order."""
 
     node: Node
     paths: tuple[str, ...]

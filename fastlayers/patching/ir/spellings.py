@@ -1,6 +1,6 @@
-"""What operations are called: the spellings of each in code, and what is known of torch's own layers and functions.
+"""The vocabulary of operations: their spellings in code, and properties of torch's layers and functions.
 
-:data:`SPELLINGS` is the one place that knows that ``x + y``, ``x += y``, ``torch.add(x, y)``, ``x.add(y)`` and
+:data:`SPELLINGS` is the only place that knows that ``x + y``, ``x += y``, ``torch.add(x, y)``, ``x.add(y)`` and
 ``x.add_(y)`` are all ``add``.
 """
 
@@ -44,11 +44,11 @@ class Spelling:
     name: str
     operands: tuple[str, ...]
     inplace: bool = False
-    #: Whether the last operand may come as several arguments.
+    #: Whether the last operand may be given as several arguments.
     gathers: bool = False
 
 
-#: Functions by themselves, tensor methods by their names.
+#: The spelling of each function, and of each tensor method by its name.
 SPELLINGS: dict[Any, Spelling] = {}
 
 
@@ -107,7 +107,7 @@ spell("permute", "input dims", torch.permute)
 spell("permute", "input dims", "permute", gathers=True)
 spell("rms_norm", "input normalized_shape weight eps", F.rms_norm, torch.rms_norm)
 
-#: Layers that stand for one operation, and what of their attributes is its operands: a guard compares these.
+#: Layers that compute one operation, and the attributes that are its operands. A guard compares these.
 LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.Identity: ("identity", ()),
     nn.Linear: ("linear", ()),
@@ -134,7 +134,7 @@ LAYERS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
     nn.LayerNorm: ("layer_norm", ()),
     nn.RMSNorm: ("rms_norm", ()),
 }
-#: The attributes of a norm layer that the functional form takes; the rewritten code reads them on every call.
+#: Attributes of a norm layer that the function takes. The rewritten code reads them on every call.
 NORM_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "group_norm": ("num_groups", "weight", "bias", "eps"),
     "layer_norm": ("normalized_shape", "weight", "bias", "eps"),
@@ -158,7 +158,7 @@ FUSED_FUNCTIONS = frozenset(getattr(functional, name) for name in functional.__a
 
 #: Operations that may draw random numbers.
 RANDOM = frozenset({"dropout", "drop_path", "draw"})
-#: Functions and methods that draw none, besides the fresh ones that are not listed here.
+#: Functions and methods that draw no random numbers, in addition to the fresh ones.
 NOT_RANDOM = frozenset(
     {getattr, operator.getitem, "view", "reshape", "flatten", "transpose", "contiguous", "unsqueeze"}
 )
@@ -172,7 +172,7 @@ MAY_DRAW = frozenset(
     }
 )
 
-#: Functions whose result never shares memory with an argument.
+#: Functions whose result never shares memory with an argument. More say so themselves: runtime.traits.
 FRESH_FUNCTIONS = frozenset(
     {
         operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.matmul, operator.pow,
@@ -211,7 +211,7 @@ FRESH_LAYERS: frozenset[type[nn.Module]] = frozenset(
         nn.Upsample,
     }
 )  # fmt: skip
-#: Layers with an ``inplace`` option: a tensor of their own, or the argument, overwritten.
+#: Layers with an ``inplace`` option: they return a new tensor, or overwrite the argument.
 OPTIONAL_INPLACE: frozenset[type[nn.Module]] = frozenset(
     {
         nn.ReLU,
@@ -233,5 +233,5 @@ PASSING_LAYERS: frozenset[type[nn.Module]] = frozenset(
     {nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Flatten, nn.Unflatten}
 )
 
-#: Memory that the caller, the module or a stranger's layer may hold on to.
+#: Stands for memory that the caller, the module or an unknown layer may keep.
 OUTSIDE = "outside"

@@ -1,6 +1,6 @@
-"""Reading a small graph: what a node computes however it is spelled, and which tensors share memory.
+"""The view of a graph: what each node computes, however it is spelled, and which tensors share memory.
 
-A rule sees operations by their names (``add``, ``relu``, ``softmax``, ...) with named operands;
+A rule sees operations by their names (``add``, ``relu``, ``softmax``, ...) with named operands.
 :mod:`fastlayers.patching.ir.spellings` has the names.
 """
 
@@ -49,32 +49,32 @@ __all__ = ["JOINED_NORMS", "View", "counts_batch", "forked", "is_about_rank", "i
 
 
 def is_fresh(layer: type[nn.Module]) -> bool:
-    """Whether a layer returns a tensor of its own, keeps no reference to it, and writes none of its arguments."""
+    """Whether a layer returns a new tensor, keeps no reference to it, and overwrites none of its arguments."""
     return layer in FRESH_LAYERS or fingerprint(layer) is not None
 
 
 def is_fresh_call(node: Node) -> bool:
-    """Whether a call of a function or method is known to return a tensor of its own."""
+    """Whether a call of a function or method is known to return a new tensor."""
     if node.op == "call_method":
         return node.target in FRESH_METHODS
     return node.target in FRESH_FUNCTIONS or node.target in traits.FRESH
 
 
 class View:
-    """A recorded graph with the questions that rules and their safety checks ask about it."""
+    """A recorded graph, with the questions about it that rules and safety checks need."""
 
     def __init__(self, graph: fx.Graph, root: nn.Module, *, deep: bool = False) -> None:
         self.graph = graph
         self.root = root
         self.deep = deep
-        #: Children of unknown classes whose own forward was looked at, by path, with what was recorded of it.
+        #: The recordings of children of unknown classes, by path.
         self.children: dict[str, tuple[Recording, tuple[str, ...]] | None] = {}
         self.wrapped: dict[str, Op | None] = {}
         self.recordings: dict[tuple[str, int, bool | None], Recording | None] = {}
         self.refresh()
 
     def thread_inplace(self) -> None:
-        """Let later uses of a tensor that ``x.add_(y)`` wrote use its result, which is the same tensor."""
+        """After ``r = x.add_(y)``, let later uses of x use r, which is the same tensor."""
         for node in list(self.graph.nodes):
             op = self.op(node) if node.op in ("call_function", "call_method") else None
             if op is None or not op.inplace or not isinstance(op["input"], Node):
@@ -90,9 +90,9 @@ class View:
     # -- what a node computes -----------------------------------------------------------------------------------
 
     def op(self, node: Any, name: str | None = None) -> Op | None:
-        """The operation of a node, if it is a known one (and the one asked for).
+        """The operation of a node, if it is known and has the given name.
 
-        Asked for by its name, an operation is found where it is written out in smaller ones too.
+        Given a name, this finds decomposed operations too.
         """
         if not isinstance(node, Node):
             return None
@@ -137,14 +137,14 @@ class View:
         return Op(name, node, operands, bool(getattr(child, "inplace", False)), str(node.target))
 
     def _handwritten_norm(self, node: Node, child: nn.Module) -> Op | None:
-        """A norm that a library wrote out, where it is one that is known."""
+        """A child as a handwritten norm with a known fingerprint."""
         found = fingerprint(original_class(child))
         if found is None or (found.scaled is not None and not getattr(child, found.scaled)):
             return None
         return Op(found.body.op, node, {"input": node.args[0], "fingerprint": found}, child=str(node.target))
 
     def _wrapped(self, node: Node, child: nn.Module) -> Op | None:
-        """A child of some class of its own, whose forward is one known operation: timm's LayerNorm and GELU, say."""
+        """A child of an unknown class whose forward is one known operation, such as timm's LayerNorm and GELU."""
         path = str(node.target)
         if child._modules or original_class(child).__module__.startswith("torch."):
             return None
@@ -154,7 +154,7 @@ class View:
         return replace(op, node=node, operands={**op.operands, "input": node.args[0]}) if op is not None else None
 
     def record(self, path: str, arguments: int, training: bool | None = None) -> Recording | None:
-        """What a child of some class of its own does."""
+        """The recording of a child of an unknown class."""
         key = (path, arguments, training)
         if key not in self.recordings:
             self.recordings[key] = record_child(self.root, self.root.get_submodule(path), arguments, training)
@@ -166,7 +166,7 @@ class View:
             return None
         argument, *nodes, output = recording.graph.nodes
         inner, result = View(recording.graph, self.root), output.args[0]
-        for name in ("channel_layer_norm", None, "gelu", "quick_gelu"):  # an operation, or one that is written out
+        for name in ("channel_layer_norm", None, "gelu", "quick_gelu"):  # plain, or decomposed
             op = inner.op(result, name)
             known = {part.node for part in (*op.parts, op)} if op is not None else set()
             if known and all(node in known or node.op == "get_attr" for node in nodes):
@@ -182,7 +182,7 @@ class View:
         return Op(op.name, op.node, operands, op.inplace, path, recording)
 
     def last_op(self, node: Any, name: str) -> Op | None:
-        """The operation of the last layer in a call of a Sequential, if it is the one asked for."""
+        """The operation of the last layer in a call of a Sequential, if it has the given name."""
         if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
             return None
         path, child = str(node.target), self.child(node)
@@ -226,7 +226,7 @@ class View:
         return False
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether a value is taken for a tensor. A placeholder is one only under a guard, which the rewriting adds."""
+        """Whether a value is assumed to be a tensor. For a placeholder the engine adds a guard."""
         if self.example(value) is not None:
             return True
         is_flag = isinstance(value, Node) and value.op == "get_attr" and value.target == "training"
@@ -244,12 +244,12 @@ class View:
 
     @staticmethod
     def example(value: Any) -> torch.Tensor | None:
-        """The tensor without memory that Dynamo took for a value while it captured the graph; None in other graphs."""
+        """The fake tensor of a value in a graph that Dynamo captured; None in other graphs."""
         found = value.meta.get("example_value") if isinstance(value, Node) else None
         return found if isinstance(found, torch.Tensor) else None
 
     def size(self, value: Any, dim: int) -> int | None:
-        """The size of a dimension, where the captured graph holds for no other; None where it is dynamic or unknown."""
+        """The static size of a dimension in a captured graph; None if it is dynamic or unknown."""
         example = self.example(value)
         if example is None or not -example.dim() <= dim < example.dim():
             return None
@@ -259,17 +259,17 @@ class View:
     # -- which memory a node shares ---------------------------------------------------------------------------
 
     def memory(self, node: Node) -> frozenset[object]:
-        """The allocations that a node's result may live in: nodes that made them, or :data:`OUTSIDE`."""
+        """The allocations that may contain a node's result: the nodes that made them, or :data:`OUTSIDE`."""
         for known in self.position if node not in self._memory else ():
-            if known not in self._memory:  # in order: what a node shares was computed before it
+            if known not in self._memory:  # In order: a node shares memory with earlier nodes only.
                 self._memory[known] = frozenset(self._allocations(known))
         return self._memory[node]
 
     def memory_between(self, leading: Leading) -> frozenset[object]:
-        """The same of what the leading layers of a Sequential hand to its last one."""
+        """:meth:`memory` of the input to the last layer of a Sequential."""
         before = self.root.get_submodule(leading.paths[-1])
         if is_fresh(original_class(before)) and is_plain_layer(before):
-            return frozenset()  # nobody else has it
+            return frozenset()  # Nothing else has a reference to it.
         return frozenset({OUTSIDE}).union(*map(self.memory, leading.node.all_input_nodes))
 
     def _allocations(self, node: Node) -> Iterator[object]:
@@ -314,9 +314,9 @@ class View:
             yield from self.memory(operand)
 
     def makers(self, node: Node) -> tuple[str, ...] | None:
-        """The children that hand on the fresh tensor which this call returns; None if it may not be fresh.
+        """The children that return the fresh result of a call; None if the result may not be fresh.
 
-        For a Sequential they are the Sequential and its last layer, and the one before where that writes in place. A
+        For a Sequential these are the Sequential, its last layer and, if that works in place, the layer before it. A
         hook on any of them could keep the tensor.
         """
         chain = self._makers(str(node.target))
@@ -333,7 +333,7 @@ class View:
         return (*chain, *inspected[1]) if inspected is not None else None
 
     def _makers(self, path: str) -> list[str]:
-        """A child and, inside of it, those whose results are its own; the last one made the tensor, if any did."""
+        """A child and the descendants that return its result, ending with the one that may have made it."""
         chain = [path]
         while True:
             child = self.root.get_submodule(path)
@@ -350,7 +350,7 @@ class View:
             chain.append(path)
 
     def _inspect(self, path: str, arguments: int) -> tuple[Recording, tuple[str, ...]] | None:
-        """Whether a child of an unknown class returns a tensor of its own and keeps none, by what its forward does."""
+        """Whether a child of an unknown class returns a new tensor and keeps none, by its recorded forward."""
         recording = self.record(path, arguments)
         if recording is None:
             return None
@@ -373,7 +373,7 @@ class View:
         return recording, tuple(seen)
 
     def keepers(self, node: Node) -> tuple[str, ...] | None:
-        """The children that see the arguments of a call and could keep them; None if the call itself could."""
+        """The children that see the arguments of a call, whose hooks could keep them; None if the call could."""
         if node.op != "call_module":
             return None if is_opaque(node) else ()
         pending, seen = [str(node.target)], []
@@ -391,7 +391,7 @@ class View:
         return tuple(seen)
 
     def may_draw(self, node: Node) -> bool:
-        """Whether a node may draw random numbers; of what is not known it may."""
+        """Whether a node may draw random numbers; True if it is unknown."""
         op = self.op(node)
         if op is not None:
             return op.name in RANDOM
@@ -403,7 +403,7 @@ class View:
         return not is_fresh_call(node) or node.target in MAY_DRAW or node.target in traits.DRAWING
 
     def written(self, node: Node) -> frozenset[object]:
-        """The allocations that a node may write."""
+        """The allocations that a node may overwrite."""
         if node.op in ("placeholder", "get_attr", "output") or (
             node.op == "call_module" and self._layer_only_reads(node)
         ):
@@ -433,12 +433,12 @@ class View:
         return getattr(child, "inplace", None) is False and original.__module__.startswith("torch.nn.")
 
 
-#: The calls for the norm of x + residual and this sum, and where among their arguments x is; the residual comes next.
+#: The calls that return the norm of x + residual and the sum, and the position of x; the residual follows it.
 JOINED_NORMS: dict[Any, int] = {calls.add_layer_norm: 0, calls.add_rms_norm: 0, calls.add_handwritten_norm: 1}
 
 
 def forked(node: Any) -> Node | None:
-    """The x of such a call without a residual, which then returns x itself; None for any other node."""
+    """The x of such a call without a residual, which returns x itself; None for any other node."""
     position = JOINED_NORMS.get(node.target) if isinstance(node, Node) else None
     if position is None or node.args[position + 1] is not None:
         return None
@@ -446,7 +446,7 @@ def forked(node: Any) -> Node | None:
 
 
 def is_opaque(node: Node) -> bool:
-    """Whether a node calls a function of somebody's, which could return or keep any tensor."""
+    """Whether a node calls an unknown function, which could return or keep any tensor."""
     if node.op != "call_function":
         return False
     package = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
@@ -454,7 +454,7 @@ def is_opaque(node: Node) -> bool:
 
 
 def is_about_rank(node: Node) -> bool:
-    """Whether a node serves to assert the number of dimensions."""
+    """Whether a node belongs to an assertion about the number of dimensions."""
     if node.target is getattr or (node.op == "call_method" and node.target == "dim"):
         return node.args[1:] in ((), ("ndim",))
     if node.target is operator.eq:
@@ -463,14 +463,14 @@ def is_about_rank(node: Node) -> bool:
 
 
 def counts_batch(node: Node, count: str) -> bool:
-    """Whether a node is what a BatchNorm does to that attribute, its count of batches, and nothing uses the result."""
+    """Whether a node adds 1 to that attribute, the batch count of a BatchNorm, and its result is unused."""
     if node.target != "add_" or node.args[1:] != (1,) or node.kwargs or node.users:
         return False
     return isinstance(node.args[0], Node) and node.args[0].target == count
 
 
 def is_barrier(node: Node) -> bool:
-    """Whether a recorded function may do anything, such as switch autograd off: nothing is moved past it."""
+    """Whether a recorded function may have any effect, such as switching autograd off. Nothing moves past it."""
     if node.op != "call_function" or node.target in SPELLINGS or node.target in INPLACE_OPERATORS:
         return False
     known = getattr(torch, getattr(node.target, "__name__", ""), None) is node.target
@@ -478,7 +478,7 @@ def is_barrier(node: Node) -> bool:
 
 
 def function_only_reads(node: Node) -> bool:
-    """Whether a recorded function is known to write none of its arguments, by torch's naming and its options."""
+    """Whether a recorded function overwrites none of its arguments, by torch's naming and its options."""
     target = node.target
     name = getattr(target, "__name__", "")
     if (

@@ -28,7 +28,7 @@ __all__ = [
     "swap_class",
 ]
 
-#: The functions that pickle rebuilds a plain object with, for the newer protocols and for the older ones.
+#: The functions with which pickle rebuilds a plain object, in newer and in older protocols.
 NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 
 
@@ -44,12 +44,12 @@ def is_folded(module: nn.Module) -> bool:
 
 
 def become(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Give a module another of the classes that it may have: its own, or one that was made for it.
+    """Give a module another class: its own, or one that was generated for it.
 
-    A bound forward that something put on the instance goes along: accelerate's hooks keep one, to call and to put back.
+    Bound forwards on the instance change too: the hooks of accelerate keep one, to call it and to restore it.
 
     Returns:
-        False, and nothing was changed, where a wrapper that was put on the instance calls the present forward.
+        False if a wrapper on the instance calls the present forward; nothing is changed then.
     """
     present = type(module)
     kinds: Any = present.__mro__[: present.__mro__.index(original_class(module)) + 1]
@@ -68,23 +68,23 @@ def become(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def wrapped(function: Any) -> Iterator[Any]:
-    """A function and, as far as it says what it wraps, those inside of it."""
+    """A function and the functions inside of it, as far as ``__wrapped__`` shows them."""
     while function is not None:
         function = getattr(function, "__func__", function)
-        if isinstance(function, functools.partial):  # calls this, whatever it says
+        if isinstance(function, functools.partial):  # It calls this function, whatever its attributes say.
             function = function.func
         yield function
         function = getattr(function, "__wrapped__", None)
 
 
 def called_by_class(module: nn.Module) -> bool:
-    """Whether a call of a module runs the forward of its class; on the instance may be the same, which hooks leave."""
+    """Whether a call of a module runs the forward of its class. Hooks may leave the same one on the instance."""
     present: Any = module.forward
     return getattr(present, "__self__", None) is module and present.__func__ is type(module).forward
 
 
 def check_subclassing(original: type[nn.Module], harmless: tuple[type, ...] = ()) -> None:
-    """Creating a subclass must not run code of the class: a registry would list the generated one."""
+    """Raise if creating a subclass runs code of the class: a registry would list the generated class."""
     if type(original) not in (type, abc.ABCMeta):
         raise Refusal(Reason.CLASS_HOOKS, f"metaclass {type(original).__name__}")
     for cls in original.__mro__:
@@ -95,21 +95,21 @@ def check_subclassing(original: type[nn.Module], harmless: tuple[type, ...] = ()
 
 
 def swap_class(rule: ModuleRule) -> type[nn.Module]:
-    """The class that a module rule puts in place of a layer: the fused class, which remembers the layer's own."""
+    """The class with which a module rule replaces a layer: a subclass of the fused class."""
     return seal(type(rule.fused.__name__, (rule.fused,), {"__doc__": rule.fused.__doc__}), rule.layer, None)
 
 
 def shown_name(cls: type[nn.Module]) -> str:
-    """What a report and ``print(model)`` call a sealed class."""
+    """The name of a sealed class in a report and in ``print(model)``."""
     return cls.__fastlayers_name__  # type: ignore[attr-defined, no-any-return]
 
 
 def seal(generated: type[nn.Module], original: type[nn.Module], source: str | None) -> type[nn.Module]:
-    """Make a class undoable and copyable and, in a pickle, its original: a file loads where it never existed.
+    """Make a generated class undoable, copyable, and pickled as its original, so that a file loads without fastlayers.
 
-    It takes the name and the module of its original, by which libraries look classes up: the initialisation of weights,
-    FSDP's and accelerate's lists of blocks that must not be split, torch.fx's layers that are not looked into, the
-    shifted labels of transformers' Trainer. Only ``repr`` says what it is.
+    The class takes the name and the module of its original, since others look classes up by them: initialisation of
+    weights, lists of blocks that FSDP and accelerate must not split, leaf modules of torch.fx, the shifted labels of a
+    Trainer. Only ``repr`` shows the name of the generated class.
     """
 
     def represent(self: nn.Module) -> str:
@@ -122,7 +122,7 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
             return reduced
         function, args, *rest = reduced
         if function is NEW_OBJECT and args == (generated,):
-            # pickle insists on the object's own class there; this is the same call by another name.
+            # pickle requires the object's own class there; this is the same call by another name.
             function, args = RECONSTRUCT, (original, object, None)
         args = tuple(original if arg is generated else arg for arg in args)
         return (original if function is generated else function, args, *rest)
@@ -134,7 +134,7 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
             if type(copied) is original:
                 copied.__class__ = type(self)
             return copied
-        if type(self) is not generated:  # of a parametrization, which torch copies so and refuses to reduce
+        if type(self) is not generated:  # A parametrized class: torch copies it in this way and refuses to reduce it.
             copied = type(self).__new__(type(self))
             memo[id(self)] = copied
             copied.__dict__ = copy.deepcopy(self.__dict__, memo)

@@ -1,4 +1,4 @@
-"""What a rewritten forward need not do itself: a small call costs the host as much as a small kernel does the GPU."""
+"""Clean-up: steps that a rewritten forward can do without. A small call costs the CPU as much as a kernel the GPU."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fastlayers.patching.runtime.checks import hooked, is_plain_layer, original_
 
 __all__ = ["clean_up"]
 
-#: Layers that with p = 0 return their argument itself.
+#: Layers that return their argument itself if p is 0.
 DROPOUTS: frozenset[type[nn.Module]] = frozenset({nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d})
 
 
 def clean_up(view: View, recording: Recording, excluded: frozenset[str]) -> list[str]:
-    """Leave out of a rewritten graph what it can do without; the children that nobody may look on then."""
+    """Remove unnecessary steps from a rewritten graph. Returns the children that must have no hooks then."""
     count_in_norms(view)
     assert_by_guards(view, recording)
     for node in list(view.position):
@@ -35,7 +35,7 @@ def clean_up(view: View, recording: Recording, excluded: frozenset[str]) -> list
 
 
 def is_registered(root: nn.Module, path: str) -> bool:
-    """Whether reading an attribute gives a child, a parameter or a buffer, and does nothing besides."""
+    """Whether reading an attribute gives a child, a parameter or a buffer, without a side effect."""
     parent, _, name = path.rpartition(".")
     try:
         module = root.get_submodule(parent)
@@ -45,7 +45,7 @@ def is_registered(root: nn.Module, path: str) -> bool:
 
 
 def remove_idle_layers(view: View, recording: Recording, excluded: frozenset[str]) -> Iterator[str]:
-    """Take out the calls of layers that hand on what they are given; their paths."""
+    """Remove calls of layers that return their argument, and yield the paths of these."""
     for node in list(recording.graph.nodes):
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
             continue
@@ -67,7 +67,7 @@ def remove_idle_layers(view: View, recording: Recording, excluded: frozenset[str
 
 
 def count_in_norms(view: View) -> None:
-    """Let a batch_norm count the batches that its layer counts before it: one kernel instead of two."""
+    """Let the kernel of a batch_norm increment the batch count of its layer: one kernel instead of two."""
     for norm in list(view.position):
         mean = norm.kwargs.get("running_mean")
         if (
@@ -92,7 +92,7 @@ def count_in_norms(view: View) -> None:
 
 
 def assert_by_guards(view: View, recording: Recording) -> None:
-    """Make guards of assertions about the rank of an argument: where one does not hold, the original raises."""
+    """Turn assertions about the rank of an argument into guards. If one fails, the original forward raises."""
     for node in list(view.position):
         condition = node.args[0] if node.target is torch._assert and not node.users else None
         if not isinstance(condition, Node) or condition.target is not operator.eq or not is_about_rank(condition):
@@ -108,7 +108,7 @@ def assert_by_guards(view: View, recording: Recording) -> None:
 
 
 def erase(view: View, node: Node) -> None:
-    """Take a node out of the graph, and what was computed for it alone."""
+    """Remove a node from the graph, and the nodes that only it used."""
     before = node.all_input_nodes
     view.graph.erase_node(node)
     for other in before:

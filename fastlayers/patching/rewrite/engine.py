@@ -28,9 +28,14 @@ __all__ = ["Fused", "apply_rules"]
 
 @dataclass
 class Fused:
-    """The outcome for one module: its generated class, what was fused, and what looked fusable and was left.
+    """The outcome for one module or graph: its generated class, what was fused, and what looked fusable and was not.
 
-    ``made`` has the fused calls in a graph by the names of their rules; ``size`` counts the operations they replace.
+    Attributes:
+        cls: the generated class; None where there is none.
+        rules: the number of fused places by rule.
+        made: the fused calls in a graph, with the names of their rules.
+        size: the number of operations that they replace.
+        left: refusals of what looked fusable.
     """
 
     cls: type[nn.Module] | None
@@ -46,12 +51,12 @@ class Fused:
 def apply_rules(
     recording: Recording, module: nn.Module, excluded: frozenset[str], rules: tuple[GraphRule, ...]
 ) -> Fused:
-    """Rewrite the graph of a recording in place; adds the guards that the rewritten steps need."""
+    """Rewrite the graph of a recording in place, and add the guards that this needs."""
     view = View(recording.graph, module)
     view.thread_inplace()
     outcome = Fused(None)
     made: dict[Node, str] = {}
-    counts: dict[Node, int] = {}  # of places that a node stands for: those of its rule that went into it, too
+    counts: dict[Node, int] = {}  # of places in a node, with those of its rule that it merged
     unseen: dict[str, None] = {}
     conditions: dict[Callable[..., bool], dict[tuple[str, ...], None]] = {}
     for rule in rules:
@@ -80,7 +85,7 @@ def apply_rules(
                 made[fused], counts[fused] = rule.name, sum(map(counts.__getitem__, merged)) or 1
                 outcome.size += len(found.ops)
                 break
-            if made.get(node) != rule.name:  # else it has what this rule is for, if not in one with others
+            if made.get(node) != rule.name:  # Else this rule has fused the node already, without its neighbours.
                 outcome.left.extend(refusals)
     outcome.made = {node: made[node] for node in view.position if node in made}
     for node, name in outcome.made.items():
@@ -98,9 +103,9 @@ def apply_rules(
 
 
 def join_tests(recording: Recording, unseen: Iterable[str]) -> list[str]:
-    """Test the classes of children that must have no hooks together with that, so that each is looked up once.
+    """Join the tests of a child's class and of its hooks, so that each child is looked up once.
 
-    Returns the paths of those whose class is tested otherwise.
+    Returns the paths of children whose class has no such test.
     """
     plain = bind(recording, checks.plain)
     tested: dict[str, str] = {}
@@ -119,7 +124,7 @@ def join_tests(recording: Recording, unseen: Iterable[str]) -> list[str]:
 
 
 def proxy_guards(view: View, recording: Recording) -> Iterator[str]:
-    """torch.fx follows the original forward: the fused functions need the shapes and dtypes that its proxies lack."""
+    """Guards against proxies of torch.fx, which lack the shapes and dtypes that fused functions need."""
     for node in view.position:
         if node.op == "placeholder" and node.users and view.example(node) is None:
             tensor = f"isinstance({node.target}, {bind(recording, torch.Tensor)})"
@@ -128,7 +133,7 @@ def proxy_guards(view: View, recording: Recording) -> Iterator[str]:
 
 
 def replace(recording: Recording, match: Match) -> Node:
-    """Put the call that a match stands for in the place of its operations, and return it."""
+    """Replace the operations of a match by its call, and return that."""
     root, graph = match.root, recording.graph
     with graph.inserting_before(root):
         args = tuple(argument(recording, arg) for arg in match.args)
@@ -154,7 +159,7 @@ def replace(recording: Recording, match: Match) -> Node:
 
 
 def call_meta(match: Match) -> dict[str, Any]:
-    """What Dynamo would have recorded of the fused call: its value, and the modules that all operations are in."""
+    """The metadata that Dynamo would have recorded of the fused call: its value, and the modules around it."""
     meta = match.root.meta.copy()
     second = match.tensors[0] if match.forked else match.kept
     if second is not None and "example_value" in meta:
@@ -167,14 +172,14 @@ def call_meta(match: Match) -> dict[str, Any]:
 
 
 def argument(recording: Recording, value: Any) -> Any:
-    """An argument of a fused call, with the node or the name that it needs."""
+    """An argument of a fused call as the graph takes it."""
     graph = recording.graph
     if isinstance(value, Attribute):
         return graph.get_attr(value.path)
     if isinstance(value, Casts):
         return value.argument(recording)
     if isinstance(value, Leading):
-        with graph.inserting_before(value.node):  # where they were called: they may draw random numbers
+        with graph.inserting_before(value.node):  # At their original place, since they may draw random numbers.
             x = value.node.args[0]
             for path in value.paths:
                 x = graph.call_module(path, (x,))

@@ -1,4 +1,4 @@
-"""A module's forward as a whole: recorded in each of its variants, rewritten, and generated."""
+"""Whole forwards: recorded in each variant, rewritten, and generated as a class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["fuse"]
 
-#: With more optional tensors than this, a forward is recorded with none, each alone and all of them.
+#: With more optional tensors than this, a forward is recorded with none, with each alone, and with all of them.
 ALL_COMBINATIONS = 2
 
 
@@ -45,13 +45,13 @@ def fuse(
     Args:
         module: any module whose own class has a Python forward. It is not changed.
         excluded: paths of children that no fusion may absorb.
-        known: classes generated so far; modules with the same class and the same rewritten code share one.
-        rules: what to look for; all graph rules where not given.
-        needed: a rule without which a rewritten forward is not worth having.
+        known: the classes generated so far. Modules with the same class and the same rewritten code share one.
+        rules: the rules to apply; all graph rules by default.
+        needed: a rule that a rewritten forward must have used.
         prefix: of the name of the class.
 
     Returns:
-        What was found, and a subclass of the class that the module has now.
+        The outcome, with a subclass of the present class of the module.
 
     Raises:
         Refusal: the forward cannot be recorded.
@@ -86,7 +86,7 @@ def fuse(
         if not recordings:
             raise refusals[0]
         return outcome
-    outcome.left.extend(refusals)  # in some mode, or with some optional argument, the original forward answers
+    outcome.left.extend(refusals)  # The original forward runs in these modes, or with these optional arguments.
     outcome.cls = generate_class(type(module), f"{prefix}{original.__name__}", merge_modes(variants), known)
     return outcome
 
@@ -94,9 +94,9 @@ def fuse(
 def variant_for_some_calls(
     recording: Recording, module: nn.Module, excluded: frozenset[str], rules: tuple[GraphRule, ...], outcome: Fused
 ) -> list[tuple[Recording, str]]:
-    """The variant that rules for some calls have a part in, to be asked before the other; none where they find nothing.
+    """The variant with the rules for some calls, to be tested first; empty if they find nothing.
 
-    What those rules made is counted in ``outcome``.
+    ``outcome`` counts what those rules made.
     """
     given = next((node for node in recording.graph.nodes if node.op == "placeholder" and node.users), None)
     if given is None:
@@ -113,7 +113,7 @@ def variant_for_some_calls(
 
 
 def fuse_handwritten_norm(module: nn.Module, found: Fingerprint, known: dict[Any, Any]) -> Fused:
-    """The class for a norm that a library wrote out: its forward is one call, where its casting order holds."""
+    """The class for a handwritten norm: its forward is one call, where its casting order holds."""
     body, graph = found.body, fx.Graph()
     recording = Recording(graph)
     x = graph.placeholder(found.parameter)
@@ -141,7 +141,7 @@ def fuse_model(original: type[nn.Module], model: RewrittenModel, known: dict[Any
 
 
 def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:
-    """Recordings for each set of optional tensors and, where the forward branches on it, for both modes."""
+    """Recordings for each set of optional tensors and, if the forward branches on the mode, for both modes."""
     recordings: list[Recording] = []
     refusals: list[Refusal] = []
     optional = optional_parameters(forward) if isinstance(forward, types.FunctionType) else []
@@ -172,7 +172,7 @@ def record_modes(
 
 
 def merge_modes(variants: list[tuple[Recording, str]]) -> list[tuple[Recording, str]]:
-    """One variant for two that differ in nothing but the mode that they were recorded in."""
+    """Merge variants that differ only in the mode of their recording."""
     merged: dict[Any, tuple[Recording, str]] = {}
     for recording, body in variants:
         guards = tuple(guard for guard in recording.guards if guard not in ("self.training", "not self.training"))

@@ -1,4 +1,8 @@
-"""Generated code: the statements of a rewritten graph, the tests of its guards, and the class around them."""
+"""Generated code: the statements of a rewritten graph, the tests of its guards, and the class around them.
+
+A generated class subclasses the module's class and has one method, ``forward``: for each recording the test of its
+guards and the rewritten body, and at the end the original forward, for every call that no recording covers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from fastlayers.patching.rewrite.classes import seal
 
 __all__ = ["GUARD_BUILTINS", "body_source", "generate_class", "guards_source"]
 
-#: What a generated forward calls the answer of its guards.
+#: The variable of a generated forward for the result of its guards.
 HOLDS = "_fastlayers_holds"
 
 
@@ -28,14 +32,14 @@ HOLDS = "_fastlayers_holds"
 CHILD = re.compile(r"self(\._modules\['[^'\\]*'\])+")
 
 
-#: What guards call; a parameter of that name would hide it.
+#: Built-ins that guards call. A parameter of that name would hide one.
 GUARD_BUILTINS = frozenset(
     {"type", "isinstance", "len", "tuple", "list", "dict", "int", "float", "str", "super", "getattr", "hasattr"}
 )
 
 
 class ByRegistry(ast.NodeTransformer):
-    """Children looked up where they are, past ``nn.Module.__getattr__``, which is Python."""
+    """Looks children up in ``_modules``, since ``nn.Module.__getattr__`` is slow."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -49,7 +53,7 @@ class ByRegistry(ast.NodeTransformer):
         return node
 
     def child(self, node: ast.expr) -> nn.Module | None:
-        """The module that an expression like ``self.attn.qkv`` gives, where its class has no such attribute."""
+        """The module of an expression such as ``self.attn.qkv``, if no class has an attribute of that name."""
         if isinstance(node, ast.Name):
             return self.module if node.id == "self" else None
         owner = self.child(node.value) if isinstance(node, ast.Attribute) else None
@@ -59,13 +63,13 @@ class ByRegistry(ast.NodeTransformer):
 
 
 class SharedLookups(ast.NodeTransformer):
-    """Children of ``self`` that several tests look up, looked up by the first of them."""
+    """Looks children of ``self`` up once: the first of several tests assigns a variable."""
 
     def __init__(self, tests: list[ast.expr]) -> None:
         found = (node for test in tests for node in ast.walk(test))
         self.counts = Counter(ast.unparse(node) for node in found if isinstance(node, ast.Subscript))
         self.names: dict[str, str] = {}
-        self.always = True  # whether what is visited is evaluated in any case
+        self.always = True  # whether the visited expression is always evaluated
 
     def visit(self, node: ast.AST) -> Any:
         before = self.always
@@ -91,7 +95,7 @@ class SharedLookups(ast.NodeTransformer):
 
 
 def share_lookups(guards: Iterable[str]) -> list[str]:
-    """The tests in a row, each of which is asked where those before it hold."""
+    """The guards as tests in a row, each evaluated if the ones before it hold."""
     both = " and ".join(f"({guard})" for guard in guards)
     if not both:
         return []
@@ -109,7 +113,7 @@ def conjuncts(test: ast.expr) -> Iterator[ast.expr]:
 
 
 def source_of_test(test: ast.expr) -> str:
-    """One test in a row, a call with its arguments one below the other where they are many."""
+    """The source of one test. A call with many arguments has one per line."""
     if isinstance(test, ast.Call) and len(test.args) > 2 and not test.keywords:
         arguments = ",\n    ".join(map(ast.unparse, test.args))
         return f"{ast.unparse(test.func)}(\n    {arguments}\n)"
@@ -117,7 +121,7 @@ def source_of_test(test: ast.expr) -> str:
 
 
 def body_source(recording: Recording, module: nn.Module) -> str:
-    """The statements of a recorded graph; the objects they name go to the namespace of the recording."""
+    """The statements of a recorded graph. The objects that they name go to the namespace of the recording."""
     code = recording.graph.python_code("self")
     function = next(node for node in ast.parse(code.src).body if isinstance(node, ast.FunctionDef))
     add_names(recording.namespace, code.globals)
@@ -126,9 +130,9 @@ def body_source(recording: Recording, module: nn.Module) -> str:
 
 
 def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> tuple[str, str]:
-    """The parameters of a forward as they are declared, and as they are handed on."""
+    """The parameters of a forward as its declaration has them, and as the arguments of a call of it."""
     itself, *parameters = inspect.signature(forward).parameters.values()
-    declared = [itself.replace(name="self", annotation=itself.empty)]  # some call it something else
+    declared = [itself.replace(name="self", annotation=itself.empty)]  # It may have another name.
     handed: list[str] = []
     for parameter in parameters:
         default = parameter.default
@@ -145,9 +149,9 @@ def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> 
 
 
 def guards_source(recording: Recording, keyword: str) -> str:
-    """``keyword`` (an assignment, a return) and whether the guards of a recording hold.
+    """Source that assigns or returns (``keyword``) whether the guards of a recording hold.
 
-    Those that cannot be asked do not hold: a child that they look at may be gone, or be a function now.
+    A guard that raises does not hold: its child may be gone, or be a function now.
     """
     guards = "\nand ".join(share_lookups(recording.guards)) or "True"
     return "\n".join(
@@ -181,7 +185,7 @@ def class_source(
 def generate_class(
     present: type[nn.Module], name: str, variants: list[tuple[Recording, str]], known: dict[Any, Any]
 ) -> type[nn.Module]:
-    """A subclass of the class that a module has now, which may be a generated one, standing for its own class."""
+    """Generate a subclass of the present class of a module, which may be a generated class itself."""
     original = present.__dict__.get("__fastlayers_original__", present)
     namespace: dict[str, Any] = {}
     for recording, _ in variants:

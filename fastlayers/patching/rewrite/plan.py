@@ -1,7 +1,7 @@
-"""The walk over a model: what is to happen to each module, the swap of classes and its undo.
+"""The walk over a model: it decides what happens to each module, swaps classes and swaps them back.
 
-The journal is the class itself: a patched module's class remembers the one it stands for. Nothing is kept anywhere
-else, neither on the module nor globally, so a deep copy can be undone like its original, and undoing is one assignment.
+The class of a patched module remembers the original class. Nothing else is stored, neither on the module nor globally,
+so a deep copy can be unpatched like its original, and unpatching a module is one assignment.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "peft")
 
 
 class Selection:
-    """include, exclude and filter_fn, checked, and which of their patterns have matched something."""
+    """``include``, ``exclude`` and ``filter_fn``, and which of their patterns have matched nothing so far."""
 
     def __init__(self, include: Pattern | None, exclude: Pattern | None, filter_fn: FilterFn | None) -> None:
         self.include = patterns("include", include)
@@ -93,7 +93,7 @@ def patterns(option: str, given: Pattern | None) -> tuple[str | type[nn.Module],
 
 
 def lineage(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """The module called ``name`` and all that it is inside of, outermost first, less the model itself."""
+    """The module called ``name`` and the modules around it, outermost first, without the model itself."""
     chain = [("", model)] if not name else []
     module, path = model, ""
     for atom in name.split(".") if name else ():
@@ -105,7 +105,7 @@ def lineage(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 @dataclass
 class Step:
-    """What is to happen to one module: a class to swap in, or the reason why none."""
+    """The plan for one module: a class to swap in, or the reason why there is none."""
 
     module: nn.Module
     row: Row
@@ -187,7 +187,7 @@ def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: 
 
 
 def fuse_forward(module: nn.Module, excluded: frozenset[str], classes: dict[Any, Any]) -> Fused:
-    """What can be fused in a forward as a whole or, where that cannot be recorded or has nothing, in parts of it."""
+    """Fuse a forward as a whole or, where it cannot be recorded or has nothing to fuse, segments of it."""
     try:
         outcome = fuse(module, excluded, classes)
     except Refusal:
@@ -201,7 +201,7 @@ def fuse_forward(module: nn.Module, excluded: frozenset[str], classes: dict[Any,
 
 
 def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
-    """As :func:`plan_module`, for folding BatchNorms. A patched module stays patched where they are not folded."""
+    """:func:`plan_module` for folding BatchNorms. A patched module stays patched where nothing is folded."""
     original = original_class(module)
     try:
         refuse_kind(module)
@@ -237,13 +237,13 @@ def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, 
 
 
 def is_subclass(module: nn.Module) -> bool:
-    """Whether a module would be swapped if it were exactly a layer and not a user's subclass of it."""
+    """Whether a module is an instance of a user's subclass of a layer that a rule replaces."""
     own = original_class(module)
     return any(issubclass(own, rule.layer) and own not in (rule.layer, rule.fused) for rule in module_rules())
 
 
 def has_own_forward(cls: type[nn.Module]) -> bool:
-    """Whether the class has a Python forward of its own, or Sequential's. Layers of torch and fastlayers are leaves."""
+    """Whether a class has a Python forward of its own, or Sequential's. Layers of torch and fastlayers have none."""
     forward = cls.forward
     if forward is nn.Sequential.forward:
         return True
@@ -253,7 +253,7 @@ def has_own_forward(cls: type[nn.Module]) -> bool:
 
 
 def refuse_kind(module: nn.Module) -> None:
-    """Kinds of modules whose class must not be swapped, whatever their forward says."""
+    """Raise for kinds of modules whose class must not be swapped, whatever their forward does."""
     package = type(module).__module__
     if isinstance(module, torch.jit.ScriptModule):
         raise Refusal(Reason.SCRIPTED)
@@ -291,7 +291,7 @@ def plan_warnings(report: PatchReport, steps: list[Step], done: str) -> list[str
 
 
 def carry_out(plan: Plan, strict: bool, stacklevel: int = 3) -> list[nn.Module]:
-    """Carry out a plan, and return the modules that changed. The level is that of the user's line in a warning."""
+    """Carry out a plan, and return the modules that changed. A warning points ``stacklevel`` frames up, to the user."""
     problems = [*plan.warnings, *(f"{row.fqn or '(model)'}: {row.outcome()}" for row in plan.report.refused)]
     problems += [f"{row.fqn or '(model)'}: {note}" for row in plan.report.patched for note in row.notes()]
     if strict and problems:
@@ -312,12 +312,12 @@ def swap(plan: Plan) -> list[nn.Module]:
 
 
 def stays_patched(module: nn.Module) -> bool:
-    """Whether a module is patched, also where its class was changed again since, as FSDP and parametrizations do."""
+    """Whether a module is patched, even if FSDP or a parametrization has changed its class again since."""
     return hasattr(type(module), "__fastlayers_original__")
 
 
 def restore(changed: Iterable[nn.Module]) -> list[nn.Module]:
-    """Take back what :func:`swap` did, and return the modules where that cannot be."""
+    """Undo :func:`swap`, and return the modules where that is impossible."""
     return [
         module
         for module in changed
@@ -331,7 +331,7 @@ def warn_of_stuck(model: nn.Module, stuck: list[nn.Module], stacklevel: int) -> 
     if names:
         message = (
             f"the class of {', '.join(names)} was changed again after patching (FSDP, parametrizations?), or a wrapper "
-            "was put around its forward; left as it is"
+            "was put around its forward; it stays patched"
         )
         warnings.warn(message, PatchWarning, stacklevel=stacklevel + 1)
 
@@ -345,7 +345,7 @@ def patched(
     filter_fn: FilterFn | None = None,
     strict: bool = False,
 ) -> Iterator[nn.Module]:
-    """``with patched(model): ...`` patches as :func:`patch_model`, and takes back on leaving what it patched."""
+    """``with patched(model): ...`` patches like :func:`patch_model`, and on leaving unpatches what it patched."""
     changed = carry_out(make_plan(model, include, exclude, filter_fn), strict, stacklevel=4)  # contextlib is between
     try:
         yield model

@@ -1,4 +1,4 @@
-"""The proof that a match can be replaced without anyone noticing, and the guards under which that stays so."""
+"""The proof that replacing a match changes no result, and the guards under which it holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["check_deeper", "scale_guards"]
 def check_deeper(
     view: View, match: Match, recording: Recording, excluded: frozenset[str]
 ) -> tuple[list[str], list[str]]:
-    """:func:`check`, and where it needs to know what children of unknown classes do, again with a look at them."""
+    """:func:`check`, and if it fails for children of unknown classes, again with recordings of them."""
     try:
         return check(view, match, recording, excluded)
     except Refusal as refusal:
@@ -35,15 +35,19 @@ def check_deeper(
 
 
 def check(view: View, match: Match, recording: Recording, excluded: frozenset[str]) -> tuple[list[str], list[str]]:
-    """Raise unless the match can be replaced without anyone noticing.
+    """Prove that replacing a match changes no result.
 
-    Returns the guards under which that stays so, and the children that must have no hooks.
+    Returns:
+        The guards under which this holds, and the children that must have no hooks.
+
+    Raises:
+        Refusal: it may change one.
     """
     nodes = {op.node for op in match.all_ops}
     for op in match.all_ops[:-1]:
         if op.node is not match.kept and not set(op.node.users) <= nodes:
             raise Refusal(Reason.USED_ELSEWHERE, str(op.node))
-        if op.name != "identity":  # which hands its operand on: it is read where the next operation is
+        if op.name != "identity":  # Its operand is read where the next operation is.
             check_operands_keep(view, op, match.root, nodes)
         check_statistics_keep(view, op, match.root, nodes)
         check_draws_keep(view, op, match.root, nodes)
@@ -80,14 +84,14 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
 
 
 def check_operands_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
-    """The operands of ``op`` are read later than before, where ``root`` is: nothing may write them in between."""
+    """The operands of ``op`` are now read at ``root``, so nothing may overwrite them in between."""
     between = [
         n for n in view.position if view.position[op.node] < view.position[n] < view.position[root] and n not in nodes
     ]
     if barrier := next(filter(is_barrier, between), None):
         raise Refusal(Reason.WRITTEN_BETWEEN, f"anything, perhaps by {barrier}")
     operands = {operand: view.memory(operand) for operand in op.node.all_input_nodes if operand not in nodes}
-    if isinstance(op["input"], Leading):  # the other layers of a Sequential stay where they are
+    if isinstance(op["input"], Leading):  # The other layers of a Sequential stay at their place.
         operands = {op.node: view.memory_between(op["input"])}
     for operand, memory in operands.items():
         for writer in between:
@@ -96,7 +100,7 @@ def check_operands_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> Non
 
 
 def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
-    """A norm writes its running statistics later than before: nothing may read or write them in between."""
+    """A norm now updates its running statistics at ``root``, so nothing may read or write them in between."""
     if op.name not in ("batch_norm", "instance_norm"):
         return
     if op.child is not None:
@@ -112,7 +116,7 @@ def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> N
 
 
 def check_draws_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
-    """A dropout draws later than before: nothing may draw from the same generator in between."""
+    """A dropout now draws at ``root``, so nothing may draw from the same generator in between."""
     for node in view.position if op.name in RANDOM else ():
         between = view.position[op.node] < view.position[node] < view.position[root]
         if between and node not in nodes and view.may_draw(node):
@@ -122,9 +126,9 @@ def check_draws_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
 def check_mutation(
     view: View, writer: Node, target: Any, results: set[Node], nodes: set[Node]
 ) -> tuple[list[str], list[str]]:
-    """An in-place operation goes away: nothing else may see what it wrote.
+    """An in-place operation goes away, so nothing else may see what it wrote.
 
-    Returns the children that made it, and those that are given it: a hook on one of them could keep it.
+    Returns the children that made the tensor, and those that get it: a hook on one of them could keep it.
     """
     written = view.memory(target)
     if OUTSIDE in written:
@@ -166,7 +170,7 @@ def placeholders(values: tuple[Any, ...]) -> Iterator[Node]:
 
 
 def child_guards(view: View, op: Op, recording: Recording) -> list[str]:
-    """An absorbed child must still be the layer that it was."""
+    """Guards that an absorbed child is still the same layer."""
     path = str(op.child)
     child = view.root.get_submodule(path)
     layer = original_class(child)
@@ -184,18 +188,18 @@ def child_guards(view: View, op: Op, recording: Recording) -> list[str]:
 
 
 def scale_guards(found: Fingerprint, expression: str, module: nn.Module) -> list[str]:
-    """Whether a written-out norm has a weight is decided by an attribute of some."""
+    """Guards on the attribute that decides whether a handwritten norm has a weight, if it has such an attribute."""
     if found.scaled is None:
         return []
     return [f"{'' if getattr(module, found.scaled) else 'not '}{expression}.{found.scaled}"]
 
 
 def maker_guards(view: View, path: str, recording: Recording) -> list[str]:
-    """A child that made a tensor must still be one that makes its own."""
+    """Guards that a child still returns a new tensor."""
     child = view.root.get_submodule(path)
     layer = original_class(child)
     expression = module_expression(path)
-    if layer in FRESH_LAYERS:  # another one will do: SyncBatchNorm, say
+    if layer in FRESH_LAYERS:  # Another fresh layer, such as SyncBatchNorm, will do.
         guards = [f"{bind(recording, checks.plain_any)}({expression}, {bind(recording, FRESH_LAYERS, 'fresh_layers')})"]
     else:
         guards = [f"{bind(recording, checks.plain)}({expression}, {bind(recording, layer)})"]
@@ -210,6 +214,6 @@ def maker_guards(view: View, path: str, recording: Recording) -> list[str]:
 
 
 def inner_guards(inner: Recording, recording: Recording) -> list[str]:
-    """The guards of what was recorded of a child, and what they call."""
+    """The guards of a child's recording; the objects that they name are added to the namespace."""
     add_names(recording.namespace, inner.namespace)
     return list(inner.guards)

@@ -1,17 +1,17 @@
-"""Forwards that cannot be recorded as a whole: the segmentes of them that can, and the functions that they call.
+"""Segments of forwards that cannot be recorded as a whole, and the functions that these call.
 
-A layer of a language model takes ``**kwargs``, hands a cache on, branches on what it was given, and most of its
-statements are ordinary all the same. Its forward is compiled again from its own source, over the globals of its own
-module, with three kinds of changes:
+A layer of a language model takes ``**kwargs``, passes a cache on and branches on its arguments, yet most of its
+statements are ordinary. Its forward is compiled again from its own source, with the globals of its own module and three
+kinds of changes:
 
-* Consecutive statements that can be recorded are rewritten as if they were a forward, whose parameters are the
-  variables that they read and whose results are those that are read after them. Where its guards do not hold, the
-  original statements answer, which stand behind an ``else``.
-* The name of a global function in which the same can be done, or of a known rotary function, is bound to a fused one.
-  Where somebody replaces that global, what he put there is called.
-* What the adapter of a library changes: the attention masks of transformers, say.
+* Consecutive statements that can be recorded are a segment. It is rewritten like a forward: its parameters are the
+  variables that it reads, and its results those that are read later. If its guards do not hold, the original statements
+  run, which follow in an ``else``.
+* The name of a global function with such segments, or of a known rotary function, is bound to a fused one. If the
+  global is replaced later, the new function is called.
+* The adapter of a library may change more, such as the attention masks of transformers.
 
-Everything else of the source stays as it is.
+The rest of the source stays as it is.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["fuse_segments"]
 
-#: What the last value of a function is called before it is returned.
+#: The variable for the value that a function returns.
 RESULT = "_fastlayers_result"
-#: What one side of a sum is called before it is added.
+#: The variable for one side of a sum.
 PART = "_fastlayers_part"
 #: Functions that call functions are followed this deep.
 MAX_DEPTH = 3
@@ -53,7 +53,7 @@ MAX_DEPTH = 3
 
 @dataclass
 class Piece:
-    """One rewritten segment: the statements from ``first`` to before ``last``, as two functions in source."""
+    """One rewritten segment: the statements from ``first`` to before ``last``, as the source of two functions."""
 
     first: int
     last: int
@@ -67,15 +67,15 @@ class Piece:
 
 @dataclass
 class Rewritten:
-    """What became of a function.
+    """A rewritten function.
 
     Attributes:
-        tree: its source.
-        bound: what that names besides the globals of its module.
-        helpers: the source of the functions that are generated for its segmentes, which are among these.
-        objects: everything else that its source and that of the helpers name.
-        rules: what was fused.
-        left: what looked fusable and was not.
+        tree: its syntax.
+        bound: the objects that its source names in addition to the globals of its module.
+        helpers: the source of the functions that were generated for its segments.
+        objects: all other objects that its source and the helpers name.
+        rules: the number of fused places by rule.
+        left: refusals of what looked fusable.
     """
 
     tree: ast.FunctionDef
@@ -89,14 +89,14 @@ class Rewritten:
 def fuse_segments(
     module: nn.Module, excluded: frozenset[str], known: dict[Any, Any], *, recorded: bool = False
 ) -> Fused | None:
-    """The class for a module whose forward cannot be recorded; None where nothing in it can be fused.
+    """The class for a module whose forward cannot be recorded; None if nothing in it can be fused.
 
     Args:
         module: it is not changed.
         excluded: paths of children that no fusion may absorb.
-        known: classes and functions generated so far.
-        recorded: the forward was recorded and there is nothing in it itself: only the functions that it calls are
-            looked at.
+        known: the classes and functions generated so far.
+        recorded: whether the forward was recorded and has nothing to fuse itself: only the functions that it calls are
+            rewritten then.
     """
     original = original_class(module)
     forward = plain_forward(original)
@@ -118,7 +118,7 @@ def fuse_segments(
 
 
 def rebuildable(function: Any) -> bool:
-    """Whether a function can be compiled again from its source and be the same."""
+    """Whether compiling a function again from its source gives the same function."""
     if not isinstance(function, types.FunctionType) or function.__closure__ or hasattr(function, "__wrapped__"):
         return False
     package = (function.__module__ or "").split(".")[0]
@@ -133,7 +133,7 @@ def rewrite(
     depth: int = 0,
     cut: bool = True,
 ) -> Rewritten | None:
-    """The rewritten source of a forward, or of a function that is no method; None where nothing was fused."""
+    """Rewrite a forward, or a function without a module; None if nothing was fused."""
     tree = parse(function)
     refuse_private_names(tree)
     rewritten = Rewritten(tree)
@@ -159,7 +159,7 @@ def rewrite(
 def replaced_names(
     function: types.FunctionType, tree: ast.FunctionDef, module: nn.Module | None, known: dict[Any, Any], depth: int
 ) -> dict[str, tuple[Any, Counter[str]]]:
-    """The global functions that a function calls and that there is a fused one for."""
+    """The fused functions for the global functions that a function calls, by name."""
     scope, inner = function.__globals__, local_names(tree)
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     handed = frozenset[str]().union(*(a.called_functions(module) for a in adapters())) if module is not None else ()
@@ -171,7 +171,7 @@ def replaced_names(
             continue
         key = ("function", name, id(scope), original)
         if key not in known:
-            known[key] = None  # a function that calls itself
+            known[key] = None  # for a function that calls itself
             known[key] = fused_function(scope, name, original, known, depth)
         if known[key] is not None:
             found[name] = known[key]
@@ -198,12 +198,12 @@ def fused_function(
     return stand_in, rewritten.rules
 
 
-# -- segmentes --------------------------------------------------------------------------------------------------------
+# -- segments --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Cutter:
-    """Finds the segmentes of a function in which something can be fused, and puts what is fused in their place."""
+    """Finds the segments of a function with something to fuse, and replaces them."""
 
     function: types.FunctionType
     tree: ast.FunctionDef
@@ -214,7 +214,7 @@ class Cutter:
 
     def __post_init__(self) -> None:
         *_, last = self.tree.body
-        if isinstance(last, ast.Return) and last.value is not None:  # so that it can be the end of a segment
+        if isinstance(last, ast.Return) and last.value is not None:  # A segment can end with the assignment.
             self.tree.body[-1:] = [
                 ast.copy_location(ast.Assign([ast.Name(RESULT, ast.Store())], last.value), last),
                 ast.copy_location(ast.Return(ast.Name(RESULT, ast.Load())), last),
@@ -227,14 +227,14 @@ class Cutter:
         self.itself = self.parameters[0] if self.module is not None else None
         self.locals = local_names(self.tree)
         self.reads, self.stores, self.sets = zip(*map(self.variables, self.body), strict=True)
-        self.defined: list[frozenset[str]] = [frozenset(self.parameters)]  # before each statement, whatever happened
+        self.defined: list[frozenset[str]] = [frozenset(self.parameters)]  # before each statement, on every path
         for statement, sets in zip(self.body, self.sets, strict=True):
             gone = {name.id for name in ast.walk(statement) if isinstance(name, ast.Name) and is_deleted(name)}
             self.defined.append((self.defined[-1] | sets) - gone)
         self.instrumented = list(map(self.instrument, range(len(self.body))))
 
     def variables(self, node: ast.AST) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-        """What code reads before it sets it, may set, and sets for certain, among the variables of the function."""
+        """The variables that code reads before it sets them, those that it may set, and those that it always sets."""
         if isinstance(node, ast.If | ast.For | ast.With):
             return self.variables_of_block(node)
         names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and inner.id in self.locals]
@@ -261,7 +261,7 @@ class Cutter:
         for head in heads:
             read, stored, _ = self.variables(head)
             reads, stores = reads | read, stores | stored
-        given = stores  # the target of a loop, what a context manager is called
+        given = stores  # the target of a loop, or of a context manager
         for branch in branches:
             done = given
             for statement in branch:
@@ -271,7 +271,7 @@ class Cutter:
         return reads, stores, frozenset() if isinstance(node, ast.For) else frozenset.intersection(*certain)
 
     def instrument(self, i: int) -> ast.stmt | None:
-        """A statement as a recording takes it; None where none can."""
+        """A statement, instrumented; None if it cannot be recorded."""
         statement = self.body[i]
         unfit = (ast.Return, ast.Break, ast.Continue, ast.NamedExpr, ast.Delete)
         if any(isinstance(node, unfit) for node in ast.walk(statement)) or not self.reads[i] <= self.defined[i]:
@@ -298,7 +298,7 @@ class Cutter:
         return frozenset((compared & set(self.parameters)) - stored)
 
     def replace(self, rewritten: Rewritten) -> None:
-        """Put what can be fused in the place of its statements: the cut in which most is."""
+        """Replace statements by fused segments, in the cut with the most fused places."""
         tested = self.tested()
         options = [(frozenset[str](), frozenset[str]())]
         if tested:
@@ -306,14 +306,14 @@ class Cutter:
         cuts = [self.cut(*option) for option in options]
         best = max(range(len(cuts)), key=lambda i: (size(cuts[i]), -i))
         variants = [[piece] for piece in cuts[best]]
-        if best:  # and for those segmentes, what is fused where the parameters are otherwise
+        if best:  # These segments have a second variant, for the other values of the parameters.
             for pieces in variants:
                 other = self.piece(pieces[0].first, pieces[0].last, *options[3 - best])
                 if isinstance(other, Piece) and (other.guards, other.body) != (pieces[0].guards, pieces[0].body):
                     pieces.append(other)
         for pieces in reversed(variants):
             self.emit(pieces, rewritten)
-        for i in reversed(range(len(self.body))):  # a part is no longer needed, and its memory
+        for i in reversed(range(len(self.body))):  # Free the memory of a part after its use.
             if any(isinstance(node, ast.Name) and node.id == PART and is_read(node) for node in ast.walk(self.body[i])):
                 self.body.insert(i + 1, ast.Assign([ast.Name(PART, ast.Store())], ast.Constant(None)))
         ast.fix_missing_locations(self.tree)
@@ -335,7 +335,7 @@ class Cutter:
         return pieces
 
     def piece(self, first: int, last: int, absent: frozenset[str], tensors: frozenset[str]) -> Piece | int | None:
-        """A segment with what is fused in it; None where nothing is; else the number of the statement at fault."""
+        """A segment with something fused; None if nothing is; or the number of the statement at fault."""
         reads: dict[str, None] = {}
         inside: set[str] = set()
         for i in range(first, last):
@@ -376,7 +376,7 @@ class Cutter:
         return Piece(first, last, reads, written, guards, body, found.namespace, outcome)
 
     def emit(self, pieces: list[Piece], rewritten: Rewritten) -> None:
-        """``if HOLDS(...): a, b = FUSED(...)`` for each variant of a segment, and ``else:`` its own statements."""
+        """``if HOLDS(...): a, b = FUSED(...)`` for each variant of a segment, and ``else:`` its statements."""
         first, last = pieces[0].first, pieces[0].last
         statements = self.body[first:last]
         for piece in reversed(pieces):
@@ -407,14 +407,14 @@ class Cutter:
 
 
 def split_off_call(statement: ast.stmt) -> list[ast.stmt]:
-    """``x = x + f(x, **kwargs)`` as two statements: what is called so cannot be recorded, the sum can."""
+    """``x = x + f(x, **kwargs)`` as two statements: such a call cannot be recorded, but the sum can."""
     value = getattr(statement, "value", None)
     if not isinstance(statement, ast.Assign) or not isinstance(value, ast.BinOp):
         return [statement]
     for side, other in (("left", value.right), ("right", value.left)):
         call = getattr(value, side)
         starred = isinstance(call, ast.Call) and any(keyword.arg is None for keyword in call.keywords)
-        if starred and isinstance(other, ast.Name):  # whose value the call cannot change
+        if starred and isinstance(other, ast.Name):  # The call cannot change its value.
             setattr(value, side, ast.copy_location(ast.Name(PART, ast.Load()), call))
             return [ast.copy_location(ast.Assign([ast.Name(PART, ast.Store())], call), statement), statement]
     return [statement]
@@ -429,5 +429,5 @@ def is_read(name: ast.Name) -> bool:
 
 
 def size(pieces: list[Piece]) -> tuple[int, int]:
-    """How much is fused: places, and operations that they replace."""
+    """The number of fused places, and of the operations that they replace."""
     return sum(piece.outcome.rules.total() for piece in pieces), sum(piece.outcome.size for piece in pieces)

@@ -1,11 +1,10 @@
-"""What patching looks for. A rule is one small object; to add one, write it in its family's file and put it in a list.
-A rule of somebody else's is registered with :func:`register_rule`.
+"""The rules: what patching looks for. To add one, write it in its family's file and put it in a list here.
+:func:`register_rule` registers a user's rule.
 
 A :class:`ModuleRule` replaces one torch layer by one fused layer. A :class:`GraphRule` looks at one node of the graph
-of a forward and proposes matches, the largest first. It only has to recognise the structure: that a match is *safe*
-(nothing else needs the intermediate results, no in-place operation is seen by anything else, no operand changes in
-between, no hook of an absorbed child would be skipped) is checked for every rule alike in
-:mod:`fastlayers.patching.rewrite.engine`.
+of a forward and proposes matches, the largest first. A rule only recognises a structure.
+:mod:`fastlayers.patching.rewrite.safety` then checks each match: nothing else needs the intermediate results, nothing
+else sees an in-place operation, no operand changes in between, and no hook of an absorbed child is skipped.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ __all__ = [
     "register_rule",
 ]
 
-#: Which layers of a class gain by being replaced, where that is not all of them.
+#: A test of the layers of a class, where not all of them gain from the fused layer.
 GAINS: dict[type[nn.Module], Callable[[Any], bool]] = {nn.Linear: lambda layer: layer.bias is not None}
 
 MODULE_RULES: tuple[ModuleRule, ...] = tuple(
@@ -59,7 +58,7 @@ MODULE_RULES: tuple[ModuleRule, ...] = tuple(
     for layer, fused in DROP_IN.items()
 )
 
-#: Tried in this order, each over the whole graph, so the larger fusions come first.
+#: Each rule runs over the whole graph before the next one, so the larger fusions come first.
 GRAPH_RULES: tuple[GraphRule, ...] = (
     transformer_block.TRANSFORMER_BLOCK,
     norm.BATCH_NORM_ADD_ACT,
@@ -101,52 +100,51 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     linear.SPLIT,
 )
 
-#: What :func:`fastlayers.fold_batch_norm` looks for; no part of patching.
+#: The rules of :func:`fastlayers.fold_batch_norm`.
 FOLDING_RULES = batch_norm_folding.FOLD_BATCH_NORM
-#: And when nothing else takes a part in what was folded any more.
+#: The rules of folding that come after all others.
 LAST_FOLDING_RULES = (convolution_chain.FOLDED_CHAIN,)
 
 _registered: OrderedDict[int, GraphRule | ModuleRule] = OrderedDict()
 
 
 def register_rule(rule: GraphRule | ModuleRule) -> RemovableHandle:
-    """Look for a fusion of your own wherever fastlayers looks, from now on and in this process.
+    """Register a rule of your own for all further patching in this process.
 
-    Registered rules are tried before those of fastlayers, in the order of their registration. Models that are patched
-    already, and graphs that are compiled already, stay as they are.
+    Registered rules run before the rules of fastlayers, in the order of their registration. Models that are already
+    patched, and graphs that are already compiled, stay as they are.
 
     Args:
         rule: a :class:`GraphRule`, which finds operations in the graph of a forward, or a :class:`ModuleRule`, which
-            replaces modules of exactly one class. What a match replaces need not be proven safe: that is checked for
-            every rule alike.
+            replaces modules of exactly one class. A rule need not prove its matches safe: the engine does.
 
     Returns:
         A handle: ``handle.remove()`` unregisters the rule, and so does leaving ``with register_rule(rule): ...``.
 
     Raises:
-        TypeError: not a rule, or the fused class of a ModuleRule is no subclass of the layer that it stands for.
-        ValueError: there is a rule of that name.
+        TypeError: ``rule`` is not a rule, or the fused class of a ModuleRule is not a subclass of its layer.
+        ValueError: a rule of that name exists.
     """
     if not isinstance(rule, GraphRule | ModuleRule):
         raise TypeError(f"expected a GraphRule or a ModuleRule, got {type(rule).__name__}")
     if isinstance(rule, ModuleRule) and not (issubclass(rule.layer, nn.Module) and issubclass(rule.fused, rule.layer)):
         raise TypeError(
-            f"the rule {rule.name!r} must put a subclass of the layer in its place, which {rule.fused.__name__} is not "
-            f"of {rule.layer.__name__}"
+            f"the rule {rule.name!r} must replace a layer by a subclass of it, and {rule.fused.__name__} is not a "
+            f"subclass of {rule.layer.__name__}"
         )
     if rule.name in {known.name for known in graph_rules()} | {known.name for known in module_rules()}:
-        raise ValueError(f"there is a rule called {rule.name!r} already")
+        raise ValueError(f"a rule called {rule.name!r} exists already")
     handle = RemovableHandle(_registered)
     _registered[handle.id] = rule
     return handle
 
 
 def graph_rules(*, all_calls: bool = False) -> tuple[GraphRule, ...]:
-    """All graph rules, or those that are for all calls, in the order in which they are tried."""
+    """The graph rules in the order in which they run: all, or only those without a condition on the call."""
     rules = (*(rule for rule in _registered.values() if isinstance(rule, GraphRule)), *GRAPH_RULES)
     return tuple(rule for rule in rules if rule.when is None) if all_calls else rules
 
 
 def module_rules() -> tuple[ModuleRule, ...]:
-    """All module rules in the order in which they are tried."""
+    """The module rules in the order in which they run."""
     return (*(rule for rule in _registered.values() if isinstance(rule, ModuleRule)), *MODULE_RULES)

@@ -1,4 +1,4 @@
-"""What a rule is, and what it finds."""
+"""The classes of rules and of their matches."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def always(layer: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """Replaces modules of exactly the class ``layer`` by ``fused``, which adds no attribute to it."""
+    """Replaces modules of exactly the class ``layer`` by ``fused``, a subclass without further attributes."""
 
     name: str
     doc: str
     layer: type[nn.Module]
     fused: type[nn.Module]
-    #: Which modules of that class gain by it.
+    #: Whether a module of that class gains from it.
     gains: Callable[[Any], bool] = always
 
 
 @dataclass(frozen=True)
 class Match:
-    """A place to rewrite: the operations that become one, the last of them last, and the call that replaces them."""
+    """A place to rewrite: operations, in their order, and the call that replaces them."""
 
     ops: tuple[Op, ...]
     target: Callable[..., Any]
@@ -42,13 +42,13 @@ class Match:
     kwargs: dict[str, Any]
     #: Operands that must be tensors when called, not numbers.
     tensors: tuple[Any, ...] = ()
-    #: An intermediate result that is wanted too. The call then returns a pair: the last result, and this one.
+    #: An intermediate result that is needed too. The call then returns a pair: the last result, and this one.
     kept: Node | None = None
-    #: Nodes that are to use what a call of a pair returns again as the second: its first tensor.
+    #: Users of the first tensor that must use the second result instead: the call returns a pair with that tensor.
     forked: tuple[Node, ...] = ()
-    #: Operations inside a child that is one of ``ops``, of children of its own.
+    #: Operations of grandchildren, inside of a child that is one of ``ops``.
     absorbed: tuple[Op, ...] = ()
-    #: A function and the children that it must approve of on every call.
+    #: A function, and paths of children: on every call the function must return True for them.
     condition: tuple[Any, ...] | None = None
 
     @property
@@ -57,7 +57,7 @@ class Match:
 
     @property
     def all_ops(self) -> tuple[Op, ...]:
-        """The operations with those that they are written out in, each after what it uses."""
+        """All operations, decomposed ones as their parts, each after its operands."""
         return tuple(part for op in self.ops for part in (*op.parts, op))
 
 
@@ -65,20 +65,19 @@ class Match:
 class GraphRule:
     """Recognises one fusion in the graph of a forward.
 
-    ``find`` is given the graph and a node, and yields the matches that end in that node, the best first; and, where
-    something looks fusable and is not, a :class:`Refusal` that says why.
+    ``find`` takes the graph and a node, and yields the matches that end in that node, the best first. Where something
+    looks fusable and is not, it yields a :class:`Refusal` with the reason.
     """
 
     name: str
     doc: str
     find: Callable[[View, Node], Iterator[Match | Refusal]]
-    #: A function of what a forward is given first: for which calls the rule is. The others run what the other rules
-    #: made.
+    #: A condition on the first argument of a forward. Where it is False, the call runs what the other rules made.
     when: Callable[[Any], bool] | None = None
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """An argument that takes a node of its own, made when the match is applied."""
+    """An argument that needs a node of its own, which is created when the match is applied."""
 
     make: Callable[[fx.Graph], Any]

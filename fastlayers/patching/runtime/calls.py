@@ -1,8 +1,8 @@
-"""What generated forwards call besides the fused functions: checks that only the tensors of a call can answer.
+"""The functions that generated forwards call in addition to the fused ones. They depend on the tensors of a call.
 
-An in-place operation keeps the dtype and shape of the tensor it writes, where the fused, out-of-place one promotes and
-broadcasts; a boolean mask that is *added* is not a mask. Each function here takes the fused path where both agree and
-otherwise does what the original code did.
+An in-place operation keeps the dtype and the shape of the tensor that it overwrites, while the fused operation promotes
+and broadcasts. A boolean mask that is *added* is not a mask. Each function here takes the fused path where both agree,
+and otherwise does what the original code did.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ def _stays(overwritten: Tensor, other: Tensor) -> bool:
 
 
 def _same_layout(x: Tensor, y: Tensor) -> bool:
-    """Whether a new tensor made of the two has one memory format in either order; its dtype is the same in both."""
+    """Whether the memory format of a result does not depend on the order of the two; its dtype never does."""
     return isinstance(y, Tensor) and x.shape == y.shape and x.stride() == y.stride()
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
-    """Whether in place or out of it, and in either order, a result of the two has one dtype and memory format."""
+    """Whether a result of the two has one dtype and memory format, in place or not, and in either order."""
     return _same_layout(x, y) and x.dtype == y.dtype
 
 
 def _fits(overwritten: Tensor, mask: Tensor, dtype: torch.dtype) -> bool:
-    """Whether an in-place operation with ``mask`` leaves dtype and shape of ``overwritten`` as they are."""
+    """Whether an in-place operation with ``mask`` keeps the dtype and the shape of ``overwritten``."""
     sizes = zip(reversed(overwritten.shape), reversed(mask.shape), strict=False)
     return mask.dtype == dtype and mask.dim() <= overwritten.dim() and all(m in (1, size) for size, m in sizes)
 
@@ -115,7 +115,7 @@ def add_relu_to_(y: Tensor, x: Tensor) -> Tensor:
 def softmax_scaled(
     x: Tensor, dim: int, scale: float | Tensor | None, dtype: torch.dtype | None, *, log: bool
 ) -> Tensor:
-    """softmax of ``x * scale``, where the scale may turn out to be a tensor."""
+    """softmax of ``x * scale``, where the scale may be a tensor."""
     if isinstance(scale, Tensor):
         x, scale = x * scale, None
     return (functional.log_softmax if log else functional.softmax)(x, dim, scale=scale, dtype=dtype)
@@ -157,8 +157,7 @@ def softmax_masked(
 ) -> Tensor:
     """softmax of ``x * scale`` with minus infinity where a mask is True (``fill``) or False.
 
-    ``where`` says which function masked the scores originally, ``torch.where`` or ``masked_fill``: they take other
-    dtypes.
+    ``where`` tells whether ``torch.where`` or ``masked_fill`` masked the scores originally: they differ in dtypes.
     """
     if isinstance(scale, Tensor):
         x, scale = x * scale, None
@@ -179,9 +178,10 @@ def softmax_masked(
 
 @fresh
 def gated(gate: Tensor, up: Tensor, act: str, overwritten: str | None) -> Tensor:
-    """up·act(gate), where the product was written to one of the two, and nothing else sees that one.
+    """up·act(gate). The product overwrote the ``overwritten`` operand, "gate" (its activation) or "up", or neither
+    (None).
 
-    ``overwritten`` says to which: "gate", that is its activation, or "up"; None if to neither.
+    Nothing else sees that operand.
     """
     name = kernel_name(act, gate.dtype, gate.device.type)
     if name is not None and _alike(gate, up):
@@ -203,7 +203,7 @@ def gated_linear(
     gate_first: bool,
     overwritten: str | None,
 ) -> Tensor:
-    """linear(act(gate)·up), of a product written as in :func:`gated`, or with the gate first to neither."""
+    """linear(act(gate)·up), with ``overwritten`` as for :func:`gated`; ``gate_first`` is the order of a new product."""
     name = kernel_name(act, gate.dtype, gate.device.type)
     if name is None:
         activated = applied(act, gate)
@@ -226,11 +226,11 @@ def squeeze(x: Tensor, dims: Any) -> tuple[Tensor, Tensor | Link]:
 
 @fresh
 def squeeze_by_pooling(x: Tensor) -> tuple[Tensor, Tensor | Link]:
-    """The same by torch's layer, which takes images without a batch too."""
+    """:func:`squeeze` by torch's pooling layer, which takes unbatched images too."""
     return squeeze_excite.squeeze(x, lambda x: F.adaptive_avg_pool2d(x, 1))
 
 
-#: The product with a gate between 0 and 1, of a mean that is used too.
+#: The product with a gate between 0 and 1 that was computed from the mean.
 excite = fresh(squeeze_excite.excite)
 
 # -- linear layers ----------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ addmm = fresh(_linear.addmm)
 
 
 def bias_in_act(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether bias_act has a kernel for act(linear(x)), and gains by it."""
+    """Whether bias_act has a kernel for act(linear(x)) that is faster than torch."""
     if bias is None or torch.compiler.is_compiling() or bias_act.FAMILY.kernels_for(x) is None:
         return False
     if autocast.dtype_of(bias) is not autocast.dtype_of(x):
@@ -250,9 +250,10 @@ def bias_in_act(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 @fresh
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    """act(linear(x)): the product by torch, the bias with the activation where that has a kernel and gains by it.
+    """act(linear(x)). If a kernel for the bias and the activation is faster, torch computes only the product.
 
-    Autocast casts the bias of a linear layer. So does this, and autograd records it: the gradient has its dtype.
+    Autocast casts the bias of a linear layer. This does too, and autograd records the cast, so that the gradient has
+    the dtype of the bias.
     """
     if bias_in_act(x, weight, bias):
         assert bias is not None
@@ -286,17 +287,17 @@ def mlp(
 
 
 def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-    """torch.unbind, whose parts' gradients are written into one tensor."""
+    """torch.unbind, with a backward that writes the gradients of all parts into one tensor."""
     return parts(torch.unbind, x, dim)  # type: ignore[no-any-return]
 
 
 def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """torch.chunk, as :func:`unbind`."""
+    """torch.chunk, like :func:`unbind`."""
     return parts(torch.chunk, x, chunks, dim)  # type: ignore[no-any-return]
 
 
 def split(x: Tensor, split_size: int | list[int], dim: int = 0) -> tuple[Tensor, ...]:
-    """torch.split, as :func:`unbind`."""
+    """torch.split, like :func:`unbind`."""
     return parts(torch.split, x, split_size, dim)  # type: ignore[no-any-return]
 
 
@@ -314,7 +315,7 @@ def is_pointwise(layer: Any) -> bool:
     )
 
 
-# -- activations that a library wrote out -----------------------------------------------------------------------------
+# -- handwritten activations ------------------------------------------------------------------------------------------
 
 HANDWRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pow": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
@@ -324,9 +325,9 @@ HANDWRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kernel_name(act: str, dtype: torch.dtype, kind: str) -> str | None:
-    """The name of an activation, which may be one of :data:`HANDWRITTEN`, among those that kernels have.
+    """The kernels' name of an activation, which may be one of :data:`HANDWRITTEN`.
 
-    None where what is written out gives another dtype than it is given: of integers, and with pow under autocast.
+    None if handwritten code changes the dtype: for integers, and for pow under autocast.
     """
     if act not in HANDWRITTEN:
         return act
@@ -356,7 +357,7 @@ def applied(act: str, x: Tensor) -> Tensor:
 @draws
 @fresh
 def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool, *, overwritten: str | None) -> Tensor:
-    """dropout(x) + residual, where the sum was written to one of the two: "x", that is its dropout, or "residual"."""
+    """dropout(x) + residual. The sum overwrote the ``overwritten`` operand: "x" (dropped), "residual" or neither."""
     if (_same_layout if overwritten is None else _alike)(x, residual):
         return functional.dropout_add(x, residual, p, training)
     dropped = F.dropout(x, p, training)
@@ -379,11 +380,11 @@ def scale_add(
     overwritten: str | None,
     scaled: bool,
 ) -> Tensor:
-    """drop_path(gamma·x) + residual, where the sum was written to one of the two as in :func:`dropout_add`.
+    """drop_path(gamma·x) + residual, with ``overwritten`` as for :func:`dropout_add`.
 
-    ``scaled`` says that the product was written to x.
+    ``scaled`` tells whether the product overwrote x.
     """
-    if overwritten is None and not scaled:  # nothing of which the dtype would have to stay: torch promotes
+    if overwritten is None and not scaled:  # Nothing was overwritten, so torch promotes.
         fits = _same_layout(x, residual) and (gamma is None or _fits(x, gamma, gamma.dtype))
     else:
         fits = _alike(x, residual) and (gamma is None or _fits(x, gamma, x.dtype))
@@ -408,7 +409,7 @@ def permuted_scale_add(
 ) -> Tensor:
     """residual + drop_path((gamma·x).permute(dims)), where gamma scales the last dimension of x.
 
-    ``first`` says that the sum had x before the residual.
+    ``first`` tells whether x was the first operand of the sum.
     """
     y = x.permute(dims)
     if gamma.dim() == 1 and (_alike(y, residual) if first else isinstance(residual, Tensor)):
@@ -423,7 +424,7 @@ def permuted_scale_add(
 
 @fresh
 def rotary_alone(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The rotary embedding of x where that of its partner is computed elsewhere."""
+    """The rotary embedding of x alone."""
     return functional.rotary(x, None, cos, sin, interleaved)[0]
 
 
@@ -444,7 +445,7 @@ def join(normed: Tensor, residual: Tensor | None, act: str | None, overwritten: 
 def batch_norm(
     x: Tensor, residual: Tensor, act: str | None = None, overwritten: str | None = None, **options: Any
 ) -> Tensor:
-    """act(F.batch_norm(x, ...) + residual). ``overwritten`` says which operand an in-place sum was written to."""
+    """act(F.batch_norm(x, ...) + residual), with ``overwritten`` as for :func:`join`."""
     if overwritten is not None and not _stays(x, residual):
         return join(functional.batch_norm(x, **options), residual, act, overwritten)
     return functional.batch_norm(x, **options, residual=residual, act=act)
@@ -454,7 +455,7 @@ def batch_norm(
 def batch_norm_layer(
     layer: _BatchNorm, x: Tensor, residual: Tensor | None = None, act: str | None = None, overwritten: str | None = None
 ) -> Tensor:
-    """act(layer(x) + residual), with all that a BatchNorm layer does to its running statistics."""
+    """act(layer(x) + residual), with the updates that a BatchNorm layer makes to its running statistics."""
     if overwritten is not None and residual is not None and not _stays(x, residual):
         return join(normalize(layer, x), residual, act, overwritten)
     return normalize(layer, x, residual, act)
@@ -462,7 +463,7 @@ def batch_norm_layer(
 
 @fresh
 def instance_norm_layer(layer: _InstanceNorm, x: Tensor, act: str) -> Tensor:
-    """act(layer(x)), with what the layer itself does where x is no batch or has other channels than it was made for."""
+    """act(layer(x)). The layer itself runs if x is unbatched or has another number of channels."""
     if x.dim() == layer._get_no_batch_dim() + 1 and x.shape[1] == layer.num_features:
         return apply_instance_norm(layer, x, act)
     return activation(act).function(layer(x))
@@ -471,7 +472,7 @@ def instance_norm_layer(layer: _InstanceNorm, x: Tensor, act: str) -> Tensor:
 def _low_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The two in the order in which kernels take a float32 and a 16-bit tensor.
 
-    Of tensors in other layouts, which are torch's to add, the first one decides on that of the sum.
+    torch adds tensors in other layouts, and the first one determines the layout of the sum.
     """
     if (
         residual is not None
@@ -494,17 +495,17 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.layer_norm, in the dtype to which autocast casts the result."""
+    """F.layer_norm in the dtype to which autocast casts the result."""
     return norms.layer_norm(x, normalized_shape, weight, bias, eps, cast_dtype(casts, x, weight))
 
 
 def rms_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
-    """F.rms_norm, in the dtype to which autocast casts the result."""
+    """F.rms_norm in the dtype to which autocast casts the result."""
     return functional.rms_norm(x, weight=weight, **options, dtype=cast_dtype(casts, x, weight))
 
 
 def channel_layer_norm(x: Tensor, casts: Casts, weight: Tensor | None = None, **options: Any) -> Tensor:
-    """The layer_norm of an image over its channels, in the dtype to which autocast casts the result."""
+    """layer_norm of an image over its channels, in the dtype to which autocast casts the result."""
     return functional.channel_layer_norm(x, weight, **options, dtype=cast_dtype(casts, x, weight))
 
 
@@ -520,7 +521,7 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """(F.layer_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
+    """(F.layer_norm(s, ...), s) for s = x + residual, which overwrites x if ``inplace``; without a residual s is x."""
     rest = normalized_shape, weight, bias, eps, cast_dtype(casts, x, residual, weight)
     return _add_norm(norms.add_layer_norm, norms.layer_norm, x, residual, inplace, rest)
 
@@ -537,7 +538,7 @@ def add_rms_norm(
     eps: float | None = None,
     casting: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """(F.rms_norm(s, ...), s) for s = x + residual, written to x where ``inplace``; without a residual s is x."""
+    """(F.rms_norm(s, ...), s) for s = x + residual, which overwrites x if ``inplace``; without a residual s is x."""
     rest = normalized_shape, weight, eps, casting, cast_dtype(casts, x, residual, weight)
     return _add_norm(norms.add_rms_norm, norms.rms_norm, x, residual, inplace, rest)
 
@@ -561,7 +562,7 @@ def _add_norm(
 
 @fresh
 def nll_loss_of_log_softmax(x: Tensor, target: Tensor, dim: int, **options: Any) -> Tensor:
-    """F.nll_loss(F.log_softmax(x, dim), target), fused where dim is that of the classes, and the target of classes."""
+    """F.nll_loss(F.log_softmax(x, dim), target), fused if dim is the dimension of the classes."""
     classes = 0 if x.dim() == 1 else 1
     if dim in (classes, classes - x.dim()) and not target.is_floating_point():
         return functional.cross_entropy(x, target, **options)
@@ -584,13 +585,14 @@ def linear_cross_entropy(
     columns: int | None,
     flat_target: bool,
 ) -> Tensor:
-    """F.cross_entropy(F.linear(x, weight, bias), target) of logits in some shape, which are never whole in memory.
+    """F.cross_entropy(F.linear(x, weight, bias), target), without the whole logits in memory.
 
     Args:
-        class_weight, size_average, ignore_index, reduce, reduction, label_smoothing: as F.cross_entropy has them.
-        shape: "same", as the linear layer gives them, "rows", all but the last dimension merged, "merged", the first
-            two dimensions merged, or "classes second", the last of three dimensions in second place.
-        columns: how many classes the rows have; None where it is their own number.
+        x, weight, bias: of the linear layer.
+        target, class_weight, size_average, ignore_index, reduce, reduction, label_smoothing: of F.cross_entropy.
+        shape: the shape of the logits in the loss: "same" as the linear layer returns; "rows", with all dimensions but
+            the last merged; "merged", with the first two merged; or "classes second", with the last two exchanged.
+        columns: the size of the last dimension in a reshape to rows; None for the number of classes.
         flat_target: whether the target is flattened first.
     """
     rank = {"same": 2, "merged": 3, "classes second": 3}.get(shape, x.dim())
@@ -622,17 +624,17 @@ def linear_cross_entropy(
     )  # fmt: skip
 
 
-# -- norms that a library wrote out: fingerprints.py -------------------------------------------------------------------
+# -- handwritten norms: ir.fingerprints --------------------------------------------------------------------------------
 
 
 def computes_norm(x: Any, weight: Tensor | None, *, casting: str | None, same: bool) -> bool:
-    """Whether a written-out norm computes what its casting order says, for this x and weight.
+    """Whether a handwritten norm equals the fused norm of its casting order for this x and weight.
 
     Args:
-        x: what it is called with; these forwards cast it to float32, so not float64.
-        weight: its weight, of the last dimension alone.
-        casting: as :func:`handwritten_norm` has it. Those of torch heed autocast, which elementwise code does not.
-        same: whether they must have one dtype.
+        x: the input. It is not float64, since these forwards cast to float32.
+        weight: the weight, which has the last dimension only.
+        casting: as for :func:`handwritten_norm`. torch's norms follow autocast, elementwise code does not.
+        same: whether x and weight must have the same dtype.
     """
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, *LOW_PRECISION):
         return False
@@ -642,7 +644,7 @@ def computes_norm(x: Any, weight: Tensor | None, *, casting: str | None, same: b
 
 
 def handwritten_norm(x: Tensor, weight: Tensor | None, eps: float, casting: str | None) -> Tensor:
-    """RMSNorm over the last dimension in a casting order; LayerNorm without a bias where that is None."""
+    """RMSNorm over the last dimension in a casting order; LayerNorm without a bias if that is None."""
     if casting is None:
         return functional.layer_norm(x, x.shape[-1:], weight, None, eps)
     return functional.rms_norm(x, x.shape[-1:], weight, eps, casting=casting)
@@ -660,7 +662,7 @@ def add_handwritten_norm(
     casting: str | None,
     same: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(layer(s), s) for s = x + residual, x itself without one, where the layer is a norm that a library wrote out."""
+    """(layer(s), s) for s = x + residual, where the layer is a handwritten norm; without a residual s is x."""
     if residual is None and not computes_norm(x, weight, casting=casting, same=same):
         return layer(x), x
     if residual is not None and not (

@@ -1,4 +1,4 @@
-"""What is asked about modules and tensors, by the engine once and by generated code on every call."""
+"""Tests of modules and tensors: the engine makes them once, and generated code on every call."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = [
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module without what fastlayers put in its place."""
+    """The original class of a module, whether it is patched or not."""
     return getattr(type(module), "__dict__", {}).get("__fastlayers_original__", type(module))  # type: ignore[no-any-return]
 
 
 def no_hooks(*modules: nn.Module) -> bool:
-    """Whether nobody would see (or change) the inputs and outputs of these modules through a hook."""
+    """Whether no hook would see or change the inputs and outputs of these modules."""
     if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
         return False
     for module in modules:
@@ -47,15 +47,15 @@ def no_hooks(*modules: nn.Module) -> bool:
 
 
 def plain(module: nn.Module, layer: type[nn.Module]) -> bool:
-    """Whether ``module`` is still exactly a ``layer``, patched or not: its forward is known without calling it."""
+    """Whether ``module`` is still exactly a ``layer``, patched or not, with no forward of its own."""
     kind = type(module)
     return getattr(kind, "__fastlayers_original__", kind) is layer and "forward" not in module.__dict__
 
 
 def untouched(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
-    """:func:`plain` of modules and their layers, and :func:`no_hooks` of the modules.
+    """:func:`plain` for modules and their layers, and :func:`no_hooks` for the modules.
 
-    Spelled out, for it is most of the host's time of a guard: of 21 children 2.7 us instead of 7.4.
+    Inlined, since this is most of the time of a guard: 2.7 us instead of 7.4 us for 21 children.
     """
     if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
         return False
@@ -74,7 +74,7 @@ def untouched(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
 
 
 def plain_any(module: nn.Module, layers: frozenset[type[nn.Module]]) -> bool:
-    """:func:`plain` for several layers of which any will do."""
+    """:func:`plain` for any one of several layers."""
     kind = type(module)
     return getattr(kind, "__fastlayers_original__", kind) in layers and "forward" not in module.__dict__
 
@@ -90,34 +90,34 @@ def hooked(module: nn.Module) -> bool:
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether a module calls its children one after the other, as torch's Sequential does, and nothing else."""
+    """Whether a module only calls its children in turn, like torch's Sequential."""
     original = original_class(module)
     if not issubclass(original, nn.Sequential) or not is_plain_layer(module):
         return False
     return original.forward is nn.Sequential.forward and original.__iter__ is nn.Sequential.__iter__
 
 
-#: A test of a module, which narrower calls, and the module.
+#: A test of a module, which :func:`cast_dtype` calls, and the module.
 Casts: TypeAlias = tuple[Callable[[Any], bool], nn.Module | None]
 
 
 def casts_input(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a linear layer or convolution of torch hands its input as it is to an operation that autocast casts for.
+    """Whether autocast casts the input of a linear layer or convolution as it is.
 
-    A weight of a tensor subclass (quantised, say) may see the call before autocast does.
+    A weight of a tensor subclass, such as a quantised one, may handle the call before autocast.
     """
     padding: Any = getattr(layer, "padding_mode", "zeros")
     return plain(layer, kind) and padding == "zeros" and is_plain(layer.weight)
 
 
 def cast_dtype(casts: Casts | None, *tensors: Tensor | None) -> torch.dtype | None:
-    """autocast's dtype, where what is computed from these tensors is only cast to that; None where nothing is known."""
+    """The dtype to which autocast casts the result of an operation on these tensors; None if it may have other uses."""
     if casts is None or not isinstance(tensors[0], Tensor):
         return None
     kind = tensors[0].device.type
     if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return None
-    for t in tensors:  # autocast leaves float64 alone, and has no say in what tensor subclasses do
+    for t in tensors:  # Autocast ignores float64, and tensor subclasses may ignore autocast.
         if t is not None and (t.dtype is torch.float64 or type(t) not in PLAIN):
             return None
     test, module = casts

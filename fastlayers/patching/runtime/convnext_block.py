@@ -1,4 +1,4 @@
-"""A whole ConvNeXt block, for calls under autocast. Where its kernels do not apply, it computes the steps."""
+"""A whole ConvNeXt block as one call under autocast, step by step where its kernels do not apply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["convnext_block", "drop_nothing"]
 
 
 def drop_nothing(*dropouts: Any) -> bool:
-    """Whether dropouts hand on what they are given."""
+    """Whether all dropouts return their input unchanged."""
     return all(layer.p == 0.0 or not layer.training for layer in dropouts)
 
 
@@ -23,7 +23,7 @@ def convnext_block(
     layer: Any, x: Any, mlp: Any, gamma: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor,
     act: str, weight2: Tensor, bias2: Tensor, *, normalized_shape: tuple[int, ...], eps: float, casts: Casts,
 ) -> Tensor:  # fmt: skip
-    """x + gamma·mlp(layer_norm(layer(x))), the norm over the channels; of ``mlp`` the parameters and the activation."""
+    """x + gamma·mlp(layer_norm(layer(x))), with the norm over the channels. The MLP's parameters are given as well."""
     y = None
     if isinstance(x, Tensor) and normalized_shape == x.shape[1:2]:
         y = blocks.convnext_block(layer, x, norm_weight, norm_bias, eps, weight, bias, act, weight2, bias2, gamma)

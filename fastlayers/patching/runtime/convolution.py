@@ -1,9 +1,9 @@
-"""A convolution and what follows it: its bias, a sum and an activation in one kernel.
+"""Convolutions with their bias, a sum and an activation in one kernel.
 
-torch adds the bias of a convolution in a kernel of its own, which reads and writes the whole result, and so do the sum
-and the activation after it. Here torch convolves without the bias, and one kernel does the rest in place. That kernel
-has no backward: where a gradient is wanted, in a graph that torch.compile makes and where it does not apply, torch
-answers; under autocast with a Function of ours, of which a kernel sums the bias' gradient.
+torch adds the bias of a convolution in a separate kernel, which reads and writes the whole result. The sum and the
+activation after it do the same. Here torch convolves without the bias, and one kernel does the rest in place. That
+kernel has no backward. Where a gradient is needed, under torch.compile and where the kernel does not apply, torch
+computes everything. Under autocast an autograd Function then sums the gradient of the bias in a kernel.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ def layer_and_more(
     act: str | None = None,
     overwritten: str | None = None,
 ) -> Tensor:
-    """act(layer(x) + residual), of a convolution or linear layer with another weight and bias than its own.
+    """act(layer(x) + residual) for a convolution or linear layer with another weight and bias than its own.
 
-    ``overwritten`` says which operand an in-place sum was written to: "norm", that is what the layer returns, or
-    "residual".
+    An in-place sum overwrote the ``overwritten`` operand: "norm", which is the layer's result, or "residual".
     """
     if not adds_bias(layer, x, weight, bias) or dispatch.wants_gradient(residual):
         y = convolve(layer, x, weight, bias)
@@ -78,22 +77,22 @@ def layer_and_more(
 
 @fresh
 def convolution_and_more(layer: Any, x: Tensor, act: str | None = None) -> Tensor:
-    """act(layer(x)), of a convolution."""
+    """act(layer(x)) for a convolution."""
     return layer_and_more(layer, x, layer.weight, layer.bias, act=act)
 
 
 def bound_by_memory(layer: Any) -> bool:
-    """Whether a convolution computes little for what it moves: depthwise, or of patches that do not overlap."""
+    """Whether memory traffic bounds a convolution: it is depthwise, or its patches do not overlap."""
     return layer.groups == layer.in_channels > 1 or (layer.stride == layer.kernel_size and max(layer.stride) > 1)
 
 
 def is_forkable(layer: Any) -> bool:
-    """Whether :func:`forked_convolution` gains something of such a convolution."""
+    """Whether a convolution gains from :func:`forked_convolution`."""
     return is_pointwise(layer) or (plain(layer, nn.Conv2d) and layer.bias is not None and bound_by_memory(layer))
 
 
 def forked_convolution(layer: nn.Conv2d, x: Any) -> tuple[Tensor, Tensor]:
-    """(layer(x), x), where their gradients are added by a kernel of the one, or with the cast that autocast makes."""
+    """(layer(x), x). The convolution's backward, or the backward of autocast's cast, adds the two gradients."""
     if not isinstance(x, Tensor):
         return layer(x), x
     if layer.bias is not None:
@@ -114,7 +113,7 @@ def convolution_batch_norm(
     overwritten: str | None = None,
     of_product: bool = False,
 ) -> Tensor:
-    """act(norm(layer(x)) + residual), of a convolution and a BatchNorm; x may be what :func:`excite` made."""
+    """act(norm(layer(x)) + residual) for a convolution and a BatchNorm; x may be the result of ``excite``."""
     if of_product:
         return convolution_of_product(lambda x: convolution_batch_norm(layer, x, norm, residual, act, overwritten), x)
     y = convolution_norm(layer, x, norm, residual, act)
@@ -122,7 +121,7 @@ def convolution_batch_norm(
 
 
 def convolution_and_norm(layer: Any, x: Any, norm: Any, act: str | None = None, of_product: bool = False) -> Tensor:
-    """norm(layer(x)), where ``norm`` is a BatchNorm that ends with an activation of its own."""
+    """norm(layer(x)) for a BatchNorm with an activation of its own."""
     if of_product:
         return convolution_of_product(lambda x: convolution_and_norm(layer, x, norm, act), x)
     y = convolution_norm(layer, x, norm, None, act)
@@ -130,7 +129,7 @@ def convolution_and_norm(layer: Any, x: Any, norm: Any, act: str | None = None, 
 
 
 def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The layer with these parameters."""
+    """The layer's result with these parameters."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
     if bias is not None:
@@ -144,7 +143,7 @@ def convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def adds_bias(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a kernel of ours is to add the bias. torch adds that of a linear layer in the matrix product."""
+    """Whether the fused kernel adds the bias. torch adds the bias of a linear layer in the matrix product."""
     if bias is None or not x.is_cuda or isinstance(layer, nn.Linear) or x.dim() != weight.dim():
         return False
     if torch.compiler.is_compiling() or dispatch.wants_gradient(x, weight, bias) or not dispatch.is_plain(bias):
@@ -155,7 +154,7 @@ def adds_bias(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def takes(y: Tensor, residual: Tensor) -> bool:
-    """Whether a residual can be added to y in its kernel: it is what torch would add without promoting or expanding."""
+    """Whether the kernel can add a residual to y: torch would neither promote nor expand one of them."""
     return (
         dispatch.is_plain(residual)
         and residual.dtype == y.dtype

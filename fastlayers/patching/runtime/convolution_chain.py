@@ -1,4 +1,4 @@
-"""Convolutions and their norms, one after the other: one call under autocast, else step by step."""
+"""Consecutive convolutions and their norms as one call under autocast, step by step where its kernels do not apply."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def convolution_chain(
 
     Args:
         x: images.
-        layers: of each step the convolution and the norm, then those of the shortcut; and of a gate the module, and the
-            two convolutions in it.
-        acts: the activation of each step, the shortcut's at the end.
-        added: what is added before the last step's activation: "x", or the "shortcut" of x.
-        written: "norm" where that sum is written to the result of the norm.
-        gate: after which step it stands, and its activations.
+        layers: the convolution and the norm of each step, then of the shortcut; for a gate followed by its module and
+            its two convolutions.
+        acts: the activation of each step, and of the shortcut at the end.
+        added: the operand of the sum before the last activation: "x", or the "shortcut" of x.
+        overwritten: "norm" if that sum overwrites the result of the norm.
+        gate: the step that the gate follows, and its activations.
     """
     layers, of_gate, found = parted(layers, acts, gate)
     y = chains.convolution_chain(x, layers, acts, added, found)
@@ -49,7 +49,7 @@ def convolution_chain(
 def parted(
     layers: tuple[Any, ...], acts: tuple[str | None, ...], gate: tuple[int, str, str] | None
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Gate | None]:
-    """What a chain is called with: the layers of its steps, what makes the gate, and that gate."""
+    """The arguments of a chain: the layers of its steps, those of the gate, and the gate."""
     steps, of_gate = layers[: 2 * len(acts)], layers[2 * len(acts) :]
     if gate is None:
         return steps, of_gate, None
@@ -64,7 +64,7 @@ def _step(
 ) -> Tensor:  # fmt: skip
     if plain(norm, nn.BatchNorm2d):
         return convolution_batch_norm(layer, x, norm, residual, act, overwritten, of_product)
-    y = convolution_and_norm(layer, x, norm, act, of_product)  # it activates by itself, and not before a sum
+    y = convolution_and_norm(layer, x, norm, act, of_product)  # The norm has its own activation.
     if residual is None:
         return y
     return y.add_(residual) if overwritten == "norm" else y + residual

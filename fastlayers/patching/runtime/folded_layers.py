@@ -1,10 +1,9 @@
-"""What a folded forward calls: in eval, a BatchNorm and the convolution before it as one convolution.
+"""Folded layers: in eval, a BatchNorm and the convolution before it as one convolution.
 
-A BatchNorm in eval multiplies each channel by a number and adds one, which the weight and bias of the convolution can
-do as well. Nothing of the model is overwritten: parameters, buffers and state-dict keys stay as they are, and the
-folded weights are kept beside it, made anew when something they come from has changed. As with :func:`patch_model` only
-classes change, and the folded forward answers where it is right: in eval, where no gradient of the folded parameters is
-wanted. A folded model that is trained trains as if it were not folded.
+A BatchNorm in eval multiplies each channel by a number and adds one. The weight and the bias of the convolution can do
+this instead. Nothing of the model is overwritten: parameters, buffers and state-dict keys stay as they are. The folded
+weights are stored next to the model, and recomputed when one of their sources changes. The folded forward runs in eval
+and where no gradient of the folded parameters is needed. In training the model computes as if it were not folded.
 """
 
 from __future__ import annotations
@@ -54,20 +53,20 @@ def sources(layer: nn.Module, norm: _BatchNorm) -> Sources:
 
 
 def may_fold(*layers: nn.Module) -> bool:
-    """Whether folded weights answer for pairs of a layer and its norm: all in eval, and no gradient of theirs wanted.
+    """Whether pairs of a layer and its norm can use folded weights: all are in eval, and need no gradients.
 
-    All pairs are asked: one in training forgets its weights, since training writes running statistics in ways that
-    their version counters do not notice.
+    Every pair is tested, since one in training forgets its weights: training may update running statistics without
+    incrementing their version counters.
     """
-    answers = [pair_may_fold(layer, norm) for layer, norm in zip(layers[::2], layers[1::2], strict=True)]
-    return all(answers)
+    may = [pair_may_fold(layer, norm) for layer, norm in zip(layers[::2], layers[1::2], strict=True)]
+    return all(may)
 
 
 def pair_may_fold(layer: Any, norm: Any) -> bool:
     given = sources(layer, norm)
     weight, _, _, _, mean, variance, _ = given
     if norm.training or mean is None or variance is None:
-        if not torch.compiler.is_compiling():  # compiled code writes buffers in ways that they do notice
+        if not torch.compiler.is_compiling():  # Compiled code increments the counters.
             forget(norm)
         return False
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
@@ -89,11 +88,11 @@ def folded(
     """act(norm(layer(x)) + residual), in eval, as one layer.
 
     Args:
-        layer, norm: a pair that :func:`may_fold` approves of.
-        x: what the layer is called with.
-        residual, act, written: as :func:`layer_and_more` has them.
+        layer, norm: a pair for which :func:`may_fold` is True.
+        x: the input.
+        residual, act, overwritten: as for :func:`layer_and_more`.
     """
-    if x.dim() != layer.weight.dim():  # without a batch, or a sequence to a linear layer: not what BatchNorm would do
+    if x.dim() != layer.weight.dim():  # BatchNorm would take other channels.
         return join(norm(layer(x)), residual, act, overwritten)
     weight, bias = folded_weights(layer, norm, computing_dtype(layer.weight))
     return layer_and_more(layer, x, weight, bias, residual, act, overwritten)
@@ -108,7 +107,7 @@ def folded_and_more(
     act: str | None = None,
     overwritten: str | None = None,
 ) -> Tensor:
-    """:func:`folded`, of a norm that hands its result to children of its own: an activation, say."""
+    """:func:`folded` for a norm that calls children of its own on its result, such as an activation."""
     if x.dim() != layer.weight.dim():
         return join(norm(layer(x)), residual, act, overwritten)
     own = activations(after)
@@ -154,14 +153,15 @@ def folded_chain(
     overwritten: str | None = None,
     gate: tuple[int, str, str] | None = None,
 ) -> Tensor:
-    """Pairs that :func:`may_fold` approves of, one after the other, each a Conv2d and its norm.
+    """Consecutive pairs of a Conv2d and its norm, for which :func:`may_fold` is True.
 
     Args:
-        layers: the pairs; and of a gate the module, and the two convolutions in it.
-        acts: the activation behind each of them.
-        after: the children that each norm hands its result to.
-        residual, written: as :func:`folded` has them, of the last pair.
-        gate: after which pair it stands, and its activations.
+        x: images.
+        layers: the pairs; for a gate followed by its module and its two convolutions.
+        acts: the activation after each pair.
+        after: the children that each norm calls on its result.
+        residual, overwritten: as for :func:`folded`, for the last pair.
+        gate: the pair that the gate follows, and its activations.
     """
     layers, of_gate, found = parted(layers, acts, gate)
     y = in_one(x, layers, acts, after, residual, found)
@@ -183,7 +183,7 @@ def in_one(
     residual: Tensor | None,
     gate: Gate | None,
 ) -> Tensor | None:
-    """The chain as one op; None where there is none for it."""
+    """The chain as one op; None if the op does not apply."""
     if torch.compiler.is_compiling() or not runs_under_autocast(x):
         return None
     found: list[str | None] = []
@@ -192,22 +192,22 @@ def in_one(
         if own is None or len(own) + (act is not None) > 1:
             return None
         found.append(own[0] if own else act)
-    if own and residual is not None:  # the last norm activates before the sum
+    if own and residual is not None:  # The last norm applies its activation before the sum.
         return None
     return chains.folded_chain(x, layers, found, residual, gate, folded_weights)
 
 
 def activations(children: tuple[nn.Module, ...]) -> list[str] | None:
-    """The names of what these children compute one after the other; None where one has to be called for it."""
+    """The activations that these children compute in turn, by name; None if one of them is unknown."""
     kinds = [type(child) for child in children if type(child) is not nn.Identity]
     known = all(kind in ACTIVATIONS for kind in kinds) and not any("forward" in vars(child) for child in children)
     return [ACTIVATIONS[kind] for kind in kinds] if known and no_hooks(*children) else None
 
 
 def computing_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype that the weight is cast to when a layer uses it.
+    """The dtype in which a layer uses its weight.
 
-    Autocast would cast a folded weight anew in every call: it keeps the casts of leaves that require a gradient alone.
+    Autocast would cast a folded weight in every call, since it only caches the casts of leaves that require a gradient.
     """
     kind = weight.device.type
     if torch.compiler.is_compiling() or weight.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
@@ -217,17 +217,17 @@ def computing_dtype(weight: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Folded:
-    """Folded weights by the dtype of the weight, and what they were made of.
+    """Folded weights by their dtype, and the tensors they were computed from.
 
-    The aliases share the memory of the sources: while they hold it, a tensor at another address is another one even
-    where somebody assigned ``tensor.data``, which no version counter sees.
+    The aliases keep the memory of the sources alive. So a new address shows that ``tensor.data`` was assigned, which no
+    version counter shows.
     """
 
     layer: ReferenceType[nn.Module]
     eps: float
     sources: Sources
     aliases: Sources
-    #: Of each source its version counter, its address and its dtype.
+    #: The version counter, the address and the dtype of each source.
     states: tuple[tuple[int, int, torch.dtype] | None, ...]
     weights: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -246,18 +246,18 @@ _folded: WeakKeyDictionary[nn.Module, Folded] = WeakKeyDictionary()
 
 
 def forget(norm: nn.Module) -> None:
-    """Give the memory of folded weights back."""
+    """Free the folded weights of a norm."""
     _folded.pop(norm, None)
 
 
 def folded_weights(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The weight, in that dtype, and bias of the folded layer; made anew where what they come from has changed."""
+    """The weight, in that dtype, and the bias of the folded layer; recomputed when a source has changed."""
     given = sources(layer, norm)
     if observed(given):
         return fold(layer, norm, dtype)
     kept = _folded.get(norm)
     if kept is None or not kept.fits(layer, norm, given):
-        if any(tensor is not None and tensor.is_inference() for tensor in given):  # they do not count their versions
+        if any(tensor is not None and tensor.is_inference() for tensor in given):  # They have no version counters.
             return fold(layer, norm, dtype)
         with torch.no_grad(), torch.inference_mode(False):
             aliases = tuple(tensor.detach() if tensor is not None else None for tensor in given)
@@ -270,14 +270,14 @@ def folded_weights(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tu
 
 
 def observed(given: Sources) -> bool:
-    """Whether something traces, transforms or captures this call: what it sees must not outlive the call."""
+    """Whether this call is traced, transformed or captured, so that its tensors must not outlive it."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
         return True
     return given[0].is_cuda and torch.cuda.is_current_stream_capturing()  # type: ignore[union-attr]
 
 
 def fold(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Weight, in that dtype, and bias of the one layer that computes both; in float32 at least, rounded once."""
+    """The folded weight, in that dtype, and bias, computed in float32 or wider and rounded once."""
     weight, bias, gain, shift, mean, variance, _ = sources(layer, norm)
     assert weight is not None
     assert mean is not None
@@ -287,7 +287,7 @@ def fold(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tuple[Tensor
     if gain is not None:
         scale = scale * gain.to(wide)
     kernel = [1] * (weight.dim() - 2)
-    if isinstance(layer, _ConvTransposeNd):  # (in, out / groups, *kernel): the groups lie along the first dimension
+    if isinstance(layer, _ConvTransposeNd):  # (in, out / groups, *kernel), the groups in the first one
         by_group = weight.to(wide).unflatten(0, (layer.groups, -1))
         scaled = (by_group * scale.view(layer.groups, 1, -1, *kernel)).flatten(0, 1)
     else:

@@ -1,4 +1,4 @@
-"""What Python does with values, as functions that a graph can call."""
+"""Python operations as functions that a graph can call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["checkpointed", "format_string", "unpack"]
 
 
 def unpack(value: Any, count: int) -> tuple[Any, ...]:
-    """``a, b, c = value`` for a count of 3, with Python's error where the number is another."""
+    """``a, b, c = value`` for a count of 3, with Python's error for another number of items."""
     items = tuple(value)
     if len(items) != count:
         few = "not enough" if len(items) < count else "too many"
@@ -26,9 +26,9 @@ def format_string(*parts: str | tuple[Any, str, str]) -> str:
 
 
 def checkpointed(body: nn.Module, *args: Any, **options: Any) -> Any:
-    """A captured activation checkpoint, run as one.
+    """Run a captured activation checkpoint as one.
 
-    Dynamo's own operator is made for compilers that keep track of the random state themselves: it does not preserve it,
-    and a dropout would draw another mask when it is computed again.
+    Dynamo's own operator does not preserve the random state, since compilers handle it: a recomputed dropout would draw
+    another mask.
     """
     return checkpoint(body, *args, **{**options, "use_reentrant": False})

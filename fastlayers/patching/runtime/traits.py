@@ -1,4 +1,4 @@
-"""What the engine knows of a function that generated code calls: its author says it where the function is defined."""
+"""Properties of the functions that generated code calls, declared where each function is defined."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DRAWING: set[Callable[..., Any]] = set()
 
 
 def fresh(function: Function) -> Function:
-    """Say of a function that its result never shares memory with an argument."""
+    """Declare that the result of a function never shares memory with an argument."""
     FRESH.add(function)
     return function
 
 
 def draws(function: Function) -> Function:
-    """Say of a function that it may draw random numbers."""
+    """Declare that a function may draw random numbers."""
     DRAWING.add(function)
     return function

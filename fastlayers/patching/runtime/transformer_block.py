@@ -1,4 +1,4 @@
-"""A whole transformer block, for calls under autocast. Where its kernels do not apply, it computes the steps."""
+"""A whole transformer block as one call under autocast, step by step where its kernels do not apply."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["runs_under_autocast", "trains_under_autocast", "transformer_block"]
 
 
 def trains_under_autocast(x: Any) -> bool:
-    """Whether a call on x is recorded by autograd, and csrc has kernels for what autocast casts."""
+    """Whether autograd records a call on x, and csrc has kernels for x under autocast."""
     return torch.is_grad_enabled() and runs_under_autocast(x)
 
 
 def runs_under_autocast(x: Any) -> bool:
-    """Whether csrc has kernels for what autocast casts in a call on x, recorded or not."""
+    """Whether csrc has kernels for a call on x under autocast, recorded by autograd or not."""
     return isinstance(x, Tensor) and autocast.block_kernels_for(x) is not None
 
 
@@ -32,9 +32,13 @@ def transformer_block(
     """s + mlp(norm2(s)) for s = x + attention(norm(x)).
 
     Args:
-        parameters: weight and bias of the attention's linear layer for query, key and value and of the one after it,
-            and of both of the MLP.
-        casts: whether autocast only casts what the first norm gives, and ``casts2`` the same of the second one.
+        x: the residual stream.
+        norm, attention, norm2, mlp: the modules of the steps.
+        parameters: the weights and biases of the attention's linear layer for query, key and value, of its last linear
+            layer, and of both linear layers of the MLP.
+        heads: the number of heads.
+        act: the activation of the MLP.
+        casts, casts2: the test under which autocast only casts the result of the first and of the second norm.
     """
     y = transformers.transformer_block(x, norm, norm2, parameters[:4], parameters[4:], heads, act)
     if y is not None:
