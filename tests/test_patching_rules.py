@@ -142,10 +142,10 @@ def test_module_rule():
 def test_what_is_no_rule():
     with pytest.raises(TypeError, match="GraphRule or a ModuleRule, got function"):
         register_rule(find_hinge)
-    with pytest.raises(ValueError, match="a rule called 'softmax' already"):
+    with pytest.raises(ValueError, match="a rule called 'softmax' exists already"):
         register_rule(GraphRule("softmax", "", find_hinge))
-    with pytest.raises(TypeError, match="which ReLU is not of Scale"):
+    with pytest.raises(TypeError, match="must replace a layer by a subclass of it, and ReLU is not a subclass of Scale"):
         register_rule(ModuleRule("scale", "", Scale, nn.ReLU))
-    with register_rule(HINGE), pytest.raises(ValueError, match="'hinge' already"):
+    with register_rule(HINGE), pytest.raises(ValueError, match="'hinge' exists already"):
         register_rule(HINGE)
     register_rule(HINGE).remove()
