@@ -144,7 +144,7 @@ def test_what_is_no_rule():
         register_rule(find_hinge)
     with pytest.raises(ValueError, match="a rule called 'softmax' exists already"):
         register_rule(GraphRule("softmax", "", find_hinge))
-    with pytest.raises(TypeError, match="must replace a layer by a subclass of it, and ReLU is not a subclass of Scale"):
+    with pytest.raises(TypeError, match="by a subclass of it, and ReLU is not a subclass of Scale"):
         register_rule(ModuleRule("scale", "", Scale, nn.ReLU))
     with register_rule(HINGE), pytest.raises(ValueError, match="'hinge' exists already"):
         register_rule(HINGE)
