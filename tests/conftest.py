@@ -5,18 +5,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fastlayers import backends
 
-# Tests are small and run side by side. OpenMP's threads wait by spinning: on shared cores a test is ten times slower.
+# Tests are small and run in parallel. Waiting OpenMP threads spin: on shared cores that makes a test ten times slower.
 torch.set_num_threads(1)
-
 
 NO_GPU = not torch.cuda.is_available()
 CACHED = 2**30
+#: The tests of these files wait for processes of their own, some for minutes.
+LONGEST = ("test_triton.py", "test_triton_interpreter.py", "test_examples.py")
 
 
 def pytest_report_header() -> str | None:
@@ -28,26 +30,45 @@ def pytest_report_header() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU its tests are left out: thousands of skips would hide the ones that mean something."""
+    """Leaves out the GPU's tests where there is no GPU: thousands of skips would hide the ones that mean something."""
     left_out = [item for item in items if NO_GPU and item.get_closest_marker("gpu")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    # Some of these take minutes: begun last, one would be waited for with the other cores idle.
-    items.sort(key=lambda item: item.path.name != "test_triton.py")
+    # The rest of the order is random (pytest-randomly). A test of minutes that started last would leave a core idle.
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def process_wide_state() -> dict[str, Any]:
+    """What a test can change of torch for every test after it."""
+    return {
+        "torch.compile": torch.compile,
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.distributed.is_initialized()": torch.distributed.is_initialized(),
+        "the logging of torch": torch._logging._internal._get_log_state().log_qname_to_level.copy(),
+    }
 
 
 @pytest.fixture(autouse=True)
-def _leave_backend_alone() -> Iterator[None]:
-    """A test that fails inside of a forced backend forces nothing on the next one."""
-    before = backends.get_backend()
+def _depends_on_no_other_test() -> Iterator[None]:
+    """Every test draws the same random numbers in any order, and fails itself where it would change its neighbours."""
+    backend, before = backends.get_backend(), process_wide_state()
+    torch.manual_seed(0)
     yield
-    backends.set_backend(before)
+    backends.set_backend(backend)  # a test that failed inside a forced backend forces nothing on the next one
+    after = process_wide_state()
+    changed = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
+    assert not changed, f"this test changes process-wide state: {changed}"
 
 
 @pytest.fixture(autouse=True)
 def _leave_gpu_memory() -> Iterator[None]:
-    """What torch has cached of it by the gigabyte, a test in another process may need."""
+    """Returns what torch has cached by the gigabyte: a test in another process may need it."""
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > CACHED:
         torch.cuda.empty_cache()
@@ -55,10 +76,10 @@ def _leave_gpu_memory() -> Iterator[None]:
 
 @pytest.fixture
 def gpu_memory() -> Iterator[Callable[[float], None]]:
-    """What a test calls that takes much of the GPU's memory, with the bytes that it takes.
+    """A function that a test calls with the bytes of GPU memory that it needs, where these are many.
 
-    One such test runs at a time, whatever runs beside it, and what it took does not stay with torch afterwards: tests
-    in other processes would find none.
+    Only one such test runs at a time, in all processes. Its memory does not stay with torch afterwards: tests in other
+    processes would find none.
     """
     with (Path(tempfile.gettempdir()) / "fastlayers-gpu-memory.lock").open("w") as lock:
 

