@@ -59,6 +59,7 @@ types: $(ENV)  ## mypy
 	$(PY) -m mypy
 
 pytest: $(ENV)  ## the tests alone, on the build that is there
+	@# In random order; ARGS=--randomly-seed=N repeats the order of the run that printed N.
 	@# Two workers share the cores, so an idle OpenMP thread must not spin on one.
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 

@@ -66,6 +66,13 @@ def _depends_on_no_other_test() -> Iterator[None]:
     assert not changed, f"this test changes process-wide state: {changed}"
 
 
+@pytest.fixture
+def same_order(pytestconfig: pytest.Config) -> list[str]:
+    """Options for a run of pytest in another process: its order comes from the seed that this run prints."""
+    seed = pytestconfig.getoption("randomly_seed", None)  # pytest-randomly may be missing
+    return [] if seed is None else [f"--randomly-seed={seed}"]
+
+
 @pytest.fixture(autouse=True)
 def _leave_gpu_memory() -> Iterator[None]:
     """Returns what torch has cached by the gigabyte: a test in another process may need it."""

@@ -31,11 +31,6 @@ ACTIVATIONS = [
 RELU, SILU = 1, 2
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def assert_close(actual, expected, dtype, magnitude=0.0, of=None):
     """Within the tolerance (``of`` a dtype) of the largest result or, where terms cancel, of their ``magnitude``."""
     assert actual.dtype == dtype

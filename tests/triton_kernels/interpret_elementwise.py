@@ -25,11 +25,6 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, t
 SHAPE = (2, 5, 3, 4)
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def assert_close(actual, expected, dtype, magnitude=1.0):
     """Within the tolerance of the largest result or, for a sum that cancels, of the ``magnitude`` of its terms."""
     assert actual.dtype == dtype

@@ -31,11 +31,6 @@ ACTIVATIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(params=["whole", "split"])
 def way(request, monkeypatch):
     """Groups in the registers, or by the kernels of ``channels`` with tiles so small that there are several."""

@@ -18,11 +18,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.6e-2, t
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def largest(t):
     """The largest finite magnitude in t; 0 where there is none."""
     finite = t[t.isfinite()].abs()

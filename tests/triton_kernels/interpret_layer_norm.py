@@ -20,11 +20,6 @@ EPS = 1e-5
 KINDS = [*itertools.product([0], DTYPES), *itertools.product([1, 2, 3], HALF)]
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def few_registers(monkeypatch):
     """Launch rules by which rows of a thousand elements are long: the interpreter takes its time over longer ones."""

@@ -48,7 +48,6 @@ def check(q, k, cos, sin, head, interleaved, dtype, half=False):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_dtypes(dtype, interleaved):
-    torch.manual_seed(0)
     q, k = torch.randn(2, 6, 5, 24).to(dtype), torch.randn(2, 2, 5, 24).to(dtype)
     for width, half in ((24, False), (16, False), (8, True)):
         cos, sin = torch.randn(5, width).to(dtype), torch.randn(2, 1, 5, width).to(dtype)
@@ -62,7 +61,7 @@ def test_dtypes(dtype, interleaved):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dim", "width"), [(2, 2), (6, 2), (7, 6), (80, 20), (1100, 1100), (2100, 1030), (2500, 4)])
 def test_lengths(dim, width, interleaved):
-    torch.manual_seed(0)
-    q, k = torch.randn(9, 3, dim), torch.randn(9, 5, dim)
-    check(q, k, torch.randn(9, 1, width), torch.randn(9, 1, width), 1, interleaved, torch.float32)
-    check(q, q, torch.randn(9, 3, width), torch.randn(9, 3, width), -1, interleaved, torch.float32)
+    rows = 9 if dim < 1000 else 2  # a program takes one long row, and the interpreter 2 ms for a program
+    q, k = torch.randn(rows, 3, dim), torch.randn(rows, 5, dim)
+    check(q, k, torch.randn(rows, 1, width), torch.randn(rows, 1, width), 1, interleaved, torch.float32)
+    check(q, q, torch.randn(rows, 3, width), torch.randn(rows, 3, width), -1, interleaved, torch.float32)

@@ -55,11 +55,6 @@ def check(x, mask, dim, scale=1.3, log=False, dtype=None, dy=None):
     assert_close(dx, reference_backward(dy, y, keep, dim, scale, log), x.dtype, magnitude)
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
