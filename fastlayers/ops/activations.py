@@ -1,4 +1,4 @@
-"""The activations: what they compute, how they derive, how the kernels number them, which parameters they take."""
+"""The table of activations: function, derivative, code in the kernels, parameters."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ ACTIVATIONS: dict[str | None, Activation] = {
 #: By the number that the kernels know.
 BY_CODE = {entry.code: entry for entry in ACTIVATIONS.values()}
 
-#: The activations from this number on have no place in the norms' kernels, which would need more registers for them:
-#: the norm runs its kernel without one, and bias_act's follows.
+#: The kernels of norms apply only activations below this code: the others need more registers. For those the norm runs
+#: without an activation, and bias_act follows.
 NORM_CODES = 8
 
 
@@ -120,7 +120,7 @@ def activation(name: str | None) -> Activation:
     """The row of the table.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no activation has that name.
     """
     try:
         return ACTIVATIONS[name]
@@ -130,7 +130,7 @@ def activation(name: str | None) -> Activation:
 
 
 def parameters_of(name: str | None, given: Mapping[str, float]) -> tuple[float, ...]:
-    """The parameters of an activation in order, those that were not given as torch has them.
+    """The parameters of an activation in order, with torch's defaults for those that were not given.
 
     Raises:
         ValueError: there is no activation of that name.

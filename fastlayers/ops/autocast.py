@@ -1,8 +1,8 @@
-"""Linear layers, MLPs and convolutions under autocast: of a half and float32 parameters, a Function each.
+"""Linear layers, MLPs and convolutions under autocast, with low-precision inputs and float32 parameters.
 
-torch casts each parameter, and the gradient of each cast back: two launches a parameter and a node of autograd, which
-for ViT-B/16 was a quarter of the host's time of a step, and that bounds the step. Here a layer's parameters are cast in
-one launch, their gradients come in float32 from the product and from the sum, and each Function calls one raw op.
+torch casts each parameter and casts its gradient back: two launches and one autograd node a parameter. In ViT-B/16 that
+was a quarter of the host time of a CPU-bound step. Here one launch casts the parameters of a layer, the product and the
+sum write float32 gradients, and each op is one raw call.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Kernels(dispatch.Kernels):
 
 FAMILY = dispatch.Family("autocast", Kernels)
 
-#: Those of an MLP: all that autocast leaves in its dtype.
+#: The activations of an MLP: all that autocast leaves in its own dtype.
 MLP_ACTIVATIONS = frozenset(ACTIVATIONS) - {None, "softplus"}
 
 #: Of F.conv2d: stride, padding, dilation, groups.
@@ -96,16 +96,16 @@ def dtype_of(t: Tensor) -> torch.dtype:
 
 
 def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
-    """The kernels where autocast casts these from float32 to a half, of x only what is not there yet; else None."""
+    """The kernels, if autocast casts the float32 parameters, and x where it is float32 too; otherwise None."""
     if torch.compiler.is_compiling() or not _are_cast(x, *parameters):
         return None
     return FAMILY.kernels_for(x)
 
 
 def block_kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
-    """The same for a whole block, which csrc alone has kernels for, and which graphs of torch.compile may hold.
+    """The same for a whole block: only csrc has kernels for it, and graphs of torch.compile may hold it.
 
-    Of a graph no more than that it has some: what is put into it asks for them itself.
+    While compiling the result says only that there are kernels: the op in the graph looks them up itself.
     """
     if torch.compiler.is_compiling():
         held = dispatch.graph_keeps_kernel(x) and dispatch.graph_holds_csrc() and _are_cast(x, *parameters)
@@ -136,7 +136,7 @@ def _are_cast(x: Tensor, *parameters: Tensor | None) -> bool:
 class Given:
     """The parameters that a Function was given, for the derivative of its backward alone.
 
-    Kept as saved tensors they could not be changed before any backward, which needs no more than their casts.
+    As saved tensors they could not be changed before any backward, although a first backward needs only their casts.
     """
 
     __slots__ = ("parameters", "versions")
@@ -309,7 +309,7 @@ def _convolution(options: Options, x: Tensor, weight: Tensor, bias: Tensor) -> T
 
 
 def options_of(layer: Any) -> Options | None:
-    """Those of a convolution that pads with zeros, where all are pairs, which somebody may have changed; else None."""
+    """The options of a convolution that pads with zeros, None where one of them is not a pair."""
     stride, padding, dilation = layer.stride, layer.padding, layer.dilation
     if not (
         type(stride) is type(padding) is type(dilation) is tuple and len(stride) == len(padding) == len(dilation) == 2
@@ -341,7 +341,7 @@ def convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor |
 
 
 class _CastFork(torch.autograd.Function):
-    """(x in a half, x), whose gradients are added in one pass. Keeps nothing."""
+    """(x in low precision, x); one pass adds their gradients. Keeps nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -359,7 +359,7 @@ _record_fork = dispatch.record_of(_CastFork)
 
 
 def cast_fork(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(x as a linear layer or a convolution takes it, x); autograd lets nobody write to the second one."""
+    """(x as a linear layer or a convolution takes it, x). The second result must not be written in place."""
     if x.dtype is torch.float32 and torch.is_grad_enabled() and x.requires_grad and kernels_for(x) is not None:
         return _record_fork(dispatch.unwrap(x), dtype_of(x))
     return x, x

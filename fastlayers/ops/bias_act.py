@@ -1,6 +1,6 @@
 """act(x + bias), or act(x): the choice between kernel and reference, and autograd.
 
-Under torch.compile it returns its reference: Inductor fuses it with its neighbours, which no opaque op can be.
+Under torch.compile it returns its reference: Inductor can fuse that with its neighbours, but not an opaque op.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Kernels(dispatch.Kernels):
 
 FAMILY = dispatch.Family("bias_act", Kernels)
 
-#: The activations that an unforced call runs in a kernel without a bias as well: of quick_gelu and relu2 torch has no
-#: kernel, and those of gelu, mish, elu and softplus are limited by their arithmetic (of 16384x4096 in bfloat16 they
-#: reach .91, .70, .81 and .67 of the copy bandwidth). The others are at the limit of the memory by torch's own.
+#: The activations that an unforced call runs in a kernel even without a bias: torch has no kernel for quick_gelu and
+#: relu2, and its kernels for gelu, mish, elu and softplus are limited by arithmetic (.91, .70, .81 and .67 of the copy
+#: bandwidth for 16384x4096 in bfloat16). torch's other kernels are at the memory limit.
 FASTER_BARE = frozenset({"gelu", "mish", "quick_gelu", "relu2", "elu", "softplus"})
 
 _RELU = ACTIVATIONS["relu"].code

@@ -17,7 +17,7 @@ LEAST = 1 << 22
 
 
 class _PointwiseFork(torch.autograd.Function):
-    """Keeps x and weight, as torch does. The second result is x itself: autograd hands it on as a view."""
+    """Keeps x and weight, as torch does. The second result is x itself: autograd returns it as a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ _record = dispatch.record_of(_PointwiseFork)
 
 
 def adds_gradients(x: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel adds the gradients of x, after a convolution by this weight, which may be a wider one."""
+    """Whether a kernel adds the gradients of x after a convolution by this weight, which may be float32."""
     if (
         torch.compiler.is_compiling()
         or not (dispatch.is_plain(x) and dispatch.is_plain(weight))

@@ -10,8 +10,8 @@ with e for label_smoothing. With p = exp(s - lse) its gradient is
     p·((1 - e)·w_t + e/C·sum_c w_c + 2·z_loss·lse) - (1 - e)·w_t·[c = t] - e/C·w_c
 
 by the scores, times 1 - (s/softcap)² by the logits. It needs no reduction along the row: so the logits, the classes and
-lse, as the maximum and the rest of it, are all that is kept. The formulas as torch ops are below, for whoever
-differentiates them again and for the CPU.
+lse, as the maximum and the rest of it, are all that is kept. The formulas as torch ops are below, for second
+derivatives and for the CPU.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def unsupported(x: Tensor, target: object, weight: Tensor | None, options: Optio
     if x.numel() == 0 or x.dim() == 0:
         return f"nothing to compute on logits of shape {tuple(shape)}"
     if target.shape != shape[:1] + shape[2:] and not (x.dim() == 1 and target.dim() == 0):
-        return f"a target of shape {tuple(target.shape)} is none of classes for logits of shape {tuple(shape)}"
+        return f"a target of shape {tuple(target.shape)} is not one of classes for logits of shape {tuple(shape)}"
     if not 0.0 <= options.label_smoothing <= 1.0:
         return f"label_smoothing is {options.label_smoothing}"
     if weight is None:
@@ -200,8 +200,8 @@ def _wide(weight: Tensor | None, x: Tensor) -> Tensor | None:
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 _OVERWRITTEN = (
-    "cross_entropy(inplace_backward=True): the first backward has put the gradient in the place of the logits, so there"
-    " can be no second one; leave inplace_backward False where the graph is retained"
+    "cross_entropy(inplace_backward=True): the first backward has overwritten the logits with their gradient, so a"
+    " second one is not possible; leave inplace_backward False where the graph is retained"
 )
 
 
@@ -243,7 +243,7 @@ class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, m
             return CrossEntropy.node.backward(ctx, dy)
         reduction, options = ctx.rest
         ctx.kernels.cross_entropy_backward_(dy, x, target, weight, stats, reduction, *options)
-        # Autograd then tells whoever else kept the logits for its backward.
+        # Any other node that kept the logits then raises in its backward.
         torch.autograd.graph.increment_version(x)
         ctx.overwritten = True
         return x.detach(), None
@@ -270,13 +270,13 @@ def cross_entropy(
         raise ValueError(f"cross_entropy(): expected a softcap above 0 or None, but got {softcap}")
     if inplace and x.requires_grad and x.is_leaf:
         raise ValueError(
-            "cross_entropy(): inplace_backward=True would put the gradient in the place of a leaf's values; it is for"
+            "cross_entropy(): inplace_backward=True would overwrite the values of a leaf with its gradient; it is for"
             " logits that an operation computed"
         )
     options = Options(ignore_index, label_smoothing, softcap or 0.0, z_loss)
     if torch.compiler.is_compiling():
-        # Inductor's reaches half of the memory limit, so a graph keeps the kernel. It never writes the logits, whatever
-        # ``inplace`` allows.
+        # Inductor reaches half of the memory limit, so a graph keeps the kernel. It never writes the logits, even where
+        # ``inplace`` allows it.
         if dispatch.graph_keeps_kernel(x):
             out = result_dtype(x, None, None)
             if unsupported(x, target, weight, options, out) is None:

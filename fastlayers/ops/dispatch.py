@@ -107,7 +107,7 @@ class Kernels:
     Attributes:
         backend: which implementation this is: "cuda", "triton" or "cpu".
         apart: whether every result needs memory of its own, as ops in graphs do. In eager mode the small results of
-            the ops for whole blocks share some, since each allocation costs the host half of a launch.
+            the ops for whole blocks share some, since an allocation costs half as much host time as a launch.
     """
 
     backend: str
@@ -410,7 +410,7 @@ def broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
 def parameter_problem(parameter: Tensor, device: int, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
     """Why the norm kernels do not take this weight or bias, None where they do.
 
-    ``device`` is x.get_device(), which costs less than a torch.device, and ``dtype`` what x counts as.
+    ``device`` is x.get_device(), an int that costs less than a torch.device; ``dtype`` is the dtype that x counts as.
     """
     own = parameter.dtype
     if (
@@ -423,7 +423,8 @@ def parameter_problem(parameter: Tensor, device: int, dtype: torch.dtype, shape:
         return None
     given = f"{type(parameter).__name__} of {own}, shape {tuple(parameter.shape)} on {parameter.device}"
     return (
-        f"a parameter is a {given}; kernels take contiguous plain tensors of {shape}, in {dtype} or float32 to a half"
+        f"a parameter is a {given}; kernels take contiguous plain tensors of {shape}, in {dtype}, or in float32 beside"
+        " 16-bit inputs"
     )
 
 
@@ -435,7 +436,7 @@ def act_problem(act: str | None, x: Tensor) -> str | None:
 
 
 def suggests_channels_last(x: Tensor) -> bool:
-    """Whether torch would lay out results for x as channels_last, which not only dense tensors do."""
+    """Whether torch lays out results for x as channels_last. Not only dense tensors make it do so."""
     if x.dim() not in (4, 5) or x.is_contiguous():
         return False
     from torch._prims_common import suggest_memory_format

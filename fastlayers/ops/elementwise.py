@@ -1,6 +1,6 @@
 """relu_add, add_relu and mul: the choice between kernel and reference, and autograd.
 
-Under torch.compile these return their reference: Inductor fuses it with its neighbours, which no opaque op can be.
+Under torch.compile these return their reference: Inductor can fuse that with its neighbours, but not an opaque op.
 """
 
 from __future__ import annotations

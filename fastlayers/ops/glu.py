@@ -1,6 +1,6 @@
-"""act(gate)·up, of two tensors or of the halves of one, and a linear layer of it: kernel or reference, and autograd.
+"""act(gate)·up, of two tensors or of one packed tensor, and a linear layer of it: kernel or reference, autograd.
 
-Under torch.compile these return their reference: Inductor fuses it with its neighbours, which no opaque op can be.
+Under torch.compile these return their reference: Inductor can fuse that with its neighbours, but not an opaque op.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class GatedLinear(dispatch.Pair, inputs=4):
     ) -> Any:
         out = F.linear(kernels.gated_forward(gate, up, act).to(weight.dtype), weight, bias)
         if needs and out._is_view():
-            # torch's own result may be a view, and autograd lets nobody write to a view that a Function returns.
+            # torch's own result may be a view. A view that a Function returns cannot be written in place.
             out = torch.ops.aten._unsafe_view.default(out, out.shape)
         return out, (gate, up, weight), (act,)
 

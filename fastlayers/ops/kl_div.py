@@ -1,7 +1,7 @@
-"""Divergences between distributions: the choice between kernel and reference, autograd, what torch.compile sees.
+"""Divergences between distributions: the choice between kernel and reference, autograd, torch.compile.
 
-Under torch.compile kl_div returns its reference: elementwise and a sum, which Inductor fuses. The divergences between
-logits stay kernels there: log-softmaxes of long rows are what Inductor reads several times.
+Under torch.compile kl_div returns its reference, which Inductor fuses. The divergences between logits stay kernels:
+Inductor reads a long row several times for its log-softmax.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastlayers.ops.dispatch import Gradients, Needs
 NUMBERS = 6
 
 REDUCTIONS = ("none", "mean", "batchmean", "sum")
-# Of torch.nn.functional.kl_div, which the kernels do not call.
+# The warning of torch.nn.functional.kl_div; the kernels do not call that.
 _MEAN_WARNING = (
     "reduction: 'mean' divides the total loss by both the batch size and the support size."
     "'batchmean' divides only by the batch size, and aligns with the KL div math definition."

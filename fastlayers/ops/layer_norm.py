@@ -80,7 +80,7 @@ def result_dtype(kind: int, x: Tensor, weight: Tensor | None) -> torch.dtype:
 
 
 def _written(own: torch.dtype, dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
-    """What kernels write where ``dtype`` is wanted and torch's is ``own``: the bits are those of a cast afterwards."""
+    """The dtype that kernels write where torch gives ``own`` and a cast to ``dtype`` follows: the bits are the same."""
     return dtype if dtype in reference.LOW_PRECISION and own == torch.float32 and x.dtype in (own, dtype) else own
 
 
@@ -91,12 +91,12 @@ def _cast(y: Tensor, dtype: torch.dtype | None) -> Tensor:
 def unsupported(
     x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, kind: int
 ) -> str | None:
-    """Why no kernel takes this call, None where one does. ``dtype`` is that of what is normalised."""
+    """Why no kernel takes this call, None where one does. ``dtype`` is the dtype of x, or of x + residual."""
     dims = len(shape)
     if dtype not in dispatch.FLOATING:
         return f"no kernel for {dtype}"
     sizes = x.shape
-    # Of one dimension, the usual case, without a slice: that is a torch.Size to make.
+    # One dimension is the usual case; it needs no slice, which would be a new torch.Size.
     ends = sizes[-1] == shape[0] if dims == 1 <= len(sizes) else dims > 0 and sizes[-dims:] == shape
     if not ends or x.numel() == 0:
         return f"nothing to normalise over {shape} in shape {tuple(x.shape)}"
@@ -220,7 +220,7 @@ def decomposed_backward(
 def _in_memory_order(x: Tensor, dims: int) -> list[int] | None:
     """The permutation under which the rows of x follow each other in memory; None where no such exists.
 
-    Elementwise operations, which Llama's and Gemma's casting orders stand for, lay their result out in that order.
+    Elementwise operations lay their result out in that order, and so do the norms of Llama and Gemma.
     """
     sizes, strides = x.shape, x.stride()
     order = sorted(range(x.dim()), key=lambda d: -strides[d] if sizes[d] > 1 else -math.inf)
@@ -233,7 +233,7 @@ def _norm(
     x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int,
     dtype: torch.dtype | None,
 ) -> Tensor | None:  # fmt: skip
-    """The norm by a kernel, None where the reference has to answer."""
+    """The norm by a kernel, None where the reference has to be called."""
     kernels = FAMILY.kernels_for(x)
     if kernels is None:
         return None
@@ -276,7 +276,7 @@ def _add_norm(
     else:
         if not _adds(x, residual):
             return None
-        total = residual.dtype  # that of x, or float32 to a half
+        total = residual.dtype  # x's, or float32 with a low-precision x
     shape = tuple(shape)
     if unsupported(x, total, shape, weight, bias, kind) is not None:
         return None

@@ -1,7 +1,7 @@
-"""A linear layer of which a kernel sums the gradient of the bias. Under autocast it is a Function of ``autocast``.
+"""A linear layer with a kernel for the gradient of its bias. Under autocast :mod:`fastlayers.ops.autocast` takes over.
 
-torch's reduction reads that gradient at a fifth to a quarter of the memory bandwidth: of ViT-B/16 it took 1.6 of the
-26.5 ms of a step on an H100, of ConvNeXt-T 2.6 of 24.4, of GPT-2 2.0 of 36.6.
+torch's reduction reads that gradient at a fifth to a quarter of the memory bandwidth. On an H100 it took 1.6 of the
+26.5 ms of a step of ViT-B/16, 2.6 of 24.4 of ConvNeXt-T, 2.0 of 36.6 of GPT-2.
 
 Under torch.compile these return torch's composition: Inductor has a reduction of its own.
 """
@@ -27,15 +27,15 @@ class Kernels(dispatch.Kernels):
 
 FAMILY = dispatch.Family("linear", Kernels)
 
-#: Elements of the result from which an unforced call has its bias' gradient summed by the kernel: 1 MiB of halves.
+#: Elements of the result from which an unforced call lets the kernel sum the gradient of its bias: 1 MiB in 16 bits.
 LEAST = 2**19
 
 
 class _BiasGradient(torch.autograd.Function):
-    """A matrix to which a bias has been added already, as it is; the bias gets the sums of its gradient. Keeps nothing.
+    """Returns y, which already contains the bias; backward sums the gradient for the bias. Keeps nothing.
 
-    The matrix is marked as written although it is not. Otherwise the result would be a view of it that nobody may
-    write to, and the result of a linear layer is nothing of the kind.
+    y is marked as written although it is not. Otherwise the result would be a view that cannot be written in place, and
+    the result of a linear layer can be.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ def _unsupported(x: Tensor, weight: Tensor, bias: Tensor, features: int) -> str 
         return f"weight and bias are {type(weight).__name__} and {type(bias).__name__}; it takes plain tensors"
     dtype = autocast.dtype_of(x)
     if dtype is torch.float32:
-        return "of float32 torch's own sum has the smaller error"
+        return "torch's own sum has the smaller error in float32"
     if bias.shape != (features,) or dtype not in dispatch.FLOATING or bias.dtype not in (dtype, torch.float32):
         return f"a bias of {bias.dtype}, shape {tuple(bias.shape)}, for {dtype} and {features} features"
     if x.dim() < 2 or not x.is_contiguous() or x.shape[-1] == 0:
@@ -71,7 +71,7 @@ def _unsupported(x: Tensor, weight: Tensor, bias: Tensor, features: int) -> str 
 
 
 def _serving(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Any:
-    """The kernels for the bias of a linear layer, or None where torch's own answers, which is most often and cheap."""
+    """The kernels for the bias of a linear layer, None (usually, and quickly) where torch sums it."""
     if bias is None or not torch.is_grad_enabled() or not bias.requires_grad or torch.compiler.is_compiling():
         return None
     if x.numel() // max(1, x.shape[-1] if x.dim() else 1) * features < LEAST and backends.get_backend() is None:
@@ -101,7 +101,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear(x, weight), of which the bias is added elsewhere."""
+    """F.linear(x, weight) for callers that add the bias themselves."""
     y = autocast.linear(x, weight, None)
     return F.linear(x, weight) if y is None else y
 

@@ -1,16 +1,15 @@
-"""linear_cross_entropy: the chunks, what is summed over them in which dtype, autograd, and the op that torch.compile
-sees.
+"""linear_cross_entropy: chunks, accumulation dtypes, autograd, and the op that torch.compile sees.
 
-The rows of hidden are worked off in chunks, of which only one has its logits in memory. For a loss that is summed over
-the rows the gradients come in the same pass, by three matrix products a chunk,
+The rows of hidden are processed in chunks; only one chunk has its logits in memory. If the loss is a sum over the rows,
+the same pass computes the gradients by three matrix products a chunk,
 
     logits = hidden·weightᵀ + bias     (the chunk's kernel takes the losses, and puts dlogits in the logits' place)
     dhidden = dlogits·weight
     dweight += dlogitsᵀ·hidden
 
 and the backward multiplies them with the incoming gradient, in place. Without a reduction the incoming gradient is a
-number for each row, which the forward cannot know: the backward then goes through the chunks once more, and so does a
-second backward of the same graph, which finds the gradients of the first one handed out.
+number for each row that the forward cannot know: the backward then goes through the chunks again. So does a second
+backward of the same graph, because the first one returned the gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ CPU_LEAST = 2**26
 #: cost accuracy: a dweight in half precision is rounded once a chunk.
 CHUNKS = 9
 #: Rows that a chunk has at least, where the call has them: the products read the weight, and read and write dweight,
-#: once a chunk, which fewer rows would not hide behind the arithmetic.
+#: once a chunk; with fewer rows the arithmetic would not hide that traffic.
 LEAST_ROWS = 896
 #: Chunks start at multiples of this many rows, so that the products have whole tiles.
 ROW_TILE = 64
@@ -71,7 +70,7 @@ class Loss(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What is no tensor goes to autograd as one argument.
+    """The arguments that are not tensors, for autograd.
 
     Attributes:
         compute: dtype of the products.
@@ -91,7 +90,7 @@ class Rest(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Where chunks begin and end, and whether a half dweight is summed in float32."""
+    """Where chunks begin and end, and whether a low-precision dweight is summed in float32."""
 
     edges: list[int]
     wide: bool
@@ -105,7 +104,7 @@ def plan(rows: int, columns: int, features: int, itemsize: int, chunk_size: int 
     """The chunks of a call: from its sizes, so that equal calls give equal bits; smaller ones only short of memory.
 
     Args:
-        features: columns of the weight, where a half dweight is to be summed; else 0.
+        features: columns of the weight, if a low-precision dweight is summed; otherwise 0.
         itemsize: bytes of a logit.
         free: bytes that may be allocated, None where that is not known.
     """
@@ -143,7 +142,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 class Gradients(NamedTuple):
-    """Of hidden, weight and bias, each where it is wanted."""
+    """The gradients of hidden, weight and bias, each None where it is not needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -157,7 +156,7 @@ class Gradients(NamedTuple):
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool, alpha: float) -> None:
-    """out = alpha·a@b, or that added to it, summed in float32 and rounded once. ``out`` may be float32 to halves."""
+    """out = alpha·a@b, or out += that, summed in float32, rounded once. ``out`` of 16-bit factors may be float32."""
     beta = int(add)
     if out.dtype is a.dtype:
         out.addmm_(a, b, beta=beta, alpha=alpha)
@@ -284,8 +283,8 @@ def evaluate(
         factor = torch.where(kept, denominator.reciprocal(), 0.0)
     left, alpha = None, 1.0
     if any(wanted) and rest.compute is torch.float16:
-        # Neither the softmax nor what is divided by thousands of rows is a normal number in float16. The incoming
-        # gradient, which a GradScaler sees to, comes too late for that.
+        # In float16 neither the softmax nor a quotient by thousands of rows is a normal number. The incoming gradient,
+        # which a GradScaler scales, comes too late.
         largest = torch.ones((), dtype=wide, device=target.device) if class_weight is None else class_weight.abs().max()
         left = (largest.to(wide) if factor is None else largest * factor) / FLOAT16_GRADIENTS
         factor, alpha = FLOAT16_DLOGITS / largest.to(wide), FLOAT16_GRADIENTS / FLOAT16_DLOGITS
@@ -300,7 +299,7 @@ def evaluate(
 
 
 def _scale_(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
-    """In place: the gradient was made for nobody else."""
+    """In place: no one else holds the gradient."""
     if gradient is None:
         return None
     kernels = elementwise.FAMILY.kernels_for(gradient) if gradient.is_cuda else None
@@ -317,7 +316,7 @@ def _scale_(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Keeps references to its inputs, and the gradients of a summed loss, which the first backward hands out."""
+    """Keeps references to its inputs, and the gradients of a summed loss, which the first backward returns."""
 
     @staticmethod
     def forward(
@@ -328,7 +327,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tensors = (hidden, weight, bias, target, class_weight)
         loss, left, gradients = evaluate(*tensors, rest, wanted)
         ctx.save_for_backward(*tensors, left, *gradients)
-        ctx.rest, ctx.handed_out = rest, False
+        ctx.rest, ctx.returned = rest, False
         return loss
 
     @staticmethod
@@ -340,12 +339,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif rest.loss.reduction == NONE:
             found = _gradients_of_rows(dy, *tensors, rest, wanted)
         else:
-            if ctx.handed_out:
+            if ctx.returned:
                 _, left, gradients = evaluate(*tensors, rest, wanted)
             else:
                 # Without the version counter: to autograd what it saved for a second backward stays as it was.
                 gradients = Gradients(*(g if g is None else g.data for g in ready))
-                ctx.handed_out = True
+                ctx.returned = True
             factor = dy if left is None else dy * left
             found = Gradients(*(_scale_(g, factor) for g in gradients))
         return *found, None, None, None
@@ -365,7 +364,7 @@ def _decomposed_backward(
     dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     rest: Rest, wanted: tuple[bool, ...],
 ) -> Gradients:  # fmt: skip
-    """The backward in torch ops, for whoever differentiates it again. It has the logits whole."""
+    """The backward in torch ops, with whole logits, for second derivatives."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(hidden.device.type, rest.low, enabled=rest.low is not None):
         # As nodes of their own: hidden may have come from the weight, as that of an embedding, and the way through

@@ -42,7 +42,7 @@ FAMILY = dispatch.Family("max_pool2d", Kernels)
 
 #: Outputs from which an unforced call gets the kernels.
 GPU_LEAST = 2**16
-#: Offsets in a window are bytes, and 255 is none.
+#: Offsets in a window are bytes; 255 stands for no offset.
 WINDOW_MOST = 254
 
 Numbers = int | Sequence[int]
@@ -61,7 +61,7 @@ def _pair(numbers: object) -> Size | None:
 
 
 def _length(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """How many windows torch has along an axis: with ``ceil_mode`` those that begin within it or its padding before."""
+    """The number of windows along an axis, as torch counts them."""
     rest = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (rest + (stride - 1 if ceil_mode else 0)) // stride + 1
     return count - 1 if ceil_mode and (count - 1) * stride >= size + padding else count
@@ -70,7 +70,7 @@ def _length(size: int, kernel: int, stride: int, padding: int, dilation: int, ce
 def _window(
     x: Tensor, kernel_size: Numbers, stride: Numbers | None, padding: Numbers, dilation: Numbers, ceil_mode: object
 ) -> Window | str:
-    """What the kernels are told, or why no kernel serves: torch says what is wrong with arguments that it refuses."""
+    """The window for the kernels, or why no kernel takes the call. torch raises for arguments that it refuses."""
     if x.dtype not in dispatch.FLOATING:
         return f"no kernel for {x.dtype}"
     if x.dim() not in (3, 4) or x.numel() == 0 or x.layout is not torch.strided:
@@ -94,7 +94,7 @@ def _window(
 
 
 def _scatter(dy: Tensor, offsets: Tensor, size: Size, window: Window) -> Tensor:
-    """The backward kernel in torch ops, for whoever differentiates it again."""
+    """The backward kernel in torch ops."""
     out, kernel, stride, padding, dilation = window
     device = dy.device
     row, column = offsets.long() // kernel[1], offsets.long() % kernel[1]

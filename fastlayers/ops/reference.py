@@ -1,8 +1,8 @@
 """The oracle: every fused op as the plain-PyTorch composition that it stands for.
 
-These functions are the definition. They answer where no kernel applies, they are what the tests compare against in
-float64, and under ``torch.compile`` they are what Inductor fuses with its neighbours. They contain no choice of
-backend, no autograd Function and no in-place operation but that on running statistics.
+These functions are the definition. They are called where no kernel applies, the tests compare against them in float64,
+and under ``torch.compile`` Inductor fuses them with their neighbours. They contain no choice of backend, no autograd
+Function and no in-place operation except on running statistics.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def norm_dtype(op: str, x: Tensor) -> torch.dtype:
 
 
 def _mixed(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Half x with float32 parameters: torch's CUDA kernels refuse it, unless autocast widens x for them."""
+    """Whether x is in low precision and a parameter float32. torch's CUDA kernels refuse that without autocast."""
     if any(p is not None and p.dtype == torch.float32 for p in (weight, bias)):
         return x.dtype in LOW_PRECISION and norm_dtype(op, x) != torch.float32
     return False
@@ -183,7 +183,7 @@ def batch_norm(
 
 
 def rotate(x: Tensor, interleaved: bool) -> Tensor:
-    """A quarter turn of every pair: (a, b) becomes (-b, a). Pairs lie half of x apart, or next to each other."""
+    """A quarter turn of every pair: (a, b) becomes (-b, a). A pair is (x[i], x[i + n/2]), or two neighbours."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).reshape(x.shape)  # older vmaps do not flatten
     half = x.shape[-1] // 2

@@ -1,6 +1,6 @@
 """dropout_add and scale_add: the choice between kernel and reference, the random numbers, and autograd.
 
-Under torch.compile these return their reference: Inductor fuses it with its neighbours, which no opaque op can be.
+Under torch.compile these return their reference: Inductor can fuse that with its neighbours, but not an opaque op.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Kernels(dispatch.Kernels):
 FAMILY = dispatch.Family("residual", Kernels)
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
-# A dropout stores nothing but a seed of one int64, drawn on the device from torch's own generator: so its masks follow
-# torch.manual_seed, checkpointing, which restores the generator, and CUDA graphs, whose replays draw anew. Element i,
-# in the memory order of the result, gets the word i % 4 of Philox4x32 with the seed for a key and the counter i / 4. It
-# is dropped where that is less than p·2^32.
+# A dropout stores only a seed, one int64 drawn on the device from torch's own generator. So its masks follow
+# torch.manual_seed, checkpointing (it restores the generator) and CUDA graphs (a replay draws a new seed). Element i,
+# in the memory order of the result, gets the word i % 4 of Philox4x32 with the seed as key and the counter i / 4. It is
+# dropped where that word is less than p·2^32.
 
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
@@ -57,7 +57,7 @@ def draw_seed(x: Tensor) -> Tensor:
 def philox(seed: Tensor, counter: Tensor) -> Tensor:
     """The four words of Philox4x32-10 at each 64-bit counter, int64 of shape (counters, 4).
 
-    Products of two words overflow an int64, which wraps around: the bits are right.
+    Products of two words wrap around in int64; their bits are right.
     """
     key = [seed & _LOW, (seed >> 32) & _LOW]
     a, b, c, d = counter & _LOW, (counter >> 32) & _LOW, torch.zeros_like(counter), torch.zeros_like(counter)
@@ -82,7 +82,7 @@ def dropout_mask(seed: Tensor, shape: torch.Size, strides: tuple[int, ...], p: f
 
 
 def draw_samples(x: Tensor, drop_path: float) -> tuple[Tensor, float]:
-    """(1 or 0 for each sample, the factor of those that are kept).
+    """(1 or 0 for each sample, the factor of the samples that are kept).
 
     The same draw as timm's DropPath and torchvision's StochasticDepth make, so the same samples are dropped.
     """
@@ -95,7 +95,7 @@ def draw_samples(x: Tensor, drop_path: float) -> tuple[Tensor, float]:
 
 
 def unsupported(x: Tensor, residual: object) -> str | None:
-    """Why no kernel adds x, times something, to the residual; None where one does."""
+    """Why no kernel adds a multiple of x to the residual, None where one does."""
     if not dispatch.is_plain(residual):
         return f"it takes plain tensors, and got {type(residual).__name__}"
     assert isinstance(residual, Tensor)
@@ -103,7 +103,9 @@ def unsupported(x: Tensor, residual: object) -> str | None:
     if dtype not in dispatch.FLOATING or (
         to != dtype and not (to == torch.float32 and dtype in reference.LOW_PRECISION)
     ):
-        return f"the operands are {dtype} and {to}; kernels take one floating dtype, or a half x to a float32 residual"
+        return (
+            f"the operands are {dtype} and {to}; kernels take one floating dtype, or 16-bit x with a float32 residual"
+        )
     if x.shape != residual.shape:
         return f"the operands have shapes {tuple(x.shape)} and {tuple(residual.shape)}; the kernel takes one shape"
     if x.get_device() != residual.get_device():

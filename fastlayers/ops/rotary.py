@@ -1,7 +1,7 @@
 """rotary: the choice between kernel and reference, and autograd.
 
-Under torch.compile it returns its reference, which Inductor fuses with its neighbours. Otherwise a call of any size
-gets the kernel: torch launches ten for what is one here.
+Under torch.compile it returns its reference, which Inductor fuses with its neighbours. Otherwise a call of any
+size gets the kernel: torch launches ten kernels for this one.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _unsupported(
     table = cos[2]
     narrow = given in reference.LOW_PRECISION and table == torch.float32
     if sin[2] != table or not (table == given or narrow):
-        return f"cos and sin are {table} and {sin[2]}; kernels take {given}, or float32 to a half"
+        return f"cos and sin are {table} and {sin[2]}; kernels take {given}, or float32 with low precision"
     if dtype != given and not (narrow and dtype == torch.float32):
         return f"no kernel gives {dtype} for {given} and tables of {table}"
     sizes = q[0]
@@ -125,7 +125,7 @@ def _meta(layout: Layout) -> Tensor:
 def plan(
     q: Layout, k: Layout | None, cos: Layout, sin: Layout, interleaved: bool, rotary_dim: int, dtype: torch.dtype | None
 ) -> Plan:
-    """The layouts of the results are those of the torch composition, which is asked on tensors without memory."""
+    """The plan of a call. The torch composition, run on meta tensors, decides the layouts of the results."""
     result = torch.promote_types(q[2], cos[2]) if dtype is None else dtype
     reason = _unsupported(q, k, cos, sin, rotary_dim, result)
     if reason is not None:
@@ -210,7 +210,7 @@ class Rotary(dispatch.Pair, inputs=2, materialize=False):
 
 
 def _problem(q: Tensor, k: object, cos: object, sin: object) -> str | None:
-    """Why the kernels take none of these, whatever their layout."""
+    """Why the kernels do not take these tensors, whatever their layout."""
     for t in (cos, sin) if k is None else (k, cos, sin):
         if not dispatch.is_plain(t):
             return f"it takes plain tensors, and got {type(t).__name__}"

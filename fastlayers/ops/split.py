@@ -51,7 +51,7 @@ def _in_words(x: Tensor) -> bool:
 
 
 def _copy(to: Tensor, x: Tensor) -> None:
-    """``to.copy_(x)``; torch's kernel for what is not contiguous moves an element at a time, which a word may be."""
+    """``to.copy_(x)`` in 16-byte words where possible: torch's strided copy moves one element at a time."""
     if _in_words(to) and _in_words(x):
         to, x = to.view(_WORD), x.view(_WORD)
     to.copy_(x)
@@ -97,7 +97,7 @@ def parts(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
 
 
 def _count(function: Callable[..., Any], x: Tensor, *args: Any) -> int:
-    """How many parts there are; more than any where torch has to say what is wrong."""
+    """The number of parts; more than MOST_PARTS where torch itself has to raise an error."""
     dim = args[-1]
     if not -x.dim() <= dim < x.dim():
         return MOST_PARTS + 1

@@ -4,7 +4,7 @@ x gets two gradients, dy·gate from the product and dmean / (H·W) from the mean
 their sum. Here the two Functions work together: the product passes dy itself and the gate to the mean, which writes
 dx = dy·gate + dmean / (H·W) at once.
 
-Under torch.compile the reference answers: Inductor fuses it with its neighbours, which no opaque op can be.
+Under torch.compile the reference is called: Inductor can fuse that with its neighbours, but not an opaque op.
 """
 
 from __future__ import annotations

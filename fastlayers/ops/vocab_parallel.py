@@ -20,12 +20,12 @@ from fastlayers.ops.dispatch import Gradients
 #: The codes that torch has for ``reduction``.
 NONE, MEAN = 0, 1
 
-#: Elements of which float32 copies are made at once: the logits are the largest tensor there is.
+#: Elements that are copied to float32 at once. The logits are the largest tensor of all.
 AT_ONCE = 2**24
 
 
 class Options(NamedTuple):
-    """What is no tensor. No softcap is 0."""
+    """The options of a call; a softcap of 0 means no softcap."""
 
     group: Any
     vocab_start: int | None
