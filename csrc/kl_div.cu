@@ -398,9 +398,10 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
   for (int begin = 0; begin < at.words; begin += at.stride * kBackwardWords) {
     Vec<In, V> x[kBackwardWords], y[kBackwardWords];
     if (!ignored) load_words(x, y, static_cast<const In*>(a.x) + first, static_cast<const In*>(a.y) + first, at, begin, a.n, false);
-    unroll<kBackwardWords>([&](int i) {
+#pragma unroll
+    for (int i = 0; i < kBackwardWords; ++i) {
       const int word = at.word(begin, i);
-      if (word >= at.words) return;
+      if (word >= at.words) continue;
       Vec<A, V> rx = filled<A, V>(A(0)), ry = rx;
       if (!ignored) {
         rx = unpack<A>(x[i]);
@@ -428,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<In>)
         if (inside) store_vec<In, V>(dy + to, pack<In>(ry));
         else store_word(dy + to, e, a.n, pack<In>(ry));
       }
-    });
+    }
   }
 }
 
