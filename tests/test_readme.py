@@ -68,6 +68,15 @@ def test_links_lead_somewhere(page):
         assert (ROOT / page).parent.joinpath(target).exists(), target
 
 
+def test_files_that_pages_and_drawings_name_exist():
+    drawings = {path.name: re.sub(r"<[^>]+>", " ", path.read_text()) for path in (ROOT / "docs/images").glob("*.svg")}
+    prose = {page: " ".join(re.findall(r"`([^`\n]+)`", text)) for page, text in PAGES.items()}
+    folders = (ROOT, ROOT / "fastlayers", ROOT / "fastlayers/patching")
+    for page, text in (drawings | prose).items():
+        for name in re.findall(r"(?<![\w/.<>])(?:\w+/)+(?:\w+\.(?:py|cu|json))?(?![\w<])", text):
+            assert any((folder / name).exists() for folder in folders), f"{page}: {name}"
+
+
 def test_every_page_is_linked_to():
     found = {(ROOT / page).parent.joinpath(target).resolve() for page in PAGES for target in links(page)}
     assert {ROOT / page for page in PAGES} - found == {ROOT / "README.md"}
