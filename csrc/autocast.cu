@@ -1,16 +1,15 @@
-// Linear layers, MLPs and convolutions under autocast: of a tensor in a half and float32 parameters, a forward and a backward in one
-// call each.
+// Linear layers, MLPs and convolutions under autocast: 16-bit x and float32 parameters, one call forward and one backward.
 //
-// The products are torch's own. What is gained is the host's time, which bounds the step of many a network: the parameters of a layer
-// are cast in one launch instead of one each, their gradients come in float32 from the product and the sum instead of from a cast
-// each, and Python and the dispatcher see one call where there were five to nine.
+// The products are torch's own. What is gained is the host's time, on which many networks are bound: one launch casts all parameters of a
+// layer, their gradients come in float32 from the product and the sum without casts, and Python and the dispatcher see one call instead
+// of five to nine.
 #include "autocast.h"
 #include "common/flat.cuh"
 
 namespace fastlayers {
 namespace {
 
-constexpr int kMost = 10;  // tensors that are cast together: those of a chain of convolutions with a gate are nine
+constexpr int kMost = 10;  // tensors of one launch: a chain of convolutions with a gate has nine
 
 struct Casting {
   Tasks<kMost> tasks;
@@ -28,11 +27,8 @@ __global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Casting
   To* to = static_cast<To*>(a.to[t]);
   const int64_t i = (static_cast<int64_t>(blockIdx.x - a.tasks.first[t]) * kThreads + threadIdx.x) * V;
   if (a.is_aligned[t] && i + V <= a.n[t]) {
-    if constexpr (sizeof(From) > sizeof(To)) {
-      store_vec<To, V>(to + i, pack<To>(load_vec<From, V>(from + i)));
-    } else {
-      store_vec<To, V>(to + i, unpack<To>(load_vec<From, V>(from + i)));
-    }
+    if constexpr (sizeof(From) > sizeof(To)) store_vec<To, V>(to + i, pack<To>(load_vec<From, V>(from + i)));
+    else store_vec<To, V>(to + i, unpack<To>(load_vec<From, V>(from + i)));
   } else {
 #pragma unroll
     for (int j = 0; j < V; ++j)
@@ -42,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Casting
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-// What casts tensors in one launch, one after the other.
+// Casts several tensors in one launch.
 struct Casts {
   Casting a{};
 
@@ -64,20 +60,25 @@ struct Casts {
   }
 };
 
-void check_half(ScalarType dtype, const char* op) {
-  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16, "fastlayers::", op,
-                  ": expected float16 or bfloat16, but got ", torch::headeronly::toString(dtype));
+void check_low_precision(ScalarType dtype, const char* op) {
+  FASTLAYERS_CHECK(is_low_precision(dtype), op, "expected float16 or bfloat16, but got ", toString(dtype));
+}
+
+// Whether a tensor fills its memory, in any order of its dimensions.
+bool is_dense(const Tensor& t) {
+  const Dims sizes = dims_of(t.sizes()), strides = dims_of(t.strides());
+  return same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides})));
 }
 
 }  // namespace
 
 Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, bool apart) {
-  check_half(dtype, op);
+  check_low_precision(dtype, op);
   constexpr int64_t kStep = kVectorBytes / 2;
   const auto rounded = [](const Tensor& t) { return (t.numel() + kStep - 1) / kStep * kStep; };
   int64_t total = 0;
-  for (const std::optional<Tensor>& t : given) total += t ? rounded(*t) : 0;
-  std::optional<Tensor> memory;
+  for (const MaybeTensor& t : given) total += t ? rounded(*t) : 0;
+  MaybeTensor memory;
   if (!apart) memory = empty_contiguous({total}, dtype, *given[0]);
   Parameters found(given.size());
   Casts casts;
@@ -86,9 +87,9 @@ Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, b
     if (!given[k]) continue;
     const Tensor& t = *given[k];
     const Dims sizes = dims_of(t.sizes()), strides = dims_of(t.strides());
-    STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == given[0]->get_device_index() && t.scalar_type() == ScalarType::Float &&
-                        (t.is_contiguous() || same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides})))),
-                    "fastlayers::", op, ": expected dense float32 parameters on one device");
+    FASTLAYERS_CHECK(t.is_cuda() && t.get_device_index() == given[0]->get_device_index() && t.scalar_type() == ScalarType::Float &&
+                         (t.is_contiguous() || is_dense(t)),
+                     op, "expected dense float32 parameters on one device");
     found[k] = apart ? empty_strided(sizes, strides, dtype, t) : reinterpreted(*memory, sizes, strides, offset);
     offset += rounded(t);
     casts.add(t, *found[k]);
@@ -98,21 +99,21 @@ Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, b
   return found;
 }
 
-void widen(std::vector<Tensor*> halves) {
-  if (halves.empty()) return;
-  const ScalarType dtype = halves[0]->scalar_type();
-  check_half(dtype, "widen");
+void widen(std::vector<Tensor*> gradients) {
+  if (gradients.empty()) return;
+  const ScalarType dtype = gradients[0]->scalar_type();
+  check_low_precision(dtype, "widen");
   Casts casts;
   std::vector<Tensor> wide;
-  for (const Tensor* t : halves) {
+  for (const Tensor* t : gradients) {
     const Dims sizes = dims_of(t->sizes()), strides = dims_of(t->strides());
     wide.push_back(empty_strided(sizes, strides, ScalarType::Float, *t));
-    if (same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides})))) casts.add(*t, wide.back());
+    if (is_dense(*t)) casts.add(*t, wide.back());
     else torch::stable::copy_(wide.back(), *t);
   }
-  if (dtype == ScalarType::Half) casts.launch<__half, float>(*halves[0]);
-  else casts.launch<__nv_bfloat16, float>(*halves[0]);
-  for (size_t k = 0; k < halves.size(); ++k) *halves[k] = wide[k];
+  if (dtype == ScalarType::Half) casts.launch<__half, float>(*gradients[0]);
+  else casts.launch<__nv_bfloat16, float>(*gradients[0]);
+  for (size_t k = 0; k < gradients.size(); ++k) *gradients[k] = wide[k];
 }
 
 Tensor matrix(const Tensor& t, int64_t rows, int64_t columns, bool transposed) {
@@ -120,11 +121,6 @@ Tensor matrix(const Tensor& t, int64_t rows, int64_t columns, bool transposed) {
 }
 
 Tensor image(const Tensor& rows, const Dims& sizes) { return reinterpreted(rows, sizes, dense_strides(sizes, {0, 2, 3, 1})); }
-
-bool is_channels_last(const Tensor& t) {
-  const Dims sizes = dims_of(t.sizes());
-  return sizes.size() == 4 && same_layout(sizes, dims_of(t.strides()), dense_strides(sizes, {0, 2, 3, 1}));
-}
 
 Tensor as_channels_last(const Tensor& t) {
   const Dims sizes = dims_of(t.sizes());
@@ -135,7 +131,7 @@ Tensor made_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::
 
 Tensor nothing(const Tensor& like) { return empty_contiguous({0}, like.scalar_type(), like); }
 
-void multiply(const Tensor& out, const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias) {
+void multiply(const Tensor& out, const Tensor& x, const Tensor& y, const MaybeTensor& bias) {
   if (bias) {
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(out.get(), bias->get(), x.get(), y.get(), 1.0, 1.0));
   } else {
@@ -150,17 +146,17 @@ Tensor weight_gradient(const Tensor& dy, const Tensor& x, int64_t rows, int64_t 
   return dweight;
 }
 
-void check_rows(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t k, const char* op) {
-  STD_TORCH_CHECK(x.is_cuda() && x.is_contiguous() && x.dim() > 0 && x.numel() > 0 && weight.dim() == 2 && weight.is_contiguous() &&
-                      weight.size(1) == k && (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0))),
-                  "fastlayers::", op, ": expected contiguous rows, and a weight and a bias for them");
+void check_rows(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, int64_t k, const char* op) {
+  FASTLAYERS_CHECK(x.is_cuda() && x.is_contiguous() && x.dim() > 0 && x.numel() > 0 && weight.dim() == 2 && weight.is_contiguous() &&
+                       weight.size(1) == k && (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0))),
+                   op, "expected contiguous rows, and a weight and a bias for them");
 }
 
 namespace {
 constexpr std::array<int64_t, 2> kNoPadding{0, 0};  // of the result: convolutions are not transposed here
 }
 
-Tensor convolve(const Tensor& x, const Tensor& low, const std::optional<Tensor>& bias, const Geometry& g) {
+Tensor convolve(const Tensor& x, const Tensor& low, const MaybeTensor& bias, const Geometry& g) {
   AtenTensorHandle low_bias = bias ? bias->get() : nullptr, y = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_convolution(
       x.get(), low.get(), bias ? &low_bias : nullptr, g.stride.data(), static_cast<int64_t>(g.stride.size()), g.padding.data(),
@@ -188,25 +184,22 @@ std::tuple<Tensor, Tensor> convolution_gradients(const Tensor& dy, const Tensor&
   return {found[0], found[1]};
 }
 
-// The gradients of x, weight, bias, weight2 and bias2, those that are wanted. What was activated is computed anew.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_autocast_backward(const Tensor& dy_in, const Tensor& x, const Tensor& product,
-                                                                         const Tensor& low, const Tensor& low_bias, const Tensor& low2,
-                                                                         int64_t act, double first, double second, bool for_x,
-                                                                         bool for_weight, bool for_bias, bool for_weight2,
-                                                                         bool for_bias2) {
-  const int64_t m = low.size(0), k = low.size(1), n = low2.size(0), rows = x.numel() / k;
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_gradients(const Tensor& dy_in, const KeptMlp& kept, const Activation& activation,
+                                                                 const WantedMlp& wanted) {
+  const Tensor& x = kept.x;
+  const int64_t m = kept.low.size(0), k = kept.low.size(1), n = kept.low2.size(0), rows = x.numel() / k;
   const Tensor dy = made_contiguous(dy_in);
   Tensor dactivated = empty_contiguous({rows, m}, x.scalar_type(), x);
-  multiply(dactivated, matrix(dy, rows, n), low2);
-  auto [dproduct, dbias, activated] =
-      bias_act_gradients(dactivated, product, low_bias, act, first, second, for_bias, ScalarType::Float, for_weight2);
+  multiply(dactivated, matrix(dy, rows, n), kept.low2);
+  auto [dproduct, dbias, activated] = bias_act_gradients(dactivated, kept.product, kept.low_bias, activation.act, activation.first,
+                                                         activation.second, wanted.bias, ScalarType::Float, wanted.weight2);
   dactivated = Tensor();  // its memory is free for what follows, and so is that of `activated` soon
   const Tensor dweight2 = activated ? weight_gradient(dy, *activated, rows, n, m) : nothing(x);
   activated.reset();
-  Tensor dx = for_x ? empty_contiguous(dims_of(x.sizes()), x.scalar_type(), x) : nothing(x);
-  if (for_x) multiply(matrix(dx, rows, k), dproduct, low);
-  return {dx, for_weight ? weight_gradient(dproduct, x, rows, m, k) : nothing(x), dbias, dweight2,
-          for_bias2 ? column_sum_op(matrix(dy, rows, n), ScalarType::Float) : nothing(x)};
+  Tensor dx = wanted.x ? empty_contiguous(dims_of(x.sizes()), x.scalar_type(), x) : nothing(x);
+  if (wanted.x) multiply(matrix(dx, rows, k), dproduct, kept.low);
+  return {dx, wanted.weight ? weight_gradient(dproduct, x, rows, m, k) : nothing(x), dbias, dweight2,
+          wanted.bias2 ? column_sum_op(matrix(dy, rows, n), ScalarType::Float) : nothing(x)};
 }
 
 namespace {
@@ -218,7 +211,7 @@ Dims result_sizes(const Tensor& x, int64_t n) {
   return sizes;
 }
 
-// The gradients of a convolution, that of the weight in float32.
+// The gradients of a convolution; the weight's is float32.
 std::tuple<Tensor, Tensor> wide_gradients(const Tensor& dy, const Tensor& x, const Tensor& low, const Geometry& g, bool for_x,
                                           bool for_weight) {
   auto [dx, dweight] = convolution_gradients(dy, x, low, g, for_x, for_weight);
@@ -227,7 +220,7 @@ std::tuple<Tensor, Tensor> wide_gradients(const Tensor& dy, const Tensor& x, con
 }
 
 // x·weightᵀ + bias, and the weight's cast.
-std::tuple<Tensor, Tensor> linear_autocast(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+std::tuple<Tensor, Tensor> linear_autocast(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   const char* op = "linear_autocast";
   const int64_t k = x.size(x.dim() - 1), n = weight.size(0), rows = x.numel() / std::max<int64_t>(k, 1);
   check_rows(x, weight, bias, k, op);
@@ -237,7 +230,7 @@ std::tuple<Tensor, Tensor> linear_autocast(const Tensor& x, const Tensor& weight
   return {y, *low[0]};
 }
 
-// The gradients that are wanted.
+// The gradients of x, weight and bias, those that are wanted.
 std::tuple<Tensor, Tensor, Tensor> linear_autocast_backward(const Tensor& dy_in, const Tensor& x, const Tensor& low, bool for_x,
                                                             bool for_weight, bool for_bias) {
   const int64_t n = low.size(0), k = low.size(1), rows = x.numel() / k;
@@ -250,7 +243,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_autocast_backward(const Tensor& dy_in,
 
 // act(x·weightᵀ + bias)·weight2ᵀ + bias2, the first product without its bias, and the casts of weight, bias and weight2.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_autocast(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                                                const Tensor& weight2, const std::optional<Tensor>& bias2, int64_t act,
+                                                                const Tensor& weight2, const MaybeTensor& bias2, int64_t act,
                                                                 double first, double second) {
   const char* op = "mlp_autocast";
   const int64_t k = x.size(x.dim() - 1), m = weight.size(0), n = weight2.size(0), rows = x.numel() / std::max<int64_t>(k, 1);
@@ -264,6 +257,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_autocast(const Tensor& x,
   return {y, product, *low[0], *low[1], *low[2]};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_autocast_backward(
+    const Tensor& dy, const Tensor& x, const Tensor& product, const Tensor& low, const Tensor& low_bias, const Tensor& low2, int64_t act,
+    double first, double second, bool for_x, bool for_weight, bool for_bias, bool for_weight2, bool for_bias2) {
+  return mlp_gradients(dy, {x, product, low, low_bias, low2}, {act, first, second}, {for_x, for_weight, for_bias, for_weight2, for_bias2});
+}
+
 // A convolution over images and the weight's cast.
 std::tuple<Tensor, Tensor> convolution_autocast(const Tensor& x, const Tensor& weight, const Tensor& bias, std::vector<int64_t> stride,
                                                 std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
@@ -271,7 +270,7 @@ std::tuple<Tensor, Tensor> convolution_autocast(const Tensor& x, const Tensor& w
   return {convolve(x, *low[0], low[1], {std::move(stride), std::move(padding), std::move(dilation), groups}), *low[0]};
 }
 
-// Its gradients, those that are wanted; of the bias only of a dy that is channels_last.
+// Its gradients, those that are wanted. The bias has one only for a dy that is channels_last.
 std::tuple<Tensor, Tensor, Tensor> convolution_autocast_backward(const Tensor& dy, const Tensor& x, const Tensor& low,
                                                                  std::vector<int64_t> stride, std::vector<int64_t> padding,
                                                                  std::vector<int64_t> dilation, int64_t groups, bool for_x,
@@ -284,9 +283,9 @@ std::tuple<Tensor, Tensor, Tensor> convolution_autocast_backward(const Tensor& d
 
 // act(batch_norm(convolution(x)) + residual) in training; the weight's cast, the convolution's result, and what batch_norm keeps.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> convolution_norm_autocast(
-    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& residual, const std::optional<Tensor>& norm_weight,
-    const std::optional<Tensor>& norm_bias, const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_var,
-    double momentum, double eps, int64_t act, bool bits, const std::optional<Tensor>& batches, std::vector<int64_t> stride,
+    const Tensor& x, const Tensor& weight, const MaybeTensor& residual, const MaybeTensor& norm_weight,
+    const MaybeTensor& norm_bias, const MaybeTensor& running_mean, const MaybeTensor& running_var,
+    double momentum, double eps, int64_t act, bool bits, const MaybeTensor& batches, std::vector<int64_t> stride,
     std::vector<int64_t> padding, std::vector<int64_t> dilation, int64_t groups) {
   const Parameters low = narrowed({weight}, x.scalar_type(), "convolution_norm_autocast");
   const Tensor z = convolve(x, *low[0], std::nullopt, {std::move(stride), std::move(padding), std::move(dilation), groups});
@@ -295,14 +294,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> convolution_norm_autocast(
   return {y, *low[0], z, stats, packed};
 }
 
-// The gradients of x, weight, residual, norm_weight and norm_bias; of the first three those that are wanted.
+// The gradients of x, weight, residual, norm_weight and norm_bias; the first three only if wanted.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> convolution_norm_autocast_backward(
-    const Tensor& dy, const Tensor& x, const Tensor& low, const Tensor& z, const std::optional<Tensor>& residual,
-    const std::optional<Tensor>& bits, const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias,
+    const Tensor& dy, const Tensor& x, const Tensor& low, const Tensor& z, const MaybeTensor& residual,
+    const MaybeTensor& bits, const MaybeTensor& norm_weight, const MaybeTensor& norm_bias,
     const Tensor& stats, int64_t act, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
     int64_t groups, bool for_x, bool for_weight, bool for_residual) {
   const auto [dz, dresidual, dnorm_weight, dnorm_bias] =
-      batch_norm_backward_op(dy, z, residual, bits, norm_weight, norm_bias, stats, true, act, for_residual);
+      batch_norm_backward(dy, z, residual, bits, norm_weight, norm_bias, stats, true, act, for_residual);
   const auto [dx, dweight] =
       wide_gradients(dz, x, low, {std::move(stride), std::move(padding), std::move(dilation), groups}, for_x, for_weight);
   return {dx, dweight, dresidual, dnorm_weight, dnorm_bias};

@@ -1,4 +1,4 @@
-// What the layers and blocks under autocast are made of: casts of parameters in one launch, products, convolutions.
+// The parts of layers and blocks under autocast: casts of parameters in one launch, products, convolutions.
 #pragma once
 
 #include "common/ops.h"
@@ -24,50 +24,58 @@ __attribute__((weak)) AOTITorchError aoti_torch_cuda_convolution_backward(
 
 namespace fastlayers {
 
-// Tensors of which those that are there become halves, each in its own layout; those that are none stay so. One launch and, unless they
-// are wanted apart, one allocation for all: each costs the host as much as a product.
-using Parameters = std::vector<std::optional<Tensor>>;
+// Casts float32 tensors to a 16-bit dtype, each in its own layout, and leaves missing ones missing. It takes one launch and, unless the
+// results are wanted apart, one allocation: each costs the host as much as a product.
+using Parameters = std::vector<MaybeTensor>;
 Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, bool apart = false);
 
-// The same back: gradients that are halves become float32, in place of what was given.
-void widen(std::vector<Tensor*> halves);
+// Casts 16-bit gradients to float32, in place of what was given.
+void widen(std::vector<Tensor*> gradients);
 
-// The memory of a tensor, from an element on, in another shape: as a matrix, or as the transpose of one; and rows of C channels as the
-// image in channels_last that they are the pixels of.
+// The memory of a tensor in another shape: as a matrix or its transpose; and rows of C channels as the channels_last image whose pixels
+// they are.
 inline Tensor reinterpreted(const Tensor& t, const Dims& sizes, const Dims& strides, int64_t offset = 0) {
   return reinterpreted(t, static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), offset);
 }
 Tensor matrix(const Tensor& t, int64_t rows, int64_t columns, bool transposed = false);
 Tensor image(const Tensor& rows, const Dims& sizes);
-bool is_channels_last(const Tensor& t);
 Tensor as_channels_last(const Tensor& t);
 Tensor made_contiguous(const Tensor& t);
 Tensor nothing(const Tensor& like);
 
-// out = x·y, plus a bias where there is one, or plus a matrix, which may be `out`.
-void multiply(const Tensor& out, const Tensor& x, const Tensor& y, const std::optional<Tensor>& bias = std::nullopt);
+// out = x·y, plus a bias, or plus a matrix, which may be `out`.
+void multiply(const Tensor& out, const Tensor& x, const Tensor& y, const MaybeTensor& bias = std::nullopt);
 
 // dyᵀ·x in float32.
 Tensor weight_gradient(const Tensor& dy, const Tensor& x, int64_t rows, int64_t n, int64_t k);
 
-// Whether x is contiguous rows of k, and weight and bias are those of a linear layer that takes them.
-void check_rows(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t k, const char* op);
+// Raises an error unless x is contiguous rows of k, and weight and bias are those of a linear layer for them.
+void check_rows(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, int64_t k, const char* op);
 
 // Of a convolution over images.
 struct Geometry {
   std::vector<int64_t> stride, padding, dilation;
   int64_t groups;
 };
-Tensor convolve(const Tensor& x, const Tensor& low, const std::optional<Tensor>& bias, const Geometry& g);
-// The gradients of x and of the weight, both halves, those that are wanted; for another one no tensor.
+Tensor convolve(const Tensor& x, const Tensor& low, const MaybeTensor& bias, const Geometry& g);
+// The 16-bit gradients of x and of the weight; an unwanted one is an empty handle.
 std::tuple<Tensor, Tensor> convolution_gradients(const Tensor& dy, const Tensor& x, const Tensor& low, const Geometry& g, bool for_x,
                                                  bool for_weight);
 
-// The gradients of an MLP: autocast.cu.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_autocast_backward(const Tensor& dy_in, const Tensor& x, const Tensor& product,
-                                                                         const Tensor& low, const Tensor& low_bias, const Tensor& low2,
-                                                                         int64_t act, double first, double second, bool for_x,
-                                                                         bool for_weight, bool for_bias, bool for_weight2,
-                                                                         bool for_bias2);
+// What an MLP's forward keeps: x, the first product without its bias, and the 16-bit weights and first bias.
+struct KeptMlp {
+  const Tensor &x, &product, &low, &low_bias, &low2;
+};
+struct Activation {
+  int64_t act;
+  double first, second;  // its parameters
+};
+// Which gradients are wanted.
+struct WantedMlp {
+  bool x = true, weight = true, bias = true, weight2 = true, bias2 = true;
+};
+// The gradients of x, weight, bias, weight2 and bias2.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_gradients(const Tensor& dy, const KeptMlp& kept, const Activation& activation,
+                                                                 const WantedMlp& wanted);
 
 }  // namespace fastlayers

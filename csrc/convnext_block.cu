@@ -1,12 +1,12 @@
-// The block of a ConvNeXt under autocast, a forward and a backward in one call each.
+// The block of a ConvNeXt under autocast: one call forward and one backward.
 #include "autocast.h"
 
 namespace fastlayers {
 namespace {
 
-// x + gamma·mlp(layer_norm(convolution(x))) in float32 of an image in channels_last, the norm over its channels; and if it is to be kept
-// what the backward needs: x as a half where it is none yet, the parameters as halves, the convolution's result, the statistics, the norm's
-// result, the first product and the last.
+// x + gamma·mlp(layer_norm(convolution(x))) in float32, of a channels_last image, with the norm over its channels. If `keep`, also what the
+// backward needs: 16-bit x unless x is that, the 16-bit parameters, the convolution's result, the statistics, the norm's result, and the
+// first and the last product.
 std::vector<Tensor> convnext_block_autocast(
     const Tensor& x, const Tensor& conv_weight, const Tensor& conv_bias, const Tensor& norm_weight, const Tensor& norm_bias,
     const Tensor& weight, const Tensor& bias, const Tensor& weight2, const Tensor& bias2, const Tensor& gamma, ScalarType dtype,
@@ -14,16 +14,16 @@ std::vector<Tensor> convnext_block_autocast(
   const char* op = "convnext_block_autocast";
   const Pool pool(!apart);
   const bool is_wide = x.scalar_type() == ScalarType::Float;
-  STD_TORCH_CHECK(is_channels_last(x) && x.numel() > 0 && (is_wide || x.scalar_type() == dtype), "fastlayers::", op,
-                  ": expected an image in channels_last, in float32 or in the dtype of the products");
+  FASTLAYERS_CHECK(x.dim() == 4 && is_channels_last(x) && x.numel() > 0 && (is_wide || x.scalar_type() == dtype), op,
+                   "expected an image in channels_last, in float32 or in the dtype of the products");
   const Dims sizes = dims_of(x.sizes());
   const int64_t channels = sizes[1], rows = x.numel() / channels, inner = weight.size(0);
-  const Parameters low = narrowed({conv_weight, conv_bias, weight, bias, weight2, bias2, is_wide ? std::optional<Tensor>(x) : std::nullopt},
+  const Parameters low = narrowed({conv_weight, conv_bias, weight, bias, weight2, bias2, is_wide ? MaybeTensor(x) : std::nullopt},
                                   dtype, op, apart);
   Tensor z = convolve(is_wide ? *low[6] : x, *low[0], std::nullopt, {{1, 1}, std::move(padding), {1, 1}, channels});
-  STD_TORCH_CHECK(dims_of(z.sizes()) == sizes, "fastlayers::", op, ": expected a convolution that keeps the shape");
+  FASTLAYERS_CHECK(dims_of(z.sizes()) == sizes, op, "expected a convolution that keeps the shape");
   z = as_channels_last(z);
-  // The norm adds the convolution's bias, for which torch has a kernel of its own.
+  // The norm adds the convolution's bias, which torch adds in a kernel of its own.
   auto [normed, stats] = shifted_layer_norm_forward(matrix(z, rows, channels), *low[1], norm_weight, norm_bias, eps, dtype, keep);
   check_rows(normed, weight, bias, channels, op);
   check_rows(normed, weight2, bias2, inner, op);
@@ -45,7 +45,7 @@ std::vector<Tensor> convnext_block_autocast(
   return {image(out, sizes), is_wide ? *low[6] : nothing(x), *low[0], z, stats, normed, product, *low[2], *low[3], *low[4], last};
 }
 
-// Its gradients: of x, if that is wanted, in float32 or, where x was a half, in its dtype; and of all parameters in their order.
+// Its gradients: of x, if wanted, in float32 or in the 16-bit dtype that x had; and of all parameters in their order.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> convnext_block_autocast_backward(
     const Tensor& dy_in, const Tensor& low_x, const Tensor& low_conv, const Tensor& z, const Tensor& stats, const Tensor& normed,
     const Tensor& product, const Tensor& low, const Tensor& low_bias, const Tensor& low2, const Tensor& last, const Tensor& norm_weight,
@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const Tensor dy = matrix(as_channels_last(dy_in), rows, channels);
   auto [dlast, dgamma] = scale_add_backward(dy, last, gamma, std::nullopt, 1.0);
   auto [dnormed, dweight, dbias, dweight2, dbias2] =
-      mlp_autocast_backward(dlast, normed, product, low, low_bias, low2, act, first, second, true, true, true, true, true);
+      mlp_gradients(dlast, {normed, product, low, low_bias, low2}, {act, first, second}, {});
   dlast = Tensor();  // its memory is free for what follows
   const auto [dz, dnorm_weight, dnorm_bias] =
       layer_norm_backward(dnormed, std::nullopt, matrix(z, rows, channels), stats, norm_weight, 1, 0, true, true);

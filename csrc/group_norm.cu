@@ -1,26 +1,22 @@
 // group_norm of x over (N, C, *), with an optional activation, forward and backward. instance_norm is groups = C.
 //
-// The stock composition reads x for the statistics, reads and writes it for the affine part and again for the activation, and its
-// backward passes over x and dy three to four times. Here a group is read once and written once: it stays on the chip
-// between the statistics and the result. z = weight·xhat + bias, which the activation's gradient needs, is computed again.
+// The stock composition reads x for the statistics, reads and writes it for the affine part and again for the activation, and its backward
+// passes over x and dy three to four times. Here a group is read once and written once: it stays on the chip between the statistics and
+// the result. The backward recomputes z = weight·xhat + bias, which the activation's gradient needs.
 //
-//   block   forward, contiguous (N, C, *): a group is one run of memory. The shared memory of a part of a warp or of a block holds
-//           it.
-//   team    forward, a group too large for a block: many blocks, all resident, hold a slice each and tell each other their part of
-//           the sums through global memory, while the next group is on its way.
-//   items   backward, contiguous: a group in the registers of a part of a warp, of a block or of a cluster (sm_90).
-//   split   contiguous, what these cannot hold: one pass for the sums, one for the result.
-//   pixels  channels last: groups are interleaved. Two passes as well, each thread with some channels of its own.
+//   block   forward, contiguous (N, C, *): a group is one run of memory. A part of a warp, or a block, holds it in shared memory.
+//   team    forward, a group too large for a block: many blocks, all resident, hold a slice each and tell each other their sums
+//           through global memory, while the next group is on its way.
+//   items   backward, contiguous: a part of a warp, a block or a cluster (sm_90) holds a group in registers.
+//   split   contiguous groups that these cannot hold: one pass for the sums, one for the result.
+//   pixels  channels last, where groups are interleaved: two passes as well, each thread with some channels of its own.
 //
-// Statistics are merged as (count, mean, sum of squares about that mean), never as sums of squares about 0: a mean far
-// from 0 costs no accuracy.
-//
-// In a contiguous tensor whose channels are no multiple of the vector, groups and channels start anywhere in a 16-byte word. All
-// tensors being aligned, element i of each lies at the same place in its word: kernels read the words that cover a
-// group or a channel and ignore what belongs to its neighbours.
-#include <cstring>
-
+// In a contiguous tensor whose channels are no multiple of the vector, groups and channels start anywhere in a 16-byte word. All tensors
+// are aligned, so element i of each lies at the same place in its word: kernels read the words that cover a group or a channel and ignore
+// what belongs to its neighbours.
 #include "common/activations.cuh"
+#include "common/board.cuh"
+#include "common/channels.cuh"
 #include "common/rows.cuh"
 
 namespace fastlayers {
@@ -40,22 +36,6 @@ constexpr int pass_blocks() { return sizeof(In) == 8 ? 1 : 2; }
 
 // ---- arguments ----------------------------------------------------------------------------------------------------------
 
-// weight and bias of a channel. Both are of x's dtype, or both float32 for 16-bit x.
-template <typename In>
-struct Affine {
-  using A = compute_t<In>;
-  const void* weight_data;
-  const void* bias_data;
-  bool wide;
-
-  __device__ __forceinline__ A load(const void* p, int channel) const {
-    if (sizeof(In) == 2 && wide) return static_cast<const float*>(p)[channel];
-    return convert<A>(static_cast<const In*>(p)[channel]);
-  }
-  __device__ __forceinline__ A weight(int channel) const { return weight_data ? load(weight_data, channel) : A(1); }
-  __device__ __forceinline__ A bias(int channel) const { return bias_data ? load(bias_data, channel) : A(0); }
-};
-
 template <typename In>
 struct Args {
   using A = compute_t<In>;
@@ -63,7 +43,7 @@ struct Args {
   const void* dy;  // backward
   void* out;       // y, or dx
   A* stats;        // [2, samples·groups]: means, then reciprocal standard deviations. Null: not wanted
-  Affine<In> affine;
+  ChannelValues weight, bias;
   int64_t samples, channels, pixels;  // N, C and the product of what follows
   int groups, depth;                  // of a sample, and channels of a group
   A eps;
@@ -79,35 +59,16 @@ struct Sums {
 template <typename A>
 __device__ __forceinline__ Sums<A> operator+(Sums<A> p, Sums<A> q) { return {p.dz + q.dz, p.dz_xhat + q.dz_xhat}; }
 
+template <typename A>
+__device__ __forceinline__ Sums<A> merge(const Sums<A>& p, const Sums<A>& q) { return p + q; }
+
 // ---- moments ------------------------------------------------------------------------------------------------------------
-
-template <typename A>
-struct Moments {
-  A count = 0, mean = 0, m2 = 0;  // m2: sum of the squares about the mean
-};
-
-template <typename A>
-__device__ __forceinline__ Moments<A> merge(const Moments<A>& p, const Moments<A>& q) {
-  const A count = p.count + q.count;
-  A share;
-  if constexpr (std::is_same_v<A, float>) share = __fdividef(q.count, count);
-  else share = q.count / count;
-  if (count == A(0)) share = A(0);
-  const A delta = q.mean - p.mean;
-  return {count, p.mean + delta * share, p.m2 + q.m2 + delta * (delta * (p.count * share))};
-}
 
 template <typename A>
 __device__ __forceinline__ A reciprocal_root(A v) {
   if constexpr (std::is_same_v<A, double>) return rsqrt(v);
   else return rsqrtf(v);
 }
-
-// Whether element j of a word that begins with element e of a run belongs to the run, of length n.
-template <typename I>
-__device__ __forceinline__ bool inside(I e, int j, I n) { return e + j >= 0 && e + j < n; }
-template <int V, typename I>
-__device__ __forceinline__ bool all_inside(I e, I n) { return e >= 0 && e + V <= n; }
 
 // Takes in the elements of a word that belong to the run of n elements in which it begins with element e.
 template <typename In, int V, typename I>
@@ -119,61 +80,19 @@ __device__ __forceinline__ void extend(Moments<compute_t<In>>& m, const Vec<In, 
   const bool whole = all_inside<V>(e, n);
   if (!whole) {
     own.count = A(0);
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
+    unroll<V>([&](int j) {
       if (inside(e, j, n)) own.count += A(1);
       else v.v[j] = A(0);
-    }
+    });
     if (own.count == A(0)) return;
   }
   own.mean = whole ? tree_sum(v) * A(1.0 / V) : tree_sum(v) / own.count;
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
+  unroll<V>([&](int j) {
     const A d = whole || inside(e, j, n) ? v.v[j] - own.mean : A(0);
     v.v[j] = d * d;
-  }
+  });
   own.m2 = tree_sum(v);
   m = merge(m, own);
-}
-
-// ---- reductions over the threads of a group -----------------------------------------------------------------------------
-
-template <typename T>
-__device__ __forceinline__ T shuffled(const T& value, int lane_mask) {
-  static_assert(sizeof(T) % 4 == 0);
-  T r;
-  unsigned words[sizeof(T) / 4];
-  memcpy(words, &value, sizeof(T));
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i) words[i] = __shfl_xor_sync(0xffffffffu, words[i], lane_mask);
-  memcpy(&r, words, sizeof(T));
-  return r;
-}
-
-template <typename A>
-__device__ __forceinline__ Sums<A> merge(const Sums<A>& p, const Sums<A>& q) { return p + q; }
-
-// Of `lanes` neighbouring lanes. Both of a pair merge in the same order, so that all end up with the same bits.
-template <typename T>
-__device__ __forceinline__ T lanes_merge(T value, int lanes) {
-  const int lane = threadIdx.x & 31;
-  for (int o = 1; o < lanes; o <<= 1) {
-    const T other = shuffled(value, o);
-    value = lane & o ? merge(other, value) : merge(value, other);
-  }
-  return value;
-}
-
-// Of the threads that share a group: a part of a warp, or the block.
-template <typename T>
-__device__ __forceinline__ T group_merge(T value, T* slots, int lanes) {
-  value = lanes_merge(value, lanes < 32 ? lanes : 32);
-  if (lanes <= 32) return value;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  if (lane == 0) slots[warp] = value;
-  __syncthreads();
-  value = lane < static_cast<int>(blockDim.x >> 5) ? slots[lane] : T{};
-  return lanes_merge(value, 32);
 }
 
 // Adds up the sums of the warps of a cluster's blocks. Each thread has arrived at the cluster's barrier where it has more than one
@@ -212,22 +131,9 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// Writes the part of a word that belongs to the run.
-template <typename T, int V, typename I>
-__device__ __forceinline__ void store_inside(T* p, I e, I n, const Vec<T, V>& w) {
-  if (all_inside<V>(e, n)) {
-    store_vec<T, V>(p, w);
-  } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (inside(e, j, n)) p[j] = w.v[j];
-  }
-}
-
 template <Act ACT, typename Out, typename A, int V>
 __device__ __forceinline__ Vec<Out, V> activated(Vec<A, V> z) {
-#pragma unroll
-  for (int j = 0; j < V; ++j) z.v[j] = act_value<ACT, sizeof(Out) == 2>(z.v[j]);
+  unroll<V>([&](int j) { z.v[j] = act_value<ACT, sizeof(Out) == 2>(z.v[j]); });
   return pack<Out>(z);
 }
 
@@ -237,8 +143,8 @@ struct Channel {
   A mean, rstd, scale, bias;  // z = (x - mean)·scale + bias, xhat = (x - mean)·rstd
 
   template <typename In>
-  __device__ __forceinline__ Channel(A mean_, A rstd_, const Affine<In>& affine, int channel)
-      : mean(mean_), rstd(rstd_), scale(rstd_ * affine.weight(channel)), bias(affine.bias(channel)) {}
+  __device__ __forceinline__ Channel(A mean_, A rstd_, const Args<In>& a, int channel)
+      : mean(mean_), rstd(rstd_), scale(rstd_ * a.weight.template load<In>(channel, 1.f)), bias(a.bias.template load<In>(channel, 0.f)) {}
   __device__ __forceinline__ A z(A x) const { return (x - mean) * scale + bias; }
 };
 
@@ -247,14 +153,12 @@ template <typename T, int V>
 __device__ __forceinline__ void replace_outside(Vec<T, V>& word, int e, int n, T value) {
   if constexpr (sizeof(T) == 2) {  // in pairs, so that the word stays in whole registers
     const unsigned pair = words_of(filled<T, 2>(value))[0];
-#pragma unroll
-    for (int i = 0; i < V / 2; ++i) {
+    unroll<V / 2>([&](int i) {
       const unsigned mask = (inside(e, 2 * i, n) ? 0x0000ffffu : 0u) | (inside(e, 2 * i + 1, n) ? 0xffff0000u : 0u);
       words_of(word)[i] = (words_of(word)[i] & mask) | (pair & ~mask);
-    }
+    });
   } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) word.v[j] = inside(e, j, n) ? word.v[j] : value;
+    unroll<V>([&](int j) { word.v[j] = inside(e, j, n) ? word.v[j] : value; });
   }
 }
 
@@ -274,14 +178,13 @@ struct Step {
   Vec<Out, V> dy[K];
 
   __device__ __forceinline__ Step(const In* x_, const Out* dy_, int e, int stride, int n) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
+    unroll<K>([&](int k) {
       x[k] = filled<In, V>(convert<In>(0.f));
       dy[k] = filled<Out, V>(convert<Out>(0.f));
-      if (e + k * stride >= n) continue;
+      if (e + k * stride >= n) return;
       x[k] = load_vec<In, V>(x_ + k * stride);
       dy[k] = load_vec<Out, V>(dy_ + k * stride);
-    }
+    });
   }
 };
 
@@ -291,8 +194,7 @@ __device__ __forceinline__ Vec<compute_t<In>, V> z_gradient(const Vec<In, V>& x,
   using A = compute_t<In>;
   const Vec<A, V> v = unpack<A>(x);
   Vec<A, V> dz = unpack<A>(dy);
-#pragma unroll
-  for (int j = 0; j < V; ++j) dz.v[j] = act_gradient<ACT, sizeof(In) == 2>(dz.v[j], c.z(v.v[j]));
+  unroll<V>([&](int j) { dz.v[j] = act_gradient<ACT, sizeof(In) == 2>(dz.v[j], c.z(v.v[j])); });
   return dz;
 }
 
@@ -301,8 +203,7 @@ template <typename In, int V>
 __device__ __forceinline__ Sums<compute_t<In>> word_sums(const Vec<In, V>& x, const Vec<compute_t<In>, V>& dz,
                                                        const Channel<compute_t<In>>& c) {
   Vec<compute_t<In>, V> products = unpack<compute_t<In>>(x);
-#pragma unroll
-  for (int j = 0; j < V; ++j) products.v[j] = dz.v[j] * (products.v[j] - c.mean);
+  unroll<V>([&](int j) { products.v[j] = dz.v[j] * (products.v[j] - c.mean); });
   return {tree_sum(dz), tree_sum(products)};
 }
 
@@ -321,8 +222,7 @@ __device__ __forceinline__ Vec<In, V> input_gradient(const Vec<In, V>& x, const 
                                                    const GroupGradient<compute_t<In>>& g) {
   using A = compute_t<In>;
   Vec<A, V> r = unpack<A>(x);
-#pragma unroll
-  for (int j = 0; j < V; ++j) r.v[j] = dz.v[j] * c.scale - g.constant - (r.v[j] - c.mean) * g.slope;
+  unroll<V>([&](int j) { r.v[j] = dz.v[j] * c.scale - g.constant - (r.v[j] - c.mean) * g.slope; });
   return pack<In>(r);
 }
 
@@ -352,7 +252,7 @@ struct HoldArgs : Args<In> {
   int held;              // words of shared memory for a group or a block's slice of it, or for a stage of a team's slice
   int each;              // block: words of a thread. team: words of a member
   int teams, members;
-  unsigned long long* board;
+  BoardWord* board;  // the canonical NaN, the only one of the sums, is not kUnpublished
 };
 
 // The result of one word of a group. It lies in one channel but for words at the edge of two, or where channels are shorter
@@ -364,15 +264,13 @@ __device__ __forceinline__ Vec<Out, V> forward_word(const HoldArgs<In>& a, const
   Vec<A, V> z = unpack<A>(word);
   int c = static_cast<int>(a.by_hw.quotient(e < 0 ? 0 : e)), edge = (c + 1) * a.hw;
   if (e >= 0 && e + V <= edge) {
-    const Channel<A> channel(mean, rstd, a.affine, first_channel + c);
-#pragma unroll
-    for (int j = 0; j < V; ++j) z.v[j] = channel.z(z.v[j]);
+    const Channel<A> channel(mean, rstd, a, first_channel + c);
+    unroll<V>([&](int j) { z.v[j] = channel.z(z.v[j]); });
   } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
+    unroll<V>([&](int j) {
       if (e + j >= edge && c + 1 < a.depth) ++c, edge += a.hw;
-      z.v[j] = Channel<A>(mean, rstd, a.affine, first_channel + c).z(z.v[j]);
-    }
+      z.v[j] = Channel<A>(mean, rstd, a, first_channel + c).z(z.v[j]);
+    });
   }
   return activated<ACT, Out>(z);
 }
@@ -380,7 +278,7 @@ __device__ __forceinline__ Vec<Out, V> forward_word(const HoldArgs<In>& a, const
 template <typename In, typename Out>
 __global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_forward_block(const HoldArgs<In> a) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   constexpr int kPhases = 4;  // the statistics of the first words are computed while the last are on their way
   extern __shared__ __align__(16) char memory[];
   __shared__ Moments<A> slots[kMaxWarps];
@@ -395,12 +293,11 @@ __global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_forward_bloc
   const In* x = static_cast<const In*>(a.x) + words.start;
 
   const int phase = (a.each + kPhases - 1) / kPhases * a.lanes;  // words of all threads
-#pragma unroll
-  for (int p = 0; p < kPhases; ++p) {
+  unroll<kPhases>([&](int p) {
     const int end = min(count, (p + 1) * phase);
     for (int w = p * phase + lane; w < end; w += a.lanes) copy_word<In, V>(held + w, x + w * V);
     commit_copies();
-  }
+  });
   Moments<A> m;
   const auto take = [&](int p) {
     const int end = min(count, (p + 1) * phase);
@@ -423,7 +320,7 @@ __global__ void __launch_bounds__(wide_threads<In>(), 1) group_norm_forward_bloc
   with_act<Act::run_time>(a.act, [&](auto act) {
     for (int w = lane; w < count; w += a.lanes) {
       const int e = words.element(w);
-      store_inside(y + w * V, e, a.n, forward_word<decltype(act)::value, Out>(a, held[w], e, first_channel, m.mean, rstd));
+      store_word(y + w * V, e, a.n, forward_word<decltype(act)::value, Out>(a, held[w], e, first_channel, m.mean, rstd));
     }
   });
 }
@@ -455,7 +352,7 @@ constexpr int item_threads(int words) { return sizeof(In) == 8 ? 256 : words > 2
 template <typename In, typename Out, int K>
 __global__ void __launch_bounds__(item_threads<In>(K), 1) group_norm_backward_items(const ItemArgs<In> a) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   __shared__ Sums<A> slots[kMaxWarps * kGroupCluster];
 
   const bool whole_block = a.lanes > 32;
@@ -486,21 +383,18 @@ __global__ void __launch_bounds__(item_threads<In>(K), 1) group_norm_backward_it
   const bool first = live && sub == 0;
   Sums<A>* const partial =
       first && a.partial != nullptr ? a.partial + ((static_cast<int64_t>(sample) * a.parts + part) * a.channels + c) : nullptr;
-  const Channel<A> constants(a.stats[group], a.stats[a.total + group], a.affine, c);
-#pragma unroll
-  for (int k = 0; k < K; ++k) clear_outside(step.x[k], step.dy[k], e + k * stride, a.hw, constants.mean);
+  const Channel<A> constants(a.stats[group], a.stats[a.total + group], a, c);
+  unroll<K>([&](int k) { clear_outside(step.x[k], step.dy[k], e + k * stride, a.hw, constants.mean); });
 
   Vec<A, V> dz[K];
   Sums<A> sums{A(0), A(0)};
   with_act<Act::run_time>(a.act, [&](auto act) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
+    unroll<K>([&](int k) {
       dz[k] = z_gradient<decltype(act)::value>(step.x[k], step.dy[k], constants);
       sums = sums + word_sums(step.x[k], dz[k], constants);
-    }
+    });
   });
-#pragma unroll
-  for (int k = 0; k < K; ++k) forget(step.x[k]);
+  unroll<K>([&](int k) { forget(step.x[k]); });
   sums = lanes_merge(sums, a.item_lanes);
   sums.dz_xhat *= constants.rstd;
   Sums<A> total{A(0), A(0)};
@@ -512,7 +406,7 @@ __global__ void __launch_bounds__(item_threads<In>(K), 1) group_norm_backward_it
   const GroupGradient<A> gradient(total, constants.rstd, A(a.n));
 #pragma unroll
   for (int k = 0; k < K; ++k)
-    store_inside(static_cast<In*>(a.out) + offset + k * stride, e + k * stride, a.hw,
+    store_word(static_cast<In*>(a.out) + offset + k * stride, e + k * stride, a.hw,
                  input_gradient(step.x[k], dz[k], constants, gradient));
 }
 
@@ -526,37 +420,6 @@ __global__ void __launch_bounds__(item_threads<In>(K), 1) group_norm_backward_it
 constexpr int kTeamThreads = 384;  // leaves each 80 registers with two blocks on an SM
 constexpr int kTeamBlocks = 2;  // resident on an SM
 constexpr int kTeamStages = 3;
-constexpr int kLookUps = 4;     // partials that a lane asks for together
-constexpr unsigned long long kUnpublished = ~0ull;  // no partial: sums that are NaN are the canonical one
-
-template <typename Partial>
-__device__ __forceinline__ void publish(unsigned long long* slot, const Partial& p) {
-  static_assert(sizeof(Partial) == sizeof(unsigned long long));
-  unsigned long long word;
-  memcpy(&word, &p, sizeof(p));
-  *const_cast<volatile unsigned long long*>(slot) = word;
-}
-
-// Calls f(member, partial) for every published partial of a group, each lane for its own members; by one warp.
-template <typename Partial, typename F>
-__device__ __forceinline__ void gather(const unsigned long long* slots_, int members, F&& f) {
-  const volatile unsigned long long* slots = slots_;
-  for (int first = threadIdx.x & 31; first < members; first += 32 * kLookUps) {
-    unsigned long long word[kLookUps];
-#pragma unroll
-    for (int k = 0; k < kLookUps; ++k) word[k] = first + 32 * k < members ? slots[first + 32 * k] : 0;
-#pragma unroll
-    for (int k = 0; k < kLookUps; ++k) {
-      const int member = first + 32 * k;
-      if (member >= members) continue;
-      while (word[k] == kUnpublished) word[k] = slots[member];
-      Partial p;
-      memcpy(&p, &word[k], sizeof(p));
-      f(member, p);
-    }
-  }
-}
-
 // The loop above. `Slice` gives what differs between forward and backward: request(group, stage); reduce(group, stage), the
 // sums of this thread; publish(group, those of the block); gather(group), the sums of the group, by one warp; finish(group, stage,
 // those).
@@ -570,7 +433,7 @@ __device__ __forceinline__ void team_loop(Slice& slice, int64_t total, int teams
   const auto group = [&](int i) { return team + static_cast<int64_t>(i) * teams; };
   slice.request(group(0), 0);
   commit_copies();
-  int next = 1, here = 0, behind = kTeamStages - 1;  // stages
+  int next = 1, here = 0, previous = kTeamStages - 1;  // stages
   for (int i = 0; i <= count; ++i) {
     if (i + 1 < count) slice.request(group(i + 1), next);
     commit_copies();
@@ -585,9 +448,9 @@ __device__ __forceinline__ void team_loop(Slice& slice, int64_t total, int teams
         if (threadIdx.x == 0) result = all;
       }
       __syncthreads();
-      slice.finish(group(i - 1), behind, result);
+      slice.finish(group(i - 1), previous, result);
     }
-    behind = here, here = next;
+    previous = here, here = next;
     next = next + 1 == kTeamStages ? 0 : next + 1;
     __syncthreads();  // before `slots` and `result` are written again
   }
@@ -595,7 +458,7 @@ __device__ __forceinline__ void team_loop(Slice& slice, int64_t total, int teams
 
 template <typename In, typename Out>
 struct ForwardSlice {
-  static constexpr int V = kVectorBytes / sizeof(In);
+  static constexpr int V = kVector<In>;
   using Total = Moments<float>;
   struct Partial {
     float mean, m2;
@@ -611,7 +474,7 @@ struct ForwardSlice {
     for (int w = member * a.each + static_cast<int>(threadIdx.x); w < end; w += kTeamThreads) f(w, words.element(w));
   }
   __device__ Vec<In, V>& at(int stage, int w) const { return shared[stage * a.held + (w - member * a.each)]; }
-  __device__ unsigned long long* slots(int64_t group) const { return a.board + group * a.members; }
+  __device__ BoardWord* slots(int64_t group) const { return a.board + group * a.members; }
 
   __device__ void request(int64_t group, int stage) const {
     const Words<V> words(group, a.n);
@@ -623,11 +486,11 @@ struct ForwardSlice {
     for_words(Words<V>(group, a.n), [&](int w, int e) { extend(m, at(stage, w), e, a.n); });
     return m;
   }
-  __device__ void publish(int64_t group, const Total& m) const { fastlayers::publish(slots(group) + member, Partial{m.mean, m.m2}); }
+  __device__ void publish(int64_t group, const Total& m) const { Message<Partial>::publish({m.mean, m.m2}, slots(group) + member); }
   __device__ Total gather(int64_t group) const {
     const Words<V> words(group, a.n);
     Total all;
-    fastlayers::gather<Partial>(slots(group), a.members, [&](int m, const Partial& p) {
+    for_published<Partial>(slots(group), a.members, [&](int m, const Partial& p) {
       const int first = max(0, words.element(m * a.each)), last = min(a.n, words.element(min(words.count, (m + 1) * a.each)));
       if (first < last) all = merge(all, Total{static_cast<float>(last - first), p.mean, p.m2});
     });
@@ -644,7 +507,7 @@ struct ForwardSlice {
     const int first_channel = static_cast<int>(group % a.groups) * a.depth;
     with_act<Act::run_time>(a.act, [&](auto act) {
       for_words(words, [&](int w, int e) {
-        store_inside(y + w * V, e, a.n, forward_word<decltype(act)::value, Out>(a, at(stage, w), e, first_channel, mean, rstd));
+        store_word(y + w * V, e, a.n, forward_word<decltype(act)::value, Out>(a, at(stage, w), e, first_channel, mean, rstd));
       });
     });
   }
@@ -719,13 +582,13 @@ template <typename In>
 __device__ __forceinline__ Channel<compute_t<In>> channel_of(const PassArgs<In>& a, int row) {
   const int64_t group = a.by_depth.quotient(row);  // of the tensor: channels are groups · depth
   const int channel = row - static_cast<int>(a.by_channels.quotient(row)) * static_cast<int>(a.channels);
-  return Channel<compute_t<In>>(a.stats[group], a.stats[a.total() + group], a.affine, channel);
+  return Channel<compute_t<In>>(a.stats[group], a.stats[a.total() + group], a, channel);
 }
 
 template <typename In>
 __global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_split_moments(const PassArgs<In> a) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   __shared__ Moments<A> slots[kMaxWarps];
   const Part<V> part(a, blockIdx.x);
   const In* x = static_cast<const In*>(a.x) + part.start;
@@ -739,7 +602,7 @@ __global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_s
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_split_forward(const PassArgs<In> a) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   const Part<V> part(a, gridDim.x - 1 - blockIdx.x);
   const Channel<A> c = channel_of(a, part.row);
   const In* x = static_cast<const In*>(a.x) + part.start;
@@ -747,9 +610,8 @@ __global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_s
   with_act<Act::run_time>(a.act, [&](auto act) {
     for (int w = threadIdx.x; w < part.words; w += kSplitThreads) {
       Vec<A, V> z = unpack<A>(load_vec<In, V>(x + w * V));
-#pragma unroll
-      for (int j = 0; j < V; ++j) z.v[j] = c.z(z.v[j]);
-      store_inside(y + w * V, part.element(w), part.n, activated<decltype(act)::value, Out>(z));
+      unroll<V>([&](int j) { z.v[j] = c.z(z.v[j]); });
+      store_word(y + w * V, part.element(w), part.n, activated<decltype(act)::value, Out>(z));
     }
   });
 }
@@ -757,7 +619,7 @@ __global__ void __launch_bounds__(kSplitThreads, pass_blocks<In>()) group_norm_s
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kSplitThreads, step_blocks<In>()) group_norm_split_sums(const PassArgs<In> a) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In), K = step_words<In, Out>(), kStride = kSplitThreads * V;
+  constexpr int V = kVector<In>, K = step_words<In, Out>(), kStride = kSplitThreads * V;
   __shared__ Sums<A> slots[kMaxWarps];
   const Part<V> part(a, blockIdx.x);
   const In* x = static_cast<const In*>(a.x) + part.start;
@@ -771,11 +633,10 @@ __global__ void __launch_bounds__(kSplitThreads, step_blocks<In>()) group_norm_s
     for (; at - part.head < part.n; at += K * kStride) {
       Step<In, Out, V, K> now = next;
       next = Step<In, Out, V, K>(x + at + K * kStride, dy + at + K * kStride, at + K * kStride - part.head, kStride, part.n);
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
+      unroll<K>([&](int k) {
         clear_outside(now.x[k], now.dy[k], at + k * kStride - part.head, part.n, c.mean);
         sums = sums + word_sums(now.x[k], z_gradient<decltype(act)::value>(now.x[k], now.dy[k], c), c);
-      }
+      });
     }
   });
   sums = group_merge(sums, slots, kSplitThreads);
@@ -785,7 +646,7 @@ __global__ void __launch_bounds__(kSplitThreads, step_blocks<In>()) group_norm_s
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kSplitThreads, step_blocks<In>()) group_norm_split_backward(const PassArgs<In> a) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In), K = step_words<In, Out>(), kStride = kSplitThreads * V;
+  constexpr int V = kVector<In>, K = step_words<In, Out>(), kStride = kSplitThreads * V;
   const Part<V> part(a, gridDim.x - 1 - blockIdx.x);
   const In* x = static_cast<const In*>(a.x) + part.start;
   const Out* dy = static_cast<const Out*>(a.dy) + part.start;
@@ -801,7 +662,7 @@ __global__ void __launch_bounds__(kSplitThreads, step_blocks<In>()) group_norm_s
       next = Step<In, Out, V, K>(x + at + K * kStride, dy + at + K * kStride, at + K * kStride - part.head, kStride, part.n);
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        store_inside(dx + at + k * kStride, at + k * kStride - part.head, part.n,
+        store_word(dx + at + k * kStride, at + k * kStride - part.head, part.n,
                      input_gradient(now.x[k], z_gradient<decltype(act)::value>(now.x[k], now.dy[k], c), c, gradient));
     }
   });
@@ -837,9 +698,7 @@ template <typename A>
 struct MergeArgs {
   const Sums<A>* partial;        // [rows, channels]; rows = samples·parts
   int64_t rows, channels;
-  void* dweight;                 // null: not wanted
-  void* dbias;
-  bool wide;                     // they are float32 for 16-bit x
+  ChannelValues dweight, dbias;
   int group_blocks;              // blocks that merge groups, a warp each; the others merge channels
 };
 
@@ -862,7 +721,7 @@ __global__ void __launch_bounds__(kMergeThreads) group_norm_merge_sums(const Mer
     for (int i = threadIdx.x & 31; i < count; i += 32) {
       const int part = static_cast<int>(a.by_depth.quotient(i)), channel = i - part * a.depth;
       const Sums<A> s = partial[part * a.channels + channel];
-      const A scale = rstd * a.affine.weight(first + channel);
+      const A scale = rstd * a.weight.template load<In>(first + channel, 1.f);
       total = total + Sums<A>{scale * s.dz, scale * s.dz_xhat};
     }
     total = lanes_merge(total, 32);
@@ -885,13 +744,8 @@ __global__ void __launch_bounds__(kMergeThreads) group_norm_merge_sums(const Mer
   if (y != 0 || channel >= m.channels) return;
 #pragma unroll
   for (int i = 1; i < kMergeThreads / 32; ++i) sums = sums + slots[i][x];
-  const auto write = [&](void* p, A value) {
-    if (p == nullptr) return;
-    if (sizeof(In) == 2 && m.wide) static_cast<float*>(p)[channel] = static_cast<float>(value);
-    else static_cast<In*>(p)[channel] = convert<In>(value);
-  };
-  write(m.dweight, sums.dz_xhat);
-  write(m.dbias, sums.dz);
+  m.dweight.template store<In>(channel, sums.dz_xhat);
+  m.dbias.template store<In>(channel, sums.dz);
 }
 
 // ---- channels last ------------------------------------------------------------------------------------------------------
@@ -900,50 +754,27 @@ constexpr int kPixelThreads = 256;
 
 // A thread's V channels and the pixels that it walks over.
 template <int V>
-struct Column {
+struct Column : ColumnPlace<V> {
   int64_t sample, part, first, last;  // pixels of the block
   int64_t offset;                     // of the channels at pixel 0 of the sample
-  int base, channel, x, y;            // base: the block's first channel
+  int base;                           // the block's first channel
   bool active;
 
   template <typename In>
-  __device__ Column(const PassArgs<In>& a, int64_t block) {
+  __device__ Column(const PassArgs<In>& a, unsigned block) : ColumnPlace<V>(a.across, block % a.tiles) {
     const int64_t chunk = block / a.tiles;
     sample = chunk / a.parts;
     part = chunk - sample * a.parts;
-    y = threadIdx.x / a.across;
-    x = static_cast<int>(threadIdx.x) - y * a.across;
-    base = static_cast<int>(block - chunk * a.tiles) * a.across * V;
-    channel = base + x * V;
-    active = channel < a.channels;
+    base = static_cast<int>(block % a.tiles) * a.across * V;
+    active = this->column < a.channels;
     first = part * a.part_size;
     last = first + a.part_size < a.pixels ? first + a.part_size : a.pixels;
-    offset = sample * a.pixels * a.channels + channel;
+    offset = sample * a.pixels * a.channels + this->column;
   }
+  __device__ int channel(int j) const { return static_cast<int>(this->column) + j; }
   template <typename In>
-  __device__ int64_t slot(const PassArgs<In>& a) const { return (sample * a.parts + part) * a.channels + channel; }
+  __device__ int64_t slot(const PassArgs<In>& a) const { return (sample * a.parts + part) * a.channels + this->column; }
 };
-
-// Merges what the threads of one column hold, into those at the top.
-template <typename T, int V>
-__device__ __forceinline__ void merge_down(T (&value)[V], char* memory, int across, int down, int y) {
-  T* shared = reinterpret_cast<T*>(memory);
-  const int x = threadIdx.x - y * across;
-  for (int live = down; live > 1;) {
-    const int half = (live + 1) / 2;
-    if (y >= half && y < live) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) shared[((y - half) * V + j) * across + x] = value[j];
-    }
-    __syncthreads();
-    if (y < live - half) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) value[j] = merge(value[j], shared[(y * V + j) * across + x]);
-    }
-    __syncthreads();
-    live = half;
-  }
-}
 
 template <typename In, int V>
 __global__ void __launch_bounds__(kPixelThreads) group_norm_pixels_moments(const PassArgs<In> a) {
@@ -951,29 +782,24 @@ __global__ void __launch_bounds__(kPixelThreads) group_norm_pixels_moments(const
   extern __shared__ __align__(16) char memory[];
   const Column<V> column(a, blockIdx.x);
   const In* x = static_cast<const In*>(a.x) + column.offset;
-  Moments<A> m[V];
+  ChannelMoments<A, V> m;
   if (column.active) {
-    A count = 0;
 #pragma unroll 4
     for (int64_t p = column.first + column.y; p < column.last; p += a.down) {
       const Vec<A, V> v = unpack<A>(load_vec<In, V>(x + p * a.channels));
-      count += A(1);
-      const A share = A(1) / count;
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const A delta = v.v[j] - m[j].mean;
-        m[j].mean += delta * share;
-        m[j].m2 += delta * (v.v[j] - m[j].mean);
-      }
+      m.v[0] += A(1);
+      const A share = A(1) / m.v[0];
+      unroll<V>([&](int j) {
+        const A delta = v.v[j] - m.v[1 + j];
+        m.v[1 + j] += delta * share;
+        m.v[1 + V + j] += delta * (v.v[j] - m.v[1 + j]);
+      });
     }
-#pragma unroll
-    for (int j = 0; j < V; ++j) m[j].count = count;
   }
-  merge_down(m, memory, a.across, a.down, column.y);
+  merge_down<false>(m, reinterpret_cast<A*>(memory), column.x, column.y, a.across, a.down);
   if (!column.active || column.y != 0) return;
   Moments<A>* out = a.moments + column.slot(a);
-#pragma unroll
-  for (int j = 0; j < V; ++j) out[j] = m[j];
+  unroll<V>([&](int j) { out[j] = {m.v[0], m.v[1 + j], m.v[1 + V + j]}; });
 }
 
 template <typename In, typename Out, int V>
@@ -984,18 +810,16 @@ __global__ void __launch_bounds__(kPixelThreads, pass_blocks<In>()) group_norm_p
   const In* x = static_cast<const In*>(a.x) + column.offset;
   Out* y = static_cast<Out*>(a.out) + column.offset;
   A mean[V], scale[V], bias[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    const int64_t group = column.sample * a.groups + a.by_depth.quotient(column.channel + j);
-    const Channel<A> c(a.stats[group], a.stats[a.total() + group], a.affine, column.channel + j);
+  unroll<V>([&](int j) {
+    const int64_t group = column.sample * a.groups + a.by_depth.quotient(column.channel(j));
+    const Channel<A> c(a.stats[group], a.stats[a.total() + group], a, column.channel(j));
     mean[j] = c.mean, scale[j] = c.scale, bias[j] = c.bias;
-  }
+  });
   with_act<Act::run_time>(a.act, [&](auto act) {
 #pragma unroll 2
     for (int64_t p = column.first + column.y; p < column.last; p += a.down) {
       Vec<A, V> z = unpack<A>(load_vec<In, V>(x + p * a.channels));
-#pragma unroll
-      for (int j = 0; j < V; ++j) z.v[j] = (z.v[j] - mean[j]) * scale[j] + bias[j];
+      unroll<V>([&](int j) { z.v[j] = (z.v[j] - mean[j]) * scale[j] + bias[j]; });
       store_vec<Out, V>(y + p * a.channels, activated<decltype(act)::value, Out>(z));
     }
   });
@@ -1011,8 +835,7 @@ __device__ __forceinline__ Vec<T, kPiece<V>> piece(const Vec<T, V>& v, int q) {
   if constexpr (sizeof(r) == 4 && kPiece<V> == 2) {
     words_of(r)[0] = words_of(v)[q];
   } else {
-#pragma unroll
-    for (int i = 0; i < kPiece<V>; ++i) r.v[i] = v.v[q * kPiece<V> + i];
+    unroll<kPiece<V>>([&](int i) { r.v[i] = v.v[q * kPiece<V> + i]; });
   }
   return r;
 }
@@ -1022,8 +845,7 @@ __device__ __forceinline__ void set_piece(Vec<T, V>& v, int q, const Vec<T, kPie
   if constexpr (sizeof(r) == 4 && kPiece<V> == 2) {
     words_of(v)[q] = words_of(r)[0];
   } else {
-#pragma unroll
-    for (int i = 0; i < kPiece<V>; ++i) v.v[q * kPiece<V> + i] = r.v[i];
+    unroll<kPiece<V>>([&](int i) { v.v[q * kPiece<V> + i] = r.v[i]; });
   }
 }
 
@@ -1041,8 +863,7 @@ struct ChannelTable {
     for (int i = threadIdx.x; i < across * V && base + i < channels; i += blockDim.x) {
       A values[COUNT];
       f(base + i, values);
-#pragma unroll
-      for (int c = 0; c < COUNT; ++c) data[((c * (V / P) + i % V / P) * across + i / V) * P + i % P] = values[c];
+      unroll<COUNT>([&](int c) { data[((c * (V / P) + i % V / P) * across + i / V) * P + i % P] = values[c]; });
     }
     __syncthreads();
   }
@@ -1058,13 +879,12 @@ struct Pixels {
   Vec<Out, V> dy[K];
 
   __device__ __forceinline__ Pixels(const In* x_, const Out* dy_, int64_t stride, int64_t left, int down) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
+    unroll<K>([&](int k) {
       const bool there = k == 0 || k * down < left;
       x[k] = load_vec<In, V>(x_ + (there ? k * stride : 0));
       dy[k] = filled<Out, V>(convert<Out>(0.f));
       if (there) dy[k] = load_vec<Out, V>(dy_ + k * stride);
-    }
+    });
   }
 };
 
@@ -1077,12 +897,10 @@ __global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_p
   const ChannelTable<A, V, 4> table{reinterpret_cast<A*>(memory), a.across};
   table.fill(column.base, a.channels, [&](int channel, A* values) {
     const int64_t group = column.sample * a.groups + a.by_depth.quotient(channel);
-    const Channel<A> c(a.stats[group], a.stats[a.total() + group], a.affine, channel);
+    const Channel<A> c(a.stats[group], a.stats[a.total() + group], a, channel);
     values[0] = c.mean, values[1] = c.scale, values[2] = c.bias, values[3] = c.rstd;
   });
-  Sums<A> sums[V];
-#pragma unroll
-  for (int j = 0; j < V; ++j) sums[j] = {A(0), A(0)};
+  ChannelSums<A, V> sums;
   if (column.active) {
     const int64_t stride = a.down * a.channels;
     const In* x = static_cast<const In*>(a.x) + column.offset + (column.first + column.y) * a.channels;
@@ -1092,33 +910,28 @@ __global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_p
       for (int64_t left = column.last - column.first - column.y; left > 0; left -= K * a.down) {
         const Pixels<In, Out, V, K> pixels(x, dy, stride, left, a.down);
         x += K * stride, dy += K * stride;
-#pragma unroll
-        for (int q = 0; q < V / P; ++q) {
+        unroll<V / P>([&](int q) {
           const Vec<A, P> mean = table.load(0, q, column.x), scale = table.load(1, q, column.x);
           const Vec<A, P> bias = table.load(2, q, column.x);
-#pragma unroll
-          for (int k = 0; k < K; ++k) {
+          unroll<K>([&](int k) {
             const Vec<A, P> v = unpack<A>(piece(pixels.x[k], q)), g = unpack<A>(piece(pixels.dy[k], q));
-#pragma unroll
-            for (int i = 0; i < P; ++i) {
+            unroll<P>([&](int i) {
               const A d = v.v[i] - mean.v[i];
               const A dz = act_gradient<decltype(act)::value, sizeof(In) == 2>(g.v[i], d * scale.v[i] + bias.v[i]);
-              sums[q * P + i].dz += dz;
-              sums[q * P + i].dz_xhat += dz * d;
-            }
-          }
-        }
+              sums.v[q * P + i] += dz;
+              sums.v[V + q * P + i] += dz * d;
+            });
+          });
+        });
       }
     });
-#pragma unroll
-    for (int j = 0; j < V; ++j) sums[j].dz_xhat *= table.load(3, j / P, column.x).v[j % P];
+    unroll<V>([&](int j) { sums.v[V + j] *= table.load(3, j / P, column.x).v[j % P]; });
   }
   __syncthreads();  // before the table is written over
-  merge_down(sums, memory, a.across, a.down, column.y);
+  merge_down<false>(sums, reinterpret_cast<A*>(memory), column.x, column.y, a.across, a.down);
   if (!column.active || column.y != 0) return;
   Sums<A>* out = a.partial + column.slot(a);
-#pragma unroll
-  for (int j = 0; j < V; ++j) out[j] = sums[j];
+  unroll<V>([&](int j) { out[j] = {sums.v[j], sums.v[V + j]}; });
 }
 
 template <typename In, typename Out, int V>
@@ -1130,7 +943,7 @@ __global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_p
   const ChannelTable<A, V, 5> table{reinterpret_cast<A*>(memory), a.across};
   table.fill(column.base, a.channels, [&](int channel, A* values) {
     const int64_t group = column.sample * a.groups + a.by_depth.quotient(channel);
-    const Channel<A> c(a.stats[group], a.stats[a.total() + group], a.affine, channel);
+    const Channel<A> c(a.stats[group], a.stats[a.total() + group], a, channel);
     const GroupGradient<A> g = a.gradients[group];
     values[0] = c.mean, values[1] = c.scale, values[2] = c.bias, values[3] = g.constant, values[4] = g.slope;
   });
@@ -1143,26 +956,21 @@ __global__ void __launch_bounds__(kPixelThreads, step_blocks<In>()) group_norm_p
 #pragma unroll 1
     for (int64_t left = column.last - column.first - column.y; left > 0; left -= K * a.down) {
       Pixels<In, Out, V, K> pixels(x, dy, stride, left, a.down);
-#pragma unroll
-      for (int q = 0; q < V / P; ++q) {
+      unroll<V / P>([&](int q) {
         const Vec<A, P> mean = table.load(0, q, column.x), scale = table.load(1, q, column.x), bias = table.load(2, q, column.x);
         const Vec<A, P> constant = table.load(3, q, column.x), slope = table.load(4, q, column.x);
-#pragma unroll
-        for (int k = 0; k < K; ++k) {
+        unroll<K>([&](int k) {
           const Vec<A, P> v = unpack<A>(piece(pixels.x[k], q));
           Vec<A, P> r = unpack<A>(piece(pixels.dy[k], q));
-#pragma unroll
-          for (int i = 0; i < P; ++i) {
+          unroll<P>([&](int i) {
             const A d = v.v[i] - mean.v[i];
             const A dz = act_gradient<decltype(act)::value, sizeof(In) == 2>(r.v[i], d * scale.v[i] + bias.v[i]);
             r.v[i] = dz * scale.v[i] - constant.v[i] - d * slope.v[i];
-          }
+          });
           set_piece(pixels.x[k], q, pack<In>(r));
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < K; ++k)
-        if (k == 0 || k * a.down < left) store_vec<In, V>(dx + k * stride, pixels.x[k]);
+        });
+      });
+      unroll<K>([&](int k) { if (k == 0 || k * a.down < left) store_vec<In, V>(dx + k * stride, pixels.x[k]); });
       x += K * stride, dy += K * stride, dx += K * stride;
     }
   });
@@ -1182,60 +990,8 @@ constexpr int64_t kForwardBlocks = 4;    // an SM, of the forward's passes over 
 constexpr int kStaticShared = 4096;      // what the block kernel has besides, and what a block costs
 constexpr int kTeamStaticShared = 1024;  // likewise of the team kernel
 
-struct SharedMemory {
-  int block = 0, processor = 0;  // most bytes of a block, and of all blocks of an SM
-};
-
-const SharedMemory& shared_memory(int device) {
-  static SharedMemory memory[kMaxDevices];
-  SharedMemory& m = memory[device];
-  if (m.block == 0) {
-    int block = 0, processor = 0;
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    m.processor = processor;
-    m.block = block - kStaticShared;
-  }
-  return m;
-}
-
-unsigned grid_of(int64_t blocks) {
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::group_norm: a tensor that needs ", blocks, " blocks is more than one launch takes");
-  return static_cast<unsigned>(blocks);
-}
-
-// Lets a kernel have as much shared memory as it may.
-template <auto kernel>
-void allow_shared_memory(int device) {
-  static bool allowed[kMaxDevices];
-  if (allowed[device]) return;
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory(device).block));
-  allowed[device] = true;
-}
-
-// Launches with one attribute, or none.
-template <typename Kernel, typename KernelArgs>
-void launch_with(Kernel kernel, int64_t blocks, int threads, size_t shared, cudaLaunchAttribute* attribute, const Launch& launch,
-                 const KernelArgs& a) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid_of(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = launch.stream();
-  config.attrs = attribute;
-  config.numAttrs = attribute != nullptr ? 1 : 0;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, a));
-}
-
-// Launches a kernel of `cluster` blocks a group, if that is more than one.
-template <typename Kernel, typename KernelArgs>
-void launch_clusters(Kernel kernel, int64_t blocks, int threads, size_t shared, int cluster, const Launch& launch,
-                     const KernelArgs& a) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  launch_with(kernel, blocks, threads, shared, cluster > 1 ? &attribute : nullptr, launch, a);
-}
+// Most bytes of dynamic shared memory of a block.
+int64_t most_shared(const Launch& launch) { return device_traits(launch.device()).block_shared - kStaticShared; }
 
 constexpr int64_t kThreadWords = 8;  // of a group for each thread of its blocks, where there is work for the whole GPU
 
@@ -1243,7 +999,7 @@ constexpr int64_t kThreadWords = 8;  // of a group for each thread of its blocks
 int group_threads(int64_t words, int64_t groups, int64_t bytes, int wide, const Launch& launch) {
   const int64_t room = static_cast<int64_t>(device_traits(launch.device()).processors) * kWideThreads;
   const int64_t each = std::clamp<int64_t>(words * groups / room, 1, kThreadWords);
-  const int64_t most = 2 * (bytes + kStaticShared) > shared_memory(launch.device()).processor ? wide : std::min(wide, kBlockThreads);
+  const int64_t most = 2 * (bytes + kStaticShared) > device_traits(launch.device()).processor_shared ? wide : std::min(wide, kBlockThreads);
   int64_t threads = ceil_div(words, each);
   threads = threads <= 32 ? next_power_of_2(threads) : ceil_div(threads, 32) * 32;
   return static_cast<int>(std::min(threads, most));
@@ -1253,7 +1009,7 @@ int group_threads(int64_t words, int64_t groups, int64_t bytes, int wide, const 
 template <typename In, typename Out>
 bool launch_block(HoldArgs<In>& a, int64_t words, const Launch& launch) {
   const int64_t bytes = words * kVectorBytes;
-  if (bytes > shared_memory(launch.device()).block) return false;
+  if (bytes > most_shared(launch)) return false;
   a.lanes = group_threads(words, a.total, bytes, wide_threads<In>(), launch);
   a.lane_bits = log2_of(std::min(a.lanes, 32));
   a.held = static_cast<int>(words);
@@ -1262,128 +1018,49 @@ bool launch_block(HoldArgs<In>& a, int64_t words, const Launch& launch) {
   const int threads = a.lanes <= 32 ? kShortThreads : a.lanes;
   const int per_block = threads / a.lanes;
   constexpr auto kernel = group_norm_forward_block<In, Out>;
-  allow_shared_memory<kernel>(launch.device());
-  kernel<<<grid_of(ceil_div(a.total, per_block)), threads, static_cast<size_t>(per_block * bytes), launch.stream()>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  allow_shared_memory<kernel>(most_shared(launch), launch);
+  launch_kernel(kernel, {ceil_div(a.total, per_block), threads, static_cast<size_t>(per_block * bytes)}, launch, a);
   return true;
 }
 
 // Launches the team kernel; false where the blocks that fit the GPU at once cannot hold a group.
 template <typename In, typename Out>
 bool launch_team(HoldArgs<In>& a, int64_t words, const Launch& launch, const Tensor& like) {
-  static int resident[kMaxDevices];
   constexpr auto kernel = group_norm_forward_team<In, Out>;
-  const SharedMemory& memory = shared_memory(launch.device());
-  const int64_t stage_bytes = std::min(memory.processor / kTeamBlocks - 2 * kTeamStaticShared, memory.block) / kTeamStages;
-  const int64_t stage_words = stage_bytes / kVectorBytes;
-  int& blocks = resident[launch.device()];  // 0: not asked yet; -1: none
-  if (blocks == 0) {
-    allow_shared_memory<kernel>(launch.device());
-    int each = 0;
-    STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kTeamThreads, kTeamStages * stage_words * kVectorBytes));
-    blocks = each > 0 ? each * device_traits(launch.device()).processors : -1;
-  }
+  const int64_t share = device_traits(launch.device()).processor_shared / kTeamBlocks - 2 * kTeamStaticShared;
+  const int64_t stage_words = std::min(share, most_shared(launch)) / kTeamStages / kVectorBytes;
+  allow_shared_memory<kernel>(most_shared(launch), launch);
+  const int64_t blocks = resident_blocks<kernel>(launch, kTeamThreads, kTeamStages * stage_words * kVectorBytes);
   a.teams = static_cast<int>(std::min<int64_t>(blocks / ceil_div(words, stage_words), a.total));
-  if (blocks <= 0 || a.teams <= 0) return false;
+  if (a.teams <= 0) return false;
   a.each = static_cast<int>(ceil_div(words, blocks / a.teams));
   a.members = static_cast<int>(ceil_div(words, a.each));
   a.held = a.each;
-  const int64_t slots = a.total * a.members;
-  const Tensor board = empty_contiguous({slots}, ScalarType::Long, like);
-  a.board = static_cast<unsigned long long*>(board.mutable_data_ptr());
-  STD_CUDA_CHECK(cudaMemsetAsync(a.board, 0xff, sizeof(*a.board) * slots, launch.stream()));
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
+  const Tensor board = empty_board(a.total * a.members, like, launch);
+  a.board = pointer<BoardWord>(board);
   const size_t shared = static_cast<size_t>(kTeamStages) * a.held * kVectorBytes;
-  launch_with(kernel, a.teams * a.members, kTeamThreads, shared, &attribute, launch, a);
+  launch_kernel(kernel, {a.teams * a.members, kTeamThreads, shared, 1, true}, launch, a);
   return true;
 }
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-// Calls f(In{}, Out{}) for the pairs of dtypes that are built: the same twice, or 16 bits in and float32 out.
-template <typename F>
-void dispatch_pair(ScalarType in, ScalarType out, const char* op, F&& f) {
-  dispatch_floating(in, op, [&](auto x) {
-    using In = decltype(x);
-    if (in == out) return f(In{}, In{});
-    if constexpr (sizeof(In) == 2) {
-      if (out == ScalarType::Float) return f(In{}, float{});
-    }
-    STD_TORCH_CHECK(false, "fastlayers::", op, ": no kernel for x of ", torch::headeronly::toString(in), " and y of ",
-                    torch::headeronly::toString(out));
-  });
-}
-
-// x as the kernels take it: aligned, and contiguous or channels last.
-struct Layout {
-  Dims sizes, strides;
-  bool channels_last = false;
-  int64_t samples, channels, pixels = 1;
-
-  Layout(const Tensor& x, int64_t groups, const char* op) : sizes(dims_of(x.sizes())) {
-    const int64_t dims = static_cast<int64_t>(sizes.size());
-    STD_TORCH_CHECK(dims >= 2 && dims <= 5, "fastlayers::", op, ": expected x of 2 to 5 dimensions, but got ", dims);
-    samples = sizes[0], channels = sizes[1];
-    STD_TORCH_CHECK(groups > 0 && channels % groups == 0 && channels <= INT32_MAX, "fastlayers::", op, ": expected channels (",
-                    channels, ") divisible by groups (", groups, ")");
-    for (int64_t d = 2; d < dims; ++d) pixels *= sizes[d];
-    strides = dims_of(x.strides());
-    if (x.is_contiguous()) return;
-    Dims order{0};
-    for (int64_t d = 2; d < dims; ++d) order.push_back(d);
-    order.push_back(1);
-    channels_last = same_layout(sizes, strides, dense_strides(sizes, order));
-    if (!channels_last) strides = contiguous_strides(sizes);
-  }
-  // t in this layout and aligned, by a copy where it is not.
-  Tensor bring(const Tensor& t) const {
-    const Tensor r = with_strides(t, sizes, strides);
-    return aligned(r.const_data_ptr()) ? r : torch::stable::clone(r);
-  }
-  Tensor empty(ScalarType dtype, const Tensor& like) const { return empty_strided(sizes, strides, dtype, like); }
-  // Whether the channels of a pixel are neighbours in memory: of a single pixel they are in any layout.
-  bool channels_together() const { return channels_last || pixels == 1; }
-};
-
-// weight or bias, contiguous; `keep` holds the copy where it is not.
-const void* channel_values(const std::optional<Tensor>& t, const Tensor& x, int64_t channels, bool& wide, Tensor& keep, const char* op,
-                           const char* name) {
-  if (!t) return nullptr;
-  const ScalarType dtype = t->scalar_type(), x_dtype = x.scalar_type();
-  const bool half = x_dtype == ScalarType::Half || x_dtype == ScalarType::BFloat16;
-  STD_TORCH_CHECK(dtype == x_dtype || (half && dtype == ScalarType::Float), "fastlayers::", op, ": expected ", name, " of x's dtype ",
-                  torch::headeronly::toString(x_dtype), half ? " or float32" : "", ", but got ", torch::headeronly::toString(dtype));
-  STD_TORCH_CHECK(t->numel() == channels && t->is_cuda() && t->get_device_index() == x.get_device_index(), "fastlayers::", op,
-                  ": expected ", name, " of ", channels, " elements on x's device, but got ", t->numel());
-  wide = dtype != x_dtype;
-  keep = t->is_contiguous() ? *t : torch::stable::contiguous(*t);
-  return keep.const_data_ptr();
-}
-
-struct AffineTensors {
-  Tensor weight, bias;
-};
-
 template <typename In>
-Args<In> make_args(const Tensor& x, const Layout& layout, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                   AffineTensors& keep, int64_t groups, int64_t act, const char* op) {
+Args<In> make_args(const ChannelLayout& x, const MaybeTensor& weight, const MaybeTensor& bias, int64_t groups, int64_t act,
+                   const char* op) {
+  FASTLAYERS_CHECK(groups > 0 && x.channels % groups == 0 && x.channels <= INT32_MAX, op, "expected channels (", x.channels,
+                   ") divisible by groups (", groups, ")");
+  FASTLAYERS_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op, "expected weight and bias of one dtype");
   Args<In> a{};
-  a.x = x.const_data_ptr();
-  bool weight_wide = false, bias_wide = false;
-  a.affine.weight_data = channel_values(weight, x, layout.channels, weight_wide, keep.weight, op, "weight");
-  a.affine.bias_data = channel_values(bias, x, layout.channels, bias_wide, keep.bias, op, "bias");
-  STD_TORCH_CHECK(!weight || !bias || weight_wide == bias_wide, "fastlayers::", op, ": expected weight and bias of one dtype");
-  a.affine.wide = weight_wide || bias_wide;
-  a.samples = layout.samples, a.channels = layout.channels, a.pixels = layout.pixels;
-  a.groups = static_cast<int>(groups), a.depth = static_cast<int>(layout.channels / groups);
+  a.x = pointer<const void>(x.x);
+  a.weight = x.values(weight, op, "weight"), a.bias = x.values(bias, op, "bias");
+  a.samples = x.images, a.channels = x.channels, a.pixels = x.plane;
+  a.groups = static_cast<int>(groups), a.depth = static_cast<int>(x.channels / groups);
   a.act = act_of(act, op);
   return a;
 }
 
-template <typename In>
-ScalarType compute_dtype() { return std::is_same_v<In, double> ? ScalarType::Double : ScalarType::Float; }
+MaybeTensor contiguous(const MaybeTensor& t) { return t && !t->is_contiguous() ? MaybeTensor(torch::stable::contiguous(*t)) : t; }
 
 constexpr int64_t kMostHeld = int64_t{1} << 30;  // elements of a group that the block and team kernels number by 32 bits
 
@@ -1407,7 +1084,7 @@ int64_t group_words(int64_t n) { return ceil_div(n + (n % V != 0 ? V - 1 : 0), V
 template <typename In>
 PassArgs<In> split_pass(const Args<In>& args, int64_t blocks, int64_t most) {
   constexpr int64_t kLeast = 4;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   PassArgs<In> a{};
   static_cast<Args<In>&>(a) = args;
   const int64_t words = ceil_div(args.pixels, V) + (args.pixels % V != 0);
@@ -1440,81 +1117,73 @@ int64_t blocks_of_pass(const PassArgs<In>& a, bool channels_last) {
   return channels_last ? a.samples * a.parts * a.tiles : a.samples * a.channels * a.parts;
 }
 
+template <typename In>
+void merge_parts(const PassArgs<In>& a, const Launch& launch) {
+  launch_kernel(group_norm_merge_moments<In>, {ceil_div(a.total() * 32, kMergeThreads), kMergeThreads}, launch, a);
+}
+
 template <typename In, typename Out, int V>
-void forward_pixels(const PassArgs<In>& a, unsigned grid, cudaStream_t stream) {
+void forward_pixels(const PassArgs<In>& a, int64_t blocks, const Launch& launch) {
+  using A = compute_t<In>;
   const int threads = a.across * a.down;
-  const size_t shared = static_cast<size_t>(a.down / 2) * a.across * V * sizeof(Moments<compute_t<In>>);
-  group_norm_pixels_moments<In, V><<<grid, threads, shared, stream>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  group_norm_merge_moments<In><<<grid_of(ceil_div(a.samples * a.groups * 32, kMergeThreads)), kMergeThreads, 0, stream>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  group_norm_pixels_forward<In, Out, V><<<grid, threads, 0, stream>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  const size_t shared = static_cast<size_t>(threads / 2) * ChannelMoments<A, V>::kSize * sizeof(A);
+  launch_kernel(group_norm_pixels_moments<In, V>, {blocks, threads, shared}, launch, a);
+  merge_parts(a, launch);
+  launch_kernel(group_norm_pixels_forward<In, Out, V>, {blocks, threads}, launch, a);
 }
 
 template <typename In, typename Out>
 void forward_passes(const Args<In>& args, bool channels_last, const Launch& launch, const Tensor& like) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   const int vector = args.channels % V == 0 ? V : 1;
-  const int64_t blocks = kForwardBlocks * device_traits(launch.device()).processors;
-  PassArgs<In> a = channels_last ? pixel_pass(args, blocks, vector) : split_pass(args, blocks, 16);
-  const Tensor moments = empty_contiguous({a.samples * a.parts * a.channels * 3}, compute_dtype<In>(), like);
-  a.moments = static_cast<Moments<A>*>(moments.mutable_data_ptr());
-  const unsigned grid = grid_of(blocks_of_pass(a, channels_last));
+  const int64_t wanted = kForwardBlocks * device_traits(launch.device()).processors;
+  PassArgs<In> a = channels_last ? pixel_pass(args, wanted, vector) : split_pass(args, wanted, 16);
+  const Tensor moments = empty_contiguous({a.samples * a.parts * a.channels * 3}, compute_dtype(like), like);
+  a.moments = reinterpret_cast<Moments<A>*>(pointer<A>(moments));
+  const int64_t blocks = blocks_of_pass(a, channels_last);
   if (channels_last) {
-    if (vector > 1) forward_pixels<In, Out, V>(a, grid, launch.stream());
-    else forward_pixels<In, Out, 1>(a, grid, launch.stream());
+    if (vector > 1) forward_pixels<In, Out, V>(a, blocks, launch);
+    else forward_pixels<In, Out, 1>(a, blocks, launch);
     return;
   }
-  group_norm_split_moments<In><<<grid, kSplitThreads, 0, launch.stream()>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  group_norm_merge_moments<In><<<grid_of(ceil_div(a.samples * a.groups * 32, kMergeThreads)), kMergeThreads, 0, launch.stream()>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  group_norm_split_forward<In, Out><<<grid, kSplitThreads, 0, launch.stream()>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_kernel(group_norm_split_moments<In>, {blocks, kSplitThreads}, launch, a);
+  merge_parts(a, launch);
+  launch_kernel(group_norm_split_forward<In, Out>, {blocks, kSplitThreads}, launch, a);
 }
 
-std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                                              int64_t groups, double eps, int64_t act, ScalarType dtype, bool keep) {
+std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, const MaybeTensor& weight_in, const MaybeTensor& bias_in, int64_t groups,
+                                              double eps, int64_t act, ScalarType dtype, bool keep) {
   const char* op = "group_norm_forward";
-  const Layout layout(x_in, groups, op);
   const Launch launch(x_in);
-  const Tensor x = layout.bring(x_in);
-  Tensor y = layout.empty(dtype, x), stats;
-  dispatch_pair(x.scalar_type(), dtype, op, [&](auto in, auto out) {
+  const ChannelLayout x(x_in, op);
+  const MaybeTensor weight = contiguous(weight_in), bias = contiguous(bias_in);
+  Tensor y = x.empty(dtype), stats = empty_stats(keep, x.images * groups, x.x);
+  dispatch_pair(x.x.scalar_type(), dtype, op, [&](auto in, auto out) {
     using In = decltype(in);
     using Out = decltype(out);
-    AffineTensors tensors;
-    Args<In> args = make_args<In>(x, layout, weight, bias, tensors, groups, act, op);
+    using A = compute_t<In>;
+    Args<In> args = make_args<In>(x, weight, bias, groups, act, op);
     const int64_t total = args.samples * groups, n = args.depth * args.pixels;
-    const bool held = !layout.channels_last && n <= kMostHeld;
-    const auto stats_tensor = [&](bool wanted) {
-      const int64_t sizes[2] = {2, total}, strides[2] = {total, 1}, none = 0, one = 1;
-      stats = wanted ? empty_strided(2, sizes, strides, compute_dtype<In>(), x) : empty_strided(1, &none, &one, compute_dtype<In>(), x);
-      args.stats = wanted ? static_cast<compute_t<In>*>(stats.mutable_data_ptr()) : nullptr;
-    };
-    stats_tensor(keep);
+    args.stats = keep ? pointer<A>(stats) : nullptr;
     if (total * n == 0) {
-      if (keep && total > 0) STD_CUDA_CHECK(cudaMemsetAsync(args.stats, 0, 2 * total * sizeof(compute_t<In>), launch.stream()));
+      if (keep && total > 0) torch::stable::zero_(stats);
       return;
     }
-    args.out = y.mutable_data_ptr();
-    args.eps = static_cast<compute_t<In>>(eps);
-    if (held) {
-      constexpr int V = kVectorBytes / sizeof(In);
+    args.out = pointer<void>(y);
+    args.eps = static_cast<A>(eps);
+    if (!x.channels_last && n <= kMostHeld) {
       HoldArgs<In> a = make_hold(args);
-      const int64_t words = group_words<V>(n);
+      const int64_t words = group_words<kVector<In>>(n);
       if (launch_block<In, Out>(a, words, launch)) return;
       if constexpr (!std::is_same_v<In, double>) {
-        if (launch_team<In, Out>(a, words, launch, x)) return;
+        if (launch_team<In, Out>(a, words, launch, x.x)) return;
       }
     }
-    const Tensor result = stats;
-    if (!keep) stats_tensor(true);  // the passes hand them over in memory
-    const Tensor scratch = stats;
-    forward_passes<In, Out>(args, layout.channels_together(), launch, x);
-    stats = result;
+    // The passes hand the statistics over in memory.
+    const Tensor handed = keep ? stats : empty_stats(true, total, x.x);
+    args.stats = pointer<A>(handed);
+    forward_passes<In, Out>(args, x.channels_together(), launch, x.x);
   });
   return {y, stats};
 }
@@ -1523,38 +1192,37 @@ std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, const std::opt
 template <typename In>
 struct Gradients {
   using A = compute_t<In>;
-  Tensor dweight, dbias, partial_tensor;
+  const ChannelLayout& x;
+  Tensor dweight, dbias, memory;
   Sums<A>* partial = nullptr;
   int64_t rows = 0;
   bool wanted;
 
-  Gradients(const Args<In>& a, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const Tensor& x)
-      : dweight(values(weight ? weight : bias, a.channels, x)), dbias(values(bias ? bias : weight, a.channels, x)), wanted(weight || bias) {}
-  static Tensor values(const std::optional<Tensor>& t, int64_t channels, const Tensor& x) {
-    const int64_t size = t ? channels : 0, one = 1;
-    return empty_strided(1, &size, &one, t ? t->scalar_type() : x.scalar_type(), x);
+  Gradients(const ChannelLayout& x_, const MaybeTensor& weight, const MaybeTensor& bias)
+      : x(x_), dweight(empty(weight ? weight : bias)), dbias(empty(bias ? bias : weight)), wanted(weight || bias) {}
+  Tensor empty(const MaybeTensor& t) const {
+    return empty_contiguous({t ? x.channels : 0}, t ? t->scalar_type() : x.x.scalar_type(), x.x);
   }
-  void make_partial(int64_t rows_, int64_t channels, const Tensor& x) {
+  void make_partial(int64_t rows_) {
     rows = rows_;
-    const int64_t size = rows * channels * 2, one = 1;
-    partial_tensor = empty_strided(1, &size, &one, compute_dtype<In>(), x);
-    partial = static_cast<Sums<A>*>(partial_tensor.mutable_data_ptr());
+    memory = empty_contiguous({rows * x.channels * 2}, compute_dtype(x.x), x.x);
+    partial = reinterpret_cast<Sums<A>*>(pointer<A>(memory));
   }
   // Adds them up; for the passes, `groups` too.
-  void merge(const PassArgs<In>& a, bool groups, cudaStream_t stream) {
-    const auto data = [](Tensor& t) { return t.numel() > 0 ? t.mutable_data_ptr() : nullptr; };
-    MergeArgs<A> m{partial, rows, a.channels, data(dweight), data(dbias), a.affine.wide, 0};
-    if (groups) m.group_blocks = static_cast<int>(grid_of(ceil_div(a.samples * a.groups * 32, kMergeThreads)));
+  void merge(const PassArgs<In>& a, bool groups, const Launch& launch) const {
+    const char* op = "group_norm_backward";
+    MergeArgs<A> m{partial, rows, a.channels, {}, {}, 0};
+    if (wanted) m.dweight = x.values(dweight, op, "weight"), m.dbias = x.values(dbias, op, "bias");
+    if (groups) m.group_blocks = static_cast<int>(grid_of(ceil_div(a.total() * 32, kMergeThreads)));
     const int64_t blocks = m.group_blocks + (wanted ? ceil_div(a.channels, kMergeAcross) : 0);
-    group_norm_merge_sums<In><<<grid_of(blocks), kMergeThreads, 0, stream>>>(m, a);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    launch_kernel(group_norm_merge_sums<In>, {blocks, kMergeThreads}, launch, m, a);
   }
 };
 
 // The backward of groups in registers; false where they are too large for that.
 template <typename In, typename Out>
-bool backward_held(const Args<In>& args, Gradients<In>& gradients, const Launch& launch, const Tensor& like) {
-  constexpr int V = kVectorBytes / sizeof(In);
+bool backward_held(const Args<In>& args, Gradients<In>& gradients, const Launch& launch) {
+  constexpr int V = kVector<In>;
   const DeviceTraits& device = device_traits(launch.device());
   const int64_t total = args.samples * args.groups, n = args.depth * args.pixels;
   if (total > INT32_MAX || n > kMostHeld) return false;
@@ -1584,84 +1252,78 @@ bool backward_held(const Args<In>& args, Gradients<In>& gradients, const Launch&
   a.item_lanes = static_cast<int>(item_lanes(words)), a.item_bits = log2_of(a.item_lanes);
   a.parts = static_cast<int>(parts(words)), a.items = a.depth * a.parts;
   a.by_groups = Divider(static_cast<uint32_t>(args.groups)), a.by_parts = Divider(static_cast<uint32_t>(a.parts));
-  if (gradients.wanted) gradients.make_partial(args.samples * a.parts, args.channels, like);
+  if (gradients.wanted) gradients.make_partial(args.samples * a.parts);
   a.partial = gradients.partial;
-  const int64_t blocks = threads > 32 ? total * cluster : ceil_div(total, block / a.lanes);
-  const auto kernel = few ? group_norm_backward_items<In, Out, 2> : group_norm_backward_items<In, Out, kMost>;
-  launch_clusters(kernel, blocks, static_cast<int>(block), 0, cluster, launch, a);
+  const LaunchShape shape{threads > 32 ? total * cluster : ceil_div(total, block / a.lanes), static_cast<int>(block), 0, cluster};
+  launch_kernel(few ? group_norm_backward_items<In, Out, 2> : group_norm_backward_items<In, Out, kMost>, shape, launch, a);
   PassArgs<In> merged{};
   static_cast<Args<In>&>(merged) = args;
-  if (gradients.wanted) gradients.merge(merged, false, launch.stream());
+  if (gradients.wanted) gradients.merge(merged, false, launch);
   return true;
 }
 
 template <typename In, typename Out, int V>
-void backward_pixels(const PassArgs<In>& a, Gradients<In>& gradients, unsigned grid, cudaStream_t stream) {
+void backward_pixels(const PassArgs<In>& a, Gradients<In>& gradients, int64_t blocks, const Launch& launch) {
+  using A = compute_t<In>;
   const int threads = a.across * a.down;
   // The table of constants, and the sums that are merged after it has been read.
-  const size_t constants = static_cast<size_t>(a.across) * V * sizeof(compute_t<In>);
-  const size_t shared = std::max(4 * constants, a.down / 2 * 2 * constants);
-  group_norm_pixels_sums<In, Out, V><<<grid, threads, shared, stream>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  gradients.merge(a, true, stream);
-  group_norm_pixels_backward<In, Out, V><<<grid, threads, 5 * constants, stream>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  const size_t constants = static_cast<size_t>(a.across) * V * sizeof(A);
+  const size_t shared = std::max(4 * constants, static_cast<size_t>(threads / 2) * ChannelSums<A, V>::kSize * sizeof(A));
+  launch_kernel(group_norm_pixels_sums<In, Out, V>, {blocks, threads, shared}, launch, a);
+  gradients.merge(a, true, launch);
+  launch_kernel(group_norm_pixels_backward<In, Out, V>, {blocks, threads, 5 * constants}, launch, a);
 }
 
 template <typename In, typename Out>
 void backward_passes(const Args<In>& args, bool channels_last, Gradients<In>& gradients, const Launch& launch, const Tensor& like) {
   using A = compute_t<In>;
-  constexpr int V = kVectorBytes / sizeof(In);
+  constexpr int V = kVector<In>;
   const int vector = args.channels % V == 0 ? V : 1;
-  const int64_t blocks = kBackwardBlocks * device_traits(launch.device()).processors;
-  PassArgs<In> a = channels_last ? pixel_pass(args, blocks, vector) : split_pass(args, blocks, kSplitWords);
-  const Tensor of_groups = empty_contiguous({a.samples * a.groups * 2}, compute_dtype<In>(), like);
-  a.gradients = static_cast<GroupGradient<A>*>(of_groups.mutable_data_ptr());
-  gradients.make_partial(a.samples * a.parts, a.channels, like);
+  const int64_t wanted = kBackwardBlocks * device_traits(launch.device()).processors;
+  PassArgs<In> a = channels_last ? pixel_pass(args, wanted, vector) : split_pass(args, wanted, kSplitWords);
+  const Tensor of_groups = empty_contiguous({a.total() * 2}, compute_dtype(like), like);
+  a.gradients = reinterpret_cast<GroupGradient<A>*>(pointer<A>(of_groups));
+  gradients.make_partial(a.samples * a.parts);
   a.partial = gradients.partial;
-  const unsigned grid = grid_of(blocks_of_pass(a, channels_last));
+  const int64_t blocks = blocks_of_pass(a, channels_last);
   if (channels_last) {
-    if (vector > 1) backward_pixels<In, Out, V>(a, gradients, grid, launch.stream());
-    else backward_pixels<In, Out, 1>(a, gradients, grid, launch.stream());
+    if (vector > 1) backward_pixels<In, Out, V>(a, gradients, blocks, launch);
+    else backward_pixels<In, Out, 1>(a, gradients, blocks, launch);
     return;
   }
-  group_norm_split_sums<In, Out><<<grid, kSplitThreads, 0, launch.stream()>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  gradients.merge(a, true, launch.stream());
-  group_norm_split_backward<In, Out><<<grid, kSplitThreads, 0, launch.stream()>>>(a);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_kernel(group_norm_split_sums<In, Out>, {blocks, kSplitThreads}, launch, a);
+  gradients.merge(a, true, launch);
+  launch_kernel(group_norm_split_backward<In, Out>, {blocks, kSplitThreads}, launch, a);
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& dy_in, const Tensor& x_in, const Tensor& stats,
-                                                       const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                                                       int64_t groups, int64_t act) {
+                                                       const MaybeTensor& weight_in, const MaybeTensor& bias_in, int64_t groups,
+                                                       int64_t act) {
   const char* op = "group_norm_backward";
-  const Layout layout(x_in, groups, op);
-  STD_TORCH_CHECK(dims_of(dy_in.sizes()) == layout.sizes && dy_in.is_cuda() && dy_in.get_device_index() == x_in.get_device_index(),
-                  "fastlayers::", op, ": expected dy of x's shape, on x's device");
   const Launch launch(x_in);
-  const Tensor x = layout.bring(x_in), dy = layout.bring(dy_in);
-  Tensor dx = layout.empty(x.scalar_type(), x);
-  std::optional<Tensor> dweight, dbias;
-  dispatch_pair(x.scalar_type(), dy.scalar_type(), op, [&](auto in, auto out) {
+  const ChannelLayout x(x_in, op);
+  const Tensor dy = x.bring(dy_in, op, "dy");
+  const MaybeTensor weight = contiguous(weight_in), bias = contiguous(bias_in);
+  Tensor dx = x.empty(x.x.scalar_type());
+  MaybeTensor dweight, dbias;
+  dispatch_pair(x.x.scalar_type(), dy.scalar_type(), op, [&](auto in, auto out) {
     using In = decltype(in);
     using Out = decltype(out);
-    AffineTensors tensors;
-    Args<In> args = make_args<In>(x, layout, weight, bias, tensors, groups, act, op);
-    const int64_t total = args.samples * groups, n = args.depth * args.pixels;
-    STD_TORCH_CHECK(stats.scalar_type() == compute_dtype<In>() && stats.numel() == 2 * total && stats.is_contiguous(), "fastlayers::",
-                    op, ": expected stats of ", 2 * total, " elements, as group_norm_forward keeps them");
-    Gradients<In> gradients(args, weight, bias, x);
-    dweight.emplace(gradients.dweight), dbias.emplace(gradients.dbias);
-    if (total * n == 0) {
+    Args<In> args = make_args<In>(x, weight, bias, groups, act, op);
+    const int64_t total = args.samples * groups;
+    FASTLAYERS_CHECK(stats.scalar_type() == compute_dtype(x.x) && stats.numel() == 2 * total && stats.is_contiguous(), op,
+                     "expected stats of ", 2 * total, " elements, as group_norm_forward keeps them");
+    Gradients<In> gradients(x, weight, bias);
+    dweight = gradients.dweight, dbias = gradients.dbias;
+    if (total * args.depth * args.pixels == 0) {
       torch::stable::zero_(*dweight), torch::stable::zero_(*dbias);
       return;
     }
-    args.dy = dy.const_data_ptr();
-    args.out = dx.mutable_data_ptr();
-    args.stats = static_cast<compute_t<In>*>(const_cast<void*>(stats.const_data_ptr()));
-    if (!layout.channels_last && backward_held<In, Out>(args, gradients, launch, x)) return;
-    backward_passes<In, Out>(args, layout.channels_together(), gradients, launch, x);
+    args.dy = pointer<const void>(dy);
+    args.out = pointer<void>(dx);
+    args.stats = const_cast<compute_t<In>*>(pointer<const compute_t<In>>(stats));
+    if (!x.channels_last && backward_held<In, Out>(args, gradients, launch)) return;
+    backward_passes<In, Out>(args, x.channels_together(), gradients, launch, x.x);
   });
   return {dx, *dweight, *dbias};
 }

@@ -1,7 +1,8 @@
-// What the forward and the backward of layer_norm and rms_norm share: the kinds of norm, loading their weights, the vocabulary of the
-// kernels for rows that are too long for the others, the checks of the ops.
+// What the forward and the backward of layer_norm and rms_norm share: the kinds of norm, the loads of their weights, the sums over a row,
+// the vocabulary of the kernels for very long rows, and the checks of the ops.
 #pragma once
 
+#include "common/moments.cuh"
 #include "common/rows.cuh"
 
 namespace fastlayers {
@@ -11,23 +12,17 @@ enum Kind : int { kLayer = 0, kRms = 1, kLlama = 2, kGemma = 3 };
 
 // ---- weights ------------------------------------------------------------------------------------------------------------
 
-// 16 bytes, from byte `shift` on, of two words that follow one another.
+// The 16 bytes that begin with byte `shift` of two consecutive words.
 __device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, int shift) {
   unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  if (shift & 8) {
-#pragma unroll
-    for (int i = 0; i < 6; ++i) w[i] = w[i + 2];
-  }
-  if (shift & 4) {
-#pragma unroll
-    for (int i = 0; i < 5; ++i) w[i] = w[i + 1];
-  }
+  if (shift & 8) unroll<6>([&](int i) { w[i] = w[i + 2]; });
+  if (shift & 4) unroll<5>([&](int i) { w[i] = w[i + 1]; });
   const unsigned select = shift & 2 ? 0x5432 : 0x3210;
   return {__byte_perm(w[0], w[1], select), __byte_perm(w[1], w[2], select), __byte_perm(w[2], w[3], select),
           __byte_perm(w[3], w[4], select)};
 }
 
-// V elements of weight or bias as 16-byte words: moved about as elements they would cost the compiler's shuffling of halves.
+// V elements of weight or bias as 16-byte words. Moved as elements, 16-bit ones would cost byte shuffles.
 template <typename W, int V>
 struct Weights {
   static constexpr int kWords = sizeof(W) * V / kVectorBytes;
@@ -45,19 +40,17 @@ __device__ __forceinline__ Weights<W, V> same_weights(float value) {
   return *reinterpret_cast<const Weights<W, V>*>(&v);
 }
 
-// Those from element e on, all of the row's. Unless WHOLE, e may be no multiple of V: two aligned words are shifted together then.
+// The weights from element e on. Unless WHOLE, e may be no multiple of V; then two aligned words are shifted together.
 template <bool WHOLE, typename W, int V>
 __device__ __forceinline__ Weights<W, V> load_weights(const W* w, int e) {
   Weights<W, V> v;
   if (WHOLE || (e & (V - 1)) == 0) {
-#pragma unroll
-    for (int i = 0; i < v.kWords; ++i) v.words[i] = __ldg(reinterpret_cast<const uint4*>(w + e) + i);
+    unroll<v.kWords>([&](int i) { v.words[i] = __ldg(reinterpret_cast<const uint4*>(w + e) + i); });
   } else if constexpr (v.kWords == 1) {
     const auto* words = reinterpret_cast<const uint4*>(w) + e / V;
     v.words[0] = shifted(__ldg(words), __ldg(words + 1), (e & (V - 1)) * static_cast<int>(sizeof(W)));
   } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) reinterpret_cast<W*>(v.words)[j] = w[e + j];
+    unroll<V>([&](int j) { reinterpret_cast<W*>(v.words)[j] = w[e + j]; });
   }
   return v;
 }
@@ -69,15 +62,15 @@ struct RowSums {
   A first, second;
 };
 
-// Adds up those of `lanes` neighbouring lanes. Unless TWO, the first alone.
+// Adds up the sums of `lanes` neighbouring lanes; unless TWO, only the first ones.
 template <bool TWO, typename A>
 __device__ __forceinline__ void add_lanes(RowSums<A>& sums, int lanes) {
   if constexpr (TWO) lanes_sum(sums.first, sums.second, lanes);
   else sums.first = lanes_sum(sums.first, lanes);
 }
 
-// Adds up those of the warps of a row, over all blocks of its cluster. `slots`, shared, has one for each of these warps. One
-// barrier, over the group of `lanes` threads that is the block's `group`-th; the next call uses other slots.
+// Adds up the sums of the warps of a row, over all blocks of its cluster. `slots`, shared, has one for each of these warps. The barrier
+// is that of the block's `group`-th group of `lanes` threads. The next call must use other slots.
 template <bool TWO, bool CLUSTER, typename A>
 __device__ __forceinline__ void add_warps(RowSums<A>& sums, RowSums<A>* slots, int lanes, int group) {
   const int warps = lanes >> 5, lane = threadIdx.x & 31;
@@ -103,10 +96,10 @@ __device__ __forceinline__ void add_warps(RowSums<A>& sums, RowSums<A>* slots, i
 
 // ---- rows too long for a cluster ----------------------------------------------------------------------------------------
 //
-// Rare, so one kernel serves all types: the loads and stores look their type up.
+// These are rare, so one kernel serves all types: the loads and stores look their type up.
 
 constexpr int kSplitThreads = 256;
-constexpr int kBatch = 8;  // elements of a thread that are requested together, kSplitThreads apart
+constexpr int kBatch = 8;  // elements that a thread requests together, kSplitThreads apart
 
 enum class Type : int { none, half, bfloat16, float32, float64 };
 
@@ -126,29 +119,28 @@ __device__ __forceinline__ void with_type(const Operand& o, F&& f) {
   }
 }
 
-// Elements base + e, base + e + kSplitThreads, ... as far as e stays under `end`; the others are `missing`.
+// Elements base + e, base + e + kSplitThreads, ... up to `end`; what lies beyond is `missing`.
 template <typename A>
 __device__ __forceinline__ Vec<A, kBatch> load_batch(const Operand& o, int64_t base, int64_t e, int64_t end, A missing) {
   Vec<A, kBatch> v = filled<A, kBatch>(missing);
   with_type(o, [&](const auto* p) {
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j)
+    unroll<kBatch>([&](int j) {
       if (e + j * kSplitThreads < end) v.v[j] = convert<A>(p[base + e + j * kSplitThreads]);
+    });
   });
   return v;
 }
 
-// Writes a batch and gives back what was written.
+// Writes a batch, and rounds it to what was written.
 template <typename A>
 __device__ __forceinline__ void store_batch(const Operand& o, int64_t base, int64_t e, int64_t end, Vec<A, kBatch>& v) {
   with_type(o, [&](auto* p) {
     using T = std::decay_t<decltype(*p)>;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    unroll<kBatch>([&](int j) {
       const T t = convert<T>(v.v[j]);
       v.v[j] = convert<A>(t);
       if (e + j * kSplitThreads < end) p[base + e + j * kSplitThreads] = t;
-    }
+    });
   });
 }
 
@@ -156,8 +148,7 @@ template <typename A>
 __device__ __forceinline__ void round_batch(Type type, Vec<A, kBatch>& v) {
   with_type(Operand{nullptr, type}, [&](auto* p) {
     using T = std::decay_t<decltype(*p)>;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) v.v[j] = convert<A>(convert<T>(v.v[j]));
+    unroll<kBatch>([&](int j) { v.v[j] = convert<A>(convert<T>(v.v[j])); });
   });
 }
 
@@ -168,38 +159,40 @@ struct SplitArgs {
   A *stats, *partial;
   int64_t rows, n, piece;  // elements of a piece
   int pieces, kind;
-  bool one_row;  // the residual is one, for all
+  bool one_row;  // the residual is one row, for all rows
   A eps;
+
+  __device__ __forceinline__ bool layer() const { return kind == kLayer; }
+  // What gemma's rms_norm adds to its weight.
+  __device__ __forceinline__ A weight_offset() const { return kind == kGemma && weight.data != nullptr ? A(1) : A(0); }
+  __device__ __forceinline__ A mean(int64_t row) const { return layer() ? stats[row] : A(0); }
+  __device__ __forceinline__ A rstd(int64_t row) const { return stats[layer() ? rows + row : row]; }
 };
 
-// ---- launches -----------------------------------------------------------------------------------------------------------
+// The piece of a row that a block has.
+struct SplitPiece {
+  int64_t row, base, begin, end;  // base: of the row, in elements of the tensor
 
-// The threads of a row of `words` with `each` in a thread: a power of two up to a warp, then whole warps.
+  template <typename A>
+  __device__ __forceinline__ explicit SplitPiece(const SplitArgs<A>& a) {
+    row = blockIdx.x / a.pieces, base = row * a.n;
+    begin = blockIdx.x % a.pieces * a.piece;
+    end = begin + a.piece < a.n ? begin + a.piece : a.n;
+  }
+  // Calls f(e) with the first element of each batch of this thread.
+  template <typename F>
+  __device__ __forceinline__ void for_batches(F&& f) const {
+    for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) f(e);
+  }
+};
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+// The threads of a row of `words` words with `each` in a thread: a power of two up to a warp, then whole warps.
 inline int row_threads(int64_t words, int each) {
   const int64_t threads = ceil_div(words, each);
   return static_cast<int>(threads <= 32 ? next_power_of_2(std::max<int64_t>(threads, 1)) : ceil_div(threads, 32) * 32);
 }
-
-template <typename Kernel, typename Args>
-void launch_kernel(Kernel kernel, int64_t blocks, int threads, int cluster, size_t shared, cudaStream_t stream, const Args& args) {
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "fastlayers::layer_norm: ", args.rows, " rows are more than one launch takes");
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  cudaLaunchAttribute attribute;
-  if (cluster > 1) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    if (cluster > 8) STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-  }
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
-}
-
-// ---- host ---------------------------------------------------------------------------------------------------------------
 
 struct Shape {
   int64_t rows = 1, n = 1;
@@ -208,19 +201,11 @@ struct Shape {
 inline Shape shape_of(const Tensor& x, int64_t dims, const char* op) {
   const auto sizes = x.sizes();
   const int64_t all = x.dim();
-  STD_TORCH_CHECK(dims >= 1 && dims <= all, "fastlayers::", op, ": cannot normalise ", dims, " trailing dimensions of ", all);
+  FASTLAYERS_CHECK(dims >= 1 && dims <= all, op, "cannot normalise ", dims, " trailing dimensions of ", all);
   Shape s;
   for (int64_t d = 0; d < all; ++d) (d < all - dims ? s.rows : s.n) *= sizes[d];
   return s;
 }
-
-inline Tensor empty_of(std::initializer_list<int64_t> sizes, ScalarType dtype, const Tensor& like) {
-  int64_t strides[2] = {1, 1};
-  if (sizes.size() == 2) strides[0] = std::max<int64_t>(sizes.begin()[1], 1);
-  return empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides, dtype, like);
-}
-
-inline bool is_half(ScalarType dtype) { return dtype == ScalarType::Half || dtype == ScalarType::BFloat16; }
 
 inline Type type_of(ScalarType dtype) {
   switch (dtype) {
@@ -232,34 +217,33 @@ inline Type type_of(ScalarType dtype) {
 }
 
 inline Operand operand(const Tensor& t) { return {const_cast<void*>(t.const_data_ptr()), type_of(t.scalar_type())}; }
-inline Operand operand(const std::optional<Tensor>& t) { return t ? operand(*t) : Operand{}; }
-inline const void* pointer(const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
+inline Operand operand(const MaybeTensor& t) { return t ? operand(*t) : Operand{}; }
 
-inline std::optional<Tensor> checked_weight(const std::optional<Tensor>& weight, const Tensor& x, int64_t n, const char* op, const char* name) {
+inline MaybeTensor checked_weight(const MaybeTensor& weight, const Tensor& x, int64_t n, const char* op, const char* name) {
   if (!weight) return std::nullopt;
   check_device(x, *weight, op, name);
-  STD_TORCH_CHECK(weight->numel() == n, "fastlayers::", op, ": expected ", name, " of ", n, " elements, but got ", weight->numel());
+  FASTLAYERS_CHECK(weight->numel() == n, op, "expected ", name, " of ", n, " elements, but got ", weight->numel());
   return dense(*weight);
 }
 
 inline void check_kind(int64_t kind, bool bias, const char* op) {
-  STD_TORCH_CHECK(kind >= kLayer && kind <= kGemma, "fastlayers::", op, ": expected a kind of 0 to 3, but got ", kind);
-  STD_TORCH_CHECK(kind == kLayer || !bias, "fastlayers::", op, ": rms_norm has no bias");
+  FASTLAYERS_CHECK(kind >= kLayer && kind <= kGemma, op, "expected a kind of 0 to 3, but got ", kind);
+  FASTLAYERS_CHECK(kind == kLayer || !bias, op, "rms_norm has no bias");
 }
 
-inline void no_kernel(const char* op, const char* name, ScalarType x, ScalarType other) {
-  STD_TORCH_CHECK(false, "fastlayers::", op, ": no kernel for x of ", torch::headeronly::toString(x), " and ", name, " of ",
-                  torch::headeronly::toString(other));
+// A tensor beside x may have x's dtype, or float32 where x has 16 bits.
+inline void check_dtype(ScalarType x, ScalarType other, const char* op, const char* name) {
+  FASTLAYERS_CHECK(other == x || (is_low_precision(x) && other == ScalarType::Float), op, "no kernel for x of ", toString(x), " and ",
+                   name, " of ", toString(other));
 }
 
 // Pieces of a row for the split kernels: at least 4 blocks an SM, but no piece under two batches a thread.
 template <typename A>
-void set_pieces(SplitArgs<A>& args, int processors) {
-  const int64_t wanted = ceil_div(4 * static_cast<int64_t>(processors), args.rows);
+void set_pieces(SplitArgs<A>& args, const Launch& launch) {
+  const int64_t wanted = ceil_div(4 * static_cast<int64_t>(device_traits(launch.device()).processors), args.rows);
   const int64_t longest = std::max<int64_t>(1, args.n / (2 * kBatch * kSplitThreads));
   args.piece = ceil_div(args.n, std::clamp<int64_t>(wanted, 1, longest));
   args.pieces = static_cast<int>(ceil_div(args.n, args.piece));
-  STD_TORCH_CHECK(args.rows * args.pieces <= INT32_MAX, "fastlayers::layer_norm: ", args.rows, " rows are more than one launch takes");
 }
 
 }  // namespace

@@ -4,15 +4,15 @@
 // is read once and written once:
 //
 //   rows   the grid is resident and each group of threads walks down the rows. It keeps the sums of dweight and dbias of its
-//          columns in registers; the next rows are on their way to shared memory while one is worked on. A block writes its
-//          sums once, and a second kernel adds up those of all blocks, in fixed order.
-//   split  rows too long for that: every row cut into pieces, and a pass for each of what the kernel above does at once.
+//          columns in registers, and has the next rows on their way to shared memory while it works on one. A block writes its
+//          sums once, and a second kernel adds up those of all blocks in a fixed order.
+//   split  for longer rows: every row is cut into pieces, and each step of the kernel above is a pass of its own.
 //
 // A group takes only rows that start at the same place of a 16-byte word, so a thread stays with its columns.
 #include <numeric>
 
-#include "layer_norm.cuh"
 #include "common/ops.h"
+#include "layer_norm.cuh"
 
 namespace fastlayers {
 namespace {
@@ -22,17 +22,29 @@ struct BackwardArgs {
   const void *dy, *dsum, *x, *weight;  // dsum and weight may be null
   const A* stats;
   void* dx;
-  A* partial;       // [2, blocks or clusters, n]: what they summed for dweight and for dbias
+  A* partial;       // [2, blocks or clusters, n]: their sums for dweight and for dbias
   int64_t rows;
   int n;
   A inverse_n;
   int lanes;        // threads of a block that share a row: a group. A power of two up to a warp, then whole warps
   int groups;       // of all blocks; each takes every groups-th row
   int stages;       // rows of a group in shared memory
-  bool wide_weight, small_weight;  // float32 for x of 16 bits; of 16 bits for x of float32
-  bool bfloat;      // what a small weight is
-  bool stage_wide;  // keep the weight, or 1 + weight, in float32: x has 16 bits that may not hold it
+  bool wide_weight, small_weight;  // float32 for x of 16 bits; 16 bits for x of float32
+  bool bfloat;      // whether a small weight is bfloat16
+  bool stage_wide;  // keep the weight, or 1 + weight, in float32: the 16 bits of x may not hold it
   bool gemma, want_weight, want_bias;
+
+  template <typename X>
+  __device__ __forceinline__ A weight_at(int column) const {
+    A w = A(1);
+    if (weight != nullptr) {
+      if (small_weight)
+        w = bfloat ? convert<A>(static_cast<const __nv_bfloat16*>(weight)[column]) : convert<A>(static_cast<const __half*>(weight)[column]);
+      else if (wide_weight) w = static_cast<const A*>(weight)[column];
+      else w = convert<A>(static_cast<const X*>(weight)[column]);
+    }
+    return gemma ? w + A(1) : w;
+  }
 };
 
 // ---- shared memory ------------------------------------------------------------------------------------------------------
@@ -43,36 +55,34 @@ __device__ __forceinline__ void await_copies(int ahead) {  // all but those of t
   else asm volatile("cp.async.wait_group 3;" ::: "memory");
 }
 
-// The words of one operand that a thread has in shared memory, K of them. Words of more than 16 bytes lie in parts, so that
-// the threads of a warp always touch neighbouring 16 bytes.
+// The K words of one operand that a thread has in shared memory. Words of more than 16 bytes lie in parts, so that the threads of a
+// warp always touch neighbouring 16 bytes.
 template <typename T, int V, int K>
 struct Staged {
   static constexpr int kBytes = sizeof(T) * V;
   static constexpr int kPart = kBytes < kVectorBytes ? kBytes : kVectorBytes;
-  static constexpr int kParts = kBytes / kPart;
+  static constexpr int kParts = kBytes / kPart, kPartElements = V / kParts;
   static constexpr int kThread = K * kBytes;  // bytes a thread
+  using Part = Vec<T, kPartElements>;
 
   char* base;  // of the block's
   __device__ __forceinline__ char* at(int i, int part) const {
     return base + ((i * kParts + part) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * kPart;
   }
   __device__ __forceinline__ void request(int i, const T* word) const {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) copy_async<kPart>(at(i, part), word + part * (V / kParts));
+    unroll<kParts>([&](int part) { copy_async<kPart>(at(i, part), word + part * kPartElements); });
   }
   __device__ __forceinline__ Vec<T, V> load(int i) const {
     Vec<T, V> v;
-    constexpr int U = V / kParts;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      *reinterpret_cast<Vec<T, U>*>(v.v + part * U) = *reinterpret_cast<const Vec<T, U>*>(at(i, part));
+    unroll<kParts>([&](int part) {
+      *reinterpret_cast<Part*>(v.v + part * kPartElements) = *reinterpret_cast<const Part*>(at(i, part));
+    });
     return v;
   }
   __device__ __forceinline__ void store(int i, const Vec<T, V>& v) const {
-    constexpr int U = V / kParts;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      *reinterpret_cast<Vec<T, U>*>(at(i, part)) = *reinterpret_cast<const Vec<T, U>*>(v.v + part * U);
+    unroll<kParts>([&](int part) {
+      *reinterpret_cast<Part*>(at(i, part)) = *reinterpret_cast<const Part*>(v.v + part * kPartElements);
+    });
   }
 };
 
@@ -80,14 +90,14 @@ struct Staged {
 
 // Threads of a block at most: the registers of an SM are theirs.
 constexpr int kResidentThreads = 512;
-// The ragged kernel of layer_norm for 16 bits does not get by with the 128 registers that this leaves a thread.
+// The ragged kernel of layer_norm for 16 bits needs more than the 128 registers that this leaves a thread.
 template <typename X, bool LAYER, bool RAGGED>
 constexpr int kThreadsOf = sizeof(X) == 2 && LAYER && RAGGED ? 384 : kResidentThreads;
 constexpr int kMaxStages = 4;
 constexpr int kMostWords = 4;  // of a thread: 64 sums of layer_norm in 16 bits
 
-// Adds up what the groups of a block have left in shared memory, [arrays, groups, n], C columns at a time, and writes it to `out`,
-// array `a` of them `step` further than the one before.
+// Adds up the sums that the groups of a block have left in shared memory, [arrays, groups, n], C columns at a time. Array `a` of the
+// results goes to out + a·step.
 template <int C, typename A>
 __device__ __forceinline__ void add_groups(A* shared, A* out, int64_t step, int arrays, int groups, int n) {
   __syncthreads();
@@ -104,7 +114,7 @@ __device__ __forceinline__ void add_groups(A* shared, A* out, int64_t step, int 
     }
     return sum;
   };
-  // Where there are more threads than columns, several share the groups of a column, and one adds up theirs.
+  // Where there are more threads than columns, several share the groups of a column, and one adds up their sums.
   const int parts = min(min(16, groups), threads / tasks);
   if (parts > 1) {
     const int part = threadIdx.x / tasks, task = threadIdx.x - part * tasks, array = task >= columns;
@@ -165,13 +175,12 @@ __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_ba
     const StagedDy dy{stage + threads * StagedX::kThread};
     if (row < a.rows) {
       const int64_t start = row * n;
-#pragma unroll
-      for (int i = 0; i < K; ++i) {
-        if (!has(i)) continue;
+      unroll<K>([&](int i) {
+        if (!has(i)) return;
         x.request(i, static_cast<const X*>(a.x) + start + element(i));
         dy.request(i, static_cast<const D*>(a.dy) + start + element(i));
         if (a.dsum != nullptr) dsum.request(i, static_cast<const X*>(a.dsum) + start + element(i));
-      }
+      });
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
@@ -181,44 +190,30 @@ __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_ba
   // The weight of the thread's columns, in x's type where that holds it, else in float32.
   const StagedX weight{end};
   const Staged<A, V, K> wide_weight{end};
-  const auto weight_at = [&](int column) {
-    A w = A(1);
-    if (a.weight != nullptr) {
-      if (a.small_weight)
-        w = a.bfloat ? convert<A>(static_cast<const __nv_bfloat16*>(a.weight)[column]) : convert<A>(static_cast<const __half*>(a.weight)[column]);
-      else if (a.wide_weight) w = static_cast<const A*>(a.weight)[column];
-      else w = convert<A>(static_cast<const X*>(a.weight)[column]);
-    }
-    return a.gemma ? w + A(1) : w;
-  };
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
-    if (!has(i)) continue;
+  const auto weight_at = [&](int column) { return a.template weight_at<X>(column); };
+  unroll<K>([&](int i) {
+    if (!has(i)) return;
     if (a.weight != nullptr && !a.stage_wide && !a.small_weight && !a.gemma) {
       const auto w = load_weights<!RAGGED, X, V>(static_cast<const X*>(a.weight), element(i));
       weight.store(i, *reinterpret_cast<const Vec<X, V>*>(w.words));
-      continue;
+      return;
     }
     Vec<A, V> w;
-#pragma unroll
-    for (int j = 0; j < V; ++j) w.v[j] = weight_at(element(i) + j);
+    unroll<V>([&](int j) { w.v[j] = weight_at(element(i) + j); });
     if (a.stage_wide) wide_weight.store(i, w);
     else weight.store(i, pack<X>(w));
-  }
+  });
   const A single_weight = single >= 0 ? weight_at(single) : A(0);
   const auto load_g = [&](int i, const Vec<A, V>& dy) {
     Vec<A, V> w = sizeof(X) < sizeof(A) && a.stage_wide ? wide_weight.load(i) : unpack<A>(weight.load(i));
-#pragma unroll
-    for (int j = 0; j < V; ++j) w.v[j] *= dy.v[j];
+    unroll<V>([&](int j) { w.v[j] *= dy.v[j]; });
     return w;
   };
 
   Vec<A, V> dweight[K], dbias[LAYER ? K : 1];
-#pragma unroll
-  for (int i = 0; i < K; ++i) dweight[i] = filled<A, V>(A(0));
+  unroll<K>([&](int i) { dweight[i] = filled<A, V>(A(0)); });
   if constexpr (LAYER) {
-#pragma unroll
-    for (int i = 0; i < K; ++i) dbias[i] = filled<A, V>(A(0));
+    unroll<K>([&](int i) { dbias[i] = filled<A, V>(A(0)); });
   }
   A single_dweight = 0, single_dbias = 0;
 
@@ -253,12 +248,10 @@ __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_ba
     const auto normal = [&](A x) { return LAYER ? (x - mean) * rstd : x * rstd; };
 
     A gx[2] = {}, g_sum[2] = {};
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      if (!live || !has(i)) continue;
+    unroll<K>([&](int i) {
+      if (!live || !has(i)) return;
       const Vec<A, V> x = unpack<A>(staged_x.load(i)), dy = unpack<A>(staged_dy.load(i)), g = load_g(i, dy);
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
+      unroll<V>([&](int j) {
         const A hat = normal(x.v[j]);
         dweight[i].v[j] += dy.v[j] * hat;
         gx[j & 1] += g.v[j] * hat;
@@ -266,8 +259,8 @@ __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_ba
           dbias[i].v[j] += dy.v[j];
           g_sum[j & 1] += g.v[j];
         }
-      }
-    }
+      });
+    });
     RowSums<A> sums{gx[0] + gx[1], g_sum[0] + g_sum[1]};  // of g·x̂ and of g, where g = dy·weight
     const bool has_single = RAGGED && single >= 0 && live;
     if (has_single) {
@@ -291,20 +284,17 @@ __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_ba
       else return fma(g, rstd, LAYER ? fma(x, along, constant) : x * along);
     };
     X* dx = static_cast<X*>(a.dx) + row * n;
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      if (!live || !has(i)) continue;
+    unroll<K>([&](int i) {
+      if (!live || !has(i)) return;
       const Vec<A, V> x = unpack<A>(staged_x.load(i)), dy = unpack<A>(staged_dy.load(i));
       Vec<A, V> r = load_g(i, dy);
-#pragma unroll
-      for (int j = 0; j < V; ++j) r.v[j] = gradient(x.v[j], r.v[j]);
+      unroll<V>([&](int j) { r.v[j] = gradient(x.v[j], r.v[j]); });
       if (a.dsum != nullptr) {
         const Vec<A, V> d = unpack<A>(staged_dsum.load(i));
-#pragma unroll
-        for (int j = 0; j < V; ++j) r.v[j] += d.v[j];
+        unroll<V>([&](int j) { r.v[j] += d.v[j]; });
       }
       store_vec<X, V>(dx + element(i), pack<X>(r));
-    }
+    });
     if (has_single) {
       A r = gradient(single_x, single_dy * single_weight);
       if (a.dsum != nullptr) r += convert<A>(static_cast<const X*>(a.dsum)[row * n + single]);
@@ -318,16 +308,14 @@ __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_ba
   A* out = a.partial + (CLUSTER ? group : static_cast<int64_t>(blockIdx.x)) * n;
   const int groups_of_block = CLUSTER ? 1 : blockDim.x / a.lanes;
   const auto write_columns = [&](const auto& sums, A of_single, A* to) {
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      if (!has(i)) continue;
+    unroll<K>([&](int i) {
+      if (!has(i)) return;
       if constexpr (!RAGGED) {
         *reinterpret_cast<Vec<A, V>*>(to + element(i)) = sums[i];
       } else {
-#pragma unroll
-        for (int j = 0; j < V; ++j) to[element(i) + j] = sums[i].v[j];
+        unroll<V>([&](int j) { to[element(i) + j] = sums[i].v[j]; });
       }
-    }
+    });
     if (RAGGED && single >= 0) to[single] = of_single;
   };
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -369,12 +357,10 @@ __global__ void __launch_bounds__(kSumWarps * 32) layer_norm_sum_partials(const 
 #pragma unroll 8
     for (int b = warp; b < blocks; b += kSumWarps) {
       const Vec<A, C> v = load_vec<A, C>(from + b * n);
-#pragma unroll
-      for (int c = 0; c < C; ++c) s.v[c] += v.v[c];
+      unroll<C>([&](int c) { s.v[c] += v.v[c]; });
     }
   }
-#pragma unroll
-  for (int c = 0; c < C; ++c) shared[warp][lane + c * 32] = s.v[c];
+  unroll<C>([&](int c) { shared[warp][lane + c * 32] = s.v[c]; });
   __syncthreads();
   for (int i = threadIdx.x; i < 32 * C; i += kSumWarps * 32) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * 32 * C + (i & 31) * C + (i >> 5);
@@ -387,68 +373,54 @@ __global__ void __launch_bounds__(kSumWarps * 32) layer_norm_sum_partials(const 
 
 // ---- rows too long for a cluster ----------------------------------------------------------------------------------------
 
-
 // x̂ and g of a batch.
 template <typename A>
-__device__ __forceinline__ void load_backward(const SplitArgs<A>& a, int64_t base, int64_t e, int64_t end, A mean, A rstd,
+__device__ __forceinline__ void load_backward(const SplitArgs<A>& a, const SplitPiece& piece, int64_t e, A mean, A rstd,
                                               Vec<A, kBatch>& x, Vec<A, kBatch>& g) {
-  x = load_batch(a.x, base, e, end, mean);
-  g = load_batch(a.dy, base, e, end, A(0));
-  const Vec<A, kBatch> w = load_batch(a.weight, 0, e, end, A(1));
-  const A offset = a.kind == kGemma && a.weight.data != nullptr ? A(1) : A(0);
-#pragma unroll
-  for (int j = 0; j < kBatch; ++j) {
+  x = load_batch(a.x, piece.base, e, piece.end, mean);
+  g = load_batch(a.dy, piece.base, e, piece.end, A(0));
+  const Vec<A, kBatch> w = load_batch(a.weight, 0, e, piece.end, A(1));
+  unroll<kBatch>([&](int j) {
     x.v[j] = (x.v[j] - mean) * rstd;
-    g.v[j] *= w.v[j] + offset;
-  }
+    g.v[j] *= w.v[j] + a.weight_offset();
+  });
 }
 
 template <typename A>
 __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_sums(const SplitArgs<A> a) {
   __shared__ RowSums<A> slots[32];
-  const int64_t row = blockIdx.x / a.pieces, base = row * a.n;
-  const int64_t begin = blockIdx.x % a.pieces * a.piece, end = begin + a.piece < a.n ? begin + a.piece : a.n;
-  const bool layer = a.kind == kLayer;
-  const A mean = layer ? a.stats[row] : A(0), rstd = a.stats[layer ? a.rows + row : row];
+  const SplitPiece piece(a);
+  const A mean = a.mean(piece.row), rstd = a.rstd(piece.row);
   RowSums<A> all{A(0), A(0)};
-  for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) {
+  piece.for_batches([&](int64_t e) {
     Vec<A, kBatch> x, g;
-    load_backward(a, base, e, end, mean, rstd, x, g);
+    load_backward(a, piece, e, mean, rstd, x, g);
     all.second += tree_sum(g);
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) g.v[j] *= x.v[j];
+    unroll<kBatch>([&](int j) { g.v[j] *= x.v[j]; });
     all.first += tree_sum(g);
-  }
-  const int lane = threadIdx.x & 31;
-  all = {lanes_sum(all.first, 32), lanes_sum(all.second, 32)};
-  if (lane == 0) slots[threadIdx.x >> 5] = all;
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
-  all = lane < kSplitThreads / 32 ? slots[lane] : RowSums<A>{A(0), A(0)};
-  all = {lanes_sum(all.first, 32), lanes_sum(all.second, 32)};
-  if (lane == 0) reinterpret_cast<RowSums<A>*>(a.partial)[blockIdx.x] = all;
+  });
+  add_lanes<true>(all, 32);
+  add_warps<true, false>(all, slots, kSplitThreads, 0);
+  if (threadIdx.x == 0) reinterpret_cast<RowSums<A>*>(a.partial)[blockIdx.x] = all;
 }
 
 template <typename A>
 __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_dx(const SplitArgs<A> a) {
-  const int64_t row = blockIdx.x / a.pieces, base = row * a.n;
-  const int64_t begin = blockIdx.x % a.pieces * a.piece, end = begin + a.piece < a.n ? begin + a.piece : a.n;
-  const bool layer = a.kind == kLayer;
-  const A mean = layer ? a.stats[row] : A(0), rstd = a.stats[layer ? a.rows + row : row];
+  const SplitPiece piece(a);
+  const A mean = a.mean(piece.row), rstd = a.rstd(piece.row), n = static_cast<A>(a.n);
   RowSums<A> all{A(0), A(0)};
   for (int i = threadIdx.x & 31; i < a.pieces; i += 32) {
-    const RowSums<A> p = reinterpret_cast<const RowSums<A>*>(a.partial)[row * a.pieces + i];
+    const RowSums<A> p = reinterpret_cast<const RowSums<A>*>(a.partial)[piece.row * a.pieces + i];
     all.first += p.first, all.second += p.second;
   }
-  const A gx = lanes_sum(all.first, 32) / static_cast<A>(a.n), g_mean = layer ? lanes_sum(all.second, 32) / static_cast<A>(a.n) : A(0);
-  for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) {
+  const A gx = lanes_sum(all.first, 32) / n, g_mean = a.layer() ? lanes_sum(all.second, 32) / n : A(0);
+  piece.for_batches([&](int64_t e) {
     Vec<A, kBatch> x, g;
-    load_backward(a, base, e, end, mean, rstd, x, g);
-    const Vec<A, kBatch> d = load_batch(a.dsum, base, e, end, A(0));
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) g.v[j] = rstd * (g.v[j] - g_mean - x.v[j] * gx) + d.v[j];
-    store_batch(a.dx, base, e, end, g);
-  }
+    load_backward(a, piece, e, mean, rstd, x, g);
+    const Vec<A, kBatch> d = load_batch(a.dsum, piece.base, e, piece.end, A(0));
+    unroll<kBatch>([&](int j) { g.v[j] = rstd * (g.v[j] - g_mean - x.v[j] * gx) + d.v[j]; });
+    store_batch(a.dx, piece.base, e, piece.end, g);
+  });
 }
 
 // Sums down the rows of one slab for kSplitThreads·kBatch columns. `partial`: [2, slabs, n].
@@ -457,16 +429,14 @@ __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_columns(const 
   const int64_t rows_each = (a.rows + slabs - 1) / slabs, first = blockIdx.y * rows_each;
   const int64_t last = first + rows_each < a.rows ? first + rows_each : a.rows;
   const int64_t e = static_cast<int64_t>(blockIdx.x) * kSplitThreads * kBatch + threadIdx.x;
-  const bool layer = a.kind == kLayer;
   Vec<A, kBatch> dweight = filled<A, kBatch>(A(0)), dbias = dweight;
   for (int64_t row = first; row < last; ++row) {
-    const A mean = layer ? a.stats[row] : A(0), rstd = a.stats[layer ? a.rows + row : row];
+    const A mean = a.mean(row), rstd = a.rstd(row);
     const Vec<A, kBatch> x = load_batch(a.x, row * a.n, e, a.n, mean), dy = load_batch(a.dy, row * a.n, e, a.n, A(0));
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    unroll<kBatch>([&](int j) {
       dweight.v[j] += dy.v[j] * (x.v[j] - mean) * rstd;
       dbias.v[j] += dy.v[j];
-    }
+    });
   }
   const Operand out{a.partial, sizeof(A) == 8 ? Type::float64 : Type::float32};
   store_batch(out, blockIdx.y * a.n, e, a.n, dweight);
@@ -475,9 +445,8 @@ __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_columns(const 
 
 // ---- launch rules -------------------------------------------------------------------------------------------------------
 
-// How a resident grid is made for rows of up to `words` 16-byte words: `threads` of an SM at most, in blocks of up
-// to `block`, which hold as many groups as fit, with up to `stages` rows of each in shared memory. Fewer and larger blocks
-// leave fewer partial sums.
+// The resident grid for rows of up to `words` 16-byte words: at most `threads` threads of an SM, in blocks of up to `block`, which hold as
+// many groups as fit, with up to `stages` rows of each in shared memory. Fewer and larger blocks leave fewer partial sums.
 struct ResidentRule {
   int64_t words;
   int threads, block, stages;
@@ -505,58 +474,62 @@ struct ResidentLaunch {
   size_t shared = 0;
 };
 
-int shared_of_processor(int device) {
-  static int bytes[kMaxDevices];
-  if (bytes[device] == 0)
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&bytes[device], cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  return bytes[device];
-}
-
-// What a block of the backward may take of shared memory, where `resident` of them share a multiprocessor. `slots`: bytes of
-// one block's exchange, or of that of a whole cluster.
+// The shared memory that a block of the backward may take where `resident` blocks share a multiprocessor. `slots`: bytes of the exchange
+// of one block.
 int64_t shared_of_block(int resident, int cluster, int slots, int device) {
-  return shared_of_processor(device) / resident - kSharedReserve - (cluster > 1 ? kMaxCluster : 1) * slots;
+  return device_traits(device).processor_shared / resident - kSharedReserve - (cluster > 1 ? kMaxCluster : 1) * slots;
 }
 
-// `period`: rows after which a row starts at the same place of a word. `word_bytes`: what a stage holds for each word, and
-// `weight_bytes` what lies beside the stages.
-ResidentLaunch resident_launch(const ResidentRule& found, int64_t words, int64_t rows, int period, int word_bytes, int weight_bytes,
-                               int slots, int most_threads, bool ragged, bool rare, const Launch& on) {
-  const DeviceTraits& device = device_traits(on.device());
-  ResidentLaunch launch;
-  const auto threads_of = [&](int each) { return ragged ? std::max(row_threads(words, each), 16) : row_threads(words, each); };
-  launch.words = !ragged && !rare && threads_of(3) * 3 < threads_of(kMostWords) * kMostWords ? 3 : kMostWords;
-  const int most = found.threads;
-  // Two stages of the widest types may leave room for fewer threads than that.
+// What the launch depends on besides the rule.
+struct ResidentNeeds {
+  int64_t words, rows;
+  int period;                    // rows after which a row starts at the same place of a word
+  int word_bytes, weight_bytes;  // of a word: in each stage, and beside the stages
+  int slots, most_threads;
+  bool ragged, rare;
+};
+
+// Chooses threads, block, words and cluster; false where even the largest cluster cannot hold a row.
+bool set_threads(ResidentLaunch& launch, const ResidentRule& rule, const ResidentNeeds& needs, int device) {
+  const bool ragged = needs.ragged;
+  const auto threads_of = [&](int each) { return ragged ? std::max(row_threads(needs.words, each), 16) : row_threads(needs.words, each); };
+  launch.words = !ragged && !needs.rare && threads_of(3) * 3 < threads_of(kMostWords) * kMostWords ? 3 : kMostWords;
+  // Two stages of the widest types may leave room for fewer threads than the rule has.
   const auto widest_of = [&](int cluster) {
-    const int64_t fit = shared_of_block(1, cluster, slots, on.device()) / (launch.words * (2 * word_bytes + weight_bytes));
-    return std::min({most_threads, most, static_cast<int>(fit / 32 * 32)});
+    const int64_t fit = shared_of_block(1, cluster, needs.slots, device) / (launch.words * (2 * needs.word_bytes + needs.weight_bytes));
+    return std::min({needs.most_threads, rule.threads, static_cast<int>(fit / 32 * 32)});
   };
   const int widest = widest_of(1);
-  if (words > static_cast<int64_t>(widest) * launch.words) {
-    launch.words = kMostWords;
-    launch.cluster = static_cast<int>(next_power_of_2(ceil_div(words, static_cast<int64_t>(widest_of(kMaxCluster)) * launch.words)));
-    if (device.capability < 90 || launch.cluster > kMaxCluster) return ResidentLaunch{};
-    launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(words, launch.words * launch.cluster), 32) * 32);
-  } else {
+  if (needs.words <= static_cast<int64_t>(widest) * launch.words) {
     launch.threads = threads_of(launch.words);
-    const int block = std::min(widest, found.block);
+    const int block = std::min(widest, rule.block);
     launch.block = std::max(1, launch.threads < 32 ? block / 32 * 32 / launch.threads : block / launch.threads) * launch.threads;
+    return true;
   }
+  launch.words = kMostWords;
+  launch.cluster = static_cast<int>(next_power_of_2(ceil_div(needs.words, static_cast<int64_t>(widest_of(kMaxCluster)) * launch.words)));
+  if (device_traits(device).capability < 90 || launch.cluster > kMaxCluster) return false;
+  launch.threads = launch.block = static_cast<int>(ceil_div(ceil_div(needs.words, launch.words * launch.cluster), 32) * 32);
+  return true;
+}
+
+ResidentLaunch resident_launch(const ResidentRule& rule, const ResidentNeeds& needs, int device) {
+  ResidentLaunch launch;
+  if (!set_threads(launch, rule, needs, device)) return launch;
   const int together = launch.cluster > 1 ? 1 : launch.block / launch.threads;  // groups of a block
   const int64_t bytes = static_cast<int64_t>(launch.block) * launch.words;
-  int resident = std::max(1, most / launch.block);
-  while (resident > 1 && bytes * (2 * word_bytes + weight_bytes) > shared_of_block(resident, launch.cluster, slots, on.device())) --resident;
-  const int64_t share = shared_of_block(resident, launch.cluster, slots, on.device());
-  launch.stages = static_cast<int>(std::clamp<int64_t>((share - bytes * weight_bytes) / (bytes * word_bytes), 2,
-                                                       std::min(kMaxStages, found.stages)));
-  launch.shared = static_cast<size_t>(bytes * (launch.stages * word_bytes + weight_bytes));
+  const auto share = [&](int resident) { return shared_of_block(resident, launch.cluster, needs.slots, device); };
+  int resident = std::max(1, rule.threads / launch.block);
+  while (resident > 1 && bytes * (2 * needs.word_bytes + needs.weight_bytes) > share(resident)) --resident;
+  launch.stages = static_cast<int>(std::clamp<int64_t>((share(resident) - bytes * needs.weight_bytes) / (bytes * needs.word_bytes), 2,
+                                                       std::min(kMaxStages, rule.stages)));
+  launch.shared = static_cast<size_t>(bytes * (launch.stages * needs.word_bytes + needs.weight_bytes));
 
   // As many groups as are resident, or a few less where each then has as many rows as the next.
-  const int64_t units = std::max<int64_t>(1, static_cast<int64_t>(device.processors) * resident / launch.cluster);
-  const int64_t each = std::max<int64_t>(1, ceil_div(rows, units * together));
-  int64_t blocks = ceil_div(rows, each * together);
-  const int64_t step = period / std::gcd(period, together);
+  const int64_t units = std::max<int64_t>(1, static_cast<int64_t>(device_traits(device).processors) * resident / launch.cluster);
+  const int64_t each = std::max<int64_t>(1, ceil_div(needs.rows, units * together));
+  int64_t blocks = ceil_div(needs.rows, each * together);
+  const int64_t step = needs.period / std::gcd(needs.period, together);
   if (each > 1) blocks = ceil_div(blocks, step) <= units / step ? ceil_div(blocks, step) * step : std::max<int64_t>(units / step, 1) * step;
   launch.groups = static_cast<int>(blocks * together);
   launch.blocks = blocks * launch.cluster;
@@ -574,49 +547,55 @@ int period_of(int64_t n, int vector) {
 
 constexpr int64_t kSumWide = 8192;
 
-// Adds the blocks' partial sums up into those of dweight and dbias that are wanted.
-template <typename A>
-void sum_partials(const Tensor& partials, const Tensor& dweight, const Tensor& dbias, bool want_weight, bool want_bias, int blocks, int64_t n,
-                  cudaStream_t stream) {
-  if (!want_weight && !want_bias) return;
-  if (LaterSums* later = LaterSums::current();
-      later != nullptr && sizeof(A) == 4 && (want_weight ? dweight : dbias).scalar_type() == ScalarType::Float) {
-    if (want_weight) later->add(partials, 0, static_cast<float*>(dweight.mutable_data_ptr()), blocks, n);
-    if (want_bias) later->add(partials, blocks * n, static_cast<float*>(dbias.mutable_data_ptr()), blocks, n);
-    return;
-  }
-  const A* partial = static_cast<const A*>(partials.const_data_ptr());
-  dispatch_floating((want_weight ? dweight : dbias).scalar_type(), "layer_norm_backward", [&](auto tag) {
-    using W = decltype(tag);
-    if constexpr (sizeof(W) <= sizeof(A) && (sizeof(A) == 4 || sizeof(W) == 8)) {
-      W* to_weight = want_weight ? static_cast<W*>(dweight.mutable_data_ptr()) : nullptr;
-      W* to_bias = want_bias ? static_cast<W*>(dbias.mutable_data_ptr()) : nullptr;
-      // Words of columns where there are enough of them to occupy the GPU.
-      constexpr int C = kVectorBytes / sizeof(A);
-      const bool wide = n % C == 0 && n >= kSumWide;
-      const dim3 grid(static_cast<unsigned>(ceil_div(n, wide ? 32 * C : 32)), want_weight && want_bias ? 2 : 1);
-      const auto kernel = wide ? layer_norm_sum_partials<W, A, C> : layer_norm_sum_partials<W, A, 1>;
-      kernel<<<grid, kSumWarps * 32, 0, stream>>>(partial, to_weight, to_bias, blocks, n);
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
-    }
-  });
-}
+// The gradients of weight and bias, those that are wanted.
+struct WeightGradients {
+  Tensor dweight, dbias;
+  bool want_weight, want_bias;
 
+  // Adds up the partial sums of the blocks, [2, blocks, n].
+  template <typename A>
+  void sum(const Tensor& partials, int blocks, int64_t n, const Launch& on) const {
+    if (!want_weight && !want_bias) return;
+    const ScalarType dtype = (want_weight ? dweight : dbias).scalar_type();
+    if (LaterSums* later = LaterSums::current(); later != nullptr && sizeof(A) == 4 && dtype == ScalarType::Float) {
+      if (want_weight) later->add(partials, 0, pointer<float>(dweight), blocks, n);
+      if (want_bias) later->add(partials, blocks * n, pointer<float>(dbias), blocks, n);
+      return;
+    }
+    dispatch_floating(dtype, "layer_norm_backward", [&](auto tag) {
+      using W = decltype(tag);
+      if constexpr (sizeof(W) <= sizeof(A) && (sizeof(A) == 4 || sizeof(W) == 8)) {
+        // Words of columns where there are enough of them to occupy the GPU.
+        constexpr int C = kVectorBytes / sizeof(A);
+        const bool wide = n % C == 0 && n >= kSumWide;
+        const dim3 grid(static_cast<unsigned>(ceil_div(n, wide ? 32 * C : 32)), want_weight && want_bias ? 2 : 1);
+        const auto kernel = wide ? layer_norm_sum_partials<W, A, C> : layer_norm_sum_partials<W, A, 1>;
+        kernel<<<grid, kSumWarps * 32, 0, on.stream()>>>(pointer<const A>(partials), want_weight ? pointer<W>(dweight) : nullptr,
+                                                         want_bias ? pointer<W>(dbias) : nullptr, blocks, n);
+        STD_CUDA_KERNEL_LAUNCH_CHECK();
+      }
+    });
+  }
+};
+
+// Launches the resident kernel; false where no cluster can hold a row.
 template <typename X, typename D, bool LAYER>
-bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight, const Tensor& dbias, const Launch& on, const Tensor& like) {
+bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const WeightGradients& gradients, const Launch& on, const Tensor& like) {
   using A = compute_t<X>;
-  constexpr int V = kVectorBytes / sizeof(X);
+  constexpr int V = kVector<X>;
   constexpr bool kRare = sizeof(X) == 8;  // the ragged kernels serve all rows
+  constexpr int kSlots = 2 * sizeof(RowSums<A>) * kResidentThreads / 32;
   if (n > INT32_MAX / 2) return false;
   const bool ragged = n % V != 0;
-  const int word_bytes = static_cast<int>(V * ((args.dsum != nullptr ? 2 : 1) * sizeof(X) + sizeof(D)));
-  const int weight_bytes = static_cast<int>(V * (args.stage_wide ? sizeof(A) : sizeof(X)));
-  const int64_t words = n / V;
-  constexpr int kSlots = 2 * sizeof(RowSums<A>) * kResidentThreads / 32;
-  const ResidentRule* of_row = kResidentRules;
-  while (of_row->words < words) ++of_row;
-  const ResidentLaunch launch = resident_launch(ragged ? kRaggedRule : *of_row, words, args.rows, period_of(n, V), word_bytes, weight_bytes, kSlots,
-                                                ragged ? kThreadsOf<X, LAYER, true> : kThreadsOf<X, LAYER, kRare>, ragged, kRare, on);
+  ResidentNeeds needs{n / V, args.rows, period_of(n, V)};
+  needs.word_bytes = static_cast<int>(V * ((args.dsum != nullptr ? 2 : 1) * sizeof(X) + sizeof(D)));
+  needs.weight_bytes = static_cast<int>(V * (args.stage_wide ? sizeof(A) : sizeof(X)));
+  needs.slots = kSlots;
+  needs.most_threads = ragged ? kThreadsOf<X, LAYER, true> : kThreadsOf<X, LAYER, kRare>;
+  needs.ragged = ragged, needs.rare = kRare;
+  const ResidentRule* rule = kResidentRules;
+  while (rule->words < needs.words) ++rule;
+  const ResidentLaunch launch = resident_launch(ragged ? kRaggedRule : *rule, needs, on.device());
   if (launch.groups == 0) return false;
   args.n = static_cast<int>(n);
   args.lanes = launch.threads;
@@ -624,18 +603,13 @@ bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight
   args.groups = launch.groups;
   args.stages = launch.stages;
   const int64_t partials = launch.blocks / launch.cluster;
-  const Tensor partial = empty_of({args.want_weight || args.want_bias ? 2 * partials * n : 0}, sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float, like);
-  args.partial = static_cast<A*>(partial.mutable_data_ptr());
+  const Tensor partial = empty_contiguous({args.want_weight || args.want_bias ? 2 * partials * n : 0}, compute_dtype(like), like);
+  args.partial = pointer<A>(partial);
   const auto run = [&](auto is_ragged, auto words_each, auto is_cluster) {
     constexpr bool CLUSTER = decltype(is_cluster)::value;
-    const auto kernel = layer_norm_backward_rows<X, D, LAYER, decltype(is_ragged)::value, decltype(words_each)::value, CLUSTER>;
-    static bool prepared[kMaxDevices];
-    if (!prepared[on.device()]) {
-      STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          static_cast<int>(shared_of_block(1, CLUSTER ? kMaxCluster : 1, kSlots, on.device()))));
-      prepared[on.device()] = true;
-    }
-    launch_kernel(kernel, launch.blocks, launch.block, launch.cluster, launch.shared, on.stream(), args);
+    constexpr auto kernel = layer_norm_backward_rows<X, D, LAYER, decltype(is_ragged)::value, decltype(words_each)::value, CLUSTER>;
+    allow_shared_memory<kernel>(shared_of_block(1, CLUSTER ? kMaxCluster : 1, kSlots, on.device()), on);
+    launch_kernel(kernel, {launch.blocks, launch.block, launch.shared, launch.cluster}, on, args);
   };
   using Most = std::integral_constant<int, kMostWords>;
   const auto choose = [&](auto is_ragged) {
@@ -648,110 +622,85 @@ bool backward(BackwardArgs<compute_t<X>>& args, int64_t n, const Tensor& dweight
   if constexpr (kRare) choose(std::true_type{});
   else if (ragged) choose(std::true_type{});
   else choose(std::false_type{});
-  sum_partials<A>(partial, dweight, dbias, args.want_weight, args.want_bias, static_cast<int>(partials), n, on.stream());
+  gradients.sum<A>(partial, static_cast<int>(partials), n, on);
   return true;
 }
 
 template <typename A>
-void split_backward(SplitArgs<A>& args, const Tensor& dweight, const Tensor& dbias, bool want_weight, bool want_bias, const Launch& on,
-                    const Tensor& like) {
-  const DeviceTraits& device = device_traits(on.device());
-  const ScalarType dtype = compute_dtype(like.scalar_type());
-  set_pieces(args, device.processors);
-  const int64_t blocks = args.rows * args.pieces;
-  const Tensor sums = empty_of({blocks * 2}, dtype, like);
-  args.partial = static_cast<A*>(sums.mutable_data_ptr());
-  launch_kernel(layer_norm_split_sums<A>, blocks, kSplitThreads, 1, 0, on.stream(), args);
-  launch_kernel(layer_norm_split_dx<A>, blocks, kSplitThreads, 1, 0, on.stream(), args);
-  if (!want_weight && !want_bias) return;
+void split_backward(SplitArgs<A>& args, const WeightGradients& gradients, const Launch& on, const Tensor& like) {
+  const ScalarType dtype = compute_dtype(like);
+  set_pieces(args, on);
+  const LaunchShape shape{args.rows * args.pieces, kSplitThreads};
+  const Tensor sums = empty_contiguous({shape.blocks * 2}, dtype, like);
+  args.partial = pointer<A>(sums);
+  launch_kernel(layer_norm_split_sums<A>, shape, on, args);
+  launch_kernel(layer_norm_split_dx<A>, shape, on, args);
+  if (!gradients.want_weight && !gradients.want_bias) return;
   const int64_t across = ceil_div(args.n, kSplitThreads * kBatch);
-  const int64_t slabs = std::clamp<int64_t>(4 * device.processors / across, 1, std::min<int64_t>(args.rows, 64));
-  const Tensor partial = empty_of({2 * slabs * args.n}, dtype, like);
-  args.partial = static_cast<A*>(partial.mutable_data_ptr());
+  const int64_t slabs = std::clamp<int64_t>(4 * device_traits(on.device()).processors / across, 1, std::min<int64_t>(args.rows, 64));
+  const Tensor partial = empty_contiguous({2 * slabs * args.n}, dtype, like);
+  args.partial = pointer<A>(partial);
   const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(slabs));
   layer_norm_split_columns<A><<<grid, kSplitThreads, 0, on.stream()>>>(args, static_cast<int>(slabs));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  sum_partials<A>(partial, dweight, dbias, want_weight, want_bias, static_cast<int>(slabs), args.n, on.stream());
-}
-
-// Calls f(X{}, D{}) for the types of x and dy that are built: the same twice, or one of 16 bits and one float32.
-template <typename F>
-void dispatch_backward(ScalarType x, ScalarType dy, const char* op, F&& f) {
-  dispatch_floating(x, op, [&](auto tag) {
-    using X = decltype(tag);
-    if (dy == x) return f(X{}, X{});
-    if constexpr (sizeof(X) == 2) {
-      if (dy == ScalarType::Float) return f(X{}, float{});
-    }
-    if constexpr (sizeof(X) == 4) {
-      if (dy == ScalarType::Half) return f(X{}, __half{});
-      if (dy == ScalarType::BFloat16) return f(X{}, __nv_bfloat16{});
-    }
-    no_kernel(op, "dy", x, dy);
-  });
+  gradients.sum<A>(partial, static_cast<int>(slabs), args.n, on);
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const std::optional<Tensor>& dsum_in, const Tensor& x_in,
-                                                       const Tensor& stats_in, const std::optional<Tensor>& weight_in, int64_t dims,
-                                                       int64_t kind, bool want_weight, bool want_bias) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const MaybeTensor& dsum_in, const Tensor& x_in,
+                                                       const Tensor& stats_in, const MaybeTensor& weight_in, int64_t dims, int64_t kind,
+                                                       bool want_weight, bool want_bias) {
   const char* op = "layer_norm_backward";
   const Shape s = shape_of(x_in, dims, op);
   check_kind(kind, want_bias, op);
   check_device(x_in, dy_in, op, "dy");
-  STD_TORCH_CHECK(dims_of(x_in.sizes()) == dims_of(dy_in.sizes()), "fastlayers::", op, ": expected dy of x's shape");
+  check_same_sizes(x_in, dy_in, op, "dy");
   if (dsum_in) check_same_shape(x_in, *dsum_in, op, "dsum");
-  const ScalarType x_dtype = x_in.scalar_type(), statistics = compute_dtype(x_dtype);
+  const ScalarType x_dtype = x_in.scalar_type();
   check_device(x_in, stats_in, op, "stats");
-  STD_TORCH_CHECK(stats_in.scalar_type() == statistics && stats_in.numel() == (kind == kLayer ? 2 : 1) * s.rows, "fastlayers::", op,
-                  ": expected the stats that the forward keeps");
-  const std::optional<Tensor> weight = checked_weight(weight_in, x_in, s.n, op, "weight");
+  FASTLAYERS_CHECK(stats_in.scalar_type() == compute_dtype(x_in) && stats_in.numel() == (kind == kLayer ? 2 : 1) * s.rows, op,
+                   "expected the stats that the forward keeps");
+  const MaybeTensor weight = checked_weight(weight_in, x_in, s.n, op, "weight");
   const ScalarType weight_dtype = weight ? weight->scalar_type() : x_dtype;
-  const bool wide_weight = is_half(x_dtype) && weight_dtype == ScalarType::Float;
-  const bool small_weight = x_dtype == ScalarType::Float && is_half(weight_dtype);
-  if (weight_dtype != x_dtype && !wide_weight && !small_weight) no_kernel(op, "weight", x_dtype, weight_dtype);
-  want_weight = want_weight && weight.has_value();
+  const bool small_weight = x_dtype == ScalarType::Float && is_low_precision(weight_dtype);
+  if (!small_weight) check_dtype(x_dtype, weight_dtype, op, "weight");
 
   const Launch on(x_in);
   Tensor dx = empty_result(x_in, x_dtype);
   const auto gradient = [&](bool wanted) {
-    if (!wanted) return empty_of({0}, weight_dtype, x_in);
-    return weight ? empty_result(*weight, weight_dtype) : empty_of({s.n}, weight_dtype, x_in);
+    if (!wanted) return empty_contiguous({0}, weight_dtype, x_in);
+    return weight ? empty_result(*weight, weight_dtype) : empty_contiguous({s.n}, weight_dtype, x_in);
   };
-  Tensor dweight = gradient(want_weight), dbias = gradient(want_bias);
-  if (s.n == 0) return {dx, dweight, dbias};
-  if (s.rows == 0) {
-    if (want_weight) torch::stable::zero_(dweight);
-    if (want_bias) torch::stable::zero_(dbias);
-    return {dx, dweight, dbias};
+  want_weight = want_weight && weight.has_value();
+  WeightGradients gradients{gradient(want_weight), gradient(want_bias), want_weight, want_bias};
+  if (s.rows == 0 || s.n == 0) {
+    torch::stable::zero_(gradients.dweight);
+    torch::stable::zero_(gradients.dbias);
+    return {dx, gradients.dweight, gradients.dbias};
   }
   const Tensor x = dense(x_in), dy = dense(dy_in), stats = dense(stats_in);
-  const std::optional<Tensor> dsum = dsum_in ? std::optional<Tensor>(dense(*dsum_in)) : std::nullopt;
-  dispatch_backward(x_dtype, dy.scalar_type(), op, [&](auto x_tag, auto dy_tag) {
+  const MaybeTensor dsum = dsum_in ? MaybeTensor(dense(*dsum_in)) : std::nullopt;
+  dispatch_pair<true>(x_dtype, dy.scalar_type(), op, [&](auto x_tag, auto dy_tag) {
     using X = decltype(x_tag);
     using D = decltype(dy_tag);
     using A = compute_t<X>;
     BackwardArgs<A> args{};
-    args.dy = dy.const_data_ptr();
-    args.dsum = pointer(dsum);
-    args.x = x.const_data_ptr();
-    args.weight = pointer(weight);
-    args.stats = static_cast<const A*>(stats.const_data_ptr());
-    args.dx = dx.mutable_data_ptr();
+    args.dy = pointer<const void>(dy);
+    args.dsum = pointer<const void>(dsum);
+    args.x = pointer<const void>(x);
+    args.weight = pointer<const void>(weight);
+    args.stats = pointer<const A>(stats);
+    args.dx = pointer<void>(dx);
     args.rows = s.rows;
-    args.wide_weight = wide_weight;
+    args.wide_weight = sizeof(X) == 2 && weight_dtype == ScalarType::Float;
     args.small_weight = small_weight;
     args.bfloat = weight_dtype == ScalarType::BFloat16;
     args.gemma = kind == kGemma && weight.has_value();
-    args.stage_wide = sizeof(X) == 2 && (wide_weight || args.gemma);
+    args.stage_wide = sizeof(X) == 2 && (args.wide_weight || args.gemma);
     args.want_weight = want_weight;
     args.want_bias = want_bias;
-    const auto served = [&](auto layer) {
-      constexpr bool LAYER = decltype(layer)::value;
-      return backward<X, D, LAYER>(args, s.n, dweight, dbias, on, x);
-    };
-    if (kind == kLayer ? served(std::true_type{}) : served(std::false_type{})) return;
+    if (kind == kLayer ? backward<X, D, true>(args, s.n, gradients, on, x) : backward<X, D, false>(args, s.n, gradients, on, x)) return;
     SplitArgs<A> split{};
     split.x = operand(x);
     split.weight = operand(weight);
@@ -762,9 +711,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, cons
     split.rows = s.rows;
     split.n = s.n;
     split.kind = static_cast<int>(kind);
-    split_backward(split, dweight, dbias, want_weight, want_bias, on, x);
+    split_backward(split, gradients, on, x);
   });
-  return {dx, dweight, dbias};
+  return {dx, gradients.dweight, gradients.dbias};
 }
 
 }  // namespace fastlayers
@@ -772,4 +721,3 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, cons
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {
   m.impl("layer_norm_backward", TORCH_BOX(&fastlayers::layer_norm_backward));
 }
-

@@ -4,45 +4,41 @@
 //
 //   rows   a part of a warp, a block, or up to 16 blocks of a cluster (sm_90) hold one row in registers between the statistics
 //          and the result.
-//   split  rows too long for that: every row cut into pieces, and a pass for each of what the kernel above does at once.
-#include "layer_norm.cuh"
+//   split  for longer rows: every row is cut into pieces, and each step of the kernel above is a pass of its own.
 #include "common/ops.h"
+#include "layer_norm.cuh"
 
 namespace fastlayers {
 namespace {
 
-// In the place of a residual's type: it is one row, of x's type, for all of them.
+// Stands for the type of a residual that is one row, of x's type, for all rows of x.
 struct OneRow {};
 
 template <typename A>
 struct ForwardArgs {
-  const void *x, *residual, *weight, *bias;  // but for x all may be null
-  void *sum, *y;  // no sum where it is not to be kept, which it always is of a whole residual
-  A* stats;  // or null
+  const void *x, *residual, *weight, *bias;  // all but x may be null
+  void *sum, *y;  // sum is null where it is not kept; the sum with a whole residual always is
+  A* stats;       // or null
   int64_t rows;
   int n, kind;
   int lanes;      // threads of one block that share a row: a power of two up to a warp, or the whole block
   int lane_bits;  // log2 of them, up to a warp
   bool ragged;    // n is no multiple of the vector
   bool wide_weight, wide_out;  // float32, where x has 16 bits
-  Type small_out;  // that of a result of 16 bits, where x is float32; none otherwise
+  Type small_out;  // the type of a 16-bit result of a float32 x; none otherwise
   A eps, inverse_n;
 };
 
 // ---- statistics ---------------------------------------------------------------------------------------------------------
 //
-// In one pass, as deviations from an origin that is close to the mean of what it serves: for a thread its first element, for
-// the lanes of a warp the mean of the first one, for the warps of a row that of the first. A mean far from zero then costs no
-// digits, and an outlier few: the squared distance of such an origin from the mean is at most the squared deviations of its
-// part, so that of p parts of a row, at worst log2(p) bits are lost, and none if they resemble each other.
+// The statistics take one pass. They are sums of deviations from an origin close to the mean: a thread takes its first element as the
+// origin, the lanes of a warp the mean of the first lane, and the warps of a row the mean of the first warp. A mean far from zero then
+// costs no digits, and an outlier few: the squared distance of such an origin from the mean is at most the sum of the squared
+// deviations of its part. A row of p parts loses at most log2(p) bits, and none if the parts resemble each other.
+//
+// rms_norm uses Moments::m2 alone, for the squares.
 
-// Mean, squared deviations from it and number of elements of a part of a row. For rms_norm `m2` alone: the squares.
-template <typename A>
-struct Moments {
-  A mean, m2, count;
-};
-
-// Of a number of elements; 0 for none.
+// The reciprocal of a number of elements; 0 for none.
 template <typename A>
 __device__ __forceinline__ A reciprocal(A count) {
   if constexpr (std::is_same_v<A, float>) return count > A(0) ? __fdividef(1.f, count) : A(0);
@@ -53,14 +49,14 @@ __device__ __forceinline__ A reciprocal(A count) {
 template <typename A>
 __device__ __forceinline__ Moments<A> from_deviations(A origin, A sum, A squares, A count, A inverse_count) {
   const A mean = sum * inverse_count, m2 = squares - sum * mean;
-  return {origin + mean, m2 < A(0) ? A(0) : m2, count};  // NaN stays
+  return {count, origin + mean, m2 < A(0) ? A(0) : m2};  // NaN stays
 }
 
-// The moments of `lanes` neighbouring lanes together, whose elements are `count`.
+// The moments of `lanes` neighbouring lanes together, which have `count` elements.
 template <bool LAYER, typename A>
 __device__ __forceinline__ Moments<A> merge_lanes(const Moments<A>& part, int lanes, A count, A inverse_count) {
   if constexpr (!LAYER) {
-    return {A(0), lanes_sum(part.m2, lanes), count};
+    return {count, A(0), lanes_sum(part.m2, lanes)};
   } else {
     const A origin = __shfl_sync(0xffffffffu, part.mean, 0, lanes);
     const A d = part.mean - origin;
@@ -70,30 +66,16 @@ __device__ __forceinline__ Moments<A> merge_lanes(const Moments<A>& part, int la
   }
 }
 
-constexpr int kRowThreads = 256;    // of a block: several fit an SM, and their phases overlap
-constexpr int kWideThreads = 1024;  // of a block whose threads hold kWideWords each
-constexpr int kWideWords = 4;
-
-// Those of a row from those of its warps, over all blocks of its cluster. One barrier.
+// The moments of a row from those of its warps, over all blocks of its cluster. One barrier.
 template <bool LAYER, bool CLUSTER, typename A>
 __device__ __forceinline__ Moments<A> merge_warps(const Moments<A>& part, Moments<A>* slots, A n, A inverse_n) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  int count = warps;
-  if constexpr (CLUSTER) {
-    auto cluster = this_cluster();
-    const int blocks = static_cast<int>(cluster.num_blocks());
-    cluster.barrier_wait();  // every block has started: its memory may be written
-    if (lane < blocks) cluster.map_shared_rank(slots, lane)[cluster.block_rank() * warps + warp] = part;
-    cluster.sync();
-    count *= blocks;
-  } else {
-    if (lane == 0) slots[warp] = part;
-    __syncthreads();
-  }
+  Exchange<Moments<A>, CLUSTER> exchange{slots};
+  exchange.publish(part);
   const A origin = LAYER ? slots[0].mean : A(0);
+  const int count = exchange.count();
   A sum = 0, squares = 0;
 #pragma unroll 1
-  for (int i = lane; i < count; i += 32) {
+  for (int i = threadIdx.x & 31; i < count; i += 32) {
     const Moments<A> p = slots[i];
     squares += p.m2;
     if (LAYER && p.count > A(0)) {
@@ -102,12 +84,16 @@ __device__ __forceinline__ Moments<A> merge_warps(const Moments<A>& part, Moment
       squares += p.count * d * d;
     }
   }
-  if constexpr (!LAYER) return {A(0), lanes_sum(squares, 32), n};
+  if constexpr (!LAYER) return {n, A(0), lanes_sum(squares, 32)};
   lanes_sum(sum, squares, 32);
   return from_deviations(origin, sum, squares, n, inverse_n);
 }
 
 // ---- rows ---------------------------------------------------------------------------------------------------------------
+
+constexpr int kRowThreads = 256;    // of a block: several fit an SM, and their phases overlap
+constexpr int kWideThreads = 1024;  // of a block whose threads hold kWideWords each
+constexpr int kWideWords = 4;
 
 template <typename X, typename R>
 using sum_t = std::conditional_t<std::is_same_v<R, float> && sizeof(X) == 2, float, X>;
@@ -159,64 +145,55 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
     std::conditional_t<ONE_ROW, Weights<Z, V>, Vec<Z, V>> added[K];
     const X* x = static_cast<const X*>(a.x) + first_word;
     const Z* residual = static_cast<const Z*>(a.residual);
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      if (!has(i)) continue;
+    unroll<K>([&](int i) {
+      if (!has(i)) return;
       loaded[i] = load_vec<X, V>(x + i * step);
       if constexpr (ONE_ROW) added[i] = load_weights<WHOLE, Z, V>(residual, column + i * step);
       else added[i] = load_vec<Z, V>(residual + first_word + i * step);
-    }
+    });
     if (has_single)
       held_single = convert<S>(convert<A>(static_cast<const X*>(a.x)[single]) + convert<A>(residual[ONE_ROW ? at.single : single]));
     S* sum = static_cast<S*>(a.sum) + first_word;
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      if (!has(i)) continue;
+    unroll<K>([&](int i) {
+      if (!has(i)) return;
       Vec<A, V> s = unpack<A>(loaded[i]), r;
       if constexpr (ONE_ROW) r = added[i].template values<A>();
       else r = unpack<A>(added[i]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) s.v[j] += r.v[j];
+      unroll<V>([&](int j) { s.v[j] += r.v[j]; });
       held[i] = pack<S>(s);
       if (!ONE_ROW || a.sum != nullptr) store_vec<S, V>(sum + i * step, held[i]);
-    }
+    });
     if (has_single && (!ONE_ROW || a.sum != nullptr)) static_cast<S*>(a.sum)[single] = held_single;
   } else {
     const X* x = static_cast<const X*>(a.x) + first_word;
-#pragma unroll
-    for (int i = 0; i < K; ++i)
-      if (has(i)) held[i] = load_vec<X, V>(x + i * step);
+    unroll<K>([&](int i) { if (has(i)) held[i] = load_vec<X, V>(x + i * step); });
     if (has_single) held_single = static_cast<const X*>(a.x)[single];
   }
 
   int count = WHOLE ? K * V : 0;
   if constexpr (!WHOLE) {
-#pragma unroll
-    for (int i = 0; i < K; ++i) count += has(i) ? V : 0;
+    unroll<K>([&](int i) { count += has(i) ? V : 0; });
     count += has_single ? 1 : 0;
   }
   const auto inverse = [](int elements) { return WHOLE ? A(1) / static_cast<A>(elements) : reciprocal(static_cast<A>(elements)); };
   // The sums of what this thread holds, as deviations from an origin, and of their squares.
   const auto add_up = [&](A origin) {
     A sum[2] = {}, squares[2] = {};
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      if (!has(i)) continue;
+    unroll<K>([&](int i) {
+      if (!has(i)) return;
       const Vec<A, V> v = unpack<A>(held[i]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
+      unroll<V>([&](int j) {
         const A d = LAYER ? v.v[j] - origin : v.v[j];
         if constexpr (LAYER) sum[j & 1] += d;
         squares[j & 1] += d * d;
-      }
-    }
+      });
+    });
     if (has_single) {
       const A d = convert<A>(held_single) - origin;
       sum[0] += d;
       squares[0] += d * d;
     }
-#pragma unroll
-    for (int i = 0; i < K; ++i) forget(held[i]);
+    unroll<K>([&](int i) { forget(held[i]); });
     return RowSums<A>{squares[0] + squares[1], sum[0] + sum[1]};
   };
   const A n = static_cast<A>(a.n);
@@ -225,7 +202,7 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
   {
     const A origin = !LAYER ? A(0) : has(0) ? convert<A>(held[0].v[0]) : convert<A>(held_single);
     const RowSums<A> sums = add_up(origin);
-    part = LAYER ? from_deviations(origin, sums.second, sums.first, static_cast<A>(count), inverse(count)) : Moments<A>{A(0), sums.first, A(0)};
+    part = LAYER ? from_deviations(origin, sums.second, sums.first, static_cast<A>(count), inverse(count)) : Moments<A>{A(0), A(0), sums.first};
   }
   if (!CLUSTER && a.lanes <= 32) {
     part = merge_lanes<LAYER>(part, lanes, n, a.inverse_n);
@@ -262,13 +239,11 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
       constexpr int N = sizeof(r) / sizeof(A);
       if constexpr (!LAYER) {
         if (kind == kGemma) {
-#pragma unroll
-          for (int j = 0; j < N; ++j) w.v[j] += A(1);
+          unroll<N>([&](int j) { w.v[j] += A(1); });
         }
         if (kind == kLlama) r = unpack<A>(pack<S>(r));
       }
-#pragma unroll
-      for (int j = 0; j < N; ++j) r.v[j] = LAYER ? fma(r.v[j], w.v[j], b.v[j]) : r.v[j] * w.v[j];
+      unroll<N>([&](int j) { r.v[j] = LAYER ? fma(r.v[j], w.v[j], b.v[j]) : r.v[j] * w.v[j]; });
       // Llama's product has the dtype that its factors promote to.
       if (!LAYER && !std::is_same_v<Out, S> && std::is_same_v<W, S> && kind == kLlama) r = unpack<A>(pack<S>(r));
       return r;
@@ -278,27 +253,23 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
 #pragma unroll
     for (int from = 0; from < K; from += kTogether) {
       Weights<W, V> w[kTogether], b[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
+      unroll<kTogether>([&](int i) {
         w[i] = same_weights<W, V>(1.f);
         if (weight != nullptr && has(from + i)) w[i] = load_weights<WHOLE, W, V>(weight, column + (from + i) * step);
-      }
+      });
       if constexpr (LAYER) {
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        unroll<kTogether>([&](int i) {
           b[i] = same_weights<W, V>(0.f);
           if (bias != nullptr && has(from + i)) b[i] = load_weights<WHOLE, W, V>(bias, column + (from + i) * step);
-        }
+        });
       }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (!has(from + i)) continue;
+      unroll<kTogether>([&](int i) {
+        if (!has(from + i)) return;
         Vec<A, V> r = unpack<A>(held[from + i]);
-#pragma unroll
-        for (int j = 0; j < V; ++j) r.v[j] = normal(r.v[j]);
+        unroll<V>([&](int j) { r.v[j] = normal(r.v[j]); });
         r = scale(r, w[i].template values<A>(), b[i].template values<A>());
         store_vec<Out, V>(y + (from + i) * step, pack<Out>(r));
-      }
+      });
     }
     if (has_single) {
       const Vec<A, 1> w{{weight == nullptr ? A(1) : convert<A>(weight[at.single])}}, b{{bias == nullptr ? A(0) : convert<A>(bias[at.single])}};
@@ -322,97 +293,57 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
 
 // ---- rows too long for a cluster ----------------------------------------------------------------------------------------
 
-// What a piece of a row knows of itself.
-template <typename A>
-struct SplitMoments {
-  A sum, m2, count;
-};
-
-// Mean and squared deviations of two parts together.
-template <typename A>
-__device__ __forceinline__ SplitMoments<A> merge(const SplitMoments<A>& p, const SplitMoments<A>& q, bool layer) {  // `sum` holds a mean here
-  const A count = p.count + q.count;
-  if (!layer || count == A(0)) return {A(0), p.m2 + q.m2, count};
-  const A d = q.sum - p.sum, share = q.count / count;
-  return {p.sum + d * share, p.m2 + q.m2 + d * d * p.count * share, count};
-}
-
-template <typename A>
-__device__ __forceinline__ SplitMoments<A> merge_split_lanes(SplitMoments<A> p, bool layer) {
-  for (int o = 16; o > 0; o >>= 1) {
-    const SplitMoments<A> q{__shfl_xor_sync(0xffffffffu, p.sum, o), __shfl_xor_sync(0xffffffffu, p.m2, o),
-                       __shfl_xor_sync(0xffffffffu, p.count, o)};
-    p = (threadIdx.x & o) == 0 ? merge(p, q, layer) : merge(q, p, layer);  // both lanes in one order: one result
-  }
-  return p;
-}
-
+// Of rms_norm all means are 0, so that m2 adds up the squares.
 template <typename A>
 __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_moments(const SplitArgs<A> a) {
-  __shared__ SplitMoments<A> slots[32];
-  const int64_t row = blockIdx.x / a.pieces, base = row * a.n;
-  const int64_t begin = blockIdx.x % a.pieces * a.piece, end = begin + a.piece < a.n ? begin + a.piece : a.n;
-  const bool layer = a.kind == kLayer;
-  SplitMoments<A> all{A(0), A(0), A(0)};
-  for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) {
-    Vec<A, kBatch> v = load_batch(a.x, base, e, end, A(0));
+  __shared__ Moments<A> slots[kSplitThreads / 32];
+  const SplitPiece piece(a);
+  Moments<A> all;
+  piece.for_batches([&](int64_t e) {
+    Vec<A, kBatch> v = load_batch(a.x, piece.base, e, piece.end, A(0));
     if (a.residual.data != nullptr) {
-      const Vec<A, kBatch> r = load_batch(a.residual, a.one_row ? 0 : base, e, end, A(0));
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) v.v[j] += r.v[j];
-      store_batch(a.sum, base, e, end, v);
+      const Vec<A, kBatch> r = load_batch(a.residual, a.one_row ? 0 : piece.base, e, piece.end, A(0));
+      unroll<kBatch>([&](int j) { v.v[j] += r.v[j]; });
+      store_batch(a.sum, piece.base, e, piece.end, v);
     }
-    SplitMoments<A> batch{A(0), A(0), A(0)};
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) batch.count += e + j * kSplitThreads < end ? A(1) : A(0);
-    if (layer) batch.sum = tree_sum(v) / batch.count;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      v.v[j] = e + j * kSplitThreads < end ? v.v[j] - batch.sum : A(0);
+    Moments<A> batch;
+    unroll<kBatch>([&](int j) { batch.count += e + j * kSplitThreads < piece.end ? A(1) : A(0); });
+    if (a.layer()) batch.mean = tree_sum(v) / batch.count;
+    unroll<kBatch>([&](int j) {
+      v.v[j] = e + j * kSplitThreads < piece.end ? v.v[j] - batch.mean : A(0);
       v.v[j] *= v.v[j];
-    }
+    });
     batch.m2 = tree_sum(v);
-    all = merge(all, batch, layer);
-  }
-  all = merge_split_lanes(all, layer);
-  const int lane = threadIdx.x & 31;
-  if (lane == 0) slots[threadIdx.x >> 5] = all;
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
-  all = merge_split_lanes(lane < kSplitThreads / 32 ? slots[lane] : SplitMoments<A>{A(0), A(0), A(0)}, layer);
-  if (lane == 0) reinterpret_cast<SplitMoments<A>*>(a.partial)[blockIdx.x] = all;
+    all = merge(all, batch);
+  });
+  all = group_merge(all, slots, kSplitThreads);
+  if (threadIdx.x == 0) reinterpret_cast<Moments<A>*>(a.partial)[blockIdx.x] = all;
 }
 
 template <typename A>
 __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_apply(const SplitArgs<A> a) {
-  const int64_t row = blockIdx.x / a.pieces, base = row * a.n;
-  const int64_t begin = blockIdx.x % a.pieces * a.piece, end = begin + a.piece < a.n ? begin + a.piece : a.n;
-  const bool layer = a.kind == kLayer;
-  SplitMoments<A> all{A(0), A(0), A(0)};
+  const SplitPiece piece(a);
+  Moments<A> all;
   for (int i = threadIdx.x & 31; i < a.pieces; i += 32)
-    all = merge(all, reinterpret_cast<const SplitMoments<A>*>(a.partial)[row * a.pieces + i], layer);
-  all = merge_split_lanes(all, layer);
-  const A mean = all.sum, rstd = rsqrt(all.m2 / static_cast<A>(a.n) + a.eps);
-  if (a.stats != nullptr && begin == 0 && threadIdx.x == 0) {
-    a.stats[row] = layer ? mean : rstd;
-    if (layer) a.stats[a.rows + row] = rstd;
+    all = merge(all, reinterpret_cast<const Moments<A>*>(a.partial)[piece.row * a.pieces + i]);
+  all = lanes_merge(all, 32);
+  const A mean = all.mean, rstd = rsqrt(all.m2 / static_cast<A>(a.n) + a.eps);
+  if (a.stats != nullptr && piece.begin == 0 && threadIdx.x == 0) {
+    a.stats[piece.row] = a.layer() ? mean : rstd;
+    if (a.layer()) a.stats[a.rows + piece.row] = rstd;
   }
   const Operand& from = a.residual.data != nullptr ? a.sum : a.x;
-  for (int64_t e = begin + threadIdx.x; e < end; e += kBatch * kSplitThreads) {
-    Vec<A, kBatch> v = load_batch(from, base, e, end, A(0));
-    const Vec<A, kBatch> w = load_batch(a.weight, 0, e, end, a.kind == kGemma && a.weight.data != nullptr ? A(0) : A(1));
-    const Vec<A, kBatch> b = load_batch(a.bias, 0, e, end, A(0));
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) v.v[j] = (v.v[j] - mean) * rstd;
+  piece.for_batches([&](int64_t e) {
+    Vec<A, kBatch> v = load_batch(from, piece.base, e, piece.end, A(0));
+    const Vec<A, kBatch> w = load_batch(a.weight, 0, e, piece.end, A(1) - a.weight_offset());
+    const Vec<A, kBatch> b = load_batch(a.bias, 0, e, piece.end, A(0));
+    unroll<kBatch>([&](int j) { v.v[j] = (v.v[j] - mean) * rstd; });
     if (a.kind == kLlama && a.weight.data != nullptr) round_batch(from.type, v);
-    const A offset = a.kind == kGemma && a.weight.data != nullptr ? A(1) : A(0);
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) v.v[j] *= w.v[j] + offset;
+    unroll<kBatch>([&](int j) { v.v[j] *= w.v[j] + a.weight_offset(); });
     if (a.kind == kLlama && a.weight.type == from.type) round_batch(from.type, v);
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) v.v[j] += b.v[j];
-    store_batch(a.y, base, e, end, v);
-  }
+    unroll<kBatch>([&](int j) { v.v[j] += b.v[j]; });
+    store_batch(a.y, piece.base, e, piece.end, v);
+  });
 }
 
 // ---- launch rules -------------------------------------------------------------------------------------------------------
@@ -432,12 +363,12 @@ constexpr int64_t kManyWordsPast[] = {/* rms_norm */ 64, /* layer_norm */ 1024};
 constexpr int64_t kWidePast = 3328;
 constexpr int kSharingBlock = 128;     // threads of a block whose warps hold a row or several each
 
-// Whether threads of a row hold K words each and nothing else.
+// Whether every thread of a row holds K words and nothing else.
 bool is_whole(const RowLaunch& launch, int64_t words) { return words == int64_t{launch.threads} * launch.words * launch.cluster; }
 
-// A row costs its threads an instruction for each of a word's elements, those of words that lie past its end included, and as
-// much as one more word for the statistics: the words a thread with the smallest sum, the larger of equals. Few rows have
-// more threads each, as long as that occupies processors that would idle.
+// A row costs its threads an instruction for each element of a word, past the end of the row too, and as much as one more word for the
+// statistics. The rule takes the words a thread with the smallest sum, the larger of equals. Few rows get more threads each, as long as
+// that occupies processors that would idle.
 RowLaunch row_launch(int64_t words, int64_t rows, bool ragged, bool whole, bool wide, bool layer,
                      std::initializer_list<int> built, const DeviceTraits& device) {
   RowLaunch launch;
@@ -489,45 +420,60 @@ std::initializer_list<int> words_of_kernel(std::integer_sequence<int, K...>) {
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
+struct ForwardTensors {
+  Tensor x, y, sum, stats;  // sum: x itself where the residual is one row
+  MaybeTensor residual, weight, bias;
+};
+
+template <typename A>
+void launch_split(const ForwardArgs<A>& args, const ForwardTensors& t, int64_t n, bool one_row, const Launch& on) {
+  SplitArgs<A> split{};
+  split.x = operand(t.x), split.y = operand(t.y);
+  split.residual = operand(t.residual);
+  if (t.residual) split.sum = operand(t.sum);
+  split.weight = operand(t.weight), split.bias = operand(t.bias);
+  split.stats = args.stats;
+  split.rows = args.rows, split.n = n;
+  split.kind = args.kind;
+  split.one_row = one_row;
+  split.eps = args.eps;
+  set_pieces(split, on);
+  const LaunchShape shape{split.rows * split.pieces, kSplitThreads};
+  const Tensor partial = empty_contiguous({shape.blocks * 3}, compute_dtype(t.x), t.x);
+  split.partial = pointer<A>(partial);
+  launch_kernel(layer_norm_split_moments<A>, shape, on, split);
+  launch_kernel(layer_norm_split_apply<A>, shape, on, split);
+}
+
 template <typename X, typename R>
-void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& split_args, int64_t n, const Launch& on, const Tensor& like) {
+void forward(ForwardArgs<compute_t<X>>& args, const ForwardTensors& tensors, int64_t n, const Launch& on) {
   using A = compute_t<X>;
-  constexpr int V = kVectorBytes / sizeof(X);
   constexpr bool kOneRow = std::is_same_v<R, OneRow>, kAlwaysMixed = kOneRow || sizeof(sum_t<X, R>) != sizeof(X);
-  // The words of a thread that are built, the preferred first: of the kernel for whole words and of that which serves all rows.
+  // The words of a thread that kernels are built for, the preferred first: for whole words, and for all rows.
   using Whole = std::integer_sequence<int, 4, 8, 3, 2, 1>;
   using All = std::integer_sequence<int, 4, 8, 1>;
   const DeviceTraits& device = device_traits(on.device());
   const bool mixed = args.wide_weight || args.wide_out || kAlwaysMixed;
-  const bool ragged = n % V != 0, layer = args.kind == kLayer;
-  RowLaunch shape;
-  if (sizeof(X) != 8 && !mixed && !ragged) shape = row_launch(n / V, args.rows, false, true, std::is_void_v<R>, layer,
-                                                               words_of_kernel(Whole{}), device);
-  const bool whole = shape.threads != 0;
-  if (!whole) shape = row_launch(n / V, args.rows, ragged, false, false, layer, words_of_kernel(All{}), device);
-  if (shape.threads == 0) {
-    SplitArgs<A> split = split_args;
-    set_pieces(split, device.processors);
-    const int64_t blocks = split.rows * split.pieces;
-    const Tensor partial = empty_of({blocks * 3}, compute_dtype(like.scalar_type()), like);
-    split.partial = static_cast<A*>(partial.mutable_data_ptr());
-    launch_kernel(layer_norm_split_moments<A>, blocks, kSplitThreads, 1, 0, on.stream(), split);
-    launch_kernel(layer_norm_split_apply<A>, blocks, kSplitThreads, 1, 0, on.stream(), split);
-    return;
-  }
+  const bool ragged = n % kVector<X> != 0, layer = args.kind == kLayer;
+  const int64_t words = n / kVector<X>;
+  RowLaunch row;
+  if (sizeof(X) != 8 && !mixed && !ragged)
+    row = row_launch(words, args.rows, false, true, std::is_void_v<R>, layer, words_of_kernel(Whole{}), device);
+  const bool whole = row.threads != 0;
+  if (!whole) row = row_launch(words, args.rows, ragged, false, false, layer, words_of_kernel(All{}), device);
+  if (row.threads == 0) return launch_split(args, tensors, n, kOneRow, on);
   args.n = static_cast<int>(n);
   args.inverse_n = A(1) / static_cast<A>(n);
   args.ragged = ragged;
-  args.lanes = shape.threads;
-  args.lane_bits = log2_of(shape.threads);
-  const int64_t blocks = shape.cluster > 1 ? args.rows * shape.cluster : ceil_div(args.rows, shape.block / shape.threads);
+  args.lanes = row.threads;
+  args.lane_bits = log2_of(row.threads);
+  LaunchShape shape{ceil_div(args.rows, row.block / row.threads), row.block};
+  if (row.cluster > 1) shape.blocks = args.rows * row.cluster, shape.cluster = row.cluster;
   const auto run = [&](auto is_layer, auto is_mixed, auto is_whole, auto built) {
     constexpr bool LAYER = decltype(is_layer)::value, MIXED = decltype(is_mixed)::value, WHOLE = decltype(is_whole)::value;
-    if (shape.cluster > 1)
-      return launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, kMostWords, true>, blocks, shape.block, shape.cluster, 0,
-                           on.stream(), args);
-    with_words(built, shape.words, [&](auto k) {
-      launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, k.value, false>, blocks, shape.block, 1, 0, on.stream(), args);
+    if (row.cluster > 1) return launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, kMostWords, true>, shape, on, args);
+    with_words(built, row.words, [&](auto k) {
+      launch_kernel(layer_norm_forward_rows<X, R, LAYER, MIXED, WHOLE, k.value, false>, shape, on, args);
     });
   };
   const auto choose = [&](auto is_layer) {
@@ -546,94 +492,84 @@ void forward(ForwardArgs<compute_t<X>>& args, const SplitArgs<compute_t<X>>& spl
   else choose(std::false_type{});
 }
 
-// Where the residual is one row, x becomes the sum if that is kept, and may be overwritten if it is not.
-std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in, const std::optional<Tensor>& residual_in,
-                                              const std::optional<Tensor>& weight_in, const std::optional<Tensor>& bias_in,
-                                              int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep, bool one_row = false) {
-  const Shape s = shape_of(x_in, dims, op);
-  check_kind(kind, bias_in.has_value(), op);
-  const ScalarType x_dtype = x_in.scalar_type();
-  const bool half = is_half(x_dtype), small_out = x_dtype == ScalarType::Float && is_half(dtype);
-  if (dtype != x_dtype && !(half && dtype == ScalarType::Float) && !small_out) no_kernel(op, "a result", x_dtype, dtype);
-  const std::optional<Tensor> weight = checked_weight(weight_in, x_in, s.n, op, "weight");
-  const std::optional<Tensor> bias = checked_weight(bias_in, x_in, s.n, op, "bias");
-  const ScalarType weight_dtype = weight ? weight->scalar_type() : bias ? bias->scalar_type() : x_dtype;
-  if (weight_dtype != x_dtype && !(half && weight_dtype == ScalarType::Float)) no_kernel(op, "weight", x_dtype, weight_dtype);
-  if (bias && bias->scalar_type() != weight_dtype) no_kernel(op, "bias", x_dtype, bias->scalar_type());
-
-  const Launch on(x_in);
-  Tensor y = empty_result(x_in, dtype);
-  const ScalarType statistics = compute_dtype(x_dtype);
-  Tensor stats = keep ? empty_of({kind == kLayer ? 2 : 1, s.rows}, statistics, x_in) : empty_of({0}, statistics, x_in);
-  Tensor sum;
-  std::optional<Tensor> residual;
+// Checks the residual and finds where the sum goes. A residual of one row makes x the sum if that is kept; if not, x may be overwritten.
+void set_residual(ForwardTensors& t, const MaybeTensor& residual, int64_t n, bool one_row, const char* op) {
+  if (!residual) return;
+  const ScalarType x_dtype = t.x.scalar_type();
   if (one_row) {
-    STD_TORCH_CHECK(half && kind == kLayer && x_in.is_contiguous() && aligned(x_in.const_data_ptr()), "fastlayers::", op,
-                    ": expected contiguous halves");
-    residual = checked_weight(residual_in, x_in, s.n, op, "shift");
-    check_same(x_in, *residual, op, "shift");
-    sum = x_in;
-  } else if (residual_in) {
-    check_device(x_in, *residual_in, op, "residual");
-    STD_TORCH_CHECK(dims_of(x_in.sizes()) == dims_of(residual_in->sizes()), "fastlayers::", op, ": expected residual of x's shape");
-    const ScalarType residual_dtype = residual_in->scalar_type();
-    if (residual_dtype != x_dtype && !(half && residual_dtype == ScalarType::Float)) no_kernel(op, "residual", x_dtype, residual_dtype);
-    sum = empty_result(x_in, residual_dtype);
-    residual = dense(*residual_in);
+    FASTLAYERS_CHECK(is_low_precision(x_dtype) && t.x.is_contiguous() && aligned(t.x.const_data_ptr()), op,
+                     "expected x contiguous, aligned to 16 bytes and of 16 bits");
+    t.residual = checked_weight(residual, t.x, n, op, "shift");
+    check_same(t.x, *t.residual, op, "shift");
+    t.sum = t.x;
+    return;
   }
-  if (s.rows == 0 || s.n == 0) return {y, sum, stats};
-  const Tensor x = dense(x_in);
+  check_device(t.x, *residual, op, "residual");
+  check_same_sizes(t.x, *residual, op, "residual");
+  check_dtype(x_dtype, residual->scalar_type(), op, "residual");
+  t.sum = empty_result(t.x, residual->scalar_type());
+  t.residual = dense(*residual);
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, const MaybeTensor& residual, const MaybeTensor& weight,
+                                              const MaybeTensor& bias, int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep,
+                                              bool one_row = false) {
+  const Shape s = shape_of(x, dims, op);
+  check_kind(kind, bias.has_value(), op);
+  const ScalarType x_dtype = x.scalar_type();
+  const bool small_out = x_dtype == ScalarType::Float && is_low_precision(dtype);
+  if (!small_out) check_dtype(x_dtype, dtype, op, "a result");
+  ForwardTensors t;
+  t.x = x;
+  t.weight = checked_weight(weight, x, s.n, op, "weight");
+  t.bias = checked_weight(bias, x, s.n, op, "bias");
+  const ScalarType weight_dtype = weight ? weight->scalar_type() : bias ? bias->scalar_type() : x_dtype;
+  check_dtype(x_dtype, weight_dtype, op, "weight");
+  FASTLAYERS_CHECK(!bias || bias->scalar_type() == weight_dtype, op, "expected weight and bias of one dtype");
+
+  const Launch on(x);
+  t.y = empty_result(x, dtype);
+  t.stats = keep ? empty_contiguous({kind == kLayer ? 2 : 1, s.rows}, compute_dtype(x), x) : empty_contiguous({0}, compute_dtype(x), x);
+  set_residual(t, residual, s.n, one_row, op);
+  if (s.rows == 0 || s.n == 0) return {t.y, t.sum, t.stats};
+  t.x = dense(x);
   dispatch_floating(x_dtype, op, [&](auto tag) {
     using X = decltype(tag);
     using A = compute_t<X>;
-    A* kept = keep ? static_cast<A*>(stats.mutable_data_ptr()) : nullptr;
     ForwardArgs<A> args{};
-    args.x = x.const_data_ptr();
-    args.residual = pointer(residual);
-    args.weight = pointer(weight);
-    args.bias = pointer(bias);
-    args.sum = residual && (keep || !one_row) ? sum.mutable_data_ptr() : nullptr;
-    args.y = y.mutable_data_ptr();
-    args.stats = kept;
+    args.x = pointer<const void>(t.x);
+    args.residual = pointer<const void>(t.residual);
+    args.weight = pointer<const void>(t.weight);
+    args.bias = pointer<const void>(t.bias);
+    args.sum = t.residual && (keep || !one_row) ? pointer<void>(t.sum) : nullptr;
+    args.y = pointer<void>(t.y);
+    args.stats = keep ? pointer<A>(t.stats) : nullptr;
     args.rows = s.rows;
     args.kind = static_cast<int>(kind);
     args.wide_weight = weight_dtype != x_dtype;
-    args.wide_out = half && dtype != x_dtype;
+    args.wide_out = is_low_precision(x_dtype) && dtype != x_dtype;
     args.small_out = small_out ? type_of(dtype) : Type::none;
     args.eps = static_cast<A>(eps);
-    SplitArgs<A> split{};
-    split.x = operand(x);
-    split.residual = operand(residual);
-    if (residual) split.sum = operand(sum);
-    split.weight = operand(weight);
-    split.bias = operand(bias);
-    split.y = operand(y);
-    split.stats = kept;
-    split.rows = s.rows;
-    split.n = s.n;
-    split.kind = args.kind;
-    split.one_row = one_row;
-    split.eps = args.eps;
-    if (!residual) return forward<X, void>(args, split, s.n, on, x);
+    if (!t.residual) return forward<X, void>(args, t, s.n, on);
     if constexpr (sizeof(X) == 2) {
-      if (one_row) return forward<X, OneRow>(args, split, s.n, on, x);
-      if (residual->scalar_type() == ScalarType::Float) return forward<X, float>(args, split, s.n, on, x);
+      if (one_row) return forward<X, OneRow>(args, t, s.n, on);
+      if (t.residual->scalar_type() == ScalarType::Float) return forward<X, float>(args, t, s.n, on);
     }
-    forward<X, X>(args, split, s.n, on, x);
+    forward<X, X>(args, t, s.n, on);
   });
-  return {y, sum, stats};
+  return {t.y, t.sum, t.stats};
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                                              int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep) {
+std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, int64_t dims, double eps,
+                                              int64_t kind, ScalarType dtype, bool keep) {
   auto [y, sum, stats] = forward_op("layer_norm_forward", x, std::nullopt, weight, bias, dims, eps, kind, dtype, keep);
   return {y, stats};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight,
-                                                          const std::optional<Tensor>& bias, int64_t dims, double eps, int64_t kind,
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
+                                                          const MaybeTensor& bias, int64_t dims, double eps, int64_t kind,
                                                           ScalarType dtype, bool keep) {
   return forward_op("add_layer_norm_forward", x, residual, weight, bias, dims, eps, kind, dtype, keep);
 }

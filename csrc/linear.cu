@@ -11,8 +11,8 @@ namespace {
 
 constexpr int kSumRows = 4;  // that a thread has in flight: nothing but a word of each
 
-// `width` is how many sums there are; rows whose words would straddle are taken several at once for one row of columns. Where L is a half,
-// x is also stored as that, and its rows are whole words.
+// Rows whose words would straddle are taken several at once, as one row of columns. Where L is a 16-bit type, the kernel also writes x in
+// it, and the rows of x are whole words.
 template <typename T, typename S, int V, typename L>
 __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     column_sum(const T* __restrict__ x, L* __restrict__ low, compute_t<T>* partial, S* sums, int64_t n, const Columns c) {
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
   me.store(c, sum, partial, sums);
 }
 
-// Adds up what is waiting, each sum in blocks of its own.
+// Adds up the waiting sums, each in blocks of its own.
 constexpr int kMostSums = 8;
 struct ManySums {
   Tasks<kMostSums> tasks;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) add_many_pieces(const __grid_constan
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-// Sums of T as S, which is T or what sums of T are computed in; and `low`, where L is a half.
+// Sums of T as S, which is T or its compute type; also writes `low`, where L is a 16-bit type.
 template <typename T, typename S, typename L = T>
 Tensor sums_of(const Tensor& x, ScalarType dtype, L* low = nullptr) {
   using A = compute_t<T>;
@@ -69,16 +69,16 @@ Tensor sums_of(const Tensor& x, ScalarType dtype, L* low = nullptr) {
     return result;
   }
   const Launch launch(x);
-  const T* px = static_cast<const T*>(x.const_data_ptr());
+  const T* px = pointer<const T>(x);
   const auto run = [&](auto vector, int64_t rows_at_once) {
     constexpr int W = decltype(vector)::value;
     Columns c = Columns::plan<A>(rows / rows_at_once, width * rows_at_once, W, launch.device());
     c.ends_within = rows % rows_at_once != 0;
     const int64_t pieces = c.pieces * rows_at_once;
-    S* sums = pieces == 1 ? static_cast<S*>(result.mutable_data_ptr()) : nullptr;
+    S* sums = pieces == 1 ? pointer<S>(result) : nullptr;
     Tensor partial = empty_partial<A>(sums ? 0 : pieces, width, x);
     column_sum<T, S, W, L><<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
-        px, low, static_cast<A*>(partial.mutable_data_ptr()), sums, n, c);
+        px, low, pointer<A>(partial), sums, n, c);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     if (!sums) launch_add_pieces<S>(partial, result.mutable_data_ptr(), 1, pieces, width, launch);
   };
@@ -89,41 +89,41 @@ Tensor sums_of(const Tensor& x, ScalarType dtype, L* low = nullptr) {
 
 }  // namespace
 
-// x.sum(0) of a contiguous matrix, added up in float32 or float64, in x's dtype or in that one.
+// x.sum(0) of a contiguous matrix, added up in float32 or float64, in x's dtype or in `dtype`.
 Tensor column_sum_op(const Tensor& x, ScalarType dtype) {
   const char* op = "column_sum";
-  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "fastlayers::", op, ": expected a contiguous matrix");
-  std::optional<Tensor> result;
+  FASTLAYERS_CHECK(x.dim() == 2 && x.is_contiguous(), op, "expected a contiguous matrix");
+  MaybeTensor result;
   dispatch_floating(x.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
     if (dtype == x.scalar_type()) {
       result = sums_of<T, T>(x, dtype);
     } else {
-      STD_TORCH_CHECK(sizeof(T) == 2 && dtype == ScalarType::Float, "fastlayers::", op, ": expected sums in x's dtype, or in float32 of ",
-                      "halves, but got ", torch::headeronly::toString(dtype));
+      FASTLAYERS_CHECK(sizeof(T) == 2 && dtype == ScalarType::Float, op, "expected sums in x's dtype, or in float32 for 16-bit x, but got ",
+                       toString(dtype));
       result = sums_of<T, compute_t<T>>(x, dtype);
     }
   });
   return *result;
 }
 
-// x as halves, and x.sum(0), both of a contiguous matrix in float32.
+// x in 16 bits and x.sum(0), of a contiguous float32 matrix.
 std::tuple<Tensor, Tensor> narrowed_and_summed(const Tensor& x, ScalarType dtype) {
   const char* op = "narrowed_and_summed";
-  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.scalar_type() == ScalarType::Float, "fastlayers::", op,
-                  ": expected a contiguous matrix in float32");
+  FASTLAYERS_CHECK(x.dim() == 2 && x.is_contiguous() && x.scalar_type() == ScalarType::Float, op,
+                   "expected a contiguous matrix in float32");
   if (!aligned(x.const_data_ptr()) || x.size(1) % kVector<float> != 0)
     return {*narrowed({x}, dtype, op)[0], column_sum_op(x, ScalarType::Float)};
   const Tensor low = empty_contiguous(dims_of(x.sizes()), dtype, x);
   const auto sums = [&](auto half) {
     using L = decltype(half);
-    return sums_of<float, float, L>(x, ScalarType::Float, static_cast<L*>(low.mutable_data_ptr()));
+    return sums_of<float, float, L>(x, ScalarType::Float, pointer<L>(low));
   };
   return {low, dtype == ScalarType::Half ? sums(__half{}) : sums(__nv_bfloat16{})};
 }
 
 void LaterSums::add(const Tensor& partial, int64_t offset, float* sums, int64_t pieces, int64_t columns) {
-  waiting_.push_back({partial, static_cast<const float*>(partial.const_data_ptr()) + offset, sums, pieces, columns});
+  waiting_.push_back({partial, pointer<const float>(partial) + offset, sums, pieces, columns});
   if (waiting_.size() == kMostSums) launch();
 }
 

@@ -22,11 +22,9 @@ __device__ __forceinline__ Vec<O, V> scaled(const Vec<I, V>& x, const Vec<A, V>&
   Vec<A, V> r = unpack<A>(x);
   if (residual) {
     const Vec<A, V> to = unpack<A>(*residual);
-#pragma unroll
-    for (int j = 0; j < V; ++j) r.v[j] = fma(r.v[j], f.v[j], to.v[j]);
+    unroll<V>([&](int j) { r.v[j] = fma(r.v[j], f.v[j], to.v[j]); });
   } else {
-#pragma unroll
-    for (int j = 0; j < V; ++j) r.v[j] *= f.v[j];
+    unroll<V>([&](int j) { r.v[j] *= f.v[j]; });
   }
   return pack<O>(r);
 }
@@ -75,20 +73,17 @@ __global__ void __launch_bounds__(kThreads) dropout_flat(const I* x, const O* re
     constexpr bool WHOLE = U > 1;
     Vec<I, V> wx[U];
     Vec<O, V> wr[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       wx[u] = load_flat<I, WHOLE, V>(x, flat_index<N, kDropoutWords>(first + u), n);
       if constexpr (RESIDUAL) wr[u] = load_flat<O, WHOLE, V>(residual, flat_index<N, kDropoutWords>(first + u), n);
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    });
+    unroll<U>([&](int u) {
       const int64_t i = flat_index<N, kDropoutWords>(first + u);
       const unsigned kept = kept_bits<V>(key, i, threshold);
       Vec<A, V> factor;
-#pragma unroll
-      for (int j = 0; j < V; ++j) factor.v[j] = kept >> j & 1 ? scale : A(0);
+      unroll<V>([&](int j) { factor.v[j] = kept >> j & 1 ? scale : A(0); });
       store_flat<O, WHOLE, V>(out, i, n, scaled<O, V>(wx[u], factor, RESIDUAL ? &wr[u] : nullptr));
-    }
+    });
   });
 }
 
@@ -132,13 +127,12 @@ struct Along {
     int64_t at = wrapped<GENERAL>(q), left = (q + 1) * inner - i;
     if constexpr (GENERAL) {
       if (mode == kEach) {
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
+        unroll<V>([&](int j) {
           r.v[j] = convert<A>(p[at]);
-          if (--left > 0) continue;
+          if (--left > 0) return;
           left = inner;
           at = at + 1 == size ? 0 : at + 1;
-        }
+        });
         return r;
       }
     }
@@ -166,13 +160,11 @@ struct Factor {
     Vec<A, V> f = filled<A, V>(scale);
     if (gamma.mode != Along::kNone) {
       const Vec<A, V> g = sizeof(T) == 2 && gamma.float32 ? gamma.of<float, A, V, GENERAL>(i) : gamma.of<T, A, V, GENERAL>(i);
-#pragma unroll
-      for (int j = 0; j < V; ++j) f.v[j] *= g.v[j];
+      unroll<V>([&](int j) { f.v[j] *= g.v[j]; });
     }
     if (keep.mode != Along::kNone) {
       const Vec<A, V> k = keep.of<A, A, V, GENERAL>(i);
-#pragma unroll
-      for (int j = 0; j < V; ++j) f.v[j] *= k.v[j];
+      unroll<V>([&](int j) { f.v[j] *= k.v[j]; });
     }
     return f;
   }
@@ -189,17 +181,15 @@ __global__ void __launch_bounds__(kThreads) scale_flat(const I* x, const O* resi
     constexpr bool WHOLE = whole.value;
     Vec<I, V> wx[U];
     Vec<O, V> wr[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       wx[u] = load_flat<I, WHOLE, V>(x, flat_index<N>(first + u), n);
       if constexpr (RESIDUAL) wr[u] = load_flat<O, WHOLE, V>(residual, flat_index<N>(first + u), n);
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    });
+    unroll<U>([&](int u) {
       const int64_t i = flat_index<N>(first + u);
       const auto f = factor.template of<N, V, GENERAL>(i);
       store_flat<O, WHOLE, V>(out, i, n, scaled<O, V>(wx[u], f, RESIDUAL ? &wr[u] : nullptr));
-    }
+    });
   };
   if constexpr (GENERAL) {
 #pragma unroll 1
@@ -250,8 +240,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
   ColumnThread<V> me(c, blockIdx.x);
   Vec<A, V> sum = filled<A, V>(A(0)), gamma = sum;
   if (me.active) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) gamma.v[j] = gamma_at<A, T>(a, me.column + j) * (KEEP ? A(1) : scale);
+    unroll<V>([&](int j) { gamma.v[j] = gamma_at<A, T>(a, me.column + j) * (KEEP ? A(1) : scale); });
   }
   const auto nothing = static_cast<unsigned>(c.repeat >> 62);
   me.for_rows(c, [&](auto count, int64_t row) {
@@ -259,30 +248,26 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
     Vec<G, V> wg[U];
     Vec<T, V> wx[U];
     [[maybe_unused]] A factor[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       const int64_t r = row + u * me.step, i = r * c.columns + me.column;
       wg[u] = load_vec<G, V>(dy + i);
       wx[u] = load_vec<T, V>(x + i);
       if constexpr (KEEP) factor[u] = sample_factor<A>(a, r, scale);
-    }
+    });
     if constexpr (std::is_same_v<G, T>) wait_for_all(wx, wg, nothing);
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unroll<U>([&](int u) {
       Vec<A, V> g = unpack<A>(wg[u]);
       const Vec<A, V> w = unpack<A>(wx[u]);
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
+      unroll<V>([&](int j) {
         if constexpr (KEEP) g.v[j] *= factor[u];
         sum.v[j] = fma(g.v[j], w.v[j], sum.v[j]);
         g.v[j] *= gamma.v[j];
-      }
+      });
       store_vec<T, V>(dx + (row + u * me.step) * c.columns + me.column, pack<T>(g));
-    }
+    });
   });
   if constexpr (!KEEP) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) sum.v[j] *= scale;
+    unroll<V>([&](int j) { sum.v[j] *= scale; });
   }
   me.store(c, sum, partial, dgamma);
 }
@@ -310,11 +295,10 @@ __global__ void __launch_bounds__(kThreads) scale_backward_rows(const G* __restr
       Vec<A, V> g = unpack<A>(load_vec<G, V>(dy + base + word * V));
       const Vec<A, V> w = unpack<A>(load_vec<T, V>(x + base + word * V));
       A part = 0;
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
+      unroll<V>([&](int j) {
         part = fma(g.v[j], w.v[j], part);
         g.v[j] *= to_x;
-      }
+      });
       store_vec<T, V>(dx + base + word * V, pack<T>(g));
       sum += part;
     }
@@ -334,28 +318,31 @@ __global__ void __launch_bounds__(kThreads) scale_backward_rows(const G* __restr
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
 void check_residual(const Tensor& x, const Tensor& residual, ScalarType out, const char* op) {
-  STD_TORCH_CHECK(residual.scalar_type() == out, "fastlayers::", op, ": expected a residual of the result's dtype ",
-                  torch::headeronly::toString(out), ", but got ", torch::headeronly::toString(residual.scalar_type()));
-  STD_TORCH_CHECK(residual.is_cuda() && x.get_device_index() == residual.get_device_index(), "fastlayers::", op,
-                  ": expected residual on x's device");
-  STD_TORCH_CHECK(dims_of(x.sizes()) == dims_of(residual.sizes()), "fastlayers::", op, ": expected residual of x's shape");
+  FASTLAYERS_CHECK(residual.scalar_type() == out, op, "expected a residual of the result's dtype ", toString(out), ", but got ",
+                   toString(residual.scalar_type()));
+  check_device(x, residual, op, "residual");
+  check_same_sizes(x, residual, op, "residual");
 }
 
-// A sum may be wider than x, a gradient narrower than what comes in.
-template <typename I, typename O>
-void check_widths(bool adds, const char* op) {
-  STD_TORCH_CHECK(sizeof(I) == sizeof(O) || (sizeof(I) < sizeof(O)) == adds, "fastlayers::", op, ": no kernel ",
-                  adds ? "adds a residual narrower than x" : "widens x alone");
+// Calls f(std::bool_constant<whether a residual is added>{}) for the cases that kernels are built for: a sum may be wider than x, a
+// gradient narrower than what comes in.
+template <typename I, typename O, typename F>
+void with_residual(bool adds, const char* op, F&& f) {
+  FASTLAYERS_CHECK(sizeof(I) == sizeof(O) || (sizeof(I) < sizeof(O)) == adds, op, "no kernel ",
+                   adds ? "adds a residual narrower than x" : "widens x alone");
+  if constexpr (sizeof(I) < sizeof(O)) f(std::true_type{});
+  else if constexpr (sizeof(I) > sizeof(O)) f(std::false_type{});
+  else adds ? f(std::true_type{}) : f(std::false_type{});
 }
 
 // x and the residual, where there is one, in the memory order of torch's result.
 struct Operands {
   Tensor x;
-  std::optional<Tensor> residual;
+  MaybeTensor residual;
   Dims sizes, strides;
 
   // `product`: the layout of what is added to the residual.
-  Operands(const Tensor& x_in, const std::optional<Tensor>& residual_in, const Dims& product)
+  Operands(const Tensor& x_in, const MaybeTensor& residual_in, const Dims& product)
       : x(x_in), residual(residual_in), sizes(dims_of(x_in.sizes())), strides(product) {
     if (residual) {
       const Dims own = dims_of(residual->strides());
@@ -364,17 +351,15 @@ struct Operands {
     }
     x = with_strides(x, sizes, strides);
   }
-  template <typename O>
-  const O* residual_data() const { return residual ? static_cast<const O*>(residual->const_data_ptr()) : nullptr; }
-  template <typename O>
-  bool whole_words() const { return aligned(x.const_data_ptr()) && aligned(residual_data<O>()); }
+  bool whole_words() const { return aligned(x.const_data_ptr()) && aligned(pointer<const void>(residual)); }
 };
 
-Tensor dropout_add(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& seed, double p, ScalarType dtype) {
-  STD_TORCH_CHECK(p >= 0 && p < 1, "fastlayers::dropout_add: expected a probability of at least 0 and less than 1, but got ", p);
-  STD_TORCH_CHECK(seed.is_cuda() && seed.scalar_type() == ScalarType::Long && seed.numel() == 1,
-                  "fastlayers::dropout_add: expected a seed of one int64 on the GPU");
-  if (residual) check_residual(x, *residual, dtype, "dropout_add");
+Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, const Tensor& seed, double p, ScalarType dtype) {
+  const char* op = "dropout_add";
+  FASTLAYERS_CHECK(p >= 0 && p < 1, op, "expected a probability of at least 0 and less than 1, but got ", p);
+  FASTLAYERS_CHECK(seed.is_cuda() && seed.scalar_type() == ScalarType::Long && seed.numel() == 1, op,
+                   "expected a seed of one int64 on the GPU");
+  if (residual) check_residual(x, *residual, dtype, op);
   const Dims own = dims_of(x.strides());
   const Operands operands(x, residual, result_strides(dims_of(x.sizes()), {&own}));
   const Launch launch(x);
@@ -382,21 +367,15 @@ Tensor dropout_add(const Tensor& x, const std::optional<Tensor>& residual, const
   const int64_t n = out.numel();
   if (n == 0) return out;
   const auto threshold = static_cast<uint32_t>(std::min(p * 4294967296.0 + 0.5, 4294967295.0));
-  dispatch_pair<true>(x.scalar_type(), dtype, "dropout_add", [&](auto zero_in, auto zero_out) {
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&](auto zero_in, auto zero_out) {
     using I = decltype(zero_in);
     using O = decltype(zero_out);
     using N = Narrow<I, O>;
-    const auto run = [&](auto adds) {
-      dropout_flat<I, O, decltype(adds)::value><<<flat_blocks<N, kDropoutWords>(n), kThreads, 0, launch.stream()>>>(
-          static_cast<const I*>(operands.x.const_data_ptr()), operands.residual_data<O>(),
-          static_cast<O*>(out.mutable_data_ptr()), n, operands.whole_words<O>(),
-          static_cast<const int64_t*>(seed.const_data_ptr()), threshold, static_cast<compute_t<O>>(1.0 / (1.0 - p)));
-    };
-    check_widths<I, O>(residual.has_value(), "dropout_add");
-    if constexpr (sizeof(I) < sizeof(O)) run(std::true_type{});
-    else if constexpr (sizeof(I) > sizeof(O)) run(std::false_type{});
-    else residual ? run(std::true_type{}) : run(std::false_type{});
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    with_residual<I, O>(residual.has_value(), op, [&](auto adds) {
+      launch_kernel(dropout_flat<I, O, decltype(adds)::value>, {flat_blocks<N, kDropoutWords>(n), kThreads}, launch,
+                    pointer<const I>(operands.x), pointer<const O>(operands.residual), pointer<O>(out), n, operands.whole_words(),
+                    pointer<const int64_t>(seed), threshold, static_cast<compute_t<O>>(1.0 / (1.0 - p)));
+    });
   });
   return out;
 }
@@ -404,24 +383,21 @@ Tensor dropout_add(const Tensor& x, const std::optional<Tensor>& residual, const
 // The dimension of x along which gamma varies, -1 where it is one value.
 int64_t gamma_dim(const Tensor& gamma, const Tensor& x, const char* op) {
   broadcast_strides(gamma, dims_of(x.sizes()), op, "gamma");  // or says why not
-  STD_TORCH_CHECK(gamma.is_contiguous(), "fastlayers::", op, ": expected a contiguous gamma");
-  STD_TORCH_CHECK(gamma.is_cuda() && gamma.get_device_index() == x.get_device_index(), "fastlayers::", op,
-                  ": expected gamma on x's device");
+  FASTLAYERS_CHECK(gamma.is_contiguous(), op, "expected a contiguous gamma");
+  check_device(x, gamma, op, "gamma");
   int64_t dim = -1;
   for (int64_t d = 0; d < gamma.dim(); ++d) {
     if (gamma.size(d) == 1) continue;
-    STD_TORCH_CHECK(dim < 0, "fastlayers::", op, ": gamma varies along more than one dimension");
+    FASTLAYERS_CHECK(dim < 0, op, "gamma varies along more than one dimension");
     dim = d + x.dim() - gamma.dim();
   }
   return dim;
 }
 
 void check_keep(const Tensor& keep, const Tensor& x, const char* op) {
-  const ScalarType dtype = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  STD_TORCH_CHECK(keep.scalar_type() == dtype && keep.is_cuda() && keep.get_device_index() == x.get_device_index() &&
-                      keep.is_contiguous() && x.dim() > 0 && keep.numel() == x.size(0),
-                  "fastlayers::", op, ": expected keep to have one ", torch::headeronly::toString(dtype),
-                  " for each index of dimension 0");
+  check_device(x, keep, op, "keep");
+  FASTLAYERS_CHECK(keep.scalar_type() == compute_dtype(x) && keep.is_contiguous() && x.dim() > 0 && keep.numel() == x.size(0), op,
+                   "expected keep to have one ", toString(compute_dtype(x)), " for each index of dimension 0");
 }
 
 // A vector along dimension `dim` of a dense tensor of n elements; -1: one value.
@@ -448,15 +424,16 @@ Along make_along(const Tensor& t, int64_t dim, const Dims& sizes, const Dims& st
 }  // namespace
 
 // x·gamma·keep·scale, plus the residual: gamma a vector along one dimension of x, keep a factor for each index of dimension 0.
-Tensor scale_add(const Tensor& x, const std::optional<Tensor>& gamma, const std::optional<Tensor>& keep, double scale,
-                 const std::optional<Tensor>& residual, ScalarType dtype) {
-  if (residual) check_residual(x, *residual, dtype, "scale_add");
+Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& keep, double scale,
+                 const MaybeTensor& residual, ScalarType dtype) {
+  const char* op = "scale_add";
+  if (residual) check_residual(x, *residual, dtype, op);
   const Dims sizes = dims_of(x.sizes()), own = dims_of(x.strides());
-  const int64_t dim = gamma ? gamma_dim(*gamma, x, "scale_add") : -1;
-  if (keep) check_keep(*keep, x, "scale_add");
+  const int64_t dim = gamma ? gamma_dim(*gamma, x, op) : -1;
+  if (keep) check_keep(*keep, x, op);
   Dims product = own;
   if (gamma || keep) {
-    const Dims of_gamma = gamma ? broadcast_strides(*gamma, sizes, "scale_add", "gamma") : Dims(sizes.size(), 0);
+    const Dims of_gamma = gamma ? broadcast_strides(*gamma, sizes, op, "gamma") : Dims(sizes.size(), 0);
     product = dense_strides(sizes, memory_order(sizes, {&own, &of_gamma}));
   } else if (!residual) {
     product = result_strides(sizes, {&own});
@@ -466,38 +443,83 @@ Tensor scale_add(const Tensor& x, const std::optional<Tensor>& gamma, const std:
   Tensor out = empty_strided(operands.sizes, operands.strides, dtype, x);
   const int64_t n = out.numel();
   if (n == 0) return out;
-  dispatch_pair<true>(x.scalar_type(), dtype, "scale_add", [&](auto zero_in, auto zero_out) {
+  dispatch_pair<true>(x.scalar_type(), dtype, op, [&](auto zero_in, auto zero_out) {
     using I = decltype(zero_in);
     using O = decltype(zero_out);
     using N = Narrow<I, O>;
     const ScalarType narrow = sizeof(I) <= sizeof(O) ? x.scalar_type() : dtype;
-    STD_TORCH_CHECK(!gamma || gamma->scalar_type() == narrow || (sizeof(N) == 2 && gamma->scalar_type() == ScalarType::Float),
-                    "fastlayers::scale_add: expected a gamma of x's dtype, or of float32 to a half");
+    FASTLAYERS_CHECK(!gamma || gamma->scalar_type() == narrow || (sizeof(N) == 2 && gamma->scalar_type() == ScalarType::Float), op,
+                     "expected a gamma of x's dtype, or of float32 for 16-bit x");
     Factor<compute_t<O>> factor;
     factor.scale = static_cast<compute_t<O>>(scale);
     if (gamma) factor.gamma = make_along<N>(*gamma, dim, sizes, operands.strides, n);
     if (keep) factor.keep = make_along<N>(*keep, 0, sizes, operands.strides, n);
-    const auto run = [&](auto adds, auto general) {
-      scale_flat<I, O, decltype(adds)::value, decltype(general)::value><<<flat_blocks<N>(n), kThreads, 0, launch.stream()>>>(
-          static_cast<const I*>(operands.x.const_data_ptr()), operands.residual_data<O>(),
-          static_cast<O*>(out.mutable_data_ptr()), n, operands.whole_words<O>(), factor);
-    };
-    const auto choose = [&](auto adds) { factor.general() ? run(adds, std::true_type{}) : run(adds, std::false_type{}); };
-    check_widths<I, O>(residual.has_value(), "scale_add");
-    if constexpr (sizeof(I) < sizeof(O)) choose(std::true_type{});
-    else if constexpr (sizeof(I) > sizeof(O)) choose(std::false_type{});
-    else residual ? choose(std::true_type{}) : choose(std::false_type{});
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    with_residual<I, O>(residual.has_value(), op, [&](auto adds) {
+      const auto run = [&](auto general) {
+        launch_kernel(scale_flat<I, O, decltype(adds)::value, decltype(general)::value>, {flat_blocks<N>(n), kThreads}, launch,
+                      pointer<const I>(operands.x), pointer<const O>(operands.residual), pointer<O>(out), n, operands.whole_words(),
+                      factor);
+      };
+      factor.general() ? run(std::true_type{}) : run(std::false_type{});
+    });
   });
   return out;
 }
 
+namespace {
+
+// The pieces of memory that the backward's kernels work on.
+template <typename G, typename T>
+struct ScaleBackward {
+  using A = compute_t<T>;
+  const G* dy;
+  const T* x;
+  T* dx;
+  A scale;
+  int64_t repeat, columns, inner;
+  const GammaArgs& gamma;
+  const Tensor& dgamma;
+  const Launch& launch;
+
+  // Adds the pieces up in gamma's dtype.
+  void finish(const Tensor& partial, int64_t pieces) const {
+    void* const to = dgamma.mutable_data_ptr();
+    if (sizeof(T) == 2 && gamma.float32) launch_add_pieces<A>(partial, to, 1, pieces, columns, launch);
+    else launch_add_pieces<T>(partial, to, 1, pieces, columns, launch);
+  }
+
+  template <int V>
+  void run_rows(const Tensor& like) const {
+    const int64_t lanes = inner / V, rows = repeat * columns;
+    const int64_t resident = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);
+    RowArgs r{repeat, columns, inner, 1, static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(lanes, 4)))), 1};
+    r.down = kThreads / r.across;
+    const int64_t row_blocks = ceil_div(rows, r.down);
+    r.pieces = std::clamp<int64_t>(resident / row_blocks, 1, std::max<int64_t>(1, lanes / (4 * r.across)));
+    const Tensor partial = empty_partial<A>(repeat * r.pieces, columns, like);
+    launch_kernel(scale_backward_rows<G, T, V>, {row_blocks * r.pieces, kThreads}, launch, dy, x, dx, pointer<A>(partial), scale, r, gamma);
+    finish(partial, repeat * r.pieces);
+  }
+
+  template <int V>
+  void run_columns(const Tensor& like) const {
+    const Columns c = Columns::plan<A>(repeat, columns, V, launch.device());
+    T* sums = c.pieces == 1 && dgamma.scalar_type() == like.scalar_type() ? pointer<T>(dgamma) : nullptr;
+    const Tensor partial = empty_partial<A>(sums ? 0 : c.pieces, columns, like);
+    const auto kernel = gamma.keep ? scale_backward_columns<G, T, V, true> : scale_backward_columns<G, T, V, false>;
+    launch_kernel(kernel, {c.blocks(), c.threads(), c.shared<A>(V)}, launch, dy, x, dx, pointer<A>(partial), sums, scale, c, gamma);
+    if (!sums) finish(partial, c.pieces);
+  }
+};
+
+}  // namespace
+
 // The gradients of x and gamma.
-std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor& x_in, const Tensor& gamma,
-                                              const std::optional<Tensor>& keep, double scale) {
+std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor& x_in, const Tensor& gamma, const MaybeTensor& keep,
+                                              double scale) {
   constexpr const char* op = "scale_add_backward";
   const Dims sizes = dims_of(x_in.sizes());
-  STD_TORCH_CHECK(dims_of(dy_in.sizes()) == sizes, "fastlayers::", op, ": expected dy of x's shape");
+  check_same_sizes(x_in, dy_in, op, "dy");
   const int64_t dim = gamma_dim(gamma, x_in, op);
   if (keep) check_keep(*keep, x_in, op);
   const bool dropping = keep && sizes[0] > 1;
@@ -505,7 +527,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   const Dims strides = dense_strides(sizes, memory_order(sizes, {&dy_strides, &x_strides}));
   const Tensor dy = with_strides(dy_in, sizes, strides), x = with_strides(x_in, sizes, strides);
   const int64_t n = x.numel();
-  STD_TORCH_CHECK(n > 0, "fastlayers::", op, ": nothing to compute on");
+  FASTLAYERS_CHECK(n > 0, op, "expected x with at least one element");
   const int64_t columns = dim < 0 ? 1 : sizes[dim], inner = dim >= 0 ? strides[dim] : dropping ? strides[0] : n;
   const int64_t repeat = n / columns / inner, row = inner == 1 ? columns : inner;
   GammaArgs a{};
@@ -521,57 +543,24 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   const Launch launch(x);
   Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x);
   Tensor dgamma = empty_contiguous(dims_of(gamma.sizes()), gamma.scalar_type(), gamma);
-  a.gamma = gamma.const_data_ptr();
-  a.keep = keep ? keep->const_data_ptr() : nullptr;
+  a.gamma = pointer<const void>(gamma);
+  a.keep = pointer<const void>(keep);
   a.float32 = gamma.scalar_type() == ScalarType::Float;
   dispatch_pair<true>(dy.scalar_type(), x.scalar_type(), op, [&](auto zero_in, auto zero_out) {
     using G = decltype(zero_in);
     using T = decltype(zero_out);
     if constexpr (sizeof(G) < sizeof(T)) {
-      STD_TORCH_CHECK(false, "fastlayers::", op, ": no kernel for a dy narrower than x");
+      FASTLAYERS_CHECK(false, op, "no kernel for a dy narrower than x");
     } else {
-      using A = compute_t<T>;
-      constexpr int V = kVector<T>;
-      STD_TORCH_CHECK(gamma.scalar_type() == x.scalar_type() || (sizeof(T) == 2 && a.float32), "fastlayers::", op,
-                      ": expected a gamma of x's dtype, or of float32 to a half");
-      const G* g = static_cast<const G*>(dy.const_data_ptr());
-      const T* px = static_cast<const T*>(x.const_data_ptr());
-      T* d = static_cast<T*>(dx.mutable_data_ptr());
-      const A s = static_cast<A>(scale);
-      const bool whole = aligned(g) && aligned(px) && row % V == 0;
-      const auto finish = [&](const Tensor& partial, int64_t pieces) {
-        STD_CUDA_KERNEL_LAUNCH_CHECK();
-        if (sizeof(T) == 2 && a.float32) launch_add_pieces<A>(partial, dgamma.mutable_data_ptr(), 1, pieces, columns, launch);
-        else launch_add_pieces<T>(partial, dgamma.mutable_data_ptr(), 1, pieces, columns, launch);
-      };
+      FASTLAYERS_CHECK(gamma.scalar_type() == x.scalar_type() || (sizeof(T) == 2 && a.float32), op,
+                       "expected a gamma of x's dtype, or of float32 for 16-bit x");
+      const ScaleBackward<G, T> backward{pointer<const G>(dy), pointer<const T>(x), pointer<T>(dx), static_cast<compute_t<T>>(scale),
+                                         repeat, columns, inner, a, dgamma, launch};
       const auto run = [&](auto vector) {
-        constexpr int W = decltype(vector)::value;
-        if (inner > 1) {
-          const int64_t lanes = row / W, rows = repeat * columns;
-          const int64_t resident = 4 * static_cast<int64_t>(device_traits(launch.device()).processors);
-          RowArgs r{repeat, columns, inner, 1, static_cast<int>(std::min<int64_t>(kThreads, next_power_of_2(ceil_div(lanes, 4)))), 1};
-          r.down = kThreads / r.across;
-          const int64_t row_blocks = ceil_div(rows, r.down);
-          r.pieces = std::clamp<int64_t>(resident / row_blocks, 1, std::max<int64_t>(1, lanes / (4 * r.across)));
-          Tensor partial = empty_partial<A>(repeat * r.pieces, columns, x);
-          scale_backward_rows<G, T, W><<<blocks_for(row_blocks * r.pieces, 1), kThreads, 0, launch.stream()>>>(
-              g, px, d, static_cast<A*>(partial.mutable_data_ptr()), s, r, a);
-          finish(partial, repeat * r.pieces);
-        } else {
-          const Columns c = Columns::plan<A>(repeat, columns, W, launch.device());
-          T* sums = c.pieces == 1 && gamma.scalar_type() == x.scalar_type() ? static_cast<T*>(dgamma.mutable_data_ptr()) : nullptr;
-          Tensor partial = empty_partial<A>(sums ? 0 : c.pieces, columns, x);
-          const auto launch_columns = [&](auto keeps) {
-            scale_backward_columns<G, T, W, decltype(keeps)::value>
-                <<<blocks_for(c.blocks(), 1), c.threads(), c.shared<A>(W), launch.stream()>>>(
-                    g, px, d, static_cast<A*>(partial.mutable_data_ptr()), sums, s, c, a);
-          };
-          keep ? launch_columns(std::true_type{}) : launch_columns(std::false_type{});
-          if (sums) STD_CUDA_KERNEL_LAUNCH_CHECK();
-          else finish(partial, c.pieces);
-        }
+        if (inner > 1) backward.template run_rows<decltype(vector)::value>(x);
+        else backward.template run_columns<decltype(vector)::value>(x);
       };
-      if (whole) run(std::integral_constant<int, V>{});
+      if (aligned(backward.dy) && aligned(backward.x) && row % kVector<T> == 0) run(std::integral_constant<int, kVector<T>>{});
       else run(std::integral_constant<int, 1>{});
     }
   });

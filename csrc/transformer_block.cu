@@ -1,14 +1,14 @@
-// A block of a transformer with the norms before its halves, under autocast: x + proj(attention(qkv(norm(x)))), and that plus the MLP of
-// its norm. The stream is float32, the products are halves. What stands before the attention is one call and what stands behind it
-// another; the attention itself is torch's.
+// A transformer's block with pre-norms under autocast: x + proj(attention(qkv(norm(x)))), and that plus the MLP of its norm. The residual
+// stream is float32, the products are 16-bit. One call computes what comes before the attention and one what comes after; the attention
+// itself is torch's.
 #include "autocast.h"
 #include "common/flat.cuh"
 
 namespace fastlayers {
 namespace {
 
-// The gradients of query, key and value, (B, heads, N, size) in any layout whose last dimension is dense, in the place of each in that of
-// their product, (B, N, 3, heads, size).
+// Packs the gradients of query, key and value, (B, heads, N, size) in any layout whose last dimension is dense, into that of their product,
+// (B, N, 3, heads, size).
 struct Packing {
   const void* part[3];
   int64_t strides[3][3];  // of images, heads and tokens
@@ -27,15 +27,15 @@ __global__ void __launch_bounds__(kThreads) pack_parts(const __grid_constant__ P
 }
 
 Tensor packed(const std::vector<Tensor>& parts, const char* op) {
-  STD_TORCH_CHECK(parts.size() == 3 && parts[0].dim() == 4, "fastlayers::", op, ": expected the gradients of query, key and value");
+  FASTLAYERS_CHECK(parts.size() == 3 && parts[0].dim() == 4, op, "expected the gradients of query, key and value");
   const Dims sizes = dims_of(parts[0].sizes());
   const int64_t width = static_cast<int64_t>(parts[0].element_size());
   Packing a{};
   std::array<Tensor, 3> kept{parts[0], parts[1], parts[2]};
   bool whole = sizes[3] * width % kVectorBytes == 0;
   for (int k = 0; k < 3; ++k) {
-    STD_TORCH_CHECK(dims_of(parts[k].sizes()) == sizes && parts[k].scalar_type() == parts[0].scalar_type(), "fastlayers::", op,
-                    ": expected gradients of one shape and dtype");
+    FASTLAYERS_CHECK(dims_of(parts[k].sizes()) == sizes && parts[k].scalar_type() == parts[0].scalar_type(), op,
+                     "expected gradients of one shape and dtype");
     if (sizes[3] > 1 && parts[k].stride(3) != 1) kept[k] = torch::stable::contiguous(parts[k]);
     a.part[k] = kept[k].const_data_ptr();
     whole = whole && aligned(a.part[k]);
@@ -51,8 +51,8 @@ Tensor packed(const std::vector<Tensor>& parts, const char* op) {
   Tensor out = empty_contiguous({sizes[0] * sizes[2], 3 * sizes[1] * sizes[3]}, parts[0].scalar_type(), parts[0]);
   a.n = out.numel() / each;
   const Launch launch(out);
-  if (whole) pack_parts<<<blocks_for(a.n, kThreads), kThreads, 0, launch.stream()>>>(a, static_cast<uint4*>(out.mutable_data_ptr()));
-  else pack_parts<<<blocks_for(a.n, kThreads), kThreads, 0, launch.stream()>>>(a, static_cast<uint16_t*>(out.mutable_data_ptr()));
+  if (whole) pack_parts<<<blocks_for(a.n, kThreads), kThreads, 0, launch.stream()>>>(a, pointer<uint4>(out));
+  else pack_parts<<<blocks_for(a.n, kThreads), kThreads, 0, launch.stream()>>>(a, pointer<uint16_t>(out));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
@@ -74,15 +74,15 @@ Tensor heads_of(const Tensor& rows, const Dims& sizes) { return reinterpreted(ro
 enum Parameter { kNormWeight, kNormBias, kQkv, kQkvBias, kProj, kProjBias, kFirst, kFirstBias, kSecond, kSecondBias, kParameters };
 enum Low { kLowProj, kLowProjBias, kLowFirst, kLowFirstBias, kLowSecond, kLowSecondBias, kLows };
 
-// qkv(norm(x)) of contiguous rows; and the norm's result, its statistics and, as halves, the weight of qkv and all other parameters.
-// Where `apart`, here as below, each in memory of its own.
+// qkv(norm(x)) of contiguous rows; and the norm's result, its statistics, and in 16 bits the weight of qkv and all other parameters.
+// Here as below, `apart` allocates every tensor on its own.
 std::vector<Tensor> transformer_block_autocast_open(const Tensor& x, std::vector<Tensor> parameters, int64_t heads, ScalarType dtype,
                                                     double eps, bool apart) {
   const char* op = "transformer_block_autocast_open";
   const Pool pool(!apart);
-  STD_TORCH_CHECK(parameters.size() == kParameters && x.scalar_type() == ScalarType::Float && x.dim() == 3 && heads > 0 &&
-                      parameters[kQkv].size(0) % (3 * heads) == 0,
-                  "fastlayers::", op, ": expected float32 rows, ", static_cast<int>(kParameters), " parameters and heads for the first product");
+  FASTLAYERS_CHECK(parameters.size() == kParameters && x.scalar_type() == ScalarType::Float && x.dim() == 3 && heads > 0 &&
+                       parameters[kQkv].size(0) % (3 * heads) == 0,
+                   op, "expected float32 rows, ", static_cast<int>(kParameters), " parameters and heads for the first product");
   const int64_t k = x.size(2), rows = x.numel() / std::max<int64_t>(k, 1);
   check_rows(x, parameters[kQkv], parameters[kQkvBias], k, op);
   const Parameters low = narrowed({parameters.begin() + kQkv, parameters.end()}, dtype, op, apart);
@@ -103,15 +103,15 @@ std::vector<Tensor> transformer_block_autocast_close(const Tensor& x, const Tens
                                                      double first, double second, bool apart) {
   const char* op = "transformer_block_autocast_close";
   const Pool pool(!apart);
-  STD_TORCH_CHECK(low.size() == kLows && of_heads.dim() == 4, "fastlayers::", op, ": expected ", static_cast<int>(kLows),
-                  " parameters as halves, and the result of an attention");
+  FASTLAYERS_CHECK(low.size() == kLows && of_heads.dim() == 4, op, "expected ", static_cast<int>(kLows),
+                  " 16-bit parameters, and the result of an attention");
   const ScalarType dtype = low[0].scalar_type();
   const Tensor attended = rows_of(of_heads);
   const int64_t n = low[kLowProj].size(0), k = low[kLowProj].size(1), rows = attended.numel() / k, inner = low[kLowFirst].size(0);
   check_rows(attended, low[kLowProj], low[kLowProjBias], k, op);
   check_rows(x, low[kLowFirst], low[kLowFirstBias], n, op);
-  STD_TORCH_CHECK(low[kLowSecond].size(0) == n && low[kLowSecond].size(1) == inner && x.numel() == rows * n, "fastlayers::", op,
-                  ": expected an MLP back to the rows of x");
+  FASTLAYERS_CHECK(low[kLowSecond].size(0) == n && low[kLowSecond].size(1) == inner && x.numel() == rows * n, op,
+                   "expected an MLP back to the rows of x");
   Tensor last = empty_contiguous({rows, n}, dtype, x), product = empty_contiguous({rows, inner}, dtype, x);
   multiply(last, matrix(attended, rows, k), matrix(low[kLowProj], n, k, true), low[kLowProjBias]);
   const auto [normed, s, stats] = add_layer_norm_forward(last, matrix(x, rows, n), norm_weight, norm_bias, 1, eps, 0, dtype, true);
@@ -123,8 +123,8 @@ std::vector<Tensor> transformer_block_autocast_close(const Tensor& x, const Tens
   return {reinterpreted(out, sizes, contiguous_strides(sizes)), s, normed, stats, product};
 }
 
-// The gradients of s, in float32, and of the attention's result; and of the weight and bias of proj, of the norm and of both layers of the
-// MLP.
+// The gradients of s, in float32, and of the attention's result; and those of weight and bias of proj, of the norm and of both layers of
+// the MLP.
 std::vector<Tensor> transformer_block_autocast_close_backward(const Tensor& dy_in, const Tensor& of_heads, std::vector<Tensor> low,
                                                               std::vector<Tensor> kept, const Tensor& norm_weight, int64_t act,
                                                               double first, double second, bool apart) {
@@ -132,14 +132,14 @@ std::vector<Tensor> transformer_block_autocast_close_backward(const Tensor& dy_i
   const Pool pool(!apart);
   LaterSums sums;
   const Tensor attended = rows_of(of_heads);
-  STD_TORCH_CHECK(kept.size() == 4 && low.size() == kLows, "fastlayers::", op, ": expected what the forward kept");
+  FASTLAYERS_CHECK(kept.size() == 4 && low.size() == kLows, op, "expected what the forward kept");
   const Tensor &s = kept[0], &normed = kept[1], &stats = kept[2], &product = kept[3];
   const ScalarType dtype = low[0].scalar_type();
   const int64_t n = low[kLowProj].size(0), k = low[kLowProj].size(1), rows = attended.numel() / k;
   const Tensor dy = matrix(made_contiguous(dy_in), rows, n);
   auto [low_dy, dsecond_bias] = narrowed_and_summed(dy, dtype);
-  auto [dnormed, dfirst, dfirst_bias, dsecond, none] = mlp_autocast_backward(
-      low_dy, normed, product, low[kLowFirst], low[kLowFirstBias], low[kLowSecond], act, first, second, true, true, true, true, false);
+  const KeptMlp mlp{normed, product, low[kLowFirst], low[kLowFirstBias], low[kLowSecond]};
+  auto [dnormed, dfirst, dfirst_bias, dsecond, none] = mlp_gradients(low_dy, mlp, {act, first, second}, {true, true, true, true, false});
   low_dy = Tensor();  // its memory is free for what follows
   const auto [ds, dnorm_weight, dnorm_bias] = layer_norm_backward(dnormed, dy, s, stats, norm_weight, 1, 0, true, true);
   dnormed = Tensor();
@@ -160,7 +160,7 @@ std::vector<Tensor> transformer_block_autocast_open_backward(std::vector<Tensor>
   LaterSums sums;
   const Tensor dqkv = packed(parts, op);
   const int64_t rows = dqkv.size(0), n = low.size(0), k = low.size(1);
-  STD_TORCH_CHECK(dqkv.size(1) == n && x.numel() == rows * k, "fastlayers::", op, ": expected the gradients of all of the product");
+  FASTLAYERS_CHECK(dqkv.size(1) == n && x.numel() == rows * k, op, "expected the gradients of all of the product");
   Tensor dnormed = empty_contiguous({rows, k}, low.scalar_type(), x);
   multiply(dnormed, dqkv, low);
   const auto [dx, dnorm_weight, dnorm_bias] = layer_norm_backward(dnormed, ds, matrix(x, rows, k), stats, norm_weight, 1, 0, true, true);

@@ -1,9 +1,9 @@
-// Dense tensors walked down their columns, [repeat, columns] in memory, by kernels that sum something over the rows on the way: the
+// Kernels that walk down the columns of a dense tensor, [repeat, columns] in memory, and sum something over the rows on the way: the
 // gradient of a bias, of a factor, of a scale.
 //
-// A thread has V neighbouring columns of every step-th row. All blocks are resident, and together walk through memory in one front:
-// pieces of neighbouring rows a block reach .92 of the copy bandwidth where this reaches .94. Each block leaves a partial sum, and
-// add_pieces adds these up, all in a fixed order.
+// A thread has V neighbouring columns of every step-th row. All blocks are resident, and walk through memory together in one front:
+// that reaches .94 of the copy bandwidth, where a piece of neighbouring rows for each block reaches .92. Each block leaves a partial sum,
+// and add_pieces adds these up in a fixed order.
 #pragma once
 
 #include "flat.cuh"

@@ -49,7 +49,7 @@ __device__ __forceinline__ Vec<T, N> load_vec(const T* p) { return *reinterpret_
 template <typename T, int N>
 __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& v) {
   if constexpr (sizeof(v) % sizeof(uint4) == 0) {
-    // In assembly, because the compiler takes a vector store apart to share halves of it with the scalar stores of a tail.
+    // In assembly, because the compiler takes a vector store apart to share parts of it with the scalar stores of a tail.
     unroll<sizeof(v) / sizeof(uint4)>([&](int i) {
       const uint4 w = reinterpret_cast<const uint4*>(&v)[i];
       asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<uint4*>(p) + i), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w));
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& v) {
   }
 }
 
-// The 32-bit words of a vector of 16-bit elements. Working on pairs saves the byte shuffles that single halves cost.
+// The 32-bit words of a vector of 16-bit elements. Working on pairs saves the byte shuffles of single elements.
 template <typename T, int N>
 __device__ __forceinline__ unsigned* words_of(Vec<T, N>& v) { return reinterpret_cast<unsigned*>(v.v); }
 template <typename T, int N>

@@ -1,6 +1,6 @@
-// What the elementwise kernels share: tensors walked flat in words of 16 bytes, rows within them.
+// What the elementwise kernels share: walks over a flat tensor in words of 16 bytes, and over the rows within it.
 //
-// In a namespace without a name: each file that includes this has kernels of its own.
+// The namespace has no name: each file that includes this has kernels of its own.
 #pragma once
 
 #include "device.cuh"
@@ -67,8 +67,8 @@ __device__ __forceinline__ void for_words(bool is_aligned, int64_t n, const T* c
   });
 }
 
-// Has the words of a and b all in flight before one of a is used: ptxas moves a load down to its first use, behind all that can be
-// computed without it, to save registers. nothing: 0, and the compiler does not know.
+// Keeps all words of a and b in flight before one of a is used. To save registers, ptxas would move a load down to its first use.
+// `nothing` is 0, which the compiler does not know.
 template <typename T, int V, int U>
 __device__ __forceinline__ void wait_for_all(Vec<T, V> (&a)[U], const Vec<T, V> (&b)[U], unsigned nothing) {
   if constexpr (sizeof(T) == 2 && V % 2 == 0) {

@@ -1,4 +1,4 @@
-// What every kernel file needs to know of a tensor, on PyTorch's stable ABI only: one binary serves torch 2.11 and later.
+// Tensors, on PyTorch's stable ABI only, so that one binary serves torch 2.11 and later.
 #pragma once
 
 #include <algorithm>
@@ -57,7 +57,7 @@ inline Tensor reinterpreted(const Tensor& t, int64_t dims, const int64_t* sizes,
   return Tensor(handle);
 }
 
-// A T of which current() is the one that this thread made last of those that live; null where there is none.
+// Base of a T whose objects nest: current() is the innermost one alive on this thread, or null.
 template <typename T>
 class Innermost {
  public:
@@ -78,13 +78,13 @@ class Innermost {
   T* outer_;
 };
 
-// While one that shares lives, the small tensors that its thread asks for share allocations. Each costs the host half of a launch, and a
-// block of a network asks for dozens: statistics, sums in pieces, gradients of biases.
+// While a Pool that shares is alive, the small tensors of its thread share allocations. An allocation costs the host half as much as a
+// launch, and a block of a network asks for dozens: statistics, sums in pieces, gradients of biases.
 class Pool : public Innermost<Pool> {
  public:
   explicit Pool(bool shares) : Innermost(shares) {}
 
-  // No tensor where it is too large, or on another device than the first one.
+  // Returns no tensor where it would be too large, or on another device than the first one.
   template <typename Allocate>
   std::optional<Tensor> take(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype, int32_t device,
                              Allocate&& allocate) {
@@ -113,7 +113,7 @@ class Pool : public Innermost<Pool> {
   std::vector<Chunk> chunks_;
 };
 
-// empty_strided through the C shim: cheaper by a microsecond than the dispatcher call behind stable::empty_like.
+// empty_strided through the C shim, a microsecond cheaper than the dispatcher call in stable::empty_like.
 inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype, const Tensor& like) {
   if (Pool* pool = Pool::current(); pool != nullptr) {
     const auto allocate = [&](int64_t elements) {
@@ -207,8 +207,20 @@ inline bool same_layout(const Dims& sizes, const Dims& a, const Dims& b) {
   return true;
 }
 
-// How torch lays out the elementwise result of operands of one shape: contiguous, channels_last or exactly like them where
-// all are so; else dense, in their common order.
+// Whether the channels, dimension 1, are the fastest in memory, then the last dimension and so on to the first, without gaps.
+inline bool is_channels_last(const Tensor& t) {
+  const int64_t dims = t.dim();
+  int64_t step = 1;
+  for (int64_t i = 0; i < dims; ++i) {
+    const int64_t d = i == 0 ? 1 : i == dims - 1 ? 0 : dims - i;
+    if (t.size(d) > 1 && t.stride(d) != step) return false;
+    step *= t.size(d);
+  }
+  return true;
+}
+
+// How torch lays out the elementwise result of operands of one shape: contiguous, channels_last or exactly like them where all operands
+// are; else dense, in their common order.
 inline Dims result_strides(const Dims& sizes, std::initializer_list<const Dims*> operands) {
   const auto all = [&](const Dims& strides) {
     return std::all_of(operands.begin(), operands.end(), [&](const Dims* s) { return same_layout(sizes, *s, strides); });
@@ -224,7 +236,7 @@ inline Dims result_strides(const Dims& sizes, std::initializer_list<const Dims*>
   return equal && same_layout(sizes, first, dense) ? first : dense;
 }
 
-// t itself where it already has these strides, else a copy that has.
+// t itself where it has these strides, else a copy with them.
 inline Tensor with_strides(const Tensor& t, const Dims& sizes, const Dims& strides) {
   if (same_layout(sizes, dims_of(t.strides()), strides)) return t;
   Tensor copy = empty_strided(sizes, strides, t.scalar_type(), t);
@@ -253,8 +265,8 @@ inline void check_same_shape(const Tensor& x, const Tensor& y, const char* op, c
   check_same_sizes(x, y, op, name);
 }
 
-// A list of dimensions, slowest first, over which several operands step with strides of their own. Neighbours that step
-// alike are merged, so a contiguous tensor is one dimension whatever its shape.
+// Dimensions, slowest first, over which several operands step with strides of their own. Neighbouring dimensions that all operands step
+// over alike are merged, so a contiguous tensor has one dimension whatever its shape.
 template <int OPERANDS>
 struct Walk {
   int dims = 0;
