@@ -111,9 +111,9 @@ def _weight_sum(scores: Tensor, weight: Tensor | None, dim: int) -> Tensor | flo
 def _losses(scores: Tensor, lse: Tensor, rows: _Rows, options: Options, dim: int) -> Tensor:
     """Of each row, 0 where it is ignored."""
     smoothing = options.label_smoothing
-    loss = (1.0 - smoothing) * rows.of_target * (lse - scores.gather(dim, rows.target).squeeze(dim))
+    missed = -torch.log_softmax(scores, dim)  # lse - scores would cancel where a score is large
+    loss = (1.0 - smoothing) * rows.of_target * missed.gather(dim, rows.target).squeeze(dim)
     if smoothing:
-        missed = lse.unsqueeze(dim) - scores
         missed = (missed if rows.weight is None else missed * rows.weight).sum(dim)
         loss = loss + smoothing / scores.shape[dim] * missed
     if options.z_loss:

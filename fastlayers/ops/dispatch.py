@@ -91,7 +91,21 @@ def call_reference(function: Callable[..., R], *args: Any) -> R:
     """``function(*args)`` for a function of :mod:`fastlayers.ops.reference`, compiled where that backend is forced."""
     if backends.get_backend() == "compile" and not must_decompose():
         return _compiled(function)(*args)
-    return function(*args)
+    try:
+        return function(*args)
+    except AttributeError as error:
+        raise not_tensors(error, *args) from None
+
+
+def expected_tensor(value: object) -> TypeError:
+    """The error of an argument that should be a tensor."""
+    return TypeError(f"expected an argument that must be Tensor, not {type(value).__name__}")
+
+
+def not_tensors(error: AttributeError, *args: object) -> Exception:
+    """The error of an argument that lacks an attribute since it is not a tensor; any other AttributeError as it is."""
+    given = any(error.obj is value for value in args) and not isinstance(error.obj, Tensor)
+    return expected_tensor(error.obj) if given else error
 
 
 # ---- the raw ops of a family -----------------------------------------------------------------------------------------
@@ -153,8 +167,11 @@ class Family(Generic[K]):
 
         Raises:
             BackendError: a kernel backend is forced and cannot serve.
+            TypeError: x is neither a tensor nor a number.
         """
         if type(x) not in PLAIN:
+            if not isinstance(x, Tensor | int | float | complex):
+                raise expected_tensor(x)
             backends.refuse(f"it takes plain tensors, and got {type(x).__name__}")
             return None
         if must_decompose():
@@ -412,16 +429,17 @@ def parameter_problem(parameter: Tensor, device: int, dtype: torch.dtype, shape:
 
     ``device`` is x.get_device(), an int that costs less than a torch.device; ``dtype`` is the dtype that x counts as.
     """
-    own = parameter.dtype
     if (
-        (own is dtype or (own is torch.float32 and dtype in reference.LOW_PRECISION))
-        and type(parameter) in PLAIN
+        type(parameter) in PLAIN
+        and ((own := parameter.dtype) is dtype or (own is torch.float32 and dtype in reference.LOW_PRECISION))
         and parameter.shape == shape
         and parameter.get_device() == device
         and parameter.is_contiguous()
     ):
         return None
-    given = f"{type(parameter).__name__} of {own}, shape {tuple(parameter.shape)} on {parameter.device}"
+    if not isinstance(parameter, Tensor):
+        raise expected_tensor(parameter)
+    given = f"{type(parameter).__name__} of {parameter.dtype}, shape {tuple(parameter.shape)} on {parameter.device}"
     return (
         f"a parameter is a {given}; kernels take contiguous plain tensors of {shape}, in {dtype}, or in float32 beside"
         " 16-bit inputs"

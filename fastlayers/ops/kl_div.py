@@ -231,6 +231,8 @@ def divergence(
         raise ValueError(f"expected reduction to be one of {', '.join(REDUCTIONS)}, but got {reduction!r}")
     if not (isinstance(temperature, float | int) and temperature > 0):
         raise ValueError(f"expected temperature to be a positive number, but got {temperature!r}")
+    if not isinstance(student, Tensor):
+        raise dispatch.expected_tensor(student)
     if student.dim() == 0:
         raise ValueError("expected rows of logits, but got one number")
     if labels is not None and labels.shape != student.shape[:-1]:

@@ -86,10 +86,13 @@ def _serving(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> A
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = autocast.linear(x, weight, bias)
-    if y is not None:
-        return y
-    kernels = _serving(x, weight, bias, weight.shape[0])
+    try:
+        y = autocast.linear(x, weight, bias)
+        if y is not None:
+            return y
+        kernels = _serving(x, weight, bias, weight.shape[0])
+    except AttributeError as error:
+        raise dispatch.not_tensors(error, x, weight, bias) from None
     if kernels is None:
         return dispatch.call_reference(reference.linear, x, weight, bias)
     assert bias is not None

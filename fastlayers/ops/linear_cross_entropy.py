@@ -446,6 +446,9 @@ def linear_cross_entropy(
         raise TypeError(
             f"linear_cross_entropy(): expected logit_scale to be a number, but got {type(logit_scale).__name__}"
         )
+    for t in (weight, target):
+        if not isinstance(t, Tensor):
+            raise dispatch.expected_tensor(t)
     code = _reduction.get_enum(reduction)
     loss = Loss(code, ignore_index, label_smoothing, softcap or 0.0, z_loss, logit_scale)
     if _is_sharded(weight) and not _is_sharded(hidden):

@@ -57,7 +57,7 @@ def max_pool2d(
 
 
 def spatial_mean(x: Tensor) -> Tensor:
-    return x.mean((2, 3), keepdim=True)
+    return torch.mean(x, (2, 3), keepdim=True)
 
 
 def squeeze_excite(x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,0 +1,56 @@
+"""An argument that should be a tensor, and is not, raises a TypeError as in torch, never an AttributeError."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from harness import DEVICES
+from ops import LAYERS, OPS, Input
+
+from fastlayers import functional
+
+CALLS = {op.fused.__name__: (op.fused, op.samples[0]) for op in OPS if op.fused.__name__ in functional.__all__}
+WRONG = {"None": None, "list": [1.0], "str": "no"}
+
+
+def tensors_of(sample):
+    """The places of the tensors of a call."""
+    return [i for i, value in enumerate(sample.args) if isinstance(value, Input)]
+
+
+def test_every_function_is_called():
+    # squeeze_excite takes a function, and vocab_parallel_cross_entropy a process group.
+    assert set(functional.__all__) - set(CALLS) <= {"squeeze_excite", "vocab_parallel_cross_entropy"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("function", "sample"), CALLS.values(), ids=CALLS)
+def test_function(function, sample, wrong, device):
+    for place in tensors_of(sample):
+        call = sample.make(device, torch.float32)
+        args = [wrong if i == place else value for i, value in enumerate(call.args)]
+        if wrong is None and place > 0:  # it may be optional, or optional in some calls
+            with suppress(TypeError, ValueError, RuntimeError):
+                function(*args, **call.kwargs)
+        else:
+            with pytest.raises(TypeError):
+                function(*args, **call.kwargs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_squeeze_excite(wrong, device):
+    with pytest.raises(TypeError):
+        functional.squeeze_excite(wrong, lambda mean: mean)
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("layer", [layer for _, layer in LAYERS], ids=lambda layer: type(layer.module).__name__)
+def test_layer(layer, wrong):
+    inputs = layer.arguments(layer.sample.make("cpu", torch.float32))
+    # torch's norms with buffers ask for the number of dimensions first, and so do ours.
+    with pytest.raises((TypeError, AttributeError) if hasattr(layer.module, "_check_input_dim") else TypeError):
+        layer.module(wrong, *inputs[1:])
