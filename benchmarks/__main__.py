@@ -189,19 +189,23 @@ result_file = click.argument("file", type=click.Path(exists=True, dir_okay=False
 @click.option("--markdown", is_flag=True, help="Print Markdown.")
 @click.option(
     "--into",
+    "pages",
+    multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Write them between the markers of this Markdown file instead, such as README.md.",
+    help="Write them between the markers of this Markdown file instead, such as README.md; repeatable.",
 )
-def table(file: Path, markdown: bool, into: Path | None) -> None:
+def table(file: Path, markdown: bool, pages: tuple[Path, ...]) -> None:
     """Print the tables of a result file."""
     results = load(file)
     of_kind = renderer(results)
-    if into is not None:
+    for page in pages:
         try:
-            into.write_text(report.put_into(into.read_text(), results, of_kind.PAGES))
+            page.write_text(report.put_into(page.read_text(), results, of_kind.PAGES))
         except ValueError as error:
-            raise click.ClickException(f"{into}: {error}") from None
-    elif markdown:
+            raise click.ClickException(f"{page}: {error}") from None
+    if pages:
+        return
+    if markdown:
         click.echo(of_kind.markdown(results), nl=False)
     else:
         show(results)

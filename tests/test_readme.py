@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 from pathlib import Path
 
@@ -115,11 +114,18 @@ def test_results_have_their_place():
 
 
 def test_the_tables_are_those_of_the_committed_results():
-    from benchmarks import model_report, report
+    """CONTRIBUTING.md has the commands that write them."""
+    pytest.importorskip("matplotlib")
+    from benchmarks.__main__ import load, renderer
+    from benchmarks.report import put_into
 
-    results = json.loads((ROOT / "benchmarks/results/models.json").read_text())
-    for page in ("README.md", "docs/benchmarks.md"):
-        assert report.put_into(PAGES[page], results, model_report.PAGES) == PAGES[page]
+    commands = re.findall(r"benchmarks table (\S+)((?: --into \S+)+)", PAGES["CONTRIBUTING.md"])
+    assert len(commands) == 3
+    for file, pages in commands:
+        results = load(ROOT / file)
+        for page in pages.split(" --into ")[1:]:
+            text = (ROOT / page).read_text()
+            assert put_into(text, results, renderer(results).PAGES) == text, page
 
 
 def test_versions_are_those_that_the_makefile_and_the_metadata_name():
