@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
+import re
+import types
 import warnings
 
 import pytest
@@ -220,3 +223,68 @@ def test_module_info_samples_on_forced_backends(stock, fused, place):
             got = results(ours, sample.forward_input)
         assert_close(got, results(theirs, sample.forward_input))
         assert_close(ours.state_dict(), theirs.state_dict())
+
+
+# ---- nn.LinearCrossEntropyLoss, from torch 2.13 on -------------------------------------------------------------------
+
+LOSSES = [
+    {},
+    {"bias": True, "reduction": "sum", "label_smoothing": 0.1},
+    {"out_features": (2, 4), "bias": True, "weight": torch.tensor([1.0, 2.0, 0.5])},
+    {"ignore_index": 1, "reduction": "none"},
+]
+needs_loss = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has it from 2.13 on")
+
+
+@pytest.fixture
+def before_torch_2_13(monkeypatch):
+    """FusedLinearCrossEntropyLoss as it is where torch has no such layer."""
+    monkeypatch.delattr(nn, "LinearCrossEntropyLoss", raising=False)
+    spec = importlib.util.find_spec("fastlayers.modules.linear_cross_entropy")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FusedLinearCrossEntropyLoss
+
+
+@needs_loss
+@pytest.mark.parametrize("options", LOSSES, ids=[",".join(options) or "plain" for options in LOSSES])
+def test_linear_loss_is_the_same_before_torch_2_13(options, request):
+    stock = nn.LinearCrossEntropyLoss
+    older = request.getfixturevalue("before_torch_2_13")
+    assert not issubclass(older, stock)
+    theirs, ours = stock(5, 3, **options), older(5, 3, **options)
+    assert repr(ours) == "Fused" + repr(theirs)
+    assert ours.__dict__.keys() == theirs.__dict__.keys()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(6, 5, requires_grad=True)
+    target = torch.randint(3, (6, *options.get("out_features", ())))
+    assert_close(ours(x, target), theirs(x, target))
+    for arguments in ({"weight": torch.ones(2)}, {"label_smoothing": 1.5}):
+        with pytest.raises(RuntimeError) as expected:
+            stock(5, 3, **arguments)
+        with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+            older(5, 3, **arguments)
+
+
+@needs_loss
+@pytest.mark.parametrize("options", LOSSES, ids=[",".join(options) or "plain" for options in LOSSES])
+def test_linear_loss_is_swapped(options):
+    net = nn.ModuleDict({"loss": nn.LinearCrossEntropyLoss(5, 3, **options)})
+    x = torch.randn(6, 5, requires_grad=True)
+    target = torch.randint(3, (6, *options.get("out_features", ())))
+    expected = net["loss"](x, target)
+    fastlayers.patch_model(net)
+    assert isinstance(net["loss"], fastlayers.FusedLinearCrossEntropyLoss)
+    assert_close(net["loss"](x, target), expected)
+    fastlayers.unpatch_model(net)
+    assert type(net["loss"]) is nn.LinearCrossEntropyLoss
+
+
+def test_options_choose_the_chunks():
+    """Those of torch 2.13, of which any object with a batch_chunk_size will do."""
+    x, weight, target = torch.randn(9, 4), torch.randn(5, 4), torch.randint(5, (9,))
+    options = types.SimpleNamespace(batch_chunk_size=0)
+    with pytest.raises(ValueError, match="chunk_size of at least 1 row or None, but got 0"):
+        fastlayers.functional.linear_cross_entropy(x, weight, target, options=options)
+    loss = fastlayers.functional.linear_cross_entropy(x, weight, target, options=options, chunk_size=4)
+    assert_close(loss, nn.functional.cross_entropy(x @ weight.T, target))

@@ -1,4 +1,7 @@
-"""Fused layers as :class:`torch.nn.Module` classes, one file per family."""
+"""Fused layers as :class:`torch.nn.Module` classes, one file per family.
+
+A layer that subclasses a torch layer of its name has that layer's constructor, parameters, buffers and repr.
+"""
 
 from torch import nn
 

@@ -35,30 +35,21 @@ def normalize(layer: _BatchNorm, input: Tensor, residual: Tensor | None = None, 
 
 
 class FusedBatchNorm1d(nn.BatchNorm1d):
-    """:class:`torch.nn.BatchNorm1d` through :func:`fastlayers.functional.batch_norm`.
-
-    Constructor, parameters, buffers and repr are torch's.
-    """
+    """:class:`torch.nn.BatchNorm1d` through :func:`fastlayers.functional.batch_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return normalize(self, input)
 
 
 class FusedBatchNorm2d(nn.BatchNorm2d):
-    """:class:`torch.nn.BatchNorm2d` through :func:`fastlayers.functional.batch_norm`.
-
-    Constructor, parameters, buffers and repr are torch's.
-    """
+    """:class:`torch.nn.BatchNorm2d` through :func:`fastlayers.functional.batch_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return normalize(self, input)
 
 
 class FusedBatchNorm3d(nn.BatchNorm3d):
-    """:class:`torch.nn.BatchNorm3d` through :func:`fastlayers.functional.batch_norm`.
-
-    Constructor, parameters, buffers and repr are torch's.
-    """
+    """:class:`torch.nn.BatchNorm3d` through :func:`fastlayers.functional.batch_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return normalize(self, input)
@@ -101,7 +92,7 @@ class FusedBatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
     Shape: input as torch has it, and an optional residual of the same shape.
 
     Raises:
-        ValueError: no such activation.
+        ValueError: act is not the name of an activation.
     """
 
 

@@ -22,8 +22,8 @@ class FusedBiasAct(nn.Module):
         bias: (num_features,), zeros at first.
 
     Raises:
-        ValueError: no such activation.
-        TypeError: a parameter that the activation does not have.
+        ValueError: act is not the name of an activation.
+        TypeError: the activation does not have such a parameter.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class FusedBiasAct(nn.Module):
 
 
 class FusedGELU(nn.GELU):
-    """:class:`torch.nn.GELU` through :func:`fastlayers.functional.gelu`. Constructor and repr are torch's."""
+    """:class:`torch.nn.GELU` through :func:`fastlayers.functional.gelu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.gelu(input, approximate=self.approximate)
 
 
 class FusedMish(nn.Mish):
-    """:class:`torch.nn.Mish` through :func:`fastlayers.functional.mish`. Constructor and repr are torch's."""
+    """:class:`torch.nn.Mish` through :func:`fastlayers.functional.mish`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.mish(input, self.inplace)
@@ -77,38 +77,35 @@ class FusedReLU2(nn.Module):
 
 
 class FusedSiLU(nn.SiLU):
-    """:class:`torch.nn.SiLU` through :func:`fastlayers.functional.silu`. Constructor and repr are torch's."""
+    """:class:`torch.nn.SiLU` through :func:`fastlayers.functional.silu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.silu(input, self.inplace)
 
 
 class FusedHardswish(nn.Hardswish):
-    """:class:`torch.nn.Hardswish` through :func:`fastlayers.functional.hardswish`. Constructor and repr are torch's."""
+    """:class:`torch.nn.Hardswish` through :func:`fastlayers.functional.hardswish`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.hardswish(input, self.inplace)
 
 
 class FusedLeakyReLU(nn.LeakyReLU):
-    """:class:`torch.nn.LeakyReLU` through :func:`fastlayers.functional.leaky_relu`.
-
-    Constructor and repr are torch's.
-    """
+    """:class:`torch.nn.LeakyReLU` through :func:`fastlayers.functional.leaky_relu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.leaky_relu(input, self.negative_slope, self.inplace)
 
 
 class FusedELU(nn.ELU):
-    """:class:`torch.nn.ELU` through :func:`fastlayers.functional.elu`. Constructor and repr are torch's."""
+    """:class:`torch.nn.ELU` through :func:`fastlayers.functional.elu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.elu(input, self.alpha, self.inplace)
 
 
 class FusedSoftplus(nn.Softplus):
-    """:class:`torch.nn.Softplus` through :func:`fastlayers.functional.softplus`. Constructor and repr are torch's."""
+    """:class:`torch.nn.Softplus` through :func:`fastlayers.functional.softplus`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.softplus(input, self.beta, self.threshold)

@@ -48,7 +48,7 @@ class FusedReGLU(nn.Module):
 
 
 class FusedGLU(nn.GLU):
-    """:class:`torch.nn.GLU` through :func:`fastlayers.functional.glu`. Constructor and repr are torch's."""
+    """:class:`torch.nn.GLU` through :func:`fastlayers.functional.glu`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.glu(input, self.dim)

@@ -11,20 +11,14 @@ from fastlayers.modules.own_options import OwnOptions
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """:class:`torch.nn.LayerNorm` through :func:`fastlayers.functional.layer_norm`.
-
-    Constructor, parameters and repr are torch's.
-    """
+    """:class:`torch.nn.LayerNorm` through :func:`fastlayers.functional.layer_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """:class:`torch.nn.RMSNorm` through :func:`fastlayers.functional.rms_norm`.
-
-    Constructor, parameters and repr are torch's.
-    """
+    """:class:`torch.nn.RMSNorm` through :func:`fastlayers.functional.rms_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)

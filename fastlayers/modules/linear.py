@@ -8,7 +8,7 @@ from fastlayers.ops.linear import linear
 
 
 class FusedLinear(nn.Linear):
-    """:class:`torch.nn.Linear` through :func:`fastlayers.functional.linear`. Constructor and repr are torch's."""
+    """:class:`torch.nn.Linear` through :func:`fastlayers.functional.linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)

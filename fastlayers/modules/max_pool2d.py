@@ -10,18 +10,8 @@ from fastlayers import functional
 
 
 class FusedMaxPool2d(nn.MaxPool2d):
-    """:class:`torch.nn.MaxPool2d` through :func:`fastlayers.functional.max_pool2d`.
-
-    Constructor and repr are torch's.
-    """
+    """:class:`torch.nn.MaxPool2d` through :func:`fastlayers.functional.max_pool2d`."""
 
     def forward(self, input: Tensor) -> Any:
-        return functional.max_pool2d(
-            input,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.ceil_mode,
-            self.return_indices,
-        )
+        options = (self.stride, self.padding, self.dilation, self.ceil_mode, self.return_indices)
+        return functional.max_pool2d(input, self.kernel_size, *options)
