@@ -139,9 +139,9 @@ def test_an_adapter_is_made_when_its_library_is_there(monkeypatch):
 
 
 def test_what_is_not_an_adapter():
-    with pytest.raises(TypeError, match="expected the name of a library and what makes its adapter, got 3"):
+    with pytest.raises(TypeError, match="expected the name of a library and a callable, got 3"):
         register_adapter(3, Adapter)
-    with pytest.raises(TypeError, match="what makes its adapter"):
+    with pytest.raises(TypeError, match="and a callable, got 'my_library' and None"):
         register_adapter("my_library", None)
 
 

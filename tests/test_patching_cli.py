@@ -94,11 +94,11 @@ def test_verify_fails_where_they_differ(run, monkeypatch):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("resnet50", "'resnet50' names no model; expected timm:NAME"),
+        ("resnet50", "'resnet50' is not the name of a model; expected timm:NAME"),
         ("no.such.module:build", "cannot import no.such.module"),
         (f"{__name__}:Nothing", "has no Nothing"),
         (f"{__name__}:not_a_model", "gives a int; expected a torch.nn.Module"),
-        (":x", "names no model"),
+        (":x", "is not the name of a model"),
     ],
 )
 def test_wrong_targets(run, target, message):
@@ -258,7 +258,7 @@ def test_a_library_without_such_a_model(run, target):
 
 def test_transformers_says_what_is_close():
     pytest.importorskip("transformers")
-    with pytest.raises(TargetError, match=r"'bort' is no model type .*did you mean .*bert"):
+    with pytest.raises(TargetError, match=r"'bort' is not a model type .*did you mean .*bert"):
         load_target("transformers:bort")
     with pytest.raises(TargetError, match="gives no configuration of transformers"):
         load_target("transformers:/nowhere/at/all")

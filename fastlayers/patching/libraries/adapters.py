@@ -1,8 +1,7 @@
-"""What the engine asks about the modules of a model library, and who answers for which library.
+"""Adapters: what the engine needs to know about a model library, and their registry.
 
-The engine itself knows torch alone. An :class:`Adapter` stands for one library; it is loaded when that library has been
-imported, never before. To teach the engine another library, subclass :class:`Adapter`, override what differs there, and
-register it::
+The engine itself knows only torch. An :class:`Adapter` describes one library, and is loaded after that library has been
+imported, never before. To support another library, subclass :class:`Adapter`, override what differs, and register it::
 
     class Mine(Adapter):
         def plain_forward(self, forward):
@@ -31,16 +30,16 @@ __all__ = ["Adapter", "RewrittenModel", "adapters", "plain_forward", "register_a
 
 @dataclass
 class RewrittenModel:
-    """The generated class of a whole model, and what a report says of it.
+    """The parts of a generated class for a whole model, and its entry in the report.
 
     Attributes:
-        members: its own attributes: methods, properties.
-        rules: what was fused, with the number of places.
-        left: what looked fusable and was left.
-        source: of its methods, for a look at it.
-        key: equal for models whose generated classes are.
-        harmless: classes whose ``__init_subclass__`` may run when it is made.
-        omits: what its output lacks that the original's has, by name.
+        members: the attributes of the class: methods and properties.
+        rules: the number of fused places by rule.
+        left: refusals of what looked fusable.
+        source: the source of the methods.
+        key: equal for models that share a generated class.
+        harmless: classes whose ``__init_subclass__`` may run when the class is created.
+        omits: names of outputs that the original model returns and the generated class leaves out.
     """
 
     members: dict[str, Any] = field(default_factory=dict)
@@ -53,10 +52,10 @@ class RewrittenModel:
 
 
 class Adapter:
-    """What the engine asks about the modules of a library. These are the answers for one with nothing special."""
+    """Describes the modules of a library to the engine. The methods here describe a library without specialities."""
 
     def plain_forward(self, forward: Any) -> Any:
-        """The forward that an author wrote, where the library wraps the forwards of its classes."""
+        """The forward inside of a wrapper that the library puts around the forwards of its classes."""
         return forward
 
     def may_subclass(self, cls: type) -> bool:
@@ -64,7 +63,7 @@ class Adapter:
         return False
 
     def rewrite_model(self, module: nn.Module, excluded: frozenset[str]) -> RewrittenModel | None:
-        """A class for a whole model, whose forward cannot be recorded; None where there is none.
+        """Rewrite a whole model whose forward cannot be recorded; None if there is nothing to rewrite.
 
         Args:
             module: it must not be changed.
@@ -78,17 +77,18 @@ class Adapter:
         """Change a forward that is compiled again from its source.
 
         Args:
-            module: whose forward it is.
-            tree: its syntax, to be changed in place.
+            module: the module with this forward.
+            tree: the syntax of the forward, to be changed in place.
             function: the forward.
 
         Returns:
-            What was fused, and the objects that the changed source names besides its globals.
+            The number of fused places by rule, and the objects that the changed source names in addition to its
+            globals.
         """
         return Counter(), {}
 
     def called_functions(self, module: nn.Module) -> frozenset[str]:
-        """Names of global functions that a forward does not call but hands to the library, which calls them."""
+        """Names of global functions that a forward passes to the library, which calls them."""
         return frozenset()
 
 
@@ -97,21 +97,21 @@ _loaded: dict[int, Adapter] = {}
 
 
 def register_adapter(library: str, load: Callable[[], Adapter]) -> RemovableHandle:
-    """Let an adapter answer for the modules of a library, from now on and in this process.
+    """Register an adapter for a library, for all further patching in this process.
 
     Args:
         library: the name of the package, as it is imported.
-        load: makes the adapter: its class, say, or a function that imports it first. It is called once, when a model is
-            patched and the library has been imported.
+        load: creates the adapter: its class, or a function that imports it first. It is called once, when a model is
+            patched after the library has been imported.
 
     Returns:
         A handle: ``handle.remove()`` unregisters the adapter, and so does leaving ``with register_adapter(...): ...``.
 
     Raises:
-        TypeError: ``library`` is not a name, or ``load`` cannot be called.
+        TypeError: ``library`` is not a string, or ``load`` is not callable.
     """
     if not isinstance(library, str) or not callable(load):
-        raise TypeError(f"expected the name of a library and what makes its adapter, got {library!r} and {load!r}")
+        raise TypeError(f"expected the name of a library and a callable, got {library!r} and {load!r}")
     handle = RemovableHandle(_registered)
     _registered[handle.id] = library, load
     return handle

@@ -23,10 +23,10 @@ TARGET = (
 TINY = "Make a model of transformers with few and small layers."
 EXPECTED = "expected timm:NAME, torchvision:NAME, transformers:NAME or package.module:CALLABLE"
 
-#: Shapes of inputs, with the names of those that are keyword arguments.
+#: Shapes of inputs, with a name for each keyword argument.
 Shapes = list[tuple[str | None, tuple[int, ...]]]
 
-#: What becomes of the numbers of a configuration of transformers in a tiny model, by their usual names.
+#: The numbers in the configuration of a tiny model, by their usual names in transformers.
 TINY_SIZES: dict[int, tuple[str, ...]] = {
     64: ("hidden_size", "d_model", "n_embd", "dim", "hidden_dim", "embedding_size", "decoder_hidden_size",
          "word_embed_proj_dim", "projection_dim", "lru_width"),
@@ -47,7 +47,7 @@ TINY_BY_NAME = {name: size for size, names in TINY_SIZES.items() for name in nam
 
 
 class TargetError(ValueError):
-    """A target that names no model; the message says what was given and what was expected."""
+    """A target is not the name of a model. The message has the given target and the expected form."""
 
 
 def names_library(target: str) -> bool:
@@ -56,26 +56,26 @@ def names_library(target: str) -> bool:
 
 
 def load_target(target: str, *, tiny: bool = False, weights: bool = True) -> nn.Module:
-    """The model that a target names, with random weights.
+    """Create the model that a target names, with random weights.
 
     Args:
-        target: ``timm:NAME``, ``torchvision:NAME``, ``transformers:NAME``, or ``package.module:CALLABLE`` for anything
-            that returns a module (a class, a function) or is one. The current directory is searched too. A name of
+        target: ``timm:NAME``, ``torchvision:NAME``, ``transformers:NAME``, or ``package.module:CALLABLE`` for a module
+            or anything that returns one (a class, a function). The current directory is searched too. A name of
             transformers is a model type (``bert``), a class of a configuration or of a model (``BertForMaskedLM``), or
             a folder or repository (``owner/name``) with a ``config.json``.
-        tiny: a model of transformers with few and small layers.
-        weights: without, a model of transformers is made on the "meta" device, in no memory.
+        tiny: whether to give a model of transformers few and small layers.
+        weights: if False, a model of transformers is created on the "meta" device, without memory.
 
     Raises:
         TargetError: there is no such model.
     """
     package, colon, name = target.partition(":")
     if not (package and colon and name):
-        raise TargetError(f"{target!r} names no model; {EXPECTED}")
+        raise TargetError(f"{target!r} is not the name of a model; {EXPECTED}")
     if package == "transformers":
         return from_transformers(name, tiny, weights)
     if tiny:
-        raise TargetError(f"only a model of transformers has a configuration to make tiny, and not {target}")
+        raise TargetError(f"only a model of transformers has a configuration to make tiny; {target} is not one")
     if package == "timm":
         return from_library("timm", lambda timm: timm.create_model(name, pretrained=False))
     if package == "torchvision":
@@ -122,7 +122,7 @@ def from_transformers(name: str, tiny: bool, weights: bool) -> nn.Module:
         if tiny:
             config = shrink(config)
         if weights and hasattr(config, "use_cache"):
-            config.use_cache = False  # what is run is a step that trains, not one that generates
+            config.use_cache = False  # A training step is run, not a generation.
         with torch.device("cpu" if weights else "meta"):
             model: nn.Module = make(config)
         return model
@@ -131,7 +131,7 @@ def from_transformers(name: str, tiny: bool, weights: bool) -> nn.Module:
 
 
 def find_configuration(transformers: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
-    """A configuration, and what makes a model of it."""
+    """A configuration, and the function that creates a model from it."""
     types = transformers.CONFIG_MAPPING
     if name in types:
         return types[name](), transformers.AutoModel.from_config
@@ -150,13 +150,13 @@ def find_configuration(transformers: Any, name: str) -> tuple[Any, Callable[[Any
     close = difflib.get_close_matches(name, types.keys(), 3)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     raise ValueError(
-        f"{name!r} is no model type (bert, llama, ...), no class of a configuration or a model, no folder and no "
+        f"{name!r} is not a model type (bert, llama, ...), a class of a configuration or a model, a folder or an "
         f"owner/name{hint}"
     )
 
 
 def shrink(config: Any) -> Any:
-    """A configuration like this one, of few and small layers."""
+    """A configuration like this one, with few and small layers."""
     chosen: dict[str, Any] = {}
     for name, value in vars(config).items():
         if hasattr(type(value), "model_type"):
@@ -177,10 +177,10 @@ def shrink(config: Any) -> Any:
 
 
 def default_inputs(model: nn.Module) -> Shapes:
-    """Shapes of the inputs that a model was made for: two images, or two texts of 64 tokens, say.
+    """The usual shapes of a model's inputs, such as two images, or two texts of 64 tokens.
 
     Raises:
-        TargetError: that is not known of it.
+        TargetError: they are not known.
     """
     main = getattr(model, "main_input_name", None)
     if main is None:
@@ -214,8 +214,8 @@ def random_inputs(
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Random tensors of these shapes as positional and as keyword arguments.
 
-    They are floating-point numbers, but for names that end with ``ids``, token numbers, and with ``mask``, ones. What a
-    model of transformers gets without a name is its main input.
+    Names that end with ``ids`` get token numbers, names that end with ``mask`` ones, and others floating-point numbers.
+    An input without a name is the main input of a model of transformers.
     """
     args: list[Tensor] = []
     kwargs: dict[str, Tensor] = {}
@@ -236,7 +236,7 @@ def random_inputs(
 
 
 def vocabulary(model: nn.Module) -> int:
-    """How many tokens a model knows: what its configuration says, else what the smallest of its embeddings takes."""
+    """The number of tokens of a model: by its configuration, or by the smallest of its embeddings."""
     config = getattr(model, "config", None)
     known: int | None = getattr(getattr(config, "text_config", config), "vocab_size", None)
     sizes = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))

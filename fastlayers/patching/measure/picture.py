@@ -32,9 +32,10 @@ def draw(
     """Draw a step of the unpatched and of the patched model as bars: its time, its time by kind, its peak memory.
 
     Args:
-        path: where to.
-        title: of the picture, and ``times`` of the bars by kind.
-        step_ms, peak_mib: of the unpatched and of the patched model; ``kinds`` has such a pair in ms for each kind.
+        path: the file.
+        title, times: the titles of the picture and of the bars by kind.
+        step_ms, peak_mib: the values of the unpatched and of the patched model.
+        kinds: such a pair of values in ms for each kind.
     """
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     step, device, memory = figure.subplots(1, 3, width_ratios=(1, 1.6, 1))

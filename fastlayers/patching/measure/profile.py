@@ -1,8 +1,8 @@
-"""profile_patch: what patching a model changes in the time and the memory of a step.
+"""profile_patch: the time and the memory of a step, unpatched and patched.
 
-Step time is wall time from an idle device to an idle device, the unpatched and the patched step in turn, so that
-whatever else the machine does meets both. The time by kind of kernel comes from a profiler session of its own: summed
-kernels on a GPU, the time in each operator less those that it calls on a CPU.
+The step time is wall time from an idle device to an idle device. Unpatched and patched steps alternate, so that other
+load on the machine affects both. The time by kind of kernel comes from a separate profiler session: the sum of the
+kernels on a GPU, the self time of each operator on a CPU.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fastlayers.patching.runtime.checks import original_class
 __all__ = ["Measurement", "ProfileReport", "profile_patch"]
 
 WARM_UPS = 3
-#: Steps that are timed of each: as many as fit into the seconds, within these bounds.
+#: Bounds on the number of timed steps of each. Within them, as many steps run as fit into the seconds.
 STEPS = (3, 20)
 SECONDS = 4.0
-PROFILED = 3  # steps in the session of the profiler
+PROFILED = 3  # steps in the profiler session
 
-#: Kinds of kernels by what their names contain, the first one that fits. The names are those of CUDA kernels (ATen's,
-#: cuDNN's, cuBLAS's, Inductor's and fastlayers') and, for a CPU, of operators. fastlayers' Triton kernels for norms and
-#: for softmax share some names, and count as norms.
+#: Kinds of kernels by patterns in their names; the first match counts. The names are those of CUDA kernels (of ATen,
+#: cuDNN, cuBLAS, Inductor and fastlayers) and, on a CPU, of operators. Some Triton kernels of fastlayers for norms and
+#: for softmax have the same names, and count as norms.
 KINDS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
@@ -82,10 +82,10 @@ class Measurement:
 
     Attributes:
         step_ms: median wall time.
-        spread_ms: distance between its quartiles.
-        kinds: device time in ms by kind of kernel, on a CPU the operators' own time; "other" is what fits no kind.
-        kernels: how many kernels, copies and memsets there are, on a CPU calls of operators.
-        peak_bytes: most memory held at once beyond what was held before the step, such as the weights.
+        spread_ms: interquartile range of the wall time.
+        kinds: device time in ms by kind of kernel, on a CPU the self time of operators; "other" matches no kind.
+        kernels: the number of kernels, copies and memsets, on a CPU the number of operator calls.
+        peak_bytes: peak memory, minus the memory before the step, such as the weights.
     """
 
     step_ms: float
@@ -96,21 +96,21 @@ class Measurement:
 
     @property
     def device_ms(self) -> float:
-        """Device time of all kernels."""
+        """The device time of all kernels."""
         return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
 class ProfileReport(Report):
-    """What :func:`profile_patch` measured.
+    """The result of :func:`profile_patch`.
 
     Attributes:
         before, after: a step of the unpatched and of the patched model.
-        model: the model's class.
-        patched: how many of its modules are patched.
-        training: whether a step is a forward and a backward, or a forward alone.
-        device: what it ran on.
-        on_gpu: whether that is a GPU.
+        model: the name of the model's class.
+        patched: the number of patched modules.
+        training: whether a step has a backward.
+        device: the name of the device.
+        on_gpu: whether the device is a GPU.
     """
 
     before: Measurement
@@ -123,7 +123,7 @@ class ProfileReport(Report):
 
     @property
     def speedup(self) -> float:
-        """Step time of the unpatched model over that of the patched one."""
+        """The step time of the unpatched model divided by the step time of the patched one."""
         return self.before.step_ms / self.after.step_ms
 
     @property
@@ -163,7 +163,7 @@ class ProfileReport(Report):
         return table
 
     def to_markdown(self) -> str:
-        """The table in Markdown, with the summary above."""
+        """The summary and the table in Markdown."""
         return "\n".join([self.summary(), "", *markdown_table(HEADER, self._table())]) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class ProfileReport(Report):
         """Draw step time, device time by kind and peak memory, before and after, into a file.
 
         Args:
-            path: where to; the ending says the format, as :meth:`matplotlib.figure.Figure.savefig` has it.
+            path: the file. Its suffix determines the format, as in :meth:`matplotlib.figure.Figure.savefig`.
 
         Returns:
             The path.
@@ -207,23 +207,23 @@ HEADER = ("", "unpatched", "patched", "change")
 
 
 def change(before: float, after: float) -> str:
-    """How much more or less in percent."""
+    """The change in percent."""
     return f"{(after / before - 1) * 100:+.0f} %" if before else ""
 
 
 def profile_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> ProfileReport:
     """Measure a step of a model unpatched and patched: time, device time by kind of kernel, peak memory.
 
-    A patched model is measured as it is, an unpatched one as :func:`patch_model` would leave it. In training mode, with
-    gradients enabled, a step is a forward and a backward: of the loss where the model returns one as ``loss``, else of
-    all its outputs, with random gradients. Otherwise it is a forward. It runs in the present autocast state.
+    A patched model is measured as it is, an unpatched one as :func:`patch_model` would leave it. In training mode with
+    gradients enabled, a step is a forward and a backward, from the output ``loss`` if the model has one, otherwise from
+    all outputs with random gradients. In other modes a step is a forward. It runs in the present autocast state.
 
-    Parameters and their gradients, buffers, the random state and the patches are afterwards what they were. Hooks and
-    the model's own Python code run at every step.
+    Afterwards parameters, their gradients, buffers, the random state and the patches are as before. Hooks and the
+    model's own Python code run in every step.
 
     Args:
-        model: any module; DDP and ``torch.compile`` wrappers are looked through, what is inside is run as it is.
-        inputs, kwargs: what to call it with.
+        model: any module. A DDP or ``torch.compile`` wrapper is unwrapped, and the model inside runs as it is.
+        inputs, kwargs: the arguments of the model.
 
     Returns:
         A report that prints as a table, Markdown and JSON, and draws a picture.
@@ -246,7 +246,7 @@ def profile_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> ProfileRepor
 
 
 class Step:
-    """A step of a model that leaves no gradient behind, with tensors of its own for inputs."""
+    """A step of a model with copies of the inputs, which stores no gradients."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model = model
@@ -255,7 +255,7 @@ class Step:
         self.seeds: list[Tensor] = []
 
     def prepare(self) -> Any:
-        """The inputs of a step: a model may write them."""
+        """Copy the inputs for a step, since a model may overwrite them."""
 
         def own(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -283,7 +283,7 @@ def requires_grad(value: Any) -> bool:
 
 
 def measure(step: Step, device: torch.device) -> tuple[Measurement, Measurement]:
-    """The unpatched and the patched step; the model is patched now."""
+    """Measure the unpatched and the patched step of a patched model."""
     states: tuple[Callable[[], AbstractContextManager[Any]], ...] = (lambda: unpatched(step.model), nullcontext)
     for state in states:
         with state():
@@ -334,9 +334,9 @@ def profiled(step: Step, device: torch.device) -> tuple[dict[str, float], int, i
 
 
 def gpu_events(step: Step, device: torch.device) -> list[tuple[str, float]]:
-    """Names and times in us of what ran on the GPU."""
+    """The names and times in us of everything that ran on the GPU."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True):
-        synchronize(device)  # the first session starts CUPTI, and may miss kernels
+        synchronize(device)  # The first session starts CUPTI, and may miss kernels.
     inputs = [step.prepare() for _ in range(PROFILED)]
     synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
@@ -351,7 +351,7 @@ def gpu_events(step: Step, device: torch.device) -> list[tuple[str, float]]:
 
 
 def cpu_events(step: Step) -> list[tuple[str, float]]:
-    """Names of the operators that ran, and the time in us of each without those that it called."""
+    """The names and self times in us of the operators that ran."""
     inputs = [step.prepare() for _ in range(PROFILED)]
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
         for given in inputs:

@@ -1,4 +1,4 @@
-"""Running a model for a look at it: afterwards it is what it was before."""
+"""Helpers to run a model without a lasting change to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of DDP, DataParallel and torch.compile."""
+    """The model inside of DDP, DataParallel and torch.compile wrappers."""
     while True:
         inner = model._modules.get("_orig_mod") or (
             model._modules.get("module") if type(model).__module__.startswith("torch.nn.parallel") else None
@@ -53,7 +53,7 @@ def unpatched(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def rng_state() -> Iterator[None]:
-    """Gives the caller back its own random state: torch's, Python's, and NumPy's if that is loaded."""
+    """Restores the random state after a block: torch's, Python's, and NumPy's if that is loaded."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     numpy: Any = sys.modules.get("numpy")
     python, array = random.getstate(), numpy.random.get_state() if numpy else None
@@ -67,7 +67,7 @@ def rng_state() -> Iterator[None]:
 
 
 def seed_everything() -> None:
-    """The same random numbers from here on, from whichever generator a forward draws: VITS' is NumPy's."""
+    """Seed all generators from which a forward may draw. VITS draws from NumPy's."""
     torch.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:
@@ -76,7 +76,7 @@ def seed_everything() -> None:
 
 @contextmanager
 def buffers_aside(model: nn.Module) -> Iterator[None]:
-    """Puts copies in the place of the buffers for the time of a block: running statistics stay what they are."""
+    """Replaces buffers by copies for the time of a block, so that running statistics do not change."""
     buffers = [
         (module, name, buffer)
         for module in model.modules()
@@ -94,7 +94,7 @@ def buffers_aside(model: nn.Module) -> Iterator[None]:
 
 
 def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What to call a model with: a tensor, a sequence of positional arguments, or a mapping of keyword arguments."""
+    """The arguments of a model: a tensor, a sequence of positional or a mapping of keyword arguments."""
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, Mapping):
@@ -108,12 +108,12 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def trains(model: nn.Module) -> bool:
-    """Whether a step of this model is a forward and a backward, and not a forward alone."""
+    """Whether a step of this model has a backward."""
     return model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
 
 def loss_or_outputs(result: Any) -> list[Tensor]:
-    """What a step differentiates: the loss where a model returns one under that name, else every output."""
+    """The outputs to differentiate: ``loss`` if the model returns one, otherwise all of them."""
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     leaves = [loss] if isinstance(loss, Tensor) and loss.requires_grad else tree_flatten(result)[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -1,14 +1,14 @@
-"""How many bytes fewer a patched model moves: an estimate from one run of it with each of its two sets of classes.
+"""An estimate of the memory traffic that patching saves, from one run of the model unpatched and one patched.
 
-The model of a run is a simple one. Every operation of torch reads each of its tensors once and writes each of its
-results once; views, allocations and the statistics of a norm count nothing. Every function of
-:mod:`fastlayers.functional` counts as one operation, whatever answers it here: that is what its kernel does. What a
-patched module saves in the forward is the difference of the two sums. In a step that trains, the backward reads and
-writes the gradients of the same tensors, so it is taken to save as much again.
+The estimate is simple. Every operation of torch reads each of its tensors once and writes each of its results once;
+views, allocations and the statistics of a norm count nothing. Every function of :mod:`fastlayers.functional` counts as
+one operation, since its kernel is one, even if another backend runs here. A patched module saves the difference of the
+two sums in the forward. In a training step the backward reads and writes the gradients of the same tensors, so the
+estimate is doubled.
 
-Caches, and how often a kernel really reads its input, are left out; so is what need not be kept for the backward, of
-which :func:`fastlayers.profile_patch` measures the effect. Where a guard of a rewritten forward fails on the example
-inputs, the original code runs, and saves nothing.
+Caches, repeated reads of a kernel and tensors that are not saved for the backward do not count;
+:func:`fastlayers.profile_patch` measures their effect. If a guard of a rewritten forward fails on the example inputs,
+the original code runs, and saves nothing.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from fastlayers.patching.rewrite.classes import is_patched
 __all__ = ["bytes_saved"]
 
 FUNCTIONS: dict[CodeType, str] = {getattr(functional, name).__code__: name for name in functional.__all__}
-#: Functions that call a matrix product of torch in between, and the bytes of what one of the two hands the other, which
-#: is written once and read once: the product of gate and up; the logits, a chunk at a time.
+#: Functions that call a matrix product of torch, and the bytes of the intermediate result, which is written and read
+#: once: the product of gate and up; the logits, chunk by chunk.
 HANDS_ON: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "gated_linear": lambda scope: nbytes(scope["gate"]),
     "linear_cross_entropy": lambda scope: (
         nbytes(scope["input"]) // scope["input"].shape[-1] * len(scope["linear_weight"])
     ),
 }
-#: Operations that move nothing, besides the views.
+#: Operations that move nothing, in addition to the views.
 MOVES_NOTHING = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 )
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of the tensors in a structure, of one that is expanded only those that are there."""
+    """The bytes of the tensors in a structure. The repeated elements of an expanded tensor count once."""
     total = 0
     for tensor in tree_iter(value):
         if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
@@ -60,16 +60,16 @@ def nbytes(value: Any) -> int:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that are moved in the forward of each of the chosen modules, what is inside of it included.
+    """Counts the bytes that the forward of each chosen module moves, including the modules inside of it.
 
-    Of chosen modules inside of one another the innermost one counts.
+    Inside of several nested chosen modules, bytes count for the innermost one.
     """
 
     def __init__(self, chosen: set[nn.Module]) -> None:
         super().__init__()
         self.chosen = chosen
         self.moved: Counter[nn.Module] = Counter()
-        #: Which of the chosen modules were called: others have been absorbed.
+        #: The chosen modules that were called. The others have been absorbed.
         self.called: set[nn.Module] = set()
         self.inside: list[nn.Module] = []
         self.fused = 0
@@ -102,7 +102,7 @@ class Traffic(TorchDispatchMode):
             self.fused -= 1
             code = frame.f_code
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            given = [frame.f_locals[name] for name in names]  # an argument that is returned was not written
+            given = [frame.f_locals[name] for name in names]  # A returned argument was not written.
             self.add(nbytes([t for t in tree_iter(result) if not any(t is value for value in given)]))
         elif frame.f_locals["self"] in self.chosen:
             self.inside.pop()
@@ -122,7 +122,7 @@ def traffic(model: nn.Module, chosen: set[nn.Module], args: tuple[Any, ...], kwa
 
 
 def bytes_saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[nn.Module, int]:
-    """Estimated bytes that each patched module of a model saves a step, called with these arguments."""
+    """The estimated bytes that each patched module saves in a step with these arguments."""
     patched = set(filter(is_patched, model.modules()))
     after = traffic(model, patched, args, kwargs)
     with unpatched(model):

@@ -24,13 +24,13 @@ from fastlayers.patching.rewrite.plan import patched
 
 __all__ = ["Comparison", "VerifyReport", "verify_patch"]
 
-#: A difference of this many roundings is within tolerance whatever the model does with them.
+#: A difference of this many roundings of the largest value is always within tolerance.
 ROUNDINGS = 16.0
-#: And of this many times what one rounding of the inputs and weights does to the unpatched model.
+#: So is this many times the effect of one rounding of the inputs and weights on the unpatched model.
 SENSITIVITY = 8.0
-#: And of this many times what the unpatched model differs from itself in float64.
+#: And this many times the error of the unpatched model, compared with its result in float64.
 OWN_ERROR = 4.0
-#: Tensors that differ, when a report is printed. As Markdown and JSON it has all of them.
+#: The number of differing tensors in a printed report. Markdown and JSON have all of them.
 SHOWN = 10
 
 
@@ -41,10 +41,10 @@ class Comparison:
     Attributes:
         name: ``output``, ``grad of <parameter>``, ``grad of input 0``, ``buffer <name>``.
         error: largest absolute difference.
-        tolerance: what is allowed: the larger of 16 roundings of its largest value, and 8 times what it changes by
-            when inputs and weights of the *unpatched* model are perturbed by one rounding; where that is not enough,
-            4 times the unpatched model's own error, by its result in float64.
-        problem: a difference of kind (dtype, shape, missing); empty where there is none.
+        tolerance: the largest error that is allowed: 16 roundings of the largest value, or 8 times the change when the
+            inputs and weights of the *unpatched* model are perturbed by one rounding, whichever is larger. If that is
+            not enough, 4 times the error of the unpatched model, compared with its result in float64.
+        problem: a difference of kind (dtype, shape, missing); empty if there is none.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class VerifyReport(Report):
-    """What :func:`verify_patch` found. True where everything agrees.
+    """The result of :func:`verify_patch`. It is true if everything agrees.
 
     Attributes:
         comparisons: every output, gradient and changed buffer.
-        patched: how many modules differ between the two models.
-        training: the mode that the model was in.
+        patched: the number of patched modules.
+        training: whether the model was in training mode.
         first_difference: name of the first module, in the order of execution, that returns something else for the same
-            inputs; of several inside of one another the innermost. None if there is none.
-        first_gradient_difference: where no module returns something else, name of the first one in the order of the
-            backward that hands on other gradients for the same ones. None if there is none.
+            inputs; the innermost of nested ones. None if there is none.
+        first_gradient_difference: if no module returns something else, name of the first module, in the order of the
+            backward, that returns other gradients for the same ones. None if there is none.
     """
 
     comparisons: tuple[Comparison, ...]
@@ -142,7 +142,7 @@ class VerifyReport(Report):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model is called with, and whether gradients of it are wanted."""
+    """The inputs of a model, and whether to compute their gradients."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -151,7 +151,7 @@ class Inputs:
 
 @dataclass
 class Run:
-    """Everything that one forward and backward gave."""
+    """The results of one forward and backward."""
 
     outputs: list[Any]
     gradients: dict[str, Tensor | None]
@@ -163,19 +163,19 @@ class Run:
 def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
     """Run a model patched and unpatched on the same inputs and compare outputs, gradients and buffers.
 
-    A patched model is verified as it is, an unpatched one as :func:`patch_model` would leave it. It runs in its
-    present training mode and autocast state, with the same random numbers in every run. Logits that a patched
-    language model leaves out of its output, as it does in training when it is given labels, are not compared; their
-    loss is. Parameters, gradients, buffers (BatchNorm's running statistics among them), the attributes of modules, the
-    random state and the patches are afterwards what they were.
+    A patched model is verified as it is, an unpatched one as :func:`patch_model` would leave it. It runs in its present
+    training mode and autocast state, with the same random numbers in every run. In training with labels, a patched
+    language model may leave the logits out of its output: these are not compared, but their loss is. Afterwards
+    parameters, gradients, buffers (with BatchNorm's running statistics), attributes of modules, the random state and
+    the patches are as before.
 
     Args:
-        model: any module; DDP and ``torch.compile`` wrappers are looked through.
-        inputs, kwargs: what to call it with. Floating-point tensors among them get gradients too, where the model can
-            give them.
+        model: any module. A DDP or ``torch.compile`` wrapper is unwrapped first.
+        inputs, kwargs: the arguments of the model. Gradients of floating-point tensors among them are compared too, if
+            the model can compute them.
 
     Returns:
-        A report that is true where all agree, and that says where they first differ.
+        A report that is true if everything agrees. It names the first difference.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -212,10 +212,10 @@ def compare_patched(model: nn.Module, inputs: Inputs) -> VerifyReport:
 
 
 def run_somehow(model: nn.Module, inputs: Inputs) -> tuple[Run, Inputs]:
-    """:func:`run`; without gradients of the inputs where the model cannot give them, and the inputs in that way.
+    """:func:`run`, without gradients of the inputs if the model cannot compute them. Returns the inputs used too.
 
-    Wav2Vec2 and its like, in training, ask for the gradient of a view of their input, which must then be no part of a
-    graph itself.
+    In training, Wav2Vec2 and similar models call ``requires_grad_`` on a view of their input, which fails if the input
+    belongs to a graph.
     """
     try:
         return run(model, inputs), inputs
@@ -227,7 +227,7 @@ def run_somehow(model: nn.Module, inputs: Inputs) -> tuple[Run, Inputs]:
 
 
 def run_in_float64(model: nn.Module, inputs: Inputs, omitted: frozenset[str]) -> Run | None:
-    """:func:`run` in float64; None where the model cannot, or there is no memory for it."""
+    """:func:`run` in float64; None if the model does not support it, or memory is short."""
     kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
     try:
         with ExitStack() as stack:
@@ -239,7 +239,7 @@ def run_in_float64(model: nn.Module, inputs: Inputs, omitted: frozenset[str]) ->
 
 
 def omitted_outputs(model: nn.Module, run: Run) -> frozenset[str]:
-    """What a patched model left out of its output, since it never had it in memory: the logits of a language model."""
+    """Outputs that the patched model leaves out, such as the logits of a language model."""
     if not run.keys:
         return frozenset()
     return frozenset[str]().union(*(getattr(type(m), "__fastlayers_omits__", ()) for m in model.modules())) - run.keys
@@ -252,10 +252,13 @@ def run(
     omitted: frozenset[str] = frozenset(),
     dtype: torch.dtype | None = None,
 ) -> Run:
-    """One forward and backward over stand-ins of parameters, buffers and inputs; the model's own are only read.
+    """One forward and backward with copies of the parameters, buffers and inputs.
 
-    ``nudge`` perturbs parameters and inputs by that relative amount, to see how much the model makes of it. What is
-    ``omitted`` of an output by its name is not looked at. ``dtype`` replaces that of all floating-point tensors.
+    Args:
+        model, inputs: the model and its inputs.
+        nudge: perturbs parameters and inputs by this relative amount, which shows how sensitive the model is.
+        omitted: names of outputs to ignore.
+        dtype: the dtype of all floating-point tensors; their own by default.
     """
     noise = torch.Generator().manual_seed(0)
 
@@ -303,9 +306,9 @@ def run(
 
 @contextmanager
 def standing_in(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Other parameters and buffers, under every name that each has.
+    """Replaces parameters and buffers, under all of their names, for the time of a block.
 
-    torch.func.functional_call puts those of a module that is used in several places in twice, and leaves them in.
+    torch.func.functional_call replaces those of a shared module twice, and then does not restore them.
     """
     stand_ins = {
         id(own): tensors[name] for found in (model.named_parameters(), model.named_buffers()) for name, own in found
@@ -323,7 +326,7 @@ def standing_in(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def keeping_attributes(model: nn.Module) -> Iterator[None]:
-    """What a forward keeps on its modules for the next call, as LeViT's attention does, is gone after the call."""
+    """Restores attributes that a forward sets on its modules for the next call, as LeViT's attention does."""
     before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     values = {id(value): value for _, attributes in before for value in attributes.values()}
     containers = [(value, copy.copy(value)) for value in values.values() if type(value) in (dict, list, set)]
@@ -339,7 +342,7 @@ def keeping_attributes(model: nn.Module) -> Iterator[None]:
 
 
 def backward(outputs: list[Any], wanted: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Gradients for a random, not a constant, gradient of every output: a constant one hides what cancels."""
+    """Gradients for a random gradient of every output. With a constant one, errors could cancel."""
     noise = torch.Generator().manual_seed(1)
     differentiable = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
     seeds = [torch.randn(o.shape, generator=noise).to(o.device, o.dtype) for o in differentiable]
@@ -438,17 +441,17 @@ class Call:
     gradients: dict[tuple[str, int], Tensor]
 
 
-#: The calls of modules in one run by (name, how many calls of it came before), in the order in which they began, and
-#: the keys in the order in which they ended: those of a module's children come before its own.
+#: The calls of modules in one run by (name, number of earlier calls), in the order in which they began, and the keys in
+#: the order in which they ended: the children of a module come before it.
 Calls: TypeAlias = tuple[dict[tuple[str, int], Call], list[tuple[str, int]]]
 
 
 def first_differences(model: nn.Module, inputs: Inputs) -> tuple[str | None, str | None]:
-    """Where forward and backward of the patched model leave the unpatched one's.
+    """The modules where the forward and the backward of the patched model first differ from the unpatched one.
 
-    In the forward it is the innermost module, in the order of execution, that returns something else for what is the
-    same; in the backward one that hands on other gradients for those that it is given. Modules that a patched one has
-    absorbed are not called in both runs, and count as part of it.
+    In the forward this is the innermost module that returns something else for the same inputs, in the backward the
+    module that returns other gradients for the same ones. A module that a patched one has absorbed is not called in
+    both runs, and counts as part of it.
     """
     (after, ended), gradients = calls_of(model, inputs)
     with unpatched(model):
@@ -484,7 +487,7 @@ def gradients_of(call: Call, kind: str, values: list[Any]) -> list[Tensor | None
 
 
 def calls_of(model: nn.Module, inputs: Inputs, nudge: float = 0.0) -> tuple[Calls, dict[str, Tensor | None]]:
-    """Every call of a module in a run, and the gradients of the parameters by their names."""
+    """All calls of modules in a run, and the gradients of the parameters by name."""
     names = {module: name for name, module in model.named_modules()}
     count: Counter[str] = Counter()
     calls: dict[tuple[str, int], Call] = {}

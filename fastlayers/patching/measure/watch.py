@@ -1,8 +1,8 @@
-"""Watching a run from outside: which modules are called, with what, and what they return.
+"""Watches a run from outside: the calls of modules, their arguments and their results.
 
-A forward hook would change what it watches: a patched parent that has absorbed a layer calls that layer again once
-there is a hook on it, or a global one. The interpreter's own profiling hook sees calls without taking part in them. It
-is that of one thread, and a profiler which was on before is on again afterwards.
+A forward hook would change the run: a patched parent that has absorbed a layer calls that layer again if it has a hook,
+or if there is a global one. Python's profiling hook sees calls without affecting them. It works for one thread, and a
+profiler that was on before is on again afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 __all__ = ["MODULE_CALL", "watching"]
 
-#: What every call of a module goes through, whatever its class.
+#: The code that every call of a module runs, whatever its class.
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__  # type: ignore[attr-defined]
 
 
@@ -25,12 +25,12 @@ MODULE_CALL: CodeType = nn.Module._call_impl.__code__  # type: ignore[attr-defin
 def watching(
     codes: Container[CodeType], entered: Callable[[FrameType], None], left: Callable[[FrameType, Any], None]
 ) -> Iterator[None]:
-    """Report the calls of some Python functions while the block runs.
+    """Report the calls of some Python functions while a block runs.
 
     Args:
-        codes: the code of these functions, :data:`MODULE_CALL` for calls of modules.
-        entered: given the frame of a call that begins; its ``f_locals`` are the arguments.
-        left: given that frame and what the call returns, None where it raises.
+        codes: the code objects of these functions; :data:`MODULE_CALL` for calls of modules.
+        entered: called with the frame of a call at its start; ``f_locals`` of the frame are the arguments.
+        left: called with that frame and the result of the call, None if it raises.
     """
 
     def notice(frame: FrameType, event: str, result: Any) -> None:
