@@ -1,4 +1,4 @@
-"""Activations that have a kernel of their own."""
+"""Activations with a kernel of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ACTIVATIONS"]
 def find_activation(name: str) -> Callable[[View, Node], Iterator[Match | Refusal]]:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         op = view.op(node, name)
-        if op is None or op.child is not None or op.inplace:  # a layer is for the module rules
+        if op is None or op.child is not None or op.inplace:  # The module rules replace layers.
             return
         if op["handwritten"] is not None:
             yield Match((op,), calls.handwritten_activation, (op["input"], op["handwritten"]), {}, (op["input"],))
@@ -30,7 +30,7 @@ def find_activation(name: str) -> Callable[[View, Node], Iterator[Match | Refusa
     return find
 
 
-#: Those whose layers are in DROP_IN, and the one that torch has no function for.
+#: The activations whose layers are in DROP_IN, and one without a function in torch.
 ACTIVATIONS = (
     *(GraphRule(name, f"F.{name}", find_activation(name)) for name in ("gelu", "mish", "glu")),
     GraphRule("quick_gelu", "x * sigmoid(1.702 * x)", find_activation("quick_gelu")),

@@ -1,4 +1,4 @@
-"""A BatchNorm after a convolution or a linear layer, which in eval is one such layer."""
+"""A BatchNorm after a convolution or a linear layer, folded into that layer in eval."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FOLDABLE: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def foldable(view: View, path: str, norm: Op) -> Refusal | None:
-    """Why a norm cannot be folded into the layer at that path, None where it can."""
+    """Why a norm cannot be folded into the layer at that path; None if it can."""
     layer: Any = view.root.get_submodule(path)
     batch_norm: Any = view.root.get_submodule(str(norm.child))
     kind = next((kind for kind in FOLDABLE if isinstance(layer, kind)), None)
@@ -95,9 +95,9 @@ def find_folding(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 def branch(view: View, node: Any) -> tuple[tuple[Op, ...], tuple[Any, ...], tuple[Any, ...] | None] | None:
-    """A node as a folded layer and nothing else, or as a Sequential that ends with what folds into one.
+    """A node as a folded layer, or as a Sequential that ends with a layer and a norm to fold.
 
-    Returns its operations, the arguments of :func:`folded` and, where the folding is new, the condition of it.
+    Returns its operations, the arguments of :func:`folded` and, for a new folding, its condition.
     """
     op = view.op(node, "folded")
     if op is not None:
@@ -114,7 +114,7 @@ def branch(view: View, node: Any) -> tuple[tuple[Op, ...], tuple[Any, ...], tupl
 
 
 def find_folded_sum(find: Find) -> Find:
-    """Where both operands of a sum are folded layers."""
+    """A rule's ``find`` for sums whose operands are both folded layers."""
 
     def find_both(view: View, node: Node) -> Iterator[Match | Refusal]:
         for match in find(view, node):
@@ -139,7 +139,7 @@ def folded_add(norm: Op, residual: Any, overwritten: str | None) -> tuple[Any, .
     return norm.node.target, norm.node.args, {"residual": residual, "overwritten": overwritten}
 
 
-#: Of one name: what follows a folded layer is part of the folding.
+#: They share a name, since what follows a folded layer is part of the folding.
 FOLD_BATCH_NORM = tuple(
     GraphRule("fold_batch_norm", doc, find)
     for doc, find in (

@@ -1,4 +1,4 @@
-"""A linear layer and the activation of it, whose kernel adds the bias; and the linear layer after these."""
+"""A linear layer with its activation, whose kernel adds the bias, and the linear layer after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ConvNeXt block: what the other rules made of it, as one node of autograd."""
+"""A ConvNeXt block, as fused by the other rules, in one node of autograd."""
 
 from __future__ import annotations
 

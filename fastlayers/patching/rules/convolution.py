@@ -1,4 +1,4 @@
-"""Convolutions: the bias of one that an activation follows or that memory bounds; those of what is used again."""
+"""Convolutions: with their bias and an activation, with a BatchNorm, and of a tensor with other uses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def with_bias(find: Find) -> Find:
     return find_biased
 
 
-#: Of one name: what follows, where something does, is in the kernel that adds the bias.
+#: They share a name: one kernel adds the bias and computes what follows.
 CONV_BIAS = tuple(
     GraphRule("conv_bias", doc, with_bias(find))
     for doc, find in (
@@ -69,11 +69,11 @@ CONV_BIAS = tuple(
     )
 )
 
-# -- and the norm behind it -------------------------------------------------------------------------------------------
+# -- with a BatchNorm -------------------------------------------------------------------------------------------------
 
 
 def with_operands(*wanted: str) -> Find:
-    """Those of them that have exactly these of a residual and an activation."""
+    """A rule's ``find`` for those with exactly these of "residual" and "act"."""
 
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         for match in find_batch_norm(view, node):
@@ -103,7 +103,7 @@ def find_of_product(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 def makes_product(view: View, node: Node) -> bool:
-    """Whether a child gives its input times a gate that it computes from the mean of it."""
+    """Whether a child returns its input times a gate that it computes from the mean of the input."""
     recording = record_child(view.root, view.child(node), 1) if len(node.args) == 1 and not node.kwargs else None
     if recording is None:
         return False
@@ -112,7 +112,7 @@ def makes_product(view: View, node: Node) -> bool:
 
 
 CONV_OF_PRODUCT = GraphRule(
-    "conv_of_product", "conv(squeeze_excite(x)), of which the backward computes the product anew", find_of_product
+    "conv_of_product", "conv(squeeze_excite(x)), whose backward recomputes the product", find_of_product
 )
 
 # -- a tensor that is used again --------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def find_forked_convolution(view: View, node: Node) -> Iterator[Match | Refusal]
 
 
 def only_reads(view: View, x: Node, user: Node) -> bool:
-    """Whether a node makes a tensor of its own from x: autograd lets nobody write to what the fork hands on."""
+    """Whether a node makes a new tensor from x. autograd forbids to overwrite the second result of the fork."""
     if view.op(user, "identity") is not None:
         return all(only_reads(view, user, its) for its in user.users)
     if user.op == "call_module":

@@ -1,4 +1,4 @@
-"""Convolutions with their norms, one after the other: what the other rules made of them, as one node of autograd."""
+"""Consecutive convolutions with their norms, as fused by the other rules, in one node of autograd."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from fastlayers.patching.runtime.transformer_block import trains_under_autocast
 __all__ = ["CONVOLUTION_CHAIN", "FOLDED_CHAIN"]
 
 
-#: A node of autograd holds all that its steps keep until its backward is through.
+#: A node of autograd keeps the tensors of all its steps until the end of its backward.
 MOST_STEPS = 4
 
 
 @dataclass
 class Chain:
-    """What was found so far, from the last step on."""
+    """The steps found so far, from the last one backwards."""
 
     ops: tuple[Op, ...] = ()
     args: tuple[Any, ...] = ()
     acts: tuple[str | None, ...] = ()
     absorbed: tuple[Op, ...] = ()
-    #: The steps after a gate, the activations of it, and the module with its two layers.
+    #: The number of steps after a gate, its activations, and its module with the two layers.
     gate: tuple[int, str, str] | None = None
     of_gate: tuple[Any, ...] = ()
     start: Any = None
 
     def put(self, match: Match) -> None:
-        """A step before these."""
+        """Prepend a step."""
         layer, self.start, norm = match.args
         self.ops = (*match.ops, *self.ops)
         self.args = (layer, norm, *self.args)
@@ -65,7 +65,7 @@ class Chain:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Of the call of it."""
+        """The keyword arguments of the call."""
         if self.gate is None:
             return {"acts": self.acts}
         behind_gate, act, end = self.gate
@@ -73,7 +73,7 @@ class Chain:
 
 
 def only_step(view: View, node: Any) -> Match | None:
-    """A node as a convolution and its norm, whose result nothing in between uses."""
+    """A node as a convolution and its norm, where only the norm uses the convolution."""
     if not isinstance(node, Node):
         return None
     found = next(iter(find_batch_norm(view, node)), None)
@@ -119,7 +119,7 @@ def find_convolution_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 def ends(view: View, node: Node, summed: Op | None) -> Iterator[tuple[Any, Any, tuple[Op, ...], str | None]]:
-    """The node of a last norm, what is added to it, identities in between, and to which of the two a sum is written."""
+    """The last norm, the residual, the identities in between, and which of the two an in-place sum overwrites."""
     if summed is None:
         yield node, None, (), None
         return
@@ -132,7 +132,7 @@ def ends(view: View, node: Node, summed: Op | None) -> Iterator[tuple[Any, Any, 
 
 
 def extend(view: View, chain: Chain, find: Callable[[View, Any], Match | None]) -> bool:
-    """Whether a step that this finds stands before the chain, perhaps with a gate in between, which then is in it."""
+    """Prepend the step before the chain, perhaps with a gate in between. Returns whether there was one."""
     node, passed = skip_identities(view, chain.start)
     between = [op.node for op in passed]
     gate = gate_of(view, node) if chain.gate is None else None
@@ -153,7 +153,10 @@ def extend(view: View, chain: Chain, find: Callable[[View, Any], Match | None]) 
 
 
 def gate_of(view: View, node: Any) -> tuple[Op, tuple[Any, ...], tuple[Op, ...], tuple[str, str]] | None:
-    """A child that is squeeze-and-excite by two 1x1 convolutions: its call, them, all in it, and the activations."""
+    """A child that computes squeeze-and-excite by two 1x1 convolutions.
+
+    Returns its call, the convolutions, the operations in it, and the activations.
+    """
     if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return None
     child: Any = view.child(node)
@@ -200,7 +203,7 @@ def gate_of(view: View, node: Any) -> tuple[Op, tuple[Any, ...], tuple[Op, ...],
 
 
 def sigmoid(view: View, node: Any) -> tuple[Op, str] | None:
-    """A child as torch's Sigmoid, or as one of a class of its own that does the same."""
+    """A child as torch's Sigmoid, or as another class that computes the same."""
     if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return None
     child, path = view.child(node), str(node.target)
@@ -220,7 +223,7 @@ def sigmoid(view: View, node: Any) -> tuple[Op, str] | None:
 
 
 def shortcut_of(view: View, node: Any) -> Chain | None:
-    """A residual as a convolution and a norm without activation: here, or in a Sequential of the two."""
+    """A residual as a convolution and a norm without an activation, in this forward or in a Sequential."""
     if not isinstance(node, Node) or len(node.users) != 1:
         return None
     chain = Chain()
@@ -254,7 +257,7 @@ CONVOLUTION_CHAIN = GraphRule(
 
 
 def folded_step(view: View, node: Any) -> Match | None:
-    """A node as a Conv2d that a norm is folded into, and what follows."""
+    """A node as a Conv2d with a folded norm, and what follows."""
     op = view.op(node, "folded")
     layer: Any = view.root.get_submodule(op["layer"].target) if op is not None else None
     if op is None or original_class(layer) is not nn.Conv2d:
@@ -269,7 +272,7 @@ def find_folded_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
         return
     chain, residual = Chain(), skip_identities(view, last.kwargs.get("residual"))[0]
     chain.put(last)
-    # What is added to the last result may be no result in between.
+    # The residual must not be a result inside of the chain.
     while skip_identities(view, chain.start)[0] is not residual and extend(view, chain, folded_step):
         pass
     if chain.length < 2:
@@ -280,7 +283,7 @@ def find_folded_chain(view: View, node: Node) -> Iterator[Match | Refusal]:
     yield Match(chain.ops, folded_chain, args, kwargs, args[:1], absorbed=chain.absorbed)
 
 
-#: Of the name that folding has: the norms in a chain are counted one by one.
+#: It has the name of folding, since each norm in a chain counts.
 FOLDED_CHAIN = GraphRule(
     "fold_batch_norm", "folded convolutions with their gate, under autocast one op", find_folded_chain
 )

@@ -1,4 +1,4 @@
-"""relu and addition, the joints between the branches of a network; and the products of its gates."""
+"""relu and addition, which join the branches of a network, and products with gates."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def find_relu_add_bias(view: View, node: Node) -> Iterator[Match | Refusal]:
     if outer is None or outer.inplace or outer["alpha"] not in (None, 1):
         return
     for inner, bias in ((outer["input"], outer["other"]), (outer["other"], outer["input"])):
-        # Adding 0 changes nothing but the dtype of integers: not a bias.
+        # Adding 0 only changes the dtype of integers, so 0 is not a bias.
         if inner is bias or not (view.is_tensor(bias) or (view.is_number(bias) and bias != 0)):
             continue
         tensors = (bias,) if view.is_tensor(bias) else ()

@@ -1,4 +1,4 @@
-"""Gated units: the activation of one tensor times another, in the MLPs of language models, and the layer after it."""
+"""Gated units: the activation of one tensor times another, in the MLPs of language models, and the next layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Gate:
     mul: Op
     name: str  # of the activation
     up: Any
-    first: bool  # of the product: the activation
+    first: bool  # whether the activation is the first operand of the product
 
     @property
     def operands(self) -> tuple[Any, Any]:
@@ -37,12 +37,12 @@ class Gate:
 
     @property
     def overwritten(self) -> str | None:
-        """What an in-place product was written to, as :mod:`calls` has it."""
+        """The operand that an in-place product overwrote, as :func:`calls.gated` takes it."""
         return ("gate" if self.first else "up") if self.mul.inplace else None
 
 
 def gates(view: View, node: Any, acts: Container[str]) -> Iterator[Gate]:
-    """A node as the product of a gate with one of these activations, in either order."""
+    """A node as a product with the activation of a gate, in either order."""
     mul = view.op(node, "mul")
     if mul is None or not (view.is_tensor(mul["input"]) and view.is_tensor(mul["other"])):
         return
@@ -53,7 +53,7 @@ def gates(view: View, node: Any, acts: Container[str]) -> Iterator[Gate]:
             yield Gate(found[0], mul, found[1], up, gated is first)
 
 
-#: The options of geglu for each GELU; those that are written out are known when they are called.
+#: The options of geglu for each GELU. Handwritten ones are resolved in a call.
 GELUS: dict[str, dict[str, Any]] = {"gelu": {}, "gelu_tanh": {"approximate": "tanh"}, "gelu_pow": {}, "gelu_mul": {}}
 
 
@@ -80,7 +80,7 @@ def find_gated_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
         yield Match((gate.act, gate.mul, *passed, linear), calls.gated_linear, args, options, gate.operands)
 
 
-#: The public functions, and the activations that each stands for with its options.
+#: The public functions, with the activations and options of each.
 GATES = (
     GraphRule("swiglu", "silu(gate) * up", find_gated(functional.swiglu, {"silu": {}})),
     GraphRule("geglu", "gelu(gate) * up", find_gated(functional.geglu, GELUS)),

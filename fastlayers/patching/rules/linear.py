@@ -1,4 +1,4 @@
-"""Linear layers that are spelled as functions, and the parts that their results are taken apart in."""
+"""Linear layers that are spelled as functions, and the splitting of their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["LINEAR", "SPLIT"]
 def find_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
     linear = view.op(node, "linear")
     if linear is not None and linear.child is None and view.is_parameter(linear["bias"]):
-        x = linear["input"]  # a layer is for the module rules
+        x = linear["input"]  # The module rules replace layers.
         yield Match((linear,), functional.linear, (x, linear["weight"], linear["bias"]), {}, (x,))
     addmm = view.op(node, "addmm")
     if addmm is not None and view.is_parameter(addmm["input"]):
@@ -27,12 +27,12 @@ def find_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
         yield Match((addmm,), calls.addmm, (bias, x, weight), {}, (x,))
 
 
-#: What rearranges a tensor and makes no other one, most often.
+#: Methods that rearrange a tensor, mostly without a copy.
 ARRANGING = frozenset({"view", "reshape", "permute", "transpose", "flatten", "unflatten"})
 
 
 def is_product(view: View, node: Any) -> bool:
-    """Whether a node is what a layer or a linear layer made, rearranged or not."""
+    """Whether a node is the result of a layer or a linear layer, rearranged or not."""
     while isinstance(node, Node) and node.op == "call_method" and node.target in ARRANGING:
         node = node.args[0]
     if not isinstance(node, Node):
@@ -51,4 +51,4 @@ def find_split(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 LINEAR = GraphRule("linear", "F.linear and torch.addmm with a bias, whose gradient a kernel sums", find_linear)
-SPLIT = GraphRule("split", "unbind, chunk, split of a product, whose gradients are written into one tensor", find_split)
+SPLIT = GraphRule("split", "unbind, chunk, split of a product, whose backward writes one tensor", find_split)

@@ -40,9 +40,9 @@ def find_nll_loss(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 # -- the logits of a linear layer -------------------------------------------------------------------------------------
 
-#: Fewer classes than those of a vocabulary have small logits, which are often wanted too.
+#: With fewer classes the logits are small, and often needed.
 VOCABULARY = 1024
-#: How a forward brings logits into the shape that cross_entropy takes: the classes second.
+#: Methods that bring logits into the shape that cross_entropy takes.
 RESHAPES = frozenset({"view", "reshape"})
 LAST_TWO_MERGED = frozenset({(0, 1), (0, -2)})
 

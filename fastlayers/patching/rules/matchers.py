@@ -1,4 +1,4 @@
-"""What several rules look for."""
+"""Matchers that several rules share."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ Find: TypeAlias = Callable[..., Iterator[Match | Refusal]]
 
 
 def activation(view: View, node: Any, *, handwritten: bool = False) -> tuple[Op, str] | None:
-    """A node as an activation that a fused norm can end with, and its name there.
+    """A node as an activation that a fused norm can apply, and its name.
 
     Args:
-        handwritten: whether to accept one that the model writes out itself, whose dtype only a call knows.
+        view, node: the graph and the node.
+        handwritten: whether to accept handwritten ones, whose dtype is known only in a call.
     """
     op = view.op(node, "gelu") or view.op(node, "quick_gelu") or view.op(node)
     if op is None or (op["handwritten"] is not None and not handwritten):
@@ -80,7 +81,7 @@ def activation(view: View, node: Any, *, handwritten: bool = False) -> tuple[Op,
 
 
 def skip_identities(view: View, node: Any) -> tuple[Any, tuple[Op, ...]]:
-    """What a node is but for ``nn.Identity``, and the identities in between, the last one last."""
+    """The node before any ``nn.Identity``, and these identities in order."""
     passed: tuple[Op, ...] = ()
     while (op := view.op(node, "identity")) is not None:
         node, passed = op["input"], (op, *passed)
@@ -103,7 +104,7 @@ def addition(view: View, node: Any) -> Op | Refusal | None:
 
 
 def dropout(drop: Op) -> tuple[Any, Any]:
-    """The probability of a dropout, and whether it is on."""
+    """The probability of a dropout, and whether it is in training mode."""
     if drop.child is not None:
         return Attribute(f"{drop.child}.p"), Attribute(f"{drop.child}.training")
     return drop.operands.get("p", 0.5), drop.operands.get("training", True)
@@ -112,7 +113,7 @@ def dropout(drop: Op) -> tuple[Any, Any]:
 def linear_parameters(
     view: View, linear: Op
 ) -> tuple[tuple[Any, Any], tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """The weight and the bias of a linear layer: as operands, and as the tensors that they are now, where known."""
+    """The weight and the bias of a linear layer, as operands and as their present tensors, where known."""
     if linear.child is not None:
         layer: Any = view.root.get_submodule(linear.child)
         return (Attribute(f"{linear.child}.weight"), Attribute(f"{linear.child}.bias")), (layer.weight, layer.bias)
@@ -121,7 +122,7 @@ def linear_parameters(
 
 
 def called_with(node: Any, target: Any, *rest: Any) -> Node | None:
-    """What a node is a call of this with, besides these arguments; None where it is another one."""
+    """The first argument of a node that calls ``target`` with it and the arguments ``rest``; None for other nodes."""
     if not isinstance(node, Node) or node.target != target or node.args[1:] != rest or node.kwargs:
         return None
     return node.args[0] if isinstance(node.args[0], Node) else None
@@ -131,14 +132,14 @@ def called_with(node: Any, target: Any, *rest: Any) -> Node | None:
 
 
 def options(op: Op) -> dict[str, Any]:
-    """The operands of a norm but its input, by the names that torch's function has for them."""
+    """The operands of a norm without its input, by the names in torch's function."""
     if is_function(op):
         return {name: value for name, value in op.operands.items() if name != "input"}
     return {name: Attribute(f"{op.child}.{name}") for name in NORM_ATTRIBUTES[op.name]}
 
 
 def is_function(op: Op) -> bool:
-    """Whether the operands of an operation are its own; those of a layer of torch are attributes of it."""
+    """Whether an operation has its operands itself. Those of a layer of torch are attributes of the layer."""
     return op.child is None or op.recording is not None
 
 
@@ -157,7 +158,7 @@ def find_norm_act(name: str, call: Callable[[Op, str], tuple[Any, ...]]) -> Find
 
 
 def find_norm_add(name: str, call: Callable[[Op, Any, str | None], tuple[Any, ...]]) -> Find:
-    """norm(x) + residual; the residual may be the result of such a norm too."""
+    """A rule's ``find`` for norm(x) + residual. The residual may be the result of such a norm too."""
 
     def find(view: View, node: Any) -> Iterator[Match | Refusal]:
         plain = view.op(node, "add")
@@ -171,7 +172,7 @@ def find_norm_add(name: str, call: Callable[[Op, Any, str | None], tuple[Any, ..
         if not isinstance(add, Op) or add["input"] is add["other"]:
             return
         sides = zip(norms, operands, (add["other"], add["input"]), ("norm", "residual"), strict=True)
-        # One that stands in this forward comes before one that has to be taken out of a Sequential.
+        # A norm in this forward comes before one at the end of a Sequential.
         for norm, (_, passed), residual, overwritten in sorted(
             sides, key=lambda side: bool(side[0] and side[0].sequentials)
         ):
@@ -201,7 +202,7 @@ def find_norm_add_act(name: str, call: Callable[[Op, Any, str | None], tuple[Any
 
 
 def only_adds(view: View, x: Node, user: Node) -> bool:
-    """Whether a node only adds x to something: the sum is a tensor of its own, and x stays what it was."""
+    """Whether a node only adds x to something, out of place."""
     op = view.op(user, "add")
     if op is not None:
         return not op.inplace and op.child is None
@@ -209,11 +210,11 @@ def only_adds(view: View, x: Node, user: Node) -> bool:
 
 
 def may_be_written(view: View, x: Node, norm: Node, later: tuple[Node, ...]) -> bool:
-    """Whether x, or what may share memory with it, is written where the other use has yet to come."""
+    """Whether x, or a tensor that may share its memory, may be overwritten before a later use."""
     last = max(view.position[user] for user in later)
     shared = {x}
     for node in view.position:
-        if node is norm or shared.isdisjoint(node.all_input_nodes):  # the norm's result is a tensor of its own
+        if node is norm or shared.isdisjoint(node.all_input_nodes):  # The norm returns a new tensor.
             continue
         if view.position[norm] < view.position[node] < last and view.written(node):
             return True
@@ -226,9 +227,9 @@ def may_be_written(view: View, x: Node, norm: Node, later: tuple[Node, ...]) -> 
 
 
 def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple[Op, View, tuple[Node, ...]] | None:
-    """A child that in this mode is a BatchNorm and then the children that it calls: timm's BatchNormAct2d, say.
+    """A child that, in a mode, computes a BatchNorm and then calls children of its own, like timm's BatchNormAct2d.
 
-    Returns the operation, what was recorded of the child, and the nodes in it that call those children.
+    Returns the operation, the recording of the child, and the nodes in it that call those children.
     """
     child = view.child(node) if node.op == "call_module" else None
     if not isinstance(child, _BatchNorm) or len(node.args) != 1 or node.kwargs:
@@ -265,7 +266,7 @@ def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple
 
 
 def find_batch_norm(view: View, node: Node) -> Iterator[Match]:
-    """A conv, and a BatchNorm: alone, with what the rules for norms took into it, or of a class that activates too."""
+    """A convolution and a BatchNorm: alone, with what the rules for norms fused, or with an activation of its own."""
     absorbed: tuple[Op, ...] = ()
     target: Any = convolution_batch_norm
     kwargs: dict[str, Any] = {}
@@ -273,7 +274,7 @@ def find_batch_norm(view: View, node: Node) -> Iterator[Match]:
     if not merged and (node.op != "call_module" or len(node.args) != 1):
         return
     conv = convolution_before(view, node.args[1 if merged else 0])
-    if conv is None:  # before anything is recorded
+    if conv is None:  # This comes first, since recording takes time.
         return
     if merged:
         layer, x, *rest = node.args
@@ -301,7 +302,7 @@ def find_batch_norm(view: View, node: Node) -> Iterator[Match]:
 
 
 def convolution_before(view: View, node: Any) -> Op | None:
-    """A node as the call of a convolution, perhaps of a product."""
+    """A node as the call of a convolution, perhaps on a product."""
     if isinstance(node, Node) and node.target is squeeze_excite.convolution_of_product:
         layer, x = node.args
         return Op("convolution", node, {"input": x}, child=str(getattr(layer, "target", None)))
@@ -310,7 +311,7 @@ def convolution_before(view: View, node: Any) -> Op | None:
 
 
 def closing_activation(inner: View, after: tuple[Node, ...]) -> tuple[tuple[Op, ...], str | None] | None:
-    """The children that a norm calls, as identities and at most one activation at the end; and the name of that."""
+    """The children that a norm calls, as identities and perhaps a final activation, and the name of that."""
     ops: list[Op] = []
     for position, call in enumerate(after, 1):
         if (op := inner.op(call, "identity")) is not None:
@@ -323,7 +324,7 @@ def closing_activation(inner: View, after: tuple[Node, ...]) -> tuple[tuple[Op, 
 
 
 def are_convolution_and_norm(view: View, conv: Op, norm: Op) -> bool:
-    """Whether these are a Conv2d without a bias and a BatchNorm2d, or one of a class made from it."""
+    """Whether these are a Conv2d without a bias and a BatchNorm2d, or a recorded subclass of it."""
     layer: Any = view.root.get_submodule(str(conv.child))
     batch_norm: Any = view.root.get_submodule(str(norm.child))
     original = original_class(batch_norm)
@@ -339,8 +340,8 @@ def are_convolution_and_norm(view: View, conv: Op, norm: Op) -> bool:
 # -- squeeze-and-excite -----------------------------------------------------------------------------------------------
 
 
-#: What squeezes a gate between 0 and 1: functions, methods, and layers by name, for libraries have their own. Only
-#: where a product is worth a kernel hangs on it: a product is rewritten as the product that it is.
+#: Functions and methods with results between 0 and 1, and layers by name, since libraries have their own. This only
+#: decides which products are worth a kernel; any product would be correct.
 SQUEEZING = frozenset({torch.sigmoid, F.sigmoid, F.hardsigmoid, "sigmoid"})
 
 
@@ -364,12 +365,12 @@ def find_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
         yield Match((mul,), functional.mul, (x, y), {}, (x, y))
 
 
-#: The dimensions of space, of an image (N, C, H, W).
+#: The spatial dimensions of an image (N, C, H, W).
 SPACE = frozenset({(2, 3), (3, 2), (-2, -1), (-1, -2)})
 
 
 def mean_over_space(view: View, node: Any) -> Op | None:
-    """A node as the mean of an image over space, with those dimensions kept."""
+    """A node as the mean of an image over its spatial dimensions, which are kept."""
     op = view.op(node, "mean") or view.op(node, "adaptive_avg_pool2d")
     if op is None or not view.is_tensor(op["input"]):
         return None
@@ -428,7 +429,7 @@ def find_mlp(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 def mlp_child(view: View, node: Node) -> tuple[Op, tuple[Op, ...], tuple[Any, ...]] | None:
-    """A child that is an MLP and nothing else: the call of it, the operations in it, its parameters and activation."""
+    """A child that only computes an MLP: its call, the operations in it, its parameters and its activation."""
     child: Any = view.child(node)
     recording = record_child(view.root, child, 1)
     if recording is None:

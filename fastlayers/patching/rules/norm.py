@@ -1,4 +1,4 @@
-"""Norms with what stands before and after them: a residual, an activation, the sum that is normalised."""
+"""Norms with the operations before and after them: a residual, an activation, the sum that is normalised."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def find_add_norm(name: str) -> Find:
 
 
 def joined_norm(view: View, norm: Op, x: Any, residual: Any, inplace: bool = False) -> tuple[Any, ...]:
-    """The call that gives the norm of x + residual and this sum; without a residual the norm of x, and x."""
+    """The call that returns the norm of x + residual and the sum; without a residual the norm of x, and x."""
     mark = norm["fingerprint"]
     if mark is not None:
         return add_handwritten_norm(norm, mark, x, residual, inplace)
@@ -104,7 +104,7 @@ def joined_norm(view: View, norm: Op, x: Any, residual: Any, inplace: bool = Fal
 
 
 def casts(view: View, norm: Op) -> dict[str, Any]:
-    """What tells a norm that autocast only casts its result."""
+    """The argument that tells a norm that autocast only casts its result."""
     found = cast_by(view, norm.node)
     return {} if found is None else {"casts": found}
 
@@ -136,7 +136,7 @@ def find_forked_norm(name: str) -> Find:
     return find
 
 
-# -- norms of which autocast casts the result -------------------------------------------------------------------------
+# -- norms whose result autocast casts --------------------------------------------------------------------------------
 
 
 def find_cast_norm(name: str) -> Find:
@@ -158,7 +158,7 @@ def find_cast_norm(name: str) -> Find:
 def find_channel_layer_norm(view: View, node: Node) -> Iterator[Match | Refusal]:
     norm = view.op(node, "channel_layer_norm")
     found = casts(view, norm) if norm is not None else {}
-    if norm is None or (norm.child is not None and not found):  # what is in the child is for the child
+    if norm is None or (norm.child is not None and not found):  # The child itself is rewritten.
         return
     x = norm["input"]
     target = calls.channel_layer_norm if found else functional.channel_layer_norm
@@ -168,7 +168,7 @@ def find_channel_layer_norm(view: View, node: Node) -> Iterator[Match | Refusal]
 def find_norm_function(name: str) -> Find:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         op = view.op(node, name)
-        if op is not None and op.child is None:  # a layer is for the module rules
+        if op is not None and op.child is None:  # The module rules replace layers.
             yield Match((op,), getattr(functional, name), (op["input"],), options(op), (op["input"],))
 
     return find
@@ -190,7 +190,7 @@ FORKED_NORMS = tuple(
     for name in ("layer_norm", "rms_norm")
 )
 CAST_NORMS = tuple(
-    GraphRule(f"cast_{name}", f"{name}(x), of which autocast only casts the result", find_cast_norm(name))
+    GraphRule(f"cast_{name}", f"{name}(x), if autocast only casts the result", find_cast_norm(name))
     for name in ("layer_norm", "rms_norm")
 )
 CHANNEL_LAYER_NORM = GraphRule(

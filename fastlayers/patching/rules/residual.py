@@ -1,4 +1,4 @@
-"""What joins the residual stream: dropout, layer scale and stochastic depth, and the sum."""
+"""Residual sums, with the dropout, layer scale and stochastic depth before them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VIEWS = ("view", "reshape", "unsqueeze")
 
 
 def sides(add: Op) -> Iterator[tuple[Any, Any, str]]:
-    """The two ways to read a sum: a branch x, the residual, and which is first: an in-place sum writes that one."""
+    """The two ways to read a sum: the branch x, the residual, and which of them is first (overwritten in place)."""
     if add["input"] is not add["other"]:
         yield add["other"], add["input"], "residual"
         yield add["input"], add["other"], "x"
@@ -54,14 +54,14 @@ def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 def is_parameter(view: View, value: Any) -> bool:
-    """Whether an operand is a parameter (or buffer) of the module, in some shape."""
+    """Whether an operand is a parameter or a buffer of the module, in some shape."""
     if isinstance(value, Node) and value.op == "call_method" and value.target in VIEWS:
         return is_parameter(view, value.args[0])
     return view.is_parameter(value)
 
 
 def scaled(view: View, node: Any) -> tuple[Op, Any] | None:
-    """A node as x * gamma for a parameter gamma, and that."""
+    """A node as x * gamma for a parameter gamma, and gamma."""
     op = view.op(node, "mul") or viewed_scale(view, node)
     if op is None:
         return None
@@ -73,7 +73,7 @@ def scaled(view: View, node: Any) -> tuple[Op, Any] | None:
 
 
 def viewed_scale(view: View, node: Any) -> Op | None:
-    """A child that multiplies its argument by a view of its parameter: timm's LayerScale2d."""
+    """A child that multiplies its argument by a view of its parameter, such as timm's LayerScale2d."""
     if not isinstance(node, Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
         return None
     child = view.child(node)
@@ -96,7 +96,7 @@ def viewed_scale(view: View, node: Any) -> Op | None:
 
 
 def dropped(op: Op) -> tuple[Any, Any] | None:
-    """The probability of a drop_path, and whether it is in training; None where it drops otherwise than row by row."""
+    """The probability of a drop_path, and whether it is in training; None if it does not drop whole samples."""
     if "p" in op.operands:
         return (op["p"], op.operands.get("training", True)) if op["mode"] == "row" else None
     if op.operands.get("scale_by_keep", True) is not True:

@@ -1,4 +1,4 @@
-"""Rotary position embedding, where a graph writes out that of queries and keys."""
+"""Rotary position embedding of queries and keys, decomposed in a graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ROTARY"]
 
 @dataclass(frozen=True)
 class Rotated:
-    """``x * cos + rotate(x) * sin``, and the nodes that it is written out in, the last one last."""
+    """``x * cos + rotate(x) * sin``, and the nodes that compute it, in order."""
 
     x: Node
     cos: Node
@@ -32,7 +32,7 @@ class Rotated:
 
 
 def half(view: View, node: Any, which: int) -> tuple[Node, bool, tuple[Node, ...]] | None:
-    """A node as one half of the last dimension of another: that, whether every other element, the nodes in between."""
+    """A node as one half of the last dimension of another: that node, whether it is interleaved, the nodes between."""
     if not isinstance(node, Node) or node.target is not operator.getitem:
         return None
     x, index = cast("tuple[Any, Any]", node.args)
@@ -115,7 +115,7 @@ def find_rotary(view: View, node: Node) -> Iterator[Match | Refusal]:
         if first is None or (first.cos, first.sin, first.interleaved) != tables:
             continue
         yield match(view, {*first.nodes, *last.nodes}, functional.rotary, (last.x, first.x, *tables), kept=other)
-    # The one is used before the other is computed: in a concatenation with what does not rotate, say.
+    # One is used before the other is computed, such as in a concatenation with dimensions that do not rotate.
     yield match(view, set(last.nodes), calls.rotary_alone, (last.x, last.cos, last.sin, last.interleaved))
 
 

@@ -25,7 +25,7 @@ MINUS_INFINITY = float("-inf")
 
 @dataclass(frozen=True)
 class Masking:
-    """The step that masks the scores: the operation, what it masks, and the helper that replaces it."""
+    """A step that masks the scores: the operation, the scores, and the function that replaces it."""
 
     op: Op
     scores: Node
@@ -72,7 +72,7 @@ def boolean_mask(view: View, op: Op, scores: Node, mask: Any, *, fill: bool) -> 
 
 
 def scaling(view: View, node: Any) -> tuple[Op, Node, Callable[[fx.Graph], Any]] | Refusal | None:
-    """The node as scores times a number: the operation, the scores, and what makes the factor."""
+    """The node as scores times a number: the operation, the scores, and a function that creates the factor."""
     op = view.op(node)
     if op is None or op.name not in ("mul", "div"):
         return None
@@ -95,7 +95,7 @@ def scaling(view: View, node: Any) -> tuple[Op, Node, Callable[[fx.Graph], Any]]
 
 
 def maybe_number(view: View, value: Any) -> bool:
-    """Whether only a call can say if a value is a number, as the scale that an attention function is given is."""
+    """Whether a value may be a number, which only a call can tell, such as the scale argument of an attention."""
     return isinstance(value, Node) and value.op == "placeholder" and "example_value" not in value.meta
 
 
@@ -120,7 +120,7 @@ def find_softmax(view: View, node: Node) -> Iterator[Match | Refusal]:
         yield scaled
     if isinstance(scaled, tuple):
         yield softmax_match(view, op, None, scaled)
-    if op.child is None:  # alone, a Softmax layer is for the module rules
+    if op.child is None:  # The module rules replace a Softmax layer on its own.
         yield softmax_match(view, op, None, None)
 
 

@@ -1,4 +1,4 @@
-"""A transformer block: what the other rules made of it, as one node of autograd."""
+"""A transformer block in one node of autograd."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def find_transformer_block(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 def residual_sum(view: View, node: Any) -> tuple[Any, Node, tuple[Op, ...], Op] | None:
-    """A sum of a stream and what a child makes of it: the two, the identities behind the child, and the sum."""
+    """A sum of the residual stream and a child's result: the two, the identities after the child, and the sum."""
     add = addition(view, node)
     if not isinstance(add, Op) or add.inplace or add.child is not None or add["input"] is add["other"]:
         return None
@@ -69,7 +69,7 @@ def residual_sum(view: View, node: Any) -> tuple[Any, Node, tuple[Op, ...], Op] 
 
 
 def is_layer_norm(view: View, op: Op) -> bool:
-    """Whether a layer_norm is torch's, or of a class made from it, with a weight and a bias."""
+    """Whether a layer_norm is an nn.LayerNorm, or a subclass of it, with a weight and a bias."""
     layer: Any = view.root.get_submodule(op.child) if op.child is not None else None
     return (
         layer is not None
@@ -81,10 +81,10 @@ def is_layer_norm(view: View, op: Op) -> bool:
 
 
 def self_attention(view: View, node: Node) -> tuple[Op, tuple[Op, ...], tuple[str, str], int] | None:
-    """A child that in training is proj(attention(qkv(x))) without mask or dropout, the product (3, heads, size).
+    """A child that in training computes proj(attention(qkv(x))) without mask or dropout, qkv as (3, heads, size).
 
     Returns:
-        The call of it, the operations in it, the paths of both layers, and the number of heads.
+        Its call, the operations in it, the paths of both layers, and the number of heads.
     """
     child: Any = view.child(node)
     recording = record_child(view.root, child, node, True)
@@ -143,13 +143,13 @@ def self_attention(view: View, node: Node) -> tuple[Op, tuple[Op, ...], tuple[st
 
 
 def method(node: Any, name: str, arguments: int) -> Node | None:
-    """A node as a call of that method of a tensor with so many arguments."""
+    """A node as a call of a tensor method with that number of arguments."""
     called = isinstance(node, Node) and node.op == "call_method" and node.target == name and not node.kwargs
     return node if called and len(node.args) == arguments + 1 and isinstance(node.args[0], Node) else None
 
 
 def is_about_shape(node: Node, x: Node) -> bool:
-    """Whether a node is the shape of x, or the sizes in it."""
+    """Whether a node is the shape of x, or unpacks it."""
     return called_with(node, getattr, "shape") is x or (
         node.target is python.unpack
         and isinstance(node.args[0], Node)

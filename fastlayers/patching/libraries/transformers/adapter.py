@@ -1,4 +1,4 @@
-"""What the engine is told about the modules of transformers."""
+"""The adapter for transformers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fastlayers.patching.libraries.transformers.losses import fuse_losses
 
 __all__ = ["TransformersAdapter"]
 
-#: The base class of layers. Subclassing it wraps the forward once more, and of several such wrappers only the outermost
-#: checkpoints: the generated class gets one of its own.
+#: The base class of layers. Creating a subclass wraps the forward once more, and only the outermost wrapper
+#: checkpoints: the wrapper of the generated class.
 CHECKPOINTING = ("transformers.modeling_layers", "GradientCheckpointingLayer")
-#: What a forward hands to the registry of attentions, which calls it where the configuration says "eager".
+#: A forward passes this function to the registry of attentions, which calls it if the configuration is "eager".
 EAGER_ATTENTION = "eager_attention_forward"
 
 

@@ -1,19 +1,19 @@
-"""The attention masks of transformers' models, which are left out where that needs no look at the values of a tensor.
+"""The attention masks of models of transformers, left out where this needs no values of a tensor.
 
-SDPA takes its fast kernels only without a mask. In eager mode ``create_causal_mask`` and ``create_bidirectional_mask``
-return None where there is no padding, no packed sequences and nothing in the cache. They look at the position ids for
-that, and wait for the GPU in every forward: it has nothing to do until the host has called the next kernels. While
-Dynamo traces they may not look, and most versions of transformers then build the whole mask, whatever they were given.
+SDPA uses its fast kernels only without a mask. In eager mode ``create_causal_mask`` and ``create_bidirectional_mask``
+return None if there is no padding, no packed sequence and nothing in the cache. To find out, they read the values of
+the position ids and wait for the GPU in every forward. The GPU is then idle until the CPU has launched the next
+kernels. While Dynamo traces they cannot read values, and most versions of transformers build the whole mask then.
 
-A method that calls them is compiled again from its own source (:mod:`fastlayers.patching.capture.rebuild`) and calls
-:func:`attention_mask` in their place, with what they were:
+A method that calls them is compiled again from its own source (:mod:`fastlayers.patching.capture.rebuild`), and calls
+:func:`attention_mask` instead, with the function as an argument:
 
     positions_left_out = position_ids is None
     ...
     causal_mask = attention_mask(create_causal_mask, position_ids if positions_left_out else None, config=..., ...)
 
-Position ids that the method itself has counted up are those of one sequence: no value of them needs to be looked at.
-Nothing of transformers changes.
+Position ids that the method itself counts up belong to one sequence, so their values need not be read. Nothing of
+transformers changes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RULE = "attention_mask"
 
 
 class Library(NamedTuple):
-    """What there is of that name in ``transformers.masking_utils`` and ``transformers.cache_utils``."""
+    """Objects of ``transformers.masking_utils`` and ``transformers.cache_utils``, by name."""
 
     create_causal_mask: Any
     create_bidirectional_mask: Any
@@ -57,7 +57,7 @@ class Library(NamedTuple):
 
 
 def loaded_library() -> Library | None:
-    """None where transformers is not loaded, or one that is older."""
+    """The loaded library; None if there is none, or if it is too old."""
     masks, caches = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "cache_utils"))
     found = [getattr(masks, name, getattr(caches, name, None)) for name in Library._fields]
     return None if any(value is None for value in found) else Library(*found)
@@ -67,15 +67,15 @@ def loaded_library() -> Library | None:
 
 
 def attention_mask(library: Library, create: Any, counted: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``create`` returns, and None without asking it where eager mode would return that, whatever the values are.
+    """The result of ``create``; None without a call of it if eager mode would return None whatever the values are.
 
     Args:
-        library: transformers' functions and classes.
-        create: what the source of the model calls: one of those functions, or anything else.
-        counted: position ids that were counted up for want of others; None where they were given.
-        args, kwargs: what it calls that with.
+        library: the functions and classes of transformers.
+        create: the function that the source of the model calls: one of the two above, or any other.
+        counted: position ids that the method counted up itself; None if they were given.
+        args, kwargs: the arguments of that call.
     """
-    # An exported or traced graph is for every length, and needs the mask at some. The flag itself, as in ops.dispatch.
+    # An exported or traced graph serves all lengths, and some need the mask. It reads the flag as ops.dispatch does.
     if torch.compiler.is_compiling():
         for_every_length = torch.compiler._is_exporting_flag
     else:
@@ -104,7 +104,7 @@ def is_needless(
     allow_is_bidirectional_skip: bool = True,
     **unknown: Any,
 ) -> bool:
-    """Whether eager mode would leave out the mask that is asked for, whatever the values of the tensors are."""
+    """Whether eager mode would leave the mask out, whatever the values of the tensors are."""
     bidirectional = create is library.create_bidirectional_mask
     if unknown or not (bidirectional or create is library.create_causal_mask):
         return False
@@ -113,17 +113,17 @@ def is_needless(
         return False
     if getattr(config, "_attn_implementation", None) != "sdpa":
         return False
-    if library.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not library.sdpa_mask:  # somebody has registered another
+    if library.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not library.sdpa_mask:  # Another function has been registered.
         return False
     if bidirectional or not getattr(config, "is_causal", True):
-        return True  # of any length, and so of any cache
+        return True  # for any length, and so for any cache
     if past_key_values is not None:
         return is_empty(library, past_key_values)
     return position_ids is None or position_ids is counted
 
 
 def is_empty(library: Library, cache: Any) -> bool:
-    """Whether a cache has seen no tokens, and holds as many as it is given."""
+    """Whether a cache has no tokens yet, and keeps all tokens that it gets."""
     if type(cache) is library.EncoderDecoderCache:
         cache = cache.self_attention_cache
     if type(cache) is not library.DynamicCache:
@@ -138,10 +138,10 @@ def is_empty(library: Library, cache: Any) -> bool:
 def leave_out_masks(
     module: nn.Module, tree: ast.FunctionDef, function: types.FunctionType
 ) -> tuple[int, dict[str, Any]]:
-    """Let a method of a module, given its syntax, call :func:`attention_mask`.
+    """Change the syntax of a method so that it calls :func:`attention_mask`.
 
     Returns:
-        the number of calls that were changed, and what its new source names besides its globals.
+        The number of changed calls, and the objects that the new source names in addition to its globals.
     """
     library = loaded_library()
     if library is None or not uses_sdpa(module):
@@ -163,7 +163,7 @@ def uses_sdpa(module: nn.Module) -> bool:
 
 
 def mask_makers(tree: ast.FunctionDef, function: types.FunctionType, library: Library) -> set[str]:
-    """What a function calls transformers' functions by: ``create_causal_mask``, or a variable that may be it."""
+    """The names of the two functions in a function: ``create_causal_mask``, or a variable that may be it."""
     mentioned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - local_names(tree)
     names = {name for name in mentioned if makes_masks(function.__globals__.get(name), library)}
     chosen = {
@@ -186,7 +186,7 @@ def alternatives(value: ast.expr) -> Iterator[str]:
 
 
 class Calls(ast.NodeTransformer):
-    """Puts :func:`attention_mask` in front of the calls of some names."""
+    """Replaces calls of some names by calls of :func:`attention_mask`."""
 
     def __init__(self, names: set[str], counted: str) -> None:
         self.names = names
@@ -203,9 +203,9 @@ class Calls(ast.NodeTransformer):
 
 
 def counts_positions(tree: ast.FunctionDef) -> bool:
-    """Whether a function counts up its position ids where it was given none, and changes no others."""
+    """Whether a function counts up its position ids if it gets none, and never changes given ones."""
     own, every = ([arg.arg for arg in ast.walk(part) if isinstance(arg, ast.arg)] for part in (tree.args, tree))
-    if not own.count(POSITIONS) == every.count(POSITIONS) == 1:  # a lambda may have one of that name too
+    if not own.count(POSITIONS) == every.count(POSITIONS) == 1:  # A lambda may have a parameter of that name too.
         return False
     changes = sum(is_change(node) for node in ast.walk(tree))
     blocks = [
@@ -218,7 +218,7 @@ def counts_positions(tree: ast.FunctionDef) -> bool:
 
 
 def is_change(node: ast.AST) -> bool:
-    """Whether a node binds ``position_ids``, or writes to it."""
+    """Whether a node assigns or overwrites ``position_ids``."""
     if isinstance(node, ast.Subscript) and is_same(node.value, POSITIONS):
         return not isinstance(node.ctx, ast.Load)
     if isinstance(node, ast.Attribute) and is_same(node.value, POSITIONS):
@@ -227,7 +227,7 @@ def is_change(node: ast.AST) -> bool:
 
 
 def is_counting(statement: ast.stmt, tree: ast.FunctionDef) -> bool:
-    """Whether a statement is like ``position_ids = torch.arange(length) + past``, or says more of such a row."""
+    """Whether a statement is like ``position_ids = torch.arange(length) + past``, or reshapes such a row."""
     if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
         return False
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -237,7 +237,7 @@ def is_counting(statement: ast.stmt, tree: ast.FunctionDef) -> bool:
 def is_row(value: ast.expr, tree: ast.FunctionDef) -> bool:
     """Whether an expression counts up by one along its last dimension."""
     if isinstance(value, ast.Name):
-        return value.id == POSITIONS  # what a statement before this one has counted
+        return value.id == POSITIONS  # counted up by an earlier statement
     if isinstance(value, ast.BinOp):
         return isinstance(value.op, ast.Add) and is_row(value.left, tree) and is_length(value.right, tree)
     if isinstance(value, ast.Subscript):
@@ -254,7 +254,7 @@ def is_row(value: ast.expr, tree: ast.FunctionDef) -> bool:
 
 
 def is_length(value: ast.expr, tree: ast.FunctionDef) -> bool:
-    """Whether an expression is a number, how many tokens a cache has seen say, or a variable that is never more."""
+    """Whether an expression is a number, such as the tokens in a cache, or a variable that is always a number."""
     if not isinstance(value, ast.Name):
         return is_number(value)
     values = [
@@ -278,12 +278,12 @@ def is_number(value: ast.expr) -> bool:
 
 
 def fuse_masks(module: nn.Module, found: RewrittenModel | None) -> RewrittenModel | None:
-    """Add to what was found in one of transformers' models the methods that make its masks."""
+    """Add the methods that create masks to a rewritten model."""
     base, library, original = pretrained_model(), loaded_library(), original_class(module)
     if base is None or library is None or not issubclass(original, base):
         return found
     for name, method in own_methods(original, base, library):
-        if found is not None and name in found.members:  # a head's forward, compiled again for its loss
+        if found is not None and name in found.members:  # The forward of a head, compiled again for its loss.
             continue
         try:
             inner = innermost(method)
@@ -306,7 +306,7 @@ def fuse_masks(module: nn.Module, found: RewrittenModel | None) -> RewrittenMode
 def own_methods(
     original: type[nn.Module], base: type[nn.Module], library: Library
 ) -> Iterator[tuple[str, types.FunctionType]]:
-    """The methods that a model has and its base class has not, and that name a function that makes masks."""
+    """The methods of a model, without those of the base class, that name a function that creates masks."""
     seen: set[str] = set()
     for cls in original.__mro__[: original.__mro__.index(base)]:
         for name, method in vars(cls).items():
@@ -324,7 +324,7 @@ def makes_masks(value: Any, library: Library) -> bool:
 
 
 def global_names(code: types.CodeType) -> Iterator[str]:
-    """What a function names besides its variables, and the functions inside of it."""
+    """The names in a function, and in the functions inside of it, that are not its variables."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

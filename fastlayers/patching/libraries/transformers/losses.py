@@ -1,7 +1,7 @@
-"""The losses of transformers' models: ``model.loss_function``, the head and its loss, losses written in a forward.
+"""The losses of models of transformers: ``model.loss_function``, the head and its loss, losses inside of a forward.
 
 The forward of such a model is compiled again from its own source (:mod:`fastlayers.patching.capture.rebuild`), with its
-decorators around it. Where it computes logits by a linear layer and hands them to ``self.loss_function``,
+decorators around it. If it computes logits by a linear layer and passes them to ``self.loss_function``,
 
     logits = self.lm_head(hidden_states)
     loss = None
@@ -9,12 +9,12 @@ decorators around it. Where it computes logits by a linear layer and hands them 
         loss = self.loss_function(logits, labels, ...)
     return CausalLMOutputWithPast(loss=loss, logits=logits, ...)
 
-a training step with labels has :class:`DeferredLogits` in the place of the logits, from which the loss is computed
-chunk by chunk, and returns None for them. Every other call computes the logits as before. So it is where a masked
-language model writes ``loss_fct = CrossEntropyLoss()``, and where the layer is the last one of a head like BERT's.
+a training step with labels uses :class:`DeferredLogits` instead of the logits. The loss is computed from them chunk by
+chunk, and the output has None for the logits. Every other call computes the logits as before. The same applies if a
+masked language model uses ``loss_fct = CrossEntropyLoss()``, and if the layer is the last one of a head like BERT's.
 
 ``model.loss_function`` is a property of the generated class: nothing is set on the model, and nothing of transformers
-changes. Where somebody sets it, what he set is called, with the logits.
+changes. If the user sets it, the user's function is called with the logits.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ __all__ = ["fuse_losses", "is_same", "pretrained_model", "stored"]
 
 
 def pretrained_model() -> type[nn.Module] | None:
-    """transformers' class of all models, if transformers is loaded."""
+    """The base class of all models of transformers, if it is loaded."""
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
-#: Whose autocast is known to give losses in float32.
+#: Devices whose autocast computes losses in float32.
 DEVICES = ("cuda", "cpu")
 
 
@@ -60,7 +60,7 @@ DEVICES = ("cuda", "cpu")
 
 
 class DeferredLogits(NamedTuple):
-    """The logits of a linear layer before they are computed: softcap·tanh(scale·head(hidden)/softcap)."""
+    """The logits of a linear layer, not computed yet: softcap·tanh(scale·head(hidden)/softcap)."""
 
     hidden: Tensor
     head: nn.Linear
@@ -76,7 +76,7 @@ class DeferredLogits(NamedTuple):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def view(self, rows: int, columns: int) -> DeferredLogits | Tensor:
-        """Rows of logits, as a loss takes them."""
+        """The logits as rows, as a loss takes them."""
         return self if columns == self.head.weight.shape[0] else self.compute().view(rows, columns)
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
@@ -89,7 +89,7 @@ Logits: TypeAlias = Tensor | DeferredLogits
 
 
 class DeferringCrossEntropyLoss(FusedCrossEntropyLoss):
-    """The loss of a forward that writes ``CrossEntropyLoss()``: of logits, and of deferred ones."""
+    """Replaces ``CrossEntropyLoss()`` in a forward; it takes deferred logits too."""
 
     def forward(self, input: Logits, target: Tensor) -> Tensor:
         if not isinstance(input, DeferredLogits):
@@ -99,7 +99,7 @@ class DeferringCrossEntropyLoss(FusedCrossEntropyLoss):
 
 @dataclass(frozen=True)
 class Split:
-    """A head that ends with a child: its name, and what computes that child's argument."""
+    """A head that ends with a child: the name of the child, and the function that computes its argument."""
 
     child: str
     argument: Callable[[nn.Module, Tensor], Tensor]
@@ -114,7 +114,7 @@ def defer(
     scale: Any,
     softcap: Any,
 ) -> DeferredLogits | None:
-    """The logits of ``head``, deferred where a loss that takes them so is all that a training step wants of them."""
+    """The deferred logits of ``head`` if a training step needs only their loss; None if they must be computed."""
     known = any(loss is function for function in (causal_lm_loss, masked_lm_loss, nn.CrossEntropyLoss))
     if not (known and model.training and torch.is_grad_enabled()):
         return None
@@ -126,7 +126,7 @@ def defer(
         head = head._modules[split.child]  # type: ignore[assignment]
     if not isinstance(head, nn.Linear) or not checks.plain(head, nn.Linear) or not checks.no_hooks(head):
         return None
-    if type(head.weight) not in (Tensor, nn.Parameter) or type(hidden) is not Tensor:  # a DTensor, a quantised weight
+    if type(head.weight) not in (Tensor, nn.Parameter) or type(hidden) is not Tensor:  # DTensors, quantised weights
         return None
     if not isinstance(scale, int | float) or not (
         softcap is None or (isinstance(softcap, int | float) and softcap > 0)
@@ -144,7 +144,7 @@ def defer(
 def token_loss(
     logits: Logits, target: Tensor, vocab_size: int, num_items_in_batch: Tensor | float | None, ignore_index: int
 ) -> Tensor:
-    """The loss of each token's class, in float32 as transformers has it, without a copy of the logits in float32."""
+    """The loss of the tokens' classes in float32, as in transformers, without a copy of the logits in float32."""
     target = target.view(-1).to(logits.device)
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
@@ -168,7 +168,7 @@ def token_loss(
 
 
 def float32_result(x: Tensor) -> Any:
-    """Under autocast to the dtype that they have anyway, losses are computed from halves and are float32."""
+    """A context in which a loss of 16-bit logits is float32: autocast to the dtype that they already have."""
     kind = x.device.type
     if x.dtype not in LOW_PRECISION or torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -184,7 +184,7 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss: each token's label is the next token."""
+    """ForCausalLMLoss of transformers: the label of each token is the next token."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
     return token_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
@@ -198,19 +198,19 @@ def masked_lm_loss(
     ignore_index: int = -100,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' ForMaskedLMLoss."""
+    """ForMaskedLMLoss of transformers."""
     return token_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index)
 
 
 def fused_loss(present: Any) -> Any:
-    """What computes the loss that a forward names: torch's, or what somebody has put in its place."""
+    """The fused function for a loss that a forward names; any other function itself."""
     if present is nn.CrossEntropyLoss:
         return DeferringCrossEntropyLoss
     return functional.cross_entropy if present is F.cross_entropy else present
 
 
 def gives_tuple(model: Any, return_dict: bool | None) -> bool:
-    """Whether a call returns a tuple, from which a None would be missing."""
+    """Whether a call returns a tuple. A tuple would leave out logits that are None, and shift the other outputs."""
     return not (model.config.return_dict if return_dict is None else return_dict)
 
 
@@ -258,7 +258,7 @@ def fixed_cross_entropy(
     ignore_index: int = -100,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' function of that name, in which the losses of its classifiers end."""
+    """The function of that name in transformers, which the losses of classifiers call."""
     if num_items_in_batch is None:
         return functional.cross_entropy(source, target, ignore_index=ignore_index)
     loss = functional.cross_entropy(source, target, ignore_index=ignore_index, reduction="sum")
@@ -268,7 +268,7 @@ def fixed_cross_entropy(
 
 
 def known_loss(function: Any) -> Any:
-    """What computes the same as a loss function of transformers; None where it is none that is known."""
+    """The fused function that computes the same as a loss function of transformers; None if that is unknown."""
     scope = getattr(function, "__globals__", {})
     if source_of(scope.get("fixed_cross_entropy")) != canonical(FIXED_CROSS_ENTROPY) or scope.get("nn") is not nn:
         return None
@@ -281,7 +281,7 @@ def known_loss(function: Any) -> Any:
 
 @functools.cache
 def of_classifier(function: types.FunctionType) -> Any:
-    """A loss function compiled again, with another :func:`fixed_cross_entropy`; None where it cannot be."""
+    """A loss function compiled again, with another :func:`fixed_cross_entropy`; None if that is impossible."""
     try:
         return rebuild(function, parse(function), {"fixed_cross_entropy": fixed_cross_entropy})[0]
     except Refusal:
@@ -289,7 +289,7 @@ def of_classifier(function: types.FunctionType) -> Any:
 
 
 def fused_property(original: type[nn.Module], theirs: Any, ours: Any) -> property:
-    """``model.loss_function``, where it would be ``theirs``."""
+    """The property ``loss_function`` of a generated class: ``ours`` where it would be ``theirs``."""
     known: Any = getattr(original, "loss_function")  # noqa: B009 - mypy knows no such attribute
     scope = theirs.__globals__
     inner = scope["fixed_cross_entropy"]
@@ -310,16 +310,16 @@ HIDDEN, DEFER, DEFERRED, SPLITS, LOSS = (
 
 @dataclass
 class Pair:
-    """Where a forward computes logits and their loss.
+    """The places in a forward that compute logits and their loss.
 
     Attributes:
-        logits: their name.
+        logits: the variable.
         head: the path of the linear layer.
         start, end: the statements that compute the logits.
-        loss: the one that computes the loss.
-        function: an expression of what computes it.
-        scale, softcap: expressions of what the logits are multiplied with and bounded by.
-        condition: of a call whose logits may be None.
+        loss: the statement that computes the loss.
+        function: an expression for the loss function.
+        scale, softcap: expressions for the factor and the bound of the logits.
+        condition: an expression that is true for calls whose logits may be None.
     """
 
     logits: str
@@ -338,10 +338,10 @@ def unused(message: str) -> Refusal:
 
 
 def find_pair(tree: ast.FunctionDef) -> Pair | None:
-    """The logits and the loss of a forward; None where it computes no loss of labels over a vocabulary.
+    """The logits and the loss of a forward; None if it computes no loss of labels over a vocabulary.
 
     Raises:
-        Refusal: the logits are not computed by a layer of the module, or serve something else too.
+        Refusal: no layer of the module computes the logits, or they have other uses.
     """
     calling = ((i, call) for i, statement in enumerate(tree.body) if (call := loss_call(statement)) is not None)
     index, call = next(calling, (0, None))
@@ -351,7 +351,7 @@ def find_pair(tree: ast.FunctionDef) -> Pair | None:
     start = next((i for i, statement in enumerate(tree.body[:index]) if name in stored(statement)), None)
     head = head_of(tree.body[start], name) if start is not None else None
     if start is None or head is None:
-        raise unused(f"{ast.unparse(call)}, and the logits are not what a layer of the module returns")
+        raise unused(f"{ast.unparse(call)}, and the logits are not the result of a layer of the module")
     end = start + 1
     while end < index and name in mentioned(tree.body[end]):
         end += 1
@@ -364,7 +364,7 @@ def find_pair(tree: ast.FunctionDef) -> Pair | None:
     known = device_reads(tree.body[index], name) + output_reads(tree.body[-1], name) + tuples + 1
     found = sum(mentioned(statement).count(name) for statement in rest)
     if found != known:
-        raise unused(f"{name} is used {found} times, of which {known} are known")
+        raise unused(f"{name} is used {found} times, and only {known} uses are known")
     condition = "labels is not None and return_dict" if tuples else "labels is not None"
     return Pair(name, head, start, end, index, written or "self.loss_function", scale, softcap, condition)
 
@@ -419,37 +419,37 @@ def class_of_loss(statement: ast.stmt) -> str:
 
 
 def logits_of(call: ast.Call) -> str:
-    """The name of the logits that a loss is called with."""
+    """The name of the logits in a call of a loss."""
     given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "logits")]
     value = given[0] if len(given) == 1 else None
     if isinstance(value, ast.Call) and not is_same(call.func, "self.loss_function"):
         view, sizes = value.func, [ast.unparse(size) for size in value.args]
         rows = isinstance(view, ast.Attribute) and view.attr == "view" and sizes[:1] == ["-1"] and len(sizes) == 2
-        # Other classes than those of a vocabulary are few: their logits are small, and wanted.
+        # The logits of a classifier with few classes are small, and its output needs them.
         value = view.value if rows and sizes[1].endswith(".vocab_size") else None  # type: ignore[attr-defined]
     return value.id if isinstance(value, ast.Name) else ""
 
 
 def device_reads(statement: ast.stmt, name: str) -> int:
-    """How often ``labels = labels.to(logits.device)`` stands before the loss."""
+    """The number of statements ``labels = labels.to(logits.device)`` before the loss."""
     return sum(is_same(inner, f"labels = labels.to({name}.device)") for inner in body_of(statement))
 
 
 def output_reads(statement: ast.stmt, name: str) -> int:
-    """Whether the forward ends with ``return Output(..., logits=logits, ...)``."""
+    """The number of uses of the logits in ``return Output(..., logits=logits, ...)`` at the end of a forward."""
     call = statement.value if isinstance(statement, ast.Return) else None
     keywords = call.keywords if isinstance(call, ast.Call) else []
     return sum(keyword.arg == "logits" and is_same(keyword.value, name) for keyword in keywords)
 
 
 def tuple_reads(statement: ast.stmt, name: str) -> int:
-    """How often ``if not return_dict: return ...`` reads the logits."""
+    """The number of uses of the logits in ``if not return_dict: return ...``."""
     returns = isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[-1], ast.Return)
     return mentioned(statement).count(name) if returns and is_same(statement.test, "not return_dict") else 0  # type: ignore[attr-defined]
 
 
 def unwidened(value: ast.expr) -> ast.expr:
-    """An expression without what only says how its result is stored: its loss is computed in float32 anyway."""
+    """An expression without casts to float32 and ``contiguous()``: the loss is computed in float32 anyway."""
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.keywords:
         how = (value.func.attr, *map(ast.unparse, value.args))
         if how not in (("float",), ("contiguous",), ("to", "torch.float32")):
@@ -459,7 +459,7 @@ def unwidened(value: ast.expr) -> ast.expr:
 
 
 def assigned(statement: ast.stmt, name: str) -> ast.expr | None:
-    """What a statement assigns to a name and nothing else."""
+    """The expression that a statement assigns to a single name."""
     if isinstance(statement, ast.AugAssign) and is_same(statement.target, name):
         return ast.BinOp(ast.Name(name, ast.Load()), statement.op, statement.value)
     targets = [ast.unparse(target) for target in statement.targets] if isinstance(statement, ast.Assign) else []
@@ -485,7 +485,7 @@ def head_of(statement: ast.stmt, name: str) -> str | None:
 
 @dataclass
 class Transforms:
-    """What a forward does to its logits, step by step: products with a number, and a bound."""
+    """The operations on the logits in a forward: products with a number, and a bound."""
 
     name: str
     scale: ast.expr = field(default_factory=lambda: ast.Constant(1.0))
@@ -505,7 +505,7 @@ class Transforms:
 
     def limit(self, bound: ast.expr | None) -> ast.expr:
         if bound is None or not is_same(self.softcap, "None"):
-            raise unused("what it does to them is not known")
+            raise unused("it computes something unknown with them")
         return bound
 
     def bound(self, statements: list[ast.stmt]) -> ast.expr | None:
@@ -523,17 +523,17 @@ class Transforms:
         if value is not None and is_same(unwidened(value), self.name):
             return
         if not is_same(self.softcap, "None") or not isinstance(value, ast.BinOp):
-            raise unused("what it does to them is not known")
+            raise unused("it computes something unknown with them")
         left, right = value.left, value.right
         if isinstance(value.op, ast.Mult) and is_same(right, self.name):
             left, right = right, left
         if not isinstance(value.op, ast.Mult | ast.Div) or not is_same(left, self.name) or not is_attribute(right):
-            raise unused("what it does to them is not known")
+            raise unused("it computes something unknown with them")
         self.scale = ast.BinOp(self.scale, value.op, right)
 
 
 def is_attribute(value: ast.expr) -> bool:
-    """Whether an expression is a number or an attribute of the module, or of something there."""
+    """Whether an expression is a number or an attribute path that starts at the module."""
     if isinstance(value, ast.Constant):
         return True
     while isinstance(value, ast.Attribute):
@@ -548,7 +548,7 @@ def transforms(statements: list[ast.stmt], name: str) -> tuple[ast.expr, ast.exp
 
 
 def defer_logits(tree: ast.FunctionDef, pair: Pair) -> None:
-    """Let a forward defer its logits where it computes a loss."""
+    """Change a forward so that it defers its logits if it computes a loss."""
     computing = tree.body[pair.start : pair.end]
     call = head_call(computing[0], pair.logits)
     assert call is not None
@@ -572,7 +572,7 @@ if {pair.logits} is None:
 
 
 class Losses(ast.NodeTransformer):
-    """Lets a forward ask, where it names torch's cross-entropy, what computes it."""
+    """Changes a forward so that it looks the function up where it uses torch's cross-entropy."""
 
     def __init__(self, scope: dict[str, Any], own: set[str]) -> None:
         self.scope = scope
@@ -600,7 +600,7 @@ class Losses(ast.NodeTransformer):
 
 
 def fuse_losses(module: nn.Module, excluded: frozenset[str]) -> RewrittenModel | None:
-    """The losses of one of transformers' models; None where the module is none, or computes no loss that is known."""
+    """Rewrite the losses of a model of transformers; None for other modules, and if it computes no known loss."""
     base, original = pretrained_model(), original_class(module)
     forward = original.forward
     if base is None or not issubclass(original, base) or not isinstance(forward, types.FunctionType):
@@ -666,16 +666,20 @@ def rewrite(
 
 
 def check_head(module: nn.Module, path: str, excluded: frozenset[str]) -> dict[type[nn.Module], Split]:
-    """Raise unless a head ends with a layer whose product can be taken chunk by chunk.
+    """Check that a head ends with a layer whose product can be computed chunk by chunk.
 
-    Returns what is to be done before that layer, by the classes of the modules around it.
+    Returns:
+        The steps before that layer, by the classes of the modules around it.
+
+    Raises:
+        Refusal: it does not.
     """
     splits: dict[type[nn.Module], Split] = {}
     while True:
         try:
             head = module.get_submodule(path)
         except AttributeError:
-            raise unused(f"{path} is no layer of it") from None
+            raise unused(f"{path} is not a layer of it") from None
         if path in excluded:
             raise Refusal(Reason.EXCLUDED_CHILD, path)
         if "forward" in head.__dict__:
@@ -693,7 +697,7 @@ def check_head(module: nn.Module, path: str, excluded: frozenset[str]) -> dict[t
 
 
 def split_of(cls: type[nn.Module]) -> Split | None:
-    """Where the forward of a class returns what a child returns: that child, and the rest of the forward."""
+    """Split a forward that returns the result of a child into that child and the steps before it."""
     forward = cls.forward
     if not isinstance(forward, types.FunctionType) or (forward.__module__ or "").startswith("torch."):
         return None
@@ -718,7 +722,7 @@ def split_of(cls: type[nn.Module]) -> Split | None:
 
 
 def with_logits_in_tuples(forward: types.FunctionType, fused: types.FunctionType) -> Any:
-    """The fused forward, and the original one where it is asked for a tuple."""
+    """The fused forward; the original one for calls that return a tuple."""
 
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
