@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import linear_cross_entropy as ops
+from fastlayers.patching.libraries.transformers.losses import DeferredLogits
 
 REDUCTIONS = ("mean", "sum", "none")
 reference = LINEAR_CROSS_ENTROPY.reference
@@ -369,6 +370,14 @@ def test_layer_says_what_differs():
     copied = copy.deepcopy(fastlayers.FusedLinearCrossEntropyLoss(3, 5, weight=torch.ones(5), z_loss=0.5))
     assert copied.z_loss == 0.5
     assert list(copied.state_dict()) == ["weight", "linear.weight"]
+
+
+def test_deferred_logits_take_probabilities():
+    """A patched loss passes its ignore_index, which linear_cross_entropy refuses with probabilities."""
+    head, hidden = nn.Linear(8, 5), torch.randn(6, 8)
+    target = torch.rand(6, 5).softmax(1)
+    loss = DeferredLogits(hidden, head, 1.0, None).cross_entropy(target, ignore_index=-100)
+    assert_close(loss, F.cross_entropy(head(hidden), target))
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------

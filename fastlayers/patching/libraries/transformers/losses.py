@@ -82,6 +82,8 @@ class DeferredLogits(NamedTuple):
     def cross_entropy(self, target: Tensor, **options: Any) -> Tensor:
         rows, (weight, bias) = self.hidden.reshape(-1, self.hidden.shape[-1]), (self.head.weight, self.head.bias)
         options |= {"softcap": self.softcap, "logit_scale": self.scale}
+        if target.is_floating_point():  # probabilities, of which none is ignored
+            options.pop("ignore_index", None)
         return functional.linear_cross_entropy(rows, weight, target, linear_bias=bias, **options)
 
 
