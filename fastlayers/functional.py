@@ -96,7 +96,7 @@ def softmax(
 
     Args:
         input: scores of any shape.
-        dim: the dimension that sums to one. None chooses one as torch does, with its warning.
+        dim: the dimension that sums to one. Torch's default, an implicit choice, is deprecated there.
         scale: a number that multiplies the input, such as the 1/sqrt(d) of attention.
         mask: broadcasts against the input. Where a boolean mask is False the score is minus infinity, as in
             :func:`torch.nn.functional.scaled_dot_product_attention`; any other mask is added. A row that is masked
