@@ -86,7 +86,7 @@ def spill(launched, tensors, arch, folder):
     signature, constexprs, attributes = specialisation(
         launched.function, (*tensors, *launched.scalars), launched.constants
     )
-    key = (arch, launched.function, *signature.items())
+    key = (arch, launched.function.fn, *signature.items())
     if arch != 80:
         key += (*constexprs.items(), *((position, str(what)) for position, what in attributes.items()))
         key += (launched.num_warps,)
@@ -215,7 +215,8 @@ def test_bias_act_and_gates(compiled, act, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kl_div(compiled, dtype):
     wide = F64 if dtype == F64 else F32
-    for rows, n in ((4096, 16), (4096, 1000), (8192, 32000), (8192, 50257), (2**16 + 1, 2**15 + 8)):
+    shapes = [(4096, 1000), (8192, 50257), (4096, 16), (8192, 32000), (2**16 + 1, 2**15 + 8)]
+    for rows, n in shapes if dtype == BF16 else shapes[:2]:
         x, labels = meta(rows, n, dtype=dtype), meta(rows, dtype=torch.int64)
         for beta in (0.0, 0.5):
             for given in (None, labels):
@@ -309,10 +310,12 @@ def layouts(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 def test_batch_norm(compiled, last, dtype):
-    for shape in IMAGES if dtype == BF16 else IMAGES[:3]:
+    for shape in IMAGES if dtype == BF16 else IMAGES[:3:2]:
         x = layouts(shape, dtype)[last]
         weight = meta(shape[1], dtype=F64 if dtype == F64 else F32)
-        for residual, act, bits in [(None, 0, False), (None, 1, False), (x, 1, True), (x, 5, False)]:
+        calls = [(None, 0, False), (x, 1, True), (None, 1, False), (x, 5, False)]
+        # What follows the normalisation does not change what the launch rules pick for a shape.
+        for residual, act, bits in calls if shape == IMAGES[0] else calls[:2]:
             y, stats, packed = batch_norm.batch_norm_train(
                 x, residual, weight, weight, weight, weight, 0.1, 1e-5, act, bits
             )
