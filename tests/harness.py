@@ -1,4 +1,4 @@
-"""What the contract tests share: where they run, how a call is run, and what counts as torch's answer."""
+"""What the contract tests share: the places where a call runs, how it runs, and how its result is judged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Place:
         return f"{self.device}-{self.backend}"
 
     def missing(self) -> str | None:
-        """Why this machine does not have it."""
+        """Why this machine lacks this place; None where it has it."""
         if self.device == "cuda" and not torch.cuda.is_available():
             return _NO_GPU
         return backends.problem(self.backend, torch.device(self.device))
@@ -49,11 +49,11 @@ class Place:
         return marks if missing is None else [*marks, pytest.mark.skip(reason=missing)]
 
     def forced(self, sample: Sample) -> AbstractContextManager[None]:
-        """Forces the backend, unless it has no kernel for the call: then the call must be answered all the same."""
+        """Forces the backend. Where it has no kernel for the call nothing is forced: the op must fall back."""
         return nullcontext() if self.backend in sample.refused else backends.backend(self.backend)
 
     def is_slow(self) -> bool:
-        """Whether a call takes long enough to make thousands of them a nuisance."""
+        """Whether thousands of calls would take too long."""
         return self.device == "cuda" or self.backend == "triton"
 
 
@@ -76,7 +76,7 @@ def cases(
     ops: Iterable[Op] = OPS,
     devices: Sequence[str] = ("cpu", "cuda"),
 ) -> Any:
-    """Parametrises a test over (op, sample, place, dtype): every place that serves the op, every dtype that it has."""
+    """Parametrises a test over (op, sample, place, dtype): each place with a kernel of the op, each of its dtypes."""
     if "cpu" in devices and not torch.cuda.is_available():
         devices = ("cpu",)  # collecting 20,000 tests to leave them out takes each process four seconds
     return pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def outputs(result: Any) -> tuple[Tensor, ...]:
 
 
 def joined(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """``function`` with its results, where it has several, as one tensor."""
+    """``function``, its results stacked in one tensor where it has several."""
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         result = function(*args, **kwargs)
@@ -143,14 +143,14 @@ def joined(function: Callable[..., Any]) -> Callable[..., Tensor]:
 def gradients_of(
     outs: tuple[Tensor, ...], layout: Callable[[Tensor], Tensor] = contiguous, draw: int = 0
 ) -> tuple[Tensor, ...]:
-    """Incoming gradients, the same values for the same shapes whatever the dtype."""
+    """Incoming gradients. The same shapes get the same values in every dtype."""
     generator = torch.Generator().manual_seed(7 + draw)
     return tuple(layout(torch.randn(out.shape, generator=generator).to(out.device, out.dtype)) for out in outs)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call gave: its results and the gradients of the tensors that want one."""
+    """The results of a call, and the gradients of the tensors that require one."""
 
     outs: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
@@ -178,7 +178,7 @@ FEW_ELEMENTS, DRAWS = 1024, 12
 
 
 def check_answer(op: Op, sample: Sample, place: Place, dtype: torch.dtype) -> None:
-    """Results and gradients of a call against torch's own composition, both measured from the float64 answer."""
+    """Compares the errors of a call and of torch's composition, both against the results in float64."""
     call = sample.make(place.device, dtype)
     with place.forced(sample):
         ours = answer(op.fused, call)
@@ -202,12 +202,12 @@ def check_answer(op: Op, sample: Sample, place: Place, dtype: torch.dtype) -> No
 
 
 def steps(t: Tensor) -> list[int]:
-    """The strides that say where elements lie: not those of dimensions of one, which torch sets by the path it took."""
+    """The strides that place elements: those of dimensions of size 1 depend on the path that torch took."""
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1]
 
 
 def assert_like(ours: Tensor, stock: Tensor, what: str) -> None:
-    """The shape and dtype of torch's answer, and NaN and infinite at the same places."""
+    """Checks that shape, dtype, and the places of NaN and infinities are those of torch."""
     assert ours.shape == stock.shape, f"{what}: shape {tuple(ours.shape)}, and torch has {tuple(stock.shape)}"
     assert ours.dtype == stock.dtype, f"{what}: {ours.dtype}, and torch has {stock.dtype}"
     assert torch.equal(ours.isnan(), stock.isnan()), f"{what}: NaN at other places than torch's"
@@ -217,7 +217,7 @@ def assert_like(ours: Tensor, stock: Tensor, what: str) -> None:
 
 
 def excess(ours: Tensor, exact: Tensor, torch_error: float) -> str | None:
-    """Where ``ours`` errs more than 1.5 times as much as torch at most does; None where nothing does.
+    """Says where the error of ``ours`` exceeds 1.5 times the greatest error of torch; None where it does not.
 
     One unit in the last place of the exact value is allowed besides: even the correctly rounded answer is half a unit
     off, and torch's may be exact by chance.
@@ -270,5 +270,5 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def assert_close(ours: Any, theirs: Any) -> None:
-    """Nested results equal to rounding: for tests of *which* derivative comes out, not of how well it is rounded."""
+    """Compares nested results up to rounding, in tests of *which* derivative a call gives."""
     torch.testing.assert_close(ours, theirs, equal_nan=True, check_stride=False)

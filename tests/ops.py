@@ -1,4 +1,4 @@
-"""The table of fused ops: one row an op. tests/contract derives every test from it, so a new op joins by adding a row.
+"""The table of fused ops, one row for each. tests/contract derives every test from it: a new op only adds a row.
 
 A row names the fused function and the torch composition that it stands for, and describes calls of it: their tensors by
 shape, layout and values, so that each can be made on any device and in any dtype.
@@ -66,7 +66,7 @@ def keep_first(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def keep_most(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A boolean mask with about a third False, and its last row entirely."""
+    """A boolean mask: about a third of it is False, and all of its last row."""
     keep = torch.rand(shape, generator=generator) > 0.3
     keep[..., 0] = True
     keep.view(-1, shape[-1])[-1] = False
@@ -74,7 +74,7 @@ def keep_most(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def minus_infinity_mask(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """An additive mask as attention has it; its last row is fully masked."""
+    """An additive mask of attention. Its last row is fully masked."""
     return torch.zeros(shape).masked_fill(~keep_most(shape, generator), -math.inf)
 
 
@@ -107,7 +107,7 @@ def channels_last_3d(t: Tensor) -> Tensor:
 
 
 def row_slice(t: Tensor) -> Tensor:
-    """Rows of a wider tensor: contiguous each, and 16 elements further apart than they are long."""
+    """Rows of a wider tensor. Each is contiguous; 16 other elements lie between two of them."""
     wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + 16))
     return wide[..., : t.shape[-1]].copy_(t)
 
@@ -140,7 +140,7 @@ def one_value(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor argument. A floating one wants its gradient unless ``grad`` is False; ``dtype`` None is the test's."""
+    """A tensor argument. A floating one requires grad unless ``grad`` is False; ``dtype`` None is the test's."""
 
     shape: tuple[int, ...]
     layout: Callable[[Tensor], Tensor] = contiguous
@@ -172,7 +172,7 @@ class Sample:
     dtypes: tuple[torch.dtype, ...] = FLOATING
 
     def make(self, device: str, dtype: torch.dtype, draw: int = 0) -> Call:
-        """The call with the values of one draw: always the same ones."""
+        """The call with the values of one draw, the same in every run."""
         seed = zlib.crc32(self.name.encode()) + 1000 * draw
 
         def made(position: int, value: Any) -> Any:
@@ -184,13 +184,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of one call, made."""
+    """The arguments of one call, as tensors."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Call:
-        """The same call with ``function`` of every tensor; a floating one keeps its wish for a gradient."""
+        """The same call with ``function`` of every tensor. What required grad still does."""
 
         def mapped(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -213,7 +213,7 @@ class Call:
         return [t for t in self.tensors() if t.requires_grad]
 
     def function_of_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` of this call as a function of the tensors that want gradients, in order."""
+        """``function`` of this call, as a function of the tensors that require grad, in order."""
 
         def call(*leaves: Tensor) -> Any:
             rest = iter(leaves)
@@ -596,7 +596,7 @@ def excited(name: str, shape: tuple[int, ...], layout: Any = contiguous, **optio
 
 
 def excite_saved(call: Call, out: Tensor) -> int:
-    """x and the gate, and what the function of the gate keeps: the mean, the weight, and the gate again."""
+    """x, the gate, and what the function of the gate keeps: the mean, the weight and the gate."""
     x, weight = call.args
     return nbytes(x) + nbytes(weight) + 3 * x[:, :, 0, 0].numel() * x.element_size()
 
@@ -642,7 +642,7 @@ def pooled(name: str, *args: Any, shape: tuple[int, ...] = (2, 8, 9, 10), **opti
 
 
 def few_values(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Ties in every window, of 0 and -0 too."""
+    """Values with ties in every window, also between 0 and -0."""
     return torch.randint(-1, 2, shape, generator=generator) * torch.rand(shape, generator=generator).sub(0.5).sign()
 
 
@@ -891,7 +891,7 @@ def name(dtype: torch.dtype) -> str:
 
 
 def row_norms(add: bool, bias: bool, **common: Any) -> tuple[Sample, ...]:
-    """Calls of a norm over rows, with a residual or without, with a bias or without."""
+    """Calls of a norm over rows, with and without a residual, with and without a bias."""
 
     def sample(
         name: str, shape: tuple[int, ...] = (5, 37), *, dims: int = 1, layout: Any = contiguous, values: Any = normal,
@@ -975,12 +975,12 @@ def row_norms(add: bool, bias: bool, **common: Any) -> tuple[Sample, ...]:
 
 
 def refused(samples: tuple[Sample, ...], *names: str) -> tuple[Sample, ...]:
-    """The same calls, those of these names for no kernel."""
+    """The same calls. Kernels refuse those with these names."""
     return tuple(replace(s, refused=KERNELS) if s.name in names else s for s in samples)
 
 
 def named(samples: tuple[Sample, ...], *names: str, suffix: str) -> tuple[Sample, ...]:
-    """The calls of these names, under names of their own."""
+    """The calls with these names, renamed."""
     return tuple(replace(s, name=f"{s.name}, {suffix}") for s in samples if s.name in names)
 
 
@@ -990,7 +990,7 @@ def image_rows(refused: tuple[str, ...]) -> Sample:
 
 
 def row_statistics(call: Call, shape: tuple[int, ...], dims: int, moments: int) -> int:
-    """Bytes of the statistics of each row."""
+    """Bytes that the statistics of all rows take."""
     x = call.args[0]
     return moments * math.prod(shape[: len(shape) - dims]) * (8 if x.dtype == torch.float64 else 4)
 
@@ -1140,7 +1140,7 @@ CHANNEL_LAYER_NORM = Op(
 
 
 def hardswish(z: Tensor) -> Tensor:
-    """On CUDA torch multiplies by a float32 sixth in float64 too."""
+    """On CUDA torch multiplies by one sixth in float32, for float64 too."""
     return z * F.relu6(z + 3) / 6 if isinstance(z, Tensor) and z.dtype == torch.float64 else F.hardswish(z)
 
 
@@ -1450,7 +1450,7 @@ def times(factor: float) -> Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
 def with_act(name: str, shape: tuple[int, ...], act: str | None, bias: Any = "row", **options: Any) -> Sample:
-    """A call with a bias of the last dimension, with None, or with a given one."""
+    """A call whose bias has the size of the last dimension, unless another bias or None is given."""
     x = Input(shape, options.pop("layout", contiguous), options.pop("values", normal), dtype=options.pop("dtype", None))
     kwargs = options.pop("kwargs", {})
     given = Input(shape[-1:]) if bias == "row" else bias
@@ -1578,7 +1578,7 @@ BIAS_ACT = Op(
 def bare(
     fused: Callable[..., Tensor], stock: Callable[..., Tensor], *layers: nn.Module, smooth: bool = False, **other: Any
 ) -> Op:
-    """The row of a function of one tensor, and of ``other``, arguments of a second call."""
+    """The row of a function of one tensor. ``other`` are the arguments of a second call."""
 
     def call(name: str, shape: tuple[int, ...], layout: Any = contiguous, **options: Any) -> Sample:
         return Sample(name, (Input(shape, layout),), options.pop("kwargs", {}), **options)
@@ -1673,14 +1673,14 @@ def gated_linear(
 
 
 def of_gate(name: str, gate: Any, up: Any = None, *rest: Any, out: int = 5, **options: Any) -> Sample:
-    """A call of gated_linear: with ``up`` as gate is, and no bias, unless they are given."""
+    """A call of gated_linear. ``up`` is like the gate and there is no bias, unless they are given."""
     gate = gate if isinstance(gate, Input) else Input(gate)
     weight = options.pop("weight", None) or Input((out, gate.shape[-1]))
     return Sample(name, (gate, up or gate, weight, *rest), **options)
 
 
 def of_linear(name: str, x: Any, bias: Any = 5, weight: Any = None, **options: Any) -> Sample:
-    """A call of linear, with 5 features out and a bias unless given."""
+    """A call of linear with 5 output features and a bias, unless they are given."""
     x = x if isinstance(x, Input) else Input(x)
     bias = Input((bias,)) if isinstance(bias, int) else bias
     features = bias.shape[0] if bias is not None else 5
@@ -1869,12 +1869,12 @@ def heads_last_in_memory(t: Tensor) -> Tensor:
 
 
 def packed(t: Tensor) -> Tensor:
-    """The same, of a projection that gives queries, keys and values at once."""
+    """The same for a projection that gives queries, keys and values in one tensor."""
     return torch.stack((t, t, t), 1).transpose(2, 3).contiguous().transpose(2, 3)[:, 1]
 
 
 def rotations() -> tuple[Sample, ...]:
-    """Calls of rotary: the tables have two factors for each pair, of which neither is the other's complement."""
+    """Calls of rotary. The tables have two independent factors for each pair."""
 
     def sample(
         name: str, q: tuple[int, ...] = (2, 3, 5, 8), *, kv_heads: int | None = None, layout: Any = contiguous,
@@ -2191,7 +2191,7 @@ def of_linear(
     target: Any = classes, layout: Any = contiguous, values: Any = normal, hidden: Any = None, weight: Any = None,
     chunk_size: int | None = 4, refused: tuple[str, ...] = ("cpu",), **options: Any,
 ) -> Sample:  # fmt: skip
-    """A call in chunks, for which csrc has no code of its own on CPUs."""
+    """A call in chunks. csrc has no code for it on CPUs."""
     names = ("smooth", "gpu_only", "dtypes")
     about = {key: options.pop(key) for key in names if key in options}
     if not isinstance(target, Input):
@@ -2286,14 +2286,14 @@ def log_probabilities(shape: tuple[int, ...], generator: torch.Generator) -> Ten
 
 
 def rows_ignored(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Labels of which the second, and then every third, is -100."""
+    """Labels: the second, and every third after it, is -100."""
     labels = torch.zeros(shape)
     labels.flatten()[1::3] = -100
     return labels
 
 
 def kl_div_samples() -> tuple[Sample, ...]:
-    """Calls of kl_div; a target that is not in log space is positive, for its gradient is NaN at 0."""
+    """Calls of kl_div. A target that is not in log space is positive, since its gradient is NaN at 0."""
 
     def sample(name: str, *shape: int, layout: Any = contiguous, kwargs: Any = None, **options: Any) -> Sample:
         kwargs = {"reduction": "none", **(kwargs or {})}
@@ -2380,7 +2380,7 @@ def js_div_logits(
     student: Tensor, teacher: Tensor, *, labels: Any = None, ignore_index: int = -100, beta: float = 0.5,
     temperature: float = 1.0, reduction: str = "none",
 ) -> Tensor:  # fmt: skip
-    """As TRL's GKDTrainer spells it."""
+    """The divergence as TRL's GKDTrainer computes it."""
     log_q, log_p = (at_temperature(t, temperature) for t in (student, teacher))
     if beta in (0.0, 1.0):
         of, to = (log_q, log_p) if beta == 0.0 else (log_p, log_q)
@@ -2394,7 +2394,7 @@ def js_div_logits(
 
 
 def by_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function with a loss for each row unless it is asked for another reduction."""
+    """The function with a loss for each row as its default reduction."""
 
     @functools.wraps(function)
     def call(student: Tensor, teacher: Tensor, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Contract, point 1: the same answer as torch. Point 2, the whole domain, is in the calls that the table lists."""
+"""Contract, point 1: the same result as torch. The calls that the table lists cover point 2, the whole domain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ops import FLOATING, HALF, OPS, Input, Sample, expanded, misaligned, one_va
 
 @cases()
 def test_answer(op, sample, place, dtype):
-    """Shape, dtype, memory format, and an error no greater than torch's own, forward and in every gradient."""
+    """Result and gradients have torch's shape, dtype and memory format, and an error no greater than torch's."""
     check_answer(op, sample, place, dtype)
 
 
@@ -25,7 +25,7 @@ def laid_out(op):
 @pytest.mark.parametrize("layout", [one_value, transposed, strided, misaligned, expanded(0)], ids=lambda f: f.__name__)
 @cases(laid_out, dtypes=[torch.float32, torch.bfloat16])
 def test_layout_of_the_incoming_gradient(op, sample, place, dtype, layout):
-    """However the gradient lies in memory, it counts as a dense copy of it does."""
+    """An incoming gradient of any layout gives what its dense copy gives."""
     call = sample.make(place.device, dtype)
     with place.forced(sample):
         ours = answer(op.fused, call, layout)
@@ -50,7 +50,7 @@ def random_layout(choose: random.Random, shape: tuple[int, ...]):
 @pytest.mark.parametrize("same_shape", [True, False])
 @cases(plain, dtypes=[torch.float32], ops=[op for op in OPS if op.name in ("relu_add", "add_relu", "mul")])
 def test_random_layouts(op, sample, place, dtype, same_shape):
-    """Pairs of tensors of any order in memory, repeated or not: above all, the result has torch's strides."""
+    """The result has torch's strides for pairs of tensors of any order in memory, expanded or not."""
     choose = random.Random(0)
     for trial in range(60):
         shape = tuple(choose.choice((1, 1, 2, 3, 4)) for _ in range(choose.randint(1, 5)))
@@ -62,7 +62,7 @@ def test_random_layouts(op, sample, place, dtype, same_shape):
 
 @cases(plain, dtypes=[torch.float32, torch.float64, *HALF])
 def test_autocast(op, sample, place, dtype):
-    """The dtype that torch gives under autocast, whatever comes in, and an error no greater than torch's."""
+    """Under autocast every input dtype gives torch's result dtype, and an error no greater than torch's."""
     low = torch.float16 if dtype == torch.float16 else torch.bfloat16
     if dtype == torch.float64:  # no wider type judges it
         call = sample.make(place.device, dtype)
@@ -110,7 +110,7 @@ def test_mistakes(op, mistake, device):
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
 def test_other_dtypes(op, device, dtype):
-    """What torch computes for dtypes that no kernel takes, or what it raises."""
+    """Dtypes that no kernel takes give what torch computes or raise what torch raises."""
     call = op.samples[0].make(device, torch.float32)
     call = replace(
         call, args=tuple((3 * detached(a)).to(dtype) if isinstance(a, torch.Tensor) else a for a in call.args)
@@ -126,7 +126,7 @@ def test_other_dtypes(op, device, dtype):
 
 @cases(plain, dtypes=FLOATING)
 def test_no_gradient(op, sample, place, dtype):
-    """The call without autograd gives the bits of the call with it."""
+    """A call gives the same bits without autograd as with it."""
     call = sample.make(place.device, dtype)
     with place.forced(sample):
         trained = answer(op.fused, call)

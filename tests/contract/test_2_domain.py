@@ -32,7 +32,7 @@ HUGE = (2**16 + 1, 2**15 + 8)  # 2.15e9 elements
 
 
 def judge(reference, inputs, dys, ours):
-    """Part of the results and of their gradients, against the reference on that part of the inputs."""
+    """Compares part of the results and gradients with the reference on that part of the inputs."""
 
     def all_of(dtype):
         leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
@@ -47,7 +47,7 @@ def judge(reference, inputs, dys, ours):
 
 @pytest.mark.parametrize(("op", "place"), KERNELS_ON_GPU)
 def test_more_than_2_to_31_elements(gpu_memory, op, place):
-    """Forward and backward of bfloat16 tensors whose offsets pass 32 bits, judged at both ends and in the middle."""
+    """Forward and backward of bfloat16 tensors whose offsets pass 32 bits, compared at both ends and in the middle."""
     arguments = op.matrix(Input(HUGE))
     shapes = [value.shape for value in arguments if isinstance(value, Input)]
     needed = 2 * 4 * sum(torch.Size(shape).numel() for shape in shapes)
@@ -70,7 +70,7 @@ def test_more_than_2_to_31_elements(gpu_memory, op, place):
 @needs_gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_more_than_2_to_31_elements_in_columns(gpu_memory, backend):
-    """The strided dimension of softmax, and a factor that broadcasts: the kernels that index otherwise."""
+    """The kernels that index differently: softmax over a strided dimension, and a factor that broadcasts."""
     gpu_memory(20 * 2**30)
     place = Place("cuda", backend)
     x = torch.empty((2**12 + 1, 2**19 + 8), dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
@@ -92,7 +92,7 @@ def test_more_than_2_to_31_elements_in_columns(gpu_memory, backend):
 
 @cases(plain, dtypes=[torch.float32], devices=["cuda"])
 def test_stream(op, sample, place, dtype):
-    """Kernels run on torch's current stream: work that waits on another stream is seen by the ops on it."""
+    """Kernels run on torch's current stream: ops see the work that was queued there before them."""
     call = sample.make(place.device, dtype)
     expected = answer(op.reference, call)
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""Contract, points 3, 6 and 7: nothing is written, the same bits every time, and no more is kept than is said."""
+"""Contract, points 3, 6 and 7: an op writes nothing, gives the same bits every time, and keeps what it documents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def few(op):
 
 @cases(few, dtypes=[torch.float32, torch.bfloat16])
 def test_nothing_is_written(op, sample, place, dtype):
-    """Not the inputs, not the incoming gradients, not what was saved: a second backward gives the same bits."""
+    """Inputs, incoming gradients and saved tensors are not written, so a second backward gives the same bits."""
     call = sample.make(place.device, dtype)
     with place.forced(sample):
         outs = outputs(op.fused(*call.args, **call.kwargs))
@@ -58,7 +58,7 @@ def test_bit_equal_from_run_to_run(op, sample, place, dtype):
 
 @pytest.mark.parametrize("op", [RELU_ADD, ADD_RELU, MUL], ids=lambda op: op.name)
 def test_threads_do_not_matter(op):
-    """The CPU kernels cut their work along whole bytes of bits: as many threads as one likes give the same."""
+    """The CPU kernels split their work at whole bytes of bits: any number of threads gives the same bits."""
     call = op.sample("several blocks").make("cpu", torch.float32)
     alone = answer(op.fused, call)
     threads = torch.get_num_threads()
@@ -72,7 +72,7 @@ def test_threads_do_not_matter(op):
 
 @cases(plain, dtypes=[torch.float32])
 def test_gradients_share_no_memory(op, sample, place, dtype):
-    """Whoever clips x.grad in place does not change y.grad, nor the caller's gradient."""
+    """Clipping x.grad in place changes neither y.grad nor the caller's gradient."""
     call = sample.make(place.device, dtype)
     with place.forced(sample):
         outs = outputs(op.fused(*call.args, **call.kwargs))
@@ -88,7 +88,7 @@ def test_gradients_share_no_memory(op, sample, place, dtype):
 
 @cases(few, dtypes=[torch.float32, torch.bfloat16])
 def test_kept_for_backward(op, sample, place, dtype):
-    """As many bytes as the docstring says."""
+    """The tensors kept for backward take the bytes that the docstring states."""
     if place.backend == "eager" or place.backend in sample.refused:
         pytest.skip("torch's own operations keep what they keep")
     call = sample.make(place.device, dtype)

@@ -1,4 +1,4 @@
-"""Contract, point 4: every derivative is there and right, also of derivatives, and only the wanted are made."""
+"""Contract, point 4: first and second derivatives exist and are right; only the required ones are computed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_gradcheck_of_laid_out_gradients(op, sample, place, dtype, reduction):
 
 @cases(smooth, dtypes=[torch.float32])
 def test_only_what_is_wanted(op, sample, place, dtype):
-    """Any subset of the inputs may want its gradient, and gets the one that it gets among all."""
+    """Any subset of the inputs may require grad, and each gets the gradient that it gets among all."""
     everything = answer(op.fused, sample.make(place.device, dtype))
     wanting = len(everything.grads)
     for wanted in itertools.product([False, True], repeat=wanting):
@@ -127,7 +127,7 @@ def test_batched_gradients(op, sample, place, dtype):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_forward_mode(op, device):
-    """Dual tensors get the tangent that the torch composition gives."""
+    """Forward mode gives the tangents that the torch composition gives."""
 
     def dual_result(function):
         call = op.samples[0].make(device, torch.float64)

@@ -1,4 +1,4 @@
-"""Contract, point 5: what else torch does with a function, it does with a fused op."""
+"""Contract, point 5: fused ops work with torch's compilers, transforms, hooks and wrappers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BY_NAME = {"ids": lambda op: op.name}
 
 
 def at_once(call: Call):
-    """The gradients of a call through ``backward()``, on fresh leaves."""
+    """The same call on fresh leaves, for ``backward()``."""
     return call.map(lambda t: t.clone())
 
 
@@ -47,7 +47,7 @@ def at_once(call: Call):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS, **BY_NAME)
 def test_compiles_to_one_graph(op, device):
-    """fullgraph=True forward and backward, for a few calls; Dynamo and AOTAutograd without code generation."""
+    """A few calls compile with fullgraph=True, forward and backward, by Dynamo and AOTAutograd without Inductor."""
     for sample in [op.samples[0], *(s for s in op.samples if s.smooth)][:4]:
         call = sample.make(device, torch.float32)
         torch._dynamo.reset()
@@ -66,7 +66,7 @@ def everything(x: Tensor, y: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_inductor(device):
-    """All ops in one graph, compiled for real, forward and backward."""
+    """Inductor compiles a graph of several ops, forward and backward."""
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(33, 70, generator=generator).to(device).requires_grad_() for _ in range(2))
@@ -81,7 +81,7 @@ def test_inductor(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("op", "layer"), LAYERS, ids=lambda row: type(getattr(row, "module", None)).__name__)
 def test_exports(op, layer, device):
-    """torch.export sees torch's own operations only, so that what is exported runs without fastlayers."""
+    """torch.export gets torch's own operations only, so an exported program runs without fastlayers."""
     call = layer.sample.make(device, torch.float32)
     module, inputs = layer.module.to(device), layer.arguments(call)
     program = torch.export.export(module, inputs)
@@ -131,7 +131,7 @@ def test_activation_checkpointing(op, sample, place, dtype, use_reentrant):
 
 @cases(plain, dtypes=[torch.float32])
 def test_saved_tensors_hooks(op, sample, place, dtype):
-    """What is kept may be packed away and come back as another tensor, as offloading does."""
+    """Saved tensors may be packed and come back as other tensors, as offloading does."""
     call = sample.make(place.device, dtype)
     with place.forced(sample):
         expected = answer(op.fused, call)
@@ -189,7 +189,7 @@ def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_mixed_precision(device, dtype):
-    """A step of AMP with a GradScaler, against the same with torch's own operations."""
+    """A step of AMP with a GradScaler gives what it gives with torch's own operations."""
     found = {}
     for backend in (None, "eager"):
         net, x = network(device)
@@ -228,7 +228,7 @@ def test_distributed_data_parallel(tmp_path):
 
 @cases(plain, dtypes=[torch.float32, torch.bfloat16], devices=["cuda"])
 def test_cuda_graph(op, sample, place, dtype):
-    """Forward and backward are captured, and replayed on other values."""
+    """A CUDA graph captures forward and backward, and replays them on other values."""
     call = sample.make(place.device, dtype)
     fixed = at_once(call)
     with place.forced(sample):

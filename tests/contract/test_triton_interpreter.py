@@ -1,6 +1,6 @@
-"""The contract on the Triton backend without a GPU: these tests once more, in a process where Triton interprets.
+"""The contract on the Triton backend without a GPU: these tests again, in processes where Triton interprets.
 
-Whether it does is settled when Triton is first imported. To run one by hand::
+Triton decides whether it interprets when it is first imported. To run one by hand::
 
     TRITON_INTERPRET=1 pytest tests/contract -k cpu-triton
 """

@@ -1,4 +1,4 @@
-"""Calls of every raw op of csrc on rows and images of awkward sizes, for compute-sanitizer to look at.
+"""Calls every raw op of csrc on rows and images of odd sizes, under compute-sanitizer.
 
 Kernels read whole 16-byte words, of which the last may reach past its tensor; no allocation of CUDA ends within one. So
 tensors here end with a word.
@@ -13,7 +13,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
-    """A copy, in the same layout, of which the storage ends with a 16-byte word."""
+    """A copy in the same layout. Its storage ends with a 16-byte word."""
     return t.new_empty(t.numel() + -t.numel() % 8).as_strided(t.shape, t.stride()).copy_(t)
 
 
