@@ -829,7 +829,7 @@ def glu(
     second: object = dim
     if isinstance(second, str):  # act came before dim
         act, dim = renamed("glu", "the second argument", "act", second, None), -1
-    return _glu.glu(input, act, dim, gate_first)
+    return _glu.glu(input, dim, act, gate_first)
 
 
 def rotary(

@@ -767,7 +767,7 @@ def test_the_norm_of_a_block_adds_the_bias(channels, low):
     finally:
         torch.backends.cudnn.deterministic = deterministic
     rows = z.permute(0, 2, 3, 1).reshape(-1, channels)
-    normed, stats = norms.layer_norm_forward(rows, gain, shift, 1, 1e-6, layer_norm.LAYER, low, True)
+    normed, stats = norms.layer_norm_forward(rows, 1, gain, shift, 1e-6, layer_norm.LAYER, low, True)
     assert all(map(same_bits, kept[:5], (x.to(low), weight.to(low), z, stats, normed)))
     assert len(alone) == 1
     assert same_bits(alone[0], out)

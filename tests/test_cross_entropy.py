@@ -327,14 +327,14 @@ def test_composed_backward_is_torchs():
     for w, reduction, smoothing, softcap, z_loss in itertools.product(
         (None, weight), (0, 1, 2), (0.0, 0.2), (0.0, 3.0), (0.0, 0.1)
     ):
-        options = ops.Options(-100, smoothing, softcap, z_loss)
+        options = ops.Options(-100, reduction, smoothing, softcap, z_loss)
         sent = dy if reduction == 0 else dy[0, 0]
         loss = CROSS_ENTROPY.reference(
             x, target, w, reduction=("none", "mean", "sum")[reduction], label_smoothing=smoothing,
             softcap=softcap or None, z_loss=z_loss,
         )  # fmt: skip
         (expected,) = torch.autograd.grad(loss, x, sent, create_graph=True)
-        ours: Tensor = ops.decomposed_backward(sent, x, target, w, reduction, options)
+        ours: Tensor = ops.decomposed_backward(sent, x, target, w, options)
         assert_close(ours, expected)
         again = torch.autograd.grad(ours.sin().sum(), x)
         assert_close(again, torch.autograd.grad(expected.sin().sum(), x))

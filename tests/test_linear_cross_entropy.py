@@ -323,22 +323,22 @@ def test_compiled_graph_keeps_the_chunks(reduction, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck(reduction, dtype, device):
     hidden, weight, target = inputs(20, 13, 8, dtype, device)
-    options = (-100, 0.1, 0.0, 0.1, 0.5, None, 7)
+    options = (0.1, 0.0, 0.1, 0.5, None, 7)
     wanted = (True, True, False)
     names = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
     op = torch.ops.fastlayers.linear_cross_entropy_forward.default
     tensors = (hidden.detach(), weight.detach(), None, target, None)
-    torch.library.opcheck(op, (*tensors, reduction, *options, *wanted), test_utils=names)
+    torch.library.opcheck(op, (*tensors, -100, reduction, *options, *wanted), test_utils=names)
     if reduction == 0:
         tensors = (torch.ones(20, device=device, dtype=dtype), hidden.detach(), weight.detach(), None, target, None)
         op = torch.ops.fastlayers.linear_cross_entropy_backward.default
-        torch.library.opcheck(op, (*tensors, *options, *wanted))
+        torch.library.opcheck(op, (*tensors, -100, *options, *wanted))
 
 
 def test_second_derivative_of_the_registered_op_raises():
     hidden, weight, target = inputs(20, 13, 8)
     op = torch.ops.fastlayers.linear_cross_entropy
-    loss = op(hidden, weight, None, target, None, 1, -100, 0.0, 0.0, 0.0, 1.0, None, 7)
+    loss = op(hidden, weight, None, target, None, -100, 1, 0.0, 0.0, 0.0, 1.0, None, 7)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, hidden, create_graph=True)
 

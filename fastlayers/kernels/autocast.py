@@ -113,14 +113,14 @@ def convolution_autocast_backward(
 
 def convolution_norm_autocast(
     x: Tensor, weight: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor, running_mean: Tensor,
-    running_var: Tensor, momentum: float, eps: float, act: int, bits: bool, batches: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int,
+    running_var: Tensor, momentum: float, eps: float, act: int, bits: bool, num_batches_tracked: Tensor | None,
+    stride: list[int], padding: list[int], dilation: list[int], groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """act(batch_norm(convolution(x)) + residual), the weight's cast, the convolution's result, what batch_norm kept."""
     low = weight.to(x.dtype)
     z = F.conv2d(x, low, None, stride, padding, dilation, groups)  # type: ignore[arg-type]
     y, stats, packed = batch_norm_train(
-        z, residual, norm_weight, norm_bias, running_mean, running_var, momentum, eps, act, bits, batches
+        z, running_mean, running_var, norm_weight, norm_bias, momentum, eps, residual, act, bits, num_batches_tracked
     )
     return y, low, z, stats, packed
 
@@ -132,7 +132,7 @@ def convolution_norm_autocast_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, weight, residual, norm_weight and norm_bias; of the first three those that are wanted."""
     dz, found_residual, dnorm_weight, dnorm_bias = batch_norm_backward(
-        dy, z, residual, bits, norm_weight, norm_bias, stats, True, act, dresidual
+        dy, z, norm_weight, norm_bias, stats, True, residual, bits, act, dresidual
     )
     found, found_weight, _ = convolution_autocast_backward(
         dz, x, low, stride, padding, dilation, groups, dx, dweight, False
@@ -158,7 +158,7 @@ def convnext_block_autocast(
     low_x, low_conv = x.to(dtype), conv_weight.to(dtype)
     z = F.conv2d(low_x, low_conv, conv_bias.to(dtype), padding=padding, groups=x.shape[1])  # type: ignore[arg-type]
     z = z.contiguous(memory_format=torch.channels_last)
-    normed, stats = layer_norm_forward(_rows(z), norm_weight, norm_bias, 1, eps, 0, dtype, keep)
+    normed, stats = layer_norm_forward(_rows(z), 1, norm_weight, norm_bias, eps, 0, dtype, keep)
     last, product, low, low_bias, low2 = mlp_autocast(normed, weight, bias, weight2, bias2, act, first, second)
     out = scale_add(last, gamma, None, 1.0, _rows(x.float()), torch.float32)
     if not keep:
@@ -168,9 +168,9 @@ def convnext_block_autocast(
 
 
 def convnext_block_autocast_backward(
-    dy: Tensor, low_x: Tensor, low_conv: Tensor, z: Tensor, stats: Tensor, normed: Tensor, product: Tensor,
-    low: Tensor, low_bias: Tensor, low2: Tensor, last: Tensor, norm_weight: Tensor, gamma: Tensor, padding: list[int],
-    act: int, first: float, second: float, dx: bool, wide: bool, apart: bool,
+    dy: Tensor, low_x: Tensor, low_conv: Tensor, z: Tensor, stats: Tensor, normed: Tensor, product: Tensor, low: Tensor,
+    low_bias: Tensor, low2: Tensor, last: Tensor, norm_weight: Tensor, gamma: Tensor, padding: list[int], act: int,
+    first: float, second: float, dx: bool, wide: bool, apart: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of x, if it is wanted, in float32 or, where x was none of that, in its dtype; of all parameters."""
     shape, ones = low_x.shape, [1, 1]
@@ -179,7 +179,7 @@ def convnext_block_autocast_backward(
     dnormed, *of_mlp = mlp_autocast_backward(
         dlast, normed, product, low, low_bias, low2, act, first, second, True, True, True, True, True
     )
-    dz, dnorm_weight, dnorm_bias = layer_norm_backward(dnormed, None, _rows(z), stats, norm_weight, 1, 0, True, True)
+    dz, dnorm_weight, dnorm_bias = layer_norm_backward(dnormed, None, _rows(z), 1, norm_weight, stats, 0, True, True)
     dlow, dconv_weight, dconv_bias = convolution_autocast_backward(
         _image(dz, shape), low_x, low_conv, ones, padding, ones, shape[1], dx, True, True
     )

@@ -70,12 +70,13 @@ def _bits(x: Tensor, wanted: bool) -> Tensor:
 
 
 def batch_norm_train(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, momentum: float, eps: float, act: int, bits: bool, batches: Tensor | None = None,
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    momentum: float, eps: float, residual: Tensor | None, act: int, bits: bool,
+    num_batches_tracked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, stats, bits) by the statistics of x, of which the running ones, where given, take ``momentum``.
 
-    ``batches`` counts one more.
+    ``num_batches_tracked`` counts one more.
 
     y has x's layout; stats are means and rstds as (2, C). bit j of byte i of ``bits`` tells if the activation's
     argument is positive at element 8i + j of y's memory; empty unless asked for.
@@ -84,8 +85,8 @@ def batch_norm_train(
     part = torch.empty(plan.geometry.part_shape, dtype=plan.accumulator, device=x.device)
     stats = torch.empty(2, x.shape[1], dtype=plan.accumulator, device=x.device)
     y, packed = torch.empty_like(x), _bits(x, bits)
-    if batches is not None:
-        batches.add_(1)
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
     plan.statistics(part, x)
     plan.finish(stats, running_mean, running_var, part)
     plan.normalise(y, packed if bits else None, None, x, residual, weight, bias, stats, None)
@@ -93,18 +94,18 @@ def batch_norm_train(
 
 
 def batch_norm_moments(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, act: int
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, act: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, stats, bits, moments) as :func:`batch_norm_train`; moments are means and unbiased variances as (2, C)."""
     moments = x.new_zeros((2, x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))
     packed = residual is not None and act == 1  # relu
-    y, stats, bits = batch_norm_train(x, residual, weight, bias, moments[0], moments[1], 1.0, eps, act, packed)
+    y, stats, bits = batch_norm_train(x, moments[0], moments[1], weight, bias, 1.0, eps, residual, act, packed)
     return y, stats, bits, moments
 
 
 def batch_norm_eval(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor,
-    running_var: Tensor, eps: float, act: int, bits: bool, keep: bool,
+    x: Tensor, running_mean: Tensor, running_var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    residual: Tensor | None, act: int, bits: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, stats, bits) by the running statistics, as :func:`batch_norm_train`; stats are empty unless ``keep``."""
     x, residual, plan = _prepare(x, (residual, weight, bias, running_mean, running_var), 0.0, eps, act, bits)
@@ -141,8 +142,8 @@ def _backward_plan(shape: torch.Size, last: bool, dtypes: DTypes, act: int, devi
 
 
 def batch_norm_backward(
-    dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    stats: Tensor, training: bool, act: int, dresidual: bool,
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, training: bool,
+    residual: Tensor | None, bits: Tensor | None, act: int, dresidual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dresidual, dweight, dbias); dresidual is empty unless asked for.
 

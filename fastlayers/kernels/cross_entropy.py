@@ -100,8 +100,8 @@ def _statistics(
 @triton.jit(debug=True)
 def _losses(
     loss_ptr, stats_ptr, part_ptr, x_ptr, target_ptr, weight_ptr, splits, lines, n, inner, x_outer, x_n, x_inner,
-    ignore_index, smoothing: tl.float64, softcap: tl.float64, z_loss: tl.float64,
-    CAPPED: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr,
+    ignore_index, smoothing: tl.float64, softcap: tl.float64, z_loss: tl.float64, CAPPED: tl.constexpr,
+    SMOOTH: tl.constexpr, ACC: tl.constexpr, LINES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The loss of each line and the two parts of its log-sum-exp. A class that is none stops the program."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES).to(tl.int64)
@@ -134,8 +134,8 @@ def _losses(
 
 @triton.jit
 def _sum(
-    partial_ptr, loss_ptr, target_ptr, weight_ptr, rows, programs, ignore_index,
-    ACC: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+    partial_ptr, loss_ptr, target_ptr, weight_ptr, rows, programs, ignore_index, ACC: tl.constexpr, INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Losses, and the weights of their classes, of every ``programs``-th block of them: partial is (2, programs)."""
     sums = tl.full((BLOCK,), 0.0, ACC)
@@ -326,7 +326,7 @@ def _sum_launches(
 
 
 def cross_entropy_forward(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float,
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float,
     softcap: float, z_loss: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(loss of ``dtype``, statistics): of each line two numbers, then what a mean was divided by and weight's sum."""
@@ -382,7 +382,7 @@ def _backward(
 
 
 def cross_entropy_backward(
-    dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, reduction: int, ignore_index: int,
+    dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, ignore_index: int, reduction: int,
     label_smoothing: float, softcap: float, z_loss: float,
 ) -> Tensor:  # fmt: skip
     """dx, contiguous but where the classes of x are next to each other: then as x."""
@@ -394,7 +394,7 @@ def cross_entropy_backward(
 
 
 def cross_entropy_backward_(
-    dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, reduction: int, ignore_index: int,
+    dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, ignore_index: int, reduction: int,
     label_smoothing: float, softcap: float, z_loss: float,
 ) -> None:  # fmt: skip
     """dx in the place of a contiguous x."""

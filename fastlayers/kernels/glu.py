@@ -29,9 +29,8 @@ TILE, BACKWARD_TILE, WARPS = 2048, 1024, 4
 
 @triton.jit
 def _gated(
-    out_ptr, gate_ptr, up_ptr, n, g_size1, g_size2, g0, g1, g2, u_size1, u_size2, u0, u1, u2,
-    ACT: tl.constexpr, GATE_FLAT: tl.constexpr, UP_FLAT: tl.constexpr,
-    ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+    out_ptr, gate_ptr, up_ptr, n, g_size1, g_size2, g0, g1, g2, u_size1, u_size2, u0, u1, u2, ACT: tl.constexpr,
+    GATE_FLAT: tl.constexpr, UP_FLAT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """out = act(gate) * up."""
     element = tl.program_id(0).to(INDEX) * TILE + tl.arange(0, TILE)
@@ -129,12 +128,12 @@ def _halves(x: Tensor, dim: int, gate_first: bool) -> tuple[Tensor, Tensor]:
     return (first, second) if gate_first else (second, first)
 
 
-def glu_forward(x: Tensor, dim: int, gate_first: bool, act: int) -> Tensor:
+def glu_forward(x: Tensor, dim: int, act: int, gate_first: bool) -> Tensor:
     """The same of the halves of x along dim, which are not copied."""
     return gated_forward(*_halves(x, dim, gate_first), act)
 
 
-def glu_backward(dy: Tensor, x: Tensor, dim: int, gate_first: bool, act: int) -> Tensor:
+def glu_backward(dy: Tensor, x: Tensor, dim: int, act: int, gate_first: bool) -> Tensor:
     """The gradient of x."""
     gate, up = _halves(x, dim, gate_first)
     out = torch.empty_like(gate)

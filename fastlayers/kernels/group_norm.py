@@ -223,19 +223,19 @@ def _forward_plan(
 
 
 def group_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, act: int, dtype: torch.dtype,
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: int, dtype: torch.dtype,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, stats): y = act(group_norm(x)), of ``dtype`` and x's layout.
 
-    stats are means and rstds as (2, N * groups), and empty unless ``keep``.
+    stats are means and rstds as (2, N * num_groups), and empty unless ``keep``.
     """
     x, last = dense(x)
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype, dtype)
-    plan = _forward_plan(x.shape, last, dtypes, groups, float(eps), act, x.device)
+    plan = _forward_plan(x.shape, last, dtypes, num_groups, float(eps), act, x.device)
     y = torch.empty_like(x, dtype=dtype)
     # Written in any case: a kernel without that is compiled to other roundings, and the result has other bits.
-    stats = torch.empty((2, x.shape[0] * groups), dtype=plan.accumulator, device=x.device)
+    stats = torch.empty((2, x.shape[0] * num_groups), dtype=plan.accumulator, device=x.device)
     if plan.whole is not None:
         plan.whole(y, stats, x, weight, bias)
     else:
@@ -273,13 +273,13 @@ def _backward_plan(
 
 
 def group_norm_backward(
-    dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, act: int
+    dy: Tensor, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor, act: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias); the latter two of weight's dtype, without a weight of that of the statistics."""
     x, last = dense(x)
     dy = in_layout(dy, x)
     dtypes = (dy.dtype, x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-    plan = _backward_plan(x.shape, last, dtypes, groups, act, x.device)
+    plan = _backward_plan(x.shape, last, dtypes, num_groups, act, x.device)
     n, channels = x.shape[:2]
     dx = torch.empty_like(x)
     dweight = torch.empty(channels, dtype=plan.accumulator if weight is None else weight.dtype, device=x.device)

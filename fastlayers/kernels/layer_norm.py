@@ -224,9 +224,9 @@ def _times_weight(dy, weight, KIND: tl.constexpr):
 
 @triton.jit
 def _whole_backward(
-    dx_ptr, partial_ptr, dy_ptr, dsum_ptr, x_ptr, stats_ptr, weight_ptr, rows, units,
-    KIND: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
-    INDEX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dx_ptr, partial_ptr, dy_ptr, dsum_ptr, x_ptr, stats_ptr, weight_ptr, rows, units, KIND: tl.constexpr,
+    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx for whole rows, ROWS at a time: dy, x (and dsum) in, dx out.
 
@@ -272,9 +272,9 @@ def _whole_backward(
 
 @triton.jit
 def _long_backward(
-    dx_ptr, dy_ptr, dsum_ptr, x_ptr, stats_ptr, weight_ptr, part_ptr, splits, chunk, rows, units,
-    KIND: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
-    STAGE: tl.constexpr, SPLITS: tl.constexpr,
+    dx_ptr, dy_ptr, dsum_ptr, x_ptr, stats_ptr, weight_ptr, part_ptr, splits, chunk, rows, units, KIND: tl.constexpr,
+    UNIT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """dx for a row too long for the registers: the two sums first, then dx."""
     n = units * UNIT
@@ -323,9 +323,9 @@ def _long_backward(
 
 @triton.jit
 def _column_sums(
-    partial_ptr, dy_ptr, x_ptr, stats_ptr, rows, units, parts, chunk,
-    KIND: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
-    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    partial_ptr, dy_ptr, x_ptr, stats_ptr, rows, units, parts, chunk, KIND: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums of dweight and dbias, as far as they are wanted, over ``chunk`` rows, in partial[which, part]."""
     n = units * UNIT
@@ -453,7 +453,7 @@ def _forward(
 
 
 def layer_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int, dtype: torch.dtype,
+    x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int, dtype: torch.dtype,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, stats): the norm of x over its last ``dims`` dimensions, contiguous and of ``dtype``.
@@ -465,7 +465,7 @@ def layer_norm_forward(
 
 
 def add_layer_norm_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
+    x: Tensor, residual: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int,
     dtype: torch.dtype, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, sum, stats): sum = x + residual, rounded to its dtype, and its norm as :func:`layer_norm_forward` has it."""
@@ -534,7 +534,7 @@ def _sums_plan(
 
 
 def layer_norm_backward(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, dims: int, kind: int,
+    dy: Tensor, dsum: Tensor | None, x: Tensor, dims: int, weight: Tensor | None, stats: Tensor, kind: int,
     dweight: bool, dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dweight, dbias), the latter two of weight's dtype, and empty where they are not wanted or have no weight.

@@ -38,9 +38,9 @@ def _place(n, rows, columns, inner, INDEX: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _max_pool2d(
-    y_ptr, offsets_ptr, x_ptr, n, rows, columns, inner, height, width,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    DH: tl.constexpr, DW: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+    y_ptr, offsets_ptr, x_ptr, n, rows, columns, inner, height, width, KH: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+    ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """y = the maximum of each window, and its offset in the window if offsets_ptr is given. NaN stays, as in torch."""
     element, there, image, row, column, channel = _place(n, rows, columns, inner, INDEX, TILE)
@@ -62,9 +62,9 @@ def _max_pool2d(
 
 @triton.jit
 def _max_pool2d_backward(
-    dx_ptr, dy_ptr, offsets_ptr, n, height, width, inner, rows, columns,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    DH: tl.constexpr, DW: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+    dx_ptr, dy_ptr, offsets_ptr, n, height, width, inner, rows, columns, KH: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+    ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dx = the sum of dy over the windows, of (rows, columns), of which the element is the maximum."""
     element, there, image, h, w, channel = _place(n, height, width, inner, INDEX, TILE)
@@ -110,23 +110,23 @@ def _launch(
 
 
 def max_pool2d_forward(
-    x: Tensor, out: Numbers, kernel: Numbers, stride: Numbers, padding: Numbers, dilation: Numbers,
+    x: Tensor, kernel_size: Numbers, stride: Numbers, padding: Numbers, dilation: Numbers, out_size: Numbers,
     channels_last: bool, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The maxima, and their offsets in the windows as bytes; none of these unless ``keep``."""
-    y = _empty_images(x, out, channels_last, x.dtype)
-    offsets = _empty_images(x, out, channels_last, torch.uint8) if keep else None
-    numbers = (*kernel, *stride, *padding, *dilation)
+    """The maxima, and their offsets in the windows as bytes; without ``keep`` the offsets are empty."""
+    y = _empty_images(x, out_size, channels_last, x.dtype)
+    offsets = _empty_images(x, out_size, channels_last, torch.uint8) if keep else None
+    numbers = (*kernel_size, *stride, *padding, *dilation)
     _launch(False, tuple(y.shape), tuple(x.shape[-2:]), numbers, x.dtype, channels_last, keep)(y, offsets, x)
     return y, x.new_empty(0, dtype=torch.uint8) if offsets is None else offsets
 
 
 def max_pool2d_backward(
-    dy: Tensor, offsets: Tensor, size: Numbers, kernel: Numbers, stride: Numbers, padding: Numbers, dilation: Numbers,
-    channels_last: bool,
+    dy: Tensor, offsets: Tensor, kernel_size: Numbers, stride: Numbers, padding: Numbers, dilation: Numbers,
+    size: Numbers, channels_last: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of x, of this size. dy and offsets lie as the forward's result does."""
     dx = _empty_images(dy, size, channels_last, dy.dtype)
-    numbers = (*kernel, *stride, *padding, *dilation)
+    numbers = (*kernel_size, *stride, *padding, *dilation)
     _launch(True, tuple(dx.shape), tuple(dy.shape[-2:]), numbers, dy.dtype, channels_last, True)(dx, dy, offsets)
     return dx

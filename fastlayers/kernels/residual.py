@@ -53,8 +53,8 @@ def _kept(seed, group, threshold, INDEX: tl.constexpr):
 
 @triton.jit
 def _dropout_add(
-    out_ptr, x_ptr, residual_ptr, seed_ptr, n, threshold, scale: tl.float64,
-    ACC: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
+    out_ptr, x_ptr, residual_ptr, seed_ptr, n, threshold, scale: tl.float64, ACC: tl.constexpr, INDEX: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """out = x * (scale where the element is kept, else 0), plus the residual if there is one."""
     group = tl.program_id(0).to(INDEX) * (TILE // 8) + tl.arange(0, TILE // 8)
@@ -203,7 +203,7 @@ def _dropout_launch(n: int, p: float, dtypes: Dtypes) -> Launch:
     )
 
 
-def dropout_add(x: Tensor, residual: Tensor | None, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+def dropout_add(x: Tensor, residual: Tensor | None, p: float, seed: Tensor, dtype: torch.dtype) -> Tensor:
     """residual + x·(0 with probability p, else 1/(1 - p)), without the sum where the residual is None."""
     out = _empty_result(x, residual, dtype, None, False, False)
     residual = None if residual is None else in_layout(residual, out)
@@ -225,7 +225,7 @@ def _scale_launch(
 
 
 def scale_add(
-    x: Tensor, gamma: Tensor | None, keep: Tensor | None, scale: float, residual: Tensor | None, dtype: torch.dtype
+    x: Tensor, gamma: Tensor | None, residual: Tensor | None, keep: Tensor | None, scale: float, dtype: torch.dtype
 ) -> Tensor:
     """residual + x·gamma·keep·scale; without what is None. keep has a factor for each index of dimension 0."""
     of_gamma = None if gamma is None else tuple(gamma.shape)

@@ -29,8 +29,10 @@ Sizes = tuple[int, ...]
 
 
 @triton.jit
-def _load_pairs(ptr, offset, start, inner, inside, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ACC: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
+def _load_pairs(
+    ptr, offset, start, inner, inside, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Both sides of pairs start, ..., start + BLOCK - 1 of the rows at ``offset``, of shape (rows, heads, 1)."""
     if INTERLEAVED:
         element = (2 * start + tl.arange(0, 2 * BLOCK))[None, None, :]
@@ -44,8 +46,10 @@ def _load_pairs(ptr, offset, start, inner, inside, PAIRS: tl.constexpr, INTERLEA
 
 
 @triton.jit
-def _load_table(ptr, offset, start, inner, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-                ACC: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _load_table(
+    ptr, offset, start, inner, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """What the tables have for the sides of these pairs: of HALF tables one column for both."""
     if HALF:
         pair = (start + tl.arange(0, BLOCK))[None, None, :]
@@ -58,11 +62,11 @@ def _load_table(ptr, offset, start, inner, inside, PAIRS: tl.constexpr, HALF: tl
 
 @triton.jit
 def _rotate(
-    out_ptr, x_ptr, cos_ptr, sin_ptr, rows, middle, fastest, heads, groups,
-    x0, x1, x2, x_step, x_inner, out0, out1, out2, out_step, cos0, cos1, cos2, cos_inner, sin0, sin1, sin2, sin_inner,
-    GROUP_FASTEST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BACKWARD: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr,
+    out_ptr, x_ptr, cos_ptr, sin_ptr, rows, middle, fastest, heads, groups, x0, x1, x2, x_step, x_inner, out0, out1,
+    out2, out_step, cos0, cos1, cos2, cos_inner, sin0, sin1, sin2, sin_inner, GROUP_FASTEST: tl.constexpr,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr,
+    ACC: tl.constexpr, INDEX: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr,
 ):  # fmt: skip
     """The first 2·PAIRS elements of DIM rotate, the others pass through. Program: ROWS rows of HEADS heads each."""
     row = (tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS))[:, None, None]
@@ -166,7 +170,7 @@ def _run(
 
 
 def rotary(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, backward: bool,
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, backward: bool,
     dtype: torch.dtype, head: int, q_strides: Sizes, k_strides: Sizes,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """q and k rotated, or with ``backward`` turned back, of this dtype and these strides.

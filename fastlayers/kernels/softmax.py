@@ -104,8 +104,8 @@ def _mask_offset(i, k, inner, size1, size2, mask0, mask1, mask2, mask_n, mask_in
 
 @triton.jit
 def _scores(
-    x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale,
-    size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC: tl.constexpr, AXIS: tl.constexpr,
+    x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale, size1, size2, mask0, mask1, mask2,
+    mask_n, mask_inner, ACC: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
     """A tile of x * scale + mask; minus infinity outside the tensor."""
     i, k = _lanes(line, position, AXIS)
@@ -151,17 +151,16 @@ def _gradient(
 
 @triton.jit
 def _whole_forward(
-    y_ptr, x_ptr, mask_ptr, lines, n, inner, y_outer, x_outer, x_n, x_inner, scale: tl.float64,
-    size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
-    LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
-    AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+    y_ptr, x_ptr, mask_ptr, lines, n, inner, y_outer, x_outer, x_n, x_inner, scale: tl.float64, size1, size2, mask0,
+    mask1, mask2, mask_n, mask_inner, LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, AXIS: tl.constexpr,
+    LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y for LINES whole lines a program, read once: x and mask in, y out."""
     line = tl.program_id(0).to(INDEX) * LINES + tl.arange(0, LINES)
     position = tl.arange(0, BLOCK).to(INDEX)
     scores = _scores(
-        x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale,
-        size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC, AXIS,
+        x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale, size1, size2, mask0, mask1,
+        mask2, mask_n, mask_inner, ACC, AXIS,
     )  # fmt: skip
     largest = tl.max(scores, AXIS)
     total = tl.sum(tl.exp(scores - tl.expand_dims(largest, AXIS)), AXIS)
@@ -172,9 +171,8 @@ def _whole_forward(
 
 @triton.jit
 def _whole_backward(
-    dx_ptr, dy_ptr, y_ptr, mask_ptr, lines, n, inner, y_outer, dy_outer, dy_n, dy_inner, scale: tl.float64,
-    size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
-    LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
+    dx_ptr, dy_ptr, y_ptr, mask_ptr, lines, n, inner, y_outer, dy_outer, dy_n, dy_inner, scale: tl.float64, size1,
+    size2, mask0, mask1, mask2, mask_n, mask_inner, LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
     AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx for LINES whole lines a program: dy and y in, each read once, dx out."""
@@ -186,8 +184,8 @@ def _whole_backward(
     dy = tl.load(dy_ptr + _offset(i, k, inner, dy_outer, dy_n, dy_inner), mask=inside, other=0.0).to(ACC)
     dot = tl.sum(dy if LOG else dy * y, AXIS)
     dx = _gradient(
-        dy, y, dot, mask_ptr, i, k, inside, inner, scale, size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
-        AXIS, LOG, ACC,
+        dy, y, dot, mask_ptr, i, k, inside, inner, scale, size1, size2, mask0, mask1, mask2, mask_n, mask_inner, AXIS,
+        LOG, ACC,
     )  # fmt: skip
     tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
@@ -214,9 +212,9 @@ def _split_tile(part_ptr, line, lines, splits, SPLITS: tl.constexpr, AXIS: tl.co
 @triton.jit
 def _long_forward(
     y_ptr, x_ptr, mask_ptr, largest_ptr, total_ptr, splits, chunk, lines, n, inner, y_outer, x_outer, x_n, x_inner,
-    scale: tl.float64, size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
-    LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
-    AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr, SPLITS: tl.constexpr,
+    scale: tl.float64, size1, size2, mask0, mask1, mask2, mask_n, mask_inner, LOG: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """y for lines too long for the registers: a running maximum and sum a lane, one exponential an element, then y."""
     LOWEST: tl.constexpr = -1.7976931348623157e308 if tl.float64 == ACC else -3.4028234663852886e38
@@ -235,8 +233,8 @@ def _long_forward(
         for first in range(start, stop, BLOCK):
             position = first + tl.arange(0, BLOCK).to(INDEX)
             scores = _scores(
-                x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale,
-                size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC, AXIS,
+                x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale, size1, size2, mask0,
+                mask1, mask2, mask_n, mask_inner, ACC, AXIS,
             )  # fmt: skip
             difference = scores - largest
             smaller = tl.exp(-tl.abs(difference))
@@ -250,8 +248,8 @@ def _long_forward(
         for done in range(0, stop - start, BLOCK):
             position = start + (stop - start - 1 - done) // BLOCK * BLOCK + tl.arange(0, BLOCK).to(INDEX)
             scores = _scores(
-                x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale,
-                size1, size2, mask0, mask1, mask2, mask_n, mask_inner, ACC, AXIS,
+                x_ptr, mask_ptr, line, position, lines, n, inner, x_outer, x_n, x_inner, scale, size1, size2, mask0,
+                mask1, mask2, mask_n, mask_inner, ACC, AXIS,
             )  # fmt: skip
             y = _probabilities(scores, largest, total, AXIS, LOG, y_ptr.dtype.element_ty)
             i, k = _lanes(line, position, AXIS)
@@ -261,9 +259,9 @@ def _long_forward(
 @triton.jit
 def _long_backward(
     dx_ptr, dy_ptr, y_ptr, mask_ptr, dot_ptr, splits, chunk, lines, n, inner, y_outer, dy_outer, dy_n, dy_inner,
-    scale: tl.float64, size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
-    LOG: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
-    AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr, SPLITS: tl.constexpr,
+    scale: tl.float64, size1, size2, mask0, mask1, mask2, mask_n, mask_inner, LOG: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, AXIS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, STAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """dx for lines too long for the registers: the sum first, then dx."""
     split = tl.program_id(0) % splits
@@ -395,7 +393,7 @@ def _plan(
     return Plan(copy_x, copy_mask, launches, 0, buffers, (splits, lines), buffer_dtype)
 
 
-def softmax_forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
+def softmax_forward(x: Tensor, dim: int, scale: float, mask: Tensor | None, dtype: torch.dtype, log: bool) -> Tensor:
     """softmax, or log_softmax, of x * scale + mask along dim, as a contiguous tensor of ``dtype``."""
     shape = x.shape
     mask_strides = mask_dtype = None
@@ -414,7 +412,7 @@ def softmax_forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, log:
 
 
 def softmax_backward(
-    dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
+    dy: Tensor, y: Tensor, dim: int, scale: float, mask: Tensor | None, dtype: torch.dtype, log: bool
 ) -> Tensor:
     """dx of :func:`softmax_forward` from dy and its contiguous result y, as a contiguous tensor of ``dtype``.
 

@@ -18,35 +18,36 @@ RELU = ACTIVATIONS["relu"].code
 class Kernels(dispatch.Kernels):
     @staticmethod
     def batch_norm_train(
-        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-        running_var: Tensor | None, momentum: float, eps: float, act: int, bits: bool, batches: Tensor | None = None,
+        x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        momentum: float, eps: float, residual: Tensor | None, act: int, bits: bool,
+        num_batches_tracked: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         return torch.empty_like(x), _empty_stats(x), _empty_bits(x, bits)
 
     @staticmethod
     def batch_norm_moments(
-        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, act: int
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None, act: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         stats = _empty_stats(x)
         return torch.empty_like(x), stats, _empty_bits(x, is_packed(residual, act)), torch.empty_like(stats)
 
     @staticmethod
     def batch_norm_update_(
-        running_mean: Tensor, running_var: Tensor, batches: Tensor | None, moments: Tensor, momentum: float
+        running_mean: Tensor, running_var: Tensor, num_batches_tracked: Tensor | None, moments: Tensor, momentum: float
     ) -> None:
         return None
 
     @staticmethod
     def batch_norm_eval(
-        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor,
-        running_var: Tensor, eps: float, act: int, bits: bool, keep: bool,
+        x: Tensor, running_mean: Tensor, running_var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+        residual: Tensor | None, act: int, bits: bool, keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         return torch.empty_like(x), _empty_stats(x, keep), _empty_bits(x, bits)
 
     @staticmethod
     def batch_norm_backward(
-        dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-        stats: Tensor, training: bool, act: int, dresidual: bool,
+        dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, training: bool,
+        residual: Tensor | None, bits: Tensor | None, act: int, dresidual: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         like = stats if weight is None else weight
         dweight, dbias = (like.new_empty(x.shape[1]) for _ in range(2))
@@ -121,18 +122,18 @@ class BatchNorm(dispatch.Pair, inputs=4):
     def forward(
         kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         running_mean: Tensor | None, running_var: Tensor | None, training: bool, momentum: float, eps: float, act: int,
-        batches: Tensor | None,
+        num_batches_tracked: Tensor | None,
     ) -> Any:  # fmt: skip
         packs = bool(needs) and is_packed(residual, act)
         if training:
             y, stats, bits = kernels.batch_norm_train(
-                x, residual, weight, bias, running_mean, running_var, momentum, eps, act, packs, batches
+                x, running_mean, running_var, weight, bias, momentum, eps, residual, act, packs, num_batches_tracked
             )
         else:
             assert running_mean is not None
             assert running_var is not None
             y, stats, bits = kernels.batch_norm_eval(
-                x, residual, weight, bias, running_mean, running_var, eps, act, packs, bool(needs)
+                x, running_mean, running_var, weight, bias, eps, residual, act, packs, bool(needs)
             )
         return y, kept(x, residual, weight, bias, stats, bits, act), (training, eps, act)
 
@@ -142,7 +143,7 @@ class BatchNorm(dispatch.Pair, inputs=4):
         weight: Tensor | None, bias: Tensor | None, stats: Tensor, training: bool, eps: float, act: int,
     ) -> Gradients:  # fmt: skip
         for_residual = act != 0 and needs[1]
-        found = kernels.batch_norm_backward(dy, x, residual, bits, weight, bias, stats, training, act, for_residual)
+        found = kernels.batch_norm_backward(dy, x, weight, bias, stats, training, residual, bits, act, for_residual)
         return _wanted(needs, dy, act, *found)
 
     @staticmethod
@@ -158,7 +159,7 @@ class BatchNormInGraph(dispatch.Pair, inputs=4, materialize=False):
         kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
         eps: float, act: int,
     ) -> Any:  # fmt: skip
-        y, stats, bits, moments = kernels.batch_norm_moments(x, residual, weight, bias, eps, act)
+        y, stats, bits, moments = kernels.batch_norm_moments(x, weight, bias, eps, residual, act)
         return (y, moments), kept(x, residual, weight, bias, stats, bits, act), (True, eps, act)
 
     @staticmethod
@@ -225,47 +226,63 @@ def decomposed_backward(
     return (d * rstd).to(x.dtype), dz.to(x.dtype), dweight, dbias
 
 
-def count(batches: Tensor | None, training: bool) -> None:
+def count(num_batches_tracked: Tensor | None, training: bool) -> None:
     """One batch more, where no kernel counts it."""
-    if training and batches is not None:
-        batches.add_(1)
+    if training and num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
 
 
-def is_count(batches: Tensor | None, x: Tensor) -> bool:
+def is_count(num_batches_tracked: Tensor | None, x: Tensor) -> bool:
     """Whether a kernel can count the batch."""
-    return batches is None or (
-        batches.dtype is torch.int64
-        and batches.numel() == 1
-        and type(batches) is Tensor
-        and batches.get_device() == x.get_device()
+    return num_batches_tracked is None or (
+        num_batches_tracked.dtype is torch.int64
+        and num_batches_tracked.numel() == 1
+        and type(num_batches_tracked) is Tensor
+        and num_batches_tracked.get_device() == x.get_device()
     )
 
 
 def batch_norm(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    training: bool, momentum: float, eps: float, residual: Tensor | None, act: str | None, batches: Tensor | None,
+    training: bool, momentum: float, eps: float, residual: Tensor | None, act: str | None,
+    num_batches_tracked: Tensor | None,
 ) -> Tensor:  # fmt: skip
     code = activation(act).code
     if code >= NORM_CODES:
-        z = batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, None, batches)
+        z = batch_norm(
+            x, running_mean, running_var, weight, bias, training, momentum, eps, residual, None, num_batches_tracked
+        )
         return bias_act.bias_act(z, None, act, {})
     if torch.compiler.is_compiling():
         if _graph_keeps_kernel(x, running_mean, running_var, weight, bias, training, eps, residual):
-            return _train_compiling(x, running_mean, running_var, weight, bias, momentum, eps, residual, code, batches)
-        count(batches, training)
+            return _train_compiling(
+                x, running_mean, running_var, weight, bias, momentum, eps, residual, code, num_batches_tracked
+            )
+        count(num_batches_tracked, training)
         return reference.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         reason = unsupported(x, running_mean, running_var, weight, bias, training, eps, residual)
         if reason is None:
-            if not is_count(batches, x):
-                count(batches, training)
-                batches = None
+            if not is_count(num_batches_tracked, x):
+                count(num_batches_tracked, training)
+                num_batches_tracked = None
             return BatchNorm.run(
-                kernels, x, residual, weight, bias, running_mean, running_var, training, momentum, eps, code, batches
+                kernels,
+                x,
+                residual,
+                weight,
+                bias,
+                running_mean,
+                running_var,
+                training,
+                momentum,
+                eps,
+                code,
+                num_batches_tracked,
             )
         backends.refuse(reason)
-    count(batches, training)
+    count(num_batches_tracked, training)
     if act == "relu" and residual is not None and backends.get_backend() is None:
         # torch's norm and one pass for the rest: add_relu has a C++ kernel on CPU, where batch_norm has none.
         z = reference.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, None, None)
@@ -302,17 +319,17 @@ def _graph_keeps_kernel(
 
 def _train_compiling(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    momentum: float, eps: float, residual: Tensor | None, act: int, batches: Tensor | None,
+    momentum: float, eps: float, residual: Tensor | None, act: int, num_batches_tracked: Tensor | None,
 ) -> Tensor:  # fmt: skip
     y, moments = _in_graph(x, residual, weight, bias, eps, act)
     if running_mean is None or running_var is None:
-        count(batches, True)
+        count(num_batches_tracked, True)
         return y
     with torch.no_grad():
-        if dispatch.graph_holds_csrc() and is_count(batches, x):  # one launch instead of three
-            torch.ops.fastlayers.batch_norm_update_(running_mean, running_var, batches, moments, momentum)
+        if dispatch.graph_holds_csrc() and is_count(num_batches_tracked, x):  # one launch instead of three
+            torch.ops.fastlayers.batch_norm_update_(running_mean, running_var, num_batches_tracked, moments, momentum)
         else:
-            count(batches, True)
+            count(num_batches_tracked, True)
             for running, moment in ((running_mean, moments[0]), (running_var, moments[1])):
                 running.copy_((1 - momentum) * running.to(moment.dtype) + momentum * moment)
     return y

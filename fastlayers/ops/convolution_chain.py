@@ -338,7 +338,7 @@ def _fake(
         z = F.conv2d(x if step == length else h, low, None, sizes[:2], sizes[2:4], sizes[4:], groups)
         gain, shift = weights[3 * step + 1 : 3 * step + 3]
         y, stats, packed = batch_norm.Kernels.batch_norm_train(
-            z, None, gain, shift, None, None, 0.0, 0.0, 0, packs and step == length - 1
+            z, None, None, gain, shift, 0.0, 0.0, None, 0, packs and step == length - 1
         )
         kept += low, z, stats
         if step < length:

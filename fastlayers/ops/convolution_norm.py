@@ -23,12 +23,23 @@ class Kernels(dispatch.Kernels):
     def convolution_norm_autocast(
         x: Tensor, weight: Tensor, residual: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
         running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float, act: int, bits: bool,
-        batches: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
+        num_batches_tracked: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+        groups: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         low = torch.empty_like(weight, dtype=x.dtype)
         z = F.conv2d(x, low, None, stride, padding, dilation, groups)
         y, stats, packed = batch_norm.Kernels.batch_norm_train(
-            z, residual, norm_weight, norm_bias, running_mean, running_var, momentum, eps, act, bits, batches
+            z,
+            running_mean,
+            running_var,
+            norm_weight,
+            norm_bias,
+            momentum,
+            eps,
+            residual,
+            act,
+            bits,
+            num_batches_tracked,
         )
         return y, low, z, stats, packed
 
@@ -39,7 +50,7 @@ class Kernels(dispatch.Kernels):
         padding: Sequence[int], dilation: Sequence[int], groups: int, dx: bool, dweight: bool, dresidual: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         _, to_residual, to_norm_weight, to_norm_bias = batch_norm.Kernels.batch_norm_backward(
-            dy, z, residual, bits, norm_weight, norm_bias, stats, True, act, dresidual
+            dy, z, norm_weight, norm_bias, stats, True, residual, bits, act, dresidual
         )
         to_weight = torch.empty_like(low, dtype=torch.float32) if dweight else low.new_empty(0)
         to_x = torch.empty_like(x) if dx else x.new_empty(0)
@@ -56,11 +67,11 @@ class ConvolutionNorm(dispatch.Pair, inputs=5):
     def forward(
         kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, residual: Tensor | None, norm_weight: Tensor,
         norm_bias: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float, act: int,
-        batches: Tensor | None, options: autocast.Options,
+        num_batches_tracked: Tensor | None, options: autocast.Options,
     ) -> Any:  # fmt: skip
         y, low, z, stats, bits = kernels.convolution_norm_autocast(
             x, weight, residual, norm_weight, norm_bias, running_mean, running_var, momentum, eps, act,
-            batch_norm.is_packed(residual, act), batches, *options,
+            batch_norm.is_packed(residual, act), num_batches_tracked, *options,
         )  # fmt: skip
         kept = batch_norm.kept(z, residual, norm_weight, norm_bias, stats, bits, act)
         return y, (x, low, *kept), (autocast.Given(weight), eps, act, options)
@@ -153,10 +164,10 @@ def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, 
         or residual.shape != result_shape(layer, x.shape)
     ):
         return None
-    batches = norm.num_batches_tracked
-    if not batch_norm.is_count(batches, x):
+    num_batches_tracked = norm.num_batches_tracked
+    if not batch_norm.is_count(num_batches_tracked, x):
         return None
     return ConvolutionNorm.run(
         kernels, autocast.autocast_input(x), weight, residual, norm_weight, norm_bias, running_mean, running_var,
-        momentum, norm.eps, code, batches, options,
+        momentum, norm.eps, code, num_batches_tracked, options,
     )  # fmt: skip

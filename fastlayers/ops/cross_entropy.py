@@ -35,7 +35,7 @@ NONE, MEAN, SUM = 0, 1, 2
 class Kernels(dispatch.Kernels):
     @staticmethod
     def cross_entropy_forward(
-        x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float,
+        x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float,
         softcap: float, z_loss: float, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         loss = x.new_empty(target.shape if reduction == NONE else (), dtype=dtype)
@@ -43,7 +43,7 @@ class Kernels(dispatch.Kernels):
 
     @staticmethod
     def cross_entropy_backward(
-        dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, reduction: int, ignore_index: int,
+        dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, ignore_index: int, reduction: int,
         label_smoothing: float, softcap: float, z_loss: float,
     ) -> Tensor:  # fmt: skip
         if x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous():
@@ -52,7 +52,7 @@ class Kernels(dispatch.Kernels):
 
     @staticmethod
     def cross_entropy_backward_(
-        dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, reduction: int, ignore_index: int,
+        dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, ignore_index: int, reduction: int,
         label_smoothing: float, softcap: float, z_loss: float,
     ) -> None:  # fmt: skip
         return None
@@ -72,6 +72,7 @@ class Options(NamedTuple):
     """What the kernels take besides tensors, in their order. No softcap is 0."""
 
     ignore_index: int
+    reduction: int
     label_smoothing: float
     softcap: float
     z_loss: float
@@ -143,16 +144,14 @@ def _class_dim(logits: Tensor) -> int:
     return 0 if logits.dim() == 1 else 1
 
 
-def decomposed_backward(
-    dy: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, reduction: int, options: Options
-) -> Tensor:
+def decomposed_backward(dy: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> Tensor:
     """The gradient of the logits in torch ops."""
     dim = _class_dim(logits)
     scores = _scores(logits, options.softcap)
     rows = _Rows.find(scores, target, weight, options.ignore_index, dim)
     scale = dy.to(scores.dtype)
-    if reduction != NONE:
-        scale = (scale / rows.of_target.sum() if reduction == MEAN else scale).expand(target.shape)
+    if options.reduction != NONE:
+        scale = (scale / rows.of_target.sum() if options.reduction == MEAN else scale).expand(target.shape)
     return _gradient(scores, torch.logsumexp(scores, dim), rows, options, scale, dim).to(logits.dtype)
 
 
@@ -210,25 +209,24 @@ class CrossEntropy(dispatch.Pair, inputs=1):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: Needs, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
-        options: Options, dtype: torch.dtype,
+        kernels: Kernels, needs: Needs, x: Tensor, target: Tensor, weight: Tensor | None, options: Options,
+        dtype: torch.dtype,
     ) -> Any:  # fmt: skip
-        loss, stats = kernels.cross_entropy_forward(x, target, weight, reduction, *options, dtype)
-        return loss, (x, target, weight, stats), (reduction, options)
+        loss, stats = kernels.cross_entropy_forward(x, target, weight, *options, dtype)
+        return loss, (x, target, weight, stats), (options,)
 
     @staticmethod
     def backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor,
-        reduction: int, options: Options,
+        options: Options,
     ) -> Gradients:  # fmt: skip
-        return (kernels.cross_entropy_backward(dy, x, target, weight, stats, reduction, *options),)
+        return (kernels.cross_entropy_backward(dy, x, target, weight, stats, *options),)
 
     @staticmethod
     def differentiable_backward(
-        needs: Needs, dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, reduction: int,
-        options: Options,
-    ) -> Gradients:  # fmt: skip
-        return (decomposed_backward(dy, x, target, weight, reduction, options),)
+        needs: Needs, dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, options: Options
+    ) -> Gradients:
+        return (decomposed_backward(dy, x, target, weight, options),)
 
 
 class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, misc]
@@ -241,8 +239,8 @@ class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, m
         x, target, weight, stats = ctx.saved_tensors
         if dispatch.needs_double_backward(dy) or not x.is_contiguous():
             return CrossEntropy.node.backward(ctx, dy)
-        reduction, options = ctx.rest
-        ctx.kernels.cross_entropy_backward_(dy, x, target, weight, stats, reduction, *options)
+        (options,) = ctx.rest
+        ctx.kernels.cross_entropy_backward_(dy, x, target, weight, stats, *options)
         # Any other node that kept the logits then raises in its backward.
         torch.autograd.graph.increment_version(x)
         ctx.overwritten = True
@@ -254,11 +252,11 @@ _record_overwriting = dispatch.record_of(_OverwritingCrossEntropy)
 
 @FAMILY.graph_op("cross_entropy")
 def _in_graph(
-    kernels: Kernels, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,
+    kernels: Kernels, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int,
     label_smoothing: float, softcap: float, z_loss: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    options = Options(ignore_index, label_smoothing, softcap, z_loss)
-    return CrossEntropy.run(kernels, x, target, _wide(weight, x), reduction, options, dtype)
+    options = Options(ignore_index, reduction, label_smoothing, softcap, z_loss)
+    return CrossEntropy.run(kernels, x, target, _wide(weight, x), options, dtype)
 
 
 def cross_entropy(
@@ -273,29 +271,29 @@ def cross_entropy(
             "cross_entropy(): inplace_backward=True would overwrite the values of a leaf with its gradient; it is for"
             " logits that an operation computed"
         )
-    options = Options(ignore_index, label_smoothing, softcap or 0.0, z_loss)
+    options = Options(ignore_index, code, label_smoothing, softcap or 0.0, z_loss)
     if torch.compiler.is_compiling():
         # Inductor reaches half of the memory limit, so a graph keeps the kernel. It never writes the logits, even where
         # ``inplace`` allows it.
         if dispatch.graph_keeps_kernel(x):
             out = result_dtype(x, None, None)
             if unsupported(x, target, weight, options, out) is None:
-                return _in_graph(x, target, weight, code, *options, out)
-        return reference.cross_entropy(x, target, weight, code, *options)
+                return _in_graph(x, target, weight, *options, out)
+        return reference.cross_entropy(x, target, weight, *options)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if softcap is None and not z_loss and x.numel() < GPU_LEAST and backends.get_backend() is None:
-            return reference.cross_entropy(x, target, weight, code, *options)
+            return reference.cross_entropy(x, target, weight, *options)
         out = result_dtype(x, None, None)
         reason = unsupported(x, target, weight, options, out)
         if reason is None:
             weight = _wide(weight, x)
             target = dispatch.unwrap(target)
             if inplace and dispatch.wants_gradient(x):
-                return _record_overwriting(dispatch.unwrap(x), (kernels, target, weight, code, options, out))
-            return CrossEntropy.run(kernels, x, target, weight, code, options, out)
+                return _record_overwriting(dispatch.unwrap(x), (kernels, target, weight, options, out))
+            return CrossEntropy.run(kernels, x, target, weight, options, out)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.cross_entropy, x, target, weight, code, *options)
+    return dispatch.call_reference(reference.cross_entropy, x, target, weight, *options)
 
 
 # ---- a chunk of linear_cross_entropy ---------------------------------------------------------------------------------
@@ -318,13 +316,14 @@ def cross_entropy_chunk_(
     Returns:
         (rows,) in float32, float64 for float64 logits; 0 for ignored rows.
     """
-    options = Options(ignore_index, label_smoothing, softcap or 0.0, z_loss)
+    options = Options(ignore_index, NONE, label_smoothing, softcap or 0.0, z_loss)
     kernels = FAMILY.kernels_for(logits)
     if kernels is not None:
         reason = unsupported(logits[:, :columns], target, weight, options, result_dtype(logits, None, None))
         if reason is None:
             weight = _wide(weight, logits)
-            return kernels.cross_entropy_chunk_(logits, target, weight, *options, grad_scale, want_grad, columns)
+            rest = (grad_scale, want_grad, columns)
+            return kernels.cross_entropy_chunk_(logits, target, weight, ignore_index, *options[2:], *rest)
         backends.refuse(reason)
     return _compose_chunk_(logits, target, weight, options, grad_scale, want_grad, columns)
 

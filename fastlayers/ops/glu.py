@@ -32,11 +32,11 @@ class Kernels(dispatch.Kernels):
         return torch.empty_like(dy)
 
     @staticmethod
-    def glu_forward(x: Tensor, dim: int, gate_first: bool, act: int) -> Tensor:
+    def glu_forward(x: Tensor, dim: int, act: int, gate_first: bool) -> Tensor:
         return F.glu(x, dim)
 
     @staticmethod
-    def glu_backward(dy: Tensor, x: Tensor, dim: int, gate_first: bool, act: int) -> Tensor:
+    def glu_backward(dy: Tensor, x: Tensor, dim: int, act: int, gate_first: bool) -> Tensor:
         return torch.empty_like(x)
 
 
@@ -175,15 +175,15 @@ class GLU(dispatch.Pair, inputs=1):
     """Keeps x; backward recomputes the activation of its gate. The gradient is one tensor, as x is."""
 
     @staticmethod
-    def forward(kernels: Kernels, needs: Needs, x: Tensor, dim: int, gate_first: bool, act: int) -> Any:
-        return kernels.glu_forward(x, dim, gate_first, act), (x,), (dim, gate_first, act)
+    def forward(kernels: Kernels, needs: Needs, x: Tensor, dim: int, act: int, gate_first: bool) -> Any:
+        return kernels.glu_forward(x, dim, act, gate_first), (x,), (dim, act, gate_first)
 
     @staticmethod
     def backward(kernels: Kernels, needs: Needs, *args: Any) -> Gradients:
         return (kernels.glu_backward(*args),)
 
     @staticmethod
-    def differentiable_backward(needs: Needs, dy: Tensor, x: Tensor, dim: int, gate_first: bool, act: int) -> Gradients:
+    def differentiable_backward(needs: Needs, dy: Tensor, x: Tensor, dim: int, act: int, gate_first: bool) -> Gradients:
         first, second = x.chunk(2, dim)
         if gate_first:
             return (torch.cat(_decomposed_backward(dy, first, second, act), dim),)
@@ -198,16 +198,16 @@ def _unsupported_packed(x: Tensor, dim: int, act: str | None) -> str | None:
     return dispatch.act_problem(act, x)
 
 
-def glu(x: Tensor, act: str | None, dim: int, gate_first: bool) -> Tensor:
+def glu(x: Tensor, dim: int, act: str | None, gate_first: bool) -> Tensor:
     code = activation(act).code
     if torch.compiler.is_compiling():
-        return reference.glu(x, act, dim, gate_first)
+        return reference.glu(x, dim, act, gate_first)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if act == "sigmoid" and not gate_first and x.numel() < elementwise.GPU_LEAST and backends.get_backend() is None:
-            return reference.glu(x, act, dim, gate_first)  # one kernel of torch's too
+            return reference.glu(x, dim, act, gate_first)  # one kernel of torch's too
         reason = _unsupported_packed(x, dim, act)
         if reason is None:
-            return GLU.run(kernels, x, dim, gate_first, code)
+            return GLU.run(kernels, x, dim, code, gate_first)
         backends.refuse(reason)
-    return dispatch.call_reference(reference.glu, x, act, dim, gate_first)
+    return dispatch.call_reference(reference.glu, x, dim, act, gate_first)

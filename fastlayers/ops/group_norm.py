@@ -16,15 +16,15 @@ from fastlayers.ops.dispatch import Gradients, Needs
 class Kernels(dispatch.Kernels):
     @staticmethod
     def group_norm_forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, act: int, dtype: torch.dtype,
-        keep: bool,
+        x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: int,
+        dtype: torch.dtype, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y = torch.empty_like(x, dtype=dtype) if dispatch.is_image(x) else x.new_empty(x.shape, dtype=dtype)
-        return y, x.new_empty((2, x.shape[0] * groups) if keep else 0, dtype=dispatch.accumulator(x))
+        return y, x.new_empty((2, x.shape[0] * num_groups) if keep else 0, dtype=dispatch.accumulator(x))
 
     @staticmethod
     def group_norm_backward(
-        dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, act: int
+        dy: Tensor, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, stats: Tensor, act: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         dx = torch.empty_like(x) if dispatch.is_image(x) else x.new_empty(x.shape)
         like = stats if weight is None else weight
@@ -34,7 +34,7 @@ class Kernels(dispatch.Kernels):
 FAMILY = dispatch.Family("group_norm", Kernels)
 
 
-def unsupported(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> str | None:
+def unsupported(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None) -> str | None:
     """Why no kernel takes this call, None where one does."""
     dtype = x.dtype
     if dtype not in dispatch.FLOATING:
@@ -43,8 +43,8 @@ def unsupported(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | No
         return f"x has shape {tuple(x.shape)}; kernels take two to five dimensions"
     channels = (x.shape[1],)
     values = x.numel()
-    if groups < 1 or channels[0] % groups or values in (0, groups):
-        return f"nothing to normalise in {groups} groups of shape {tuple(x.shape)}"
+    if num_groups < 1 or channels[0] % num_groups or values in (0, num_groups):
+        return f"nothing to normalise in {num_groups} groups of shape {tuple(x.shape)}"
     device = x.get_device()
     if weight is not None:
         problem = dispatch.parameter_problem(weight, device, dtype, channels)
@@ -60,37 +60,37 @@ class GroupNorm(dispatch.Pair, inputs=3):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float,
-        act: int, dtype: torch.dtype, layout: torch.memory_format | None,
+        kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
+        eps: float, act: int, dtype: torch.dtype, layout: torch.memory_format | None,
     ) -> Any:  # fmt: skip
-        y, stats = kernels.group_norm_forward(x, weight, bias, groups, eps, act, dtype, bool(needs))
+        y, stats = kernels.group_norm_forward(x, num_groups, weight, bias, eps, act, dtype, bool(needs))
         y = y if layout is None else y.contiguous(memory_format=layout)
-        return y, (x, stats, weight, bias if act else None), (groups, eps, act)
+        return y, (x, stats, weight, bias if act else None), (num_groups, eps, act)
 
     @staticmethod
     def backward(
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None,
-        bias: Tensor | None, groups: int, eps: float, act: int,
+        bias: Tensor | None, num_groups: int, eps: float, act: int,
     ) -> Gradients:  # fmt: skip
-        dx, dweight, dbias = kernels.group_norm_backward(dy, x, stats, weight, bias, groups, act)
+        dx, dweight, dbias = kernels.group_norm_backward(dy, x, num_groups, weight, bias, stats, act)
         return dx, dweight if needs[1] else None, dbias if needs[2] else None
 
     @staticmethod
     def differentiable_backward(
-        needs: Needs, dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int,
+        needs: Needs, dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
         eps: float, act: int,
     ) -> Gradients:  # fmt: skip
-        dx, dweight, dbias = decomposed_backward(dy, x, stats.dtype, weight, bias, groups, eps, act)
+        dx, dweight, dbias = decomposed_backward(dy, x, stats.dtype, weight, bias, num_groups, eps, act)
         return dx, dweight if needs[1] else None, dbias if needs[2] else None
 
 
 def decomposed_backward(
-    dy: Tensor, x: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float,
+    dy: Tensor, x: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float,
     act: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, weight and bias in torch ops, with the statistics recomputed in ``dtype``."""
     n, channels = x.shape[:2]
-    shape, channel = (n, groups, channels // groups, -1), (1, groups, channels // groups, 1)
+    shape, channel = (n, num_groups, channels // num_groups, -1), (1, num_groups, channels // num_groups, 1)
     wide, dz = x.to(dtype).reshape(shape), dy.to(dtype).reshape(shape)
     group = (2, 3)
     centered = wide - wide.mean(group, keepdim=True)
@@ -118,38 +118,38 @@ def _layout(x: Tensor) -> torch.memory_format | None:
 
 @FAMILY.graph_op("group_norm")
 def _in_graph(
-    kernels: Kernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, act: int,
+    kernels: Kernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, act: int,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     # Inductor's group_norm reaches 0.6 to 0.8 of the memory limit forward and 0.35 backward, so a graph keeps the
     # kernels. The result is contiguous, as torch's is on CUDA.
-    return GroupNorm.run(kernels, x, weight, bias, groups, eps, act, dtype, torch.contiguous_format)
+    return GroupNorm.run(kernels, x, weight, bias, num_groups, eps, act, dtype, torch.contiguous_format)
 
 
-def _graph_keeps_kernel(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> bool:
-    return dispatch.graph_keeps_kernel(x) and dispatch.is_image(x) and unsupported(x, groups, weight, bias) is None
+def _graph_keeps_kernel(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None) -> bool:
+    return dispatch.graph_keeps_kernel(x) and dispatch.is_image(x) and unsupported(x, num_groups, weight, bias) is None
 
 
 def group_norm(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str | None
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str | None
 ) -> Tensor:
     code = activation(act).code
     if code >= NORM_CODES:
-        return bias_act.bias_act(group_norm(x, groups, weight, bias, eps, None), None, act, {})
+        return bias_act.bias_act(group_norm(x, num_groups, weight, bias, eps, None), None, act, {})
     if torch.compiler.is_compiling():
-        if _graph_keeps_kernel(x, groups, weight, bias):
-            return _in_graph(x, weight, bias, groups, eps, code, reference.norm_dtype("group_norm", x))
-        return reference.group_norm(x, groups, weight, bias, eps, act)
+        if _graph_keeps_kernel(x, num_groups, weight, bias):
+            return _in_graph(x, weight, bias, num_groups, eps, code, reference.norm_dtype("group_norm", x))
+        return reference.group_norm(x, num_groups, weight, bias, eps, act)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
-        reason = unsupported(x, groups, weight, bias)
+        reason = unsupported(x, num_groups, weight, bias)
         if reason is None:
             dtype = x.dtype
             if dtype in reference.LOW_PRECISION:
                 dtype = reference.norm_dtype("group_norm", x)
-            return GroupNorm.run(kernels, x, weight, bias, groups, eps, code, dtype, _layout(x))
+            return GroupNorm.run(kernels, x, weight, bias, num_groups, eps, code, dtype, _layout(x))
         backends.refuse(reason)
-    return dispatch.call_reference(reference.group_norm, x, groups, weight, bias, eps, act)
+    return dispatch.call_reference(reference.group_norm, x, num_groups, weight, bias, eps, act)
 
 
 def _instance_unsupported(

@@ -21,14 +21,14 @@ RMS = {"torch": 1, "llama": 2, "gemma": 3}
 class Kernels(dispatch.Kernels):
     @staticmethod
     def layer_norm_forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int, dtype: torch.dtype,
+        x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int, dtype: torch.dtype,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return x.new_empty(x.shape, dtype=dtype), _empty_stats(x, dims, kind, keep)
 
     @staticmethod
     def add_layer_norm_forward(
-        x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
+        x: Tensor, residual: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int,
         dtype: torch.dtype, keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         s = x.new_empty(x.shape, dtype=residual.dtype)
@@ -36,7 +36,7 @@ class Kernels(dispatch.Kernels):
 
     @staticmethod
     def layer_norm_backward(
-        dy: Tensor, dsum: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, dims: int, kind: int,
+        dy: Tensor, dsum: Tensor | None, x: Tensor, dims: int, weight: Tensor | None, stats: Tensor, kind: int,
         dweight: bool, dbias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         like = x if weight is None else weight
@@ -121,7 +121,7 @@ class LayerNorm(dispatch.Pair, inputs=3):
         kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float,
         kind: int, dtype: torch.dtype,
     ) -> Any:  # fmt: skip
-        y, stats = kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, bool(needs))
+        y, stats = kernels.layer_norm_forward(x, dims, weight, bias, eps, kind, dtype, bool(needs))
         return y, (x, weight, stats), (dims, eps, kind)
 
     @staticmethod
@@ -149,9 +149,9 @@ class AddLayerNorm(dispatch.Pair, inputs=4, materialize=False):
         keep = bool(needs)
         if residual is None:
             s = x
-            y, stats = kernels.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, keep)
+            y, stats = kernels.layer_norm_forward(x, dims, weight, bias, eps, kind, dtype, keep)
         else:
-            y, s, stats = kernels.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, keep)
+            y, s, stats = kernels.add_layer_norm_forward(x, residual, dims, weight, bias, eps, kind, dtype, keep)
         return (y, s), (s, weight, stats), (x.dtype, dims, eps, kind)
 
     @staticmethod
@@ -189,7 +189,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of what was normalised, of the weight and of the bias. ``needs`` is that of weight and bias."""
     for_weight, for_bias = needs
-    dx, dweight, dbias = kernels.layer_norm_backward(dy, ds, x, stats, weight, dims, kind, for_weight, for_bias)
+    dx, dweight, dbias = kernels.layer_norm_backward(dy, ds, x, dims, weight, stats, kind, for_weight, for_bias)
     return dx, dweight if for_weight else None, dbias if for_bias else None
 
 

@@ -61,8 +61,8 @@ FLOAT16_DLOGITS, FLOAT16_GRADIENTS = 2.0**8, 2.0**-4
 class Loss(NamedTuple):
     """The loss but for its tensors, as the reference takes it. No softcap is 0."""
 
-    reduction: int
     ignore_index: int
+    reduction: int
     label_smoothing: float
     softcap: float
     z_loss: float
@@ -450,7 +450,7 @@ def linear_cross_entropy(
         if not isinstance(t, Tensor):
             raise dispatch.expected_tensor(t)
     code = _reduction.get_enum(reduction)
-    loss = Loss(code, ignore_index, label_smoothing, softcap or 0.0, z_loss, logit_scale)
+    loss = Loss(ignore_index, code, label_smoothing, softcap or 0.0, z_loss, logit_scale)
     if _is_sharded(weight) and not _is_sharded(hidden):
         raise TypeError(
             "linear_cross_entropy(): expected weight to be a whole tensor, but got a DTensor. Call it inside of the"
@@ -495,12 +495,12 @@ def _rest(hidden: Tensor, loss: Loss, low: torch.dtype | None, chunk_size: int |
 
 
 def _run_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
-    low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, ignore_index: int,
+    reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float, low: torch.dtype | None,
+    chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The loss, what is left to multiply the gradients with, and these; empty where there is none."""
-    loss = Loss(reduction, ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+    loss = Loss(ignore_index, reduction, label_smoothing, softcap, z_loss, logit_scale)
     wanted = (for_hidden, for_weight, for_bias) if reduction != NONE else (False, False, False)
     rest = _rest(hidden, loss, low, chunk_size)
     found, left, gradients = evaluate(hidden, weight, bias, target, class_weight, rest, wanted)
@@ -509,11 +509,11 @@ def _run_chunks(
 
 
 def _describe_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
-    low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, ignore_index: int,
+    reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float, low: torch.dtype | None,
+    chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rest = _rest(hidden, Loss(reduction, 0, 0.0, 0.0, 0.0, 1.0), low, chunk_size)
+    rest = _rest(hidden, Loss(0, reduction, 0.0, 0.0, 0.0, 1.0), low, chunk_size)
     found = hidden.new_empty(target.shape if reduction == NONE else (), dtype=rest.out)
     wanted = (for_hidden, for_weight, for_bias)
     made, scaled = reduction != NONE, rest.compute is torch.float16 and any(wanted)
@@ -527,7 +527,7 @@ def _run_chunks_again(
     low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of a loss without a reduction; empty where one is not needed."""
-    loss = Loss(NONE, ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+    loss = Loss(ignore_index, NONE, label_smoothing, softcap, z_loss, logit_scale)
     rest = _rest(hidden, loss, low, chunk_size)
     wanted = (for_hidden, for_weight, for_bias)
     gradients = _gradients_of_rows(dy, hidden, weight, bias, target, class_weight, rest, wanted)
@@ -573,7 +573,7 @@ class LinearCrossEntropyInGraph(dispatch.Pair, inputs=3):
     def backward(kernels: None, needs: Needs, dy: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         *tensors, left, dh, dw, db, loss, low, chunk_size = args
         if loss.reduction == NONE:
-            found = _backward_op(dy, *tensors, *loss[1:], low, chunk_size, *needs)
+            found = _backward_op(dy, *tensors, loss.ignore_index, *loss[2:], low, chunk_size, *needs)
         else:
             factor = dy * left if left.dim() == 0 else dy
             found = [_scaled(g, factor) if needed else g for g, needed in zip((dh, dw, db), needs, strict=True)]
@@ -593,11 +593,11 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 @dispatch.graph_op("linear_cross_entropy")
 def _in_graph(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
-    low: torch.dtype | None, chunk_size: int | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, ignore_index: int,
+    reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float, low: torch.dtype | None,
+    chunk_size: int | None,
 ) -> Tensor:  # fmt: skip
-    loss = Loss(reduction, ignore_index, label_smoothing, softcap, z_loss, logit_scale)
+    loss = Loss(ignore_index, reduction, label_smoothing, softcap, z_loss, logit_scale)
     return LinearCrossEntropyInGraph.run(None, hidden, weight, bias, target, class_weight, loss, low, chunk_size)
 
 

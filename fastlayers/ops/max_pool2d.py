@@ -19,16 +19,16 @@ from fastlayers.ops.dispatch import Gradients, Needs
 class Kernels(dispatch.Kernels):
     @staticmethod
     def max_pool2d_forward(
-        x: Tensor, out: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], channels_last: bool, keep: bool,
+        x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+        out_size: Sequence[int], channels_last: bool, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        offsets = _empty_images(x, out, channels_last, torch.uint8) if keep else x.new_empty(0, dtype=torch.uint8)
-        return _empty_images(x, out, channels_last, x.dtype), offsets
+        offsets = _empty_images(x, out_size, channels_last, torch.uint8) if keep else x.new_empty(0, dtype=torch.uint8)
+        return _empty_images(x, out_size, channels_last, x.dtype), offsets
 
     @staticmethod
     def max_pool2d_backward(
-        dy: Tensor, offsets: Tensor, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
-        padding: Sequence[int], dilation: Sequence[int], channels_last: bool,
+        dy: Tensor, offsets: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+        dilation: Sequence[int], size: Sequence[int], channels_last: bool,
     ) -> Tensor:  # fmt: skip
         return _empty_images(dy, size, channels_last, dy.dtype)
 
@@ -48,7 +48,7 @@ WINDOW_MOST = 254
 Numbers = int | Sequence[int]
 #: Of height and width.
 Size = tuple[int, int]
-#: Size of the result, of the window, its stride, padding and dilation.
+#: Size of the window, its stride, padding and dilation, and size of the result.
 Window = tuple[Size, Size, Size, Size, Size]
 
 
@@ -90,12 +90,12 @@ def _window(
         out.append(_length(size, k, s, p, d, ceil_mode))
         if out[-1] < 1:
             return f"no window of {given} in shape {tuple(x.shape)}"
-    return (out[0], out[1]), kernel, step, pad, spread
+    return kernel, step, pad, spread, (out[0], out[1])
 
 
 def _scatter(dy: Tensor, offsets: Tensor, size: Size, window: Window) -> Tensor:
     """The backward kernel in torch ops."""
-    out, kernel, stride, padding, dilation = window
+    kernel, stride, padding, dilation, out = window
     device = dy.device
     row, column = offsets.long() // kernel[1], offsets.long() % kernel[1]
     row = row * dilation[0] + torch.arange(out[0], device=device)[:, None] * stride[0] - padding[0]
@@ -120,7 +120,7 @@ class MaxPool2d(dispatch.Pair, inputs=1):
         kernels: Kernels, needs: Needs, dy: Tensor, offsets: Tensor, size: Size, window: Window, channels_last: bool
     ) -> Gradients:
         dy = dispatch.with_strides(dy, offsets.stride())
-        return (kernels.max_pool2d_backward(dy, offsets, size, *window[1:], channels_last),)
+        return (kernels.max_pool2d_backward(dy, offsets, *window[:4], size, channels_last),)
 
     @staticmethod
     def differentiable_backward(

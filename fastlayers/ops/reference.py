@@ -80,7 +80,7 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, 
     return F.linear(gated(gate, up, act), weight, bias)
 
 
-def glu(x: Tensor, act: str | None, dim: int, gate_first: bool) -> Tensor:
+def glu(x: Tensor, dim: int, act: str | None, gate_first: bool) -> Tensor:
     if act == "sigmoid" and not gate_first:
         return F.glu(x, dim)
     if x.size(dim) % 2:  # as F.glu has it; the chunks of 3 would broadcast
@@ -241,7 +241,7 @@ _REDUCTIONS = ("none", "mean", "sum")  # by torch's codes
 
 
 def cross_entropy(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float,
+    x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float,
     softcap: float, z_loss: float,
 ) -> Tensor:  # fmt: skip
     if softcap:
@@ -269,8 +269,8 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: int,
-    ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, ignore_index: int,
+    reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
 ) -> Tensor:  # fmt: skip
     _check_linear_shapes(hidden, weight, bias)
     positions = weight.shape[1:-1]  # d1, ..., dK of a K-dimensional loss
@@ -281,7 +281,7 @@ def linear_cross_entropy(
         logits = F.linear(hidden, weight, bias)
     if logit_scale != 1.0:
         logits = logits * logit_scale
-    options = (class_weight, reduction, ignore_index, label_smoothing, softcap, z_loss)
+    options = (class_weight, ignore_index, reduction, label_smoothing, softcap, z_loss)
     if positions or logits.dim() <= 2:
         return cross_entropy(logits, target, *options)
     # One row a token, whichever dimensions they come in.

@@ -21,12 +21,12 @@ from fastlayers.ops.elementwise import GPU_LEAST
 
 class Kernels(dispatch.Kernels):
     @staticmethod
-    def dropout_add(x: Tensor, residual: Tensor | None, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    def dropout_add(x: Tensor, residual: Tensor | None, p: float, seed: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(x if residual is None else residual + torch.empty_like(x), dtype=dtype)
 
     @staticmethod
     def scale_add(
-        x: Tensor, gamma: Tensor | None, keep: Tensor | None, scale: float, residual: Tensor | None, dtype: torch.dtype
+        x: Tensor, gamma: Tensor | None, residual: Tensor | None, keep: Tensor | None, scale: float, dtype: torch.dtype
     ) -> Tensor:
         product = x if gamma is None else x * gamma
         return torch.empty_like(product if residual is None else residual + product, dtype=dtype)
@@ -144,14 +144,14 @@ class DropoutAdd(dispatch.Pair, inputs=2):
     @staticmethod
     def forward(kernels: Kernels, needs: Needs, x: Tensor, residual: Tensor, p: float) -> Any:
         seed = draw_seed(x)
-        out = kernels.dropout_add(x, residual, seed, p, residual.dtype)
+        out = kernels.dropout_add(x, residual, p, seed, residual.dtype)
         return out, (seed,), (p, x.dtype, out.stride())
 
     @staticmethod
     def backward(
         kernels: Kernels, needs: Needs, dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype, strides: tuple[int, ...]
     ) -> Gradients:
-        dx = kernels.dropout_add(dispatch.with_strides(dy, strides), None, seed, p, dtype) if needs[0] else None
+        dx = kernels.dropout_add(dispatch.with_strides(dy, strides), None, p, seed, dtype) if needs[0] else None
         return dx, dy if needs[1] else None
 
     @staticmethod
@@ -171,7 +171,7 @@ class ScaleAdd(dispatch.Pair, inputs=3):
         kernels: Kernels, needs: Needs, x: Tensor, gamma: Tensor | None, residual: Tensor, keep: Tensor | None,
         scale: float,
     ) -> Any:  # fmt: skip
-        out = kernels.scale_add(x, gamma, keep, scale, residual, residual.dtype)
+        out = kernels.scale_add(x, gamma, residual, keep, scale, residual.dtype)
         if not needs:
             return out, (), ()
         for_x, for_gamma, _ = needs
@@ -189,7 +189,7 @@ class ScaleAdd(dispatch.Pair, inputs=3):
             assert gamma is not None
             dx, dgamma = kernels.scale_add_backward(dy, x, gamma, keep, scale)
         elif for_x:
-            dx = kernels.scale_add(dy, gamma, keep, scale, None, dtype)
+            dx = kernels.scale_add(dy, gamma, None, keep, scale, dtype)
         return dx if for_x else None, dgamma, dy if for_residual else None
 
     @staticmethod

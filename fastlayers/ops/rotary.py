@@ -26,7 +26,7 @@ Layout: TypeAlias = tuple[Sizes, Sizes, torch.dtype]
 class Kernels(dispatch.Kernels):
     @staticmethod
     def rotary(
-        q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, backward: bool,
+        q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, backward: bool,
         dtype: torch.dtype, head: int, q_strides: Sequence[int], k_strides: Sequence[int],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         k_shape = (0,) if k is None else k.shape
@@ -170,7 +170,7 @@ class Rotary(dispatch.Pair, inputs=2, materialize=False):
         rotary_dim: int, plan: Plan,
     ) -> Any:  # fmt: skip
         q_out, k_out = kernels.rotary(
-            q, k, cos, sin, rotary_dim, interleaved, False, plan.dtype, plan.head, plan.q_strides, plan.k_strides
+            q, k, cos, sin, interleaved, rotary_dim, False, plan.dtype, plan.head, plan.q_strides, plan.k_strides
         )
         return (q_out, None if k is None else k_out), (cos, sin), (interleaved, rotary_dim, plan, q.dtype)
 
@@ -193,7 +193,7 @@ class Rotary(dispatch.Pair, inputs=2, materialize=False):
             (i, first, first_strides), *others = wanted
             j, second, second_strides = others[0] if others else (1 - i, None, (1,))
             found[i], turned = kernels.rotary(
-                first, second, cos, sin, rotary_dim, interleaved, True, dtype, plan.head, first_strides, second_strides
+                first, second, cos, sin, interleaved, rotary_dim, True, dtype, plan.head, first_strides, second_strides
             )
             found[j] = None if second is None else turned
         return tuple(found)

@@ -15,13 +15,13 @@ from fastlayers.ops.dispatch import Gradients, Needs
 class Kernels(dispatch.Kernels):
     @staticmethod
     def softmax_forward(
-        x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
+        x: Tensor, dim: int, scale: float, mask: Tensor | None, dtype: torch.dtype, log: bool
     ) -> Tensor:
         return x.new_empty(x.shape, dtype=dtype)
 
     @staticmethod
     def softmax_backward(
-        dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
+        dy: Tensor, y: Tensor, dim: int, scale: float, mask: Tensor | None, dtype: torch.dtype, log: bool
     ) -> Tensor:
         return y.new_empty(y.shape, dtype=dtype)
 
@@ -81,7 +81,7 @@ class Softmax(dispatch.Pair, inputs=2):
         kernels: Kernels, needs: Needs, x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool,
         dtype: torch.dtype,
     ) -> Any:  # fmt: skip
-        y = kernels.softmax_forward(x, mask, dim, scale, log, dtype)
+        y = kernels.softmax_forward(x, dim, scale, mask, dtype, log)
         keeps_mask = mask is not None and (mask.dtype == torch.bool or mask.requires_grad)
         return y, (y, mask if keeps_mask else None), (dim, scale, log, x.dtype)
 

@@ -275,20 +275,20 @@ def registered_calls(device: str):
         "mul": (x, y),
         "mul_backward": (dy, x, y),
         "scale_": (x.clone(), dy[0, 0]),
-        "dropout_add": (x, y, torch.tensor(3, device=device), 0.25, torch.float32),
-        "scale_add": (x, y[0], torch.ones(5, device=device), 0.5, dy, torch.float32),
+        "dropout_add": (x, y, 0.25, torch.tensor(3, device=device), torch.float32),
+        "scale_add": (x, y[0], dy, torch.ones(5, device=device), 0.5, torch.float32),
         "scale_add_backward": (dy, x, y[0], None, 1.0),
-        "softmax_forward": (x, keep, 1, 0.5, False, torch.float32),
-        "softmax_backward": (dy, y.softmax(1), keep, 1, 0.5, False, torch.float32),
+        "softmax_forward": (x, 1, 0.5, keep, torch.float32, False),
+        "softmax_backward": (dy, y.softmax(1), 1, 0.5, keep, torch.float32, False),
         "softmax": (x.clone().requires_grad_(), keep, 1, 0.5, False, torch.float32),
         "bias_act_forward": (x, y[0], 3, 0.0, 0.0),
         "bias_act_backward": (dy, x, y[0], 7, 0.2, 0.0, True),
         "gated_forward": (x, y, 2),
         "gated_backward": (dy, x, y, 2),
         "gated_backward_": (dy, x, y, 2),
-        "glu_forward": (x, 1, True, 2),
-        "glu_backward": (dy[:, :8].contiguous(), x, 1, True, 2),
-        "rotary": (x, y, dy[:1], dy[1:2], 16, True, True, torch.float32, 0, [16, 1], [16, 1]),
+        "glu_forward": (x, 1, 2, True),
+        "glu_backward": (dy[:, :8].contiguous(), x, 1, 2, True),
+        "rotary": (x, y, dy[:1], dy[1:2], True, 16, True, torch.float32, 0, [16, 1], [16, 1]),
         **registered_images(device),
         **registered_divergences(device),
         **registered_norms(device),
@@ -302,8 +302,8 @@ def registered_images(device: str):
     small, offsets = x[:, :, :3, :3].contiguous(), torch.full((2, 8, 3, 3), 4, dtype=torch.uint8, device=device)
     gates = x[:, :, :1, :1].contiguous()
     return {
-        "max_pool2d_forward": (last, [3, 3], *window, True, True),
-        "max_pool2d_backward": (small, offsets, [5, 6], *window, False),
+        "max_pool2d_forward": (last, *window, [3, 3], True, True),
+        "max_pool2d_backward": (small, offsets, *window, [5, 6], False),
         "spatial_sum": (x, x.flip(0), 1.0),
         "scale_shift": (x, gates, gates, 0.5),
     }
@@ -312,14 +312,14 @@ def registered_images(device: str):
 def registered_losses(device: str):
     x, y = matrices(device)
     target, weight = torch.tensor([3, 0, -100, 15, 7], device=device), torch.rand(16, device=device)
-    options = (-100, 0.1, 5.0, 0.2)
+    options = (0.1, 5.0, 0.2)
     stats = torch.rand(12, device=device)
     return {
-        "cross_entropy_forward": (x, target, weight, 1, *options, torch.float32),
-        "cross_entropy_backward": (x[0, 0], x, target, weight, stats, 1, *options),
-        "cross_entropy_backward_": (x[:, 0], y.clone(), target, None, stats, 0, *options),
-        "cross_entropy_chunk_": (x.clone(), target, weight, *options, stats[:5], True, 16),
-        "cross_entropy": (x.clone().requires_grad_(), target, weight, 1, *options, torch.float32),
+        "cross_entropy_forward": (x, target, weight, -100, 1, *options, torch.float32),
+        "cross_entropy_backward": (x[0, 0], x, target, weight, stats, -100, 1, *options),
+        "cross_entropy_backward_": (x[:, 0], y.clone(), target, None, stats, -100, 0, *options),
+        "cross_entropy_chunk_": (x.clone(), target, weight, -100, *options, stats[:5], True, 16),
+        "cross_entropy": (x.clone().requires_grad_(), target, weight, -100, 1, *options, torch.float32),
     }
 
 
@@ -345,19 +345,19 @@ def registered_norms(device: str):
     of_columns, of_groups = torch.stack((x.mean(0), x.var(0))), torch.rand(2, 20, device=device)
     bits = torch.full((10,), 0b1010110, dtype=torch.uint8, device=device)
     return {
-        "layer_norm_forward": (x, weight, bias, 1, 1e-5, 0, torch.float32, True),
-        "add_layer_norm_forward": (x, y, weight, bias, 1, 1e-5, 0, torch.float32, False),
-        "layer_norm_backward": (dy, y, x, stats, weight, 1, 0, True, False),
+        "layer_norm_forward": (x, 1, weight, bias, 1e-5, 0, torch.float32, True),
+        "add_layer_norm_forward": (x, y, 1, weight, bias, 1e-5, 0, torch.float32, False),
+        "layer_norm_backward": (dy, y, x, 1, weight, stats, 0, True, False),
         "layer_norm": (leaf, weight, bias, 1, 1e-5, 0, torch.float32),
         "add_layer_norm": (leaf, y, weight, None, 1, 1e-5, 2, torch.float32),
-        "batch_norm_train": (x, y, weight, bias, mean, var, 0.1, 1e-5, 1, True),
-        "batch_norm_moments": (x, y, weight, bias, 1e-5, 1),
-        "batch_norm_eval": (x, None, weight, bias, mean, var, 1e-5, 2, False, True),
+        "batch_norm_train": (x, mean, var, weight, bias, 0.1, 1e-5, y, 1, True),
+        "batch_norm_moments": (x, weight, bias, 1e-5, y, 1),
+        "batch_norm_eval": (x, mean, var, weight, bias, 1e-5, None, 2, False, True),
         "channel_bias_act_": (x.clone(), bias, y, 1),
-        "batch_norm_backward": (dy, x, None, bits, weight, None, of_columns, True, 1, True),
+        "batch_norm_backward": (dy, x, weight, None, of_columns, True, None, bits, 1, True),
         "batch_norm": (leaf, y, weight, bias, 1e-5, 1),
-        "group_norm_forward": (x, weight, bias, 4, 1e-5, 2, torch.float32, True),
-        "group_norm_backward": (dy, x, of_groups, weight, bias, 4, 2),
+        "group_norm_forward": (x, 4, weight, bias, 1e-5, 2, torch.float32, True),
+        "group_norm_backward": (dy, x, 4, weight, bias, of_groups, 2),
         "group_norm": (leaf, weight, bias, 4, 1e-5, 2, torch.float32),
     }
 

@@ -26,8 +26,8 @@ for dtype in DTYPES:
     for n in (1, 3, 5, 37, 64, 255, 1024, 4095, 20001):
         for rows in (1, 3, 12, 300):
             x = randn(rows, n)
-            p = whole(ops.softmax_forward(x, None, 1, 1.0, False, dtype))
-            ops.softmax_backward(x, p, None, 1, 1.0, False, dtype)
+            p = whole(ops.softmax_forward(x, 1, 1.0, None, dtype, False))
+            ops.softmax_backward(x, p, 1, 1.0, None, dtype, False)
             weight = randn(n)
             seed, keep = torch.tensor(3, device="cuda"), torch.ones(rows, device="cuda", dtype=compute)
             ops.dropout_add(x, x, seed, 0.5, dtype)
@@ -42,7 +42,7 @@ for dtype in DTYPES:
                 ops.gated_backward(whole(ops.gated_forward(x, x, act)), x, x, act)
                 ops.gated_backward_(randn(rows, n), x, x, act)
                 packed = randn(rows, 2 * n)
-                ops.glu_backward(whole(ops.glu_forward(packed, 1, False, act)), packed, 1, False, act)
+                ops.glu_backward(whole(ops.glu_forward(packed, 1, act, False)), packed, 1, act, False)
             labels = torch.arange(rows, device="cuda") % 3 - 1
             for beta in (0.0, 0.5):
                 for given in (None, labels):
@@ -54,21 +54,21 @@ for dtype in DTYPES:
                 ops.kl_div_backward(ops.kl_div_sum(x, p, log_target), None, p, log_target, True, False)
             target = torch.randint(n, (rows,), device="cuda")
             for options in ((0.0, 0.0, 0.0), (0.1, 5.0, 0.1)):
-                loss, stats = ops.cross_entropy_forward(x, target, whole(weight.to(compute)), 1, -100, *options, dtype)
-                ops.cross_entropy_backward(loss, x, target, whole(weight.to(compute)), stats, 1, -100, *options)
+                loss, stats = ops.cross_entropy_forward(x, target, whole(weight.to(compute)), -100, 1, *options, dtype)
+                ops.cross_entropy_backward(loss, x, target, whole(weight.to(compute)), stats, -100, 1, *options)
                 ops.cross_entropy_chunk_(whole(x), target, None, -100, *options, None, True, n)
             for kind in (0, 1):
                 bias = weight if kind == 0 else None
-                y, stats = ops.layer_norm_forward(x, weight, bias, 1, 1e-5, kind, dtype, True)
-                ops.add_layer_norm_forward(x, x, weight, bias, 1, 1e-5, kind, dtype, True)
-                ops.layer_norm_backward(whole(y), None, x, stats, weight, 1, kind, True, kind == 0)
-                ops.layer_norm_backward(whole(y), x, x, stats, None, 1, kind, False, False)
+                y, stats = ops.layer_norm_forward(x, 1, weight, bias, 1e-5, kind, dtype, True)
+                ops.add_layer_norm_forward(x, x, 1, weight, bias, 1e-5, kind, dtype, True)
+                ops.layer_norm_backward(whole(y), None, x, 1, weight, stats, kind, True, kind == 0)
+                ops.layer_norm_backward(whole(y), x, x, 1, None, stats, kind, False, False)
     for shape in ((2, 4, 3, 2), (8, 5, 7, 3), (4, 64, 9, 8), (302, 4, 3), (4, 6)):
         x = randn(*shape)
         target = torch.randint(shape[1], shape[:1] + shape[2:], device="cuda")
         for options in ((0.0, 0.0, 0.0), (0.1, 5.0, 0.1)):
-            losses, stats = ops.cross_entropy_forward(x, target, None, 0, -100, *options, dtype)
-            ops.cross_entropy_backward(losses, x, target, None, stats, 0, -100, *options)
+            losses, stats = ops.cross_entropy_forward(x, target, None, -100, 0, *options, dtype)
+            ops.cross_entropy_backward(losses, x, target, None, stats, -100, 0, *options)
         layouts = (x, whole(x.contiguous(memory_format=torch.channels_last))) if x.dim() == 4 else (x,)
         weight = randn(shape[1])
         for x in layouts:
@@ -78,13 +78,13 @@ for dtype in DTYPES:
                     gated = residual is not None and act == 1
                     if gated and x.numel() % 32 != 0:
                         continue  # bits are or-ed in words of 32, of which the last may reach past them too
-                    y, stats, bits = ops.batch_norm_train(x, residual, weight, weight, mean, var, 0.1, 1e-5, act, gated)
+                    y, stats, bits = ops.batch_norm_train(x, mean, var, weight, weight, 0.1, 1e-5, residual, act, gated)
                     kept = residual if act == 2 else None, bits if gated else None
                     wanted = residual is not None
-                    ops.batch_norm_backward(whole(y), x, *kept, weight, weight, stats, True, act, wanted)
+                    ops.batch_norm_backward(whole(y), x, weight, weight, stats, True, *kept, act, wanted)
                 groups = 1 if shape[1] % 2 else 2
-                y, stats = ops.group_norm_forward(x, weight, weight, groups, 1e-5, act, dtype, True)
-                ops.group_norm_backward(whole(y), x, stats, weight, weight, groups, act)
+                y, stats = ops.group_norm_forward(x, groups, weight, weight, 1e-5, act, dtype, True)
+                ops.group_norm_backward(whole(y), x, groups, weight, weight, stats, act)
     for shape in ((2, 3, 7, 9), (2, 8, 5, 6), (3, 16, 12, 8), (1, 24, 1, 1), (5, 2, 33, 40)):
         for memory_format in (torch.contiguous_format, torch.channels_last):
             x = whole(torch.randn(*shape, device="cuda", dtype=dtype).contiguous(memory_format=memory_format))
@@ -93,8 +93,8 @@ for dtype in DTYPES:
                 window = tuple([number] * 2 for number in (kernel, stride, padding, 1))
                 size = [(side + 2 * padding - kernel) // stride + 1 for side in shape[2:]]
                 if min(size) > 0:
-                    y, offsets = ops.max_pool2d_forward(x, size, *window, last, True)
-                    ops.max_pool2d_backward(whole(y), whole(offsets), list(shape[2:]), *window, last)
+                    y, offsets = ops.max_pool2d_forward(x, *window, size, last, True)
+                    ops.max_pool2d_backward(whole(y), whole(offsets), *window, list(shape[2:]), last)
             gates = whole(ops.spatial_sum(x, None, 0.5))
             ops.spatial_sum(x, x, 1.0)
             ops.scale_shift(x, gates, gates, 0.5)
@@ -105,6 +105,6 @@ for dtype in DTYPES:
                 cos, sin = randn(5, columns), randn(5, columns)
                 for interleaved in (False, True):
                     for backward in (False, True):
-                        rest = (width, interleaved, backward, dtype, 1, q.stride(), k.stride())
+                        rest = (interleaved, width, backward, dtype, 1, q.stride(), k.stride())
                         ops.rotary(q, k, cos, sin, *rest)
 torch.cuda.synchronize()

@@ -137,16 +137,16 @@ def test_softmax(compiled, dtype, shapes, mask):
         x = meta(*shape, dtype=dtype)
         keep = None if mask is None else meta(*shape, dtype=mask)
         log = mask is None and dtype != BF16
-        y = softmax.softmax_forward(x, keep, dim, 0.125, log, dtype)
-        softmax.softmax_backward(x, y, keep, dim, 0.125, log, dtype)
+        y = softmax.softmax_forward(x, dim, 0.125, keep, dtype, log)
+        softmax.softmax_backward(x, y, dim, 0.125, keep, dtype, log)
     assert set(compiled) == {"_whole_forward", "_whole_backward", "_long_forward", "_long_backward"}
 
 
 def test_softmax_additive_mask_and_float32_result(compiled):
     for shape, dim in SHAPES:
         x, mask = meta(*shape), meta(*shape[1:], dtype=F32)
-        y = softmax.softmax_forward(x, mask, dim, 0.125, False, F32)
-        softmax.softmax_backward(y, y, None, dim, 0.125, False, BF16)
+        y = softmax.softmax_forward(x, dim, 0.125, mask, F32, False)
+        softmax.softmax_backward(y, y, dim, 0.125, None, BF16, False)
     assert len(compiled) == 2 * len(SHAPES)
 
 
@@ -154,7 +154,7 @@ def test_more_than_2_to_the_31_elements(compiled):
     for shape, dim in [((2**22, 1024), 1), ((2, 2**31), 1), ((2**20, 64, 64), 1)]:
         x = meta(*shape)
         softmax.softmax_backward(
-            x, softmax.softmax_forward(x, None, dim, 1.0, False, BF16), None, dim, 1.0, False, BF16
+            x, softmax.softmax_forward(x, dim, 1.0, None, BF16, False), dim, 1.0, None, BF16, False
         )
     x = meta(2**20, 2**12)
     elementwise.relu_backward(*elementwise.relu_add_train(x, x, x[0], 0.0))
@@ -203,10 +203,10 @@ def test_bias_act_and_gates(compiled, act, dtype):
     glu.gated_forward(x, x, act)
     glu.gated_backward(x, x, x, act)
     if act == 2:
-        y = glu.glu_forward(x, 1, True, act)
-        glu.glu_backward(y, x, 1, True, act)
+        y = glu.glu_forward(x, 1, act, True)
+        glu.glu_backward(y, x, 1, act, True)
         odd = meta(300, 514, dtype=dtype)
-        glu.glu_backward(glu.glu_forward(odd, 1, False, act), odd, 1, False, act)
+        glu.glu_backward(glu.glu_forward(odd, 1, act, False), odd, 1, act, False)
         bias_act.bias_act_backward(odd, odd, odd[0], act, 1.0, 20.0, True)
     names = {"_bias_act", "_act_backward", "_bias_act_backward", "_sum_rows", "_gated", "_gated_backward"}
     assert set(compiled) == names
@@ -257,13 +257,13 @@ LAYER_NORM = {"_whole_forward", "_long_forward", "_whole_backward", "_long_backw
 def compile_layer_norm(x, residual, weight, bias, kind, dtype):
     dims, eps = 1, 1e-5
     if residual is None:
-        y, stats = layer_norm.layer_norm_forward(x, weight, bias, dims, eps, kind, dtype, True)
+        y, stats = layer_norm.layer_norm_forward(x, dims, weight, bias, eps, kind, dtype, True)
         dsum = None
     else:
-        y, x, stats = layer_norm.add_layer_norm_forward(x, residual, weight, bias, dims, eps, kind, dtype, True)
+        y, x, stats = layer_norm.add_layer_norm_forward(x, residual, dims, weight, bias, eps, kind, dtype, True)
         dsum = x
     wanted = (weight is not None, bias is not None)
-    layer_norm.layer_norm_backward(y, dsum, x, stats, weight, dims, kind, *wanted)
+    layer_norm.layer_norm_backward(y, dsum, x, dims, weight, stats, kind, *wanted)
 
 
 @pytest.mark.parametrize("kind", range(4))
@@ -317,15 +317,13 @@ def test_batch_norm(compiled, last, dtype):
         # What follows the normalisation does not change what the launch rules pick for a shape.
         for residual, act, bits in calls if shape == IMAGES[0] else calls[:2]:
             y, stats, packed = batch_norm.batch_norm_train(
-                x, residual, weight, weight, weight, weight, 0.1, 1e-5, act, bits
+                x, weight, weight, weight, weight, 0.1, 1e-5, residual, act, bits
             )
-            batch_norm.batch_norm_eval(x, residual, weight, weight, weight, weight, 1e-5, act, bits, bits)
+            batch_norm.batch_norm_eval(x, weight, weight, weight, weight, 1e-5, residual, act, bits, bits)
             batch_norm.channel_bias_act_(y, weight, residual, act)
             for training in (True, False):
-                batch_norm.batch_norm_backward(
-                    y, x, None if bits else residual, packed if bits else None, weight, weight, stats, training, act,
-                    residual is not None,
-                )  # fmt: skip
+                kept = (None, packed) if bits else (residual, None)
+                batch_norm.batch_norm_backward(y, x, weight, weight, stats, training, *kept, act, residual is not None)
     assert NORMS <= set(compiled) <= NORMS | {"_normalise_flat"}
 
 
@@ -342,20 +340,20 @@ def test_group_norm(compiled, last, dtype):
             x = x.to(memory_format=torch.channels_last)
         weight = meta(shape[1], dtype=dtype)
         for act in (0, 2):
-            y, stats = group_norm.group_norm_forward(x, weight, weight, groups, 1e-5, act, dtype, True)
-            group_norm.group_norm_backward(y, x, stats, weight, weight if act else None, groups, act)
+            y, stats = group_norm.group_norm_forward(x, groups, weight, weight, 1e-5, act, dtype, True)
+            group_norm.group_norm_backward(y, x, groups, weight, weight if act else None, stats, act)
         if dtype == BF16:
-            group_norm.group_norm_forward(x, weight.float(), weight.float(), groups, 1e-5, 0, F32, False)
+            group_norm.group_norm_forward(x, groups, weight.float(), weight.float(), 1e-5, 0, F32, False)
     assert set(compiled) == NORMS | {"_whole_forward", "_whole_backward", "_sum_rows"}
 
 
 def test_activations(compiled):
     x, weight = meta(8, 64, 28, 28), meta(64)
     for act in range(8):
-        y, stats = group_norm.group_norm_forward(x, weight, weight, 64, 1e-5, act, BF16, True)
-        group_norm.group_norm_backward(y, x, stats, weight, weight, 64, act)
-        y, stats, _ = batch_norm.batch_norm_train(x, None, weight, weight, None, None, 0.1, 1e-5, act, False)
-        batch_norm.batch_norm_backward(y, x, None, None, weight, weight, stats, True, act, False)
+        y, stats = group_norm.group_norm_forward(x, 64, weight, weight, 1e-5, act, BF16, True)
+        group_norm.group_norm_backward(y, x, 64, weight, weight, stats, act)
+        y, stats, _ = batch_norm.batch_norm_train(x, None, None, weight, weight, 0.1, 1e-5, None, act, False)
+        batch_norm.batch_norm_backward(y, x, weight, weight, stats, True, None, None, act, False)
     assert len(compiled) == 8 * 9
 
 
@@ -387,9 +385,9 @@ def test_cross_entropy(compiled, dtype, options):
         wide = F64 if dtype == F64 else F32
         for weight in (None, meta(shape[1], dtype=wide)):
             for reduction in (0, 1):
-                loss, stats = cross_entropy.cross_entropy_forward(x, target, weight, reduction, -100, *options, wide)
-                cross_entropy.cross_entropy_backward(loss, x, target, weight, stats, reduction, -100, *options)
-            cross_entropy.cross_entropy_backward_(loss, x, target, weight, stats, 1, -100, *options)
+                loss, stats = cross_entropy.cross_entropy_forward(x, target, weight, -100, reduction, *options, wide)
+                cross_entropy.cross_entropy_backward(loss, x, target, weight, stats, -100, reduction, *options)
+            cross_entropy.cross_entropy_backward_(loss, x, target, weight, stats, -100, 1, *options)
     chunk = meta(1024, 50304, dtype=dtype)
     cross_entropy.cross_entropy_chunk_(chunk, meta(1024, dtype=torch.int64), None, -100, *options, None, True, 50257)
     names = ("statistics", "losses", "sum", "total", "gradient")
@@ -426,9 +424,9 @@ def test_images(compiled, dtype, channels_last):
         x = meta(*shape, dtype=dtype).contiguous(memory_format=memory_format)
         window = tuple((number,) * 2 for number in (kernel, stride, padding, 1))
         size = tuple((side + 2 * padding - kernel) // stride + 1 for side in shape[2:])
-        max_pool2d.max_pool2d_forward(x, size, *window, channels_last, False)
+        max_pool2d.max_pool2d_forward(x, *window, size, channels_last, False)
         max_pool2d.max_pool2d_backward(
-            *max_pool2d.max_pool2d_forward(x, size, *window, channels_last, True), shape[2:], *window, channels_last
+            *max_pool2d.max_pool2d_forward(x, *window, size, channels_last, True), *window, shape[2:], channels_last
         )
         gates = squeeze_excite.spatial_sum(x, None, 0.5)
         squeeze_excite.spatial_sum(x, x, 1.0)

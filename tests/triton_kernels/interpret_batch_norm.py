@@ -67,14 +67,14 @@ def check(x, act=0, residual=None, parameters=None, running=None, training=True,
     z = z if residual is None else z + leaves[1]
     expected = ACTIVATIONS[act](z)
     if training:
-        y, stats, packed = batch_norm_train(x, residual, weight, bias, mean, var, MOMENTUM, EPS, act, bits)
+        y, stats, packed = batch_norm_train(x, mean, var, weight, bias, MOMENTUM, EPS, residual, act, bits)
         if running is not None:
             assert_close(mean, exact_mean, running, 1.0)
             assert_close(var, exact_var, running, 1.0)
     else:
         before = (mean.clone(), var.clone())
-        y, stats, packed = batch_norm_eval(x, residual, weight, bias, mean, var, EPS, act, bits, True)
-        again, empty, _ = batch_norm_eval(x, residual, weight, bias, mean, var, EPS, act, bits, False)
+        y, stats, packed = batch_norm_eval(x, mean, var, weight, bias, EPS, residual, act, bits, True)
+        again, empty, _ = batch_norm_eval(x, mean, var, weight, bias, EPS, residual, act, bits, False)
         assert torch.equal(y, again)
         assert empty.shape == (0,)
         assert torch.equal(mean, before[0])
@@ -107,7 +107,7 @@ def check(x, act=0, residual=None, parameters=None, running=None, training=True,
     for dresidual in {False, residual is not None}:
         keep = residual if residual is not None and not bits else None
         actual = batch_norm_backward(
-            dy, x, keep, packed if bits else None, weight, bias, stats, training, act, dresidual
+            dy, x, weight, bias, stats, training, keep, packed if bits else None, act, dresidual
         )
         scale = stats[1].max().item() * (1.0 if weight is None else weight.abs().max().item())
         assert_close(actual[0], exact[0], x.dtype, 2 * scale * dy.abs().max().item())
@@ -226,7 +226,7 @@ def test_nan_and_infinities():
     x = torch.randn(3, 4, 5)
     x[0, 1, 2], x[1, 2, 3] = float("nan"), float("inf")
     for layout, act in itertools.product([torch.Tensor.contiguous, last], [0, RELU]):
-        y, _, _ = batch_norm_train(layout(x), None, None, None, None, None, 0.1, EPS, act, False)
+        y, _, _ = batch_norm_train(layout(x), None, None, None, None, 0.1, EPS, None, act, False)
         expected = ACTIVATIONS[act](F.batch_norm(x, None, None, None, None, True, 0.1, EPS))
         torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
 
@@ -234,6 +234,6 @@ def test_nan_and_infinities():
 def test_a_mean_far_from_zero_does_not_cancel():
     x = torch.randn(20, 4, 30) + 1000
     for layout in (torch.Tensor.contiguous, last):
-        y, _, _ = batch_norm_train(layout(x), None, None, None, None, None, 0.1, EPS, 0, False)
+        y, _, _ = batch_norm_train(layout(x), None, None, None, None, 0.1, EPS, None, 0, False)
         expected = F.batch_norm(x.double(), None, None, None, None, True, 0.1, EPS).float()
         torch.testing.assert_close(y, expected, rtol=0, atol=2e-4)

@@ -129,8 +129,8 @@ def test_glu(gate_first, dtype):
             first, second = exact.chunk(2, dim)
             gate, up = (first, second) if gate_first else (second, first)
             expected = torch.nn.functional.silu(gate) * up
-            out = glu_forward(view, dim, gate_first, 2)
+            out = glu_forward(view, dim, 2, gate_first)
             assert_close(out, expected.detach(), dtype)
             dy = torch.randn(out.shape).to(dtype)
-            dx = glu_backward(dy, view, dim, gate_first, 2)
+            dx = glu_backward(dy, view, dim, 2, gate_first)
             assert_close(dx, torch.autograd.grad(expected, exact, dy.double())[0], dtype)

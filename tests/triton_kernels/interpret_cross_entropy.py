@@ -27,9 +27,9 @@ def check(x, target, weight=None, dtype=None, smoothing=0.0, softcap=0.0, z_loss
     losses = losses + z_loss * scores.logsumexp(dim).square().masked_fill(target == -100, 0.0)
     dy = torch.linspace(0.5, 2.0, target.numel(), dtype=dtype).view(target.shape)
     (expected,) = torch.autograd.grad(losses, exact, dy.double())
-    arguments = (-100, smoothing, softcap, z_loss)
-    ours, stats = kernels.cross_entropy_forward(x, target, weight, 0, *arguments, dtype)
-    dx = kernels.cross_entropy_backward(dy, x, target, weight, stats, 0, *arguments)
+    arguments = (-100, 0, smoothing, softcap, z_loss)
+    ours, stats = kernels.cross_entropy_forward(x, target, weight, *arguments, dtype)
+    dx = kernels.cross_entropy_backward(dy, x, target, weight, stats, *arguments)
     for mine, true in ((ours, losses.detach()), (dx, expected)):
         torch.testing.assert_close(
             mine.double(), true, rtol=0, atol=TOLERANCE[mine.dtype] * max(1.0, float(true.abs().max()))

@@ -70,8 +70,8 @@ def check(x, groups, act=0, parameters=None, dtype=None, dy=None):
     leaves = [None if t is None else t.double().requires_grad_() for t in (x, weight, bias)]
     z = F.group_norm(leaves[0], groups, leaves[1], leaves[2], EPS)
     expected = ACTIVATIONS[act](z)
-    y, stats = group_norm_forward(x, weight, bias, groups, EPS, act, dtype, True)
-    again, empty = group_norm_forward(x, weight, bias, groups, EPS, act, dtype, False)
+    y, stats = group_norm_forward(x, groups, weight, bias, EPS, act, dtype, True)
+    again, empty = group_norm_forward(x, groups, weight, bias, EPS, act, dtype, False)
     assert torch.equal(y, again)
     assert empty.shape == (0,)
     assert empty.dtype == accumulator
@@ -85,7 +85,7 @@ def check(x, groups, act=0, parameters=None, dtype=None, dy=None):
     wanted = [leaf for leaf in leaves if leaf is not None]
     gradients = dict(zip(map(id, wanted), torch.autograd.grad(expected, wanted, dy.double()), strict=True))
     exact = [None if leaf is None else gradients[id(leaf)] for leaf in leaves]
-    actual = group_norm_backward(dy, x, stats, weight, bias, groups, act)
+    actual = group_norm_backward(dy, x, groups, weight, bias, stats, act)
     scale = stats[1].max().item() * (1.0 if weight is None else weight.abs().max().item())
     assert_close(actual[0], exact[0], x.dtype, 2 * scale * dy.abs().max().item())
     assert layout_of(actual[0]) == layout_of(y)
@@ -179,7 +179,7 @@ def test_views(way, number):
 def test_a_mean_far_from_zero_does_not_cancel(way):
     x = torch.randn(2, 4, 300) + 1000
     for layout in (torch.Tensor.contiguous, last):
-        y, _ = group_norm_forward(layout(x), None, None, 2, EPS, 0, x.dtype, False)
+        y, _ = group_norm_forward(layout(x), 2, None, None, EPS, 0, x.dtype, False)
         torch.testing.assert_close(y, F.group_norm(x.double(), 2, eps=EPS).float(), rtol=0, atol=2e-4)
 
 

@@ -59,11 +59,11 @@ def check(x, weight, bias, dims, kind, residual=None, dtype=None, dy=None, dsum=
     stats_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if residual is None:
         total = x
-        y, stats = layer_norm_forward(x, weight, bias, dims, EPS, kind, dtype, True)
-        again, empty = layer_norm_forward(x, weight, bias, dims, EPS, kind, dtype, False)
+        y, stats = layer_norm_forward(x, dims, weight, bias, EPS, kind, dtype, True)
+        again, empty = layer_norm_forward(x, dims, weight, bias, EPS, kind, dtype, False)
     else:
-        y, total, stats = add_layer_norm_forward(x, residual, weight, bias, dims, EPS, kind, dtype, True)
-        again, _, empty = add_layer_norm_forward(x, residual, weight, bias, dims, EPS, kind, dtype, False)
+        y, total, stats = add_layer_norm_forward(x, residual, dims, weight, bias, EPS, kind, dtype, True)
+        again, _, empty = add_layer_norm_forward(x, residual, dims, weight, bias, EPS, kind, dtype, False)
         assert_close(total, x.double() + residual.double(), torch.promote_types(x.dtype, residual.dtype))
     assert torch.equal(y, again)
     assert empty.shape == (0,)
@@ -85,7 +85,7 @@ def check(x, weight, bias, dims, kind, residual=None, dtype=None, dy=None, dsum=
     if dsum is not None:
         dx = dx + dsum.double()
     for for_weight, for_bias in itertools.product({False, weight is not None}, {False, bias is not None}):
-        actual = layer_norm_backward(dy, dsum, total, stats, weight, dims, kind, for_weight, for_bias)
+        actual = layer_norm_backward(dy, dsum, total, dims, weight, stats, kind, for_weight, for_bias)
         terms = dx.abs().max().item() + (dy.double().abs().max() * stats[-1].max()).item()
         assert_close(actual[0], dx, total.dtype, terms, of=x.dtype)
         for gradient, want, exact in zip(actual[1:], (for_weight, for_bias), (dweight, dbias), strict=True):
@@ -124,10 +124,10 @@ def test_float32_parameters_and_results(dtype, kind):
 
 def test_llama_rounds_before_the_weight():
     x, weight = torch.randn(3, 40).half(), torch.randn(40)
-    y, _ = layer_norm_forward(x, weight, None, 1, EPS, 2, torch.float32, False)
+    y, _ = layer_norm_forward(x, 1, weight, None, EPS, 2, torch.float32, False)
     normal = x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + EPS)
     torch.testing.assert_close(y, normal.half() * weight, rtol=1e-6, atol=0)
-    y, _ = layer_norm_forward(x, weight.half(), None, 1, EPS, 2, torch.float16, False)
+    y, _ = layer_norm_forward(x, 1, weight.half(), None, EPS, 2, torch.float16, False)
     assert torch.equal(y, normal.half() * weight.half())
 
 
@@ -161,16 +161,16 @@ def test_all_ways_of_a_long_row_are_tested(few_registers):
 def test_a_row_that_is_long_by_the_rules_of_a_gpu():
     x = torch.randn(2, 33001).half()
     assert layer_norm.tile_for(33001, layer_norm.FORWARD, 2) is None
-    y, stats = layer_norm_forward(x, None, None, 1, EPS, 0, x.dtype, True)
+    y, stats = layer_norm_forward(x, 1, None, None, EPS, 0, x.dtype, True)
     assert_close(y, reference(x.double(), None, None, (33001,), 0), x.dtype)
-    dx, _, _ = layer_norm_backward(y, None, x, stats, None, 1, 0, False, False)
+    dx, _, _ = layer_norm_backward(y, None, x, 1, None, stats, 0, False, False)
     assert dx.double().abs().max() < 4e-3  # y is along x, which the norm does not see
 
 
 @pytest.mark.parametrize("n", [70, 1500])
 def test_a_mean_far_from_zero_does_not_cancel(few_registers, n):
     x = torch.randn(3, n) + 1000  # whose mean float32 rounds by 3e-5
-    y, _ = layer_norm_forward(x, None, None, 1, EPS, 0, x.dtype, False)
+    y, _ = layer_norm_forward(x, 1, None, None, EPS, 0, x.dtype, False)
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(x.double(), (n,)).float(), rtol=0, atol=2e-4)
 
 
@@ -201,7 +201,7 @@ def test_views_of_x_and_of_the_gradients(number):
 def test_nan_and_infinities(kind):
     rows = torch.randn(4, 50)
     rows[1, 3], rows[2, 3], rows[3] = float("nan"), float("inf"), 0.0
-    y, _ = layer_norm_forward(rows, None, None, 1, EPS, kind, rows.dtype, False)
+    y, _ = layer_norm_forward(rows, 1, None, None, EPS, kind, rows.dtype, False)
     functional = torch.nn.functional
     expected = functional.layer_norm(rows, (50,)) if kind == 0 else functional.rms_norm(rows, (50,), None, EPS)
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-5, atol=1e-5)

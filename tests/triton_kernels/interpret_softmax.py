@@ -46,11 +46,11 @@ def assert_close(actual, expected, dtype, magnitude=0.0):
 
 def check(x, mask, dim, scale=1.3, log=False, dtype=None, dy=None):
     dtype = dtype or x.dtype
-    y = softmax_forward(x, mask, dim, scale, log, dtype)
+    y = softmax_forward(x, dim, scale, mask, dtype, log)
     assert_close(y, reference(x, mask, dim, scale, log), dtype)
     dy = torch.randn(x.shape).to(dtype) if dy is None else dy
     keep = mask if mask is not None and mask.dtype == torch.bool else None
-    dx = softmax_backward(dy, y, keep, dim, scale, log, x.dtype)
+    dx = softmax_backward(dy, y, dim, scale, keep, x.dtype, log)
     magnitude = abs(scale) * largest(dy if log else dy * y)
     assert_close(dx, reference_backward(dy, y, keep, dim, scale, log), x.dtype, magnitude)
 
@@ -167,13 +167,13 @@ def test_nan_and_infinities(n, log):
         [torch.tensor(order)[(torch.arange(n) > n // 2).long()] for row in ROWS for order in (row, row[::-1])]
     )
     expected = (torch.log_softmax if log else torch.softmax)(rows, 1)
-    torch.testing.assert_close(softmax_forward(rows, None, 1, 1.0, log, rows.dtype), expected, equal_nan=True)
+    torch.testing.assert_close(softmax_forward(rows, 1, 1.0, None, rows.dtype, log), expected, equal_nan=True)
     if n == 70:
-        across = softmax_forward(rows.t().contiguous(), None, 0, 1.0, log, rows.dtype)
+        across = softmax_forward(rows.t().contiguous(), 0, 1.0, None, rows.dtype, log)
         torch.testing.assert_close(across, expected.t(), equal_nan=True)
     dy = torch.randn(rows.shape)
     formula = torch._log_softmax_backward_data if log else torch._softmax_backward_data
-    dx = softmax_backward(dy, expected, None, 1, 1.0, log, rows.dtype)
+    dx = softmax_backward(dy, expected, 1, 1.0, None, rows.dtype, log)
     torch.testing.assert_close(dx, formula(dy, expected, 1, rows.dtype), equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
@@ -184,16 +184,16 @@ def test_masked_rows(n):
     mask[1], mask[2, : n // 2], mask[3, n // 2 :] = False, False, False
     for log in (False, True):
         expected = (torch.log_softmax if log else torch.softmax)(torch.where(mask, x, -INF), 1)
-        torch.testing.assert_close(softmax_forward(x, mask, 1, 1.0, log, x.dtype), expected, equal_nan=True)
+        torch.testing.assert_close(softmax_forward(x, 1, 1.0, mask, x.dtype, log), expected, equal_nan=True)
     absorbed = torch.where(mask, 0.0, LOWEST)  # "minus infinity" as many models write it: a row of it is uniform
-    torch.testing.assert_close(softmax_forward(x, absorbed, 1, 1.0, False, x.dtype), torch.softmax(x + absorbed, 1))
+    torch.testing.assert_close(softmax_forward(x, 1, 1.0, absorbed, x.dtype, False), torch.softmax(x + absorbed, 1))
 
 
 def test_masked_gradient_is_zero_whatever_dy():
     x, dy = torch.randn(3, 9), torch.randn(3, 9)
     mask = torch.rand(3, 9) > 0.4
-    y = softmax_forward(x, mask, 1, 1.0, False, x.dtype)
-    dx = softmax_backward(torch.where(mask, dy, NAN), y, mask, 1, 1.0, False, x.dtype)
+    y = softmax_forward(x, 1, 1.0, mask, x.dtype, False)
+    dx = softmax_backward(torch.where(mask, dy, NAN), y, 1, 1.0, mask, x.dtype, False)
     assert (dx[~mask] == 0).all()
 
 
