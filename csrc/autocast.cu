@@ -290,7 +290,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> convolution_norm_autocast(
   const Parameters low = narrowed({weight}, x.scalar_type(), "convolution_norm_autocast");
   const Tensor z = convolve(x, *low[0], std::nullopt, {std::move(stride), std::move(padding), std::move(dilation), groups});
   const auto [y, stats, packed] =
-      batch_norm_train(z, residual, norm_weight, norm_bias, running_mean, running_var, momentum, eps, act, bits, batches);
+      batch_norm_train(z, running_mean, running_var, norm_weight, norm_bias, momentum, eps, residual, act, bits, batches);
   return {y, *low[0], z, stats, packed};
 }
 
@@ -301,7 +301,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> convolution_norm_autocast_bac
     const Tensor& stats, int64_t act, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation,
     int64_t groups, bool for_x, bool for_weight, bool for_residual) {
   const auto [dz, dresidual, dnorm_weight, dnorm_bias] =
-      batch_norm_backward(dy, z, residual, bits, norm_weight, norm_bias, stats, true, act, for_residual);
+      batch_norm_backward(dy, z, norm_weight, norm_bias, stats, true, residual, bits, act, for_residual);
   const auto [dx, dweight] =
       wide_gradients(dz, x, low, {std::move(stride), std::move(padding), std::move(dilation), groups}, for_x, for_weight);
   return {dx, dweight, dresidual, dnorm_weight, dnorm_bias};

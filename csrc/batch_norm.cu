@@ -1305,27 +1305,26 @@ void run_backward(BackwardArgs<compute_t<T>>& args, const Operand& x, const Laun
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_eval(const Tensor& x, const MaybeTensor& residual, const MaybeTensor& weight,
-                                                   const MaybeTensor& bias, const Tensor& running_mean, const Tensor& running_var,
-                                                   double eps, int64_t act, bool bits, bool keep) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_eval(const Tensor& x, const Tensor& running_mean, const Tensor& running_var,
+                                                   const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                                                   const MaybeTensor& residual, int64_t act, bool bits, bool keep) {
   const MaybeTensor none;
   return forward("batch_norm_eval", x, residual, {weight, bias, running_mean, running_var, none}, {0, eps, act, false, bits, keep});
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const MaybeTensor& residual, const MaybeTensor& weight,
-                                                    const MaybeTensor& bias, const MaybeTensor& running_mean,
-                                                    const MaybeTensor& running_var, double momentum, double eps, int64_t act, bool bits,
-                                                    const MaybeTensor& batches) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                                                    const MaybeTensor& weight, const MaybeTensor& bias, double momentum, double eps,
+                                                    const MaybeTensor& residual, int64_t act, bool bits, const MaybeTensor& batches) {
   return forward("batch_norm_train", x, residual, {weight, bias, running_mean, running_var, batches},
                  {momentum, eps, act, true, bits, true});
 }
 
 // Also gives the mean and the unbiased variance of each channel, and writes no running statistics: for a graph, in which nothing is
 // written.
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_moments(const Tensor& x, const MaybeTensor& residual, const MaybeTensor& weight,
-                                                              const MaybeTensor& bias, double eps, int64_t act) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_moments(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+                                                              double eps, const MaybeTensor& residual, int64_t act) {
   const MaybeTensor none;
   Tensor moments;
   const auto [y, stats, bits] =
@@ -1354,9 +1353,9 @@ void channel_bias_act_(const Tensor& x_in, const Tensor& bias, const MaybeTensor
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_in, const Tensor& x_in, const MaybeTensor& residual_in,
-                                                               const MaybeTensor& bits, const MaybeTensor& weight,
-                                                               const MaybeTensor& bias, const Tensor& stats, bool training, int64_t act,
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_in, const Tensor& x_in, const MaybeTensor& weight,
+                                                               const MaybeTensor& bias, const Tensor& stats, bool training,
+                                                               const MaybeTensor& residual_in, const MaybeTensor& bits, int64_t act,
                                                                bool want_dresidual) {
   const char* op = "batch_norm_backward";
   const Operand x(x_in, op);

@@ -40,7 +40,7 @@ std::vector<Tensor> convnext_block_autocast(
     residual = empty_strided(sizes, dims_of(x.strides()), ScalarType::Float, x);
     torch::stable::copy_(residual, x);
   }
-  const Tensor out = scale_add(last, gamma, std::nullopt, 1.0, matrix(residual, rows, channels), ScalarType::Float);
+  const Tensor out = scale_add(last, gamma, matrix(residual, rows, channels), std::nullopt, 1.0, ScalarType::Float);
   if (!keep) return {image(out, sizes)};
   return {image(out, sizes), is_wide ? *low[6] : nothing(x), *low[0], z, stats, normed, product, *low[2], *low[3], *low[4], last};
 }
@@ -60,7 +60,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
       mlp_gradients(dlast, {normed, product, low, low_bias, low2}, {act, first, second}, {});
   dlast = Tensor();  // its memory is free for what follows
   const auto [dz, dnorm_weight, dnorm_bias] =
-      layer_norm_backward(dnormed, std::nullopt, matrix(z, rows, channels), stats, norm_weight, 1, 0, true, true);
+      layer_norm_backward(dnormed, std::nullopt, matrix(z, rows, channels), 1, norm_weight, stats, 0, true, true);
   dnormed = Tensor();
   auto [dlow, dconv_weight] =
       convolution_gradients(image(dz, sizes), low_x, low_conv, {{1, 1}, std::move(padding), {1, 1}, channels}, for_x, true);
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   Tensor dx;
   if (for_x) {
     const Tensor both = matrix(as_channels_last(dlow), rows, channels);
-    const Tensor sum = scale_add(both, std::nullopt, std::nullopt, 1.0, dy, ScalarType::Float);
+    const Tensor sum = scale_add(both, std::nullopt, dy, std::nullopt, 1.0, ScalarType::Float);
     dx = image(is_wide ? sum : *narrowed({sum}, low_x.scalar_type(), "convnext_block_autocast_backward")[0], sizes);
   }
   const Tensor dconv_bias = column_sum_op(dz, ScalarType::Float);

@@ -132,10 +132,10 @@ std::vector<Tensor> forward(const char* op, const Tensor& x, const Chain& chain)
     Tensor y, stats, packed;
     if (statistics) {
       const Tensor* own = &(*statistics)[kStats * i];
-      std::tie(y, stats, packed) = batch_norm_train(z, residual, weight, bias, own[0], own[1], chain.floats[kFloats * i], eps,
+      std::tie(y, stats, packed) = batch_norm_train(z, own[0], own[1], weight, bias, chain.floats[kFloats * i], eps, residual,
                                                     plan.steps[i].act, packs, own[2]);
     } else {
-      std::tie(y, stats, packed, moments[i]) = batch_norm_moments(z, residual, weight, bias, eps, plan.steps[i].act);
+      std::tie(y, stats, packed, moments[i]) = batch_norm_moments(z, weight, bias, eps, residual, plan.steps[i].act);
     }
     if (packs) bits = packed;
     for (const Tensor& t : {*low[i], z, stats}) kept.push_back(t);
@@ -215,7 +215,7 @@ struct ChainBackward {
     const MaybeTensor bits = packs ? MaybeTensor(kept.bits()) : std::nullopt;
     const MaybeTensor bias = biases[i] ? MaybeTensor(*biases[i]) : std::nullopt;
     const auto [dz, dresidual, dweight, dbias] =
-        batch_norm_backward(d, kept.z(i), std::nullopt, bits, *weights[i], bias, kept.stats(i), true, plan.steps[i].act, for_residual);
+        batch_norm_backward(d, kept.z(i), *weights[i], bias, kept.stats(i), true, std::nullopt, bits, plan.steps[i].act, for_residual);
     found[1 + kWeights * i + 1] = dweight;
     found[1 + kWeights * i + 2] = dbias;
     return {dz, dresidual};
@@ -234,7 +234,7 @@ struct ChainBackward {
       std::tie(dinput, dweight) = convolution_gradients(d, input, low, g, for_input && !apart, true);
       if (apart) dinput = std::get<0>(convolution_gradients(d, input, low, g, true, false));
       low_gradients.push_back(&dweight);
-      return add && for_input ? scale_add(dinput, std::nullopt, std::nullopt, 1.0, *add, x.scalar_type()) : dinput;
+      return add && for_input ? scale_add(dinput, std::nullopt, *add, std::nullopt, 1.0, x.scalar_type()) : dinput;
     }
     const int64_t n = low.size(0), k = low.size(1), rows = d.numel() / n;
     dweight = like(weight_gradient(matrix(d, rows, n), matrix(input, rows, k), rows, n, k), low);

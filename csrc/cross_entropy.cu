@@ -899,9 +899,9 @@ void sum_up(const Tensor& losses, const Terms<A>& terms, const Total<A>& total, 
 }
 
 // stats: the base of the level of each row, then the rests, then the divisor of a mean, and the sum of the weight.
-std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& x_in, const Tensor& target, const MaybeTensor& weight,
-                                                 int64_t reduction_code, int64_t ignore_index, double label_smoothing,
-                                                 double softcap, double z_loss, ScalarType dtype) {
+std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& x_in, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index,
+                                                 int64_t reduction_code, double label_smoothing, double softcap, double z_loss,
+                                                 ScalarType dtype) {
   const char* op = "cross_entropy_forward";
   const Launch launch(x_in);
   const Logits logits = Logits::of(x_in, op);
@@ -979,7 +979,7 @@ void backward_into(Tensor& dx, const Tensor& dy_in, const Logits& logits, const 
 }
 
 Tensor cross_entropy_backward(const Tensor& dy, const Tensor& x, const Tensor& target, const MaybeTensor& weight, const Tensor& stats,
-                              int64_t reduction, int64_t ignore_index, double label_smoothing, double softcap, double z_loss) {
+                              int64_t ignore_index, int64_t reduction, double label_smoothing, double softcap, double z_loss) {
   const char* op = "cross_entropy_backward";
   const Logits logits = Logits::of(x, op);
   Tensor dx = logits.empty_gradient();
@@ -988,7 +988,7 @@ Tensor cross_entropy_backward(const Tensor& dy, const Tensor& x, const Tensor& t
 }
 
 void cross_entropy_backward_(const Tensor& dy, Tensor x, const Tensor& target, const MaybeTensor& weight, const Tensor& stats,
-                             int64_t reduction, int64_t ignore_index, double label_smoothing, double softcap, double z_loss) {
+                             int64_t ignore_index, int64_t reduction, double label_smoothing, double softcap, double z_loss) {
   const char* op = "cross_entropy_backward_";
   FASTLAYERS_CHECK(x.is_contiguous(), op, "expected contiguous logits");
   backward_into(x, dy, Logits::of(x, op), target, weight, stats, reduction, {ignore_index, label_smoothing, softcap, z_loss}, op);

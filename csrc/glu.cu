@@ -262,7 +262,7 @@ Tensor gated_backward_in_place_op(const Tensor& dy, const Tensor& gate, const Te
 }
 
 // act(gate)·up of the halves of x along dim. The first half is the gate if gate_first.
-Tensor glu_forward_op(const Tensor& x_in, int64_t dim, bool gate_first, int64_t act_in) {
+Tensor glu_forward_op(const Tensor& x_in, int64_t dim, int64_t act_in, bool gate_first) {
   const char* op = "glu_forward";
   const Act act = act_of(act_in, op, kActs);
   dim = checked_dim(x_in, dim, op);
@@ -285,7 +285,7 @@ Tensor glu_forward_op(const Tensor& x_in, int64_t dim, bool gate_first, int64_t 
 }
 
 // The gradient of x.
-Tensor glu_backward_op(const Tensor& dy_in, const Tensor& x_in, int64_t dim, bool gate_first, int64_t act_in) {
+Tensor glu_backward_op(const Tensor& dy_in, const Tensor& x_in, int64_t dim, int64_t act_in, bool gate_first) {
   const char* op = "glu_backward";
   const Act act = act_of(act_in, op, kActs);
   dim = checked_dim(x_in, dim, op);

@@ -1152,7 +1152,7 @@ void forward_passes(const Args<In>& args, bool channels_last, const Launch& laun
   launch_kernel(group_norm_split_forward<In, Out>, {blocks, kSplitThreads}, launch, a);
 }
 
-std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, const MaybeTensor& weight_in, const MaybeTensor& bias_in, int64_t groups,
+std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, int64_t groups, const MaybeTensor& weight_in, const MaybeTensor& bias_in,
                                               double eps, int64_t act, ScalarType dtype, bool keep) {
   const char* op = "group_norm_forward";
   const Launch launch(x_in);
@@ -1296,8 +1296,8 @@ void backward_passes(const Args<In>& args, bool channels_last, Gradients<In>& gr
   launch_kernel(group_norm_split_backward<In, Out>, {blocks, kSplitThreads}, launch, a);
 }
 
-std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& dy_in, const Tensor& x_in, const Tensor& stats,
-                                                       const MaybeTensor& weight_in, const MaybeTensor& bias_in, int64_t groups,
+std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& dy_in, const Tensor& x_in, int64_t groups,
+                                                       const MaybeTensor& weight_in, const MaybeTensor& bias_in, const Tensor& stats,
                                                        int64_t act) {
   const char* op = "group_norm_backward";
   const Launch launch(x_in);

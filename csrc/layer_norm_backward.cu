@@ -648,9 +648,9 @@ void split_backward(SplitArgs<A>& args, const WeightGradients& gradients, const 
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const MaybeTensor& dsum_in, const Tensor& x_in,
-                                                       const Tensor& stats_in, const MaybeTensor& weight_in, int64_t dims, int64_t kind,
-                                                       bool want_weight, bool want_bias) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const MaybeTensor& dsum_in, const Tensor& x_in, int64_t dims,
+                                                       const MaybeTensor& weight_in, const Tensor& stats_in, int64_t kind, bool want_weight,
+                                                       bool want_bias) {
   const char* op = "layer_norm_backward";
   const Shape s = shape_of(x_in, dims, op);
   check_kind(kind, want_bias, op);

@@ -562,15 +562,14 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, c
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, int64_t dims, double eps,
+std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, int64_t dims, const MaybeTensor& weight, const MaybeTensor& bias, double eps,
                                               int64_t kind, ScalarType dtype, bool keep) {
   auto [y, sum, stats] = forward_op("layer_norm_forward", x, std::nullopt, weight, bias, dims, eps, kind, dtype, keep);
   return {y, stats};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
-                                                          const MaybeTensor& bias, int64_t dims, double eps, int64_t kind,
-                                                          ScalarType dtype, bool keep) {
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, int64_t dims, const MaybeTensor& weight,
+                                                          const MaybeTensor& bias, double eps, int64_t kind, ScalarType dtype, bool keep) {
   return forward_op("add_layer_norm_forward", x, residual, weight, bias, dims, eps, kind, dtype, keep);
 }
 

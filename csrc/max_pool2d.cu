@@ -326,7 +326,7 @@ bool is_square(const Images& images, int kernel, int stride) {
 template <int N>
 using Number = std::integral_constant<int, N>;
 
-std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints out, Ints kernel, Ints stride, Ints padding, Ints dilation,
+std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints kernel, Ints stride, Ints padding, Ints dilation, Ints out,
                                               bool channels_last, bool keep) {
   const char* op = "max_pool2d_forward";
   FASTLAYERS_CHECK(x.dim() >= 2, op, "expected images with 3 or 4 dimensions");
@@ -364,7 +364,7 @@ std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints out, Ints ke
 }
 
 // The caller passes dy and offsets with the strides of the forward's result. dx gets those of its x.
-Tensor max_pool2d_backward(const Tensor& dy, const Tensor& offsets, Ints size, Ints kernel, Ints stride, Ints padding, Ints dilation,
+Tensor max_pool2d_backward(const Tensor& dy, const Tensor& offsets, Ints kernel, Ints stride, Ints padding, Ints dilation, Ints size,
                            bool channels_last) {
   const char* op = "max_pool2d_backward";
   FASTLAYERS_CHECK(dy.dim() >= 2, op, "expected images with 3 or 4 dimensions");

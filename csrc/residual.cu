@@ -354,7 +354,7 @@ struct Operands {
   bool whole_words() const { return aligned(x.const_data_ptr()) && aligned(pointer<const void>(residual)); }
 };
 
-Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, const Tensor& seed, double p, ScalarType dtype) {
+Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, double p, const Tensor& seed, ScalarType dtype) {
   const char* op = "dropout_add";
   FASTLAYERS_CHECK(p >= 0 && p < 1, op, "expected a probability of at least 0 and less than 1, but got ", p);
   FASTLAYERS_CHECK(seed.is_cuda() && seed.scalar_type() == ScalarType::Long && seed.numel() == 1, op,
@@ -424,8 +424,8 @@ Along make_along(const Tensor& t, int64_t dim, const Dims& sizes, const Dims& st
 }  // namespace
 
 // x·gamma·keep·scale, plus the residual: gamma a vector along one dimension of x, keep a factor for each index of dimension 0.
-Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& keep, double scale,
-                 const MaybeTensor& residual, ScalarType dtype) {
+Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& residual, const MaybeTensor& keep, double scale,
+                 ScalarType dtype) {
   const char* op = "scale_add";
   if (residual) check_residual(x, *residual, dtype, op);
   const Dims sizes = dims_of(x.sizes()), own = dims_of(x.strides());
@@ -533,7 +533,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   GammaArgs a{};
   // Where samples change within a row, or rows are too many to count in 32 bits, the samples are dropped first.
   if (dropping && (strides[0] < row || dim == 0 || n / row > INT32_MAX)) {
-    const Tensor kept = scale_add(dy, std::nullopt, keep, scale, std::nullopt, dy.scalar_type());
+    const Tensor kept = scale_add(dy, std::nullopt, std::nullopt, keep, scale, dy.scalar_type());
     return scale_add_backward(kept, x, gamma, std::nullopt, 1.0);
   }
   if (dropping) {

@@ -305,9 +305,9 @@ void check_operands(const Tensor& q, const MaybeTensor& k, const Tensor& cos, co
 
 // q and k may differ along the dimension `head`, and the tables repeat along it; -1: there is none. The strides are those of the
 // results. Without k the second result is empty.
-std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const MaybeTensor& k_in, const Tensor& cos_in, const Tensor& sin_in,
-                                  int64_t rotary_dim, bool interleaved, bool backward, ScalarType dtype, int64_t head,
-                                  std::vector<int64_t> q_strides, std::vector<int64_t> k_strides) {
+std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const MaybeTensor& k_in, const Tensor& cos_in, const Tensor& sin_in, bool interleaved,
+                                  int64_t rotary_dim, bool backward, ScalarType dtype, int64_t head, std::vector<int64_t> q_strides,
+                                  std::vector<int64_t> k_strides) {
   check_operands(q_in, k_in, cos_in, sin_in, rotary_dim, head);
   const Dims q_sizes = dims_of(q_in.sizes()), k_sizes = k_in ? dims_of(k_in->sizes()) : Dims{0};
   FASTLAYERS_CHECK(q_strides.size() == q_sizes.size() && k_strides.size() == k_sizes.size(), "rotary",

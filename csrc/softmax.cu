@@ -1053,12 +1053,11 @@ Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const MaybeTensor& m
   return dx;
 }
 
-Tensor softmax_forward(const Tensor& x, const MaybeTensor& mask, int64_t dim, double scale, bool log, ScalarType dtype) {
+Tensor softmax_forward(const Tensor& x, int64_t dim, double scale, const MaybeTensor& mask, ScalarType dtype, bool log) {
   return log ? forward_op<true>(x, mask, dim, scale, dtype) : forward_op<false>(x, mask, dim, scale, dtype);
 }
 
-Tensor softmax_backward(const Tensor& dy, const Tensor& y, const MaybeTensor& mask, int64_t dim, double scale, bool log,
-                        ScalarType dtype) {
+Tensor softmax_backward(const Tensor& dy, const Tensor& y, int64_t dim, double scale, const MaybeTensor& mask, ScalarType dtype, bool log) {
   return log ? backward_op<true>(dy, y, mask, dim, scale, dtype) : backward_op<false>(dy, y, mask, dim, scale, dtype);
 }
 

@@ -87,7 +87,7 @@ std::vector<Tensor> transformer_block_autocast_open(const Tensor& x, std::vector
   check_rows(x, parameters[kQkv], parameters[kQkvBias], k, op);
   const Parameters low = narrowed({parameters.begin() + kQkv, parameters.end()}, dtype, op, apart);
   const auto [normed, stats] =
-      layer_norm_forward(matrix(x, rows, k), parameters[kNormWeight], parameters[kNormBias], 1, eps, 0, dtype, true);
+      layer_norm_forward(matrix(x, rows, k), 1, parameters[kNormWeight], parameters[kNormBias], eps, 0, dtype, true);
   const int64_t n = parameters[kQkv].size(0);
   Tensor qkv = empty_contiguous({rows, n}, dtype, x);
   multiply(qkv, normed, matrix(*low[0], n, k, true), low[1]);
@@ -114,11 +114,11 @@ std::vector<Tensor> transformer_block_autocast_close(const Tensor& x, const Tens
                    "expected an MLP back to the rows of x");
   Tensor last = empty_contiguous({rows, n}, dtype, x), product = empty_contiguous({rows, inner}, dtype, x);
   multiply(last, matrix(attended, rows, k), matrix(low[kLowProj], n, k, true), low[kLowProjBias]);
-  const auto [normed, s, stats] = add_layer_norm_forward(last, matrix(x, rows, n), norm_weight, norm_bias, 1, eps, 0, dtype, true);
+  const auto [normed, s, stats] = add_layer_norm_forward(last, matrix(x, rows, n), 1, norm_weight, norm_bias, eps, 0, dtype, true);
   multiply(product, normed, matrix(low[kLowFirst], inner, n, true));
   multiply(last, bias_act_forward_op(product, low[kLowFirstBias], act, first, second), matrix(low[kLowSecond], n, inner, true),
            low[kLowSecondBias]);
-  const Tensor out = scale_add(last, std::nullopt, std::nullopt, 1.0, s, ScalarType::Float);
+  const Tensor out = scale_add(last, std::nullopt, s, std::nullopt, 1.0, ScalarType::Float);
   const Dims sizes = dims_of(x.sizes());
   return {reinterpreted(out, sizes, contiguous_strides(sizes)), s, normed, stats, product};
 }
@@ -141,7 +141,7 @@ std::vector<Tensor> transformer_block_autocast_close_backward(const Tensor& dy_i
   const KeptMlp mlp{normed, product, low[kLowFirst], low[kLowFirstBias], low[kLowSecond]};
   auto [dnormed, dfirst, dfirst_bias, dsecond, none] = mlp_gradients(low_dy, mlp, {act, first, second}, {true, true, true, true, false});
   low_dy = Tensor();  // its memory is free for what follows
-  const auto [ds, dnorm_weight, dnorm_bias] = layer_norm_backward(dnormed, dy, s, stats, norm_weight, 1, 0, true, true);
+  const auto [ds, dnorm_weight, dnorm_bias] = layer_norm_backward(dnormed, dy, s, 1, norm_weight, stats, 0, true, true);
   dnormed = Tensor();
   const auto [dlast, dproj_bias] = narrowed_and_summed(ds, dtype);
   const Tensor dattended = empty_contiguous({rows, k}, dtype, attended), dproj = weight_gradient(dlast, attended, rows, n, k);
@@ -163,7 +163,7 @@ std::vector<Tensor> transformer_block_autocast_open_backward(std::vector<Tensor>
   FASTLAYERS_CHECK(dqkv.size(1) == n && x.numel() == rows * k, op, "expected the gradients of all of the product");
   Tensor dnormed = empty_contiguous({rows, k}, low.scalar_type(), x);
   multiply(dnormed, dqkv, low);
-  const auto [dx, dnorm_weight, dnorm_bias] = layer_norm_backward(dnormed, ds, matrix(x, rows, k), stats, norm_weight, 1, 0, true, true);
+  const auto [dx, dnorm_weight, dnorm_bias] = layer_norm_backward(dnormed, ds, matrix(x, rows, k), 1, norm_weight, stats, 0, true, true);
   const Tensor dbias = column_sum_op(dqkv, ScalarType::Float);
   sums.launch();
   const Dims sizes = dims_of(x.sizes());

@@ -14,15 +14,14 @@ std::tuple<Tensor, Tensor, MaybeTensor> bias_act_gradients(const Tensor& dy, con
 
 // batch_norm.cu: act(batch_norm(x) + residual) in training, the mean and rstd of each channel, and the bits of relu; the same with the
 // moments that update the running statistics; the gradients of x, residual, weight and bias.
-std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const MaybeTensor& residual, const MaybeTensor& weight,
-                                                    const MaybeTensor& bias, const MaybeTensor& running_mean,
-                                                    const MaybeTensor& running_var, double momentum, double eps, int64_t act, bool bits,
-                                                    const MaybeTensor& batches);
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_moments(const Tensor& x, const MaybeTensor& residual, const MaybeTensor& weight,
-                                                              const MaybeTensor& bias, double eps, int64_t act);
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy, const Tensor& x, const MaybeTensor& residual,
-                                                               const MaybeTensor& bits, const MaybeTensor& weight,
-                                                               const MaybeTensor& bias, const Tensor& stats, bool training, int64_t act,
+std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                                                    const MaybeTensor& weight, const MaybeTensor& bias, double momentum, double eps,
+                                                    const MaybeTensor& residual, int64_t act, bool bits, const MaybeTensor& batches);
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_moments(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+                                                              double eps, const MaybeTensor& residual, int64_t act);
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy, const Tensor& x, const MaybeTensor& weight,
+                                                               const MaybeTensor& bias, const Tensor& stats, bool training,
+                                                               const MaybeTensor& residual, const MaybeTensor& bits, int64_t act,
                                                                bool want_dresidual);
 
 // batch_norm.cu: writes act(x + bias + residual) to x.
@@ -30,19 +29,18 @@ void channel_bias_act_(const Tensor& x, const Tensor& bias, const MaybeTensor& r
 
 // layer_norm_forward.cu, layer_norm_backward.cu: layer_norm, that of a sum with the sum, and that of 16-bit rows plus one row. The last
 // one makes x the sum if that is kept, and may overwrite x if it is not.
-std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, int64_t dims, double eps,
+std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, int64_t dims, const MaybeTensor& weight, const MaybeTensor& bias, double eps,
                                               int64_t kind, ScalarType dtype, bool keep);
-std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
-                                                          const MaybeTensor& bias, int64_t dims, double eps, int64_t kind,
-                                                          ScalarType dtype, bool keep);
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, int64_t dims, const MaybeTensor& weight,
+                                                          const MaybeTensor& bias, double eps, int64_t kind, ScalarType dtype, bool keep);
 std::tuple<Tensor, Tensor> shifted_layer_norm_forward(const Tensor& x, const Tensor& shift, const Tensor& weight, const Tensor& bias,
                                                       double eps, ScalarType dtype, bool keep);
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy, const MaybeTensor& dsum, const Tensor& x, const Tensor& stats,
-                                                       const MaybeTensor& weight, int64_t dims, int64_t kind, bool want_weight,
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy, const MaybeTensor& dsum, const Tensor& x, int64_t dims,
+                                                       const MaybeTensor& weight, const Tensor& stats, int64_t kind, bool want_weight,
                                                        bool want_bias);
 
 // residual.cu: x·gamma·keep·scale + residual, and the gradients of x and gamma.
-Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& keep, double scale, const MaybeTensor& residual,
+Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& residual, const MaybeTensor& keep, double scale,
                  ScalarType dtype);
 std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy, const Tensor& x, const Tensor& gamma, const MaybeTensor& keep,
                                               double scale);

@@ -160,7 +160,7 @@ def convnext_block_autocast(
     z = z.contiguous(memory_format=torch.channels_last)
     normed, stats = layer_norm_forward(_rows(z), 1, norm_weight, norm_bias, eps, 0, dtype, keep)
     last, product, low, low_bias, low2 = mlp_autocast(normed, weight, bias, weight2, bias2, act, first, second)
-    out = scale_add(last, gamma, None, 1.0, _rows(x.float()), torch.float32)
+    out = scale_add(last, gamma, _rows(x.float()), None, 1.0, torch.float32)
     if not keep:
         return [_image(out, x.shape)]
     low_x = low_x if x.dtype is torch.float32 else x.new_empty(0)
@@ -185,6 +185,6 @@ def convnext_block_autocast_backward(
     )
     found = low_x.new_empty(0)
     if dx:
-        found = _image(scale_add(_rows(dlow), None, None, 1.0, rows, torch.float32), shape)
+        found = _image(scale_add(_rows(dlow), None, rows, None, 1.0, torch.float32), shape)
         found = found if wide else found.to(low_x.dtype)
     return found, dconv_weight, dconv_bias, dnorm_weight, dnorm_bias, *of_mlp, dgamma

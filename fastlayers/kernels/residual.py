@@ -290,7 +290,7 @@ def scale_add_backward(
     dtypes = _dtypes(dx, dy, gamma)
     reduction = _reduction(tuple(dx.shape), dx.stride(), tuple(gamma.shape), keep is not None, scale, dtypes, dx.device)
     if reduction is None:  # the samples are dropped first
-        return scale_add_backward(scale_add(dy, None, keep, scale, None, dy.dtype), x, gamma, None, 1.0)
+        return scale_add_backward(scale_add(dy, None, None, keep, scale, dy.dtype), x, gamma, None, 1.0)
     partial = torch.empty(reduction.partial_shape, dtype=reduction.partial_dtype, device=x.device)
     reduction.launch(dx, partial, in_layout(dy, dx), in_layout(x, dx), gamma, keep)
     dgamma = torch.empty_like(gamma)

@@ -36,7 +36,7 @@ def check(q, k, cos, sin, head, interleaved, dtype, half=False):
         full = [t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in full]
     for backward in (False, True):
         strides = [torch.empty_like(x).stride() for x in (q, k)]
-        outs = rotary(q, k, cos, sin, width, interleaved, backward, dtype, head, *strides)
+        outs = rotary(q, k, cos, sin, interleaved, width, backward, dtype, head, *strides)
         for x, out, wanted in zip((q, k), outs, strides, strict=True):
             assert out.dtype == dtype
             assert out.stride() == wanted
