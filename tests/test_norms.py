@@ -398,7 +398,7 @@ def test_dropout_of_a_layer(layer):
 def stand_in() -> SimpleNamespace:
     """Kernels of layer_norm in torch ops, for what happens around them."""
 
-    def forward(x, weight, bias, dims, eps, kind, dtype, keep):
+    def forward(x, dims, weight, bias, eps, kind, dtype, keep):
         norm = (
             F.rms_norm(x, x.shape[-dims:], weight, eps) if kind else F.layer_norm(x, x.shape[-dims:], weight, bias, eps)
         )
@@ -408,7 +408,7 @@ def stand_in() -> SimpleNamespace:
         y, stats = forward(x + residual, *rest)
         return y, x + residual, stats
 
-    def backward(dy, ds, x, stats, weight, dims, kind, for_weight, for_bias):
+    def backward(dy, ds, x, dims, weight, stats, kind, for_weight, for_bias):
         return layer_norm.decomposed_backward(dy, ds, x, weight, dims, float(stats), kind, for_weight, for_bias)
 
     return SimpleNamespace(
