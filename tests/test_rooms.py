@@ -48,9 +48,7 @@ def exported(tree: ast.Module) -> set[str] | None:
     return None
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in TREES if name not in ("fastlayers", "fastlayers.kernels.cross_entropy")]
-)
+@pytest.mark.parametrize("name", [name for name in TREES if name != "fastlayers"])
 def test_files_take_from_others_what_these_export(name):
     for module, wanted in used_elsewhere(TREES[name]):
         names = exported(TREES[module])

@@ -25,7 +25,15 @@ from torch import Tensor
 from fastlayers.kernels.indexing import extent, index_type
 from fastlayers.kernels.launch import KEPT, Launch, cdiv
 from fastlayers.kernels.reductions import accumulator
-from fastlayers.kernels.softmax import Tile, _combine, _lanes, _offset, _split_tile, _splits, _strides
+from fastlayers.kernels.softmax import (
+    Tile,
+    choose_splits,
+    combine_totals,
+    element_offset,
+    line_strides,
+    load_splits,
+    tile_lanes,
+)
 
 # Elements of a tile: 16 a thread, of which each has a maximum and a sum in the registers besides. float64 takes two
 # registers each, and more for its exponential.
@@ -73,9 +81,9 @@ def _statistics(
     total = tl.full(shape, 0.0, ACC)
     linear = tl.full(shape, 0.0, ACC)
     for first in range(start, stop, BLOCK):
-        i, k = _lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
+        i, k = tile_lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
         inside = (i < lines) & (k < n) & tl.expand_dims(kept, AXIS)
-        x = tl.load(x_ptr + _offset(i, k, inner, x_outer, x_n, x_inner), mask=inside, other=0.0).to(ACC)
+        x = tl.load(x_ptr + element_offset(i, k, inner, x_outer, x_n, x_inner), mask=inside, other=0.0).to(ACC)
         x = _capped(x, softcap, CAPPED, ACC)
         if SMOOTH:
             if weight_ptr is not None:
@@ -87,7 +95,7 @@ def _statistics(
         smaller = tl.exp(-tl.abs(difference))
         total = tl.where(difference > 0, total * smaller + 1.0, total + smaller)
         largest = tl.where(difference > 0, scores, largest)
-    largest, total = _combine(largest, total, AXIS)
+    largest, total = combine_totals(largest, total, AXIS)
     part = part_ptr + split.to(INDEX) * lines + line
     size = tl.full((), splits, INDEX) * lines
     tl.store(part, largest, mask=line < lines)
@@ -112,16 +120,16 @@ def _losses(
     tl.device_assert(right | (target == ignore_index) | (line >= lines), "cross_entropy: target out of bounds")
     read = inside & kept & right
     size = tl.full((), lines, tl.int64) * splits
-    largest = _split_tile(part_ptr, line, lines, splits, SPLITS, 1, float("-inf"))
-    base, total = _combine(largest, _split_tile(part_ptr + size, line, lines, splits, SPLITS, 1, 0.0), 1)
+    largest = load_splits(part_ptr, line, lines, splits, SPLITS, 1, float("-inf"))
+    base, total = combine_totals(largest, load_splits(part_ptr + size, line, lines, splits, SPLITS, 1, 0.0), 1)
     rest = tl.log(total)
-    score = tl.load(x_ptr + _offset(line, target, inner, x_outer, x_n, x_inner), mask=read, other=0.0).to(ACC)
+    score = tl.load(x_ptr + element_offset(line, target, inner, x_outer, x_n, x_inner), mask=read, other=0.0).to(ACC)
     loss = (base - _capped(score, softcap, CAPPED, ACC)) + rest
     if weight_ptr is not None:
         loss *= tl.load(weight_ptr + target, mask=read, other=0.0)
     if SMOOTH:
         share = tl.full((), smoothing, ACC)
-        linear = tl.sum(_split_tile(part_ptr + 2 * size, line, lines, splits, SPLITS, 1, 0.0), 1)
+        linear = tl.sum(load_splits(part_ptr + 2 * size, line, lines, splits, SPLITS, 1, 0.0), 1)
         weights = tl.full((), n, ACC)
         if weight_ptr is not None:
             weights = tl.load(stats_ptr + 2 * tl.full((), lines, tl.int64) + 1)
@@ -198,9 +206,9 @@ def _gradient(
     if MEAN:
         scale /= tl.load(stats_ptr + 2 * tl.full((), lines, INDEX))
 
-    i, k = _lanes(line, (tl.program_id(0) % tiles).to(INDEX) * BLOCK + tl.arange(0, BLOCK), AXIS)
+    i, k = tile_lanes(line, (tl.program_id(0) % tiles).to(INDEX) * BLOCK + tl.arange(0, BLOCK), AXIS)
     read = tl.expand_dims(kept, AXIS) & (k < n)
-    x = tl.load(x_ptr + _offset(i, k, inner, x_outer, x_n, x_inner), mask=read, other=0.0).to(ACC)
+    x = tl.load(x_ptr + element_offset(i, k, inner, x_outer, x_n, x_inner), mask=read, other=0.0).to(ACC)
     score = _capped(x, softcap, CAPPED, ACC)
     p = tl.exp((score - tl.expand_dims(base, AXIS)) - tl.expand_dims(rest, AXIS))
     d = p * tl.expand_dims(factor, AXIS)
@@ -214,7 +222,7 @@ def _gradient(
         slope = score / tl.full((), softcap, ACC)
         d *= 1.0 - slope * slope
     d = tl.where(read, d * tl.expand_dims(scale, AXIS), 0.0)
-    to = dx_ptr + _offset(i, k, inner, dx_outer, dx_n, dx_inner)
+    to = dx_ptr + element_offset(i, k, inner, dx_outer, dx_n, dx_inner)
     tl.store(to, d.to(dx_ptr.dtype.element_ty), mask=(i < lines) & (k < stored))
 
 
@@ -245,7 +253,7 @@ class _Geometry(NamedTuple):
         return math.prod(self.shape[self.dim + 1 :])
 
     def steps(self) -> tuple[int, int, int]:
-        found = _strides(torch.Size(self.shape), self.strides, self.dim)
+        found = line_strides(torch.Size(self.shape), self.strides, self.dim)
         assert found is not None, "the caller makes these strides contiguous"
         return found
 
@@ -259,7 +267,7 @@ def _view(x: Tensor) -> Tensor:
     if _class_last(x):
         return x.movedim(1, -1).reshape(-1, x.shape[1])
     dim = 0 if x.dim() == 1 else 1
-    return x if _strides(x.shape, x.stride(), dim) is not None else x.contiguous()
+    return x if line_strides(x.shape, x.stride(), dim) is not None else x.contiguous()
 
 
 def _geometry(x: Tensor, n: int | None = None) -> _Geometry:
@@ -284,7 +292,7 @@ def _forward_launches(
     axis = 1 if g.inner == 1 else 0
     tile = _tile(g.n, axis, double)
     groups = cdiv(g.lines, tile.lines)
-    splits, chunk = _splits(g.n, groups, tile, device)
+    splits, chunk = choose_splits(g.n, groups, tile, device)
     index = index_type(math.prod(g.shape), extent(g.shape, g.strides), 3 * splits * g.lines)
     flags = (options.softcap != 0.0, options.label_smoothing != 0.0)
     statistics = Launch(

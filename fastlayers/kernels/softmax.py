@@ -74,7 +74,7 @@ def tile_for(n: int, axis: int, backward: bool, itemsize: int) -> Tile:
     return Tile(long.lines, long.block * 2 // itemsize, long.warps, whole=False)
 
 
-def _splits(n: int, groups: int, tile: Tile, device: torch.device) -> tuple[int, int]:
+def choose_splits(n: int, groups: int, tile: Tile, device: torch.device) -> tuple[int, int]:
     """(programs a line, elements each takes of it): more than one where the groups of lines leave the machine idle."""
     idle = 2 * multiprocessors(device) // groups
     splits = min(idle, cdiv(n, 2 * tile.block), MAX_SPLIT_STATISTICS // tile.lines) if idle > 2 else 1
@@ -86,13 +86,13 @@ def _splits(n: int, groups: int, tile: Tile, device: torch.device) -> tuple[int,
 
 
 @triton.jit
-def _lanes(line, position, AXIS: tl.constexpr):
+def tile_lanes(line, position, AXIS: tl.constexpr):
     """Lines and positions as the two axes of a tile."""
     return tl.expand_dims(line, AXIS), tl.expand_dims(position, 1 - AXIS)
 
 
 @triton.jit
-def _offset(i, k, inner, stride_outer, stride_n, stride_inner):
+def element_offset(i, k, inner, stride_outer, stride_n, stride_inner):
     """Of element k of line i."""
     return (i // inner * stride_outer + i % inner * stride_inner) + k * stride_n
 
@@ -108,9 +108,9 @@ def _scores(
     mask_n, mask_inner, ACC: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
     """A tile of x * scale + mask; minus infinity outside the tensor."""
-    i, k = _lanes(line, position, AXIS)
+    i, k = tile_lanes(line, position, AXIS)
     inside = (i < lines) & (k < n)
-    x = tl.load(x_ptr + _offset(i, k, inner, x_outer, x_n, x_inner), mask=inside, other=0.0).to(ACC)
+    x = tl.load(x_ptr + element_offset(i, k, inner, x_outer, x_n, x_inner), mask=inside, other=0.0).to(ACC)
     scores = x * tl.full((), scale, ACC)
     if mask_ptr is not None:
         offset = _mask_offset(i, k, inner, size1, size2, mask0, mask1, mask2, mask_n, mask_inner)
@@ -165,8 +165,8 @@ def _whole_forward(
     largest = tl.max(scores, AXIS)
     total = tl.sum(tl.exp(scores - tl.expand_dims(largest, AXIS)), AXIS)
     y = _probabilities(scores, largest, total, AXIS, LOG, y_ptr.dtype.element_ty)
-    i, k = _lanes(line, position, AXIS)
-    tl.store(y_ptr + _offset(i, k, inner, y_outer, inner, 1), y, mask=(i < lines) & (k < n))
+    i, k = tile_lanes(line, position, AXIS)
+    tl.store(y_ptr + element_offset(i, k, inner, y_outer, inner, 1), y, mask=(i < lines) & (k < n))
 
 
 @triton.jit
@@ -177,11 +177,11 @@ def _whole_backward(
 ):  # fmt: skip
     """dx for LINES whole lines a program: dy and y in, each read once, dx out."""
     line = tl.program_id(0).to(INDEX) * LINES + tl.arange(0, LINES)
-    i, k = _lanes(line, tl.arange(0, BLOCK).to(INDEX), AXIS)
+    i, k = tile_lanes(line, tl.arange(0, BLOCK).to(INDEX), AXIS)
     inside = (i < lines) & (k < n)
-    offset = _offset(i, k, inner, y_outer, inner, 1)
+    offset = element_offset(i, k, inner, y_outer, inner, 1)
     y = tl.load(y_ptr + offset, mask=inside, other=0.0).to(ACC)
-    dy = tl.load(dy_ptr + _offset(i, k, inner, dy_outer, dy_n, dy_inner), mask=inside, other=0.0).to(ACC)
+    dy = tl.load(dy_ptr + element_offset(i, k, inner, dy_outer, dy_n, dy_inner), mask=inside, other=0.0).to(ACC)
     dot = tl.sum(dy if LOG else dy * y, AXIS)
     dx = _gradient(
         dy, y, dot, mask_ptr, i, k, inside, inner, scale, size1, size2, mask0, mask1, mask2, mask_n, mask_inner, AXIS,
@@ -195,7 +195,7 @@ BOTH, STATISTICS, WRITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _combine(largest, total, AXIS: tl.constexpr):
+def combine_totals(largest, total, AXIS: tl.constexpr):
     """Partial maxima and sums reduced along AXIS. A line with plus infinity is NaN, as its plain computation is."""
     maximum = tl.max(largest, AXIS)
     total = tl.sum(total * tl.exp(largest - tl.expand_dims(maximum, AXIS)), AXIS)
@@ -203,9 +203,9 @@ def _combine(largest, total, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _split_tile(part_ptr, line, lines, splits, SPLITS: tl.constexpr, AXIS: tl.constexpr, empty):
+def load_splits(part_ptr, line, lines, splits, SPLITS: tl.constexpr, AXIS: tl.constexpr, empty):
     """What the splits left for these lines: element (line, split) of a (splits, lines) buffer."""
-    i, s = _lanes(line, tl.arange(0, SPLITS), AXIS)
+    i, s = tile_lanes(line, tl.arange(0, SPLITS), AXIS)
     return tl.load(part_ptr + s * lines + i, mask=(i < lines) & (s < splits), other=empty)
 
 
@@ -223,8 +223,8 @@ def _long_forward(
     start = split.to(INDEX) * chunk
     stop = tl.minimum(start + chunk, n)
     if STAGE == WRITE:
-        largest = _split_tile(largest_ptr, line, lines, splits, SPLITS, AXIS, LOWEST)
-        total = _split_tile(total_ptr, line, lines, splits, SPLITS, AXIS, 0.0)
+        largest = load_splits(largest_ptr, line, lines, splits, SPLITS, AXIS, LOWEST)
+        total = load_splits(total_ptr, line, lines, splits, SPLITS, AXIS, 0.0)
     else:
         # From the lowest finite number, not minus infinity: the difference of two minus infinities would be NaN.
         shape: tl.constexpr = (LINES, BLOCK) if AXIS == 1 else (BLOCK, LINES)
@@ -240,7 +240,7 @@ def _long_forward(
             smaller = tl.exp(-tl.abs(difference))
             total = tl.where(difference > 0, total * smaller + 1.0, total + smaller)
             largest = tl.where(difference > 0, scores, largest)
-    largest, total = _combine(largest, total, AXIS)
+    largest, total = combine_totals(largest, total, AXIS)
     if STAGE == STATISTICS:
         tl.store(largest_ptr + split * lines + line, largest, mask=line < lines)
         tl.store(total_ptr + split * lines + line, total, mask=line < lines)
@@ -252,8 +252,8 @@ def _long_forward(
                 mask1, mask2, mask_n, mask_inner, ACC, AXIS,
             )  # fmt: skip
             y = _probabilities(scores, largest, total, AXIS, LOG, y_ptr.dtype.element_ty)
-            i, k = _lanes(line, position, AXIS)
-            tl.store(y_ptr + _offset(i, k, inner, y_outer, inner, 1), y, mask=(i < lines) & (k < n))
+            i, k = tile_lanes(line, position, AXIS)
+            tl.store(y_ptr + element_offset(i, k, inner, y_outer, inner, 1), y, mask=(i < lines) & (k < n))
 
 
 @triton.jit
@@ -269,19 +269,19 @@ def _long_backward(
     start = split.to(INDEX) * chunk
     stop = tl.minimum(start + chunk, n)
     if STAGE == WRITE:
-        dot = _split_tile(dot_ptr, line, lines, splits, SPLITS, AXIS, 0.0)
+        dot = load_splits(dot_ptr, line, lines, splits, SPLITS, AXIS, 0.0)
     else:
         shape: tl.constexpr = (LINES, BLOCK) if AXIS == 1 else (BLOCK, LINES)
         dot = tl.full(shape, 0.0, ACC)
         for first in range(start, stop, BLOCK):
-            i, k = _lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
+            i, k = tile_lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
             inside = (i < lines) & (k < n)
-            dy_offset = _offset(i, k, inner, dy_outer, dy_n, dy_inner)
+            dy_offset = element_offset(i, k, inner, dy_outer, dy_n, dy_inner)
             dy = tl.load(dy_ptr + dy_offset, mask=inside, other=0.0).to(ACC)
             if LOG:
                 dot += dy
             else:
-                y_offset = _offset(i, k, inner, y_outer, inner, 1)
+                y_offset = element_offset(i, k, inner, y_outer, inner, 1)
                 dot += dy * tl.load(y_ptr + y_offset, mask=inside, other=0.0).to(ACC)
     dot = tl.sum(dot, AXIS)
     if STAGE == STATISTICS:
@@ -289,11 +289,11 @@ def _long_backward(
     else:
         for done in range(0, stop - start, BLOCK):
             first = start + (stop - start - 1 - done) // BLOCK * BLOCK
-            i, k = _lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
+            i, k = tile_lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
             inside = (i < lines) & (k < n)
-            offset = _offset(i, k, inner, y_outer, inner, 1)
+            offset = element_offset(i, k, inner, y_outer, inner, 1)
             y = tl.load(y_ptr + offset, mask=inside, other=0.0).to(ACC)
-            dy_offset = _offset(i, k, inner, dy_outer, dy_n, dy_inner)
+            dy_offset = element_offset(i, k, inner, dy_outer, dy_n, dy_inner)
             dy = tl.load(dy_ptr + dy_offset, mask=inside, other=0.0).to(ACC)
             dx = _gradient(
                 dy, y, dot, mask_ptr, i, k, inside, inner, scale, size1, size2, mask0, mask1, mask2, mask_n, mask_inner,
@@ -329,7 +329,7 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def _strides(shape: torch.Size, strides: tuple[int, ...], dim: int) -> tuple[int, int, int] | None:
+def line_strides(shape: torch.Size, strides: tuple[int, ...], dim: int) -> tuple[int, int, int] | None:
     """(outer, n, inner) strides; None where there are no such three, or they would have it read in bits."""
     outer, inner = collapse(shape[:dim], strides[:dim]), collapse(shape[dim + 1 :], strides[dim + 1 :])
     if len(outer) > 1 or len(inner) > 1:
@@ -358,7 +358,7 @@ def _plan(
     n, inner = shape[dim], math.prod(shape[dim + 1 :])
     numel = math.prod(shape)
     lines, axis = numel // n, 1 if inner == 1 else 0
-    x_strides = _strides(shape, strides, dim)
+    x_strides = line_strides(shape, strides, dim)
     copy_x = x_strides is None
     if x_strides is None:
         strides, x_strides = _contiguous(shape), (n * inner, inner, 1)
@@ -380,7 +380,7 @@ def _plan(
         whole = Launch(_whole_backward if backward else _whole_forward, groups, geometry, constants, tile.warps)
         return Plan(copy_x, copy_mask, (whole,), absent=0, buffers=0)
     long, buffers = (_long_backward, 1) if backward else (_long_forward, 2)
-    splits, chunk = _splits(n, groups, tile, device)
+    splits, chunk = choose_splits(n, groups, tile, device)
     if splits == 1:
         both = Launch(long, groups, (1, n, *geometry), (*constants, BOTH.value, 1), tile.warps)
         return Plan(copy_x, copy_mask, (both,), absent=buffers, buffers=0)

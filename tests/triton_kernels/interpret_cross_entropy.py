@@ -74,5 +74,5 @@ def test_layouts():
 def test_both_ways_of_a_line_are_tested():
     device = torch.device("cpu")
     tile = kernels._tile(9000, 1, False)
-    assert kernels._splits(9000, 1, tile, device)[0] > 1
-    assert kernels._splits(4099, 2, kernels._tile(4099, 1, False), device)[0] == 1
+    assert kernels.choose_splits(9000, 1, tile, device)[0] > 1
+    assert kernels.choose_splits(4099, 2, kernels._tile(4099, 1, False), device)[0] == 1

@@ -86,8 +86,8 @@ def test_both_ways_of_a_long_line_are_tested():
     tile = softmax.tile_for(33001, 1, False, 4)
     device = torch.device("cpu")
     assert not tile.whole
-    assert softmax._splits(33001, 2, tile, device)[0] > 1
-    assert softmax._splits(33001, 5, tile, device)[0] == 1
+    assert softmax.choose_splits(33001, 2, tile, device)[0] > 1
+    assert softmax.choose_splits(33001, 5, tile, device)[0] == 1
 
 
 MASKS = [(2, 3, 4, 5), (2, 1, 1, 5), (2, 1, 4, 5), (4, 5), (1, 3, 4, 1), (2, 3, 1, 5), (5,), (1,), (2, 3, 1, 1), ()]
