@@ -15,6 +15,7 @@ import textwrap
 import types
 from typing import Any
 
+from fastlayers.patching.capture.syntax import strip_signature
 from fastlayers.patching.reasons import Reason, Refusal
 
 __all__ = ["innermost", "rebuild", "refuse_private_names", "rewrap", "show_source"]
@@ -40,12 +41,7 @@ def rebuild(function: types.FunctionType, tree: ast.FunctionDef, bound: dict[str
     if function.__closure__:
         raise Refusal(Reason.SYNTAX, f"{function.__qualname__} has a closure")
     refuse_private_names(tree)
-    tree.decorator_list, tree.returns = [], None
-    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
-    tree.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in tree.args.kw_defaults]
-    for arg in ast.walk(tree.args):
-        if isinstance(arg, ast.arg):
-            arg.annotation = None
+    strip_signature(tree)
     ast.fix_missing_locations(tree)
     lines = [f"def {FACTORY}({', '.join(bound)}):", textwrap.indent(ast.unparse(tree), "    ")]
     source, made = "\n".join([*lines, f"    return {tree.name}"]), dict[str, Any]()

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["HOOKS", "Instrument", "local_names", "optional_parameters", "parse"]
+__all__ = ["HOOKS", "Instrument", "local_names", "optional_parameters", "parse", "strip_signature"]
 
 
 def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.FunctionDef:
@@ -40,6 +40,16 @@ def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.Funct
         if not known and not is_compiled_from_file(function):
             raise Refusal(Reason.DECORATED, f"@{ast.unparse(decorator)}")
     return tree
+
+
+def strip_signature(tree: ast.FunctionDef) -> None:
+    """Remove decorators and annotations from a function, and replace the default of each parameter by None."""
+    tree.decorator_list, tree.returns = [], None
+    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
+    tree.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in tree.args.kw_defaults]
+    for arg in ast.walk(tree.args):
+        if isinstance(arg, ast.arg):
+            arg.annotation = None
 
 
 def is_compiled_from_file(function: types.FunctionType) -> bool:

@@ -34,9 +34,10 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 
 from fastlayers.patching.capture.recording import Recording, equality
-from fastlayers.patching.capture.syntax import HOOKS, Instrument, local_names, parse
+from fastlayers.patching.capture.syntax import HOOKS, Instrument, local_names, parse, strip_signature
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
+from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["Segment", "record", "record_child", "record_segment"]
 
@@ -481,17 +482,8 @@ class Trace:
     def compile(self, function: types.FunctionType) -> Callable[..., Any]:
         tree = parse(function)
         instrument = Instrument(local_names(tree))
-        tree.decorator_list = []
-        tree.returns = None
-        tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
-        tree.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in tree.args.kw_defaults]
-        for arg in ast.walk(tree.args):
-            if isinstance(arg, ast.arg):
-                arg.annotation = None
-        body: list[ast.stmt] = []
-        for statement in tree.body:
-            body.append(instrument.visit(statement))
-        tree.body = body
+        strip_signature(tree)
+        tree.body = [instrument.visit(statement) for statement in tree.body]
         return self.made(ast.fix_missing_locations(tree), function)
 
     def made(self, tree: ast.FunctionDef, function: types.FunctionType) -> Callable[..., Any]:
@@ -573,7 +565,7 @@ class Trace:
             return self.given(next(numbers)) if isinstance(value, fx.Node) else value
 
         args, kwargs = fx.node.map_aggregate((args, kwargs), taken)
-        result = self.follow(own_forward(child), (child, *args), dict(kwargs))
+        result = self.follow(original_class(child).forward, (child, *args), dict(kwargs))  # type: ignore[arg-type]
         self.recorder.create_node("output", "output", (self.recorder.create_arg(result),), {})
         if any(before != lent for _, before, lent in self.lent) or any(
             ARGUMENT in guard for guard in self.recording.guards
@@ -710,12 +702,6 @@ def builtin_module(function: Any) -> str:
 SCRIPTING = frozenset({torch.jit.is_scripting})
 
 
-def own_forward(module: nn.Module) -> Any:
-    """The forward of a module's original class."""
-    cls = type(module)
-    return cls.__dict__.get("__fastlayers_original__", cls).forward
-
-
 def record_child(
     module: nn.Module, child: nn.Module, arguments: int | fx.Node, training: bool | None = None
 ) -> Recording | None:
@@ -727,7 +713,7 @@ def record_child(
         arguments: the number of positional arguments; or the node that calls the child. Each node among its arguments
             becomes a placeholder, in order, and the other arguments are known.
     """
-    forward = own_forward(child)
+    forward = original_class(child).forward
     if not isinstance(forward, types.FunctionType) or from_torch(forward) or "forward" in child.__dict__:
         return None
     try:
