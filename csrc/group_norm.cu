@@ -545,7 +545,7 @@ struct PassArgs : Args<In> {
   int across, down, tiles;                      // channels last: threads over words of channels and over pixels; blocks over channels
   Divider by_depth, by_parts, by_channels;
 
-  __device__ int64_t total() const { return this->samples * this->groups; }
+  __host__ __device__ int64_t total() const { return this->samples * this->groups; }
 };
 
 // The part of a channel that a block owns, of a contiguous tensor.

@@ -315,6 +315,14 @@ def test_what_was_built_is_on_record(tmp_path):
     assert builder.BuildInfo.read(tmp_path / "elsewhere" / "_C.so") is None
 
 
+@pytest.mark.skipif(not builder.LIBRARY.exists() or shutil.which("nm") is None, reason="csrc is not built, or no nm")
+def test_no_host_code_calls_a_device_function():
+    """nvcc compiles such a call in a template to exit(), without a warning: the process ends without a word."""
+    symbols = subprocess.run(["nm", "-D", str(builder.LIBRARY)], check=True, capture_output=True, text=True).stdout
+    assert "torch" in symbols
+    assert not [line for line in symbols.splitlines() if line.split()[-1].partition("@")[0] == "exit"]
+
+
 def test_the_library_is_small():
     info = builder.BuildInfo.read(builder.LIBRARY)
     if info is None or not info.cuda_archs or not builder.LIBRARY.exists():

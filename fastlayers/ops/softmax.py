@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,17 +96,18 @@ class Softmax(dispatch.Pair, inputs=2):
 
 
 def _gradients(
-    backward: Any, dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+    backward: Callable[[Tensor, Tensor, int, float, Tensor | None, torch.dtype, bool], Tensor], dy: Tensor, y: Tensor,
+    mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of x and of an additive mask that was kept for that: the scores', summed to the mask's shape."""
     if mask is None or mask.dtype == torch.bool:
-        return backward(dy, y, mask, dim, scale, log, dtype), None
-    dscores = backward(dy, y, None, dim, 1.0, log, y.dtype)
+        return backward(dy, y, dim, scale, mask, dtype, log), None
+    dscores = backward(dy, y, dim, 1.0, None, y.dtype, log)
     return (dscores * scale).to(dtype), dscores.sum_to_size(mask.shape).to(mask.dtype)
 
 
 def _decomposed_backward(
-    dy: Tensor, y: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
+    dy: Tensor, y: Tensor, dim: int, scale: float, mask: Tensor | None, dtype: torch.dtype, log: bool
 ) -> Tensor:
     formula = torch._log_softmax_backward_data if log else torch._softmax_backward_data
     dx = formula(dy, y, dim, y.dtype) * scale

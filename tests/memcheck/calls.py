@@ -30,10 +30,10 @@ for dtype in DTYPES:
             ops.softmax_backward(x, p, 1, 1.0, None, dtype, False)
             weight = randn(n)
             seed, keep = torch.tensor(3, device="cuda"), torch.ones(rows, device="cuda", dtype=compute)
-            ops.dropout_add(x, x, seed, 0.5, dtype)
-            ops.dropout_add(x, None, seed, 0.5, dtype)
+            ops.dropout_add(x, x, 0.5, seed, dtype)
+            ops.dropout_add(x, None, 0.5, seed, dtype)
             for gamma in (weight, randn(rows, 1)):
-                ops.scale_add(x, gamma, keep, 2.0, x, dtype)
+                ops.scale_add(x, gamma, x, keep, 2.0, dtype)
                 ops.scale_add_backward(x, x, gamma, keep if gamma is weight else None, 2.0)
             for act in (1, 3, 12):
                 for bias in (None, weight):
