@@ -10,6 +10,7 @@ from harness import DEVICES
 from ops import LAYERS, OPS, Input
 
 from fastlayers import functional
+from fastlayers.ops import batch_norm, group_norm
 
 CALLS = {op.fused.__name__: (op.fused, op.samples[0]) for op in OPS if op.fused.__name__ in functional.__all__}
 WRONG = {"None": None, "list": [1.0], "str": "no"}
@@ -38,6 +39,19 @@ def test_function(function, sample, wrong, device):
         else:
             with pytest.raises(TypeError):
                 function(*args, **call.kwargs)
+
+
+@pytest.mark.parametrize("wrong", [[1.0], "no"], ids=["list", "str"])
+def test_the_guards_of_norms(wrong):
+    """Whatever stands beside the wrong parameter; on a CPU no call reaches these guards."""
+    x, one = torch.randn(2, 4, 3), torch.ones(4)
+    for weight, bias in ((wrong, one), (one, wrong), (None, wrong)):
+        with pytest.raises(TypeError):
+            group_norm.unsupported(x, 2, weight, bias)
+        with pytest.raises(TypeError):
+            batch_norm.unsupported(x, one, one, weight, bias, True, 1e-5, None)
+    with pytest.raises(TypeError):
+        batch_norm.unsupported(x, one, wrong, one, one, True, 1e-5, None)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -92,6 +92,12 @@ def unsupported(
         return f"nothing to normalise in shape {tuple(x.shape)}"
     if eps <= 0:
         return f"eps is {eps}; kernels take a positive one"
+    device = x.get_device()
+    for parameter in (weight, bias, running_mean, running_var):
+        if parameter is not None:
+            problem = dispatch.parameter_problem(parameter, device, dtype, channels)
+            if problem is not None:
+                return problem
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         return f"the weight is {weight.dtype}, and the bias {bias.dtype}"
     if running_mean is None or running_var is None:
@@ -99,12 +105,6 @@ def unsupported(
             return "running statistics are missing"
     elif running_mean.dtype != running_var.dtype:
         return f"the running mean is {running_mean.dtype}, and the running variance {running_var.dtype}"
-    device = x.get_device()
-    for parameter in (weight, bias, running_mean, running_var):
-        if parameter is not None:
-            problem = dispatch.parameter_problem(parameter, device, dtype, channels)
-            if problem is not None:
-                return problem
     if residual is None:
         return None
     if not dispatch.is_plain(residual) or residual.dtype != dtype or residual.device != x.device:

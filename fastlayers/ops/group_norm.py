@@ -46,13 +46,14 @@ def unsupported(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor 
     if num_groups < 1 or channels[0] % num_groups or values in (0, num_groups):
         return f"nothing to normalise in {num_groups} groups of shape {tuple(x.shape)}"
     device = x.get_device()
-    if weight is not None:
-        problem = dispatch.parameter_problem(weight, device, dtype, channels)
-        if problem is not None:
-            return problem
-        if bias is not None and bias.dtype != weight.dtype:
-            return f"the weight is {weight.dtype}, and the bias {bias.dtype}"
-    return None if bias is None else dispatch.parameter_problem(bias, device, dtype, channels)
+    for parameter in (weight, bias):
+        if parameter is not None:
+            problem = dispatch.parameter_problem(parameter, device, dtype, channels)
+            if problem is not None:
+                return problem
+    if weight is not None and bias is not None and bias.dtype != weight.dtype:
+        return f"the weight is {weight.dtype}, and the bias {bias.dtype}"
+    return None
 
 
 class GroupNorm(dispatch.Pair, inputs=3):
