@@ -237,14 +237,14 @@ def test_residual(compiled, dtype, to):
     for shape in [(64, 512, 768), (8, 384, 14, 14), (2**16, 2**16)] if dtype == BF16 else [(64, 512, 768)]:
         x, y, keep = meta(*shape, dtype=dtype), meta(*shape, dtype=to), meta(shape[0], dtype=compute)
         for p in (0.1, 0.5):
-            joints.dropout_add(x, y, seed, p, to)
-            joints.dropout_add(y, None, seed, p, dtype)
+            joints.dropout_add(x, y, p, seed, to)
+            joints.dropout_add(y, None, p, seed, dtype)
         gammas = [meta(shape[-1], dtype=dtype), meta(shape[1], *[1] * (len(shape) - 2), dtype=to)]
         for gamma, factors in [(gamma, factors) for gamma in gammas for factors in (None, keep)]:
-            joints.scale_add(x, gamma, factors, 0.5, y, to)
-            joints.scale_add(y, gamma, factors, 0.5, None, dtype)
+            joints.scale_add(x, gamma, y, factors, 0.5, to)
+            joints.scale_add(y, gamma, None, factors, 0.5, dtype)
             joints.scale_add_backward(y, x, gamma, factors, 0.5)
-        joints.scale_add(x, None, keep, 2.0, y, to)
+        joints.scale_add(x, None, y, keep, 2.0, to)
     names = ("dropout_add", "scale_add", "scale_backward_columns", "scale_backward_rows")
     assert set(compiled) == {*(f"_{name}" for name in names), "_sum_rows"}
 
@@ -368,11 +368,11 @@ def test_rotary(compiled, dtype, interleaved):
             for result in {dtype, table}:
                 for backward in (False, True):
                     strides = (q.stride(), k.stride())
-                    rotary.rotary(q, k, cos, cos, width, interleaved, backward, result, 1, *strides)
-            rotary.rotary(q, None, cos, cos, 2 * width if 2 * width <= dim else width, interleaved, False, dtype, 1,
-                          q.stride(), (1,))  # fmt: skip
+                    rotary.rotary(q, k, cos, cos, interleaved, width, backward, result, 1, *strides)
+            part = 2 * width if 2 * width <= dim else width
+            rotary.rotary(q, None, cos, cos, interleaved, part, False, dtype, 1, q.stride(), (1,))
     q, cos = meta(2, 8, 2**21, 128, dtype=dtype), meta(2**21, 128, dtype=dtype)
-    rotary.rotary(q, None, cos, cos, 128, interleaved, False, dtype, 1, q.stride(), (1,))
+    rotary.rotary(q, None, cos, cos, interleaved, 128, False, dtype, 1, q.stride(), (1,))
     assert set(compiled) == {"_rotate"}
 
 

@@ -109,12 +109,12 @@ def test_wrappers_keep_a_launch_for_each_specialisation(used):
         lambda: elementwise.mul_backward(x, x, x),
         lambda: elementwise.mul_backward(x, x, x[0]),
         lambda: elementwise.mul_backward(f, f, f[0]),
-        lambda: rotary.rotary(x, None, x[:1], x[:1], 64, False, False, x.dtype, 0, (64, 1), (1,)),
-        lambda: rotary.rotary(x, None, x[:1], x[:1], 64, True, False, x.dtype, 0, (64, 1), (1,)),
-        lambda: rotary.rotary(x, None, x[:1], x[:1], 64, True, True, x.dtype, 0, (64, 1), (1,)),
-        lambda: rotary.rotary(x, None, f[:1], f[:1], 64, True, True, x.dtype, 0, (64, 1), (1,)),
-        lambda: rotary.rotary(x, None, f[:1], f[:1], 64, True, True, f.dtype, 0, (64, 1), (1,)),
-        lambda: rotary.rotary(x, None, x[:1, :32], x[:1, :32], 32, True, True, x.dtype, 0, (64, 1), (1,)),
+        lambda: rotary.rotary(x, None, x[:1], x[:1], False, 64, False, x.dtype, 0, (64, 1), (1,)),
+        lambda: rotary.rotary(x, None, x[:1], x[:1], True, 64, False, x.dtype, 0, (64, 1), (1,)),
+        lambda: rotary.rotary(x, None, x[:1], x[:1], True, 64, True, x.dtype, 0, (64, 1), (1,)),
+        lambda: rotary.rotary(x, None, f[:1], f[:1], True, 64, True, x.dtype, 0, (64, 1), (1,)),
+        lambda: rotary.rotary(x, None, f[:1], f[:1], True, 64, True, f.dtype, 0, (64, 1), (1,)),
+        lambda: rotary.rotary(x, None, x[:1, :32], x[:1, :32], True, 32, True, x.dtype, 0, (64, 1), (1,)),
     ]
     for call in different + different:
         call()
