@@ -143,38 +143,41 @@ def defer(
     return DeferredLogits(hidden, head, float(scale), softcap)
 
 
-def token_loss(
-    logits: Logits, target: Tensor, vocab_size: int, num_items_in_batch: Tensor | float | None, ignore_index: int
-) -> Tensor:
-    """The loss of the tokens' classes in float32, as in transformers, without a copy of the logits in float32."""
-    target = target.view(-1).to(logits.device)
-    options: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "reduction": "mean" if num_items_in_batch is None else "sum",
-    }
-    logits = logits.view(-1, vocab_size)
-    if isinstance(logits, DeferredLogits):
-        with float32_result(logits.hidden):
-            loss = logits.cross_entropy(target, **options)
-    elif type(logits) is Tensor and logits.device.type in DEVICES:
-        with float32_result(logits):
-            loss = functional.cross_entropy(logits, target, **options)
-    else:
-        loss = functional.cross_entropy(logits.float(), target, **options)
-    loss = loss.float()
-    if num_items_in_batch is None:
-        return loss
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss / num_items_in_batch
-
-
 def float32_result(x: Tensor) -> Any:
     """A context in which a loss of 16-bit logits is float32: autocast to the dtype that they already have."""
     kind = x.device.type
     if x.dtype not in LOW_PRECISION or torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, x.dtype)
+
+
+def divided(loss: Tensor, count: Tensor | float | None) -> Tensor:
+    """A sum divided by the number of items; a mean, which has no such number, as it is."""
+    if count is None:
+        return loss
+    return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
+
+
+def masked_lm_loss(
+    logits: Logits,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> Tensor:
+    """ForMaskedLMLoss of transformers, in float32 too, but without a copy of the logits in float32."""
+    target = labels.view(-1).to(logits.device)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    logits = logits.view(-1, vocab_size)
+    if isinstance(logits, DeferredLogits):
+        scores, cross_entropy = logits.hidden, logits.cross_entropy
+    else:
+        scores = logits if type(logits) is Tensor and logits.device.type in DEVICES else logits.float()
+        cross_entropy = functools.partial(functional.cross_entropy, scores)
+    with float32_result(scores):
+        loss = cross_entropy(target, ignore_index=ignore_index, reduction=reduction)
+    return divided(loss.float(), num_items_in_batch)
 
 
 def causal_lm_loss(
@@ -189,19 +192,7 @@ def causal_lm_loss(
     """ForCausalLMLoss of transformers: the label of each token is the next token."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    return token_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
-
-
-def masked_lm_loss(
-    logits: Logits,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | float | None = None,
-    ignore_index: int = -100,
-    **kwargs: Any,
-) -> Tensor:
-    """ForMaskedLMLoss of transformers."""
-    return token_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index)
+    return masked_lm_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
 
 
 def fused_loss(present: Any) -> Any:
@@ -261,12 +252,9 @@ def fixed_cross_entropy(
     **kwargs: Any,
 ) -> Tensor:
     """The function of that name in transformers, which the losses of classifiers call."""
-    if num_items_in_batch is None:
-        return functional.cross_entropy(source, target, ignore_index=ignore_index)
-    loss = functional.cross_entropy(source, target, ignore_index=ignore_index, reduction="sum")
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss / num_items_in_batch
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = functional.cross_entropy(source, target, ignore_index=ignore_index, reduction=reduction)
+    return divided(loss, num_items_in_batch)
 
 
 def known_loss(function: Any) -> Any:
@@ -316,7 +304,7 @@ class Pair:
 
     Attributes:
         logits: the variable.
-        head: the path of the linear layer.
+        call: the call of the linear layer.
         start, end: the statements that compute the logits.
         loss: the statement that computes the loss.
         function: an expression for the loss function.
@@ -325,7 +313,7 @@ class Pair:
     """
 
     logits: str
-    head: str
+    call: ast.Call
     start: int
     end: int
     loss: int
@@ -333,6 +321,11 @@ class Pair:
     scale: ast.expr
     softcap: ast.expr
     condition: str
+
+    @property
+    def head(self) -> str:
+        """The path of the linear layer."""
+        return ast.unparse(self.call.func).removeprefix("self.")
 
 
 def unused(message: str) -> Refusal:
@@ -351,7 +344,7 @@ def find_pair(tree: ast.FunctionDef) -> Pair | None:
         return None
     name, written = logits_of(call), class_of_loss(tree.body[index])
     start = next((i for i, statement in enumerate(tree.body[:index]) if name in stored(statement)), None)
-    head = head_of(tree.body[start], name) if start is not None else None
+    head = head_call(tree.body[start], name) if start is not None else None
     if start is None or head is None:
         raise unused(f"{ast.unparse(call)}, and the logits are not the result of a layer of the module")
     end = start + 1
@@ -396,40 +389,41 @@ def is_constant(statement: ast.stmt) -> bool:
 
 def loss_call(statement: ast.stmt) -> ast.Call | None:
     """The call in ``if labels is not None: loss = self.loss_function(...)``, or of a loss that stands before it."""
-    if not isinstance(statement, ast.If) or statement.orelse or not is_same(statement.test, "labels is not None"):
-        return None
-    last = statement.body[-1]
-    if not isinstance(last, ast.Assign) or len(last.targets) != 1 or not isinstance(last.targets[0], ast.Name):
-        return None
-    call = last.value
-    if not isinstance(call, ast.Call):
-        return None
-    return call if is_same(call.func, "self.loss_function") or class_of_loss(statement) else None
+    match statement:
+        case ast.If(test, [*_, ast.Assign([ast.Name()], ast.Call() as call)], []) if is_same(
+            test, "labels is not None"
+        ) and (is_same(call.func, "self.loss_function") or class_of_loss(statement)):
+            return call
+    return None
 
 
 def class_of_loss(statement: ast.stmt) -> str:
     """CrossEntropyLoss in ``loss = CrossEntropyLoss(); ... = loss(logits.view(-1, vocab_size), labels.view(-1))``."""
-    *_, made, used = (None, *body_of(statement))
-    if not isinstance(made, ast.Assign) or not isinstance(used, ast.Assign) or not isinstance(used.value, ast.Call):
-        return ""
-    code, call = ast.unparse(made.value), used.value
-    asked = code.startswith(f"{LOSS}(") and code.endswith(")()")
-    words = logits_of(call) and len(call.args) == 2 and not call.keywords and is_same(call.args[1], "labels.view(-1)")
-    if not asked or not words or [ast.unparse(call.func)] != list(map(ast.unparse, made.targets)):
-        return ""
-    return code.removeprefix(f"{LOSS}(").removesuffix(")()")
+    match body_of(statement)[-2:]:
+        case [
+            ast.Assign([loss], ast.Call(ast.Call(looked_up, [written]), [], [])),
+            ast.Assign(value=ast.Call(called, [_, labels], []) as call),
+        ] if (
+            is_same(looked_up, LOSS)
+            and is_same(called, ast.unparse(loss))
+            and is_same(labels, "labels.view(-1)")
+            and logits_of(call)
+        ):
+            return ast.unparse(written)
+    return ""
 
 
 def logits_of(call: ast.Call) -> str:
     """The name of the logits in a call of a loss."""
-    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "logits")]
-    value = given[0] if len(given) == 1 else None
-    if isinstance(value, ast.Call) and not is_same(call.func, "self.loss_function"):
-        view, sizes = value.func, [ast.unparse(size) for size in value.args]
-        rows = isinstance(view, ast.Attribute) and view.attr == "view" and sizes[:1] == ["-1"] and len(sizes) == 2
+    match [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "logits")]:
+        case [ast.Name(name)]:
+            return name
         # The logits of a classifier with few classes are small, and its output needs them.
-        value = view.value if rows and sizes[1].endswith(".vocab_size") else None  # type: ignore[attr-defined]
-    return value.id if isinstance(value, ast.Name) else ""
+        case [ast.Call(ast.Attribute(ast.Name(name), "view"), [rows, ast.Attribute(attr="vocab_size")])] if is_same(
+            rows, "-1"
+        ) and not is_same(call.func, "self.loss_function"):
+            return name
+    return ""
 
 
 def device_reads(statement: ast.stmt, name: str) -> int:
@@ -471,18 +465,10 @@ def assigned(statement: ast.stmt, name: str) -> ast.expr | None:
 def head_call(statement: ast.stmt, name: str) -> ast.Call | None:
     """The call in ``logits = self.lm_head(hidden)``."""
     value = assigned(statement, name)
-    call = unwidened(value) if value is not None else None
-    if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
-        return None
-    layer = call.func
-    while isinstance(layer, ast.Attribute):
-        layer = layer.value
-    return call if is_same(layer, "self") and isinstance(call.func, ast.Attribute) else None
-
-
-def head_of(statement: ast.stmt, name: str) -> str | None:
-    call = head_call(statement, name)
-    return ast.unparse(call.func).removeprefix("self.") if call is not None else None
+    match unwidened(value) if value is not None else None:
+        case ast.Call(ast.Attribute() as layer, [argument], []) as call if is_attribute(layer):
+            return call if not isinstance(argument, ast.Starred) else None
+    return None
 
 
 @dataclass
@@ -512,13 +498,15 @@ class Transforms:
 
     def bound(self, statements: list[ast.stmt]) -> ast.expr | None:
         """softcap in ``logits = logits / softcap; logits = torch.tanh(logits); logits = logits * softcap``."""
-        values = [assigned(statement, self.name) for statement in statements]
-        if len(values) != 3 or not isinstance(values[0], ast.BinOp) or not isinstance(values[2], ast.BinOp):
-            return None
-        softcap = values[0].right
-        wanted = (f"{self.name} / {ast.unparse(softcap)}", f"torch.tanh({self.name})")
-        same = (*wanted, f"{self.name} * {ast.unparse(softcap)}") == tuple(map(ast.unparse, values))  # type: ignore[arg-type]
-        return softcap if same and is_attribute(softcap) else None
+        match [assigned(statement, self.name) for statement in statements]:
+            case [ast.BinOp(right=softcap) as divided, ast.Call() as bounded, ast.BinOp() as product] if (
+                is_attribute(softcap)
+                and is_same(divided, f"{self.name} / {ast.unparse(softcap)}")
+                and is_same(bounded, f"torch.tanh({self.name})")
+                and is_same(product, f"{self.name} * {ast.unparse(softcap)}")
+            ):
+                return softcap
+        return None
 
     def multiply(self, statement: ast.stmt) -> None:
         value = assigned(statement, self.name)
@@ -551,14 +539,11 @@ def transforms(statements: list[ast.stmt], name: str) -> tuple[ast.expr, ast.exp
 
 def defer_logits(tree: ast.FunctionDef, pair: Pair) -> None:
     """Change a forward so that it defers its logits if it computes a loss."""
-    computing = tree.body[pair.start : pair.end]
-    call = head_call(computing[0], pair.logits)
-    assert call is not None
-    head, hidden = ast.unparse(call.func), ast.unparse(call.args[0])
-    call.args = [ast.Name(HIDDEN, ast.Load())]
-    operands = (
-        f"self, {pair.function}, {head}, {SPLITS}, {HIDDEN}, {ast.unparse(pair.scale)}, {ast.unparse(pair.softcap)}"
-    )
+    computing, hidden = tree.body[pair.start : pair.end], ast.unparse(pair.call.args[0])
+    pair.call.args = [ast.Name(HIDDEN, ast.Load())]
+    parts = (pair.call.func, pair.scale, pair.softcap)
+    head, scale, softcap = map(ast.unparse, parts)
+    operands = f"self, {pair.function}, {head}, {SPLITS}, {HIDDEN}, {scale}, {softcap}"
     before = f"""
 {HIDDEN} = {hidden}
 {pair.logits} = {DEFER}({operands}) if {pair.condition} else None
