@@ -185,8 +185,7 @@ class Linear(dispatch.Pair, inputs=3):
 
     @staticmethod
     def backward(kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, low: Tensor, given: Given) -> Gradients:
-        found = kernels.linear_autocast_backward(dy, x, low, *needs)
-        return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
+        return kernels.linear_autocast_backward(dy, x, low, *needs)
 
     @staticmethod
     def differentiable_backward(needs: Needs, dy: Tensor, x: Tensor, low: Tensor, given: Given) -> Gradients:
@@ -246,8 +245,7 @@ class Mlp(dispatch.Pair, inputs=5):
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, product: Tensor, low: Tensor, low_bias: Tensor,
         low2: Tensor, given: Given, act: Activation,
     ) -> Gradients:  # fmt: skip
-        found = kernels.mlp_autocast_backward(dy, x, product, low, low_bias, low2, act.code, *act.defaults, *needs)
-        return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
+        return kernels.mlp_autocast_backward(dy, x, product, low, low_bias, low2, act.code, *act.defaults, *needs)
 
     @staticmethod
     def differentiable_backward(needs: Needs, dy: Tensor, x: Tensor, *args: Any) -> Gradients:
@@ -295,7 +293,7 @@ class Convolution(dispatch.Pair, inputs=3):
         dx, dweight, dbias = kernels.convolution_autocast_backward(dy, x, low, *options, for_x, for_weight, summed)
         if for_bias and not summed:
             dbias = dy.sum((0, 2, 3), dtype=torch.float32)
-        return dx if for_x else None, dweight if for_weight else None, dbias if for_bias else None
+        return dx, dweight, dbias
 
     @staticmethod
     def differentiable_backward(

@@ -142,13 +142,15 @@ class BatchNorm(dispatch.Pair, inputs=4):
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, residual: Tensor | None, bits: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, stats: Tensor, training: bool, eps: float, act: int,
     ) -> Gradients:  # fmt: skip
-        for_residual = act != 0 and needs[1]
-        found = kernels.batch_norm_backward(dy, x, weight, bias, stats, training, residual, bits, act, for_residual)
-        return _wanted(needs, dy, act, *found)
+        for_residual = act != 0 and needs[1]  # without an activation it is dy itself
+        dx, dresidual, dweight, dbias = kernels.batch_norm_backward(
+            dy, x, weight, bias, stats, training, residual, bits, act, for_residual
+        )
+        return dx, dresidual if act else dy, dweight, dbias
 
     @staticmethod
     def differentiable_backward(needs: Needs, dy: Tensor, *args: Any) -> Gradients:
-        return _wanted(needs, dy, args[-1], *decomposed_backward(dy, *args))
+        return decomposed_backward(dy, *args)
 
 
 class BatchNormInGraph(dispatch.Pair, inputs=4, materialize=False):
@@ -175,6 +177,27 @@ class BatchNormInGraph(dispatch.Pair, inputs=4, materialize=False):
         return BatchNorm.differentiable_backward(needs, dy, *args)
 
 
+# A graph that trains keeps the kernels, whose two passes Inductor does not reach, and updates the running statistics
+# with the moments. In eval the norm is elementwise, and Inductor fuses it with its neighbours.
+_in_graph = FAMILY.graph_op_of(BatchNormInGraph, "batch_norm", tuple[Tensor, Tensor])
+
+
+def _update(
+    running_mean: Tensor | None, running_var: Tensor | None, num_batches_tracked: Tensor | None, moments: Tensor,
+    momentum: float,
+) -> None:  # fmt: skip
+    """Update the running statistics after a norm in a graph."""
+    if running_mean is None or running_var is None:
+        return count(num_batches_tracked, True)
+    with torch.no_grad():
+        if dispatch.graph_holds_csrc() and is_count(num_batches_tracked, moments):  # one launch instead of three
+            torch.ops.fastlayers.batch_norm_update_(running_mean, running_var, num_batches_tracked, moments, momentum)
+            return None
+        count(num_batches_tracked, True)
+        for running, moment in ((running_mean, moments[0]), (running_var, moments[1])):
+            running.copy_((1 - momentum) * running.to(moment.dtype) + momentum * moment)
+
+
 def kept(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, stats: Tensor, bits: Tensor,
     act: int,
@@ -183,14 +206,6 @@ def kept(
     packed = is_packed(residual, act)
     recomputes = act != 0 and not packed
     return x, residual if recomputes else None, bits if packed else None, weight, bias if recomputes else None, stats
-
-
-def _wanted(
-    needs: Needs, dy: Tensor, act: int, dx: Tensor, dresidual: Tensor, dweight: Tensor, dbias: Tensor
-) -> Gradients:
-    """The gradients that are needed. Without an activation the residual's is dy itself."""
-    to_residual = (dresidual if act else dy) if needs[1] else None
-    return dx if needs[0] else None, to_residual, dweight if needs[2] else None, dbias if needs[3] else None
 
 
 def decomposed_backward(
@@ -253,83 +268,32 @@ def batch_norm(
             x, running_mean, running_var, weight, bias, training, momentum, eps, residual, None, num_batches_tracked
         )
         return bias_act.bias_act(z, None, act, {})
-    if torch.compiler.is_compiling():
-        if _graph_keeps_kernel(x, running_mean, running_var, weight, bias, training, eps, residual):
-            return _train_compiling(
-                x, running_mean, running_var, weight, bias, momentum, eps, residual, code, num_batches_tracked
-            )
-        count(num_batches_tracked, training)
-        return reference.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act)
+    arguments = (x, running_mean, running_var, weight, bias, training)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
-        reason = unsupported(x, running_mean, running_var, weight, bias, training, eps, residual)
+        reason = unsupported(*arguments, eps, residual)
         if reason is None:
             if not is_count(num_batches_tracked, x):
                 count(num_batches_tracked, training)
                 num_batches_tracked = None
             return BatchNorm.run(
-                kernels,
-                x,
-                residual,
-                weight,
-                bias,
-                running_mean,
-                running_var,
-                training,
-                momentum,
-                eps,
-                code,
+                kernels, x, residual, weight, bias, running_mean, running_var, training, momentum, eps, code,
                 num_batches_tracked,
-            )
+            )  # fmt: skip
         backends.refuse(reason)
-    count(num_batches_tracked, training)
-    if act == "relu" and residual is not None and backends.get_backend() is None:
-        # torch's norm and one pass for the rest: add_relu has a C++ kernel on CPU, where batch_norm has none.
-        z = reference.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, None, None)
-        return elementwise.add_relu(z, residual)
-    return dispatch.call_reference(
-        reference.batch_norm, x, running_mean, running_var, weight, bias, training, momentum, eps, residual, act
-    )
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
-# A graph that trains keeps the kernels, whose two passes Inductor does not reach, and updates the running statistics
-# with the moments. In eval the norm is elementwise, and Inductor fuses it with its neighbours.
-
-
-@FAMILY.graph_op("batch_norm")
-def _in_graph(
-    kernels: Kernels, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-    act: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return BatchNormInGraph.run(kernels, x, residual, weight, bias, eps, act)
-
-
-def _graph_keeps_kernel(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    training: bool, eps: float, residual: Tensor | None,
-) -> bool:  # fmt: skip
-    return (
+    elif (
         training
+        and torch.compiler.is_compiling()
         and dispatch.graph_keeps_kernel(x)
         and dispatch.wants_gradient(x, weight, bias, residual)
-        and unsupported(x, running_mean, running_var, weight, bias, training, eps, residual) is None
-    )
-
-
-def _train_compiling(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    momentum: float, eps: float, residual: Tensor | None, act: int, num_batches_tracked: Tensor | None,
-) -> Tensor:  # fmt: skip
-    y, moments = _in_graph(x, residual, weight, bias, eps, act)
-    if running_mean is None or running_var is None:
-        count(num_batches_tracked, True)
+        and unsupported(*arguments, eps, residual) is None
+    ):
+        y, moments = _in_graph(x, residual, weight, bias, eps, code)
+        _update(running_mean, running_var, num_batches_tracked, moments, momentum)
         return y
-    with torch.no_grad():
-        if dispatch.graph_holds_csrc() and is_count(num_batches_tracked, x):  # one launch instead of three
-            torch.ops.fastlayers.batch_norm_update_(running_mean, running_var, num_batches_tracked, moments, momentum)
-        else:
-            count(num_batches_tracked, True)
-            for running, moment in ((running_mean, moments[0]), (running_var, moments[1])):
-                running.copy_((1 - momentum) * running.to(moment.dtype) + momentum * moment)
-    return y
+    count(num_batches_tracked, training)
+    if act == "relu" and residual is not None and backends.get_backend() is None and not torch.compiler.is_compiling():
+        # torch's norm and one pass for the rest: add_relu has a C++ kernel on CPU, where batch_norm has none.
+        z = reference.batch_norm(*arguments, momentum, eps, None, None)
+        return elementwise.add_relu(z, residual)
+    return dispatch.call_reference(reference.batch_norm, *arguments, momentum, eps, residual, act)

@@ -1,7 +1,4 @@
-"""act(x + bias), or act(x): the choice between kernel and reference, and autograd.
-
-Under torch.compile it returns its reference: Inductor can fuse that with its neighbours, but not an opaque op.
-"""
+"""act(x + bias), or act(x): the choice between kernel and reference, and autograd."""
 
 from __future__ import annotations
 
@@ -75,15 +72,14 @@ class BiasAct(dispatch.Pair, inputs=2):
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, bias: Tensor | None, act: int,
         parameters: tuple[float, ...],
     ) -> Gradients:  # fmt: skip
-        dx, dbias = kernels.bias_act_backward(dy, x, bias, act, *as_two(parameters), needs[1])
-        return dx if needs[0] else None, dbias if needs[1] else None
+        return kernels.bias_act_backward(dy, x, bias, act, *as_two(parameters), needs[1])
 
     @staticmethod
     def differentiable_backward(
         needs: Needs, dy: Tensor, x: Tensor, bias: Tensor | None, act: int, parameters: tuple[float, ...]
     ) -> Gradients:
         dx = BY_CODE[act].backward(dy, x if bias is None else x + bias, *parameters)
-        return dx if needs[0] else None, dx.sum_to_size(x.shape[-1:]) if needs[1] else None
+        return dx, dx.sum_to_size(x.shape[-1:]) if needs[1] else None
 
 
 def _gains_nothing(x: Tensor, bias: object, act: str | None) -> bool:
@@ -92,12 +88,10 @@ def _gains_nothing(x: Tensor, bias: object, act: str | None) -> bool:
 
 def bias_act(x: Tensor, bias: Tensor | None, act: str | None, given: Mapping[str, float]) -> Tensor:
     parameters = parameters_of(act, given)
-    if torch.compiler.is_compiling():
-        return reference.bias_act(x, bias, act, parameters)
-    if act == "softplus" and isinstance(x, Tensor):
-        x = x.to(reference.norm_dtype("softplus", x))  # in float32 under autocast, as torch has it
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
+        if act == "softplus":
+            x = x.to(reference.norm_dtype("softplus", x))  # in float32 under autocast, as torch has it
         if backends.get_backend() is None and _gains_nothing(x, bias, act):
             return reference.bias_act(x, bias, act, parameters)
         reason = unsupported(x, bias, act)

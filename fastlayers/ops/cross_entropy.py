@@ -272,14 +272,6 @@ def cross_entropy(
             " logits that an operation computed"
         )
     options = Options(ignore_index, code, label_smoothing, softcap or 0.0, z_loss)
-    if torch.compiler.is_compiling():
-        # Inductor reaches half of the memory limit, so a graph keeps the kernel. It never writes the logits, even where
-        # ``inplace`` allows it.
-        if dispatch.graph_keeps_kernel(x):
-            out = result_dtype(x, None, None)
-            if unsupported(x, target, weight, options, out) is None:
-                return _in_graph(x, target, weight, *options, out)
-        return reference.cross_entropy(x, target, weight, *options)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if softcap is None and not z_loss and x.numel() < GPU_LEAST and backends.get_backend() is None:
@@ -293,6 +285,12 @@ def cross_entropy(
                 return _record_overwriting(dispatch.unwrap(x), (kernels, target, weight, options, out))
             return CrossEntropy.run(kernels, x, target, weight, options, out)
         backends.refuse(reason)
+    elif torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x):
+        # Inductor reaches half of the memory limit, so a graph keeps the kernel. It never writes the logits, even where
+        # ``inplace`` allows it.
+        out = result_dtype(x, None, None)
+        if unsupported(x, target, weight, options, out) is None:
+            return _in_graph(x, target, weight, *options, out)
     return dispatch.call_reference(reference.cross_entropy, x, target, weight, *options)
 
 

@@ -89,6 +89,8 @@ def _compiled(function: Callable[..., R]) -> Callable[..., R]:
 
 def call_reference(function: Callable[..., R], *args: Any) -> R:
     """``function(*args)`` for a function of :mod:`fastlayers.ops.reference`, compiled where that backend is forced."""
+    if torch.compiler.is_compiling():
+        return function(*args)
     if backends.get_backend() == "compile" and not must_decompose():
         return _compiled(function)(*args)
     try:
@@ -165,10 +167,15 @@ class Family(Generic[K]):
     def kernels_for(self, x: object) -> K | None:
         """The kernels for calls on ``x``, or None where the reference has to answer.
 
+        So it does under torch.compile: Inductor can fuse it with its neighbours, but not an opaque op. An op whose
+        kernels graphs hold has to ask before.
+
         Raises:
             BackendError: a kernel backend is forced and cannot serve.
             TypeError: x is neither a tensor nor a number.
         """
+        if torch.compiler.is_compiling():
+            return None
         if type(x) not in PLAIN:
             if not isinstance(x, Tensor | int | float | complex):
                 raise expected_tensor(x)
@@ -212,6 +219,11 @@ class Family(Generic[K]):
             self._in_graphs[csrc] = found
         return self._in_graphs[csrc]
 
+    def graph_op_of(self, pair: type[Pair], name: str, returns: Any = Tensor) -> Callable[..., Any]:
+        """``pair.run`` as an op of graphs, see :func:`graph_op`. ``returns`` is the type of its results."""
+        schema = _schema(pair.forward, skip=2, returns=returns)
+        return _define_graph_op(name, schema, lambda *args: pair.run(self.in_graphs(), *args))
+
     def graph_op(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """The same as :func:`graph_op` for ``function(kernels, *args)``, with the kernels of :meth:`in_graphs`."""
 
@@ -239,7 +251,7 @@ def _define_graph_op(name: str, schema: str, function: Callable[..., Any]) -> Ca
     return getattr(torch.ops.fastlayers, name).default
 
 
-def _schema(function: Callable[..., Any], skip: int = 0) -> str:
+def _schema(function: Callable[..., Any], skip: int = 0, returns: Any = None) -> str:
     """The schema of an op with this function's annotations, without the first ``skip`` parameters."""
     hints = typing.get_type_hints(function)
     parameters = list(inspect.signature(function).parameters.values())[skip:]
@@ -247,7 +259,7 @@ def _schema(function: Callable[..., Any], skip: int = 0) -> str:
     def declared() -> None: ...
 
     declared.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [p.replace(annotation=hints[p.name]) for p in parameters], return_annotation=hints["return"]
+        [p.replace(annotation=hints[p.name]) for p in parameters], return_annotation=returns or hints["return"]
     )
     return torch.library.infer_schema(declared, mutates_args=())
 
@@ -319,7 +331,7 @@ class Pair:
     - ``forward(kernels, needs, *args)`` returns ``(results, kept, rest)``: the tensors that backward needs, None where
       one is missing, and everything else that it needs.
     - ``backward(kernels, needs, *grads, *kept, *rest)`` returns a gradient, or None, for each of the first ``inputs``
-      arguments.
+      arguments; anything for those that need none.
     - ``differentiable_backward(needs, *grads, *kept, *rest)`` returns the same by torch ops, for a second derivative.
 
     ``needs`` says which of the first ``inputs`` arguments need a gradient; it is empty where nothing is recorded.
@@ -379,8 +391,11 @@ def backward(ctx, *grads):
     needs = ctx.needs_input_grad[:-1]
     for dy in grads:
         if dy is not None and needs_double_backward(dy):
-            return *pair.differentiable_backward(needs, *grads, *ctx.saved_tensors, *ctx.rest), None
-    return *pair.backward(ctx.kernels, needs, *grads, *ctx.saved_tensors, *ctx.rest), None
+            {inputs}, = pair.differentiable_backward(needs, *grads, *ctx.saved_tensors, *ctx.rest)
+            break
+    else:
+        {inputs}, = pair.backward(ctx.kernels, needs, *grads, *ctx.saved_tensors, *ctx.rest)
+    return {needed}, None
 """
 
 
@@ -392,6 +407,7 @@ def _generate(pair: type[Pair], inputs: int, materialize: bool) -> None:
     wants = [
         f"({t} is not None and {t}.requires_grad)" if t in optional else f"{t}.requires_grad" for t in names[:inputs]
     ]
+    needed = [f"{t} if needs[{i}] else None" for i, t in enumerate(names[:inputs])]
     unwrapped = [f"None if {t} is None else unwrap({t})" if t in optional else f"unwrap({t})" for t in names[:inputs]]
     source = _TEMPLATE.format(
         args=", ".join(names),
@@ -399,6 +415,7 @@ def _generate(pair: type[Pair], inputs: int, materialize: bool) -> None:
         rest=", ".join([*names[inputs:], ""]),
         wants_gradient=" or ".join(wants),
         unwrapped=", ".join(unwrapped),
+        needed=", ".join(needed),
     )
     made: dict[str, Any] = {
         "pair": pair,

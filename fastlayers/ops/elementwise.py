@@ -1,7 +1,4 @@
-"""relu_add, add_relu and mul: the choice between kernel and reference, and autograd.
-
-Under torch.compile these return their reference: Inductor can fuse that with its neighbours, but not an opaque op.
-"""
+"""relu_add, add_relu and mul: the choice between kernel and reference, and autograd."""
 
 from __future__ import annotations
 
@@ -180,12 +177,10 @@ def _relu_gradients(
     if needs[2] and dbias is None:
         assert bias_shape is not None
         dbias = dy.sum_to_size(bias_shape)
-    return gated if needs[0] else None, (gated if sum_first else dy) if needs[1] else None, dbias
+    return gated, gated if sum_first else dy, dbias
 
 
 def relu_add(x: Tensor, y: Tensor, bias: float | Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return reference.relu_add(x, y, bias)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if _eager_is_faster(x, y):
@@ -199,8 +194,6 @@ def relu_add(x: Tensor, y: Tensor, bias: float | Tensor) -> Tensor:
 
 
 def add_relu(x: Tensor, y: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return reference.add_relu(x, y)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if _eager_is_faster(x, y):
@@ -239,8 +232,6 @@ def _mul_gains_nothing(x: Tensor, y: object, kernels: Any) -> bool:
 
 
 def mul(x: Tensor, y: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return reference.mul(x, y)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if backends.get_backend() is None and _mul_gains_nothing(x, y, kernels):

@@ -1,7 +1,4 @@
-"""act(gate)·up, of two tensors or of one packed tensor, and a linear layer of it: kernel or reference, autograd.
-
-Under torch.compile these return their reference: Inductor can fuse that with its neighbours, but not an opaque op.
-"""
+"""act(gate)·up, of two tensors or of one packed tensor, and a linear layer of it: kernel or reference, autograd."""
 
 from __future__ import annotations
 
@@ -57,19 +54,15 @@ class Gated(dispatch.Pair, inputs=2):
 
     @staticmethod
     def backward(kernels: Kernels, needs: Needs, dy: Tensor, gate: Tensor, up: Tensor, act: int) -> Gradients:
-        dgate, dup = kernels.gated_backward(dy, gate, up, act)
-        return dgate if needs[0] else None, dup if needs[1] else None
+        return kernels.gated_backward(dy, gate, up, act)
 
     @staticmethod
     def differentiable_backward(needs: Needs, *args: Any) -> Gradients:
-        dgate, dup = _decomposed_backward(*args)
-        return dgate if needs[0] else None, dup if needs[1] else None
+        return _decomposed_backward(*args)
 
 
 def gated(gate: Tensor, up: Tensor, act: str | None) -> Tensor:
     code = activation(act).code
-    if torch.compiler.is_compiling():
-        return reference.gated(gate, up, act)
     kernels = FAMILY.kernels_for(gate)
     if kernels is not None:
         reason = elementwise.unsupported(gate, up, True) or dispatch.act_problem(act, gate)
@@ -129,7 +122,7 @@ def _linear_gradients(
             dgate, dup = _decomposed_backward(dh, gate, up, act)
         else:
             dgate, dup = dh, kernels.gated_backward_(dh, gate, up, act)
-    return dgate if needs[0] else None, dup if needs[1] else None, dweight, rows.sum(0) if needs[3] else None
+    return dgate, dup, dweight, rows.sum(0) if needs[3] else None
 
 
 def _unsupported_linear(gate: Tensor, weight: object, bias: object) -> str | None:
@@ -151,8 +144,6 @@ def _unsupported_linear(gate: Tensor, weight: object, bias: object) -> str | Non
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
     code = activation(act).code
-    if torch.compiler.is_compiling():
-        return reference.gated_linear(gate, up, weight, bias, act)
     kernels = FAMILY.kernels_for(gate)
     if kernels is None:
         return dispatch.call_reference(reference.gated_linear, gate, up, weight, bias, act)
@@ -200,8 +191,6 @@ def _unsupported_packed(x: Tensor, dim: int, act: str | None) -> str | None:
 
 def glu(x: Tensor, dim: int, act: str | None, gate_first: bool) -> Tensor:
     code = activation(act).code
-    if torch.compiler.is_compiling():
-        return reference.glu(x, dim, act, gate_first)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if act == "sigmoid" and not gate_first and x.numel() < elementwise.GPU_LEAST and backends.get_backend() is None:

@@ -73,16 +73,14 @@ class GroupNorm(dispatch.Pair, inputs=3):
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None,
         bias: Tensor | None, num_groups: int, eps: float, act: int,
     ) -> Gradients:  # fmt: skip
-        dx, dweight, dbias = kernels.group_norm_backward(dy, x, num_groups, weight, bias, stats, act)
-        return dx, dweight if needs[1] else None, dbias if needs[2] else None
+        return kernels.group_norm_backward(dy, x, num_groups, weight, bias, stats, act)
 
     @staticmethod
     def differentiable_backward(
         needs: Needs, dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
         eps: float, act: int,
     ) -> Gradients:  # fmt: skip
-        dx, dweight, dbias = decomposed_backward(dy, x, stats.dtype, weight, bias, num_groups, eps, act)
-        return dx, dweight if needs[1] else None, dbias if needs[2] else None
+        return decomposed_backward(dy, x, stats.dtype, weight, bias, num_groups, eps, act)
 
 
 def decomposed_backward(
@@ -127,8 +125,8 @@ def _in_graph(
     return GroupNorm.run(kernels, x, weight, bias, num_groups, eps, act, dtype, torch.contiguous_format)
 
 
-def _graph_keeps_kernel(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None) -> bool:
-    return dispatch.graph_keeps_kernel(x) and dispatch.is_image(x) and unsupported(x, num_groups, weight, bias) is None
+def _graph_keeps_kernel(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x) and dispatch.is_image(x)
 
 
 def group_norm(
@@ -137,10 +135,6 @@ def group_norm(
     code = activation(act).code
     if code >= NORM_CODES:
         return bias_act.bias_act(group_norm(x, num_groups, weight, bias, eps, None), None, act, {})
-    if torch.compiler.is_compiling():
-        if _graph_keeps_kernel(x, num_groups, weight, bias):
-            return _in_graph(x, weight, bias, num_groups, eps, code, reference.norm_dtype("group_norm", x))
-        return reference.group_norm(x, num_groups, weight, bias, eps, act)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         reason = unsupported(x, num_groups, weight, bias)
@@ -150,6 +144,8 @@ def group_norm(
                 dtype = reference.norm_dtype("group_norm", x)
             return GroupNorm.run(kernels, x, weight, bias, num_groups, eps, code, dtype, _layout(x))
         backends.refuse(reason)
+    elif _graph_keeps_kernel(x) and unsupported(x, num_groups, weight, bias) is None:
+        return _in_graph(x, weight, bias, num_groups, eps, code, reference.norm_dtype("group_norm", x))
     return dispatch.call_reference(reference.group_norm, x, num_groups, weight, bias, eps, act)
 
 
@@ -172,20 +168,14 @@ def instance_norm(
     if code >= NORM_CODES:
         z = instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, None)
         return bias_act.bias_act(z, None, act, {})
-    if torch.compiler.is_compiling():
-        if (
-            _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats) is None
-            and _graph_keeps_kernel(x, x.shape[1], weight, bias)
-        ):  # fmt: skip
-            return _in_graph(x, weight, bias, x.shape[1], eps, code, x.dtype)
-        return reference.instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act)
+    arguments = (x, running_mean, running_var, weight, bias, use_input_stats)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
-        reason = _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats)
+        reason = _instance_unsupported(*arguments)
         if reason is None:
             layout = None if x.is_contiguous() else torch.contiguous_format
             return GroupNorm.run(kernels, x, weight, bias, x.shape[1], eps, code, x.dtype, layout)
         backends.refuse(reason)
-    return dispatch.call_reference(
-        reference.instance_norm, x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act
-    )
+    elif _graph_keeps_kernel(x) and _instance_unsupported(*arguments) is None:
+        return _in_graph(x, weight, bias, x.shape[1], eps, code, x.dtype)
+    return dispatch.call_reference(reference.instance_norm, *arguments, momentum, eps, act)

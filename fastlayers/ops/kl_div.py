@@ -91,8 +91,7 @@ class KLDiv(dispatch.Pair, inputs=2):
     def backward(
         kernels: Kernels, needs: Needs, dy: Tensor, input: Tensor | None, target: Tensor, log_target: bool
     ) -> Gradients:
-        dinput, dtarget = kernels.kl_div_backward(dy, input, target, log_target, *needs)
-        return dinput if needs[0] else None, dtarget if needs[1] else None
+        return kernels.kl_div_backward(dy, input, target, log_target, *needs)
 
     @staticmethod
     def differentiable_backward(
@@ -106,7 +105,7 @@ class KLDiv(dispatch.Pair, inputs=2):
             else:
                 dtarget = torch.xlogy(dy, target) + weighted / target - dy * input
             dtarget = dtarget.to(target.dtype)
-        return -weighted.to(target.dtype) if needs[0] else None, dtarget
+        return -weighted.to(target.dtype), dtarget
 
 
 def kl_div(
@@ -114,8 +113,6 @@ def kl_div(
 ) -> Tensor:
     if size_average is not None or reduce is not None:
         reduction = legacy.legacy_get_string(size_average, reduce)
-    if torch.compiler.is_compiling():
-        return reference.kl_div(input, target, reduction, log_target)
     kernels = FAMILY.kernels_for(input)
     if kernels is not None:
         reason = elementwise.unsupported(input, target, True)
@@ -160,51 +157,36 @@ class Divergence(dispatch.Pair, inputs=2):
         kernels: Kernels, needs: Needs, dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None,
         stats: Tensor, ignore_index: int, beta: float, temperature: float,
     ) -> Gradients:  # fmt: skip
-        found = kernels.divergence_backward(
-            dlosses, student, teacher, labels, ignore_index, beta, temperature, stats, *needs
-        )
-        return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
+        options = (ignore_index, beta, temperature)
+        return kernels.divergence_backward(dlosses, student, teacher, labels, *options, stats, *needs)
 
     @staticmethod
     def differentiable_backward(
         needs: Needs, dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, stats: Tensor,
         ignore_index: int, beta: float, temperature: float,
     ) -> Gradients:  # fmt: skip
-        found = _decomposed_backward(dlosses, student, teacher, labels, ignore_index, beta, temperature)
-        return tuple(d if needed else None for d, needed in zip(found, needs, strict=True))
+        g = dlosses.unsqueeze(-1) / temperature
+        if labels is not None:
+            counts = (labels != ignore_index).unsqueeze(-1)
+            g = torch.where(counts, g, 0.0)
+            student, teacher = torch.where(counts, student, 0.0), torch.where(counts, teacher, 0.0)
+        log_q, log_p = (reference.log_softmax_at(t, temperature) for t in (student, teacher))
+        q, p = log_q.exp(), log_p.exp()
+
+        def gradient(share: float, probability: Tensor, difference: Tensor) -> Tensor:
+            difference = torch.where(probability > 0, difference, 0.0)
+            centred = difference - (probability * difference).sum(-1, keepdim=True)
+            return share * g * (probability * centred)
+
+        if beta == 0.0:
+            dstudent, dteacher = g * (q - p), gradient(1.0, p, log_p - log_q)
+        else:
+            log_m = reference.log_mixture(p, q, beta)
+            dstudent, dteacher = gradient(1.0 - beta, q, log_q - log_m), gradient(beta, p, log_p - log_m)
+        return dstudent.to(student.dtype), dteacher.to(teacher.dtype)
 
 
-def _decomposed_backward(
-    dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float,
-    temperature: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    g = dlosses.unsqueeze(-1) / temperature
-    if labels is not None:
-        counts = (labels != ignore_index).unsqueeze(-1)
-        g = torch.where(counts, g, 0.0)
-        student, teacher = torch.where(counts, student, 0.0), torch.where(counts, teacher, 0.0)
-    log_q, log_p = (reference.log_softmax_at(t, temperature) for t in (student, teacher))
-    q, p = log_q.exp(), log_p.exp()
-
-    def gradient(share: float, probability: Tensor, difference: Tensor) -> Tensor:
-        difference = torch.where(probability > 0, difference, 0.0)
-        centred = difference - (probability * difference).sum(-1, keepdim=True)
-        return share * g * (probability * centred)
-
-    if beta == 0.0:
-        dstudent, dteacher = g * (q - p), gradient(1.0, p, log_p - log_q)
-    else:
-        log_m = reference.log_mixture(p, q, beta)
-        dstudent, dteacher = gradient(1.0 - beta, q, log_q - log_m), gradient(beta, p, log_p - log_m)
-    return dstudent.to(student.dtype), dteacher.to(teacher.dtype)
-
-
-@FAMILY.graph_op("divergence")
-def _in_graph(
-    kernels: Kernels, student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, beta: float,
-    temperature: float,
-) -> Tensor:  # fmt: skip
-    return Divergence.run(kernels, student, teacher, labels, ignore_index, beta, temperature)
+_in_graph = FAMILY.graph_op_of(Divergence, "divergence")
 
 
 def _unsupported(student: Tensor, teacher: object, labels: object) -> str | None:
@@ -240,24 +222,19 @@ def divergence(
             f"expected labels of shape {tuple(student.shape[:-1])}, one for each row of logits, "
             f"but got {tuple(labels.shape)}"
         )
-    compiling = torch.compiler.is_compiling()
-    if compiling:
-        kernels = None
-        serves = dispatch.graph_keeps_kernel(student) and _unsupported(student, teacher, labels) is None
-    else:
-        kernels = FAMILY.kernels_for(student)
-        reason = None if kernels is None else _unsupported(student, teacher, labels)
-        serves = kernels is not None and reason is None
-        if reason is not None:
-            backends.refuse(reason)
-    if not serves:
-        args = (student, teacher, labels, ignore_index, beta, temperature, square, reduction)
-        return reference.divergence(*args) if compiling else dispatch.call_reference(reference.divergence, *args)
+    kernels = FAMILY.kernels_for(student)
+    in_graph = torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(student)
+    reason = _unsupported(student, teacher, labels) if in_graph or kernels is not None else None
+    if reason is not None and not in_graph:
+        backends.refuse(reason)
+    if reason is not None or not (in_graph or kernels is not None):
+        options = (labels, ignore_index, beta, temperature, square, reduction)
+        return dispatch.call_reference(reference.divergence, student, teacher, *options)
     classes = student.shape[-1]
     matrices = (student.reshape(-1, classes), teacher.reshape(-1, classes))
     flat = None if labels is None else labels.reshape(-1).contiguous()
-    options = (flat, ignore_index, float(beta), float(temperature))
-    losses = _in_graph(*matrices, *options) if compiling else Divergence.run(kernels, *matrices, *options)
+    numbers = (ignore_index, float(beta), float(temperature))
+    losses = _in_graph(*matrices, flat, *numbers) if in_graph else Divergence.run(kernels, *matrices, flat, *numbers)
     if reduction == "none":
         losses = losses.view(student.shape[:-1])
     dtype = _loss_dtype(student)

@@ -125,8 +125,11 @@ class LayerNorm(dispatch.Pair, inputs=3):
         return y, (x, weight, stats), (dims, eps, kind)
 
     @staticmethod
-    def backward(kernels: Kernels, needs: Needs, dy: Tensor, *args: Any) -> Gradients:
-        return _gradients(kernels, needs[1:], dy, None, *args)
+    def backward(
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, dims: int,
+        eps: float, kind: int,
+    ) -> Gradients:  # fmt: skip
+        return kernels.layer_norm_backward(dy, None, x, dims, weight, stats, kind, *needs[1:])
 
     @staticmethod
     def differentiable_backward(
@@ -161,36 +164,27 @@ class AddLayerNorm(dispatch.Pair, inputs=4, materialize=False):
     @staticmethod
     def backward(
         kernels: Kernels, needs: Needs, dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None,
-        stats: Tensor, dtype: torch.dtype, *rest: Any,
+        stats: Tensor, dtype: torch.dtype, dims: int, eps: float, kind: int,
     ) -> Gradients:  # fmt: skip
-        found = (ds, None, None) if dy is None else _gradients(kernels, needs[2:], dy, ds, s, weight, stats, *rest)
-        return _of_summands(needs, dtype, *found)
+        if dy is None:
+            return _of_summands(dtype, ds)
+        return _of_summands(dtype, *kernels.layer_norm_backward(dy, ds, s, dims, weight, stats, kind, *needs[2:]))
 
     @staticmethod
     def differentiable_backward(
         needs: Needs, dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None, stats: Tensor,
         dtype: torch.dtype, *rest: Any,
     ) -> Gradients:  # fmt: skip
-        found = (ds, None, None) if dy is None else decomposed_backward(dy, ds, s, weight, *rest, *needs[2:])
-        return _of_summands(needs, dtype, *found)
+        if dy is None:
+            return _of_summands(dtype, ds)
+        return _of_summands(dtype, *decomposed_backward(dy, ds, s, weight, *rest, *needs[2:]))
 
 
 def _of_summands(
-    needs: Needs, dtype: torch.dtype, ds: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
+    dtype: torch.dtype, ds: Tensor | None, dweight: Tensor | None = None, dbias: Tensor | None = None
 ) -> Gradients:
     """The gradients of x, which may be in low precision beside a float32 residual, residual, weight and bias."""
-    dx = ds if ds is None or ds.dtype is dtype else ds.to(dtype)
-    return dx if needs[0] else None, ds if needs[1] else None, dweight, dbias
-
-
-def _gradients(
-    kernels: Kernels, needs: Needs, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
-    dims: int, eps: float, kind: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of what was normalised, of the weight and of the bias. ``needs`` is that of weight and bias."""
-    for_weight, for_bias = needs
-    dx, dweight, dbias = kernels.layer_norm_backward(dy, ds, x, dims, weight, stats, kind, for_weight, for_bias)
-    return dx, dweight if for_weight else None, dbias if for_bias else None
+    return ds if ds is None or ds.dtype is dtype else ds.to(dtype), ds, dweight, dbias
 
 
 def decomposed_backward(
@@ -229,21 +223,37 @@ def _in_memory_order(x: Tensor, dims: int) -> list[int] | None:
     return None if repeated or order[rows:] != list(range(rows, x.dim())) else order
 
 
+_norm_in_graph = FAMILY.graph_op_of(LayerNorm, "layer_norm")
+_add_norm_in_graph = FAMILY.graph_op_of(AddLayerNorm, "add_layer_norm", tuple[Tensor, Tensor])
+
+
+def _trains_in_graph(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a graph that torch.compile makes keeps the kernels: if it trains.
+
+    Inductor's backward of a norm reaches 0.4 to 0.7 of the memory limit. In a graph that only runs forward Inductor is
+    near the limit, and fuses the norm with its neighbours.
+    """
+    return torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x) and dispatch.wants_gradient(x, *others)
+
+
 def _norm(
     x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int,
     dtype: torch.dtype | None,
 ) -> Tensor | None:  # fmt: skip
     """The norm by a kernel, None where the reference has to be called."""
     kernels = FAMILY.kernels_for(x)
-    if kernels is None:
+    if kernels is None and not _trains_in_graph(x, weight, bias):
         return None
     shape = tuple(shape)
+    dims = len(shape)
     reason = unsupported(x, x.dtype, shape, weight, bias, kind)
-    if reason is not None:
+    if kernels is None:
+        if reason is not None or (kind > 1 and not x.is_contiguous()):
+            return None
+    elif reason is not None:
         backends.refuse(reason)
         return None
-    dims = len(shape)
-    if kind > 1 and not x.is_contiguous():
+    elif kind > 1 and not x.is_contiguous():
         order = _in_memory_order(x, dims)
         if order is None:
             backends.refuse(f"the rows of an x with strides {x.stride()} do not follow each other")
@@ -258,6 +268,8 @@ def _norm(
     if own in reference.LOW_PRECISION:
         own = result_dtype(kind, x, weight)
     out = _written(own, dtype, x)
+    if kernels is None:
+        return _norm_in_graph(x, weight, bias, dims, eps, kind, out)
     return LayerNorm.run(kernels, x, weight, bias, dims, eps, kind, out)
 
 
@@ -267,10 +279,10 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """(norm(s), s), s = x + residual, by one kernel; None where the sum is torch's, and the norm a call of its own."""
     kernels = FAMILY.kernels_for(x)
-    if kernels is None:
+    if kernels is None and not _trains_in_graph(x, residual, weight, bias):
         return None
-    if residual is None:  # a norm like any other, unless there are two gradients to add
-        if not (torch.is_grad_enabled() and x.requires_grad and x.is_contiguous()):
+    if residual is None:  # a norm like any other, unless there are two gradients to add; in a graph Inductor does
+        if kernels is None or not (torch.is_grad_enabled() and x.requires_grad and x.is_contiguous()):
             return None
         total = x.dtype
     else:
@@ -284,6 +296,8 @@ def _add_norm(
         eps = _default_eps(total)
     own = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
     out = _written(own, dtype, x)
+    if kernels is None:
+        return _add_norm_in_graph(x, residual, weight, bias, len(shape), eps, kind, out)
     return AddLayerNorm.run(kernels, x, residual, weight, bias, len(shape), eps, kind, out)
 
 
@@ -302,9 +316,6 @@ def _adds(x: Tensor, residual: Tensor) -> bool:
 def layer_norm(
     x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None
 ) -> Tensor:
-    if torch.compiler.is_compiling():
-        y = _norm_compiling(x, shape, weight, bias, eps, LAYER, dtype)
-        return _cast(reference.layer_norm(x, shape, weight, bias, eps) if y is None else y, dtype)
     y = _norm(x, shape, weight, bias, eps, LAYER, dtype)
     return _cast(dispatch.call_reference(reference.layer_norm, x, shape, weight, bias, eps) if y is None else y, dtype)
 
@@ -312,11 +323,7 @@ def layer_norm(
 def rms_norm(
     x: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str, dtype: torch.dtype | None = None
 ) -> Tensor:
-    kind = _rms_kind(casting)
-    if torch.compiler.is_compiling():
-        y = _norm_compiling(x, shape, weight, None, eps, kind, dtype)
-        return _cast(reference.rms_norm(x, shape, weight, eps, casting) if y is None else y, dtype)
-    y = _norm(x, shape, weight, None, eps, kind, dtype)
+    y = _norm(x, shape, weight, None, eps, _rms_kind(casting), dtype)
     return _cast(dispatch.call_reference(reference.rms_norm, x, shape, weight, eps, casting) if y is None else y, dtype)
 
 
@@ -324,10 +331,7 @@ def add_layer_norm(
     x: Tensor, residual: Tensor | None, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if torch.compiler.is_compiling():
-        both = _add_norm_compiling(x, residual, shape, weight, bias, eps, LAYER, dtype)
-    else:
-        both = _add_norm(x, residual, shape, weight, bias, eps, LAYER, dtype)
+    both = _add_norm(x, residual, shape, weight, bias, eps, LAYER, dtype)
     if both is None:
         s = x if residual is None else x + residual
         return layer_norm(s, shape, weight, bias, eps, dtype), s
@@ -338,70 +342,8 @@ def add_rms_norm(
     x: Tensor, residual: Tensor | None, shape: Shape, weight: Tensor | None, eps: float | None, casting: str,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    kind = _rms_kind(casting)
-    if torch.compiler.is_compiling():
-        both = _add_norm_compiling(x, residual, shape, weight, None, eps, kind, dtype)
-    else:
-        both = _add_norm(x, residual, shape, weight, None, eps, kind, dtype)
+    both = _add_norm(x, residual, shape, weight, None, eps, _rms_kind(casting), dtype)
     if both is None:
         s = x if residual is None else x + residual
         return rms_norm(s, shape, weight, eps, casting, dtype), s
     return _cast(both[0], dtype), both[1]
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
-# Inductor's backward of a norm reaches 0.4 to 0.7 of the memory limit, so a graph that trains keeps the kernels. One
-# that only runs forward gets the reference: there Inductor is near the limit, and fuses the norm with its neighbours.
-
-
-@FAMILY.graph_op("layer_norm")
-def _norm_in_graph(
-    kernels: Kernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float, kind: int,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return LayerNorm.run(kernels, x, weight, bias, dims, eps, kind, dtype)
-
-
-@FAMILY.graph_op("add_layer_norm")
-def _add_norm_in_graph(
-    kernels: Kernels, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int, eps: float,
-    kind: int, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return AddLayerNorm.run(kernels, x, residual, weight, bias, dims, eps, kind, dtype)
-
-
-def _norm_compiling(
-    x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: int,
-    dtype: torch.dtype | None,
-) -> Tensor | None:  # fmt: skip
-    shape = tuple(shape)
-    if (
-        not dispatch.graph_keeps_kernel(x)
-        or not dispatch.wants_gradient(x, weight, bias)
-        or (kind > 1 and not x.is_contiguous())
-        or unsupported(x, x.dtype, shape, weight, bias, kind) is not None
-    ):
-        return None
-    eps = _default_eps(x.dtype) if eps is None else eps
-    out = _written(result_dtype(kind, x, weight), dtype, x)
-    return _norm_in_graph(x, weight, bias, len(shape), eps, kind, out)
-
-
-def _add_norm_compiling(
-    x: Tensor, residual: Tensor | None, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float | None,
-    kind: int, dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    shape = tuple(shape)
-    if (
-        residual is None  # an op may not return its argument; Inductor adds the two gradients
-        or not dispatch.graph_keeps_kernel(x)
-        or not dispatch.wants_gradient(x, residual, weight, bias)
-        or not _adds(x, residual)
-        or unsupported(x, residual.dtype, shape, weight, bias, kind) is not None
-    ):
-        return None
-    total = residual.dtype
-    eps = _default_eps(total) if eps is None else eps
-    own = torch.float32 if total == torch.float32 else result_dtype(kind, x, weight)
-    out = _written(own, dtype, x)
-    return _add_norm_in_graph(x, residual, weight, bias, len(shape), eps, kind, out)

@@ -577,7 +577,7 @@ class LinearCrossEntropyInGraph(dispatch.Pair, inputs=3):
         else:
             factor = dy * left if left.dim() == 0 else dy
             found = [_scaled(g, factor) if needed else g for g, needed in zip((dh, dw, db), needs, strict=True)]
-        return tuple(g if needed else None for g, needed in zip(found, needs, strict=True))
+        return tuple(found)
 
     @staticmethod
     def differentiable_backward(needs: Needs, *args: Any) -> tuple[Tensor | None, ...]:

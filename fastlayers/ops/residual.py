@@ -1,7 +1,4 @@
-"""dropout_add and scale_add: the choice between kernel and reference, the random numbers, and autograd.
-
-Under torch.compile these return their reference: Inductor can fuse that with its neighbours, but not an opaque op.
-"""
+"""dropout_add and scale_add: the choice between kernel and reference, the random numbers, and autograd."""
 
 from __future__ import annotations
 
@@ -152,15 +149,14 @@ class DropoutAdd(dispatch.Pair, inputs=2):
         kernels: Kernels, needs: Needs, dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype, strides: tuple[int, ...]
     ) -> Gradients:
         dx = kernels.dropout_add(dispatch.with_strides(dy, strides), None, p, seed, dtype) if needs[0] else None
-        return dx, dy if needs[1] else None
+        return dx, dy
 
     @staticmethod
     def differentiable_backward(
         needs: Needs, dy: Tensor, seed: Tensor, p: float, dtype: torch.dtype, strides: tuple[int, ...]
     ) -> Gradients:
         mask = dropout_mask(seed, dy.shape, strides, p)
-        dx = (dy * (mask.to(dy.dtype) * (1.0 / (1.0 - p)))).to(dtype) if needs[0] else None
-        return dx, dy if needs[1] else None
+        return (dy * (mask.to(dy.dtype) * (1.0 / (1.0 - p)))).to(dtype), dy
 
 
 class ScaleAdd(dispatch.Pair, inputs=3):
@@ -182,32 +178,29 @@ class ScaleAdd(dispatch.Pair, inputs=3):
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor | None, gamma: Tensor | None, keep: Tensor | None,
         scale: float, dtype: torch.dtype,
     ) -> Gradients:  # fmt: skip
-        for_x, for_gamma, for_residual = needs
         dx = dgamma = None
-        if for_gamma:
+        if needs[1]:
             assert x is not None
             assert gamma is not None
             dx, dgamma = kernels.scale_add_backward(dy, x, gamma, keep, scale)
-        elif for_x:
+        elif needs[0]:
             dx = kernels.scale_add(dy, gamma, None, keep, scale, dtype)
-        return dx if for_x else None, dgamma, dy if for_residual else None
+        return dx, dgamma, dy
 
     @staticmethod
     def differentiable_backward(
         needs: Needs, dy: Tensor, x: Tensor | None, gamma: Tensor | None, keep: Tensor | None, scale: float,
         dtype: torch.dtype,
     ) -> Gradients:  # fmt: skip
-        for_x, for_gamma, for_residual = needs
         d = dy * scale
         if keep is not None:
             d = d * keep.to(dy.dtype).view(-1, *[1] * (dy.dim() - 1))
         dgamma = None
-        if for_gamma:
+        if needs[1]:
             assert x is not None
             assert gamma is not None
             dgamma = (d * x).sum_to_size(gamma.shape).to(gamma.dtype)
-        dx = (d if gamma is None else d * gamma).to(dtype) if for_x else None
-        return dx, dgamma, dy if for_residual else None
+        return (d if gamma is None else d * gamma).to(dtype), dgamma, dy
 
 
 #: Whether dropout_add draws torch's own masks, by torch's own kernel.
@@ -226,7 +219,7 @@ def masks_of_torch() -> Iterator[None]:
 
 
 def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
-    if _masks_of_torch or torch.compiler.is_compiling():
+    if _masks_of_torch:
         return reference.dropout_add(x, residual, p, training)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
@@ -246,8 +239,6 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor
 def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: float, training: bool) -> Tensor:
     if not 0.0 <= drop_path <= 1.0:
         raise ValueError(f"drop_path is a probability, from 0 to 1, but got {drop_path}")
-    if torch.compiler.is_compiling():
-        return reference.scale_add(x, gamma, residual, drop_path, training)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         drops = training and drop_path > 0.0

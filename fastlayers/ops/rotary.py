@@ -245,8 +245,6 @@ def rotary(
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     rotated = _rotary_dim(cos, rotary_dim)
-    if torch.compiler.is_compiling():
-        return reference.rotary(q, k, cos, sin, interleaved, rotated, dtype)
     kernels = FAMILY.kernels_for(q)
     if kernels is not None:
         reason = _problem(q, k, cos, sin)

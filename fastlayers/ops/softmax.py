@@ -114,11 +114,7 @@ def _decomposed_backward(
     return (dx if mask is None else torch.where(mask, dx, 0.0)).to(dtype)
 
 
-@FAMILY.graph_op("softmax")
-def _in_graph(
-    kernels: Kernels, x: Tensor, mask: Tensor | None, dim: int, scale: float, log: bool, dtype: torch.dtype
-) -> Tensor:
-    return Softmax.run(kernels, x, mask, dim, scale, log, dtype)
+_in_graph = FAMILY.graph_op_of(Softmax, "softmax")
 
 
 def softmax(
@@ -126,13 +122,6 @@ def softmax(
 ) -> Tensor:
     factor = 1.0 if scale is None else _number(scale)
     reference_op = reference.log_softmax if log else reference.softmax
-    if torch.compiler.is_compiling():
-        # Inductor's row reductions reach half of the memory limit on long rows, so a graph keeps the kernel.
-        if dispatch.graph_keeps_kernel(x):
-            out = result_dtype(x, mask, dtype)
-            if unsupported(x, dim, factor, mask, out, False) is None:
-                return _in_graph(x, mask, dim % x.dim(), factor, log, out)
-        return reference_op(x, dim, scale, mask, dtype)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         if scale is None and mask is None and x.numel() < GPU_LEAST and backends.get_backend() is None:
@@ -146,6 +135,11 @@ def softmax(
                 dim += x.dim()
             return Softmax.run(kernels, x, mask, dim, factor, log, out)
         backends.refuse(reason)
+    elif torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x):
+        # Inductor's row reductions reach half of the memory limit on long rows, so a graph keeps the kernel.
+        out = result_dtype(x, mask, dtype)
+        if unsupported(x, dim, factor, mask, out, False) is None:
+            return _in_graph(x, mask, dim % x.dim(), factor, log, out)
     return dispatch.call_reference(reference_op, x, dim, scale, mask, dtype)
 
 

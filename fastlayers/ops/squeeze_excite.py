@@ -3,8 +3,6 @@
 x gets two gradients, dy·gate from the product and dmean / (H·W) from the mean, and autograd would write both and then
 their sum. Here the two Functions work together: the product passes dy itself and the gate to the mean, which writes
 dx = dy·gate + dmean / (H·W) at once.
-
-Under torch.compile the reference is called: Inductor can fuse that with its neighbours, but not an opaque op.
 """
 
 from __future__ import annotations
@@ -132,8 +130,6 @@ def _unsupported(x: Tensor) -> str | None:
 
 def squeeze(x: Tensor, mean: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | Link]:
     """``(mean(x), x)`` for a ``mean`` over space, (N, C, 1, 1); x as a link where :func:`excite` gains by it."""
-    if torch.compiler.is_compiling():
-        return mean(x), x
     kernels = FAMILY.kernels_for(x)
     if kernels is None:
         return mean(x), x
@@ -212,7 +208,5 @@ def convolution_of_product(layer: Callable[[Tensor], Tensor], product: Tensor) -
 
 
 def squeeze_excite(x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
-    if torch.compiler.is_compiling():
-        return reference.squeeze_excite(x, gate)
     mean, squeezed = squeeze(x, reference.spatial_mean)
     return excite(squeezed, gate(mean))

@@ -130,14 +130,7 @@ class VerifyReport(Report):
     def to_dict(self) -> dict[str, Any]:
         """The report as plain Python data."""
         rows = [{**vars(comparison), "ok": comparison.ok} for comparison in self.comparisons]
-        return {
-            "ok": self.ok,
-            "training": self.training,
-            "patched": self.patched,
-            "first_difference": self.first_difference,
-            "first_gradient_difference": self.first_gradient_difference,
-            "comparisons": rows,
-        }
+        return {"ok": self.ok, **vars(self), "comparisons": rows}
 
 
 @dataclass(frozen=True)
