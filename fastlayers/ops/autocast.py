@@ -162,14 +162,8 @@ class Given:
 
 
 def differentiate(function: Callable[..., Tensor], given: Given, needs: Needs, x: Tensor, dy: Tensor) -> Gradients:
-    """The gradients of ``function(x, *parameters)`` that are needed, with a graph of their own."""
-    with torch.enable_grad():
-        # Of aliases: an argument may itself depend on another one.
-        aliases = [t if t is None else t.view_as(t) for t in (x, *given.unchanged())]
-        out = function(*aliases)
-    wanted = [t for t, needed in zip(aliases, needs, strict=True) if t is not None and needed]
-    found = iter(torch.autograd.grad(out, wanted, dy, create_graph=True))
-    return tuple(next(found) if needed else None for needed in needs)
+    """The gradients of ``function(x, *parameters)`` that are needed."""
+    return dispatch.differentiate(function, (x, *given.unchanged()), needs, dy)
 
 
 # -- a linear layer ----------------------------------------------------------------------------------------------------

@@ -50,7 +50,6 @@ def unsupported(x: Tensor, bias: object, act: str | None) -> str | None:
     if bias is not None:
         if not dispatch.is_plain(bias):
             return f"the bias is a {type(bias).__name__}; kernels take a plain tensor"
-        assert isinstance(bias, Tensor)
         if bias.dtype != dtype or bias.get_device() != x.get_device() or bias.shape != x.shape[-1:] or x.dim() == 0:
             given = f"{bias.dtype}, shape {tuple(bias.shape)} on {bias.device}"
             return f"a bias of {given}, for {dtype}, {tuple(x.shape)} on {x.device}; kernels take one over the last dim"

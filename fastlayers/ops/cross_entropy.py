@@ -82,8 +82,7 @@ class Options(NamedTuple):
 
 
 def _scores(logits: Tensor, softcap: float) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return softcap * torch.tanh(wide / softcap) if softcap else wide
+    return reference.capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
 
 
 class _Rows(NamedTuple):
@@ -169,7 +168,6 @@ def unsupported(x: Tensor, target: object, weight: Tensor | None, options: Optio
         return f"no kernel from {given} to {out}"
     if not dispatch.is_plain(target):
         return f"the target is a {type(target).__name__}; kernels take a plain tensor"
-    assert isinstance(target, Tensor)
     if target.dtype != torch.int64:
         return f"the target is {target.dtype}; kernels take classes as int64, and torch's own serve probabilities"
     if target.get_device() != x.get_device():

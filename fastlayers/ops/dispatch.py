@@ -11,10 +11,10 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ Gradients: TypeAlias = tuple[Tensor | None, ...]
 # ---- the guard -------------------------------------------------------------------------------------------------------
 
 
-def is_plain(t: object) -> bool:
+def is_plain(t: object) -> TypeGuard[Tensor]:
     """Whether ``t`` is a tensor that a kernel may be handed."""
     return type(t) in PLAIN
 
@@ -108,6 +108,23 @@ def not_tensors(error: AttributeError, *args: object) -> Exception:
     """The error of an argument that lacks an attribute since it is not a tensor; any other AttributeError as it is."""
     given = any(error.obj is value for value in args) and not isinstance(error.obj, Tensor)
     return expected_tensor(error.obj) if given else error
+
+
+# ---- derivatives of a composition ------------------------------------------------------------------------------------
+
+
+def differentiate(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor
+) -> Gradients:
+    """The gradients of ``function(*tensors)`` that are needed, under ``create_graph`` with a graph of their own."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Of aliases: an argument may itself depend on another one.
+        aliases = [t if t is None else t.view_as(t) for t in tensors]
+        out = function(*aliases)
+    wanted = [t for t, needed in zip(aliases, needs, strict=True) if t is not None and needed]
+    found = iter(torch.autograd.grad(out, wanted, dy, create_graph=create_graph))
+    return tuple(next(found) if needed else None for needed in needs)
 
 
 # ---- the raw ops of a family -----------------------------------------------------------------------------------------

@@ -96,7 +96,6 @@ def unsupported(x: Tensor, y: object, same_shape: bool) -> str | None:
     """Why no kernel takes this pair, None where one does."""
     if not dispatch.is_plain(y):
         return f"it takes plain tensors, and got {type(y).__name__}"
-    assert isinstance(y, Tensor)
     if x.dtype != y.dtype or x.dtype not in dispatch.FLOATING:
         return f"the operands are {x.dtype} and {y.dtype}; kernels take one floating dtype"
     if x.device != y.device:
@@ -113,7 +112,6 @@ def _unsupported_bias(x: Tensor, bias: object, backend: str) -> str | None:
         return None
     if not dispatch.is_plain(bias):
         return f"the bias is a {type(bias).__name__}; kernels take a number or a plain tensor"
-    assert isinstance(bias, Tensor)
     if backend == "cpu":
         return "the bias is a tensor; the C++ kernel takes a number"
     if bias.dtype != x.dtype or bias.device != x.device or not dispatch.broadcasts_to(bias.shape, x.shape):

@@ -129,17 +129,14 @@ def _unsupported_linear(gate: Tensor, weight: object, bias: object) -> str | Non
     """Why no kernel takes a linear layer of these on the product of a gate, None where one does."""
     if not (dispatch.is_plain(weight) and (bias is None or dispatch.is_plain(bias))):
         return f"weight and bias are {type(weight).__name__} and {type(bias).__name__}; it takes plain tensors"
-    assert isinstance(weight, Tensor)
     shape, dtype = weight.shape, autocast.dtype_of(gate)
     if gate.dim() == 0 or len(shape) != 2 or shape[1] != gate.shape[-1] or shape[0] == 0:
         return f"a weight of shape {tuple(shape)} for {tuple(gate.shape)}"
     if weight.layout is not torch.strided or autocast.dtype_of(weight) is not dtype or weight.device != gate.device:
         return f"a weight of {weight.dtype}, {weight.layout} on {weight.device}, for {dtype} on {gate.device}"
-    if bias is not None:
-        assert isinstance(bias, Tensor)
-        if bias.shape != shape[:1] or autocast.dtype_of(bias) is not dtype or bias.device != gate.device:
-            return f"a bias of {bias.dtype}, shape {tuple(bias.shape)} on {bias.device}, for {dtype}, {tuple(shape)}"
-    return None
+    if bias is None or (bias.shape == shape[:1] and autocast.dtype_of(bias) is dtype and bias.device == gate.device):
+        return None
+    return f"a bias of {bias.dtype}, shape {tuple(bias.shape)} on {bias.device}, for {dtype}, {tuple(shape)}"
 
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:

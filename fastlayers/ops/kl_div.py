@@ -165,25 +165,11 @@ class Divergence(dispatch.Pair, inputs=2):
         needs: Needs, dlosses: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, stats: Tensor,
         ignore_index: int, beta: float, temperature: float,
     ) -> Gradients:  # fmt: skip
-        g = dlosses.unsqueeze(-1) / temperature
-        if labels is not None:
-            counts = (labels != ignore_index).unsqueeze(-1)
-            g = torch.where(counts, g, 0.0)
-            student, teacher = torch.where(counts, student, 0.0), torch.where(counts, teacher, 0.0)
-        log_q, log_p = (reference.log_softmax_at(t, temperature) for t in (student, teacher))
-        q, p = log_q.exp(), log_p.exp()
+        def compose(student: Tensor, teacher: Tensor) -> Tensor:
+            q, p = student.to(dlosses.dtype), teacher.to(dlosses.dtype)
+            return reference.divergence(q, p, labels, ignore_index, beta, temperature, False, "none")
 
-        def gradient(share: float, probability: Tensor, difference: Tensor) -> Tensor:
-            difference = torch.where(probability > 0, difference, 0.0)
-            centred = difference - (probability * difference).sum(-1, keepdim=True)
-            return share * g * (probability * centred)
-
-        if beta == 0.0:
-            dstudent, dteacher = g * (q - p), gradient(1.0, p, log_p - log_q)
-        else:
-            log_m = reference.log_mixture(p, q, beta)
-            dstudent, dteacher = gradient(1.0 - beta, q, log_q - log_m), gradient(beta, p, log_p - log_m)
-        return dstudent.to(student.dtype), dteacher.to(teacher.dtype)
+        return dispatch.differentiate(compose, (student, teacher), needs, dlosses)
 
 
 _in_graph = FAMILY.graph_op_of(Divergence, "divergence")
@@ -198,7 +184,6 @@ def _unsupported(student: Tensor, teacher: object, labels: object) -> str | None
         return None
     if not dispatch.is_plain(labels):
         return f"it takes plain tensors, and got labels of {type(labels).__name__}"
-    assert isinstance(labels, Tensor)
     if labels.dtype != torch.int64 or labels.device != student.device:
         return f"the labels are {labels.dtype} on {labels.device}; the kernels take int64 on {student.device}"
     return None

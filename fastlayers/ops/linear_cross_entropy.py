@@ -25,11 +25,8 @@ from torch.nn import _reduction
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, elementwise, reference
-from fastlayers.ops.cross_entropy import cross_entropy_chunk_
+from fastlayers.ops.cross_entropy import MEAN, NONE, cross_entropy_chunk_
 from fastlayers.ops.dispatch import Needs
-
-#: The codes that torch has for ``reduction``.
-NONE, MEAN, SUM = 0, 1, 2
 
 #: Elements of the logits from which a call that is left alone is chunked. Below, memory is no concern, and of three
 #: products in the forward two are in vain where no backward follows.
@@ -365,18 +362,12 @@ def _decomposed_backward(
     rest: Rest, wanted: tuple[bool, ...],
 ) -> Gradients:  # fmt: skip
     """The backward in torch ops, with whole logits, for second derivatives."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(hidden.device.type, rest.low, enabled=rest.low is not None):
-        # As nodes of their own: hidden may have come from the weight, as that of an embedding, and the way through
-        # hidden is not this function's.
-        leaves = [t if t is None else t.view_as(t) for t in (hidden, weight, bias)]
-        h, w, b = leaves
-        assert h is not None
-        assert w is not None
-        out = reference.linear_cross_entropy(h, w, b, target, class_weight, *rest.loss)
-        inputs = [leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants and leaf is not None]
-        found = iter(torch.autograd.grad(out, inputs, dy, create_graph=create_graph))
-    return Gradients(*(next(found) if wants else None for wants in wanted))
+
+    def compose(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return reference.linear_cross_entropy(hidden, weight, bias, target, class_weight, *rest.loss)
+
+    with torch.autocast(hidden.device.type, rest.low, enabled=rest.low is not None):
+        return Gradients(*dispatch.differentiate(compose, (hidden, weight, bias), wanted, dy))
 
 
 # ---- which calls -----------------------------------------------------------------------------------------------------

@@ -240,12 +240,16 @@ def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, p: float, train
 _REDUCTIONS = ("none", "mean", "sum")  # by torch's codes
 
 
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """softcap·tanh(scores/softcap); the scores themselves where the softcap is 0."""
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
 def cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float,
     softcap: float, z_loss: float,
 ) -> Tensor:  # fmt: skip
-    if softcap:
-        x = softcap * torch.tanh(x / softcap)
+    x = capped(x, softcap)
     loss = F.cross_entropy(
         x, target, weight, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction], label_smoothing=label_smoothing
     )

@@ -95,7 +95,6 @@ def unsupported(x: Tensor, residual: object) -> str | None:
     """Why no kernel adds a multiple of x to the residual, None where one does."""
     if not dispatch.is_plain(residual):
         return f"it takes plain tensors, and got {type(residual).__name__}"
-    assert isinstance(residual, Tensor)
     to, dtype = residual.dtype, x.dtype
     if dtype not in dispatch.FLOATING or (
         to != dtype and not (to == torch.float32 and dtype in reference.LOW_PRECISION)
@@ -117,7 +116,6 @@ def _unsupported_gamma(x: Tensor, gamma: object, residual: Tensor) -> str | None
         return None
     if not dispatch.is_plain(gamma):
         return f"gamma is a {type(gamma).__name__}; kernels take a plain tensor"
-    assert isinstance(gamma, Tensor)
     if (
         (gamma.dtype == x.dtype or (gamma.dtype == torch.float32 == residual.dtype))
         and gamma.get_device() == x.get_device()

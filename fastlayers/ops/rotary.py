@@ -214,7 +214,6 @@ def _problem(q: Tensor, k: object, cos: object, sin: object) -> str | None:
     for t in (cos, sin) if k is None else (k, cos, sin):
         if not dispatch.is_plain(t):
             return f"it takes plain tensors, and got {type(t).__name__}"
-        assert isinstance(t, Tensor)
         if t.device != q.device:
             return f"the operands are on {q.device} and {t.device}"
     assert isinstance(cos, Tensor)

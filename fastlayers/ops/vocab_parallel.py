@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from fastlayers.ops import reference
+from fastlayers.ops.cross_entropy import MEAN, NONE
 from fastlayers.ops.dispatch import Gradients
-
-#: The codes that torch has for ``reduction``.
-NONE, MEAN = 0, 1
+from fastlayers.ops.reference import capped
 
 #: Elements that are copied to float32 at once. The logits are the largest tensor of all.
 AT_ONCE = 2**24
@@ -33,10 +32,6 @@ class Options(NamedTuple):
     label_smoothing: float
     softcap: float
     z_loss: float
-
-
-def _capped(scores: Tensor, softcap: float) -> Tensor:
-    return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def _first_class(options: Options, columns: int) -> int:
@@ -86,9 +81,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         mine = kept & (flat >= first) & (flat < first + columns)
         classes = torch.where(mine, flat - first, 0)
         own = rows.gather(1, classes.unsqueeze(1)).squeeze(1)
-        own = _capped(own.to(torch.promote_types(own.dtype, torch.float32)), softcap)
+        own = capped(own.to(torch.promote_types(own.dtype, torch.float32)), softcap)
         parts = rows.split(_at_once(columns))
-        local = torch.cat([torch.logsumexp(_capped(part.to(own.dtype), softcap), 1) for part in parts])
+        local = torch.cat([torch.logsumexp(capped(part.to(own.dtype), softcap), 1) for part in parts])
         greatest = torch.cat((local, own.new_full((1,), columns), own.new_full((1,), -columns)))
         dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
         if start is None:
@@ -96,7 +91,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         greatest = greatest[:-2]
         terms = [torch.exp(local - greatest), torch.where(mine, own, 0.0), mine.to(own.dtype)]
         if smoothing:
-            summed = torch.cat([_capped(part.to(own.dtype), softcap).sum(1) for part in parts])
+            summed = torch.cat([capped(part.to(own.dtype), softcap).sum(1) for part in parts])
             terms += [summed, torch.full_like(own, columns)]
         sums = torch.stack(terms)
         dist.all_reduce(sums, dist.ReduceOp.SUM, group)
@@ -130,7 +125,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         parts = [part.split(_at_once(columns)) for part in (logits.reshape(-1, columns), flat, *of_rows)]
         outs = gradient.view(-1, columns).split(_at_once(columns))
         for out, x, classes, total, factor, uniform in zip(outs, *parts, strict=True):
-            scores = _capped(x.to(lse.dtype), softcap)
+            scores = capped(x.to(lse.dtype), softcap)
             d = torch.exp(scores - total)
             if z_loss:
                 d *= 1.0 + 2.0 * z_loss * total
