@@ -104,11 +104,7 @@ def known_spelling(function: Any) -> Spelling | None:
     if not isinstance(function, types.FunctionType) or (function.__module__ or "").startswith(("torch.", "fastlayers")):
         return None
     if function not in _seen:
-        try:
-            known = None if hasattr(function, "__wrapped__") else KNOWN.get(canonical(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError, IndexError):
-            known = None
-        _seen[function] = known
+        _seen[function] = KNOWN.get(source_of(function))
     return _seen[function]
 
 

@@ -16,28 +16,6 @@ from torch import nn
 
 from fastlayers import functional
 
-__all__ = [
-    "FRESH_FUNCTIONS",
-    "FRESH_LAYERS",
-    "FRESH_METHODS",
-    "FUSED_FUNCTIONS",
-    "INPLACE_OPERATORS",
-    "LAYERS",
-    "MAY_DRAW",
-    "NORM_ATTRIBUTES",
-    "NOT_RANDOM",
-    "NUMBER_ATTRIBUTES",
-    "NUMBER_FUNCTIONS",
-    "NUMBER_METHODS",
-    "OPTIONAL_INPLACE",
-    "OUTSIDE",
-    "PASSING_LAYERS",
-    "RANDOM",
-    "SPELLINGS",
-    "Spelling",
-    "spell",
-]
-
 
 @dataclass(frozen=True)
 class Spelling:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,17 +14,6 @@ from torch.utils._pytree import tree_flatten
 
 from fastlayers.patching.rewrite.classes import become, is_patched
 from fastlayers.patching.runtime.checks import original_class
-
-__all__ = [
-    "arguments",
-    "buffers_aside",
-    "loss_or_outputs",
-    "rng_state",
-    "seed_everything",
-    "trains",
-    "unpatched",
-    "unwrap",
-]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -75,22 +64,27 @@ def seed_everything() -> None:
 
 
 @contextmanager
-def buffers_aside(model: nn.Module) -> Iterator[None]:
-    """Replaces buffers by copies for the time of a block, so that running statistics do not change."""
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in buffers}
-    for module, name, buffer in buffers:
-        module._buffers[name] = copies[id(buffer)]
+def standing_in(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Replaces the named parameters and buffers, under all of their names, for the time of a block.
+
+    torch.func.functional_call replaces those of a shared module twice, and then does not restore them.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    stand_ins = {id(own): tensors[name] for name, own in named if name in tensors}
+    registries = [registry for module in model.modules() for registry in (module._parameters, module._buffers)]
+    before = [(registry, dict(registry)) for registry in registries]
     try:
+        for registry, tensors_before in before:
+            registry.update({name: stand_ins.get(id(own), own) for name, own in tensors_before.items()})  # type: ignore[misc]
         yield
     finally:
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
+        for registry, tensors_before in before:
+            registry.update(tensors_before)  # type: ignore[arg-type]
+
+
+def buffers_aside(model: nn.Module) -> AbstractContextManager[None]:
+    """Replaces buffers by copies for the time of a block, so that running statistics do not change."""
+    return standing_in(model, {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
 
 
 def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlayers.ops.residual import masks_of_torch
-from fastlayers.patching.measure.runs import rng_state, seed_everything, unpatched, unwrap
+from fastlayers.patching.measure.runs import rng_state, seed_everything, standing_in, unpatched, unwrap
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.report import Report, markdown_table
 from fastlayers.patching.rewrite.classes import is_patched
@@ -151,6 +151,12 @@ class Run:
     buffers: dict[str, Tensor]
     #: Of an output that is a mapping.
     keys: frozenset[str] = frozenset()
+
+    def values(self) -> dict[str, Any]:
+        """All results by their names in a report."""
+        several = len(self.outputs) > 1
+        outputs = {f"output {i}" if several else "output": value for i, value in enumerate(self.outputs)}
+        return {**outputs, **self.gradients, **{f"buffer {name}": value for name, value in self.buffers.items()}}
 
 
 def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
@@ -298,26 +304,6 @@ def run(
 
 
 @contextmanager
-def standing_in(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Replaces parameters and buffers, under all of their names, for the time of a block.
-
-    torch.func.functional_call replaces those of a shared module twice, and then does not restore them.
-    """
-    stand_ins = {
-        id(own): tensors[name] for found in (model.named_parameters(), model.named_buffers()) for name, own in found
-    }
-    registries = [registry for module in model.modules() for registry in (module._parameters, module._buffers)]
-    before = [(registry, dict(registry)) for registry in registries]
-    try:
-        for registry, tensors_before in before:
-            registry.update({name: stand_ins.get(id(own), own) for name, own in tensors_before.items()})  # type: ignore[misc]
-        yield
-    finally:
-        for registry, tensors_before in before:
-            registry.update(tensors_before)  # type: ignore[arg-type]
-
-
-@contextmanager
 def keeping_attributes(model: nn.Module) -> Iterator[None]:
     """Restores attributes that a forward sets on its modules for the next call, as LeViT's attention does."""
     before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
@@ -359,21 +345,9 @@ def compare(before: Run, after: Run, nudged: Run, exact: Run | None = None) -> I
     if len(before.outputs) != len(after.outputs):
         yield Comparison("output", 0.0, 0.0, f"has {len(after.outputs)} leaves instead of {len(before.outputs)}")
         return
-    runs = before, after, nudged
-    truth = exact.outputs if exact is not None and len(exact.outputs) == len(before.outputs) else None
-    for i, (a, b, c) in enumerate(zip(*(run.outputs for run in runs), strict=True)):
-        name = f"output {i}" if len(before.outputs) > 1 else "output"
-        yield compare_values(name, a, b, c, truth[i] if truth is not None else None)
-    for kind, label in ((lambda run: run.gradients, ""), (lambda run: run.buffers, "buffer ")):
-        yield from compare_dicts(kind, label, runs, exact)
-
-
-def compare_dicts(
-    kind: Callable[[Run], Any], label: str, runs: tuple[Run, Run, Run], exact: Run | None
-) -> Iterator[Comparison]:
-    for name in kind(runs[0]):
-        a, b, c = (kind(run).get(name) for run in runs)
-        yield compare_values(f"{label}{name}", a, b, c, kind(exact).get(name) if exact is not None else None)
+    others = [run.values() if run is not None else {} for run in (after, nudged, exact)]
+    for name, value in before.values().items():
+        yield compare_values(name, value, *(values.get(name) for values in others))
 
 
 def compare_values(name: str, expected: Any, actual: Any, nudged: Any, exact: Any = None) -> Comparison:
