@@ -215,30 +215,23 @@ def decomposed_backward(
     """The gradients of x, residual, weight and bias in torch ops, in training with the statistics recomputed."""
     over = [d for d in range(x.dim()) if d != 1]
     channel = [-1 if d == 1 else 1 for d in range(x.dim())]
-    wide, dz = x.to(stats.dtype), dy.to(stats.dtype)
-    if training:
-        centered = wide - wide.mean(over, keepdim=True)
-        rstd = torch.rsqrt(centered.square().mean(over, keepdim=True) + eps)
-    else:
-        centered = wide - stats[0].view(channel)
-        rstd = stats[1].view(channel)
-    normalized = centered * rstd
-    scale = 1.0 if weight is None else weight.to(stats.dtype).view(channel)
-    if bits is not None:
-        dz = torch.where(elementwise.unpack_bits(bits, x.shape, x.stride()), dz, 0.0)
-    elif act:
-        z = normalized * scale
-        if bias is not None:
-            z = z + bias.view(channel)
-        if residual is not None:
-            z = z + residual
-        dz = BY_CODE[act].backward(dz, z)
-    d = dz * scale
-    if training:
-        d = d - d.mean(over, keepdim=True) - normalized * (d * normalized).mean(over, keepdim=True)
-    dtype = stats.dtype if weight is None else weight.dtype
-    dweight, dbias = (dz * normalized).sum(over).to(dtype), dz.sum(over).to(dtype)
-    return (d * rstd).to(x.dtype), dz.to(x.dtype), dweight, dbias
+
+    def compose(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        wide, (mean, rstd) = x.to(stats.dtype), (t.view(channel) for t in stats)
+        if training:
+            mean = wide.mean(over, keepdim=True)
+            rstd = torch.rsqrt((wide - mean).square().mean(over, keepdim=True) + eps)
+        scale, shift = (t.to(stats.dtype).view(channel) for t in (weight, bias))
+        z = (wide - mean) * rstd * scale + shift + residual
+        if bits is not None:
+            return torch.where(elementwise.unpack_bits(bits, x.shape, x.stride()), z, 0.0)
+        return BY_CODE[act].function(z)
+
+    weight = stats.new_ones(x.shape[1]) if weight is None else weight
+    bias = torch.zeros_like(weight) if bias is None else bias
+    residual = torch.zeros_like(x) if residual is None else residual
+    tensors = (x, residual, weight, bias)
+    return dispatch.differentiate(compose, tensors, (True,) * 4, dy.to(stats.dtype))  # type: ignore[return-value]
 
 
 def count(num_batches_tracked: Tensor | None, training: bool) -> None:

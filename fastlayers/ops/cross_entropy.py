@@ -207,24 +207,22 @@ class CrossEntropy(dispatch.Pair, inputs=1):
 
     @staticmethod
     def forward(
-        kernels: Kernels, needs: Needs, x: Tensor, target: Tensor, weight: Tensor | None, options: Options,
-        dtype: torch.dtype,
+        kernels: Kernels, needs: Needs, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int,
+        reduction: int, label_smoothing: float, softcap: float, z_loss: float, dtype: torch.dtype,
     ) -> Any:  # fmt: skip
+        options = (ignore_index, reduction, label_smoothing, softcap, z_loss)
         loss, stats = kernels.cross_entropy_forward(x, target, weight, *options, dtype)
-        return loss, (x, target, weight, stats), (options,)
+        return loss, (x, target, weight, stats), options
 
     @staticmethod
-    def backward(
-        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor,
-        options: Options,
-    ) -> Gradients:  # fmt: skip
-        return (kernels.cross_entropy_backward(dy, x, target, weight, stats, *options),)
+    def backward(kernels: Kernels, needs: Needs, *args: Any) -> Gradients:
+        return (kernels.cross_entropy_backward(*args),)
 
     @staticmethod
     def differentiable_backward(
-        needs: Needs, dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, options: Options
+        needs: Needs, dy: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, *options: Any
     ) -> Gradients:
-        return (decomposed_backward(dy, x, target, weight, options),)
+        return (decomposed_backward(dy, x, target, weight, Options(*options)),)
 
 
 class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, misc]
@@ -237,8 +235,7 @@ class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, m
         x, target, weight, stats = ctx.saved_tensors
         if dispatch.needs_double_backward(dy) or not x.is_contiguous():
             return CrossEntropy.node.backward(ctx, dy)
-        (options,) = ctx.rest
-        ctx.kernels.cross_entropy_backward_(dy, x, target, weight, stats, *options)
+        ctx.kernels.cross_entropy_backward_(dy, x, target, weight, stats, *ctx.rest)
         # Any other node that kept the logits then raises in its backward.
         torch.autograd.graph.increment_version(x)
         ctx.overwritten = True
@@ -248,13 +245,7 @@ class _OverwritingCrossEntropy(CrossEntropy.node):  # type: ignore[valid-type, m
 _record_overwriting = dispatch.record_of(_OverwritingCrossEntropy)
 
 
-@FAMILY.graph_op("cross_entropy")
-def _in_graph(
-    kernels: Kernels, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int,
-    label_smoothing: float, softcap: float, z_loss: float, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    options = Options(ignore_index, reduction, label_smoothing, softcap, z_loss)
-    return CrossEntropy.run(kernels, x, target, _wide(weight, x), options, dtype)
+_in_graph = FAMILY.graph_op_of(CrossEntropy, "cross_entropy")
 
 
 def cross_entropy(
@@ -280,15 +271,15 @@ def cross_entropy(
             weight = _wide(weight, x)
             target = dispatch.unwrap(target)
             if inplace and dispatch.wants_gradient(x):
-                return _record_overwriting(dispatch.unwrap(x), (kernels, target, weight, options, out))
-            return CrossEntropy.run(kernels, x, target, weight, options, out)
+                return _record_overwriting(dispatch.unwrap(x), (kernels, target, weight, *options, out))
+            return CrossEntropy.run(kernels, x, target, weight, *options, out)
         backends.refuse(reason)
     elif torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x):
         # Inductor reaches half of the memory limit, so a graph keeps the kernel. It never writes the logits, even where
         # ``inplace`` allows it.
         out = result_dtype(x, None, None)
         if unsupported(x, target, weight, options, out) is None:
-            return _in_graph(x, target, weight, *options, out)
+            return _in_graph(x, target, _wide(weight, x), *options, out)
     return dispatch.call_reference(reference.cross_entropy, x, target, weight, *options)
 
 

@@ -117,10 +117,13 @@ def differentiate(
     function: Callable[..., Tensor], tensors: Sequence[Tensor | None], needs: Sequence[bool], dy: Tensor
 ) -> Gradients:
     """The gradients of ``function(*tensors)`` that are needed, under ``create_graph`` with a graph of their own."""
+
+    def alias(t: Tensor) -> Tensor:  # an argument may itself depend on another one
+        return t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
+
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Of aliases: an argument may itself depend on another one.
-        aliases = [t if t is None else t.view_as(t) for t in tensors]
+        aliases = [alias(t) if t is not None and needed else t for t, needed in zip(tensors, needs, strict=True)]
         out = function(*aliases)
     wanted = [t for t, needed in zip(aliases, needs, strict=True) if t is not None and needed]
     found = iter(torch.autograd.grad(out, wanted, dy, create_graph=create_graph))
@@ -237,12 +240,11 @@ class Family(Generic[K]):
         return self._in_graphs[csrc]
 
     def graph_op_of(self, pair: type[Pair], name: str, returns: Any = Tensor) -> Callable[..., Any]:
-        """``pair.run`` as an op of graphs, see :func:`graph_op`. ``returns`` is the type of its results."""
-        schema = _schema(pair.forward, skip=2, returns=returns)
-        return _define_graph_op(name, schema, lambda *args: pair.run(self.in_graphs(), *args))
+        """The same as :func:`graph_op_of`, with the kernels of :meth:`in_graphs`."""
+        return graph_op_of(pair, name, returns, self.in_graphs)
 
     def graph_op(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """The same as :func:`graph_op` for ``function(kernels, *args)``, with the kernels of :meth:`in_graphs`."""
+        """``function(kernels, *args)`` as an op of graphs, see :func:`graph_op_of`."""
 
         def define(function: Callable[..., Any]) -> Callable[..., Any]:
             return _define_graph_op(name, _schema(function, skip=1), lambda *args: function(self.in_graphs(), *args))
@@ -253,13 +255,16 @@ class Family(Generic[K]):
 _LIBRARY = torch.library.Library("fastlayers", "FRAGMENT")
 
 
-def graph_op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function an op ``fastlayers::<name>`` that Dynamo puts into a graph as it is.
+def graph_op_of(
+    pair: type[Pair], name: str, returns: Any = Tensor, kernels: Callable[[], Any] = lambda: None
+) -> Callable[..., Any]:
+    """``pair.run``, with results of a type, as an op ``fastlayers::<name>`` that Dynamo puts into a graph as it is.
 
-    AOTAutograd then runs the function, so that its graphs hold the raw ops of the forward and, from the Function that
-    autograd recorded, those of the backward.
+    AOTAutograd then runs it, so that its graphs hold the raw ops of the forward and, from the Function that autograd
+    recorded, those of the backward.
     """
-    return lambda function: _define_graph_op(name, _schema(function), function)
+    schema = _schema(pair.forward, skip=2, returns=returns)
+    return _define_graph_op(name, schema, lambda *args: pair.run(kernels(), *args))
 
 
 def _define_graph_op(name: str, schema: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -80,30 +80,18 @@ class GroupNorm(dispatch.Pair, inputs=3):
         needs: Needs, dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
         eps: float, act: int,
     ) -> Gradients:  # fmt: skip
-        return decomposed_backward(dy, x, stats.dtype, weight, bias, num_groups, eps, act)
+        groups = (x.shape[0], num_groups, x.shape[1] // num_groups, -1)
 
+        def compose(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            wide = x.to(stats.dtype).reshape(groups)
+            centered = wide - wide.mean((2, 3), keepdim=True)
+            normalized = centered * torch.rsqrt(centered.square().mean((2, 3), keepdim=True) + eps)
+            scale, shift = (t.to(stats.dtype).view(1, *groups[1:3], 1) for t in (weight, bias))
+            return BY_CODE[act].function(normalized * scale + shift).reshape(x.shape)
 
-def decomposed_backward(
-    dy: Tensor, x: Tensor, dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float,
-    act: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, weight and bias in torch ops, with the statistics recomputed in ``dtype``."""
-    n, channels = x.shape[:2]
-    shape, channel = (n, num_groups, channels // num_groups, -1), (1, num_groups, channels // num_groups, 1)
-    wide, dz = x.to(dtype).reshape(shape), dy.to(dtype).reshape(shape)
-    group = (2, 3)
-    centered = wide - wide.mean(group, keepdim=True)
-    rstd = torch.rsqrt(centered.square().mean(group, keepdim=True) + eps)
-    normalized = centered * rstd
-    scale = 1.0 if weight is None else weight.to(dtype).view(channel)
-    if act:
-        z = normalized * scale
-        dz = BY_CODE[act].backward(dz, z if bias is None else z + bias.view(channel))
-    d = dz * scale
-    d = d - d.mean(group, keepdim=True) - normalized * (d * normalized).mean(group, keepdim=True)
-    own = dtype if weight is None else weight.dtype
-    dweight, dbias = (term.sum((0, 3)).reshape(channels).to(own) for term in (dz * normalized, dz))
-    return (d * rstd).reshape(x.shape).to(x.dtype), dweight, dbias
+        weight = stats.new_ones(x.shape[1]) if weight is None else weight
+        bias = torch.zeros_like(weight) if bias is None else bias
+        return dispatch.differentiate(compose, (x, weight, bias), needs, dy.to(stats.dtype))
 
 
 def _layout(x: Tensor) -> torch.memory_format | None:

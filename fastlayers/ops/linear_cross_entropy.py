@@ -554,9 +554,11 @@ class LinearCrossEntropyInGraph(dispatch.Pair, inputs=3):
     @staticmethod
     def forward(
         kernels: None, needs: Needs, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-        class_weight: Tensor | None, loss: Loss, low: torch.dtype | None, chunk_size: int | None,
+        class_weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float, softcap: float,
+        z_loss: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
     ) -> Any:  # fmt: skip
         tensors = (hidden, weight, bias, target, class_weight)
+        loss = Loss(ignore_index, reduction, label_smoothing, softcap, z_loss, logit_scale)
         found, *ready = _forward_op(*tensors, *loss, low, chunk_size, *(needs or (False, False, False)))
         return found, (*tensors, *ready), (loss, low, chunk_size)
 
@@ -582,14 +584,7 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient * factor if factor.dtype is gradient.dtype else (gradient * factor.view(1)).to(gradient.dtype)
 
 
-@dispatch.graph_op("linear_cross_entropy")
-def _in_graph(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, ignore_index: int,
-    reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float, low: torch.dtype | None,
-    chunk_size: int | None,
-) -> Tensor:  # fmt: skip
-    loss = Loss(ignore_index, reduction, label_smoothing, softcap, z_loss, logit_scale)
-    return LinearCrossEntropyInGraph.run(None, hidden, weight, bias, target, class_weight, loss, low, chunk_size)
+_in_graph = dispatch.graph_op_of(LinearCrossEntropyInGraph, "linear_cross_entropy")
 
 
 def _linear_cross_entropy_compiling(
