@@ -394,6 +394,35 @@ def test_a_loss_function_that_was_set():
     assert assert_same_step(after, twin).logits is not None
 
 
+def second_next_token_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    logits = logits.float()
+    labels = nn.functional.pad(labels[..., 2:], (0, 2), value=ignore_index)
+    logits = logits.view(-1, vocab_size)
+    return fixed_cross_entropy(logits, labels.view(-1).to(logits.device), num_items_in_batch, ignore_index)  # noqa: F821
+
+
+def penalised_loss(logits, labels, vocab_size, **kwargs):
+    penalty = logits.square().mean()
+    logits = logits.float()
+    logits = logits.view(-1, vocab_size)
+    return fixed_cross_entropy(logits, labels.view(-1)) + penalty  # noqa: F821
+
+
+@pytest.mark.parametrize(("function", "deferred"), [(second_next_token_loss, True), (penalised_loss, False)])
+def test_a_loss_of_tokens_that_the_library_does_not_have(function, deferred, monkeypatch, chunked):
+    """It is compiled again; the logits may be deferred if it only passes them to the cross-entropy."""
+    model = causal_model()
+    from transformers.loss import loss_utils
+
+    monkeypatch.setitem(globals(), "fixed_cross_entropy", loss_utils.fixed_cross_entropy)
+    model.loss_function = function
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    assert (assert_same_step(model, twin).logits is None) == deferred
+    assert bool(chunked) == deferred
+    assert verify_patch(model, **batch())
+
+
 def test_a_changed_fixed_cross_entropy_is_called(monkeypatch):
     model = patch_model(causal_model())
     from transformers.loss import loss_utils

@@ -14,7 +14,8 @@ chunk, and the output has None for the logits. Every other call computes the log
 masked language model uses ``loss_fct = CrossEntropyLoss()``, and if the layer is the last one of a head like BERT's.
 
 ``model.loss_function`` is a property of the generated class: nothing is set on the model, and nothing of transformers
-changes. If the user sets it, the user's function is called with the logits.
+changes. The function is compiled again too, with a fused ``fixed_cross_entropy``. If the user sets another one, that is
+called with the logits.
 """
 
 from __future__ import annotations
@@ -111,14 +112,17 @@ def defer(
     model: nn.Module,
     loss: Any,
     head: nn.Module,
-    splits: dict[type[nn.Module], Split],
+    known: tuple[Any, dict[type[nn.Module], Split]],
     hidden: Tensor,
     scale: Any,
     softcap: Any,
 ) -> DeferredLogits | None:
-    """The deferred logits of ``head`` if a training step needs only their loss; None if they must be computed."""
-    known = any(loss is function for function in (causal_lm_loss, masked_lm_loss, nn.CrossEntropyLoss))
-    if not (known and model.training and torch.is_grad_enabled()):
+    """The deferred logits of ``head`` if a training step needs only their loss; None if they must be computed.
+
+    ``known`` is the loss function that takes them, besides torch's, and the heads that end with a child.
+    """
+    ours, splits = known
+    if not ((loss is ours or loss is nn.CrossEntropyLoss) and model.training and torch.is_grad_enabled()):
         return None
     arguments = []
     while (split := splits.get(original_class(head))) is not None:
@@ -158,43 +162,6 @@ def divided(loss: Tensor, count: Tensor | float | None) -> Tensor:
     return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
 
-def masked_lm_loss(
-    logits: Logits,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | float | None = None,
-    ignore_index: int = -100,
-    **kwargs: Any,
-) -> Tensor:
-    """ForMaskedLMLoss of transformers, in float32 too, but without a copy of the logits in float32."""
-    target = labels.view(-1).to(logits.device)
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    logits = logits.view(-1, vocab_size)
-    if isinstance(logits, DeferredLogits):
-        scores, cross_entropy = logits.hidden, logits.cross_entropy
-    else:
-        scores = logits if type(logits) is Tensor and logits.device.type in DEVICES else logits.float()
-        cross_entropy = functools.partial(functional.cross_entropy, scores)
-    with float32_result(scores):
-        loss = cross_entropy(target, ignore_index=ignore_index, reduction=reduction)
-    return divided(loss.float(), num_items_in_batch)
-
-
-def causal_lm_loss(
-    logits: Logits,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | float | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """ForCausalLMLoss of transformers: the label of each token is the next token."""
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    return masked_lm_loss(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
-
-
 def fused_loss(present: Any) -> Any:
     """The fused function for a loss that a forward names; any other function itself."""
     if present is nn.CrossEntropyLoss:
@@ -219,29 +186,6 @@ def fixed_cross_entropy(source, target, num_items_in_batch=None, ignore_index=-1
         loss = loss / num_items_in_batch
     return loss
 """
-CAUSAL = """
-def ForCausalLMLoss(
-    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
-):
-    logits = logits.float()
-    if shift_labels is None:
-        labels = nn.functional.pad(labels, (0, 1), value=ignore_index)
-        shift_labels = labels[..., 1:].contiguous()
-    logits = logits.view(-1, vocab_size)
-    shift_labels = shift_labels.view(-1)
-    shift_labels = shift_labels.to(logits.device)
-    loss = fixed_cross_entropy(logits, shift_labels, num_items_in_batch, ignore_index, **kwargs)
-    return loss
-"""
-MASKED = """
-def ForMaskedLMLoss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    logits = logits.float()
-    logits = logits.view(-1, vocab_size)
-    labels = labels.view(-1)
-    labels = labels.to(logits.device)
-    loss = fixed_cross_entropy(logits, labels, num_items_in_batch, ignore_index, **kwargs)
-    return loss
-"""
 
 
 def fixed_cross_entropy(
@@ -257,25 +201,67 @@ def fixed_cross_entropy(
     return divided(loss, num_items_in_batch)
 
 
-def known_loss(function: Any) -> Any:
-    """The fused function that computes the same as a loss function of transformers; None if that is unknown."""
+def token_loss(
+    source: Logits,
+    target: Tensor,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> Tensor:
+    """:func:`fixed_cross_entropy` of logits as if they were float32, without a copy of them in float32."""
+    if isinstance(source, DeferredLogits):
+        scores, cross_entropy = source.hidden, source.cross_entropy
+    else:
+        scores = source if type(source) is Tensor and source.device.type in DEVICES else source.float()
+        cross_entropy = functools.partial(functional.cross_entropy, scores)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    with float32_result(scores):
+        loss = cross_entropy(target, ignore_index=ignore_index, reduction=reduction)
+    return divided(loss.float(), num_items_in_batch)
+
+
+def known_loss(function: Any) -> tuple[Any, bool]:
+    """The fused function that computes the same as a loss function of transformers; None if that is unknown.
+
+    Returns:
+        The function, and whether it takes deferred logits.
+    """
     scope = getattr(function, "__globals__", {})
     if source_of(scope.get("fixed_cross_entropy")) != canonical(FIXED_CROSS_ENTROPY) or scope.get("nn") is not nn:
-        return None
-    source = source_of(function)
-    for code, ours in ((CAUSAL, causal_lm_loss), (MASKED, masked_lm_loss)):
-        if source == canonical(code):
-            return ours
-    return of_classifier(function) if "fixed_cross_entropy" in function.__code__.co_names else None
+        return None, False
+    return compiled_again(function) if "fixed_cross_entropy" in function.__code__.co_names else (None, False)
 
 
 @functools.cache
-def of_classifier(function: types.FunctionType) -> Any:
-    """A loss function compiled again, with another :func:`fixed_cross_entropy`; None if that is impossible."""
+def compiled_again(function: types.FunctionType) -> tuple[Any, bool]:
+    """A loss function with another :func:`fixed_cross_entropy`, and whether it takes deferred logits."""
     try:
-        return rebuild(function, parse(function), {"fixed_cross_entropy": fixed_cross_entropy})[0]
+        tree = parse(function)
+        defers = leave_wide(tree)
+        bound = {"fixed_cross_entropy": token_loss if defers else fixed_cross_entropy}
+        return rebuild(function, tree, bound)[0], defers
     except Refusal:
-        return None
+        return None, False
+
+
+def leave_wide(tree: ast.FunctionDef) -> bool:
+    """Remove the cast of the logits from a loss function that only views them and passes them to the cross-entropy.
+
+    ForCausalLMLoss and ForMaskedLMLoss do. Returns whether the cast was removed.
+    """
+    casts = [statement for statement in tree.body if is_same(statement, "logits = logits.float()")]
+    views = sum(is_same(statement, "logits = logits.view(-1, vocab_size)") for statement in tree.body)
+    known = 2 * len(casts) + 2 * views
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ast.Name("logits"), "device") | ast.Call(
+                ast.Name("fixed_cross_entropy"), [ast.Name("logits"), *_]
+            ):
+                known += 1
+    if len(casts) != 1 or views != 1 or mentioned(tree).count("logits") != known:
+        return False
+    tree.body.remove(casts[0])
+    return True
 
 
 def fused_property(original: type[nn.Module], theirs: Any, ours: Any) -> property:
@@ -293,8 +279,8 @@ def fused_property(original: type[nn.Module], theirs: Any, ours: Any) -> propert
 
 # -- reading a forward ------------------------------------------------------------------------------------------------
 
-HIDDEN, DEFER, DEFERRED, SPLITS, LOSS = (
-    f"_fastlayers_{name}" for name in ("hidden", "defer", "DeferredLogits", "splits", "fused_loss")
+HIDDEN, DEFER, DEFERRED, KNOWN, LOSS = (
+    f"_fastlayers_{name}" for name in ("hidden", "defer", "DeferredLogits", "known", "fused_loss")
 )
 
 
@@ -543,7 +529,7 @@ def defer_logits(tree: ast.FunctionDef, pair: Pair) -> None:
     pair.call.args = [ast.Name(HIDDEN, ast.Load())]
     parts = (pair.call.func, pair.scale, pair.softcap)
     head, scale, softcap = map(ast.unparse, parts)
-    operands = f"self, {pair.function}, {head}, {SPLITS}, {HIDDEN}, {scale}, {softcap}"
+    operands = f"self, {pair.function}, {head}, {KNOWN}, {HIDDEN}, {scale}, {softcap}"
     before = f"""
 {HIDDEN} = {hidden}
 {pair.logits} = {DEFER}({operands}) if {pair.condition} else None
@@ -616,10 +602,10 @@ def rewrite(
     excluded: frozenset[str],
 ) -> None:
     original = original_class(module)
-    theirs = ours = None
+    theirs, ours, deferring = None, None, False
     if "loss_function" in inner.__code__.co_names:
         theirs = module.loss_function
-        ours = known_loss(theirs)
+        ours, deferring = known_loss(theirs)
         if ours is None:
             found.left.append(Refusal(Reason.UNKNOWN_LOSS, getattr(theirs, "__name__", type(theirs).__name__)))
         else:
@@ -630,7 +616,6 @@ def rewrite(
     losses.visit(tree)
     pair, splits = None, dict[type[nn.Module], Split]()
     try:
-        deferring = ours in (causal_lm_loss, masked_lm_loss)
         pair = find_pair(tree) if deferring or losses.count else None
         if pair is not None and pair.function == "self.loss_function" and not deferring:
             pair = None
@@ -645,7 +630,7 @@ def rewrite(
     if pair is not None:
         defer_logits(tree, pair)
         found.omits = frozenset({"logits"})
-    bound = {DEFER: defer, DEFERRED: DeferredLogits, SPLITS: splits, LOSS: fused_loss}
+    bound = {DEFER: defer, DEFERRED: DeferredLogits, KNOWN: (ours, splits), LOSS: fused_loss}
     rebuilt, found.source = rebuild(inner, tree, bound)
     wrapped = rewrap(forward, rebuilt)
     found.members["forward"] = with_logits_in_tuples(forward, wrapped) if pair is not None else wrapped
