@@ -261,10 +261,9 @@ def batch_norm(
             x, running_mean, running_var, weight, bias, training, momentum, eps, residual, None, num_batches_tracked
         )
         return bias_act.bias_act(z, None, act, {})
-    arguments = (x, running_mean, running_var, weight, bias, training)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
-        reason = unsupported(*arguments, eps, residual)
+        reason = unsupported(x, running_mean, running_var, weight, bias, training, eps, residual)
         if reason is None:
             if not is_count(num_batches_tracked, x):
                 count(num_batches_tracked, training)
@@ -279,12 +278,13 @@ def batch_norm(
         and torch.compiler.is_compiling()
         and dispatch.graph_keeps_kernel(x)
         and dispatch.wants_gradient(x, weight, bias, residual)
-        and unsupported(*arguments, eps, residual) is None
+        and unsupported(x, running_mean, running_var, weight, bias, training, eps, residual) is None
     ):
         y, moments = _in_graph(x, residual, weight, bias, eps, code)
         _update(running_mean, running_var, num_batches_tracked, moments, momentum)
         return y
     count(num_batches_tracked, training)
+    arguments = (x, running_mean, running_var, weight, bias, training)
     if act == "relu" and residual is not None and backends.get_backend() is None and not torch.compiler.is_compiling():
         # torch's norm and one pass for the rest: add_relu has a C++ kernel on CPU, where batch_norm has none.
         z = reference.batch_norm(*arguments, momentum, eps, None, None)

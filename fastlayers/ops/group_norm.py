@@ -156,14 +156,18 @@ def instance_norm(
     if code >= NORM_CODES:
         z = instance_norm(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, None)
         return bias_act.bias_act(z, None, act, {})
-    arguments = (x, running_mean, running_var, weight, bias, use_input_stats)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
-        reason = _instance_unsupported(*arguments)
+        reason = _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats)
         if reason is None:
             layout = None if x.is_contiguous() else torch.contiguous_format
             return GroupNorm.run(kernels, x, weight, bias, x.shape[1], eps, code, x.dtype, layout)
         backends.refuse(reason)
-    elif _graph_keeps_kernel(x) and _instance_unsupported(*arguments) is None:
+    elif (
+        _graph_keeps_kernel(x)
+        and _instance_unsupported(x, running_mean, running_var, weight, bias, use_input_stats) is None
+    ):
         return _in_graph(x, weight, bias, x.shape[1], eps, code, x.dtype)
-    return dispatch.call_reference(reference.instance_norm, *arguments, momentum, eps, act)
+    return dispatch.call_reference(
+        reference.instance_norm, x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, act
+    )
