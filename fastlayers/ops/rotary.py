@@ -132,21 +132,18 @@ def plan(
         return Plan(reason)
     meta_q, meta_k = _meta(q), None if k is None else _meta(k)
     outs = reference.rotary(meta_q, meta_k, _meta(cos), _meta(sin), interleaved, rotary_dim, dtype)
-    strides: list[Sizes] = []
-    grad_strides: list[Sizes] = []
-    for x, out in zip((meta_q, meta_k), outs, strict=True):
+    strides: list[Sizes] = [(1,), (1,)]
+    grad_strides: list[Sizes] = [(1,), (1,)]
+    for i, (x, out) in enumerate(zip((meta_q, meta_k), outs, strict=True)):
         if x is None or out is None:
-            strides.append((1,))
-            grad_strides.append((1,))
             continue
         if out.stride(-1) != 1:
             return Plan(f"torch's result has strides {out.stride()}; kernels write rows")
         like = torch.empty_like(x).stride()  # what reshaped q for the forward can reshape its gradient without a copy
-        strides.append(out.stride())
-        grad_strides.append(like if like[-1] == 1 else out.stride())
+        strides[i], grad_strides[i] = out.stride(), like if like[-1] == 1 else out.stride()
     head = _head(q, k, cos, sin)
     assert head is not None
-    return Plan(None, head, result, strides[0], strides[1], grad_strides[0], grad_strides[1])
+    return Plan(None, head, result, *strides, *grad_strides)
 
 
 def _decomposed_backward(

@@ -324,40 +324,36 @@ def synchronize(device: torch.device) -> None:
 
 def profiled(step: Step, device: torch.device) -> tuple[dict[str, float], int, int]:
     """Device time in ms by kind of kernel, the number of kernels, and the peak memory of a step."""
-    gpu = device.type == "cuda"
-    events = gpu_events(step, device) if gpu else cpu_events(step)
+    events = events_of(step, device)
     kinds: Counter[str] = Counter()
     for name, us in events:
         kinds[kind_of(name)] += us / 1e3 / PROFILED  # type: ignore[assignment]
-    peak = gpu_peak(step, device) if gpu else cpu_peak(step)
+    peak = gpu_peak(step, device) if device.type == "cuda" else cpu_peak(step)
     return dict(kinds), round(len(events) / PROFILED), peak
 
 
-def gpu_events(step: Step, device: torch.device) -> list[tuple[str, float]]:
-    """The names and times in us of everything that ran on the GPU."""
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True):
-        synchronize(device)  # The first session starts CUPTI, and may miss kernels.
+def events_of(step: Step, device: torch.device) -> list[tuple[str, float]]:
+    """The names and times in us of everything that ran on a GPU; on a CPU of the operators, their self times."""
+    gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]
+    if gpu:
+        with profile(activities=activities, acc_events=True):
+            synchronize(device)  # The first session starts CUPTI, and may miss kernels.
     inputs = [step.prepare() for _ in range(PROFILED)]
     synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
+    with profile(activities=activities, acc_events=True) as prof:
         for given in inputs:
             step(given)
         synchronize(device)
+    events = prof.events() or ()
+    if not gpu:
+        operators = (event for event in events if event.name.startswith(("aten::", "fastlayers::")))
+        return [(event.name, event.self_cpu_time_total) for event in operators]
     return [
         (event.name, event.time_range.elapsed_us())
-        for event in prof.events() or ()
+        for event in events
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     ]
-
-
-def cpu_events(step: Step) -> list[tuple[str, float]]:
-    """The names and self times in us of the operators that ran."""
-    inputs = [step.prepare() for _ in range(PROFILED)]
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
-        for given in inputs:
-            step(given)
-    events = ((event.name, event.self_cpu_time_total) for event in prof.events() or ())
-    return [(name, us) for name, us in events if name.startswith(("aten::", "fastlayers::"))]
 
 
 def gpu_peak(step: Step, device: torch.device) -> int:
