@@ -9,8 +9,6 @@ from torch.fx import Node
 
 from fastlayers.patching.capture.recording import Recording
 
-__all__ = ["Attribute", "Leading", "Op"]
-
 
 @dataclass(frozen=True)
 class Op:

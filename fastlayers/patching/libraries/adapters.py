@@ -25,8 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fastlayers.patching.reasons import Refusal
 
-__all__ = ["Adapter", "RewrittenModel", "adapters", "plain_forward", "register_adapter"]
-
 
 @dataclass
 class RewrittenModel:

@@ -15,8 +15,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["MODULE_CALL", "watching"]
-
 #: The code that every call of a module runs, whatever its class.
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__  # type: ignore[attr-defined]
 
