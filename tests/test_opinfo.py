@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fastlayers import backends, functional
 
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 #: Every function whose name is torch's: a new one joins by its name.
@@ -45,6 +47,13 @@ DRAWS = 12
 #: max_pool2d has 1440 samples, all combinations of its options. float32 gets them all, where no backend is forced; the
 #: rest gets every thirteenth.
 MANY, STRIDE = 500, 13
+
+
+@pytest.fixture(autouse=True)
+def _no_search_of_the_stack(monkeypatch) -> None:
+    """For every list of samples torch looks for its TestCase on the stack, in 0.2 s: here there is none."""
+    monkeypatch.setattr(common_utils, "extract_test_fn", lambda: None)
+    monkeypatch.setattr(core, "extract_test_fn", lambda: None)
 
 
 def test_all_of_torchs_names_have_samples():
