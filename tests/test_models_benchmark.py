@@ -45,6 +45,14 @@ KERNELS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _few_calls(monkeypatch):
+    """No timing is judged: what this process measures runs a few times, and no garbage of other tests is collected."""
+    monkeypatch.setattr(model_worker, "LOSSES", 4)
+    monkeypatch.setattr(model_worker, "LEAST", 2)
+    monkeypatch.setattr(model_worker, "gc", SimpleNamespace(collect=lambda: 0))
+
+
 @pytest.mark.parametrize(("name", "expected"), KERNELS.items(), ids=lambda text: text[:30])
 def test_kinds_of_kernels(name, expected):
     assert kind(name, frozenset({"_rms_norm_forward_kernel"})) == expected
