@@ -3,9 +3,13 @@
 The wrappers run on meta tensors. Instead of being launched each kernel is compiled with the specialisation of its
 launch, so the tests check what the launch rules pick.
 
-sm_90 gets every specialisation, sm_80 each kernel once for each combination of dtypes. A kernel is the same program
-for both, with the same 255 registers a thread: only the translation of its instructions differs, and that depends on
-dtypes, not on the sizes that a launch rule picks.
+sm_90 gets every specialisation, sm_80 each kernel once for each set of dtypes. A kernel is the same program for both,
+with the same 255 registers a thread: only the translation of its instructions differs, and that depends on dtypes, not
+on the sizes that a launch rule picks.
+
+bfloat16 gets every row of the launch rules; wider dtypes get some, since a kernel of them differs in its loads, stores
+and tiles. What is optional (a residual, weights, a mask) is there or not for one size, and elsewhere in the combination
+that takes most registers.
 """
 
 import re
@@ -86,10 +90,11 @@ def spill(launched, tensors, arch, folder):
     signature, constexprs, attributes = specialisation(
         launched.function, (*tensors, *launched.scalars), launched.constants
     )
-    key = (arch, launched.function.fn, *signature.items())
+    # sm_80 gets a kernel once for each set of dtypes, whatever the arguments that are None or 1.
+    key: tuple = (arch, launched.function.fn, frozenset(kind for kind in signature.values() if kind.startswith("*")))
     if arch != 80:
-        key += (*constexprs.items(), *((position, str(what)) for position, what in attributes.items()))
-        key += (launched.num_warps,)
+        key = (arch, launched.function.fn, *signature.items(), *constexprs.items())
+        key += (*((position, str(what)) for position, what in attributes.items()), launched.num_warps)
     if key not in SPILLS:
         source = ASTSource(launched.function, signature, constexprs, attributes)
         kernel = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": launched.num_warps})
@@ -164,8 +169,7 @@ def test_more_than_2_to_the_31_elements(compiled):
     assert len(compiled) > 10
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32, F64])
-@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize(("dtype", "offset"), [(BF16, 0), (BF16, 1), (F32, 1), (F64, 0)])
 def test_elementwise(compiled, dtype, offset):
     x = meta(64 * 512 * 128 + 1, dtype=dtype)[offset:][: 64 * 512 * 128].view(64, 512, 128)
     for bias in (None, x[0, 0], x):
@@ -218,11 +222,10 @@ def test_kl_div(compiled, dtype):
     shapes = [(4096, 1000), (8192, 50257), (4096, 16), (8192, 32000), (2**16 + 1, 2**15 + 8)]
     for rows, n in shapes if dtype == BF16 else shapes[:2]:
         x, labels = meta(rows, n, dtype=dtype), meta(rows, dtype=torch.int64)
-        for beta in (0.0, 0.5):
-            for given in (None, labels):
-                losses, stats = kl_div.divergence_forward(x, x, given, -100, beta, 2.0)
-                for one in (losses, losses[:1].expand(rows)):
-                    kl_div.divergence_backward(one, x, x, given, -100, beta, 2.0, stats, True, one is losses)
+        for beta, given in ((0.0, labels), (0.5, None), (0.5, labels)) if n == 1000 else ((0.0, None), (0.5, labels)):
+            losses, stats = kl_div.divergence_forward(x, x, given, -100, beta, 2.0)
+            for one in (losses, losses[:1].expand(rows)):
+                kl_div.divergence_backward(one, x, x, given, -100, beta, 2.0, stats, True, one is losses)
         for log_target in (False, True):
             kl_div.kl_div_elements(x, x, log_target, wide)
             kl_div.kl_div_backward(x, x, x, log_target, True, True)
@@ -236,11 +239,12 @@ def test_residual(compiled, dtype, to):
     seed, compute = meta(dtype=torch.int64), F64 if dtype == F64 else F32
     for shape in [(64, 512, 768), (8, 384, 14, 14), (2**16, 2**16)] if dtype == BF16 else [(64, 512, 768)]:
         x, y, keep = meta(*shape, dtype=dtype), meta(*shape, dtype=to), meta(shape[0], dtype=compute)
-        for p in (0.1, 0.5):
+        for p in (0.1, 0.5) if dtype == to else (0.1,):
             joints.dropout_add(x, y, p, seed, to)
             joints.dropout_add(y, None, p, seed, dtype)
+        few = (None, keep) if dtype == BF16 else (keep,)
         gammas = [meta(shape[-1], dtype=dtype), meta(shape[1], *[1] * (len(shape) - 2), dtype=to)]
-        for gamma, factors in [(gamma, factors) for gamma in gammas for factors in (None, keep)]:
+        for gamma, factors in [(gamma, factors) for gamma in gammas for factors in few]:
             joints.scale_add(x, gamma, y, factors, 0.5, to)
             joints.scale_add(y, gamma, None, factors, 0.5, dtype)
             joints.scale_add_backward(y, x, gamma, factors, 0.5)
@@ -269,12 +273,16 @@ def compile_layer_norm(x, residual, weight, bias, kind, dtype):
 @pytest.mark.parametrize("kind", range(4))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm(compiled, dtype, kind):
-    for rows, n in NORM_ROWS if dtype == BF16 else NORM_ROWS[2::2]:
+    sizes = NORM_ROWS if dtype == BF16 else NORM_ROWS[2::2]
+    few = sizes[kind % 3 :: 3]
+    for rows, n in sizes if kind < 2 else few:
         x, weight = meta(rows, n, dtype=dtype), meta(n, dtype=dtype)
         bias = weight if kind == 0 else None
+        compile_layer_norm(x, x, weight, bias, kind, dtype)
+        if (rows, n) not in few:
+            continue
         if kind < 2 or dtype == BF16:
             compile_layer_norm(x, None, weight, bias, kind, dtype)
-        compile_layer_norm(x, x, weight, bias, kind, dtype)
         if dtype == BF16 and kind < 3:
             compile_layer_norm(x, None, weight.float(), None if bias is None else bias.float(), kind, F32)
             compile_layer_norm(x, None, None, None, kind, BF16)
@@ -315,7 +323,7 @@ def test_batch_norm(compiled, last, dtype):
         weight = meta(shape[1], dtype=F64 if dtype == F64 else F32)
         calls = [(None, 0, False), (x, 1, True), (None, 1, False), (x, 5, False)]
         # What follows the normalisation does not change what the launch rules pick for a shape.
-        for residual, act, bits in calls if shape == IMAGES[0] else calls[:2]:
+        for residual, act, bits in calls if shape == IMAGES[0] else calls[1:2]:
             y, stats, packed = batch_norm.batch_norm_train(
                 x, weight, weight, weight, weight, 0.1, 1e-5, residual, act, bits
             )
@@ -334,12 +342,12 @@ GROUPS = [((8, 320, 64, 64), 32), ((8, 640, 16, 16), 32), ((4, 128, 512, 512), 3
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 def test_group_norm(compiled, last, dtype):
-    for shape, groups in GROUPS:
+    for shape, groups in GROUPS if dtype == BF16 else GROUPS[::2]:
         x = meta(*shape, dtype=dtype)
         if last and len(shape) == 4:
             x = x.to(memory_format=torch.channels_last)
         weight = meta(shape[1], dtype=dtype)
-        for act in (0, 2):
+        for act in (0, 2) if dtype == BF16 else (2,):
             y, stats = group_norm.group_norm_forward(x, groups, weight, weight, 1e-5, act, dtype, True)
             group_norm.group_norm_backward(y, x, groups, weight, weight if act else None, stats, act)
         if dtype == BF16:
@@ -363,7 +371,7 @@ def test_rotary(compiled, dtype, interleaved):
     table_dtypes = [dtype, F32] if dtype == BF16 else [dtype]
     for dim, width in [(128, 128), (80, 20), (256, 128)][: 3 if dtype == BF16 else 1]:
         q, k = meta(4, 2048, 32, dim, dtype=dtype).transpose(1, 2), meta(4, 8, 2048, dim, dtype=dtype)
-        for table in table_dtypes:
+        for table in table_dtypes if dim == 128 else table_dtypes[-1:]:
             cos = meta(2048, width, dtype=table)
             for result in {dtype, table}:
                 for backward in (False, True):
@@ -383,11 +391,10 @@ def test_cross_entropy(compiled, dtype, options):
     for shape in shapes if dtype == BF16 else shapes[1::3]:
         x, target = meta(*shape, dtype=dtype), meta(*shape[:1], *shape[2:], dtype=torch.int64)
         wide = F64 if dtype == F64 else F32
-        for weight in (None, meta(shape[1], dtype=wide)):
-            for reduction in (0, 1):
-                loss, stats = cross_entropy.cross_entropy_forward(x, target, weight, -100, reduction, *options, wide)
-                cross_entropy.cross_entropy_backward(loss, x, target, weight, stats, -100, reduction, *options)
-            cross_entropy.cross_entropy_backward_(loss, x, target, weight, stats, -100, 1, *options)
+        for reduction, weight in enumerate((None, meta(shape[1], dtype=wide))):
+            loss, stats = cross_entropy.cross_entropy_forward(x, target, weight, -100, reduction, *options, wide)
+            cross_entropy.cross_entropy_backward(loss, x, target, weight, stats, -100, reduction, *options)
+        cross_entropy.cross_entropy_backward_(loss, x, target, weight, stats, -100, 1, *options)
     chunk = meta(1024, 50304, dtype=dtype)
     cross_entropy.cross_entropy_chunk_(chunk, meta(1024, dtype=torch.int64), None, -100, *options, None, True, 50257)
     names = ("statistics", "losses", "sum", "total", "gradient")
