@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +19,8 @@ torch.set_num_threads(1)
 
 NO_GPU = not torch.cuda.is_available()
 CACHED = 2**30
-#: The tests of these files wait for processes of their own, some for minutes.
-LONGEST = ("test_triton.py", "test_triton_interpreter.py", "test_examples.py")
+#: The tests of these files wait for processes of their own, some for minutes; the first one named takes longest.
+LONGEST = ("test_triton_kernels[compiled]", "test_triton.py", "test_triton_interpreter.py", "test_examples.py")
 
 
 def pytest_report_header() -> str | None:
@@ -35,8 +37,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    # The rest of the order is random (pytest-randomly). A test of minutes that started last would leave a core idle.
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items[:] = long_ones_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+def long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Gives every worker of xdist, which takes an equal part of the list, some of the longest tests to begin with.
+
+    The rest of the order is random (pytest-randomly). A test of minutes that started last would leave a core idle.
+    """
+
+    def place(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(LONGEST) if name in (item.name, item.path.name)), len(LONGEST))
+
+    first = sorted((item for item in items if place(item) < len(LONGEST)), key=place)
+    # The examples share a process: one worker takes them all.
+    shared = [item for item in first if item.path.name == LONGEST[-1]]
+    alone = first[: len(first) - len(shared)]
+    others = iter([item for item in items if place(item) == len(LONGEST)])
+    found: list[pytest.Item] = []
+    for worker in range(workers):
+        part = (len(items) - len(found)) // (workers - worker)
+        mine = [*alone[worker::workers], *(shared if worker == workers - 1 else [])]
+        found += [*mine, *itertools.islice(others, max(0, part - len(mine)))]
+    return [*found, *others]
 
 
 def process_wide_state() -> dict[str, Any]:
@@ -67,10 +90,14 @@ def _depends_on_no_other_test() -> Iterator[None]:
 
 
 @pytest.fixture
-def same_order(pytestconfig: pytest.Config) -> list[str]:
+def inner_run(pytestconfig: pytest.Config) -> list[str]:
     """Options for a run of pytest in another process: its order comes from the seed that this run prints."""
+    # The plugin of hypothesis imports it for a summary, in two seconds. numpy warns of every NaN that Triton's
+    # interpreter meets on purpose.
+    options = ["-q", "-W", "ignore::RuntimeWarning"]
+    options += [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "hypothesispytest")]
     seed = pytestconfig.getoption("randomly_seed", None)  # pytest-randomly may be missing
-    return [] if seed is None else [f"--randomly-seed={seed}"]
+    return options if seed is None else [*options, f"--randomly-seed={seed}"]
 
 
 @pytest.fixture(autouse=True)

@@ -28,10 +28,8 @@ SETS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETS)
-def test_triton_kernels(name: str, same_order: list[str]) -> None:
+def test_triton_kernels(name: str, inner_run: list[str]) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0" if name == "compiled" else "1"}
-    # numpy warns of every NaN that the interpreter meets on purpose.
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::RuntimeWarning", *same_order]
-    command = [sys.executable, "-m", "pytest", *options, *map(str, SETS[name])]
+    command = [sys.executable, "-m", "pytest", *inner_run, *map(str, SETS[name])]
     run = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

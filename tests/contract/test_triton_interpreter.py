@@ -32,11 +32,9 @@ CHOSEN = {
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets here already")
 @pytest.mark.parametrize("names", CHOSEN, ids=lambda names: names[0])
-def test_in_the_interpreter(names, same_order):
-    # numpy warns of every NaN that the interpreter meets on purpose.
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::RuntimeWarning", "-k", CHOSEN[names]]
+def test_in_the_interpreter(names, inner_run):
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *same_order, *(str(TESTS / name) for name in names)],
+        [sys.executable, "-m", "pytest", *inner_run, "-k", CHOSEN[names], *(str(TESTS / name) for name in names)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=TESTS.parent,
         capture_output=True,
