@@ -118,7 +118,8 @@ SHAPES = [
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
 @pytest.mark.parametrize(("shape", "groups"), SHAPES)
 def test_shapes(way, shape, groups, layout):
-    for dtype in DTYPES:
+    """Every shape in float32, and in one of the dtypes in turn."""
+    for dtype in dict.fromkeys((torch.float32, DTYPES[SHAPES.index((shape, groups)) % len(DTYPES)])):
         x = layout(torch.randn(shape).to(dtype))
         check(x, groups, parameters=dtype)
         check(x, groups, act=SILU)
@@ -127,7 +128,8 @@ def test_shapes(way, shape, groups, layout):
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
 @pytest.mark.parametrize("act", range(8))
 def test_activations(way, act, layout):
-    for dtype, parameters in [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, None)]:
+    others = [(torch.bfloat16, torch.float32), (torch.float64, None)]
+    for dtype, parameters in [(torch.float32, torch.float32), others[act % 2]]:
         check(layout(torch.randn(2, 20, 4, 5).to(dtype)) * 2, 2, act, parameters)
 
 
