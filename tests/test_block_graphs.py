@@ -89,6 +89,8 @@ def compiled(model: nn.Module, graphs: list[Any], backend: Any = None, dynamic: 
 
 
 EACH_BLOCK = pytest.mark.parametrize("name", [*BLOCKS, "convnext"])
+#: One for each op.
+EACH_KIND = ("bottleneck", "transformer", "convnext")
 #: The ops that Dynamo puts into its graphs for a block.
 WHOLE = ("convolution_chain", "transformer_block", "convnext_block")
 OPS = {
@@ -138,7 +140,7 @@ def test_a_graph_holds_the_raw_ops_of_a_block(kernels, monkeypatch, name):
         torch.testing.assert_close(mine, theirs)
 
 
-@EACH_BLOCK
+@pytest.mark.parametrize("name", EACH_KIND)
 def test_one_graph_for_every_batch(kernels, name):
     stock, graphs = block(name), []
     model = compiled(patch_model(stock), graphs, dynamic=True)
@@ -155,7 +157,7 @@ class CapturedError(Exception):
     """What Dynamo captured is all that is wanted."""
 
 
-@EACH_BLOCK
+@pytest.mark.parametrize("name", EACH_KIND)
 @pytest.mark.parametrize(
     "kept_out_by", [None, "no kernels", "no autocast", "no gradient", "eval", "a frozen parameter", "a hook"]
 )
