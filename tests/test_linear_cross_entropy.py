@@ -469,10 +469,6 @@ def check_vocab_parallel(rank: int) -> None:
     torch.testing.assert_close(one, F.cross_entropy(mine.detach()[2:3], torch.tensor([2])))
 
 
-def test_vocab_parallel(tmp_path):
-    on_every_rank(tmp_path, check_vocab_parallel)
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -500,5 +496,11 @@ def check_fsdp(rank: int) -> None:
         functional.linear_cross_entropy(x[rank], model.head.weight, target[rank])
 
 
-def test_fsdp(tmp_path):
-    on_every_rank(tmp_path, check_fsdp)
+def check_ranks(rank: int) -> None:
+    check_vocab_parallel(rank)
+    check_fsdp(rank)
+
+
+def test_vocab_parallel_and_fsdp(tmp_path):
+    """In the same processes, which take longer to start than to run."""
+    on_every_rank(tmp_path, check_ranks)
