@@ -162,8 +162,7 @@ def set_backend(name: str | None) -> None:
 def _force(name: str | None) -> None:
     global _forced
     _forced = name
-    for notify in _on_change:
-        notify()
+    changed()
 
 
 @contextmanager
@@ -181,5 +180,11 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def on_change(notify: Callable[[], None]) -> None:
-    """Call ``notify`` whenever the forced backend changes (the ops cache their choice per device)."""
+    """Call ``notify`` whenever an op may take another implementation, for what caches such choices."""
     _on_change.append(notify)
+
+
+def changed() -> None:
+    """Say that ops may take other implementations from now on."""
+    for notify in _on_change:
+        notify()

@@ -45,7 +45,7 @@ class _PointwiseFork(torch.autograd.Function):
             from fastlayers.kernels.convolution import pointwise_backward
 
             dy, dx = (t.contiguous(memory_format=torch.channels_last) for t in (dy, dx))
-            return pointwise_backward(dy, weight, dx), dweight
+            return dispatch.observable(pointwise_backward)(dy, weight, dx), dweight
         return product if dx is None or not for_x else product + dx, dweight
 
 

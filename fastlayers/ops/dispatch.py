@@ -11,8 +11,9 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, TypeAlias, TypeGuard, TypeVar
 
@@ -153,6 +154,17 @@ class Kernels:
 K = TypeVar("K", bound=Kernels)
 
 
+_families: list[Family[Any]] = []
+
+
+def _forget_choices() -> None:
+    for family in _families:
+        family._by_device.clear()
+
+
+backends.on_change(_forget_choices)
+
+
 class Family(Generic[K]):
     """The kernels of one family of ops, by device.
 
@@ -170,7 +182,7 @@ class Family(Generic[K]):
         self.csrc_only: set[str] = set()
         self._by_device: dict[torch.device, K | None] = {}
         self._in_graphs: dict[bool, K] = {}
-        backends.on_change(self._by_device.clear)
+        _families.append(self)
         self.declare(declared, csrc_only=csrc_only)
 
     def declare(self, declared: type[Kernels], *, csrc_only: tuple[str, ...] = ()) -> None:
@@ -214,7 +226,7 @@ class Family(Generic[K]):
         kernels: Any = None
         if backend == "triton":
             module = importlib.import_module(f"fastlayers.kernels.{self.name}")
-            ops = {op: getattr(module, op) for op in self.ops if op not in self.csrc_only}
+            ops = {op: observable(getattr(module, op)) for op in self.ops if op not in self.csrc_only}
             kernels = SimpleNamespace(backend=backend, apart=False, **ops)
         elif backend == "cuda" or (backend == "cpu" and self._cpu):
             # What an OpOverload calls, without the Python call around it: 0.3 us.
@@ -250,6 +262,28 @@ class Family(Generic[K]):
             return _define_graph_op(name, _schema(function, skip=1), lambda *args: function(self.in_graphs(), *args))
 
         return define
+
+
+#: Who is to see the calls of kernels that are no operations of torch; None where nobody is.
+_observer: Callable[..., Any] | None = None
+
+
+@contextmanager
+def observed(observer: Callable[..., Any]) -> Iterator[None]:
+    """Let ``observer(kernel, *args)`` call the Triton kernels, which torch's dispatcher does not see."""
+    global _observer
+    _observer = observer
+    _forget_choices()
+    try:
+        yield
+    finally:
+        _observer = None
+        _forget_choices()
+
+
+def observable(kernel: Callable[..., R]) -> Callable[..., R]:
+    """A Triton kernel as it is to be called now."""
+    return kernel if _observer is None else partial(_observer, kernel)
 
 
 _LIBRARY = torch.library.Library("fastlayers", "FRAGMENT")

@@ -210,10 +210,12 @@ def masks_of_torch() -> Iterator[None]:
     """Let dropout_add draw torch's own masks, to compare with a run of torch from the same seed."""
     global _masks_of_torch
     before, _masks_of_torch = _masks_of_torch, True
+    backends.changed()
     try:
         yield
     finally:
         _masks_of_torch = before
+        backends.changed()
 
 
 def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor:
