@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastlayers import backends
+from fastlayers.patching.rewrite.regions import no_regions
 
 # Tests are small and run in parallel. Waiting OpenMP threads spin: on shared cores that makes a test ten times slower.
 torch.set_num_threads(1)
@@ -87,6 +88,13 @@ def _depends_on_no_other_test() -> Iterator[None]:
     after = process_wide_state()
     changed = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
     assert not changed, f"this test changes process-wide state: {changed}"
+
+
+@pytest.fixture
+def op_by_op() -> Iterator[None]:
+    """Forwards run op by op, for stand-ins of kernels that count their calls: a region would record them."""
+    with no_regions():
+        yield
 
 
 @pytest.fixture

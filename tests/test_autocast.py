@@ -160,7 +160,7 @@ class StandIns(SimpleNamespace):
 
 
 @pytest.fixture
-def kernels(monkeypatch) -> StandIns:
+def kernels(monkeypatch, op_by_op) -> StandIns:
     """Stand-ins that serve calls of any size."""
     found = StandIns()
     for family in (autocast.FAMILY, linear.FAMILY, bias_act.FAMILY):

@@ -177,7 +177,7 @@ class Blocks(StandIns):
 
 
 @pytest.fixture
-def kernels(monkeypatch) -> Blocks:
+def kernels(monkeypatch, op_by_op) -> Blocks:
     found = Blocks()
     monkeypatch.setattr(autocast.FAMILY, "kernels_for", lambda x: found)
     return found

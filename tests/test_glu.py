@@ -43,7 +43,7 @@ class StandIns(SimpleNamespace):
 
 
 @pytest.fixture
-def kernels(monkeypatch) -> StandIns:
+def kernels(monkeypatch, op_by_op) -> StandIns:
     found = StandIns()
     monkeypatch.setattr(glu.FAMILY, "kernels_for", lambda x: found)
     return found

@@ -42,7 +42,7 @@ class StandIns(SimpleNamespace):
 
 
 @pytest.fixture
-def kernels(monkeypatch) -> Iterator[StandIns]:
+def kernels(monkeypatch, op_by_op) -> Iterator[StandIns]:
     """Stand-ins that serve calls of any size, in float64: float32 is torch's own."""
     found = StandIns()
     monkeypatch.setattr(linear.FAMILY, "kernels_for", lambda x: found)

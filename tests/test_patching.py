@@ -82,6 +82,8 @@ class Net(nn.Module):
 BLOCKS = {"layer1.0", "layer1.1", "layer2.0"}
 NORMS = {f"{name}.bn" for name in BLOCKS}
 ALL = BLOCKS | NORMS | {"head", "head.fc", "head.soft", "log"}
+#: Modules in which nothing itself is fused, and which run as regions.
+REGIONS = {"", "layer1", "layer2"}
 
 
 @pytest.fixture
@@ -138,7 +140,7 @@ def test_undo_is_exact(net, x):
     before, state = types_of(net), {name: dict(vars(module)) for name, module in net.named_modules()}
     expected = net(x)
     patch_model(net)
-    assert {name for name, cls in types_of(net).items() if cls is not before[name]} == ALL
+    assert {name for name, cls in types_of(net).items() if cls is not before[name]} == ALL | REGIONS
     assert unpatch_model(net) is net
     assert types_of(net) == before
     assert {name: dict(vars(module)) for name, module in net.named_modules()} == state
@@ -1014,7 +1016,7 @@ def test_watching_leaves_the_profiler_of_others_alone(net, x):
         assert sys.getprofile() is mine
     finally:
         sys.setprofile(None)
-    assert seen[0] is Net
+    assert issubclass(seen[0], Net)
     assert nn.Conv2d in seen
     assert not any(issubclass(cls, nn.BatchNorm2d) for cls in seen)  # absorbed, and still so
 

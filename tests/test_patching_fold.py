@@ -640,7 +640,7 @@ def features(dtype=torch.float32, channels_last=True):
 
 
 @pytest.fixture
-def kernel(monkeypatch):
+def kernel(monkeypatch, op_by_op):
     """The path of a GPU, its kernel in torch's operators; what it was called with."""
     calls = []
 

@@ -124,7 +124,7 @@ DOWN = "return self.down(self.silu(self.gate(x)) * self.up(x))"
 
 
 @pytest.fixture(params=["kernels", "composition"])
-def gate_kernels(request, monkeypatch):
+def gate_kernels(request, monkeypatch, op_by_op):
     """Both ways that gated_linear goes, on a machine without kernels."""
     if request.param == "kernels":
         kernels = StandIns()
@@ -454,7 +454,7 @@ def test_layer_scale(build, body):
         ("x = x * 1\nx += self.linear(x) * self.gamma\nreturn x", None),
     ],
 )
-def test_residuals_under_autocast(build, monkeypatch, body, fused_call):
+def test_residuals_under_autocast(build, monkeypatch, op_by_op, body, fused_call):
     """A half goes to a float32 residual as torch promotes it, unless an in-place operation says what comes out."""
     called = []
     for name in ("dropout_add", "scale_add"):
@@ -570,7 +570,7 @@ self.gelu, self.relu = nn.GELU(), nn.ReLU(inplace=True)"""
 
 
 @pytest.fixture(params=["kernels", "composition"])
-def served(request, monkeypatch):
+def served(request, monkeypatch, op_by_op):
     """Both ways that linear_act goes, on a machine without kernels."""
 
     def fits(x, weight, bias):  # test_linear_act_under_autocast has the rest
@@ -602,7 +602,7 @@ def test_linear_act(build, served, body):
 
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
-def test_linear_act_under_autocast(build, monkeypatch, low):
+def test_linear_act_under_autocast(build, monkeypatch, op_by_op, low):
     """The bias goes to the activation's kernel in the product's dtype, and its gradient is float32, as torch has it."""
     given = []
 

@@ -793,7 +793,7 @@ def train_in_parallel(rank, store):
         torch.testing.assert_close(losses / 2, expected, msg=f"{wrap.__name__}, patched before: {before}")
         report = patch_report(model)
         if before:  # FSDP makes another class of the generated one, which stays what it is
-            assert report.counts() == patch_report(patch_model(mlp())).counts()
+            assert report.counts() == patch_report(patch_model(mlp())).counts(), wrap
             if wrap is fsdp:
                 assert report["0"].became == "FusedMLP"
                 with pytest.warns(PatchWarning, match="was changed again after patching"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,9 @@ def blocks(text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page", [name for name, text in PAGES.items() if "```python" in text and name != TUTORIAL])
 def test_python_blocks_run_and_print_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "readme"}
+    module = types.ModuleType("readme")  # Dynamo imports the module of a function that it inlines.
+    monkeypatch.setitem(sys.modules, "readme", module)
+    namespace = vars(module)
     printed = io.StringIO()
     for number, (language, code) in enumerate(blocks(PAGES[page])):
         if language == "python":

@@ -40,7 +40,7 @@ class StandIns:
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels(monkeypatch, op_by_op):
     found = StandIns()
     for family in (squeeze_excite.FAMILY, elementwise.FAMILY):
         monkeypatch.setattr(family, "kernels_for", lambda x: None if torch.compiler.is_compiling() else found)

@@ -19,6 +19,7 @@ from fastlayers.patching.rewrite.plan import (
     left_alone,
     make_plan,
     restore,
+    stays_patched,
     swap,
     warn_of_stuck,
 )
@@ -135,7 +136,7 @@ def patch_report(model: nn.Module, *, example_inputs: Any = None) -> PatchReport
     plan = make_plan(model)
     rows = []
     for step in plan.steps:
-        pending = step.cls is not None
+        pending = step.row.became is not None and not stays_patched(step.module)
         rows.append(left_alone(step.row, Refusal(Reason.NOT_SELECTED)) if pending else step.row)
     report = PatchReport(tuple(rows), original_class(model).__name__)
     return report if example_inputs is None else with_bytes(report, model, example_inputs)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["HOOKS", "Instrument", "local_names", "optional_parameters", "parse", "strip_signature"]
+__all__ = ["HOOKS", "Instrument", "hook", "local_names", "optional_parameters", "parse", "strip_signature"]
 
 
 def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.FunctionDef:

@@ -39,7 +39,18 @@ from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import original_class
 
-__all__ = ["Segment", "record", "record_child", "record_segment"]
+__all__ = [
+    "CONTAINERS",
+    "MEMBERS",
+    "PRIMITIVES",
+    "PURE_BUILTINS",
+    "SCRIPTING",
+    "STRUCTURAL",
+    "Segment",
+    "record",
+    "record_child",
+    "record_segment",
+]
 
 MAX_DEPTH = 16
 #: The prefix of the names of a child's parameters while it is recorded.

@@ -85,6 +85,10 @@ class Adapter:
         """
         return Counter(), {}
 
+    def lookups(self) -> frozenset[Any]:
+        """Functions that only look something up, so that a region may compare what they return for plain arguments."""
+        return frozenset()
+
     def called_functions(self, module: nn.Module) -> frozenset[str]:
         """Names of global functions that a forward passes to the library, which calls them."""
         return frozenset()

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 from fastlayers import functional
 from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains, unpatched
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
-from fastlayers.patching.rewrite.classes import is_patched
+from fastlayers.patching.rewrite.classes import is_fused
 
 __all__ = ["bytes_saved"]
 
@@ -123,7 +123,7 @@ def traffic(model: nn.Module, chosen: set[nn.Module], args: tuple[Any, ...], kwa
 
 def bytes_saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[nn.Module, int]:
     """The estimated bytes that each patched module saves in a step with these arguments."""
-    patched = set(filter(is_patched, model.modules()))
+    patched = set(filter(is_fused, model.modules()))
     after = traffic(model, patched, args, kwargs)
     with unpatched(model):
         before = traffic(model, after.called, args, kwargs)

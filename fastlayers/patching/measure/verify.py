@@ -19,8 +19,9 @@ from fastlayers.ops.residual import masks_of_torch
 from fastlayers.patching.measure.runs import rng_state, seed_everything, standing_in, unpatched, unwrap
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.report import Report, markdown_table
-from fastlayers.patching.rewrite.classes import is_patched
+from fastlayers.patching.rewrite.classes import is_fused, is_patched
 from fastlayers.patching.rewrite.plan import patched
+from fastlayers.patching.rewrite.regions import no_regions
 
 __all__ = ["Comparison", "VerifyReport", "verify_patch"]
 
@@ -198,7 +199,7 @@ def compare_patched(model: nn.Module, inputs: Inputs) -> VerifyReport:
             if omitted:
                 before = run(model, inputs, omitted=omitted)
             nudged = run(model, inputs, rounding(model, before), omitted)
-        patches = sum(map(is_patched, model.modules()))
+        patches = sum(map(is_fused, model.modules()))
         comparisons = tuple(compare(before, after, nudged))
         if not all(comparison.ok for comparison in comparisons):
             with unpatched(model):
@@ -420,7 +421,8 @@ def first_differences(model: nn.Module, inputs: Inputs) -> tuple[str | None, str
     module that returns other gradients for the same ones. A module that a patched one has absorbed is not called in
     both runs, and counts as part of it.
     """
-    (after, ended), gradients = calls_of(model, inputs)
+    with no_regions():  # They do not call what they consist of.
+        (after, ended), gradients = calls_of(model, inputs)
     with unpatched(model):
         (before, _), expected = calls_of(model, inputs)
         (nudged, _), moved = calls_of(model, inputs, rounding(model, Run([], {}, {})))

@@ -22,6 +22,7 @@ __all__ = [
     "called_by_class",
     "check_subclassing",
     "is_folded",
+    "is_fused",
     "is_patched",
     "seal",
     "shown_name",
@@ -37,6 +38,11 @@ RECONSTRUCT: Any = copyreg._reconstructor  # type: ignore[attr-defined]
 
 def is_patched(module: nn.Module) -> bool:
     return "__fastlayers_original__" in type(module).__dict__
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether something is fused in the forward of a module, which may also be patched to run as a region alone."""
+    return is_patched(module) and bool(getattr(type(module), "__fastlayers_rules__", ()))
 
 
 def is_folded(module: nn.Module) -> bool:

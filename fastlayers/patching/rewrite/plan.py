@@ -6,6 +6,7 @@ so a deep copy can be unpatched like its original, and unpatching a module is on
 
 from __future__ import annotations
 
+import inspect
 import types
 import warnings
 from collections import Counter
@@ -21,15 +22,35 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
-from fastlayers.patching.rewrite.classes import become, called_by_class, is_folded, is_patched, shown_name, swap_class
+from fastlayers.patching.rewrite.classes import (
+    become,
+    called_by_class,
+    check_subclassing,
+    is_folded,
+    is_patched,
+    shown_name,
+    swap_class,
+)
 from fastlayers.patching.rewrite.engine import Fused
 from fastlayers.patching.rewrite.forwards import fuse
+from fastlayers.patching.rewrite.regions import region_class
 from fastlayers.patching.rewrite.segments import fuse_segments
 from fastlayers.patching.rules import FOLDING_RULES, LAST_FOLDING_RULES, graph_rules, module_rules
 from fastlayers.patching.rules.base import ModuleRule
 from fastlayers.patching.runtime.checks import original_class
 
-__all__ = ["FilterFn", "Pattern", "carry_out", "left_alone", "make_plan", "patched", "restore", "swap", "warn_of_stuck"]
+__all__ = [
+    "FilterFn",
+    "Pattern",
+    "carry_out",
+    "left_alone",
+    "make_plan",
+    "patched",
+    "restore",
+    "stays_patched",
+    "swap",
+    "warn_of_stuck",
+]
 
 Pattern: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 
@@ -43,6 +64,11 @@ QUANTIZED = (
     "bitsandbytes",
     "torchao",
 )
+
+#: Modules in a region at most. Modules that are alike share its code, and blocks are alike where models are not.
+MAX_MODULES = 40
+#: Why a module must be called as it is, also from inside a region.
+CLOSED = frozenset({Reason.SCRIPTED, Reason.GRAPH_MODULE, Reason.QUANTIZED, Reason.WRAPPER, Reason.FORWARD_REPLACED})
 
 WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "peft")
 
@@ -155,9 +181,45 @@ def make_plan(
         else:
             excluded = frozenset(path for path, child in module.named_modules() if id(child) in banned)
             steps.append(plan_one(module, row, excluded, classes))
+    if not folding:
+        add_regions(steps, banned, classes)
     unmatched = tuple(p if isinstance(p, str) else p.__name__ for p in selection.unmatched)
     report = PatchReport(tuple(step.row for step in steps), original_class(model).__name__, unmatched)
     return Plan(steps, report, plan_warnings(report, steps, "folded" if folding else "patched"))
+
+
+def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) -> None:
+    """Let forwards run as regions: those of the modules, not too large, in which something is fused."""
+    by_module = {id(step.module): step for step in steps}
+    for step in steps:
+        module, original = step.module, original_class(step.module)
+        inside = [by_module[id(child)] for child in module.modules()]
+        if (
+            not 2 <= len(inside) <= MAX_MODULES
+            or all(other.cls is None for other in inside)
+            or any(other.row.reason in CLOSED or id(other.module) in banned for other in inside)
+            or step.row.reason is Reason.NOT_SELECTED
+            or "__fastlayers_region__" in vars(type(module))
+            or is_folded(module)
+            or not has_own_forward(original)
+            or (not step.row.fqn and takes_any_keyword(original))
+        ):
+            continue
+        try:
+            refuse_kind(module)
+            check_subclassing(original)
+            cls = region_class(step.cls or type(module), classes)
+        except Refusal:
+            continue
+        cls.__fastlayers_rules__ = step.row.fused  # type: ignore[attr-defined]
+        cls.__fastlayers_left__ = step.row.left  # type: ignore[attr-defined]
+        cls.__fastlayers_reason__ = step.row.reason, step.row.detail  # type: ignore[attr-defined]
+        step.cls = cls
+
+
+def takes_any_keyword(cls: type[nn.Module]) -> bool:
+    """Whether a forward has ``**kwargs``. torch.fx traces that of a whole model only if nothing hands them on."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.forward).parameters.values())
 
 
 def left_alone(row: Row, refusal: Refusal) -> Row:
@@ -169,7 +231,9 @@ def already(row: Row, module: nn.Module) -> Row:
     fused, left = getattr(cls, "__fastlayers_rules__", ()), getattr(cls, "__fastlayers_left__", ())
     if is_folded(module) and cls.__fastlayers_unfolded__ is original_class(module):  # type: ignore[attr-defined]
         left = (*left, (Reason.FOLDED, ""))
-    return Row(row.fqn, row.was, shown_name(cls), fused, left=left, aliases=row.aliases)
+    reason, detail = getattr(cls, "__fastlayers_reason__", (None, ""))
+    became = shown_name(cls) if reason is None else None
+    return Row(row.fqn, row.was, became, fused, reason, detail, left=left, aliases=row.aliases)
 
 
 def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
@@ -224,6 +288,7 @@ def step_of(module: nn.Module, row: Row, outcome: Fused) -> Step:
     fused = tuple(outcome.rules.items())
     outcome.cls.__fastlayers_rules__ = fused  # type: ignore[attr-defined]
     outcome.cls.__fastlayers_left__ = left  # type: ignore[attr-defined]
+    outcome.cls.__fastlayers_reason__ = None, ""  # type: ignore[attr-defined]
     became = shown_name(outcome.cls)
     return Step(module, Row(row.fqn, row.was, became, fused, left=left, aliases=row.aliases), outcome.cls)
 

@@ -44,6 +44,11 @@ class TransformersAdapter(Adapter):
         count, bound = leave_out_masks(module, tree, function)
         return Counter({RULE: count}), bound
 
+    def lookups(self) -> frozenset[Any]:
+        from transformers import AttentionInterface
+
+        return frozenset({AttentionInterface.get_interface})
+
     def called_functions(self, module: nn.Module) -> frozenset[str]:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
         return frozenset({EAGER_ATTENTION}) if implementation == "eager" else frozenset()

@@ -1,0 +1,505 @@
+"""What Python decides a forward by: every state that it reads, found by running it on tensors without data.
+
+The forward runs once from instrumented source, as in :mod:`fastlayers.patching.capture.trace`, but on fake tensors in
+place of proxies: sizes are numbers, ``None`` is ``None``, branches are taken as the call would take them. Each read of
+a module, a global or an object is written down as an expression with its value. As long as these expressions have these
+values, and tensors of the same geometry come in, Python does the same again; that is what a region relies on. What
+could do anything else (writes, values of tensors, unknown functions) is refused, before anything has happened.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import operator
+import os
+import types
+from collections.abc import Iterator, MappingView
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from fastlayers.patching.capture.syntax import HOOKS, Instrument, hook, local_names, parse, strip_signature
+from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, PURE_BUILTINS, SCRIPTING, STRUCTURAL
+from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.runtime.checks import original_class
+
+__all__ = ["Reads", "is_value", "read_by"]
+
+MAX_DEPTH = 24
+
+#: Packages whose functions are called as they are: what they do follows from their arguments and torch's global state.
+TRUSTED = frozenset({"torch", "fastlayers", "einops", "math", "_operator"})
+#: Functions of other packages that are called as they are.
+TRUSTED_FUNCTIONS = (inspect.signature,)
+#: Functions of torch that read or change what no guard knows.
+REFUSED_FUNCTIONS = frozenset(
+    {"manual_seed", "seed", "set_grad_enabled", "set_default_dtype", "compile", "save", "load", "backward", "grad",
+     "checkpoint", "register_hook", "retain_grad", "requires_grad_", "set_", "share_memory_", "item", "tolist", "numpy",
+     "__dlpack__", "detach_", "resize_", "synchronize"}
+)  # fmt: skip
+#: What f-strings do with a value before they format it.
+CONVERSIONS: dict[str, Any] = {"r": repr, "s": str, "a": ascii, "": lambda value: value}
+#: Classes whose objects are made as they are.
+TRUSTED_CLASSES = (torch.Size, torch.device, torch.finfo, torch.iinfo, torch.autocast, torch.no_grad, torch.enable_grad)
+#: Attributes of tensors that depend on more than their geometry.
+REFUSED_ATTRIBUTES = frozenset({"grad", "grad_fn", "is_leaf", "_version", "_base", "name", "_backward_hooks"})
+
+
+class Reads:
+    """What a call read.
+
+    Attributes:
+        values: expressions about ``self`` and the names of :attr:`namespace`, with their values.
+        called: expressions of the modules that were called, which must have no hooks.
+        tensors: expressions of the tensors that were read, with these.
+        namespace: the objects that the expressions name.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.called: dict[str, None] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.namespace: dict[str, Any] = {}
+
+    def bind(self, value: object, hint: str) -> str:
+        for name, bound in self.namespace.items():
+            if bound is value:
+                return name
+        name = f"_{hint}_{len(self.namespace)}"
+        self.namespace[name] = value
+        return name
+
+
+def is_value(value: Any) -> bool:
+    """Whether a value can be compared, and is all that matters of itself."""
+    if type(value) in (tuple, torch.Size):
+        return all(map(is_value, value))
+    return value is None or isinstance(
+        value, (*PRIMITIVES, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+    )
+
+
+def read_by(
+    module: nn.Module,
+    forward: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lookups: frozenset[Any] = frozenset(),
+) -> Reads:
+    """What a call of ``forward(module, *args, **kwargs)`` reads.
+
+    Args:
+        module: it is not changed, and none of its code with a side effect runs.
+        forward: the forward of its original class.
+        args, kwargs: tensors, plain values, and tuples, lists and dicts of them.
+        lookups: functions that only look something up. Their results count as read.
+
+    Raises:
+        Refusal: the call does what a region cannot repeat.
+    """
+    if not isinstance(forward, types.FunctionType):
+        raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
+    watch = Watch(module, lookups)
+    try:
+        with watch.fake_mode:
+            args, kwargs = tree_map_only(Tensor, watch.fake, (args, kwargs))
+            watch.follow(forward, (module, *args), kwargs)
+        for expression, value, lent in watch.lent:
+            if value != lent:
+                raise Refusal(Reason.CHANGES_STATE, f"changes {expression}")
+    except Refusal:
+        raise
+    except Exception as error:  # An error of the forward itself, or what fake tensors cannot do.
+        raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+    return watch.reads
+
+
+class Concrete(Instrument):
+    """The instrumentation for a run on fake tensors: what only a proxy cannot do is allowed."""
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.While):
+            return ast.NodeTransformer.generic_visit(self, node)
+        if isinstance(node, ast.With):
+            return ast.NodeTransformer.generic_visit(self, node)
+        return super().visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        if isinstance(node.ctx, ast.Load):
+            return super().visit_Subscript(node)
+        node.value, node.slice = hook("local", self.visit(node.value)), self.visit(node.slice)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if isinstance(node.ctx, ast.Load) and node.attr.startswith("__") and not node.attr.endswith("__"):
+            raise Refusal(Reason.SYNTAX, f"the private name {node.attr}")
+        return super().visit_Attribute(node)
+
+
+_instrumented: WeakKeyDictionary[types.FunctionType, tuple[types.CodeType, str]] = WeakKeyDictionary()
+
+
+def instrumented(function: types.FunctionType) -> tuple[types.CodeType, str]:
+    """The code that defines the instrumented function, and its name there."""
+    if function not in _instrumented:
+        _instrumented[function] = instrument(function)
+    return _instrumented[function]
+
+
+def instrument(function: types.FunctionType) -> tuple[types.CodeType, str]:
+    tree = parse(function, decorated=True)
+    concrete = Concrete(local_names(tree))
+    strip_signature(tree)
+    tree.body = [concrete.visit(statement) for statement in tree.body]
+    code = ast.fix_missing_locations(ast.Module([tree], []))
+    return compile(code, f"<watched {function.__qualname__}>", "exec"), tree.name
+
+
+class Watch:
+    """One run of a module's forward on fake tensors. The instrumented source calls the ``hook_`` methods."""
+
+    def __init__(self, module: nn.Module, lookups: frozenset[Any]) -> None:
+        self.root = module
+        self.lookups = lookups
+        self.reads = Reads()
+        self.fake_mode = FakeTensorMode()
+        self.depth = 0
+        self.frames: list[tuple[types.FunctionType, Any]] = []
+        self.lent: list[tuple[str, Any, Any]] = []
+        self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        #: Expressions of modules and other objects, by identity; the objects themselves keep it unique.
+        self.origins: dict[int, tuple[str, Any]] = {id(module): ("self", module)}
+        self.scope: dict[str, Any] = {f"__trace_{name}": getattr(self, f"hook_{name}") for name in (*HOOKS, "local")}
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def fake(self, t: Tensor) -> Tensor:
+        """The fake tensor of a tensor, the same each time."""
+        if id(t) not in self.fakes:
+            self.fakes[id(t)] = (t, self.fake_mode.from_tensor(t, static_shapes=True))
+        return self.fakes[id(t)][1]
+
+    def origin(self, value: Any) -> str | None:
+        found = self.origins.get(id(value))
+        return found[0] if found is not None else None
+
+    def read(self, expression: str, value: Any) -> Any:
+        """Write a read down, and return what the forward gets."""
+        if isinstance(value, Tensor):
+            self.reads.tensors[expression] = value
+            return self.fake(value)
+        if is_value(value):
+            self.reads.values[expression] = value
+            return value
+        if type(value) is list and is_value(tuple(value)):
+            self.reads.values[f"tuple({expression})"] = tuple(value)
+            return self.lend(expression, value)
+        if type(value) is dict and is_value(tuple(value.items())):
+            self.reads.values[f"tuple({expression}.items())"] = tuple(value.items())
+            return self.lend(expression, value)
+        self.origins.setdefault(id(value), (expression, value))
+        return value
+
+    def lend(self, expression: str, value: Any) -> Any:
+        """A copy of a list or dict, which must not be changed."""
+        self.lent.append((expression, value, value.copy()))
+        return self.lent[-1][-1]
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def hook_name(self, name: str) -> Any:
+        function, _ = self.frames[-1]
+        if name in function.__code__.co_freevars:
+            cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
+            return self.read(f"{self.reads.bind(cell, 'cell')}.cell_contents", cell.cell_contents)
+        if name in function.__globals__:
+            scope = function.__globals__
+            return self.read(f"{self.reads.bind(scope, 'globals')}[{name!r}]", scope[name])
+        if hasattr(builtins, name):
+            return getattr(builtins, name)
+        raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
+
+    def hook_attribute(self, owner: Any, name: str) -> Any:
+        if isinstance(owner, Tensor):
+            if name in REFUSED_ATTRIBUTES:
+                raise Refusal(Reason.READS_STATE, f"a tensor's {name}")
+            return getattr(owner, name)
+        if isinstance(owner, nn.Module):
+            return self.module_attribute(owner, name)
+        if isinstance(owner, types.ModuleType):
+            return self.read(f"{self.reads.bind(owner, owner.__name__.replace('.', '_'))}.{name}", getattr(owner, name))
+        origin = self.origin(owner)
+        if origin is not None and not isinstance(owner, type | types.FunctionType):
+            return self.object_attribute(origin, owner, name)
+        return getattr(owner, name)
+
+    def object_attribute(self, origin: str, owner: Any, name: str) -> Any:
+        """An attribute of an object that was read, such as ``self.config.hidden_size``."""
+        static = inspect.getattr_static(type(owner), name, None)
+        if isinstance(static, property):
+            return self.follow(static.fget, (owner,), {})  # type: ignore[arg-type]
+        if isinstance(static, types.FunctionType):
+            return getattr(owner, name)
+        if isinstance(owner, functools.partial) or name in getattr(owner, "__dict__", ()) or is_value(static):
+            return self.read(f"{origin}.{name}", getattr(owner, name))
+        raise Refusal(Reason.READS_STATE, f"{origin}.{name}")
+
+    def module_attribute(self, module: nn.Module, name: str) -> Any:
+        origin = self.origin(module)
+        if origin is None:
+            raise Refusal(Reason.READS_STATE, f"a {type(module).__name__} that is not one of its submodules")
+        kind = self.kind(module, origin)
+        static = inspect.getattr_static(original_class(module), name, None)
+        state = module.__dict__
+        if isinstance(static, property) and static.fget is not None:
+            self.reads.values[f"{kind}.__dict__.get({name!r})"] = vars(original_class(module)).get(name)
+            return self.follow(static.fget, (module,), {})  # type: ignore[arg-type]
+        if name in state:
+            return self.read(f"{origin}.{name}", state[name])
+        for registry in ("_parameters", "_buffers", "_modules"):
+            if name in state[registry]:
+                return self.read(f"{origin}.{registry}[{name!r}]", state[registry][name])
+        if isinstance(static, types.FunctionType | staticmethod | classmethod):
+            found = getattr(original_class(module), name)
+            self.reads.values[f"{kind}.{name}"] = found
+            self.reads.values[f"{name!r} in {origin}.__dict__"] = False
+            if isinstance(static, types.FunctionType):
+                return types.MethodType(found, module)
+            return found
+        if is_value(static) and static is not None:
+            return self.read(f"{origin}.{name}", static)
+        raise Refusal(Reason.READS_STATE, f"{origin}.{name}")
+
+    def kind(self, module: nn.Module, origin: str) -> str:
+        """The original class of a module, as an expression; that it has this class is written down."""
+        self.reads.values[f"type({origin})"] = type(module)
+        return self.reads.bind(original_class(module), original_class(module).__name__)
+
+    def hook_container(self, value: Any) -> Any:
+        if isinstance(value, nn.ParameterList | nn.ParameterDict):
+            raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
+        if isinstance(value, CONTAINERS):
+            self.children(value)
+            return value
+        origin = self.origin(value)
+        if origin is not None and isinstance(value, list | tuple):  # of objects: each by its place
+            self.reads.values[f"len({origin})"] = len(value)
+            return type(value)(self.read(f"{origin}[{i}]", item) for i, item in enumerate(value))
+        if isinstance(
+            value,
+            Tensor
+            | types.GeneratorType
+            | list
+            | tuple
+            | dict
+            | set
+            | range
+            | Iterator
+            | MappingView
+            | types.MappingProxyType,
+        ):
+            return value
+        if isinstance(value, str) or is_value(value):
+            return value
+        raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
+
+    def children(self, module: nn.Module) -> None:
+        origin = self.origin(module)
+        if origin is None:
+            raise Refusal(Reason.READS_STATE, f"a {type(module).__name__} that is not one of its submodules")
+        self.kind(module, origin)
+        self.reads.values[f"tuple({origin}._modules)"] = tuple(module._modules)
+        for name, child in module._modules.items():
+            if child is not None:
+                self.origins.setdefault(id(child), (f"{origin}._modules[{name!r}]", child))
+
+    def hook_unpack(self, value: Any, count: int) -> Any:
+        return value
+
+    def hook_test(self, value: Any) -> Any:
+        return value
+
+    def hook_string(self, *parts: Any) -> str:
+        def show(part: Any) -> str:
+            if isinstance(part, str):
+                return part
+            value, convert, spec = part
+            if not is_value(value):
+                raise Refusal(Reason.READS_STATE, "formats an object")
+            return format(CONVERSIONS[convert](value), spec)
+
+        return "".join(map(show, parts))
+
+    def hook_same(self, left: Any, right: Any) -> bool:
+        return left is right
+
+    def hook_contains(self, item: Any, container: Any) -> bool:
+        return item in self.hook_container(container)
+
+    def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
+        name = {"Add": "iadd", "Sub": "isub", "Mult": "imul", "Div": "itruediv", "FloorDiv": "ifloordiv", "Mod": "imod",
+                "Pow": "ipow", "MatMult": "imatmul", "BitAnd": "iand", "BitOr": "ior", "BitXor": "ixor",
+                "LShift": "ilshift", "RShift": "irshift"}[op]  # fmt: skip
+        function: Any = getattr(operator, name)
+        return function(target, value)
+
+    def hook_local(self, value: Any) -> Any:
+        """What an item is assigned to: it must have been made in this call. The tape sees to tensors."""
+        if not isinstance(value, Tensor | list | dict) or self.origin(value) is not None:
+            raise Refusal(Reason.CHANGES_STATE, f"assigns an item of a {type(value).__name__}")
+        return value
+
+    def hook_mark(self, statement: int) -> None:
+        raise AssertionError
+
+    def hook_parent(self) -> Any:
+        function, owner = self.frames[-1]
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if "__class__" not in cells:
+            raise Refusal(Reason.SYNTAX, "super() outside of a method")
+        return super(cells["__class__"].cell_contents, owner)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def hook_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(function, nn.Module):
+            return self.call_module(function, args, kwargs)
+        if isinstance(function, types.MethodType):
+            return self.method(function, args, kwargs)
+        if isinstance(function, types.FunctionType):
+            return self.function(function, args, kwargs)
+        if type(function) is functools.partial:
+            origin = self.origin(function)
+            if origin is not None:
+                inner, given, options = (
+                    self.read(f"{origin}.{n}", getattr(function, n)) for n in ("func", "args", "keywords")
+                )
+                return self.hook_call(inner, *given, *args, **{**options, **kwargs})
+        return self.builtin(function, args, kwargs)
+
+    def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        origin = self.origin(module)
+        if origin is None or isinstance(module, torch.jit.ScriptModule):
+            raise Refusal(Reason.UNKNOWN_CALL, f"a {type(module).__name__} that is not one of its submodules")
+        if module is self.root:
+            raise Refusal(Reason.UNKNOWN_CALL, "calls itself")
+        if type(module).__call__ is not nn.Module.__call__:
+            raise Refusal(Reason.UNKNOWN_CALL, f"{type(module).__name__}.__call__")
+        kind = self.kind(module, origin)
+        forward = original_class(module).forward
+        self.reads.called[origin] = None
+        self.reads.values[f"{kind}.forward"] = forward
+        if "forward" in module.__dict__ or not isinstance(forward, types.FunctionType):
+            raise Refusal(Reason.FORWARD_REPLACED, origin)
+        return self.follow(forward, (module, *args), kwargs)
+
+    def method(self, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        owner, function = method.__self__, method.__func__
+        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+            raise Refusal(Reason.UNKNOWN_CALL, method.__qualname__)
+        if isinstance(owner, nn.Module) and function in MEMBERS:
+            self.children(owner)
+            return method(*args, **kwargs)
+        if isinstance(owner, Tensor):
+            return self.builtin(method, args, kwargs)
+        if not isinstance(function, types.FunctionType):
+            raise Refusal(Reason.UNKNOWN_CALL, method.__qualname__)
+        origin = self.origin(owner)
+        looks_up = function in self.lookups or owner is os.environ
+        if looks_up and origin is not None and is_value(args) and not kwargs:
+            names = [self.reads.bind(arg, "value") for arg in args]
+            return self.read(f"{origin}.{function.__name__}({', '.join(names)})", method(*args))
+        return self.follow(function, (owner, *args), kwargs)
+
+    def function(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function in SCRIPTING:
+            return False
+        package = (function.__module__ or "").split(".")[0]
+        if function in TRUSTED_FUNCTIONS:
+            return function(*args, **kwargs)
+        if package in TRUSTED:
+            if function.__name__ in REFUSED_FUNCTIONS or any(isinstance(arg, nn.Module) for arg in args):
+                raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
+            return function(*args, **kwargs)
+        return self.follow(function, args, kwargs)
+
+    def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the instrumented source of a Python function."""
+        if self.depth >= MAX_DEPTH:
+            raise Refusal(Reason.UNKNOWN_CALL, f"{function.__qualname__}: calls are nested too deeply")
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        given = set(bound.arguments)
+        bound.apply_defaults()
+        for name, value in bound.arguments.items():
+            if name not in given and not is_value(value) and value:
+                raise Refusal(Reason.READS_STATE, f"the default {name} of {function.__qualname__}")
+        code, name = instrumented(function)
+        scope = dict(self.scope)
+        exec(code, scope)
+        self.depth += 1
+        self.frames.append((function, args[0] if args else None))
+        try:
+            return scope[name](*bound.args, **bound.kwargs)
+        finally:
+            self.frames.pop()
+            self.depth -= 1
+
+    def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(function, "__name__", repr(function))
+        if function is isinstance and isinstance(args[0], nn.Module):
+            self.kind(args[0], self.origin(args[0]) or "")
+            return isinstance(*args)
+        if function is isinstance:
+            return isinstance(*args)
+        if function is getattr and isinstance(args[1], str):
+            if len(args) > 2 and not hasattr(args[0], args[1]):
+                self.has(args[0], args[1])
+                return args[2]
+            return self.hook_attribute(args[0], args[1])
+        if function is hasattr:
+            return self.has(*args)
+        if function in PURE_BUILTINS or function in STRUCTURAL or function in (print, type, repr):
+            for value in (*args, *kwargs.values()):
+                self.hook_container(value)
+                if isinstance(value, types.FunctionType | types.MethodType):
+                    raise Refusal(Reason.UNKNOWN_CALL, f"{name} with a function")
+            if function is print or (function is type and len(args) != 1):
+                raise Refusal(Reason.UNKNOWN_CALL, name)
+            return function(*args, **kwargs)
+        owner = getattr(function, "__self__", None)
+        if (
+            isinstance(function, types.BuiltinMethodType | types.MethodWrapperType | types.MethodType)
+            and owner is not None
+        ):
+            if isinstance(owner, Tensor):
+                if name in REFUSED_FUNCTIONS:
+                    raise Refusal(Reason.UNKNOWN_CALL, f"a tensor's {name}")
+                return function(*args, **kwargs)
+            local = isinstance(owner, list | tuple | dict | set) and self.origin(owner) is None
+            if local or (is_value(owner) and not isinstance(owner, types.ModuleType)):
+                return function(*args, **kwargs)
+        if name in REFUSED_FUNCTIONS:
+            raise Refusal(Reason.UNKNOWN_CALL, name)
+        module = getattr(function, "__module__", None) or getattr(owner, "__name__", None) or ""
+        known = module.split(".")[0] in TRUSTED or getattr(torch, name, None) is function
+        if isinstance(function, types.BuiltinFunctionType) and known:
+            return function(*args, **kwargs)
+        if function in TRUSTED_CLASSES or isinstance(function, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
+            return function(*args, **kwargs)
+        raise Refusal(Reason.UNKNOWN_CALL, name)
+
+    def has(self, owner: Any, name: str) -> bool:
+        found = hasattr(owner, name)
+        origin = self.origin(owner)
+        if origin is not None:
+            self.reads.values[f"hasattr({origin}, {name!r})"] = found
+        elif isinstance(owner, nn.Module):
+            raise Refusal(Reason.READS_STATE, f"asks for {name}")
+        return found

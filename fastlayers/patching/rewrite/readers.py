@@ -1,0 +1,96 @@
+"""Guards: what a call of a forward reads, as one generated function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+
+from fastlayers.patching.capture.reads import Reads
+from fastlayers.patching.reasons import Reason, Refusal
+
+__all__ = ["Reader"]
+
+GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: The expression of a submodule.
+CHILD = re.compile(r"self(?:\._modules\['[^'\\]*'\])+")
+
+
+class Reader:
+    """A function that reads, from a module, the state that Python decides by, and the tensors that it uses."""
+
+    def __init__(self, reads: Reads) -> None:
+        names = {origin: f"m{i}" for i, origin in enumerate(module_origins(reads))}
+        short = {origin: shortened(origin, {o: n for o, n in names.items() if o != origin}) for origin in names}
+        lines = ["def read(self):"]
+        lines += [f"    {names[origin]} = {short[origin]}" for origin in names]
+        tests = [*(f"_global_hooks[{i}]" for i in range(len(GLOBAL_HOOKS)))]
+        for called in reads.called:
+            tests += [f"{shortened(called, names)}.{hook}" for hook in HOOKS]
+            tests.append(f"'forward' in {shortened(called, names)}.__dict__")
+        lines.append(f"    if {' or '.join(tests)}:")
+        lines.append("        return None")
+        values = "".join(f"\n        {shortened(expression, names)}," for expression in reads.values)
+        tensors = "".join(f"\n        {shortened(expression, names)}," for expression in reads.tensors)
+        lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
+        self.source = "\n".join(lines) + "\n"
+        self.key = (self.source, *((name, id(value)) for name, value in sorted(reads.namespace.items())))
+        scope = {**reads.namespace, "_global_hooks": GLOBAL_HOOKS}
+        exec(compile(self.source, "<fastlayers guard>", "exec"), scope)
+        self.read: Callable[[nn.Module], tuple[tuple[Any, ...], tuple[Tensor, ...]] | None] = scope["read"]
+        #: The expressions of the owners of the tensors, and the names there.
+        self.places = [place(expression) for expression in reads.tensors]
+
+    @contextmanager
+    def replaced(self, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let the forward of a module read other tensors."""
+        owners = [eval(owner, {"self": module}) for owner, _ in self.places]
+        before = [owner[name] for owner, (_, name) in zip(owners, self.places, strict=True)]
+        try:
+            for owner, (_, name), t in zip(owners, self.places, tensors, strict=True):
+                owner[name] = t
+            yield
+        finally:
+            for owner, (_, name), t in zip(owners, self.places, before, strict=True):
+                owner[name] = t
+
+
+def module_origins(reads: Reads) -> list[str]:
+    """The expressions of the submodules among what was read, owners first."""
+    found = {match for text in (*reads.values, *reads.called, *reads.tensors) for match in CHILD.findall(text)}
+    return sorted(found, key=lambda origin: (origin.count("._modules["), origin))
+
+
+def shortened(expression: str, names: dict[str, str]) -> str:
+    """An expression with variables in place of submodules."""
+    return CHILD.sub(lambda match: longest(match.group(), names), expression)
+
+
+def longest(origin: str, names: dict[str, str]) -> str:
+    start = origin
+    while start not in names:
+        if start == "self":
+            return origin
+        start = start[: start.rindex("._modules[")]
+    return names[start] + origin[len(start) :]
+
+
+def place(expression: str) -> tuple[str, str]:
+    """The expression of the dict that holds a tensor, and its key there."""
+    match = re.fullmatch(r"(.*\._(?:parameters|buffers))\['([^'\\]*)'\]", expression)
+    if match:
+        return match.group(1), match.group(2)
+    owner, _, name = expression.rpartition(".")
+    if not name.isidentifier():
+        raise Refusal(Reason.READS_STATE, f"the tensor {expression}")
+    return f"{owner}.__dict__", name

@@ -1,0 +1,610 @@
+"""Regions: a whole forward, with the children that it calls, as one node of autograd made of straight-line code.
+
+Most of the host's time in a step is spent on deciding what to do: calls of modules, checks of shapes and modes, one
+autograd node for each operation. All of that has the same outcome in every step. A region decides once: at the first
+call with a signature :mod:`fastlayers.patching.capture.reads` finds what Python decides by, and
+:mod:`fastlayers.patching.rewrite.tape` what is computed, forward and backward. Later calls test one guard and run these
+operations. Where the guard fails, the forward runs as it did: rewritten, with its fused ops.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+
+from fastlayers import backends
+from fastlayers.ops import dispatch
+from fastlayers.ops.autocast import Given
+from fastlayers.patching.capture.reads import is_value, read_by
+from fastlayers.patching.libraries.adapters import adapters, plain_forward
+from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.rewrite.classes import seal
+from fastlayers.patching.rewrite.generate import signature_source
+from fastlayers.patching.rewrite.readers import Reader
+from fastlayers.patching.rewrite.tape import Tape, items, storage
+from fastlayers.patching.runtime.checks import original_class
+
+__all__ = ["Region", "no_regions", "region_class"]
+
+#: Signatures of one class with the same state. More mean that shapes keep changing, and recording would not pay.
+MAX_SIGNATURES = 8
+#: Operations in the forward of a region, where views do not count, and a kernel of ours stands for two of torch's. With
+#: tiny tensors on a CPU the time of forward and backward was 1.14x with 3 operations, 1.08x with 5, .92x with 10 and
+#: .90x with 12; that of inference 1.17x, 1.15x, .56x and .79x.
+LEAST = 10
+#: Refused calls, without one region that was made, after which a class is not tried any more: a test costs 8 us.
+MAX_REFUSALS = 3
+
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_is_tracing: Callable[[], bool] = torch._C._is_tracing
+_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def _keys_above_kernels() -> Any:
+    """The dispatch keys that straight-line code skips: what they do was recorded."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "AutocastCPU", "AutocastCUDA"):
+        keys = keys.add(getattr(torch._C.DispatchKey, name))
+    return keys
+
+
+KEYS = _keys_above_kernels()
+_excluding: Callable[[Any], Any] = torch._C._ExcludeDispatchKeyGuard
+
+
+class _Thread(threading.local):
+    """Whether the forwards of this thread run op by op: inside of a recording, or since someone asked for it."""
+
+    op_by_op = False
+
+
+_thread = _Thread()
+_lock = threading.RLock()
+_regions: WeakSet[Region] = WeakSet()
+
+
+def _forget_all() -> None:
+    for region in list(_regions):
+        region.forget()
+
+
+backends.on_change(_forget_all)  # The recorded kernels are those of the backend.
+
+
+#: How a call hands parameters on, by their kind.
+SPELLED: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*{}",
+    inspect.Parameter.KEYWORD_ONLY: "{0}={0}",
+    inspect.Parameter.VAR_KEYWORD: "**{}",
+}
+BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+
+
+class _Tensor:
+    """What stands for a tensor in the pattern of a call."""
+
+    def __repr__(self) -> str:
+        return "Tensor"
+
+
+TENSOR = _Tensor()
+#: What stands for None, which would say that there is no pattern.
+NONE = (type(None),)
+#: Types of arguments that are compared by value.
+LEAVES = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.memory_format})
+
+
+# -- one signature ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Entry:
+    """What a call with one signature does.
+
+    Attributes:
+        tensors: the guard on the given tensors and on those that the forward reads.
+        state: the guard on the modes and flags of torch.
+        attentions: which attentions torch may choose; None if it chooses none.
+        refusal: why such calls run op by op; None if there is code for them.
+        order: brings the inputs into the order of the code, those that need a gradient first.
+        wanted: the number of these.
+        compiled: the code.
+        spec: the structure of the result; None for a tensor.
+        leaves: the leaves of the result, with a marker in place of tensors.
+        active: the numbers of the results that need a gradient, and ``constant`` those of the others.
+        strides: of the gradients of the active results.
+        changed: the places of buffers that the code changes.
+        written: those of them whose version the recorded operations raised.
+        draws: whether the code draws random numbers.
+    """
+
+    tensors: Any
+    state: Any
+    attentions: tuple[bool, ...] | None = None
+    refusal: Refusal | None = None
+    order: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple
+    wanted: int = 0
+    compiled: Any = None
+    spec: Any = None
+    leaves: tuple[Any, ...] = ()
+    active: tuple[int, ...] = ()
+    constant: tuple[int, ...] = ()
+    strides: tuple[tuple[int, ...], ...] = ()
+    changed: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    draws: bool = False
+
+
+def _attentions() -> tuple[bool, ...]:
+    """Which attentions torch may choose."""
+    return (
+        torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )  # fmt: skip
+
+
+def flatten(value: Any, tensors: list[Tensor]) -> Any:
+    """A nested value with a marker in place of each tensor, all of them hashable; None if it holds anything else."""
+    kind = type(value)
+    if kind in dispatch.PLAIN:
+        tensors.append(value)
+        return TENSOR
+    if kind is tuple or kind is list:
+        parts = []
+        for item in value:
+            part = flatten(item, tensors) if item is not None else NONE
+            if part is None:
+                return None
+            parts.append(part)
+        return (kind, *parts)
+    if kind is dict:
+        part = flatten(tuple(value.values()), tensors)
+        return None if part is None else (dict, tuple(value), part)
+    return (kind, value) if kind in LEAVES else None
+
+
+def unflatten(pattern: Any, tensors: Iterator[Tensor]) -> Any:
+    """The value of which :func:`flatten` made a pattern, with other tensors."""
+    if pattern is TENSOR:
+        return next(tensors)
+    if pattern is NONE:
+        return None
+    kind, *parts = pattern
+    if kind is dict:
+        return dict(zip(parts[0], unflatten(parts[1], tensors), strict=True))
+    if kind in (tuple, list):
+        return kind(unflatten(part, tensors) for part in parts)
+    return parts[0]
+
+
+class Again(NamedTuple):
+    """What the derivative of a backward needs to run the forward anew."""
+
+    region: Region
+    module: ReferenceType[nn.Module]  # A module that keeps its result would be kept by it.
+    reader: Reader
+    pattern: Any
+    inputs: Given
+    random: list[Tensor] | None
+
+
+class Node(torch.autograd.Function):
+    """A call of a region. Keeps what the backward of its operations needs, as autograd would, and refers to its inputs
+    for the derivative of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, entry: Entry, first: Any, again: Again, rest: tuple[Tensor, ...], *inputs: Tensor) -> Any:
+        if first is None:
+            with _excluding(KEYS):
+                results, kept = entry.compiled.forward(*inputs, *rest)
+            for i in entry.written:
+                t: Any = again.inputs.parameters[i]
+                torch.autograd.graph.increment_version(t)
+                again.inputs.versions[i] = t._version
+        else:
+            results, kept = first
+        ctx.save_for_backward(*kept)
+        ctx.entry, ctx.again = entry, again
+        if entry.constant:
+            ctx.mark_non_differentiable(*(results[i] for i in entry.constant))
+        return results if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        entry = ctx.entry
+        if dispatch.needs_double_backward(grads[0]):
+            return None, None, None, None, *differentiable(ctx, grads)
+        if entry.constant:
+            grads = tuple(grads[i] for i in entry.active)
+        grads = tuple(
+            dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
+            for dy, strides in zip(grads, entry.strides, strict=True)
+        )
+        kept = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()
+        with _excluding(KEYS):
+            return None, None, None, None, *entry.compiled.backward(grads, kept)
+
+
+_record = dispatch.record_of(Node)
+
+
+def differentiable(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of a region's inputs with a graph of their own: its forward runs anew, op by op."""
+    entry, again = ctx.entry, ctx.again
+    inputs: Any = again.inputs.unchanged()
+    module = again.module()
+    if module is None:
+        raise RuntimeError("to differentiate the backward of a patched forward its module is needed, which is deleted")
+    now = random_state(inputs)
+    with torch.enable_grad():
+        # Of aliases: an argument may itself depend on another one. What is written is a copy.
+        aliases = [t.clone() if i in entry.changed else t.view_as(t) for i, t in enumerate(inputs)]
+        count = len(inputs) - len(again.reader.places)
+        given = iter(aliases[:count])
+        args, kwargs = (unflatten(part, given) for part in again.pattern)
+        if again.random is not None:
+            restore_random_state(again.random, inputs)
+        try:
+            with again.reader.replaced(module, aliases[count:]), no_regions():
+                out = again.region.present.forward(module, *args, **(kwargs or {}))
+        finally:
+            restore_random_state(now, inputs)
+    tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+    needs = ctx.needs_input_grad[4:]
+    wanted = [t for t, needed in zip(entry.order(aliases)[: entry.wanted], needs, strict=True) if needed]
+    results = [tensors[i] for i in entry.active]
+    dys = [grads[i] for i in entry.active]
+    found = iter(torch.autograd.grad(results, wanted, dys, create_graph=True, allow_unused=True))
+    return tuple(next(found) if needed else None for needed in needs)
+
+
+@contextmanager
+def no_regions() -> Iterator[None]:
+    """Let forwards run op by op, in this thread."""
+    before, _thread.op_by_op = _thread.op_by_op, True
+    try:
+        yield
+    finally:
+        _thread.op_by_op = before
+
+
+# -- the region -------------------------------------------------------------------------------------------------------
+
+
+class Region:
+    """The regions of the modules of one class, by what they read and by the signature of the call.
+
+    Args:
+        present: the class whose forward runs where no region does.
+    """
+
+    def __init__(self, present: type[nn.Module]) -> None:
+        self.present: Any = present
+        self.readers: list[Reader] = []
+        self.entries: dict[Any, list[Entry]] = {}
+        #: Calls that no region can be made for, by their pattern.
+        self.refused: dict[Any, Refusal] = {}
+        #: Whether calls without and with grad mode run op by op, since no region could be made for the first ones.
+        self.off = [False, False]
+        self._failures = [0, 0]
+        _regions.add(self)
+
+    def forget(self) -> None:
+        self.readers.clear()
+        self.entries.clear()
+        self.refused.clear()
+        self.off[:] = False, False
+        self._failures[:] = 0, 0
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (
+            _thread.op_by_op
+            or _dispatch_modes()
+            or _function_modes()
+            or _transforms_active()
+            or forward_ad._current_level >= 0
+            or _is_tracing()
+        ):
+            return self.present.forward(module, *args, **kwargs)
+        given: list[Tensor] = []
+        pattern = flatten(args, given), flatten(kwargs, given) if kwargs else NONE
+        if None in pattern or not given:
+            self.failed()
+            return self.present.forward(module, *args, **kwargs)
+        try:
+            for reader in self.readers:
+                try:
+                    found = reader.read(module)
+                except (AttributeError, KeyError, IndexError):
+                    continue
+                if found is None:
+                    return self.present.forward(module, *args, **kwargs)
+                values, tensors = found
+                for entry in self.entries.get((reader, values, pattern), ()):
+                    if (
+                        entry.tensors.check(*given, *tensors)
+                        and entry.state.check()
+                        and entry.attentions in (None, _attentions())
+                    ):
+                        if entry.refusal is not None:
+                            self.failed()
+                            return self.present.forward(module, *args, **kwargs)
+                        return self.run(entry, module, reader, pattern, (*given, *tensors), None)
+        except TypeError:  # what was read cannot be compared any more
+            return self.present.forward(module, *args, **kwargs)
+        return self.first(module, args, kwargs, given, pattern)
+
+    def run(
+        self, entry: Entry, module: nn.Module, reader: Reader, pattern: Any, inputs: tuple[Tensor, ...], first: Any
+    ) -> Any:
+        """The result of a call. ``first`` are the results and what is kept of a call that was just recorded."""
+        ordered, count = entry.order(inputs), entry.wanted
+        if count:
+            random = random_state(inputs) if entry.draws else None
+            if first is not None:
+                *first, random = first
+            again = Again(self, ref(module), reader, pattern, Given(*inputs), random)
+            results = _record(entry, first, again, ordered[count:], *ordered[:count])
+            if entry.spec is None:
+                return results
+            results = results if len(entry.active) + len(entry.constant) > 1 else (results,)
+        elif first is not None:
+            results = first[0]
+        else:
+            with _excluding(KEYS):
+                results, _ = entry.compiled.forward(*ordered)
+            for i in entry.written:
+                torch.autograd.graph.increment_version(inputs[i])
+        if entry.spec is None:
+            return results[0]
+        tensors = iter(results)
+        return pytree.tree_unflatten([next(tensors) if leaf is TENSOR else leaf for leaf in entry.leaves], entry.spec)
+
+    def failed(self) -> None:
+        """Note that no region could be made for a call."""
+        grads = torch.is_grad_enabled()
+        self._failures[grads] += 1
+        made = any(entry.refusal is None for entries in self.entries.values() for entry in entries)
+        self.off[grads] = self._failures[grads] >= MAX_REFUSALS and not made
+
+    # -- the first call of a signature -----------------------------------------------------------------------------
+
+    def first(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], pattern: Any
+    ) -> Any:
+        """Record a call, and return its result."""
+        if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return self.present.forward(module, *args, **kwargs)
+        with _lock, no_regions(), saved_tensors_hooks(kept_as_is, kept_as_is):
+            found = self.prepared(module, args, kwargs, given, pattern)
+        if found is None:  # Smaller regions inside of this one may apply.
+            self.failed()
+            return self.present.forward(module, *args, **kwargs)
+        entry, reader, inputs, first = found
+        return self.run(entry, module, reader, pattern, inputs, first)
+
+    def prepared(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], pattern: Any
+    ) -> tuple[Entry, Reader, tuple[Tensor, ...], Any] | None:
+        """A new entry for such calls, and the outcome of this one; None if there can be none."""
+        if pattern in self.refused:
+            return None
+        try:
+            lookups = frozenset[Any]().union(*(adapter.lookups() for adapter in adapters()))
+            reads = read_by(module, plain_forward(original_class(module)), args, kwargs, lookups)
+            reader = Reader(reads)
+        except Refusal as refusal:
+            self.refused[pattern] = refusal
+            return None
+        reader = next((known for known in self.readers if known.key == reader.key), reader)
+        found = reader.read(module)
+        if found is None:
+            return None
+        values, tensors = found
+        entries = self.entries.setdefault((reader, values, pattern), [])
+        if reader not in self.readers:
+            self.readers.append(reader)
+        if len(entries) >= MAX_SIGNATURES:
+            return None
+        inputs = (*given, *tensors)
+        entry = Entry(TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None), GlobalStateGuard())
+        entries.append(entry)
+        try:
+            return entry, reader, inputs, self.record(entry, module, pattern, given, tensors)
+        except Refusal as refusal:
+            entry.refusal = refusal
+            return None
+
+    def record(
+        self, entry: Entry, module: nn.Module, pattern: Any, given: list[Tensor], tensors: tuple[Tensor, ...]
+    ) -> tuple[Any, ...]:
+        """Complete an entry from one run; returns the results, what is kept, and the random state before."""
+        real = (*given, *tensors)
+        if not all(type(t) in dispatch.PLAIN and t.device.type in ("cpu", "cuda") for t in real):
+            raise Refusal(Reason.READS_STATE, "a tensor of another type, or on another device")
+        if any(t._backward_hooks for t in tensors):  # The gradients of a recording are none.
+            raise Refusal(Reason.READS_STATE, "a parameter with a hook")
+        state = [t for t in tensors if not t.requires_grad]
+        random, before = random_state(real), [t.clone() for t in state]
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
+        try:
+            *recorded, grads, gradients = self.recorded(entry, module, pattern, real, len(given))
+            changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
+            entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in entry.written)
+            entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
+            # Once more, from where it began: a kernel that the tape cannot see would be missing.
+            with torch.no_grad(), _excluding(KEYS):
+                for t, old in zip(state, before, strict=True):
+                    if id(t) in changed:
+                        t.copy_(old)
+                restore_random_state(random, real)
+                results, kept = entry.compiled.forward(*entry.order(real))
+                found = entry.compiled.backward(grads, list(kept)) if grads else ()
+            for again, known in zip((*results, *found), (*recorded[0], *gradients), strict=True):
+                if not agree(again, known):
+                    raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
+            return *recorded, random if entry.draws else None
+        except Exception as error:
+            with torch.no_grad():
+                for t, old in zip(state, before, strict=True):
+                    if not torch.equal(t, old):
+                        t.copy_(old)
+            restore_random_state(random, real)
+            if isinstance(error, Refusal):
+                raise
+            raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+    def recorded(
+        self, entry: Entry, module: nn.Module, pattern: Any, real: tuple[Tensor, ...], count: int
+    ) -> tuple[Any, ...]:
+        """The results, what is kept, and gradients of results and of inputs, of a run that gives the entry its code."""
+        records = torch.is_grad_enabled()
+        with torch.enable_grad():
+            aliases = [t.detach().requires_grad_(t.requires_grad) for t in real[:count]]
+        inputs = (*aliases, *real[count:])
+        wanted = [i for i, t in enumerate(inputs) if records and t.requires_grad]
+        places = [*wanted, *(i for i in range(len(inputs)) if i not in wanted)]
+        entry.order = operator.itemgetter(*places) if len(places) > 1 else tuple
+        tape = Tape([inputs[i] for i in places], [t for t in real[count:] if not t.requires_grad])
+        if len(set(tape.inputs)) < len(tape.inputs):
+            raise Refusal(Reason.READS_STATE, "two inputs are one tensor")
+
+        def kernel_call(kernel: Callable[..., Any], *call: Any) -> Any:
+            return tape.kernel(kernel, *call) if _get_current_dispatch_mode() is tape else kernel(*call)
+
+        flat = iter(aliases)
+        args, kwargs = (unflatten(part, flat) for part in pattern)
+        grads: tuple[Tensor, ...] = ()
+        gradients: tuple[Tensor | None, ...] = ()
+        dys: list[str] = []
+        with dispatch.observed(kernel_call), tape:
+            out = self.present.forward(module, *args, **(kwargs or {}))
+            split = len(tape.operations)
+            leaves, spec = pytree.tree_flatten(out)
+            results = [t for t in leaves if isinstance(t, Tensor)]
+            self.check_results(leaves, results, inputs)
+            tape.check_read(results)
+            active = [i for i, t in enumerate(results) if records and t.requires_grad]
+            if active:
+                with _disable_current_modes():
+                    grads = tuple(some_gradient(results[i]) for i in active)
+                dys = [tape.protect(dy, f"g{i}") for i, dy in zip(active, grads, strict=True)]
+                gradients = torch.autograd.grad(
+                    [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
+                )
+        if tape.size(split) < LEAST:
+            raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
+        names = [tape.name(t) for t in results]
+        entry.compiled = tape.compile(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
+        entry.attentions = _attentions() if tape.calls("attention") else None
+        entry.wanted = len(wanted) if active else 0
+        written = {id(t) for t in tape.written if not t.is_inference()}  # Those have no version.
+        entry.written = tuple(i for i, t in enumerate(inputs) if id(t) in written)
+        entry.active, entry.strides = tuple(active), tuple(results[i].stride() for i in active)
+        entry.constant = tuple(i for i in range(len(results)) if i not in active)
+        entry.leaves = tuple(TENSOR if isinstance(t, Tensor) else t for t in leaves)
+        entry.spec = None if isinstance(out, Tensor) else spec
+        own = dict(zip(names, (t.detach() for t in results), strict=True))
+        own |= dict(zip(tape.inputs, (real[i] for i in places), strict=True))
+        kept = tuple(own[name] if name in own else tape.value(name).detach() for name in entry.compiled.kept)
+        return tuple(own[name] for name in names), kept, grads, gradients
+
+    @staticmethod
+    def check_results(leaves: Sequence[Any], results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        own = {storage(t) for t in results}
+        if len(own) < len(results) or not own.isdisjoint(map(storage, inputs)):
+            raise Refusal(Reason.VISIBLE_MUTATION, "a result shares memory with another tensor")
+        if not all(isinstance(leaf, Tensor) or is_value(leaf) for leaf in leaves) or not results:
+            raise Refusal(Reason.READS_STATE, "the result")
+
+
+def some_gradient(t: Tensor) -> Tensor:
+    """A gradient of some values for a result, without drawing random numbers."""
+    values = (torch.arange(t.numel(), device=t.device) % 7 - 3).to(t.dtype)
+    return dispatch.with_strides(values.view(t.shape), t.stride())
+
+
+def agree(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two runs gave the same, but for operations that sum in another order each time."""
+    if a is None or b is None:
+        return a is b
+    if not b.is_floating_point() or b.numel() == 0:
+        return torch.equal(a, b)
+    allowed = 0.05 * b.detach().nan_to_num(0, 0, 0).abs().max().item()
+    return torch.allclose(a, b, rtol=0.05, atol=allowed, equal_nan=True)
+
+
+def random_state(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The states of torch's generators of the CPU and of the GPUs of these tensors."""
+    devices = sorted({t.get_device() for t in inputs if t.is_cuda})
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+
+def restore_random_state(states: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    of_cpu, *of_gpus = states
+    torch.set_rng_state(of_cpu)
+    for device, state in zip(sorted({t.get_device() for t in inputs if t.is_cuda}), of_gpus, strict=True):
+        torch.cuda.set_rng_state(state, device)
+
+
+def kept_as_is(t: Tensor) -> Tensor:
+    """What hooks on saved tensors do with those of a recording, which are not the ones of the call."""
+    return t
+
+
+def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Module]:
+    """A subclass whose forward runs as a region where it can.
+
+    Raises:
+        Refusal: the forward has parameters that a generated one could not have.
+    """
+    key = ("region", present)
+    if key in known:
+        return known[key]  # type: ignore[no-any-return]
+    _, *parameters = inspect.signature(present.forward).parameters.values()
+    if any(p.name == "self" for p in parameters):
+        raise Refusal(Reason.SIGNATURE, "a parameter called self that is not the first")
+    original = present.__dict__.get("__fastlayers_original__", present)
+    name, region = f"Fused{original.__name__}", Region(present)
+    namespace: dict[str, Any] = {
+        "_present": present,
+        "_region": region,
+        "_off": region.off,
+        "_is_compiling": torch.compiler.is_compiling,
+        "_is_grad_enabled": torch.is_grad_enabled,
+    }
+    declared, _ = signature_source(present.forward, namespace)  # type: ignore[arg-type]
+    positional = [SPELLED.get(p.kind, "{}").format(p.name) for p in parameters if p.kind not in BY_KEYWORD]
+    keywords = [SPELLED[p.kind].format(p.name) for p in parameters if p.kind in BY_KEYWORD]
+    source = (
+        f"class {name}(_present):\n"
+        f"    def forward{declared}:\n"
+        "        if _is_compiling() or _off[_is_grad_enabled()]:\n"
+        f"            return super().forward({', '.join((*positional, *keywords))})\n"
+        f"        return _region(self, {items(positional)}, dict({', '.join(keywords)}))\n"
+    )
+    exec(compile(source, f"<fastlayers {name}>", "exec"), namespace)
+    made: Any = seal(namespace[name], original, getattr(present, "__fastlayers_source__", None))
+    made.forward.__doc__ = original.forward.__doc__
+    made.__fastlayers_region__ = region
+    known[key] = made
+    return made  # type: ignore[no-any-return]

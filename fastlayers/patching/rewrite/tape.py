@@ -1,0 +1,409 @@
+"""The tape of a call: the raw operations of its forward and of its backward, as two straight-line functions.
+
+A call is run once under :class:`Tape`, which sees every operation below autograd and autocast, and then its backward,
+whose operations autograd chooses: a product contributes ``addmm`` and later two ``mm``, a fused op its raw kernels.
+The same calls in the same order, without the machinery that chose them, are the region's forward and backward.
+
+Values are told apart by the memory that they occupy. While a tape is recorded all its tensors stay alive, so a tensor
+at the same address with the same geometry is the same value, also when autograd or a view made another Python object.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fastlayers.patching.reasons import Reason, Refusal
+
+__all__ = ["Compiled", "Tape", "items", "storage"]
+
+#: What tells a value from others while all are alive: address, dtype and geometry.
+Key: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+#: Operations whose result or control flow depends on the values of tensors.
+DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+#: Where the C functions are that call an operation with less ceremony than its OpOverload: 1 us instead of 2 us.
+BINDINGS: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+
+#: Operations whose result has no values yet,
+EMPTY = ("::empty", "::empty_like", "::empty_strided", "::new_empty", "::new_empty_strided", "::empty_permuted")
+#: those that read only the geometry of their argument,
+METADATA = (
+    *EMPTY,
+    *("::zeros_like", "::ones_like", "::full_like", "::rand_like", "::randn_like"),
+    *("::new_zeros", "::new_ones", "::new_full"),
+)
+#: and those that write all of it.
+FILLING = (
+    *("::fill_", "::zero_", "::copy_", "::bernoulli_", "::uniform_", "::normal_", "::random_"),
+    *("::exponential_", "::geometric_", "::log_normal_", "::cauchy_"),
+)
+
+CAST = torch.ops.aten._to_copy.default
+
+
+@dataclass
+class Operation:
+    """One call on a tape, in source form.
+
+    Attributes:
+        function: what is called.
+        call: the arguments, as source.
+        uses: the names of values among the arguments.
+        makes: a name for each result; empty for one that has none.
+        single: whether the call returns its only result, not a tuple of them.
+        effect: whether the call matters even if no result is used.
+        view: whether the result is in the memory of an argument.
+    """
+
+    function: Callable[..., Any]
+    call: str
+    uses: frozenset[str]
+    makes: tuple[str, ...]
+    single: bool
+    effect: bool
+    view: bool = False
+
+
+@dataclass
+class Compiled:
+    """Two functions of one tape.
+
+    Attributes:
+        forward: of the inputs; returns the results, and what backward needs.
+        backward: of the gradients of the results and a list of what was kept, which it empties, so that nothing is held
+            longer than needed; returns a gradient, or None, for each wanted input.
+        kept: the names of what is kept.
+        source: of both.
+    """
+
+    forward: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+    backward: Callable[..., tuple[Tensor | None, ...]] | None
+    kept: tuple[str, ...]
+    source: str
+
+
+class Tape(TorchDispatchMode):
+    """Records operations while it is active.
+
+    Args:
+        inputs: the tensors that the region is given. No operation may write one of them.
+        state: tensors among them that an operation may write all the same: buffers of modules.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], state: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.written: list[Tensor] = []
+        self.constants: dict[str, Any] = {}
+        self._names: dict[Key, str] = {}
+        self._alive: list[Tensor] = []
+        self._values: dict[str, Tensor] = {}
+        #: The names of views, with the value that made their memory.
+        self._roots: dict[str, str] = {}
+        self._state = {storage(t) for t in state}
+        #: Memory that was allocated, and into which nothing was written that the tape saw.
+        self._unwritten: set[int] = set()
+        self._protected = {storage(t) for t in inputs} - self._state
+        self.inputs = tuple(self.define(t, f"x{i}") for i, t in enumerate(inputs))
+        self._given = set(self.inputs)
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def define(self, t: Tensor, name: str) -> str:
+        """Give a value its name; one that is there keeps its own."""
+        self._alive.append(t)
+        name = self._names.setdefault(key(t), name)
+        self._values.setdefault(name, t)
+        return name
+
+    def protect(self, t: Tensor, name: str) -> str:
+        """:meth:`define` for a further input."""
+        self._protected.add(storage(t))
+        self._given.add(name)
+        return self.define(t, name)
+
+    def name(self, t: Tensor) -> str:
+        """The name of a value.
+
+        Raises:
+            Refusal: it was made elsewhere.
+        """
+        try:
+            return self._names[key(t)]
+        except KeyError:
+            raise Refusal(Reason.READS_STATE, f"a tensor of shape {tuple(t.shape)} from outside") from None
+
+    def value(self, name: str) -> Tensor:
+        return self._values[name]
+
+    # -- recording -----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(tag in func.tags for tag in DEPENDENT) and not indexes_by_number(func, args):
+            raise Refusal(Reason.DATA_DEPENDENT, f"{func} needs the value of a tensor")
+        schema = func._schema
+        written = [
+            args[i] if i < len(args) else kwargs.get(argument.name)
+            for i, argument in enumerate(schema.arguments)
+            if argument.is_write
+        ]
+        self._check_written(written)
+        name = schema.name
+        is_view = not written and bool(schema.returns) and schema.returns[0].alias_info is not None
+        is_view |= name == "aten::_unsafe_view"
+        if not is_view and not name.endswith((*METADATA, *FILLING)):
+            self.check_read((*args, *kwargs.values()))
+        self._unwritten -= {storage(t) for t in written if isinstance(t, Tensor)}
+        source = self.arguments(args, kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        out = func(*args, **kwargs)
+        if name.endswith(EMPTY) and out.numel() > 0:
+            self._unwritten.add(storage(out))
+        if func is CAST and set(kwargs) == {"dtype"} and out.dtype is not args[0].dtype:
+            func, kwargs = torch.Tensor.to, {}  # the same, called more cheaply
+            source = self.arguments((args[0], out.dtype), {})
+        # In inference mode reshape and the like arrive whole, which may copy.
+        is_view = is_view and isinstance(out, Tensor | tuple | list) and in_memory_of(out, args[0])
+        if isinstance(out, Tensor) and is_view:
+            func, source = self._view(func, args[0], out) or (func, source)
+        # Not every operation of torch declares that it updates running statistics.
+        given = {storage(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
+        changes = bool(written) or not self._state.isdisjoint(given)
+        self.add(func, *source, out, changes or draws, is_view)
+        return out
+
+    def _view(self, func: Any, x: Tensor, view: Tensor) -> tuple[Any, tuple[str, frozenset[str]]] | None:
+        """A view of a view as one of what made the memory; None where it must stay as it is."""
+        direct = self.name(x)
+        root = self._roots.get(direct, direct)
+        self._roots.setdefault(self._names.get(key(view), f"v{len(self._values)}"), root)
+        base = self._values[root]
+        if root == direct or base.dtype is not view.dtype:
+            return None
+        if base.is_contiguous() and view.is_contiguous() and base.numel() == view.numel():
+            return torch.Tensor.view, self.arguments((base, tuple(view.shape)), {})
+        if root in self._given:  # Its offset differs from call to call.
+            return None
+        return torch.as_strided, self.arguments((base, tuple(view.shape), view.stride(), view.storage_offset()), {})
+
+    def kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a kernel that is no operation of torch, and record the call."""
+        source = self.arguments(args, kwargs)
+        with _disable_current_modes():
+            out = function(*args, **kwargs)
+        self._unwritten -= {storage(t) for t in args if isinstance(t, Tensor)}
+        self.add(function, *source, out, True)
+        return out
+
+    def _check_written(self, written: Iterable[Any]) -> None:
+        for given in written:
+            for t in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(t, Tensor):
+                    if storage(t) in self._protected:
+                        raise Refusal(Reason.VISIBLE_MUTATION, "an input is overwritten")
+                    if storage(t) in self._state:
+                        self.written.append(t)
+
+    def check_read(self, values: Iterable[Any]) -> None:
+        """Refuse to read memory that only a kernel can have written which torch's dispatcher does not see."""
+        for value in values:
+            if isinstance(value, list | tuple):
+                self.check_read(value)
+            elif isinstance(value, Tensor) and storage(value) in self._unwritten:
+                raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
+
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, frozenset[str]]:
+        """The arguments of a call as source, and the names of values in it."""
+        uses: set[str] = set()
+        parts = [self._argument(arg, uses) for arg in args]
+        parts += [f"{name}={self._argument(arg, uses)}" for name, arg in kwargs.items()]
+        return ", ".join(parts), frozenset(uses)
+
+    def _argument(self, value: Any, uses: set[str]) -> str:
+        if isinstance(value, Tensor):
+            name = self.name(value)
+            uses.add(name)
+            return name
+        if isinstance(value, tuple | list):
+            items = ", ".join(self._argument(item, uses) for item in value)
+            return f"[{items}]" if type(value) is list else f"({items},)" if value else "()"
+        if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        if isinstance(value, torch.Generator | torch.SymInt | torch.SymFloat):
+            raise Refusal(Reason.UNKNOWN_CALL, f"an argument of type {type(value).__name__}")
+        name = "c" + "".join(c if c.isalnum() else "_" for c in str(value))
+        while (known := self.constants.setdefault(name, value)) is not value and known != value:
+            name += "_"
+        return name
+
+    def add(self, function: Any, call: str, uses: frozenset[str], out: Any, effect: bool, view: bool = False) -> None:
+        single = not isinstance(out, tuple | list)
+        makes: list[str] = []
+        for t in (out,) if single else out:
+            if isinstance(t, Tensor):
+                if t.layout is not torch.strided or t.is_conj() or t.is_neg():
+                    raise Refusal(Reason.UNKNOWN_CALL, f"{function} makes a {t.layout} tensor")
+                new = f"v{len(self._values)}"
+                makes.append(new if self.define(t, new) == new else "")
+            elif isinstance(t, tuple | list) or hasattr(t, "__tensor_flatten__"):
+                raise Refusal(Reason.UNKNOWN_CALL, f"{function} returns a {type(t).__name__}")
+            else:
+                makes.append("")
+        if effect or any(makes):
+            self.operations.append(Operation(function, call, uses, tuple(makes), single, effect, view))
+
+    def size(self, split: int) -> int:
+        """The number of operations of torch that the first operations stand for, without views."""
+        return sum(
+            2 if is_kernel(op.function) else 1
+            for op in self.operations[:split]
+            if op.effect or (any(op.makes) and not op.view)
+        )
+
+    def calls(self, name: str) -> bool:
+        """Whether an operation with this in its name was recorded."""
+        return any(name in plain_name(operation.function) for operation in self.operations)
+
+    # -- compiling -----------------------------------------------------------------------------------------------
+
+    def compile(
+        self, split: int, results: Sequence[str], grads: Sequence[str], wanted: Sequence[str | None]
+    ) -> Compiled:
+        """The functions of a tape whose first ``split`` operations are the forward.
+
+        Args:
+            split: the number of operations of the forward.
+            results: the names of its results.
+            grads: the names of their gradients; empty if there is no backward.
+            wanted: the names of the gradients that backward returns.
+        """
+        forward, backward = self.operations[:split], self.operations[split:]
+        steps = alive(backward, [name for name in wanted if name is not None])
+        own = {name for step in steps for name in step.makes} | set(grads)
+        used = frozenset().union(*(step.uses for step in steps), [name for name in wanted if name is not None])
+        # Autograd sees whether an input or a result was changed since, but not whether another view of its memory was.
+        owners = {storage(self._values[name]): name for name in (*self.inputs, *results)}
+        kept, views = set(), []
+        for name in sorted(used - own):
+            owner = owners.get(storage(self._values[name]), name)
+            if owner in self.inputs and name not in self.inputs:
+                views += [op for op in alive([op for op in forward if op.view], [name]) if op not in views]
+                continue
+            kept.add(name if name in self.inputs else owner)
+            if owner not in (name, *self.inputs):
+                t = self._values[name]
+                call = self.arguments((self._values[owner], tuple(t.shape), t.stride(), t.storage_offset()), {})
+                views.append(Operation(torch.as_strided, *call, (name,), single=True, effect=False, view=True))
+        kept |= {name for view in views for name in view.uses} - {name for view in views for name in view.makes}
+        needed = [*results, *sorted(kept)]
+        functions: dict[Any, str] = {}
+        lines = [
+            f"def forward({', '.join(self.inputs)}):",
+            *write(alive(forward, needed), needed, functions),
+            f"    return {items(results)}, {items(sorted(kept))}",
+        ]
+        if grads:
+            lines += [
+                "def backward(grads, kept):",
+                f"    {items(grads)} = grads",
+                *([f"    {items(sorted(kept))} = kept", "    kept.clear()"] if kept else []),
+                *write([*views, *steps], [name for name in wanted if name is not None], functions),
+                f"    return {items(str(name) for name in wanted)}",
+            ]
+        source = "\n".join(lines) + "\n"
+        scope = tuple((name, binding(function)) for function, name in functions.items())
+        made = compiled(source, (*scope, *self.constants.items()))
+        return Compiled(made["forward"], made.get("backward"), tuple(sorted(kept)), source)
+
+
+def indexes_by_number(function: Any, args: Sequence[Any]) -> bool:
+    """Whether a call indexes by positions, not by a mask, so that the shapes say what it returns."""
+    if function._schema.name not in ("aten::index", "aten::index_put", "aten::_unsafe_index"):
+        return False
+    return not any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def in_memory_of(made: Any, t: Tensor) -> bool:
+    return all(storage(other) == storage(t) for other in ((made,) if isinstance(made, Tensor) else made))
+
+
+def storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def key(t: Tensor) -> Key:
+    if t.layout is not torch.strided or t.is_conj() or t.is_neg():
+        raise Refusal(Reason.UNKNOWN_CALL, f"a {t.layout} tensor of {t.dtype}")
+    return t.data_ptr(), t.dtype, t.shape, t.stride()
+
+
+def items(names: Iterable[str]) -> str:
+    return "(" + "".join(f"{name}, " for name in names) + ")"
+
+
+def alive(operations: Sequence[Operation], needed: Iterable[str]) -> list[Operation]:
+    """The operations that contribute to the needed values, or have an effect."""
+    found, names = [], set(needed)
+    for operation in reversed(operations):
+        if operation.effect or names.intersection(operation.makes):
+            found.append(operation)
+            names |= operation.uses
+    return found[::-1]
+
+
+def write(operations: Sequence[Operation], needed: Iterable[str], functions: dict[Any, str]) -> list[str]:
+    """The lines of a function's body. A value is deleted after its last use, since it holds memory."""
+    lines: list[str] = []
+    later = set(needed)
+    for operation in reversed(operations):
+        function = functions.setdefault(operation.function, f"f{len(functions)}_{plain_name(operation.function)}")
+        call = f"{function}({operation.call})"
+        if any(operation.makes):
+            targets = ", ".join(made or "_" for made in operation.makes)
+            call = f"{targets}{'' if operation.single or len(operation.makes) > 1 else ','} = {call}"
+        dead = sorted({*operation.uses, *filter(None, operation.makes)} - later)
+        later |= operation.uses
+        lines += [f"    del {', '.join(dead)}"] if dead else []
+        lines.append(f"    {call}")
+    return lines[::-1]
+
+
+def is_kernel(function: Any) -> bool:
+    """Whether a recorded function is a kernel of ours."""
+    module = function.namespace if isinstance(function, OpOverload) else getattr(function, "__module__", None)
+    return str(module).startswith("fastlayers")
+
+
+def plain_name(function: Any) -> str:
+    name = function._schema.name.split("::")[1] if isinstance(function, OpOverload) else function.__name__
+    return str(name)
+
+
+def binding(function: Any) -> Callable[..., Any]:
+    """The cheapest function that makes the same call."""
+    if not isinstance(function, OpOverload):
+        return function  # type: ignore[no-any-return]
+    namespace, name = function._schema.name.split("::")
+    for owner in BINDINGS if namespace == "aten" else ():
+        if hasattr(owner, name):
+            return getattr(owner, name)  # type: ignore[no-any-return]
+    return function._op  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=4096)
+def compiled(source: str, scope: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The functions of a source. Layers that differ only in their parameters share them."""
+    made = dict(scope)
+    exec(compile(source, "<fastlayers region>", "exec"), made)
+    return made

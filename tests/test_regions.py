@@ -1,0 +1,628 @@
+"""Regions: forwards that run as one node of autograd, against the same forwards op by op."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastlayers.ops import dispatch
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rewrite import regions
+from fastlayers.patching.rewrite.regions import MAX_SIGNATURES, Region, no_regions, region_class
+from fastlayers.patching.rewrite.tape import Tape
+
+
+class Attention(nn.Module):
+    def __init__(self, width=16, heads=4):
+        super().__init__()
+        self.heads, self.qkv, self.proj = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x, mask=None):
+        images, tokens, width = x.shape
+        q, k, v = self.qkv(x).reshape(images, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q * (width // self.heads) ** -0.5 @ k.transpose(-2, -1)
+        if mask is not None:
+            scores = scores + mask
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class DropPath(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        if self.p == 0.0 or not self.training:
+            return x
+        keep = 1 - self.p
+        return x * x.new_empty((x.shape[0], *(1,) * (x.ndim - 1))).bernoulli_(keep).div_(keep)
+
+
+class Block(nn.Module):
+    """A transformer block with LayerScale, stochastic depth and dropout, and a number of its own."""
+
+    def __init__(self, width=16, p=0.0, index=0):
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(width), Attention(width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Dropout(p), nn.Linear(32, width))
+        self.gamma, self.drop, self.index = nn.Parameter(torch.rand(width)), DropPath(p), index
+
+    def forward(self, x, mask=None):
+        x = x + self.drop(self.gamma * self.attn(self.norm1(x), mask))
+        return x + self.drop(self.mlp(self.norm2(x))) * (1 + self.index)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 4, 1, bias=False), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, momentum=0.3)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        y += x
+        return self.relu(y)
+
+
+class Many(nn.Module):
+    """Several results, one without a gradient and one that is no tensor; and keyword arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x, *, scale=1.0, more=None, **options):
+        y = self.norm(self.a(x).relu() * scale)
+        z = self.b(y) + (0 if more is None else more["other"]) + options.get("shift", 0)
+        return z.tanh(), {"best": z.argmax(-1), "rank": z.dim()}, z.sigmoid() * y
+
+
+@pytest.fixture(autouse=True)
+def any_size(request, monkeypatch):
+    if "small" not in request.node.name:
+        monkeypatch.setattr(regions, "LEAST", 1)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The calls that ran as a region: whether each was the one that recorded."""
+    seen = []
+    original = Region.run
+
+    def run(self, entry, module, reader, pattern, inputs, first):
+        seen.append(first is not None)
+        return original(self, entry, module, reader, pattern, inputs, first)
+
+    monkeypatch.setattr(Region, "run", run)
+    return seen
+
+
+def in_regions(module, known=None):
+    """A copy of a module that runs as a region."""
+    module = copy.deepcopy(module)
+    module.__class__ = region_class(type(module), {} if known is None else known)
+    return module
+
+
+def leaves(value):
+    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def outcome(module, *args, seed=0, **kwargs):
+    """The results of a call, the gradients of its arguments and parameters, and the buffers."""
+    torch.manual_seed(seed)
+    given = [t for t in leaves((args, kwargs)) if t.requires_grad]
+    out = module(*args, **kwargs)
+    active = [t for t in leaves(out) if t.requires_grad]
+    wanted = [*given, *(p for p in module.parameters() if p.requires_grad)]
+    torch.manual_seed(seed + 1)
+    dys = [torch.randn_like(t) for t in active]
+    grads = torch.autograd.grad(active, wanted, dys, allow_unused=True) if active else ()
+    return [*leaves(out), *grads, *(b.clone() for b in module.buffers()), torch.rand(1)]
+
+
+def same(module, region, *args, **kwargs):
+    expected, actual = outcome(module, *args, **kwargs), outcome(region, *args, **kwargs)
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a.dtype, a.stride(), a.requires_grad) == (b.dtype, b.stride(), b.requires_grad)
+            assert torch.equal(a, b)
+
+
+def tokens(*shape, **options):
+    torch.manual_seed(5)
+    return torch.randn(*(shape or (2, 5, 16)), requires_grad=True, **options)
+
+
+def images():
+    return tokens(2, 8, 6, 6)
+
+
+CASES = [
+    (Block, lambda: (tokens(),)),
+    (lambda: Block(p=0.3), lambda: (tokens(),)),
+    (Block, lambda: (tokens(), torch.randn(5, 5))),
+    (Bottleneck, lambda: (images(),)),
+    (Bottleneck, lambda: (images().detach().to(memory_format=torch.channels_last).requires_grad_(),)),
+]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference_mode", "autocast"])
+@pytest.mark.parametrize(("make", "inputs"), CASES)
+def test_bit_equal(make, inputs, mode, runs):
+    torch.manual_seed(0)
+    module = make().train(mode in ("train", "autocast"))
+    region, args = in_regions(module), inputs()
+    context = {
+        "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    }.get(mode, torch.enable_grad)  # fmt: skip
+    for _ in range(3):
+        with context():
+            same(module, region, *args)
+    assert runs == [True, False, False]
+
+
+def test_several_results_and_keywords(runs):
+    module = Many()
+    region, x = in_regions(module), tokens(3, 8)
+    for options in ({}, {"scale": 2.0}, {"more": {"other": torch.ones(8)}}, {"shift": 1}):
+        for _ in range(2):
+            same(module, region, x, **options)
+            _, more, _ = region(x, **options)
+        assert more["rank"] == 2
+        assert not more["best"].requires_grad
+    assert runs.count(True) == 4
+
+
+def test_blocks_that_differ_in_a_number_share_their_class(runs):
+    known = {}
+    stock = nn.Sequential(*(Block(index=i) for i in range(3)))
+    blocks = nn.Sequential(*(in_regions(block, known) for block in stock))
+    assert len({type(block) for block in blocks}) == 1
+    for _ in range(2):
+        same(stock, blocks, tokens())
+    assert runs == [True] * 3 + [False] * 3
+    assert len(type(blocks[0]).__fastlayers_region__.readers) == 1
+
+
+def test_a_signature_of_its_own_for_each_shape(runs):
+    module = Block()
+    region = in_regions(module)
+    for _ in range(2):
+        for length in range(1, MAX_SIGNATURES + 3):
+            same(module, region, tokens(2, length, 16))
+    assert runs == [True] * MAX_SIGNATURES + [False] * MAX_SIGNATURES  # the others run op by op
+
+
+# -- what changes after the recording ----------------------------------------------------------------------------------
+
+
+def halve(block):
+    block.norm1.eps = 0.5
+
+
+def freeze(block):
+    block.attn.requires_grad_(False)
+
+
+def widen(block):
+    block.double()
+
+
+def swap_child(block):
+    torch.manual_seed(9)
+    block.mlp[1] = nn.Tanh()
+
+
+def swap_parameter(block):
+    block.gamma = nn.Parameter(torch.ones(16))
+
+
+def hook(block):
+    block.norm2.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def backward_hook(block):
+    block.attn.register_full_backward_hook(lambda module, grads, dys: (grads[0] * 2, *grads[1:]))
+
+
+def renumber(block):
+    block.index = 7
+
+
+def grow_dropout(block):
+    block.mlp[2].p = 0.5
+
+
+def own_forward(block):
+    block.attn.forward = lambda x, mask=None: x * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [halve, freeze, widen, swap_child, swap_parameter, hook, backward_hook, renumber, grow_dropout, own_forward],
+)
+def test_a_change_is_seen(change, runs):
+    torch.manual_seed(0)
+    module = Block()
+    region, x = in_regions(module), tokens()
+    for _ in range(2):
+        same(module, region, x)
+    change(module), change(region)
+    x = x.detach().to(module.gamma.dtype).requires_grad_()
+    for _ in range(2):
+        same(module, region, x)
+    assert runs[:2] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (F, "gelu", lambda x, approximate="none": x * 3),
+        (nn.LayerNorm, "forward", lambda self, x: x * 2),
+        (Attention, "forward", lambda self, x, mask=None: x - 1),
+        (DropPath, "forward", lambda self, x: x + 1),
+    ],
+)
+def test_a_replaced_function_is_called(owner, name, value, monkeypatch):
+    module = Block()
+    region, x = in_regions(module), tokens()
+    for _ in range(2):
+        same(module, region, x)
+    monkeypatch.setattr(owner, name, value)
+    for _ in range(2):
+        same(module, region, x)
+    monkeypatch.undo()
+    same(module, region, x)
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+def recorded(module, *args):
+    """A region of a module after a first call; the module was called too."""
+    region = in_regions(module)
+    outcome(module, *args), outcome(region, *args)
+    return region
+
+
+@pytest.mark.parametrize("shape", ["expanded", "transposed", "none"])
+def test_other_gradients(shape):
+    module, x = Block(), tokens()
+    region = recorded(module, x)
+    dy = {
+        "expanded": lambda: torch.ones(()).expand(2, 5, 16),
+        "transposed": lambda: torch.randn(16, 5, 2).transpose(0, 2),
+        "none": lambda: None,
+    }[shape]()
+    for kind in (module, region):
+        x.grad = None
+        out = kind(x)
+        out.sum().backward() if dy is None else out.backward(dy)
+        kind.dx = x.grad
+    torch.testing.assert_close(region.dx, module.dx)
+
+
+def test_twice_backward():
+    region, x = recorded(Block(), tokens()), tokens()
+    out = region(x).square().sum()
+    first = torch.autograd.grad(out, x, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(out, x)[0], first)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, x)
+
+
+def test_two_forwards_before_a_backward():
+    module = Block(p=0.2)
+    region, a, b = recorded(module, tokens()), tokens(), tokens().detach() * 2
+    for kind in (module, region):
+        torch.manual_seed(0)
+        (kind(a) * kind(b)).sum().backward()
+    for p, q in zip(module.parameters(), region.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("make", [lambda: Block(8, p=0.3), Bottleneck])
+def test_second_derivatives(make):
+    torch.manual_seed(0)
+    module = make().double()
+    x = torch.randn(*((2, 3, 8) if isinstance(module, Block) else (2, 8, 4, 4)), dtype=torch.float64).requires_grad_()
+    region = recorded(module, x)
+    found = []
+    for kind in (module, region):
+        torch.manual_seed(1)
+        wanted = [x, *kind.parameters()]
+        grads = torch.autograd.grad(kind(x).square().sum(), wanted, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), wanted))
+        found[-1] += tuple(kind.buffers())
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Tied(nn.Module):
+    """Two parameters in one memory, of which a view is needed in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.randn(4, 4)
+        self.a, self.b, self.norm = nn.Parameter(memory), nn.Parameter(memory.view(2, 8)), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm((x @ self.a.t()).tanh() @ self.b.view(4, 4)[:2].t().sigmoid()[:, :1].expand(4, 4)).tanh()
+
+
+def test_parameters_that_share_memory(runs):
+    torch.manual_seed(0)
+    module = Tied()
+    region = in_regions(module)
+    for _ in range(2):
+        same(module, region, tokens(3, 4))
+    assert runs == [True, False]
+
+
+@pytest.mark.parametrize("target", ["result", "input", "parameter"])
+def test_what_backward_needs_must_not_be_written(target):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+
+        def forward(self, x):
+            return self.c(torch.tanh(self.b(torch.tanh(self.a(x))) * 2) * 3).sigmoid().view(-1, 2)
+
+    module = Layer()
+    region = in_regions(module)
+    for kind in (module, region, region):
+        x = tokens(2, 3, 4) * 1
+        out = kind(x)
+        with torch.no_grad():
+            {"result": out, "input": x, "parameter": kind.b.weight}[target].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_a_result_may_be_written_in_place():
+    module = Block()
+    region, x = recorded(module, tokens()), tokens()
+    for kind in (module, region):
+        out = kind(x)
+        out += 1
+        F.relu_(out)
+        kind.dx = torch.autograd.grad(out.sum(), x)[0]
+    assert torch.equal(region.dx, module.dx)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    module = Block(p=0.3)
+    region, x = in_regions(module), tokens()
+    found = []
+    for kind in (module, region, region):
+        torch.manual_seed(0)
+        found.append(
+            torch.autograd.grad(checkpoint(kind, x, use_reentrant=reentrant).sum(), x)[0] if not reentrant else None
+        )
+        if reentrant:
+            x.grad = None
+            checkpoint(kind, x, use_reentrant=True).sum().backward()
+            found[-1] = x.grad.clone()
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
+
+
+def test_hooks_on_saved_tensors_see_what_is_kept():
+    region, x = in_regions(Block()), tokens()
+    counts = []
+    for _ in range(2):
+        packed = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, packed=packed: packed.append(t) or t, lambda t: t):
+            out = region(x)
+        out.sum().backward()
+        counts.append(len(packed))
+    assert counts[0] == counts[1] > 0  # a recomputation that finds a region counts what the first forward saved
+
+
+def test_transforms_run_op_by_op(runs):
+    module = Block()
+    region, x = recorded(module, tokens()), tokens()
+    del runs[:]
+    stacked = torch.stack([x, x * 2])
+    torch.testing.assert_close(torch.func.vmap(region)(stacked), torch.func.vmap(module)(stacked))
+    _, dx = torch.func.jvp(region, (x,), (x,))
+    torch.testing.assert_close(dx, torch.func.jvp(module, (x,), (x,))[1])
+    assert not runs
+
+
+def test_copies_and_pickles():
+    region = recorded(Block(), tokens())
+    copied = copy.deepcopy(region)
+    same(region, copied, tokens())
+    state = pickle.loads(pickle.dumps(region))
+    assert type(state) is Block
+    same(state, region, tokens())
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.calls, self.log = 0, []
+
+    def work(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Averages(Base):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, momentum=None)  # its factor is the value of a tensor
+
+    def forward(self, x):
+        return self.norm(self.work(x))
+
+
+class Branches(Base):
+    def forward(self, x):
+        return self.work(x) if x.sum() > 0 else x
+
+
+class Counts(Base):
+    def forward(self, x):
+        self.calls += 1
+        return self.work(x) * self.calls
+
+
+class Logs(Base):
+    def forward(self, x):
+        self.log.append(x.shape)
+        return self.work(x)
+
+
+class Random(Base):
+    def forward(self, x):
+        return self.work(x) * random.random()
+
+
+class Writes(Base):
+    def forward(self, x):
+        x.mul_(2)
+        return self.work(x)
+
+
+class Passes(Base):
+    def forward(self, x):
+        return x if x.shape[0] > 0 else self.work(x)
+
+
+class Views(Base):
+    def forward(self, x):
+        y = self.work(x)
+        return y, y[0]
+
+
+class Numpy(Base):
+    def forward(self, x):
+        y = self.work(x)
+        return y * float(y.detach().numpy().max())
+
+
+@pytest.mark.parametrize("kind", [Averages, Branches, Counts, Logs, Random, Writes, Passes, Views, Numpy])
+def test_what_a_region_cannot_repeat_runs_op_by_op(kind, runs):
+    torch.manual_seed(0)
+    module = kind()
+    region = in_regions(module)
+    for i in range(5):
+        found = []
+        for each in (module, region):
+            random.seed(i)
+            x = tokens(2, 4).detach() * (-1) ** i
+            found.append([*leaves(each(x)), x])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert (module.calls, module.log) == (region.calls, region.log)
+    assert not runs
+
+
+def test_a_failed_recording_leaves_no_trace(runs):
+    class Late(Bottleneck):
+        def forward(self, x):
+            y = F.dropout(super().forward(x), 0.5)
+            return y, y[0]
+
+    module = Late()
+    region = in_regions(module)
+    for _ in range(2):
+        same(module, region, images())  # statistics and random numbers as if there had been none
+    assert not runs
+
+
+def test_a_kernel_that_the_dispatcher_does_not_see_is_refused():
+    x = torch.ones(4)
+    with Tape([x], []):
+        y = torch.empty(4)  # a foreign kernel would write here
+        with pytest.raises(Refusal, match="no operation of torch"):
+            torch.add(y, x)
+
+
+def test_a_kernel_of_ours_is_seen():
+    calls = []
+
+    def double(x):
+        calls.append(x)
+        return (x.detach() * 2).add_(0)
+
+    x = torch.ones(4)
+    tape = Tape([x], [])
+    with dispatch.observed(tape.kernel), tape:
+        y = dispatch.observable(double)(x) + 1
+    assert dispatch.observable(double) is double
+    compiled = tape.compile(len(tape.operations), [tape.name(y)], [], [])
+    (result,), kept = compiled.forward(x * 3)
+    assert torch.equal(result, torch.full((4,), 7.0))
+    assert len(calls) == 2
+    assert kept == ()
+
+
+def test_statistics_that_are_inference_tensors(runs):
+    with torch.inference_mode():
+        module = Bottleneck()
+        region, x = in_regions(module), images().detach()
+        for _ in range(2):
+            same(module, region, x)
+    assert runs == [True, False]
+
+
+def test_a_foreign_kernel_in_a_rewritten_forward(runs):
+    """The function of a user's rule may launch what it likes, also into memory that has values."""
+
+    class Inside(Base):
+        def forward(self, x):
+            return self.work(x)
+
+    class Rewritten(Inside):
+        def forward(self, x):
+            y = self.work(x).clone()
+            y.detach().numpy().fill(3.0)
+            return y
+
+    Rewritten.__fastlayers_original__ = Inside  # as patch_model would mark it
+    module = Rewritten()
+    module.__class__ = region_class(Rewritten, {})
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(module(tokens(2, 4)), torch.full((2, 4), 3.0))
+    assert not runs
+
+
+def test_small_forwards_stay_as_they_are(runs):
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    region = in_regions(module)
+    for _ in range(5):
+        same(module, region, tokens(2, 4))
+    assert not runs
+    assert type(region).__fastlayers_region__.off == [False, True]
+
+
+def test_op_by_op_on_request(runs):
+    region, x = recorded(Block(), tokens()), tokens()
+    del runs[:]
+    with no_regions():
+        region(x)
+    assert not runs
+    region(x)
+    assert runs == [False]
