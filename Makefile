@@ -37,7 +37,7 @@ env: $(ENV)  ## the environment in .venv
 
 $(ENV):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("$(PYTHON) is Python " + sys.version.split()[0] + "; fastlayers needs 3.10 or later: make ... PYTHON=python3.12")'
-	@# Anew: what another torch brought, such as its Triton, would stay.
+	@# Cleared: what another torch brought, such as its Triton, would stay.
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install $$TORCH
 	@# A CPU build of torch brings no Triton; the oldest one that fastlayers supports then runs the interpreter's tests.

@@ -13,7 +13,6 @@ import ast
 import builtins
 import functools
 import inspect
-import operator
 import os
 import types
 from collections.abc import Iterator, MappingView
@@ -25,7 +24,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from fastlayers.patching.capture.syntax import HOOKS, Instrument, hook, local_names, parse, strip_signature
+from fastlayers.patching.capture.syntax import (
+    HOOKS,
+    INPLACE,
+    Instrument,
+    hook,
+    local_names,
+    parent,
+    parse,
+    strip_signature,
+)
 from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, PURE_BUILTINS, SCRIPTING, STRUCTURAL
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime.checks import original_class
@@ -125,9 +133,7 @@ class Concrete(Instrument):
     """The instrumentation for a run on fake tensors: what only a proxy cannot do is allowed."""
 
     def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.While):
-            return ast.NodeTransformer.generic_visit(self, node)
-        if isinstance(node, ast.With):
+        if isinstance(node, ast.While | ast.With):
             return ast.NodeTransformer.generic_visit(self, node)
         return super().visit(node)
 
@@ -136,11 +142,6 @@ class Concrete(Instrument):
             return super().visit_Subscript(node)
         node.value, node.slice = hook("local", self.visit(node.value)), self.visit(node.slice)
         return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        if isinstance(node.ctx, ast.Load) and node.attr.startswith("__") and not node.attr.endswith("__"):
-            raise Refusal(Reason.SYNTAX, f"the private name {node.attr}")
-        return super().visit_Attribute(node)
 
 
 _instrumented: WeakKeyDictionary[types.FunctionType, tuple[types.CodeType, str]] = WeakKeyDictionary()
@@ -344,11 +345,7 @@ class Watch:
         return item in self.hook_container(container)
 
     def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
-        name = {"Add": "iadd", "Sub": "isub", "Mult": "imul", "Div": "itruediv", "FloorDiv": "ifloordiv", "Mod": "imod",
-                "Pow": "ipow", "MatMult": "imatmul", "BitAnd": "iand", "BitOr": "ior", "BitXor": "ixor",
-                "LShift": "ilshift", "RShift": "irshift"}[op]  # fmt: skip
-        function: Any = getattr(operator, name)
-        return function(target, value)
+        return INPLACE[op](target, value)
 
     def hook_local(self, value: Any) -> Any:
         """What an item is assigned to: it must have been made in this call. The tape sees to tensors."""
@@ -360,11 +357,7 @@ class Watch:
         raise AssertionError
 
     def hook_parent(self) -> Any:
-        function, owner = self.frames[-1]
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        if "__class__" not in cells:
-            raise Refusal(Reason.SYNTAX, "super() outside of a method")
-        return super(cells["__class__"].cell_contents, owner)
+        return parent(*self.frames[-1])
 
     # -- calls ---------------------------------------------------------------------------------------------------
 

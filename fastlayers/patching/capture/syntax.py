@@ -6,13 +6,25 @@ import ast
 import functools
 import inspect
 import linecache
+import operator
 import textwrap
 import types
+from collections.abc import Callable
 from typing import Any
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["HOOKS", "Instrument", "hook", "local_names", "optional_parameters", "parse", "strip_signature"]
+__all__ = [
+    "HOOKS",
+    "INPLACE",
+    "Instrument",
+    "hook",
+    "local_names",
+    "optional_parameters",
+    "parent",
+    "parse",
+    "strip_signature",
+]
 
 
 def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.FunctionDef:
@@ -104,6 +116,23 @@ HOOKS = (
     "parent",
     "mark",
 )
+
+
+#: The functions of augmented assignments, by the names that :mod:`ast` gives their operators.
+INPLACE: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.iadd, "Sub": operator.isub, "Mult": operator.imul, "Div": operator.itruediv,
+    "FloorDiv": operator.ifloordiv, "Mod": operator.imod, "Pow": operator.ipow, "MatMult": operator.imatmul,
+    "BitAnd": operator.iand, "BitOr": operator.ior, "BitXor": operator.ixor, "LShift": operator.ilshift,
+    "RShift": operator.irshift,
+}  # fmt: skip
+
+
+def parent(function: types.FunctionType, owner: Any) -> Any:
+    """What ``super()`` gives in a method."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if "__class__" not in cells:
+        raise Refusal(Reason.SYNTAX, "super() outside of a method")
+    return super(cells["__class__"].cell_contents, owner)
 
 
 def hook(name: str, *args: ast.expr) -> ast.Call:

@@ -22,7 +22,6 @@ import functools
 import inspect
 import itertools
 import math
-import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, MappingView
@@ -34,7 +33,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 
 from fastlayers.patching.capture.recording import Recording, equality
-from fastlayers.patching.capture.syntax import HOOKS, Instrument, local_names, parse, strip_signature
+from fastlayers.patching.capture.syntax import HOOKS, INPLACE, Instrument, local_names, parent, parse, strip_signature
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import original_class
@@ -389,12 +388,7 @@ class Trace:
         return item in container
 
     def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
-        name = {
-            "Add": "iadd", "Sub": "isub", "Mult": "imul", "Div": "itruediv", "FloorDiv": "ifloordiv", "Mod": "imod",
-            "Pow": "ipow", "MatMult": "imatmul", "BitAnd": "iand", "BitOr": "ior", "BitXor": "ixor",
-            "LShift": "ilshift", "RShift": "irshift",
-        }[op]  # fmt: skip
-        function = getattr(operator, name)
+        function = INPLACE[op]
         if isinstance(target, Proxy):
             return self.record("call_function", function, (target, value), {})
         return function(target, value)
@@ -402,11 +396,7 @@ class Trace:
     # -- hooks: calls --------------------------------------------------------------------------------------------
 
     def hook_parent(self) -> Any:
-        function, owner = self.frames[-1]
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        if "__class__" not in cells:
-            raise Refusal(Reason.SYNTAX, "super() outside of a method")
-        return super(cells["__class__"].cell_contents, owner)
+        return parent(*self.frames[-1])
 
     def hook_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, Proxy):

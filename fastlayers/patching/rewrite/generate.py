@@ -22,7 +22,7 @@ from fastlayers.patching.capture.recording import Name, Recording, add_names
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
 
-__all__ = ["GUARD_BUILTINS", "body_source", "generate_class", "guards_source", "signature_source"]
+__all__ = ["CHILD", "GUARD_BUILTINS", "body_source", "generate_class", "guards_source", "signature_source"]
 
 #: The variable of a generated forward for the result of its guards.
 HOLDS = "_fastlayers_holds"

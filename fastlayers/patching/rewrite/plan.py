@@ -218,7 +218,7 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
 
 
 def takes_any_keyword(cls: type[nn.Module]) -> bool:
-    """Whether a forward has ``**kwargs``. torch.fx traces that of a whole model only if nothing hands them on."""
+    """Whether a forward has ``**kwargs``. torch.fx traces that of a whole model only if nothing passes them on."""
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.forward).parameters.values())
 
 

@@ -17,13 +17,12 @@ from torch.nn.modules.module import (
 
 from fastlayers.patching.capture.reads import Reads
 from fastlayers.patching.reasons import Reason, Refusal
+from fastlayers.patching.rewrite.generate import CHILD
 
 __all__ = ["Reader"]
 
 GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: The expression of a submodule.
-CHILD = re.compile(r"self(?:\._modules\['[^'\\]*'\])+")
 
 
 class Reader:
@@ -67,7 +66,7 @@ class Reader:
 
 def module_origins(reads: Reads) -> list[str]:
     """The expressions of the submodules among what was read, owners first."""
-    found = {match for text in (*reads.values, *reads.called, *reads.tensors) for match in CHILD.findall(text)}
+    found = {match.group() for text in (*reads.values, *reads.called, *reads.tensors) for match in CHILD.finditer(text)}
     return sorted(found, key=lambda origin: (origin.count("._modules["), origin))
 
 

@@ -86,7 +86,7 @@ def _forget_all() -> None:
 backends.on_change(_forget_all)  # The recorded kernels are those of the backend.
 
 
-#: How a call hands parameters on, by their kind.
+#: How a call passes parameters, by their kind.
 SPELLED: dict[Any, str] = {
     inspect.Parameter.VAR_POSITIONAL: "*{}",
     inspect.Parameter.KEYWORD_ONLY: "{0}={0}",
@@ -193,7 +193,7 @@ def unflatten(pattern: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 class Again(NamedTuple):
-    """What the derivative of a backward needs to run the forward anew."""
+    """What the derivative of a backward needs to run the forward again."""
 
     region: Region
     module: ReferenceType[nn.Module]  # A module that keeps its result would be kept by it.
@@ -245,7 +245,7 @@ _record = dispatch.record_of(Node)
 
 
 def differentiable(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients of a region's inputs with a graph of their own: its forward runs anew, op by op."""
+    """The gradients of a region's inputs with a graph of their own: its forward runs again, op by op."""
     entry, again = ctx.entry, ctx.again
     inputs: Any = again.inputs.unchanged()
     module = again.module()
