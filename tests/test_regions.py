@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import fastlayers
 from fastlayers.ops import dispatch
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite import regions
 from fastlayers.patching.rewrite.regions import MAX_SIGNATURES, Region, no_regions, region_class
 from fastlayers.patching.rewrite.tape import Tape
+from tests.harness import DEVICES, needs_gpu
 
 
 class Attention(nn.Module):
@@ -105,6 +107,12 @@ def runs(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def deterministic(monkeypatch):
+    """Algorithms of cuDNN that give equal bits in every call."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 def in_regions(module, known=None):
     """A copy of a module that runs as a region."""
     module = copy.deepcopy(module)
@@ -157,15 +165,16 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference_mode", "autocast"])
 @pytest.mark.parametrize(("make", "inputs"), CASES)
-def test_bit_equal(make, inputs, mode, runs):
+def test_bit_equal(make, inputs, mode, device, runs, deterministic):
     torch.manual_seed(0)
-    module = make().train(mode in ("train", "autocast"))
-    region, args = in_regions(module), inputs()
+    module = make().train(mode in ("train", "autocast")).to(device)
+    region, args = in_regions(module), [t.detach().to(device).requires_grad_(t.requires_grad) for t in inputs()]
     context = {
         "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
-        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "autocast": lambda: torch.autocast(device, torch.bfloat16),
     }.get(mode, torch.enable_grad)  # fmt: skip
     for _ in range(3):
         with context():
@@ -173,10 +182,11 @@ def test_bit_equal(make, inputs, mode, runs):
     assert runs == [True, False, False]
 
 
-def test_several_results_and_keywords(runs):
-    module = Many()
-    region, x = in_regions(module), tokens(3, 8)
-    for options in ({}, {"scale": 2.0}, {"more": {"other": torch.ones(8)}}, {"shift": 1}):
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_results_and_keywords(device, runs):
+    module = Many().to(device)
+    region, x = in_regions(module), tokens(3, 8, device=device)
+    for options in ({}, {"scale": 2.0}, {"more": {"other": torch.ones(8, device=device)}}, {"shift": 1}):
         for _ in range(2):
             same(module, region, x, **options)
             _, more, _ = region(x, **options)
@@ -298,12 +308,13 @@ def recorded(module, *args):
 
 
 @pytest.mark.parametrize("shape", ["expanded", "transposed", "none"])
-def test_other_gradients(shape):
-    module, x = Block(), tokens()
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_gradients(shape, device):
+    module, x = Block().to(device), tokens(device=device)
     region = recorded(module, x)
     dy = {
-        "expanded": lambda: torch.ones(()).expand(2, 5, 16),
-        "transposed": lambda: torch.randn(16, 5, 2).transpose(0, 2),
+        "expanded": lambda: torch.ones((), device=device).expand(2, 5, 16),
+        "transposed": lambda: torch.randn(16, 5, 2, device=device).transpose(0, 2),
         "none": lambda: None,
     }[shape]()
     for kind in (module, region):
@@ -333,11 +344,13 @@ def test_two_forwards_before_a_backward():
         assert torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [lambda: Block(8, p=0.3), Bottleneck])
-def test_second_derivatives(make):
+def test_second_derivatives(make, device):
     torch.manual_seed(0)
-    module = make().double()
-    x = torch.randn(*((2, 3, 8) if isinstance(module, Block) else (2, 8, 4, 4)), dtype=torch.float64).requires_grad_()
+    module = make().double().to(device)
+    x = torch.randn(*((2, 3, 8) if isinstance(module, Block) else (2, 8, 4, 4)), dtype=torch.float64, device=device)
+    x.requires_grad_()
     region = recorded(module, x)
     found = []
     for kind in (module, region):
@@ -403,10 +416,11 @@ def test_a_result_may_be_written_in_place():
     assert torch.equal(region.dx, module.dx)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(reentrant):
-    module = Block(p=0.3)
-    region, x = in_regions(module), tokens()
+def test_checkpointing(reentrant, device):
+    module = Block(p=0.3).to(device)
+    region, x = in_regions(module), tokens(device=device)
     found = []
     for kind in (module, region, region):
         torch.manual_seed(0)
@@ -626,3 +640,73 @@ def test_op_by_op_on_request(runs):
     assert not runs
     region(x)
     assert runs == [False]
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+class Bottlenecks(nn.Module):
+    """Convolutions over channels of 64 values, as in a hybrid network."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Bottleneck(), Bottleneck()
+
+    def forward(self, x):
+        return self.second(self.first(x.unflatten(2, (8, 8)))).flatten(2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_recorded_kernels(training, autocast, dtype, runs, deterministic):
+    """Kernels of CUDA C++ and of Triton do in a region what they do op by op."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(64), Block(64, p=0.2), Bottlenecks()).to("cuda", dtype).train(training)
+    region = fastlayers.patch_model(model)
+    alone = copy.deepcopy(region)
+    x = torch.randn(4, 8, 64, device="cuda", dtype=dtype, requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        for _ in range(3):
+            with no_regions():
+                expected = outcome(alone, x)
+            for a, b in zip(outcome(region, x), expected, strict=True):
+                assert torch.equal(a, b)
+    assert runs.count(False) == 2 * runs.count(True) > 0
+
+
+@needs_gpu
+def test_captured_in_a_cuda_graph(runs):
+    torch.manual_seed(0)
+    model = fastlayers.patch_model(nn.Sequential(Block(64), Block(64)).cuda())
+    x = torch.randn(2, 8, 64, device="cuda", requires_grad=True)
+    wanted = [x, *model.parameters()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            expected = torch.autograd.grad(model(x).square().sum(), wanted)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(model(x).square().sum(), wanted)
+    graph.replay()
+    for a, b in zip(captured, expected, strict=True):
+        assert torch.equal(a, b)
+    assert runs.count(False) > 2
+
+
+@needs_gpu
+def test_captured_before_it_is_recorded(runs):
+    """A capture is no place to record: the forward runs op by op then."""
+    model = fastlayers.patch_model(nn.Sequential(Block(64)).cuda()).eval()
+    x = torch.randn(2, 8, 64, device="cuda")
+    with torch.no_grad(), no_regions():
+        expected = model(x)  # what has to be loaded or compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = model(x)
+    graph.replay()
+    assert torch.equal(captured, expected)
+    assert not runs
