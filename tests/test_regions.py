@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from weakref import ref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import DEVICES, needs_gpu
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +20,6 @@ from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite import regions
 from fastlayers.patching.rewrite.regions import MAX_SIGNATURES, Region, no_regions, region_class
 from fastlayers.patching.rewrite.tape import Tape
-from tests.harness import DEVICES, needs_gpu
 
 
 class Attention(nn.Module):
@@ -630,6 +631,15 @@ def test_small_forwards_stay_as_they_are(runs):
         same(module, region, tokens(2, 4))
     assert not runs
     assert type(region).__fastlayers_region__.off == [False, True]
+
+
+@pytest.mark.parametrize("kind", [Branches, Views])
+def test_a_refusal_keeps_no_tensor(kind):
+    region, x = in_regions(kind()), tokens(2, 4)
+    region(x)
+    gone = ref(x)
+    del x
+    assert gone() is None
 
 
 def test_op_by_op_on_request(runs):

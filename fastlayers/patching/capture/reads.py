@@ -115,6 +115,7 @@ def read_by(
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
     watch = Watch(module, lookups)
+    reads = watch.reads
     try:
         with watch.fake_mode:
             args, kwargs = tree_map_only(Tensor, watch.fake, (args, kwargs))
@@ -126,7 +127,9 @@ def read_by(
         raise
     except Exception as error:  # An error of the forward itself, or what fake tensors cannot do.
         raise Refusal(Reason.TRACE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]) from None
-    return watch.reads
+    finally:
+        vars(watch).clear()  # It and its hooks refer to each other, and it would hold the tensors until they are found.
+    return reads
 
 
 class Concrete(Instrument):

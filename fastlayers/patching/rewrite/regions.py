@@ -410,7 +410,7 @@ class Region:
             reads = read_by(module, plain_forward(original_class(module)), args, kwargs, lookups)
             reader = Reader(reads)
         except Refusal as refusal:
-            self.refused[pattern] = refusal
+            self.refused[pattern] = remembered(refusal)
             return None
         reader = next((known for known in self.readers if known.key == reader.key), reader)
         found = reader.read(module)
@@ -428,7 +428,7 @@ class Region:
         try:
             return entry, reader, inputs, self.record(entry, module, pattern, given, tensors)
         except Refusal as refusal:
-            entry.refusal = refusal
+            entry.refusal = remembered(refusal)
             return None
 
     def record(
@@ -535,6 +535,11 @@ class Region:
             raise Refusal(Reason.VISIBLE_MUTATION, "a result shares memory with another tensor")
         if not all(isinstance(leaf, Tensor) or is_value(leaf) for leaf in leaves) or not results:
             raise Refusal(Reason.READS_STATE, "the result")
+
+
+def remembered(refusal: Refusal) -> Refusal:
+    """A refusal to keep: the one that was raised holds, by its traceback, every tensor of the recording."""
+    return Refusal(refusal.reason, refusal.detail)
 
 
 def some_gradient(t: Tensor) -> Tensor:
