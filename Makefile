@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 # One name for each content of pyproject.toml and each TORCH: the environment is made anew when either changes.
 ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum | cut -d' ' -f1)
 # The libraries whose models are the corpus, in an environment of their own.
-LIBRARIES := torch==2.14.1 torchvision==0.29.1 timm==1.0.31 transformers==5.23.0 pytest
+LIBRARIES := torch==2.14.1 torchvision==0.29.1 timm==1.0.31 transformers==5.23.0 diffusers==0.42.1 monai==1.6.1 pytest
 CORPUS := .venv-corpus
 CORPUS_ENV := $(CORPUS)/made-for-$(shell echo '$(LIBRARIES)' | cat - pyproject.toml | cksum | cut -d' ' -f1)
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
@@ -64,8 +64,8 @@ pytest: $(ENV)  ## the tests alone, on the build that is there
 	@# Two workers share the cores, so an idle OpenMP thread must not spin on one.
 	OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the patching tests that need its libraries too: minutes
-	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest $(wildcard tests/test_patching*.py)
+test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the tests that need its libraries too: minutes
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest $(wildcard tests/test_patching*.py) tests/test_networks.py
 
 test-corpus: test-libraries  ## and then patch every model of the corpus and compare: an hour
 	@# Interrupted, it goes on where it was. The whole, not a part that ARGS choose, writes tests/corpus/TABLE.md.

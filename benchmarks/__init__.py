@@ -11,7 +11,7 @@ run.py               checks and times one case after the other, and writes the r
 result_file.py       the format of a result file: one line for each row
 environment.py       the machine, the versions and the commit that a result belongs to
 report.py            tables, for the terminal and for Markdown
-networks.py          the whole models: how each is built, its inputs, and the modes
+networks/            the whole models: how each is built, its inputs, and the modes
 models.py            runs them, each model and mode in a process of its own
 preload.py           imports the libraries once, for all these processes
 model_worker.py      what such a process measures

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fastlayers
-from benchmarks.networks import Batch, Network, UnavailableError, compiled, folds, prepare
+from benchmarks.networks.modes import UnavailableError, compiled, folds, prepare
+from benchmarks.networks.network import Batch, Network
 from benchmarks.precompile import share_compiled_code
 from benchmarks.result_file import rounded
 from benchmarks.timing import device_events
@@ -94,10 +95,11 @@ def measure(chosen: Network, mode: str, device: torch.device, seconds: float, co
     row["weights_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
     called = compiled(model, mode)
     with evaluating(model, mode) as folded:
-        row["inference"], result = timed(lambda: chosen.predict(called, batch), device, WARM, seconds, compile_only)
+        predict = predictor(chosen, called, batch, device)
+        row["inference"], result = timed(predict, device, WARM, seconds, compile_only)
         row["inference"] |= {"outputs": sample(result), "folded": folded}
     del result
-    step = trainer(chosen, model, called, batch, seed=1)
+    step = trainer(chosen, model, called, batch, device, seed=1)
     losses: list[Tensor] = []
     row["training"], _ = timed(lambda: losses.append(step()), device, LOSSES, seconds, compile_only)
     row["training"]["losses"] = [loss.item() for loss in losses[:LOSSES]]
@@ -106,9 +108,9 @@ def measure(chosen: Network, mode: str, device: torch.device, seconds: float, co
     if device.type == "cuda":
         row["training"] |= kinds_of(step, device)
         with evaluating(model, mode):
-            row["inference"] |= kinds_of(lambda: chosen.predict(called, batch), device)
+            row["inference"] |= kinds_of(predict, device)
     if mode == "eager":
-        del model, called, step
+        del model, called, predict, step
         row["training"]["losses_apart"] = other_losses(chosen, device)
     return row
 
@@ -136,14 +138,27 @@ def evaluating(model: nn.Module, mode: str) -> Iterator[bool]:
         fastlayers.unfold_batch_norm(model)
 
 
-def trainer(chosen: Network, model: nn.Module, called: nn.Module, batch: Batch, seed: int) -> Callable[[], Tensor]:
+def predictor(chosen: Network, called: nn.Module, batch: Batch, device: torch.device) -> Callable[[], Tensor]:
+    """A function for inference. ``called`` is the model or its compiled form."""
+
+    def predict() -> Tensor:
+        with chosen.autocast(device):
+            return chosen.predict(called, batch)
+
+    return predict
+
+
+def trainer(
+    chosen: Network, model: nn.Module, called: nn.Module, batch: Batch, device: torch.device, seed: int
+) -> Callable[[], Tensor]:
     """A function for one training step with the dropouts of this seed. ``called`` is the model or its compiled form."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     torch.manual_seed(seed)
 
     def step() -> Tensor:
-        loss = chosen.loss(called, batch)
+        with chosen.autocast(device):
+            loss = chosen.loss(called, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -159,7 +174,7 @@ def other_losses(chosen: Network, device: torch.device) -> list[float]:
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1 + rounding * torch.empty_like(weight, dtype=torch.float32).uniform_(-1, 1))
-    step = trainer(chosen, model, model, batch, seed=2)
+    step = trainer(chosen, model, model, batch, device, seed=2)
     losses = [step() for _ in range(LOSSES)]
     return [loss.item() for loss in losses]
 

@@ -25,7 +25,8 @@ import torch
 
 from benchmarks import model_worker
 from benchmarks.environment import environment
-from benchmarks.networks import COMPILED, MODES, NETWORKS, Network
+from benchmarks.networks import MODES, NETWORKS, Network
+from benchmarks.networks.modes import COMPILED
 from benchmarks.result_file import write
 
 ROOT = Path(__file__).parents[1]
