@@ -159,6 +159,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {
             "Guides": [
                 {"Patching a model": "patching.md"},
+                {"CUDA graphs": "graphs.md"},
                 {"Backends": "backends.md"},
                 {"Building": "build.md"},
                 {"Compatibility": "compatibility.md"},

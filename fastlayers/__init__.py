@@ -2,6 +2,7 @@
 
 from fastlayers import functional, modules
 from fastlayers.checkpoint import load_model, save_model
+from fastlayers.graphs import graph_model, graph_report, ungraph_model
 from fastlayers.modules import *  # noqa: F403  (its __all__: the layers and DROP_IN)
 from fastlayers.patching import (
     compile_report,
@@ -22,6 +23,8 @@ __all__ = [
     "compile_report",
     "fold_batch_norm",
     "functional",
+    "graph_model",
+    "graph_report",
     "load_model",
     "modules",
     "patch_model",
@@ -32,6 +35,7 @@ __all__ = [
     "profile_patch",
     "save_model",
     "unfold_batch_norm",
+    "ungraph_model",
     "unpatch_model",
     "verify_patch",
 ]

@@ -26,6 +26,7 @@ class Reason(str, Enum):
     GRAPH_MODULE = "a torch.fx GraphModule, which rewrites its own class"
     QUANTIZED = "quantised"
     WRAPPER = "a wrapper; only what is inside is patched"
+    GRAPHED = "runs as CUDA graphs (graph_model): patch it before"
     FOLDED = "its BatchNorms are folded: unfold, patch, and fold again"
     CALLS_MODULES = "its captured graph calls modules, which Dynamo does where inline_inbuilt_nn_modules is off"
     RESHAPED_IN_PLACE = "its captured graph gives a tensor another shape in place, and the recorded shapes may be wrong"

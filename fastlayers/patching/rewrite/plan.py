@@ -46,6 +46,7 @@ __all__ = [
     "left_alone",
     "make_plan",
     "patched",
+    "refuse_kind",
     "restore",
     "stays_patched",
     "swap",

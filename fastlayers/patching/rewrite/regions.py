@@ -38,7 +38,18 @@ from fastlayers.patching.rewrite.readers import Reader
 from fastlayers.patching.rewrite.tape import Tape, items, storage
 from fastlayers.patching.runtime.checks import original_class
 
-__all__ = ["Region", "no_regions", "region_class"]
+__all__ = [
+    "NONE",
+    "TENSOR",
+    "Region",
+    "attentions",
+    "flatten",
+    "no_regions",
+    "random_state",
+    "region_class",
+    "restore_random_state",
+    "unflatten",
+]
 
 #: Signatures of one class with the same state. More mean that shapes keep changing, and recording would not pay.
 MAX_SIGNATURES = 8
@@ -150,7 +161,7 @@ class Entry:
     draws: bool = False
 
 
-def _attentions() -> tuple[bool, ...]:
+def attentions() -> tuple[bool, ...]:
     """Which attentions torch may choose."""
     return (
         torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
@@ -340,7 +351,7 @@ class Region:
                     if (
                         entry.tensors.check(*given, *tensors)
                         and entry.state.check()
-                        and entry.attentions in (None, _attentions())
+                        and entry.attentions in (None, attentions())
                     ):
                         if entry.refusal is not None:
                             self.failed()
@@ -515,7 +526,7 @@ class Region:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
         names = [tape.name(t) for t in results]
         entry.compiled = tape.compile(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
-        entry.attentions = _attentions() if tape.calls("attention") else None
+        entry.attentions = attentions() if tape.calls("attention") else None
         entry.wanted = len(wanted) if active else 0
         written = {id(t) for t in tape.written if not t.is_inference()}  # Those have no version.
         entry.written = tuple(i for i, t in enumerate(inputs) if id(t) in written)

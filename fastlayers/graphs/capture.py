@@ -1,0 +1,355 @@
+"""One captured call: its forward and its backward as two CUDA graphs, and the node of autograd that replays them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fastlayers.graphs.watch import State, UncapturedError
+from fastlayers.ops.dispatch import PLAIN
+from fastlayers.patching.capture.reads import is_value
+from fastlayers.patching.rewrite.regions import TENSOR, random_state, restore_random_state, unflatten
+
+__all__ = ["Call", "Capture", "capturing"]
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_lock = threading.RLock()
+
+
+class _Thread(threading.local):
+    """Whether graphs of this thread are left alone, since a larger one is captured or a call is repeated."""
+
+    capturing = False
+
+
+_thread = _Thread()
+
+
+def capturing() -> bool:
+    return _thread.capturing
+
+
+@contextmanager
+def no_graphs() -> Iterator[None]:
+    before, _thread.capturing = _thread.capturing, True
+    try:
+        yield
+    finally:
+        _thread.capturing = before
+
+
+class Call:
+    """A replayed forward whose backward may come.
+
+    Attributes:
+        module: a weak reference; a module that keeps its result would be kept by it.
+        pattern: of the arguments.
+        random: the states of the generators before.
+        done: whether its backward was replayed, so that what it kept is gone.
+    """
+
+    def __init__(self, module: nn.Module, pattern: Any, random: list[Tensor]) -> None:
+        self.module: ReferenceType[nn.Module] = ref(module)
+        self.pattern = pattern
+        self.random = random
+        self.done = False
+
+
+class Capture:
+    """The graphs of calls with one signature.
+
+    Args:
+        module: whose class is a graphed one.
+        present: the forward of the class below it.
+        pattern, given: the arguments, as :func:`fastlayers.patching.rewrite.regions.flatten` gives them.
+        used: the numbers of the results that received a gradient in calls before.
+        draws: whether the forward draws random numbers on the GPU.
+        state: of the module.
+
+    Raises:
+        UncapturedError: the call cannot be captured.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        present: Callable[..., Any],
+        pattern: Any,
+        given: Sequence[Tensor],
+        used: set[int],
+        draws: bool,
+        state: State,
+    ) -> None:
+        self.present, self.state = present, state
+        self.device = given[0].device
+        self.replays = 0
+        #: Why no further call may be replayed; empty as long as that is not so.
+        self.stale = ""
+        #: The results that received a gradient for which there is no backward.
+        self.missed: set[int] = set()
+        self._draws = draws
+        self._pending: ReferenceType[Call] | None = None
+        self.inputs = [like(t) for t in given]
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        with _lock, no_graphs(), torch.cuda.device(self.device):
+            torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
+            parameters = [p for p in module.parameters() if p.requires_grad and torch.is_grad_enabled()]
+            # Leaves of their own: those of the calls before belong to the streams of these.
+            leaves = [nn.Parameter(p.detach()) for p in parameters]
+            try:
+                with substituted(module, parameters, leaves):
+                    self._capture_forward(module, pattern)
+                    self._capture_backward(parameters, leaves, used)
+            finally:
+                torch.clear_autocast_cache()
+        self.memory = torch.cuda.memory_reserved(self.device) - before
+
+    # -- capturing -----------------------------------------------------------------------------------------------
+
+    def _capture_forward(self, module: nn.Module, pattern: Any) -> None:
+        flat = iter(self.inputs)
+        args, kwargs = (unflatten(part, flat) for part in pattern)
+        self._forward = torch.cuda.CUDAGraph()
+        with captured(self._forward, self.device):
+            out = self.present(module, *args, **(kwargs or {}))
+        leaves, self._spec = pytree.tree_flatten(out)
+        results = {id(t): t for t in leaves if isinstance(t, Tensor)}
+        self._check(leaves, list(results.values()), module)
+        self._places = [list(results).index(id(t)) if isinstance(t, Tensor) else -1 for t in leaves]
+        self._leaves = [TENSOR if isinstance(t, Tensor) else t for t in leaves]
+        self.results = list(results.values())
+        self._active = [t.requires_grad for t in self.results]
+
+    def _check(self, leaves: Sequence[Any], results: Sequence[Tensor], module: nn.Module) -> None:
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) and not is_value(leaf):
+                raise UncapturedError(f"it returns a {type(leaf).__name__}")
+        if not results:
+            raise UncapturedError("it returns no tensor")
+        for t in results:
+            if type(t) not in PLAIN or t.device != self.device:
+                raise UncapturedError(f"it returns a {type(t).__name__} on {t.device}")
+        memory = [storage(t) for t in results]
+        others = {storage(t) for t in (*self.inputs, *module.parameters(), *module.buffers())}
+        if len(set(memory)) < len(memory) or not others.isdisjoint(memory):
+            raise UncapturedError("a result shares memory with another one, an argument or a parameter")
+
+    def _capture_backward(self, parameters: list[nn.Parameter], leaves: list[nn.Parameter], used: set[int]) -> None:
+        known = {id(t) for t in (*self.inputs, *leaves)}
+        if any(id(t) not in known for t in leaves_of(self.results)):
+            raise UncapturedError("it uses a tensor that needs a gradient and is neither an argument nor a parameter")
+        self.used = [i for i in sorted(used) if i < len(self.results) and self._active[i]]
+        self._dys = [torch.empty_like(self.results[i]) for i in self.used]
+        places = [i for i, t in enumerate(self.inputs) if t.requires_grad]
+        wanted = [*(self.inputs[i] for i in places), *leaves]
+        grads: Sequence[Tensor | None] = [None] * len(wanted)
+        self._backward = torch.cuda.CUDAGraph()
+        if self.used:
+            results = [self.results[i] for i in self.used]
+            with captured(self._backward, self.device, self._forward.pool()):
+                grads = torch.autograd.grad(results, wanted, self._dys, allow_unused=True)
+            del results
+        self.results = [t.detach() for t in self.results]
+        # Autograd need not reach what gets no gradient. Without a captured backward that is not known.
+        reached = [grad is not None or not self.used for grad in grads]
+        #: The arguments, by their places, and the parameters that get a gradient.
+        self.places = [i for i, there in zip(places, reached, strict=False) if there]
+        self._parameters = [p for p, there in zip(parameters, reached[len(places) :], strict=True) if there]
+        self._grads = [grad for grad in grads if grad is not None]
+
+    # -- replaying -----------------------------------------------------------------------------------------------
+
+    def holds(self) -> bool:
+        return not self.stale and self.state.holds()
+
+    def busy(self) -> bool:
+        """Whether the backward of an earlier call may still come, which needs what this one would overwrite."""
+        call = self._pending() if self._pending is not None else None
+        return call is not None and not call.done
+
+    def run(self, module: nn.Module, pattern: Any, given: Sequence[Tensor]) -> Any:
+        """The result of a call."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.inputs, list(given))
+        self.replays += 1
+        if not any(self._active):
+            return self._packed(self.forward())
+        call = Call(module, pattern, random_state(given) if self._draws else [])
+        self._pending = ref(call)
+        wanted = *(given[i] for i in self.places), *self._parameters
+        return self._packed(Replay.apply(self, call, given, *wanted))
+
+    def _packed(self, results: Sequence[Tensor]) -> Any:
+        leaves = [
+            results[place] if place >= 0 else leaf for place, leaf in zip(self._places, self._leaves, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    def forward(self) -> tuple[Tensor, ...]:
+        self._forward.replay()
+        return tuple(t.clone() for t in self.results)
+
+    def constant(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """The results that need no gradient."""
+        return [t for t, active in zip(results, self._active, strict=True) if not active]
+
+    def fits(self, dys: Sequence[Tensor | None]) -> bool:
+        """Whether only results that received a gradient in the calls before do so now."""
+        return all(dy is None or i in self.used for i, dy in enumerate(dys))
+
+    def backward(self, dys: Sequence[Tensor | None]) -> list[Tensor]:
+        for static, i in zip(self._dys, self.used, strict=True):
+            dy = dys[i]
+            if dy is None:
+                static.zero_()
+            else:
+                static.copy_(dy)
+        self._backward.replay()
+        # Into memory of their own, since the next forward writes into that of the graphs.
+        grads = [torch.empty_like(grad) for grad in self._grads]
+        torch._foreach_copy_(grads, self._grads)
+        return grads
+
+
+class Replay(torch.autograd.Function):
+    """A replayed call. What its backward needs is in the memory of the graphs; the arguments are kept in case that the
+    backward is differentiated or runs twice, for which the forward runs again."""
+
+    @staticmethod
+    def forward(ctx: Any, capture: Capture, call: Call, given: Sequence[Tensor], *wanted: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given, *wanted)
+        ctx.capture, ctx.call, ctx.count = capture, call, len(given)
+        results = capture.forward()
+        ctx.mark_non_differentiable(*capture.constant(results))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> Any:
+        capture, call = ctx.capture, ctx.call
+        if all(dy is None for dy in dys):
+            return (None,) * (3 + len(ctx.needs_input_grad[3:]))
+        if torch.is_grad_enabled():
+            capture.stale = "its backward is differentiated (create_graph=True)"
+        elif not capture.fits(dys):
+            capture.missed.update(i for i, dy in enumerate(dys) if dy is not None)
+            capture.stale = "another result receives a gradient"
+        elif not call.done:
+            call.done = True
+            return None, None, None, *capture.backward(dys)
+        return None, None, None, *again(ctx, dys)
+
+
+def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients by a second forward, uncaptured."""
+    capture, call = ctx.capture, ctx.call
+    tensors = ctx.saved_tensors
+    given, wanted = tensors[: ctx.count], tensors[ctx.count :]
+    module = call.module()
+    if module is None:
+        raise RuntimeError("to repeat the forward of a graphed module the module is needed, which is deleted")
+    now = random_state(given)
+    buffers = list(module.buffers())  # Their values are those after the forward.
+    with torch.enable_grad(), no_graphs(), substituted(module, buffers, [t.clone() for t in buffers]):
+        aliases = [t.view_as(t) for t in given]  # An argument may itself depend on another one.
+        flat = iter(aliases)
+        args, kwargs = (unflatten(part, flat) for part in call.pattern)
+        if call.random:
+            restore_random_state(call.random, given)
+        try:
+            out = capture.present(module, *args, **(kwargs or {}))
+        finally:
+            restore_random_state(now, given)
+    results = list({id(t): t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)}.values())
+    chosen = [i for i, dy in enumerate(dys) if dy is not None]
+    parameters = wanted[len(capture.places) :]
+    return torch.autograd.grad(
+        [results[i] for i in chosen],
+        [*(aliases[i] for i in capture.places), *parameters],
+        [dys[i] for i in chosen],
+        create_graph=torch.is_grad_enabled(),
+        allow_unused=True,
+    )
+
+
+@contextmanager
+def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None) -> Iterator[None]:
+    """Capture what runs inside.
+
+    Raises:
+        UncapturedError: something there cannot be captured; torch is as before.
+    """
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    present, stream = torch.cuda.current_stream(device), _streams[device]
+    # What other threads do, such as one that pins the memory of batches, does not end the capture.
+    capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    try:
+        with capture:
+            yield
+    except Exception as error:
+        torch.cuda.set_stream(present)
+        recover(graph, stream)
+        raise UncapturedError(f"{type(error).__name__}: {error}".splitlines()[0]) from None
+
+
+def recover(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    """Undo what torch leaves behind of a capture that failed: a pool in use, and a generator that awaits the end."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(stream.device.index, graph.pool())  # type: ignore[attr-defined]
+    empty = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(empty, stream=stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device=stream.device)
+
+
+@contextmanager
+def substituted(module: nn.Module, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
+    """Put other tensors in the places of parameters or buffers, also in lists, as an LSTM has one of its weights."""
+    other = {id(t): substitute for t, substitute in zip(tensors, others, strict=True)}
+    before: list[tuple[Any, Any, Tensor]] = []
+    for each in module.modules():
+        for owner in (each._parameters, each._buffers, *vars(each).values()):
+            if type(owner) in (list, dict):
+                places: Any = enumerate(owner) if type(owner) is list else owner.items()
+                before += [(owner, place, t) for place, t in places if id(t) in other]
+    try:
+        for owner, place, t in before:
+            owner[place] = other[id(t)]
+        yield
+    finally:
+        for owner, place, t in before:
+            owner[place] = t
+
+
+def leaves_of(results: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaves that the gradients of results go to."""
+    nodes = [t.grad_fn for t in results]
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                nodes.append(following)
+
+
+def like(t: Tensor) -> Tensor:
+    """Memory for an argument, with its strides."""
+    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    return made.copy_(t.detach()).requires_grad_(t.requires_grad)
+
+
+def storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata

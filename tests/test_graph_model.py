@@ -1,0 +1,688 @@
+"""graph_model: calls replayed as CUDA graphs, against the same calls of the stock model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import random
+from dataclasses import dataclass
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import needs_gpu
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import fastlayers
+from fastlayers.graphs import module as graphs_module
+from fastlayers.patching.reasons import PatchError, Reason
+
+gpu = needs_gpu
+
+
+class Block(nn.Module):
+    def __init__(self, width=32, p=0.0):
+        super().__init__()
+        self.norm1, self.norm2, self.p = nn.LayerNorm(width), nn.LayerNorm(width), p
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Dropout(p), nn.Linear(64, width))
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        scores = q @ k.transpose(-2, -1) / 4
+        if mask is not None:
+            scores = scores + mask
+        x = x + self.proj(F.dropout(scores.softmax(-1), self.p, self.training) @ v)
+        return x + self.mlp(self.norm2(x))
+
+
+class Net(nn.Module):
+    """Blocks, and convolutions with BatchNorm between their tokens."""
+
+    def __init__(self, p=0.0, depth=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(p=p) for _ in range(depth))
+        self.conv, self.bn, self.head = nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32), nn.Linear(32, 8)
+        self.scale, self.spare = 1.0, nn.Linear(2, 2)
+
+    def forward(self, x, mask=None):
+        for block in self.blocks:
+            x = block(x, mask)
+        x = x + self.bn(self.conv(x.transpose(1, 2))).relu().transpose(1, 2)
+        return self.head(x * self.scale)
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    """Algorithms of cuDNN that give equal bits in every call."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def pair(make=Net, patch=False, **options):
+    """A stock or a patched model on the GPU, and a graphed copy."""
+    torch.manual_seed(0)
+    model = make().cuda()
+    if patch:
+        fastlayers.patch_model(model)
+    return model, fastlayers.graph_model(copy.deepcopy(model), **options)
+
+
+def tokens(batch=4, **options):
+    return torch.randn(batch, 8, 32, device="cuda", **options)
+
+
+def inputs(count, batch=4):
+    torch.manual_seed(1)
+    return [tokens(batch) for _ in range(count)]
+
+
+def train(model, xs, step=None):
+    """Losses of steps of SGD, and the parameters and buffers after them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(2)
+    random.seed(2)
+    losses = []
+    for x in xs:
+        if step is None:
+            loss = model(x).square().mean()
+            loss.backward()
+        else:
+            loss = step(model, x)
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *model.parameters(), *model.buffers(), torch.rand(1, device="cuda")]
+
+
+def assert_equal(actual, expected):
+    actual, expected = (pytree.tree_leaves(value) for value in (actual, expected))
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        if isinstance(b, torch.Tensor):
+            assert (a.dtype, a.shape, a.stride(), a.requires_grad) == (b.dtype, b.shape, b.stride(), b.requires_grad)
+            assert torch.equal(a, b)
+        else:
+            assert a == b
+
+
+def same_training(make=Net, xs=None, step=None, patch=False, **options):
+    stock, graphed = pair(make, patch, **options)
+    xs = inputs(8) if xs is None else xs
+    assert_equal(train(graphed, xs, step), train(stock, xs, step))
+    return graphed
+
+
+def replays(model):
+    return sum(row.replays for row in fastlayers.graph_report(model))
+
+
+def reasons(model):
+    return [row.reason for row in fastlayers.graph_report(model) if row.state == "uncaptured"]
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("patch", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_training(p, patch):
+    graphed = same_training(lambda: Net(p), patch=patch)
+    (row,) = fastlayers.graph_report(graphed).captured
+    assert (row.fqn, row.graphs, row.replays) == ("", 1, 5)
+    assert row.memory > 0
+
+
+@gpu
+@pytest.mark.parametrize("patch", [False, True])
+def test_autocast(patch):
+    def step(model, x):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    assert replays(same_training(step=step, patch=patch)) == 5
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_and_grad_scaler(dtype):
+    def step(model, x):
+        scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
+        loss = model(x.to(dtype)).float().square().mean()
+        scaler.scale(loss).backward()
+        return loss
+
+    assert replays(same_training(lambda: Net().to(dtype), step=step)) == 5
+
+
+@gpu
+def test_gradient_accumulation():
+    def step(model, x):
+        for part in x.chunk(2):
+            loss = model(part).square().mean()
+            loss.backward()
+        return loss
+
+    assert replays(same_training(step=step)) == 16 - 3
+
+
+@gpu
+def test_two_forwards_before_a_backward():
+    def step(model, x):
+        loss = (model(x) * model(x * 2)).mean()
+        loss.backward()
+        return loss
+
+    graphed = same_training(lambda: Net(0.1), step=step)
+    (row,) = fastlayers.graph_report(graphed).captured
+    assert row.graphs == 2
+
+
+@gpu
+def test_a_smaller_last_batch():
+    xs = [x for _ in range(4) for x in (*inputs(3), *inputs(1, batch=2))]
+    graphed = same_training(xs=xs)
+    assert len(fastlayers.graph_report(graphed).captured) == 2
+
+
+@gpu
+def test_training_and_evaluation_in_turns():
+    def step(model, x):
+        model.eval()
+        with torch.no_grad():
+            before = model(x)
+        model.train()
+        loss = (model(x) - before).square().mean()
+        loss.backward()
+        return loss
+
+    graphed = same_training(step=step)
+    assert [row.replays for row in fastlayers.graph_report(graphed).captured] == [5, 5]
+
+
+@gpu
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_inside(reentrant):
+    class Checkpointed(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    xs = [x.requires_grad_() for x in inputs(8)]
+    same_training(lambda: Checkpointed(0.2), xs=xs)
+
+
+@gpu
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_outside(reentrant):
+    def step(model, x):
+        loss = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant).square().mean()
+        loss.backward()
+        return loss
+
+    same_training(lambda: Net(0.2), step=step)
+
+
+@gpu
+def test_inside_of_ddp(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        stock, graphed = pair()
+        wrapped = [nn.parallel.DistributedDataParallel(m, find_unused_parameters=True) for m in (stock, graphed)]
+        assert_equal(*(train(m, inputs(8)) for m in wrapped[::-1]))
+        assert replays(graphed) == 5
+    finally:
+        dist.destroy_process_group()
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    first: torch.Tensor
+    second: torch.Tensor | None = None
+
+
+pytree.register_dataclass(Output) if hasattr(pytree, "register_dataclass") else None
+
+
+class Several(Net):
+    def forward(self, x, *, mask=None, options=None):
+        y = super().forward(x, mask)
+        z = y * (options or {}).get("factor", 1)
+        return {"out": Output(y.sin(), z.cos()), "rank": y.dim(), "best": z.argmax(-1)}
+
+
+@gpu
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_keywords_and_nested_results(mode):
+    stock, graphed = pair(Several)
+    mask = torch.randn(8, 8, device="cuda")
+    with mode():
+        for options in ({}, {"mask": mask}, {"mask": mask, "options": {"factor": 3}}):
+            for x in inputs(5):
+                expected, actual = stock(x, **options), graphed(x, **options)
+                assert_equal(actual, expected)
+                for out in (expected, actual) if mode is torch.enable_grad else ():
+                    (out["out"].first.mean() + out["out"].second.mean()).backward()
+    assert replays(graphed) == 6
+    for p, q in zip(stock.parameters(), graphed.parameters(), strict=True):
+        assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
+
+
+@gpu
+def test_results_that_are_kept():
+    stock, graphed = pair()
+    xs = inputs(8)
+    with torch.no_grad():
+        assert_equal([graphed(x) for x in xs], [stock(x) for x in xs])
+
+
+@gpu
+def test_gradients_that_are_kept():
+    stock, graphed = pair()
+    kept = []
+    for model in (stock, graphed):
+        kept.append([])
+        for x in inputs(8):
+            model(x).square().mean().backward()
+            kept[-1].append([p.grad for p in model.parameters() if p.grad is not None])
+            model.zero_grad()
+    assert_equal(kept[1], kept[0])
+
+
+@gpu
+def test_gradients_of_arguments():
+    stock, graphed = pair()
+    for x in inputs(6):
+        found = []
+        for model in (stock, graphed):
+            own = x.clone().requires_grad_()
+            (model(own * 2).square().mean() + own.sum()).backward()
+            found.append(own.grad)
+        assert_equal(found[1], found[0])
+
+
+@gpu
+def test_another_result_is_used():
+    stock, graphed = pair(Several)
+    for i, x in enumerate(inputs(12)):
+        for model in (stock, graphed):
+            model.zero_grad()
+            out = model(x)["out"]
+            (out.first.mean() + (out.second.mean() if i > 5 else 0)).backward()
+        for p, q in zip(stock.parameters(), graphed.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                torch.testing.assert_close(q.grad, p.grad)
+    assert replays(graphed) > 6
+
+
+@gpu
+def test_twice_backward():
+    stock, graphed = pair(lambda: Net(0.2))
+    for x in inputs(6):
+        found = []
+        for model in (stock, graphed):
+            torch.manual_seed(3)
+            loss = model(x).square().mean()
+            wanted = [*model.blocks.parameters()]
+            found.append([torch.autograd.grad(loss, wanted, retain_graph=True), torch.autograd.grad(loss, wanted)])
+            with pytest.raises(RuntimeError, match="second time"):
+                torch.autograd.grad(loss, wanted)
+        assert_equal(found[1], found[0])
+    assert_equal([*graphed.buffers()], [*stock.buffers()])
+
+
+@gpu
+def test_create_graph():
+    stock, graphed = pair()
+    for x in inputs(6):
+        found = []
+        for model in (stock, graphed):
+            own = x.clone().requires_grad_()
+            (dx,) = torch.autograd.grad(model(own).square().mean(), own, create_graph=True)
+            found.append(torch.autograd.grad(dx.square().sum(), [*model.blocks.parameters()]))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b)
+    assert reasons(graphed) == ["its backward is differentiated (create_graph=True)"]
+
+
+# -- what changes between calls ----------------------------------------------------------------------------------------
+
+
+def replace_parameter(model):
+    torch.manual_seed(7)
+    model.head.weight = nn.Parameter(torch.randn(8, 32, device="cuda"))
+
+
+def move_data(model):
+    model.head.weight.data = model.head.weight.data.clone() * 2
+
+
+def freeze(model):
+    model.blocks[0].requires_grad_(False)
+
+
+def change_attribute(model):
+    model.scale = 0.5
+
+
+def replace_child(model):
+    torch.manual_seed(7)
+    model.blocks[1].mlp = nn.Linear(32, 32).cuda()
+
+
+def add_hook(model):
+    model.blocks[1].register_forward_hook(lambda module, args, out: out * 2)
+
+
+def own_forward(model):
+    model.blocks[1].forward = lambda x, mask=None: x * 3
+
+
+def other_precision(model):
+    model.double()
+
+
+@gpu
+@pytest.mark.parametrize(
+    "change",
+    [replace_parameter, move_data, freeze, change_attribute, replace_child, add_hook, own_forward, other_precision],
+)
+def test_a_change_is_seen(change):
+    stock, graphed = pair()
+    for model in (stock, graphed):
+        train(model, inputs(6))
+        change(model)
+    dtype = stock.head.weight.dtype
+    for x in inputs(6):
+        found = []
+        for model in (stock, graphed):
+            model.zero_grad()
+            out = model(x.to(dtype))
+            out.square().mean().backward()
+            found.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        assert_equal(found[1], found[0])
+
+
+@gpu
+def test_values_of_parameters_may_change():
+    stock, graphed = pair()
+    for model in (stock, graphed):
+        train(model, inputs(5))
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+    before = replays(graphed)
+    assert_equal(graphed(inputs(1)[0]), stock(inputs(1)[0]))
+    assert replays(graphed) == before + 1
+
+
+# -- what is not captured ----------------------------------------------------------------------------------------------
+
+
+class Waits(Net):
+    def forward(self, x):
+        x = super().forward(x)
+        return x if x.sum().item() > 0 else -x
+
+
+class DrawsOnCPU(Net):
+    def forward(self, x):
+        return super().forward(x) * (1 if random.random() > 0.5 else 2)
+
+
+class Counts(Net):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + self.calls % 2)
+
+
+class Synchronizes(Net):
+    def forward(self, x):
+        x = super().forward(F.dropout(x, 0.1))
+        torch.cuda.synchronize()
+        return x
+
+
+class Aliases(Net):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y[0]
+
+
+class Hooked(Net):
+    def __init__(self):
+        super().__init__()
+        self.head.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Waits, "waits for the GPU at"),
+        (DrawsOnCPU, "draws random numbers on the CPU"),
+        (Counts, "changes attributes"),
+        (Synchronizes, "rror"),
+        (Aliases, "a result shares memory"),
+        (Hooked, "has hooks"),
+    ],
+)
+def test_uncaptured(kind, reason, monkeypatch):
+    """The model runs as it is, its blocks are captured."""
+    monkeypatch.setattr(graphs_module, "LEAST", 5)
+
+    def step(model, x):
+        out = model(x)
+        loss = (out[0] if isinstance(out, tuple) else out).square().mean()
+        loss.backward()
+        return loss
+
+    stock, graphed = pair(kind)
+    xs = inputs(12)
+    assert_equal(train(graphed, xs, step), train(stock, xs, step))
+    assert any(reason in found for found in reasons(graphed))
+    assert {row.fqn for row in fastlayers.graph_report(graphed).captured} == {"blocks.0", "blocks.1"}
+    assert replays(graphed) > 4
+    assert_equal(train(graphed, inputs(2), step), train(stock, inputs(2), step))
+
+
+@gpu
+def test_more_shapes_than_graphs():
+    stock, graphed = pair(max_graphs=2)
+    with torch.no_grad():
+        for _ in range(6):
+            for batch in range(1, 5):
+                x = tokens(batch)
+                assert_equal(graphed(x), stock(x))
+    assert len(fastlayers.graph_report(graphed).captured) == 2
+    assert reasons(graphed) == ["there are max_graphs=2 graphs already"] * 2
+
+
+@gpu
+def test_small_modules_run_as_they_are():
+    graphed = fastlayers.graph_model(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).cuda())
+    for _ in range(5):
+        graphed(torch.ones(2, 4, device="cuda"))
+    assert reasons(graphed) == ["too small: 2 operations"]
+
+
+@gpu
+def test_transforms_and_compile():
+    stock, graphed = pair()
+    x = tokens()
+    stock.eval(), graphed.eval()
+    for _ in range(5):
+        graphed(x)
+    stacked = torch.stack([x, x * 2])
+    torch.testing.assert_close(torch.func.vmap(graphed)(stacked), torch.func.vmap(stock)(stacked))
+    compiled = torch.compile(graphed, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), stock(x))
+
+
+class Recurrent(nn.Module):
+    """Weights that are in a list too."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.lstm = nn.Sequential(Block(), Block()), nn.LSTM(32, 32, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(self.blocks(x))[0]
+
+
+@gpu
+def test_weights_in_a_list():
+    same_training(Recurrent)
+
+
+class Elsewhere(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].hidden = (nn.Parameter(torch.ones(32, device="cuda")),)
+
+    def forward(self, x):
+        return super().forward(x * self.blocks[0].hidden[0])
+
+
+@gpu
+def test_a_parameter_that_is_in_no_module():
+    stock, graphed = pair(Elsewhere)
+    for model in (stock, graphed):
+        for x in inputs(6):
+            model(x).square().mean().backward()
+    assert torch.equal(graphed.blocks[0].hidden[0].grad, stock.blocks[0].hidden[0].grad)
+    assert reasons(graphed)
+
+
+def test_a_class_that_registers_its_subclasses():
+    known = []
+
+    class Registering(nn.Module):
+        def __init_subclass__(cls, **options):
+            known.append(cls)
+
+    class Kept(Registering):
+        pass
+
+    fastlayers.graph_model(Kept())
+    assert known == [Kept]
+
+
+@gpu
+def test_inside_of_another_capture():
+    stock, graphed = pair()
+    graphed.eval(), stock.eval()
+    x = tokens()
+    with torch.no_grad():
+        stock(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = graphed(x)
+        graph.replay()
+        assert_equal(out, stock(x))
+
+
+def test_on_a_cpu():
+    torch.manual_seed(0)
+    stock = Net()
+    graphed = fastlayers.graph_model(copy.deepcopy(stock))
+    x = torch.randn(2, 8, 32)
+    for _ in range(5):
+        assert_equal(graphed(x), stock(x))
+    (row,) = fastlayers.graph_report(graphed)
+    assert row.reason == "arguments are on cpu"
+    assert "arguments are on cpu" in str(fastlayers.graph_report(graphed))
+    assert not any(hasattr(type(child), "__fastlayers_graphed__") for child in graphed.children())
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def test_undo():
+    model = Net()
+    assert fastlayers.graph_model(model) is model
+    assert isinstance(model, Net)
+    assert type(model).__name__ == "Net"
+    assert fastlayers.graph_model(model, warmup=1) is model
+    assert fastlayers.ungraph_model(model) is model
+    assert type(model) is Net
+    fastlayers.patch_model(model)
+    patched = type(model)
+    fastlayers.graph_model(model)
+    assert fastlayers.patch_report(model).patched
+    assert type(fastlayers.ungraph_model(model)) is patched
+    fastlayers.unpatch_model(fastlayers.graph_model(model))
+    assert type(model) is Net
+
+
+def test_patch_comes_first():
+    model = fastlayers.graph_model(Net())
+    fastlayers.patch_model(model)
+    assert fastlayers.patch_report(model)[""].reason is Reason.GRAPHED
+
+
+def test_copies_and_pickles():
+    model = fastlayers.graph_model(Net())
+    assert type(copy.deepcopy(model)) is type(model)
+    assert type(pickle.loads(pickle.dumps(model))) is Net
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    assert list(model.state_dict()) == list(Net().state_dict())
+
+
+@gpu
+def test_a_copy_has_graphs_of_its_own():
+    _, graphed = pair()
+    train(graphed, inputs(6))
+    copied = copy.deepcopy(graphed)
+    with torch.no_grad():
+        copied.head.weight.zero_()
+    assert not graphed.head.weight.eq(0).all()
+    assert_equal(copied(tokens()), copied.head.bias.expand(4, 8, 8).contiguous())
+
+
+@gpu
+def test_memory_is_given_back():
+    _, graphed = pair()
+    train(graphed, inputs(6))
+    gone = ref(graphed)
+    torch.cuda.synchronize()
+    used = torch.cuda.memory_allocated()
+    fastlayers.ungraph_model(graphed)
+    assert torch.cuda.memory_allocated() < used
+    fastlayers.graph_model(graphed)
+    train(graphed, inputs(6))
+    del graphed
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3,), TypeError, "got int"),
+        ((Net(), {"warmup": 0}), ValueError, "warmup must be at least 1, got 0"),
+        ((Net(), {"max_graphs": 0}), ValueError, "max_graphs must be at least 1, got 0"),
+        ((torch.jit.script(nn.Linear(2, 2)),), PatchError, "cannot capture calls of RecursiveScriptModule"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    model, *options = arguments
+    with pytest.raises(error, match=message):
+        fastlayers.graph_model(model, **dict(*options))
