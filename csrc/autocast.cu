@@ -3,29 +3,58 @@
 // The products are torch's own. What is gained is the host's time, on which many networks are bound: one launch casts all parameters of a
 // layer, their gradients come in float32 from the product and the sum without casts, and Python and the dispatcher see one call instead
 // of five to nine.
-#include "autocast.h"
 #include "common/flat.cuh"
+#include "common/ops.h"
+
+// These live in libtorch_cuda. Weak, so that the library also loads under a CPU-only torch. They are what AOTInductor's compiled
+// models call, which torch keeps as stable as the rest of the shim.
+extern "C" {
+__attribute__((weak)) AOTITorchError aoti_torch_cuda_mm_out(AtenTensorHandle out, AtenTensorHandle x, AtenTensorHandle y);
+__attribute__((weak)) AOTITorchError aoti_torch_cuda_mm_dtype_out(AtenTensorHandle out, AtenTensorHandle x, AtenTensorHandle y,
+                                                                  int32_t dtype);
+__attribute__((weak)) AOTITorchError aoti_torch_cuda_addmm_out(AtenTensorHandle out, AtenTensorHandle bias, AtenTensorHandle x,
+                                                               AtenTensorHandle y, double beta, double alpha);
+__attribute__((weak)) AOTITorchError aoti_torch_cuda_convolution(
+    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, const int64_t* stride, int64_t strides, const int64_t* padding,
+    int64_t paddings, const int64_t* dilation, int64_t dilations, int32_t transposed, const int64_t* output_padding,
+    int64_t output_paddings, int64_t groups, AtenTensorHandle* y);
+__attribute__((weak)) AOTITorchError aoti_torch_cuda_convolution_backward(
+    AtenTensorHandle dy, AtenTensorHandle x, AtenTensorHandle weight, const int64_t** bias_sizes, int64_t bias_dims,
+    const int64_t* stride, int64_t strides, const int64_t* padding, int64_t paddings, const int64_t* dilation, int64_t dilations,
+    int32_t transposed, const int64_t* output_padding, int64_t output_paddings, int64_t groups, const int32_t* mask, int64_t masks,
+    AtenTensorHandle* dx, AtenTensorHandle* dweight, AtenTensorHandle* dbias);
+}
 
 namespace fastlayers {
 namespace {
 
-constexpr int kMost = 10;  // tensors of one launch: a chain of convolutions with a gate has nine
+constexpr int kMost = 4;  // tensors of one launch: an MLP has so many parameters
 
+// What one launch casts, each tensor in blocks of its own that follow those of the one before.
 struct Casting {
-  Tasks<kMost> tasks;
+  unsigned first[kMost];  // block of each
+  unsigned blocks;
+  int count;
   const void* from[kMost];
   void* to[kMost];
   int64_t n[kMost];
   bool is_aligned[kMost];
+
+  __device__ __forceinline__ int of_block() const {
+    int t = 0;
+#pragma unroll
+    for (int k = 1; k < kMost; ++k) t += k < count && blockIdx.x >= first[k];
+    return t;
+  }
 };
 
 template <typename From, typename To>
 __global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Casting a) {
   constexpr int V = kVector<__half>;
-  const int t = a.tasks.of_block();
+  const int t = a.of_block();
   const From* from = static_cast<const From*>(a.from[t]);
   To* to = static_cast<To*>(a.to[t]);
-  const int64_t i = (static_cast<int64_t>(blockIdx.x - a.tasks.first[t]) * kThreads + threadIdx.x) * V;
+  const int64_t i = (static_cast<int64_t>(blockIdx.x - a.first[t]) * kThreads + threadIdx.x) * V;
   if (a.is_aligned[t] && i + V <= a.n[t]) {
     if constexpr (sizeof(From) > sizeof(To)) store_vec<To, V>(to + i, pack<To>(load_vec<From, V>(from + i)));
     else store_vec<To, V>(to + i, unpack<To>(load_vec<From, V>(from + i)));
@@ -43,8 +72,10 @@ struct Casts {
   Casting a{};
 
   void add(const Tensor& from, const Tensor& to) {
-    STD_TORCH_CHECK(a.tasks.count < kMost, "fastlayers: more than ", kMost, " tensors are cast in one launch");
-    const int k = a.tasks.add(flat_blocks<__half, 1>(from.numel()));
+    STD_TORCH_CHECK(a.count < kMost, "fastlayers: more than ", kMost, " tensors are cast in one launch");
+    const int k = a.count++;
+    a.first[k] = a.blocks;
+    a.blocks += flat_blocks<__half, 1>(from.numel());
     a.from[k] = from.const_data_ptr();
     a.to[k] = to.mutable_data_ptr();
     a.n[k] = from.numel();
@@ -53,9 +84,9 @@ struct Casts {
 
   template <typename From, typename To>
   void launch(const Tensor& on) {
-    if (a.tasks.blocks == 0) return;
+    if (a.blocks == 0) return;
     const Launch launch(on);
-    cast<From, To><<<a.tasks.blocks, kThreads, 0, launch.stream()>>>(a);
+    cast<From, To><<<a.blocks, kThreads, 0, launch.stream()>>>(a);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
@@ -70,16 +101,32 @@ bool is_dense(const Tensor& t) {
   return same_layout(sizes, strides, dense_strides(sizes, memory_order(sizes, {&strides})));
 }
 
-}  // namespace
+// The memory of a tensor, from an element on, in another shape.
+Tensor reinterpreted(const Tensor& t, const Dims& sizes, const Dims& strides, int64_t offset = 0) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(t.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), offset, &handle));
+  return Tensor(handle);
+}
+// As a matrix or its transpose.
+Tensor matrix(const Tensor& t, int64_t rows, int64_t columns, bool transposed = false) {
+  return transposed ? reinterpreted(t, {columns, rows}, {1, columns}) : reinterpreted(t, {rows, columns}, {columns, 1});
+}
 
-Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, bool apart) {
+Tensor made_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+Tensor nothing(const Tensor& like) { return empty_contiguous({0}, like.scalar_type(), like); }
+
+// Casts float32 tensors to a 16-bit dtype, each in its own layout, and leaves missing ones missing. It takes one launch and one
+// allocation: each costs the host as much as a product.
+using Parameters = std::vector<MaybeTensor>;
+Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op) {
   check_low_precision(dtype, op);
   constexpr int64_t kStep = kVectorBytes / 2;
   const auto rounded = [](const Tensor& t) { return (t.numel() + kStep - 1) / kStep * kStep; };
   int64_t total = 0;
   for (const MaybeTensor& t : given) total += t ? rounded(*t) : 0;
-  MaybeTensor memory;
-  if (!apart) memory = empty_contiguous({total}, dtype, *given[0]);
+  const Tensor memory = empty_contiguous({total}, dtype, *given[0]);
   Parameters found(given.size());
   Casts casts;
   int64_t offset = 0;
@@ -90,7 +137,7 @@ Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, b
     FASTLAYERS_CHECK(t.is_cuda() && t.get_device_index() == given[0]->get_device_index() && t.scalar_type() == ScalarType::Float &&
                          (t.is_contiguous() || is_dense(t)),
                      op, "expected dense float32 parameters on one device");
-    found[k] = apart ? empty_strided(sizes, strides, dtype, t) : reinterpreted(*memory, sizes, strides, offset);
+    found[k] = reinterpreted(memory, sizes, strides, offset);
     offset += rounded(t);
     casts.add(t, *found[k]);
   }
@@ -99,39 +146,23 @@ Parameters narrowed(const Parameters& given, ScalarType dtype, const char* op, b
   return found;
 }
 
-void widen(std::vector<Tensor*> gradients) {
-  if (gradients.empty()) return;
-  const ScalarType dtype = gradients[0]->scalar_type();
-  check_low_precision(dtype, "widen");
-  Casts casts;
-  std::vector<Tensor> wide;
-  for (const Tensor* t : gradients) {
-    const Dims sizes = dims_of(t->sizes()), strides = dims_of(t->strides());
-    wide.push_back(empty_strided(sizes, strides, ScalarType::Float, *t));
-    if (is_dense(*t)) casts.add(*t, wide.back());
-    else torch::stable::copy_(wide.back(), *t);
+// A 16-bit gradient in float32.
+Tensor widened(const Tensor& t) {
+  check_low_precision(t.scalar_type(), "widened");
+  Tensor wide = empty_strided(dims_of(t.sizes()), dims_of(t.strides()), ScalarType::Float, t);
+  if (!is_dense(t)) {
+    torch::stable::copy_(wide, t);
+    return wide;
   }
-  if (dtype == ScalarType::Half) casts.launch<__half, float>(*gradients[0]);
-  else casts.launch<__nv_bfloat16, float>(*gradients[0]);
-  for (size_t k = 0; k < gradients.size(); ++k) *gradients[k] = wide[k];
+  Casts casts;
+  casts.add(t, wide);
+  if (t.scalar_type() == ScalarType::Half) casts.launch<__half, float>(t);
+  else casts.launch<__nv_bfloat16, float>(t);
+  return wide;
 }
 
-Tensor matrix(const Tensor& t, int64_t rows, int64_t columns, bool transposed) {
-  return transposed ? reinterpreted(t, {columns, rows}, {1, columns}) : reinterpreted(t, {rows, columns}, {columns, 1});
-}
-
-Tensor image(const Tensor& rows, const Dims& sizes) { return reinterpreted(rows, sizes, dense_strides(sizes, {0, 2, 3, 1})); }
-
-Tensor as_channels_last(const Tensor& t) {
-  const Dims sizes = dims_of(t.sizes());
-  return with_strides(t, sizes, dense_strides(sizes, {0, 2, 3, 1}));
-}
-
-Tensor made_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
-Tensor nothing(const Tensor& like) { return empty_contiguous({0}, like.scalar_type(), like); }
-
-void multiply(const Tensor& out, const Tensor& x, const Tensor& y, const MaybeTensor& bias) {
+// out = x·y, plus a bias.
+void multiply(const Tensor& out, const Tensor& x, const Tensor& y, const MaybeTensor& bias = std::nullopt) {
   if (bias) {
     TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(out.get(), bias->get(), x.get(), y.get(), 1.0, 1.0));
   } else {
@@ -139,6 +170,7 @@ void multiply(const Tensor& out, const Tensor& x, const Tensor& y, const MaybeTe
   }
 }
 
+// dyᵀ·x in float32.
 Tensor weight_gradient(const Tensor& dy, const Tensor& x, int64_t rows, int64_t n, int64_t k) {
   Tensor dweight = empty_contiguous({n, k}, ScalarType::Float, x);
   const Tensor left = matrix(dy, rows, n, true), right = matrix(x, rows, k);
@@ -146,15 +178,20 @@ Tensor weight_gradient(const Tensor& dy, const Tensor& x, int64_t rows, int64_t 
   return dweight;
 }
 
+// Raises an error unless x is contiguous rows of k, and weight and bias are those of a linear layer for them.
 void check_rows(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, int64_t k, const char* op) {
   FASTLAYERS_CHECK(x.is_cuda() && x.is_contiguous() && x.dim() > 0 && x.numel() > 0 && weight.dim() == 2 && weight.is_contiguous() &&
                        weight.size(1) == k && (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0))),
                    op, "expected contiguous rows, and a weight and a bias for them");
 }
 
-namespace {
+// Of a convolution over images.
+struct Geometry {
+  std::vector<int64_t> stride, padding, dilation;
+  int64_t groups;
+};
+
 constexpr std::array<int64_t, 2> kNoPadding{0, 0};  // of the result: convolutions are not transposed here
-}
 
 Tensor convolve(const Tensor& x, const Tensor& low, const MaybeTensor& bias, const Geometry& g) {
   AtenTensorHandle low_bias = bias ? bias->get() : nullptr, y = nullptr;
@@ -165,6 +202,7 @@ Tensor convolve(const Tensor& x, const Tensor& low, const MaybeTensor& bias, con
   return Tensor(y);
 }
 
+// The gradients of x and, in float32, of the weight; those that are wanted.
 std::tuple<Tensor, Tensor> convolution_gradients(const Tensor& dy, const Tensor& x, const Tensor& low, const Geometry& g, bool for_x,
                                                  bool for_weight) {
   const std::array<int32_t, 3> mask{for_x, for_weight, 0};
@@ -175,48 +213,17 @@ std::tuple<Tensor, Tensor> convolution_gradients(const Tensor& dy, const Tensor&
         static_cast<int64_t>(g.padding.size()), g.dilation.data(), static_cast<int64_t>(g.dilation.size()), 0, kNoPadding.data(), 2,
         g.groups, mask.data(), 3, &handles[0], &handles[1], &handles[2]));
   }
-  std::array<Tensor, 2> found;
-  for (int k = 0; k < 3; ++k) {
-    if (handles[k] == nullptr) continue;
-    const Tensor t(handles[k]);
-    if (k < 2 && mask[k]) found[k] = t;
-  }
-  return {found[0], found[1]};
+  std::array<Tensor, 3> found;
+  for (int k = 0; k < 3; ++k)
+    if (handles[k] != nullptr) found[k] = Tensor(handles[k]);
+  return {for_x ? found[0] : nothing(x), for_weight ? widened(found[1]) : nothing(x)};
 }
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_gradients(const Tensor& dy_in, const KeptMlp& kept, const Activation& activation,
-                                                                 const WantedMlp& wanted) {
-  const Tensor& x = kept.x;
-  const int64_t m = kept.low.size(0), k = kept.low.size(1), n = kept.low2.size(0), rows = x.numel() / k;
-  const Tensor dy = made_contiguous(dy_in);
-  Tensor dactivated = empty_contiguous({rows, m}, x.scalar_type(), x);
-  multiply(dactivated, matrix(dy, rows, n), kept.low2);
-  auto [dproduct, dbias, activated] = bias_act_gradients(dactivated, kept.product, kept.low_bias, activation.act, activation.first,
-                                                         activation.second, wanted.bias, ScalarType::Float, wanted.weight2);
-  dactivated = Tensor();  // its memory is free for what follows, and so is that of `activated` soon
-  const Tensor dweight2 = activated ? weight_gradient(dy, *activated, rows, n, m) : nothing(x);
-  activated.reset();
-  Tensor dx = wanted.x ? empty_contiguous(dims_of(x.sizes()), x.scalar_type(), x) : nothing(x);
-  if (wanted.x) multiply(matrix(dx, rows, k), dproduct, kept.low);
-  return {dx, wanted.weight ? weight_gradient(dproduct, x, rows, m, k) : nothing(x), dbias, dweight2,
-          wanted.bias2 ? column_sum_op(matrix(dy, rows, n), ScalarType::Float) : nothing(x)};
-}
-
-namespace {
 
 // The sizes of a linear layer's result.
 Dims result_sizes(const Tensor& x, int64_t n) {
   Dims sizes = dims_of(x.sizes());
   sizes.back() = n;
   return sizes;
-}
-
-// The gradients of a convolution; the weight's is float32.
-std::tuple<Tensor, Tensor> wide_gradients(const Tensor& dy, const Tensor& x, const Tensor& low, const Geometry& g, bool for_x,
-                                          bool for_weight) {
-  auto [dx, dweight] = convolution_gradients(dy, x, low, g, for_x, for_weight);
-  if (for_weight) widen({&dweight});
-  return {for_x ? dx : nothing(x), for_weight ? dweight : nothing(x)};
 }
 
 // x·weightᵀ + bias, and the weight's cast.
@@ -257,10 +264,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_autocast(const Tensor& x,
   return {y, product, *low[0], *low[1], *low[2]};
 }
 
+// The gradients of x, weight, bias, weight2 and bias2, those that are wanted.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_autocast_backward(
-    const Tensor& dy, const Tensor& x, const Tensor& product, const Tensor& low, const Tensor& low_bias, const Tensor& low2, int64_t act,
+    const Tensor& dy_in, const Tensor& x, const Tensor& product, const Tensor& low, const Tensor& low_bias, const Tensor& low2, int64_t act,
     double first, double second, bool for_x, bool for_weight, bool for_bias, bool for_weight2, bool for_bias2) {
-  return mlp_gradients(dy, {x, product, low, low_bias, low2}, {act, first, second}, {for_x, for_weight, for_bias, for_weight2, for_bias2});
+  const int64_t m = low.size(0), k = low.size(1), n = low2.size(0), rows = x.numel() / k;
+  const Tensor dy = made_contiguous(dy_in);
+  Tensor dactivated = empty_contiguous({rows, m}, x.scalar_type(), x);
+  multiply(dactivated, matrix(dy, rows, n), low2);
+  auto [dproduct, dbias, activated] =
+      bias_act_gradients(dactivated, product, low_bias, act, first, second, for_bias, ScalarType::Float, for_weight2);
+  dactivated = Tensor();  // its memory is free for what follows, and so is that of `activated` soon
+  const Tensor dweight2 = activated ? weight_gradient(dy, *activated, rows, n, m) : nothing(x);
+  activated.reset();
+  Tensor dx = for_x ? empty_contiguous(dims_of(x.sizes()), x.scalar_type(), x) : nothing(x);
+  if (for_x) multiply(matrix(dx, rows, k), dproduct, low);
+  return {dx, for_weight ? weight_gradient(dproduct, x, rows, m, k) : nothing(x), dbias, dweight2,
+          for_bias2 ? column_sum_op(matrix(dy, rows, n), ScalarType::Float) : nothing(x)};
 }
 
 // A convolution over images and the weight's cast.
@@ -276,7 +296,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_autocast_backward(const Tensor& d
                                                                  std::vector<int64_t> dilation, int64_t groups, bool for_x,
                                                                  bool for_weight, bool for_bias) {
   const auto [dx, dweight] =
-      wide_gradients(dy, x, low, {std::move(stride), std::move(padding), std::move(dilation), groups}, for_x, for_weight);
+      convolution_gradients(dy, x, low, {std::move(stride), std::move(padding), std::move(dilation), groups}, for_x, for_weight);
   const int64_t channels = dy.size(1);
   return {dx, dweight, for_bias ? column_sum_op(matrix(dy, dy.numel() / channels, channels), ScalarType::Float) : nothing(x)};
 }
@@ -303,7 +323,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> convolution_norm_autocast_bac
   const auto [dz, dresidual, dnorm_weight, dnorm_bias] =
       batch_norm_backward(dy, z, norm_weight, norm_bias, stats, true, residual, bits, act, for_residual);
   const auto [dx, dweight] =
-      wide_gradients(dz, x, low, {std::move(stride), std::move(padding), std::move(dilation), groups}, for_x, for_weight);
+      convolution_gradients(dz, x, low, {std::move(stride), std::move(padding), std::move(dilation), groups}, for_x, for_weight);
   return {dx, dweight, dresidual, dnorm_weight, dnorm_bias};
 }
 

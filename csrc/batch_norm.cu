@@ -1312,15 +1312,6 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_eval(const Tensor& x, const Tensor
   return forward("batch_norm_eval", x, residual, {weight, bias, running_mean, running_var, none}, {0, eps, act, false, bits, keep});
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                                                    const MaybeTensor& weight, const MaybeTensor& bias, double momentum, double eps,
-                                                    const MaybeTensor& residual, int64_t act, bool bits, const MaybeTensor& batches) {
-  return forward("batch_norm_train", x, residual, {weight, bias, running_mean, running_var, batches},
-                 {momentum, eps, act, true, bits, true});
-}
-
 // Also gives the mean and the unbiased variance of each channel, and writes no running statistics: for a graph, in which nothing is
 // written.
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_moments(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
@@ -1351,6 +1342,15 @@ void channel_bias_act_(const Tensor& x_in, const Tensor& bias, const MaybeTensor
     args.act = activation;
     run_forward<T>(args, x, false, launch);
   });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_train(const Tensor& x, const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                                                    const MaybeTensor& weight, const MaybeTensor& bias, double momentum, double eps,
+                                                    const MaybeTensor& residual, int64_t act, bool bits, const MaybeTensor& batches) {
+  return forward("batch_norm_train", x, residual, {weight, bias, running_mean, running_var, batches},
+                 {momentum, eps, act, true, bits, true});
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_in, const Tensor& x_in, const MaybeTensor& weight,

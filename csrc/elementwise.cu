@@ -4,7 +4,6 @@
 // keep one bit for each element instead of a tensor: bit j of byte i belongs to element 8i + j in memory order.
 #include "common/columns.cuh"
 #include "elementwise.h"
-#include "common/ops.h"
 
 namespace fastlayers {
 namespace {
@@ -564,8 +563,6 @@ void repeated_backward(const Tensor& dy, const Tensor& x, const Tensor& s_in, co
   });
 }
 
-}  // namespace
-
 Tensor mul(const Tensor& x, const Tensor& y) {
   check_same(x, y, "mul", "y");
   const Dims sizes = broadcast_shape(x, y, "mul");
@@ -614,8 +611,6 @@ Tensor mul(const Tensor& x, const Tensor& y) {
   });
   return out;
 }
-
-namespace {
 
 // t summed over the dimensions along which a tensor of these sizes was repeated.
 Tensor sum_to(const Tensor& t, const Dims& sizes) {

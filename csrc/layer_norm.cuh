@@ -159,7 +159,6 @@ struct SplitArgs {
   A *stats, *partial;
   int64_t rows, n, piece;  // elements of a piece
   int pieces, kind;
-  bool one_row;  // the residual is one row, for all rows
   A eps;
 
   __device__ __forceinline__ bool layer() const { return kind == kLayer; }

@@ -11,7 +11,6 @@
 // A group takes only rows that start at the same place of a 16-byte word, so a thread stays with its columns.
 #include <numeric>
 
-#include "common/ops.h"
 #include "layer_norm.cuh"
 
 namespace fastlayers {
@@ -557,11 +556,6 @@ struct WeightGradients {
   void sum(const Tensor& partials, int blocks, int64_t n, const Launch& on) const {
     if (!want_weight && !want_bias) return;
     const ScalarType dtype = (want_weight ? dweight : dbias).scalar_type();
-    if (LaterSums* later = LaterSums::current(); later != nullptr && sizeof(A) == 4 && dtype == ScalarType::Float) {
-      if (want_weight) later->add(partials, 0, pointer<float>(dweight), blocks, n);
-      if (want_bias) later->add(partials, blocks * n, pointer<float>(dbias), blocks, n);
-      return;
-    }
     dispatch_floating(dtype, "layer_norm_backward", [&](auto tag) {
       using W = decltype(tag);
       if constexpr (sizeof(W) <= sizeof(A) && (sizeof(A) == 4 || sizeof(W) == 8)) {
@@ -646,8 +640,6 @@ void split_backward(SplitArgs<A>& args, const WeightGradients& gradients, const 
   gradients.sum<A>(partial, static_cast<int>(slabs), args.n, on);
 }
 
-}  // namespace
-
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const MaybeTensor& dsum_in, const Tensor& x_in, int64_t dims,
                                                        const MaybeTensor& weight_in, const Tensor& stats_in, int64_t kind, bool want_weight,
                                                        bool want_bias) {
@@ -716,6 +708,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, cons
   return {dx, gradients.dweight, gradients.dbias};
 }
 
+}  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {

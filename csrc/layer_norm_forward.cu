@@ -5,20 +5,16 @@
 //   rows   a part of a warp, a block, or up to 16 blocks of a cluster (sm_90) hold one row in registers between the statistics
 //          and the result.
 //   split  for longer rows: every row is cut into pieces, and each step of the kernel above is a pass of its own.
-#include "common/ops.h"
 #include "layer_norm.cuh"
 
 namespace fastlayers {
 namespace {
 
-// Stands for the type of a residual that is one row, of x's type, for all rows of x.
-struct OneRow {};
-
 template <typename A>
 struct ForwardArgs {
   const void *x, *residual, *weight, *bias;  // all but x may be null
-  void *sum, *y;  // sum is null where it is not kept; the sum with a whole residual always is
-  A* stats;       // or null
+  void *sum, *y;
+  A* stats;  // or null
   int64_t rows;
   int n, kind;
   int lanes;      // threads of one block that share a row: a power of two up to a warp, or the whole block
@@ -113,7 +109,7 @@ constexpr int blocks_resident(int words) {
   return words > 2 ? 4 : 6;
 }
 
-// R: the residual's type, OneRow, or void. MIXED: weight, bias and result may be float32 where x has 16 bits. WHOLE: every thread has K
+// R: the residual's type, or void. MIXED: weight, bias and result may be float32 where x has 16 bits. WHOLE: every thread has K
 // words of its row, and there are no single elements. Otherwise up to K.
 template <typename X, typename R, bool LAYER, bool MIXED, bool WHOLE, int K, bool CLUSTER>
 __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>(K), blocks_resident<X, R, MIXED, WHOLE>(K))
@@ -121,8 +117,7 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
   using A = compute_t<X>;
   using S = sum_t<X, R>;
   constexpr int V = kVectorBytes / sizeof(X);
-  constexpr bool ADD = !std::is_void_v<R>, ONE_ROW = std::is_same_v<R, OneRow>;
-  static_assert(!(ONE_ROW && WHOLE), "x becomes the sum, and threads past the last row repeat that");
+  constexpr bool ADD = !std::is_void_v<R>;
   constexpr int kSlots = CLUSTER ? kRowThreads / 32 * kMaxCluster : most_threads<R, WHOLE>(K) / 32;
   __shared__ Moments<A> slots[kSlots];
   if constexpr (CLUSTER) this_cluster().barrier_arrive();
@@ -140,30 +135,25 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
   Vec<S, V> held[K];
   S held_single = convert<S>(0.f);
   if constexpr (ADD) {
-    using Z = std::conditional_t<ONE_ROW, X, R>;
     Vec<X, V> loaded[K];
-    std::conditional_t<ONE_ROW, Weights<Z, V>, Vec<Z, V>> added[K];
+    Vec<R, V> added[K];
     const X* x = static_cast<const X*>(a.x) + first_word;
-    const Z* residual = static_cast<const Z*>(a.residual);
+    const R* residual = static_cast<const R*>(a.residual) + first_word;
     unroll<K>([&](int i) {
-      if (!has(i)) return;
-      loaded[i] = load_vec<X, V>(x + i * step);
-      if constexpr (ONE_ROW) added[i] = load_weights<WHOLE, Z, V>(residual, column + i * step);
-      else added[i] = load_vec<Z, V>(residual + first_word + i * step);
+      if (has(i)) loaded[i] = load_vec<X, V>(x + i * step), added[i] = load_vec<R, V>(residual + i * step);
     });
     if (has_single)
-      held_single = convert<S>(convert<A>(static_cast<const X*>(a.x)[single]) + convert<A>(residual[ONE_ROW ? at.single : single]));
+      held_single = convert<S>(convert<A>(static_cast<const X*>(a.x)[single]) + convert<A>(static_cast<const R*>(a.residual)[single]));
     S* sum = static_cast<S*>(a.sum) + first_word;
     unroll<K>([&](int i) {
       if (!has(i)) return;
-      Vec<A, V> s = unpack<A>(loaded[i]), r;
-      if constexpr (ONE_ROW) r = added[i].template values<A>();
-      else r = unpack<A>(added[i]);
+      Vec<A, V> s = unpack<A>(loaded[i]);
+      const Vec<A, V> r = unpack<A>(added[i]);
       unroll<V>([&](int j) { s.v[j] += r.v[j]; });
       held[i] = pack<S>(s);
-      if (!ONE_ROW || a.sum != nullptr) store_vec<S, V>(sum + i * step, held[i]);
+      store_vec<S, V>(sum + i * step, held[i]);
     });
-    if (has_single && (!ONE_ROW || a.sum != nullptr)) static_cast<S*>(a.sum)[single] = held_single;
+    if (has_single) static_cast<S*>(a.sum)[single] = held_single;
   } else {
     const X* x = static_cast<const X*>(a.x) + first_word;
     unroll<K>([&](int i) { if (has(i)) held[i] = load_vec<X, V>(x + i * step); });
@@ -302,7 +292,7 @@ __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_moments(const 
   piece.for_batches([&](int64_t e) {
     Vec<A, kBatch> v = load_batch(a.x, piece.base, e, piece.end, A(0));
     if (a.residual.data != nullptr) {
-      const Vec<A, kBatch> r = load_batch(a.residual, a.one_row ? 0 : piece.base, e, piece.end, A(0));
+      const Vec<A, kBatch> r = load_batch(a.residual, piece.base, e, piece.end, A(0));
       unroll<kBatch>([&](int j) { v.v[j] += r.v[j]; });
       store_batch(a.sum, piece.base, e, piece.end, v);
     }
@@ -426,7 +416,7 @@ struct ForwardTensors {
 };
 
 template <typename A>
-void launch_split(const ForwardArgs<A>& args, const ForwardTensors& t, int64_t n, bool one_row, const Launch& on) {
+void launch_split(const ForwardArgs<A>& args, const ForwardTensors& t, int64_t n, const Launch& on) {
   SplitArgs<A> split{};
   split.x = operand(t.x), split.y = operand(t.y);
   split.residual = operand(t.residual);
@@ -435,7 +425,6 @@ void launch_split(const ForwardArgs<A>& args, const ForwardTensors& t, int64_t n
   split.stats = args.stats;
   split.rows = args.rows, split.n = n;
   split.kind = args.kind;
-  split.one_row = one_row;
   split.eps = args.eps;
   set_pieces(split, on);
   const LaunchShape shape{split.rows * split.pieces, kSplitThreads};
@@ -448,7 +437,7 @@ void launch_split(const ForwardArgs<A>& args, const ForwardTensors& t, int64_t n
 template <typename X, typename R>
 void forward(ForwardArgs<compute_t<X>>& args, const ForwardTensors& tensors, int64_t n, const Launch& on) {
   using A = compute_t<X>;
-  constexpr bool kOneRow = std::is_same_v<R, OneRow>, kAlwaysMixed = kOneRow || sizeof(sum_t<X, R>) != sizeof(X);
+  constexpr bool kAlwaysMixed = sizeof(sum_t<X, R>) != sizeof(X);
   // The words of a thread that kernels are built for, the preferred first: for whole words, and for all rows.
   using Whole = std::integer_sequence<int, 4, 8, 3, 2, 1>;
   using All = std::integer_sequence<int, 4, 8, 1>;
@@ -461,7 +450,7 @@ void forward(ForwardArgs<compute_t<X>>& args, const ForwardTensors& tensors, int
     row = row_launch(words, args.rows, false, true, std::is_void_v<R>, layer, words_of_kernel(Whole{}), device);
   const bool whole = row.threads != 0;
   if (!whole) row = row_launch(words, args.rows, ragged, false, false, layer, words_of_kernel(All{}), device);
-  if (row.threads == 0) return launch_split(args, tensors, n, kOneRow, on);
+  if (row.threads == 0) return launch_split(args, tensors, n, on);
   args.n = static_cast<int>(n);
   args.inverse_n = A(1) / static_cast<A>(n);
   args.ragged = ragged;
@@ -487,23 +476,14 @@ void forward(ForwardArgs<compute_t<X>>& args, const ForwardTensors& tensors, int
       run(is_layer, std::false_type{}, std::false_type{}, All{});
     }
   };
-  if constexpr (kOneRow) choose(std::true_type{});
-  else if (layer) choose(std::true_type{});
+  if (layer) choose(std::true_type{});
   else choose(std::false_type{});
 }
 
-// Checks the residual and finds where the sum goes. A residual of one row makes x the sum if that is kept; if not, x may be overwritten.
-void set_residual(ForwardTensors& t, const MaybeTensor& residual, int64_t n, bool one_row, const char* op) {
+// Checks the residual and allocates the sum.
+void set_residual(ForwardTensors& t, const MaybeTensor& residual, const char* op) {
   if (!residual) return;
   const ScalarType x_dtype = t.x.scalar_type();
-  if (one_row) {
-    FASTLAYERS_CHECK(is_low_precision(x_dtype) && t.x.is_contiguous() && aligned(t.x.const_data_ptr()), op,
-                     "expected x contiguous, aligned to 16 bytes and of 16 bits");
-    t.residual = checked_weight(residual, t.x, n, op, "shift");
-    check_same(t.x, *t.residual, op, "shift");
-    t.sum = t.x;
-    return;
-  }
   check_device(t.x, *residual, op, "residual");
   check_same_sizes(t.x, *residual, op, "residual");
   check_dtype(x_dtype, residual->scalar_type(), op, "residual");
@@ -512,8 +492,7 @@ void set_residual(ForwardTensors& t, const MaybeTensor& residual, int64_t n, boo
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, const MaybeTensor& residual, const MaybeTensor& weight,
-                                              const MaybeTensor& bias, int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep,
-                                              bool one_row = false) {
+                                              const MaybeTensor& bias, int64_t dims, double eps, int64_t kind, ScalarType dtype, bool keep) {
   const Shape s = shape_of(x, dims, op);
   check_kind(kind, bias.has_value(), op);
   const ScalarType x_dtype = x.scalar_type();
@@ -530,7 +509,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, c
   const Launch on(x);
   t.y = empty_result(x, dtype);
   t.stats = keep ? empty_contiguous({kind == kLayer ? 2 : 1, s.rows}, compute_dtype(x), x) : empty_contiguous({0}, compute_dtype(x), x);
-  set_residual(t, residual, s.n, one_row, op);
+  set_residual(t, residual, op);
   if (s.rows == 0 || s.n == 0) return {t.y, t.sum, t.stats};
   t.x = dense(x);
   dispatch_floating(x_dtype, op, [&](auto tag) {
@@ -541,7 +520,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, c
     args.residual = pointer<const void>(t.residual);
     args.weight = pointer<const void>(t.weight);
     args.bias = pointer<const void>(t.bias);
-    args.sum = t.residual && (keep || !one_row) ? pointer<void>(t.sum) : nullptr;
+    args.sum = t.residual ? pointer<void>(t.sum) : nullptr;
     args.y = pointer<void>(t.y);
     args.stats = keep ? pointer<A>(t.stats) : nullptr;
     args.rows = s.rows;
@@ -552,15 +531,12 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x, c
     args.eps = static_cast<A>(eps);
     if (!t.residual) return forward<X, void>(args, t, s.n, on);
     if constexpr (sizeof(X) == 2) {
-      if (one_row) return forward<X, OneRow>(args, t, s.n, on);
       if (t.residual->scalar_type() == ScalarType::Float) return forward<X, float>(args, t, s.n, on);
     }
     forward<X, X>(args, t, s.n, on);
   });
   return {t.y, t.sum, t.stats};
 }
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, int64_t dims, const MaybeTensor& weight, const MaybeTensor& bias, double eps,
                                               int64_t kind, ScalarType dtype, bool keep) {
@@ -573,12 +549,7 @@ std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const
   return forward_op("add_layer_norm_forward", x, residual, weight, bias, dims, eps, kind, dtype, keep);
 }
 
-std::tuple<Tensor, Tensor> shifted_layer_norm_forward(const Tensor& x, const Tensor& shift, const Tensor& weight, const Tensor& bias,
-                                                      double eps, ScalarType dtype, bool keep) {
-  auto [y, sum, stats] = forward_op("shifted_layer_norm_forward", x, shift, weight, bias, 1, eps, kLayer, dtype, keep, true);
-  return {y, stats};
-}
-
+}  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {

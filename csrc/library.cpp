@@ -28,16 +28,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("convolution_autocast_backward(Tensor dy, Tensor x, Tensor low, int[] stride, int[] padding, int[] dilation, int groups, bool dx, bool dweight, bool dbias) -> (Tensor, Tensor, Tensor)");
   m.def("convolution_norm_autocast(Tensor x, Tensor weight, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, float eps, int act, bool bits, Tensor(c!)? num_batches_tracked, int[] stride, int[] padding, int[] dilation, int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("convolution_norm_autocast_backward(Tensor dy, Tensor x, Tensor low, Tensor z, Tensor? residual, Tensor? bits, Tensor? norm_weight, Tensor? norm_bias, Tensor stats, int act, int[] stride, int[] padding, int[] dilation, int groups, bool dx, bool dweight, bool dresidual) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("convnext_block_autocast(Tensor x, Tensor conv_weight, Tensor conv_bias, Tensor norm_weight, Tensor norm_bias, Tensor weight, Tensor bias, Tensor weight2, Tensor bias2, Tensor gamma, ScalarType dtype, int[] padding, float eps, int act, float first, float second, bool keep, bool apart) -> Tensor[]");
-  m.def("convnext_block_autocast_backward(Tensor dy, Tensor low_x, Tensor low_conv, Tensor z, Tensor stats, Tensor normed, Tensor product, Tensor low, Tensor low_bias, Tensor low2, Tensor last, Tensor norm_weight, Tensor gamma, int[] padding, int act, float first, float second, bool dx, bool wide, bool apart) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("convolution_chain_autocast(Tensor x, Tensor[] weights, Tensor[] gate, Tensor(a!)[] statistics, int[] ints, float[] floats, int[] about) -> Tensor[]");
-  m.def("convolution_chain_moments(Tensor x, Tensor[] weights, Tensor[] gate, int[] ints, float[] floats, int[] about) -> Tensor[]");
-  m.def("convolution_chain_folded(Tensor x, Tensor[] weights, Tensor[] gate, Tensor? residual, int[] ints, int[] about) -> Tensor");
-  m.def("convolution_chain_autocast_backward(Tensor dy, Tensor x, Tensor[] kept, Tensor[] norms, int[] ints, int[] about, bool dx, bool apart) -> Tensor[]");
-  m.def("transformer_block_autocast_open(Tensor x, Tensor[] parameters, int heads, ScalarType dtype, float eps, bool apart) -> Tensor[]");
-  m.def("transformer_block_autocast_close(Tensor x, Tensor attended, Tensor[] low, Tensor norm_weight, Tensor norm_bias, float eps, int act, float first, float second, bool apart) -> Tensor[]");
-  m.def("transformer_block_autocast_close_backward(Tensor dy, Tensor attended, Tensor[] low, Tensor[] kept, Tensor norm_weight, int act, float first, float second, bool apart) -> Tensor[]");
-  m.def("transformer_block_autocast_open_backward(Tensor[] dqkv, Tensor ds, Tensor x, Tensor normed, Tensor stats, Tensor low, Tensor norm_weight, bool apart) -> Tensor[]");
   m.def("column_sum(Tensor x, ScalarType dtype) -> Tensor");
   m.def("gated_forward(Tensor gate, Tensor up, int act) -> Tensor");
   m.def("gated_backward(Tensor dy, Tensor gate, Tensor up, int act) -> (Tensor, Tensor)");

@@ -4,7 +4,6 @@
 // Philox4x32-10(key seed, counter i / 4) says, i counted in memory order, and the backward draws the same words again. They
 // depend on no load but that of the seed, so a thread computes them while its words are on their way.
 #include "common/columns.cuh"
-#include "common/ops.h"
 
 namespace fastlayers {
 namespace {
@@ -421,8 +420,6 @@ Along make_along(const Tensor& t, int64_t dim, const Dims& sizes, const Dims& st
   return along;
 }
 
-}  // namespace
-
 // x·gamma·keep·scale, plus the residual: gamma a vector along one dimension of x, keep a factor for each index of dimension 0.
 Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& residual, const MaybeTensor& keep, double scale,
                  ScalarType dtype) {
@@ -465,8 +462,6 @@ Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& r
   });
   return out;
 }
-
-namespace {
 
 // The pieces of memory that the backward's kernels work on.
 template <typename G, typename T>
@@ -511,8 +506,6 @@ struct ScaleBackward {
     if (!sums) finish(partial, c.pieces);
   }
 };
-
-}  // namespace
 
 // The gradients of x and gamma.
 std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor& x_in, const Tensor& gamma, const MaybeTensor& keep,
@@ -567,6 +560,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   return {dx, dgamma};
 }
 
+}  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {

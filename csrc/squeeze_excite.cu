@@ -1,7 +1,6 @@
 // What squeeze-and-excite needs of an image besides the product with its gates: the sums over space of each channel, of x or of a product,
 // and the gradient that the product and the mean send back to one x, in one pass.
 #include "common/columns.cuh"
-#include "common/ops.h"
 
 namespace fastlayers {
 namespace {
@@ -128,8 +127,6 @@ struct Image {
   }
 };
 
-}  // namespace
-
 // The sums over space, (N, C, 1, 1), of x·factor or of x·y. y has the strides of x.
 Tensor spatial_sum(const Tensor& x, const MaybeTensor& y, double factor) {
   const char* op = "spatial_sum";
@@ -214,6 +211,7 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
   return out;
 }
 
+}  // namespace
 }  // namespace fastlayers
 
 STABLE_TORCH_LIBRARY_IMPL(fastlayers, CUDA, m) {

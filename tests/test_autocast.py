@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastlayers import backends, functional, patch_model, patch_report, verify_patch
-from fastlayers.ops import autocast, batch_norm, bias_act, layer_norm, linear
+from fastlayers.ops import autocast, batch_norm, bias_act, linear
 from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.patching.runtime import calls
-from fastlayers.patching.runtime.convnext_block import convnext_block
 from fastlayers.patching.runtime.convolution import (
     convolution_and_more,
     convolution_batch_norm,
@@ -34,7 +33,7 @@ class StandIns(SimpleNamespace):
     """The raw ops in torch operations, and which of them were called."""
 
     def __init__(self) -> None:
-        super().__init__(backend="cuda", apart=False, called=[])
+        super().__init__(backend="cuda", called=[])
 
     def column_sum(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         self.called.append("column_sum")
@@ -120,44 +119,6 @@ class StandIns(SimpleNamespace):
         )
         return dx, dweight, *others
 
-    def convnext_block_autocast(
-        self, x, conv_weight, conv_bias, gain, shift, weight, bias, weight2, bias2, gamma, dtype, padding, eps, act,
-        first, second, keep, apart,
-    ) -> list[Tensor]:  # fmt: skip
-        assert x.is_contiguous(memory_format=torch.channels_last)
-        self.called.append("convnext_block_autocast")
-        low_x = x.to(dtype)
-        z, low_conv = self.convolution_autocast(low_x, conv_weight, conv_bias, (1, 1), padding, (1, 1), x.shape[1])
-        rows = z.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-        normed = F.layer_norm(rows.float(), gain.shape, gain, shift, eps).to(dtype)
-        last, *of_mlp = self.mlp_autocast(normed, weight, bias, weight2, bias2, act, first, second)
-        out = x + (last * gamma).view(z.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
-        if not keep:
-            return [out]
-        low_x = low_x if x.dtype is torch.float32 else x.new_empty(0)
-        return [out, low_x, low_conv, z, torch.full((2, len(rows)), eps), normed, *of_mlp, last]
-
-    def convnext_block_autocast_backward(
-        self, dy, low_x, low_conv, z, stats, normed, product, low, low_bias, low2, last, gain, gamma, padding, act,
-        first, second, dx, wide, apart,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        self.called.append("convnext_block_autocast_backward")
-        rows = dy.permute(0, 2, 3, 1).reshape(last.shape)
-        dlast, dgamma = (rows * gamma).to(last.dtype), (rows * last).sum(0)
-        dnormed, *of_mlp = self.mlp_autocast_backward(
-            dlast, normed, product, low, low_bias, low2, act, first, second, *[True] * 5
-        )
-        pixels, eps = z.permute(0, 2, 3, 1).reshape(last.shape), float(stats[0, 0])
-        dz, dgain, dshift = layer_norm.decomposed_backward(
-            dnormed, None, pixels, gain, 1, eps, layer_norm.LAYER, True, True
-        )
-        dz = dz.view(z.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
-        dlow, dconv, dconv_bias = self.convolution_autocast_backward(
-            dz, low_x, low_conv, (1, 1), padding, (1, 1), low_x.shape[1], True, True, True
-        )
-        dx = dy + dlow
-        return dx if wide else dx.to(low_x.dtype), dconv, dconv_bias, dgain, dshift, *of_mlp, dgamma
-
 
 @pytest.fixture
 def kernels(monkeypatch, op_by_op) -> StandIns:
@@ -207,8 +168,8 @@ def our_fork(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return y + x
 
 
-def convolution(weight: Tensor, bias: Tensor | None, groups: int = 2) -> nn.Conv2d:
-    layer = nn.Conv2d(weight.shape[1] * groups, weight.shape[0], weight.shape[2:], padding=1, groups=groups)
+def convolution(weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
+    layer = nn.Conv2d(weight.shape[1] * 2, weight.shape[0], weight.shape[2:], padding=1, groups=2)
     for name, t in (("weight", weight), ("bias", bias)):
         del layer._parameters[name]
         setattr(layer, name, t)
@@ -245,33 +206,6 @@ def normalization(gain: Tensor, shift: Tensor) -> nn.BatchNorm2d:
     return layer
 
 
-def torch_block(
-    x: Tensor, conv_weight: Tensor, conv_bias: Tensor, gain: Tensor, shift: Tensor, *rest: Tensor
-) -> Tensor:
-    """Of a ConvNeXt."""
-    *of_mlp, gamma = rest
-    x = x.contiguous(memory_format=torch.channels_last)
-    z = F.conv2d(x, conv_weight, conv_bias, padding=1, groups=x.shape[1])
-    normed = F.layer_norm(z.permute(0, 2, 3, 1), gain.shape, gain, shift, 1e-6)
-    return x + (torch_mlp(normed, *of_mlp) * gamma).permute(0, 3, 1, 2)
-
-
-def our_block(x: Tensor, conv_weight: Tensor, conv_bias: Tensor, gain: Tensor, shift: Tensor, *rest: Tensor) -> Tensor:
-    weight, bias, weight2, bias2, gamma = rest
-    x = x.contiguous(memory_format=torch.channels_last)
-    layer = convolution(conv_weight, conv_bias, x.shape[1])
-    return convnext_block(
-        layer, x, lambda n: torch_mlp(n, weight, bias, weight2, bias2), gamma, gain, shift, weight, bias, "gelu",
-        weight2, bias2, normalized_shape=gain.shape, eps=1e-6, casts=(lambda module: False, None),
-    )  # fmt: skip
-
-
-def of_a_half(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """As the first block of a stage is given by the convolution before it."""
-    return lambda x, *rest: block(x.to(autocast.dtype_of(x)), *rest)
-
-
-BLOCK = [(2, 4, 5, 6), (4, 1, 3, 3), (4,), (4,), (4,), (12, 4), (12,), (4, 12), (4,), (4,)]
 NORMED = [(4, 4, 5, 6), (6, 2, 3, 3), (6,), (6,)]
 LAYERS = {
     "linear": (twice(functional.linear), twice(F.linear), [(6, 8), (8, 8), (8,)]),
@@ -280,8 +214,6 @@ LAYERS = {
     "mlp twice": (twice(our_mlp), twice(torch_mlp), [(6, 8), (12, 8), (12,), (8, 12), (8,)]),
     "convolution": (our_pair, torch_pair, [(2, 4, 5, 6), (4, 2, 3, 3), (4,)]),
     "forked convolution": (our_fork, torch_fork, [(2, 4, 5, 6), (4, 2, 3, 3), (4,)]),
-    "block": (our_block, torch_block, BLOCK),
-    "block of a half": (of_a_half(our_block), of_a_half(torch_block), BLOCK),
     "convolution and norm": (our_norm(None), torch_norm(None), NORMED),
     "and silu": (our_norm("silu"), torch_norm("silu"), NORMED),
     "and a residual": (our_norm(None), torch_norm(None), [*NORMED, (4, 6, 5, 6)]),
@@ -337,8 +269,7 @@ def test_without_autocast_and_without_gradients(kernels, ours, theirs, shapes):
         out, expected = ours(*given), theirs(*given)
         assert out.dtype == expected.dtype
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.05)
-    # A block gains the host's time in inference, too.
-    assert bool([name for name in kernels.called if "autocast" in name]) == (shapes is BLOCK)
+    assert not [name for name in kernels.called if "autocast" in name]
 
 
 @EACH_LAYER
@@ -637,11 +568,12 @@ class ConvNeXtBlock(nn.Module):
         return self.drop_path(x) + self.shortcut(shortcut)
 
 
-def test_a_block_is_found(kernels):
+def test_the_steps_of_a_convnext_block_are_found(kernels):
     torch.manual_seed(0)
     stock = ConvNeXtBlock()
     model = patch_model(copy.deepcopy(stock))
-    assert patch_report(model).counts()["convnext_block"] == 1
+    counts = patch_report(model).counts()
+    assert [counts[rule] for rule in ("forked_convolution", "cast_layer_norm", "mlp", "scale_add")] == [1, 1, 1, 1]
     assert verify_patch(copy.deepcopy(stock), torch.randn(2, 8, 9, 9))
     errors = []
     for draw in range(DRAWS):
@@ -657,37 +589,8 @@ def test_a_block_is_found(kernels):
     for ours, true, *allowed in zip(mine, exact, *errors, strict=True):
         assert excess(ours, true, max(allowed)) is None
         assert ours.dtype == true.dtype
-    assert kernels.called.count("convnext_block_autocast_backward") == DRAWS
-
-
-def test_what_looks_on_at_a_block_or_changes_it(kernels):
-    x = torch.randn(2, 8, 9, 9).contiguous(memory_format=torch.channels_last)
-
-    def served(model: nn.Module, x: Tensor = x) -> bool:
-        kernels.called.clear()
-        with torch.autocast("cpu", torch.bfloat16):
-            model(x)
-        return "convnext_block_autocast" in kernels.called
-
-    model = patch_model(ConvNeXtBlock())
-    assert served(model)
-    for layer in (model.conv_dw, model.norm, model.mlp, model.mlp.fc1, model.mlp.act, model.mlp.drop):
-        seen = []
-        handle = layer.register_forward_hook(lambda module, args, out, seen=seen: seen.append(type(module)))
-        assert not served(model)
-        assert len(seen) == 1
-        handle.remove()
-    assert not served(model, x.contiguous())  # not channels_last
-    assert not served(model, x.half())
-    assert served(model, x.bfloat16())
-    model.mlp.drop.p = 0.5
-    assert not served(model)
-    model.mlp.drop.p = 0.0
-    model.gamma.requires_grad_(False)
-    assert not served(model)
-    model.gamma.requires_grad_(True)
-    assert served(model)
-    assert "convnext_block" not in patch_report(patch_model(ConvNeXtBlock(p=0.5))).counts()
+    for op in ("convolution_autocast_backward", "mlp_autocast_backward"):
+        assert op in kernels.called
 
 
 def test_forked_convolution_is_found(kernels):
@@ -743,34 +646,6 @@ def test_the_casts_of_a_convolution_keep_its_layout():
     assert y.is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(RuntimeError, match="expected dense float32 parameters"):
         kernels.convolution_autocast(x, weight[:, ::2], torch.zeros(6, device="cuda"), (1, 1), (0, 0), (1, 1), 2)
-
-
-@needs_gpu
-@pytest.mark.parametrize("low", HALVES, ids=str)
-@pytest.mark.parametrize("channels", [7, 96, 100, 8192, 20_000, 270_000])  # in parts of warps to rows cut into pieces
-def test_the_norm_of_a_block_adds_the_bias(channels, low):
-    """As the convolution would, to the bit; and the result is the same where nothing is kept."""
-    torch.manual_seed(0)
-    with backends.backend("cuda"):
-        x = torch.randn(2, channels, 3, 2, device="cuda").contiguous(memory_format=torch.channels_last)
-        kernels, norms = autocast.FAMILY.kernels_for(x), layer_norm.FAMILY.kernels_for(x)
-    vector = (channels,)
-    shapes = [(channels, 1, 3, 3), vector, vector, vector, (8, channels), (8,), (channels, 8), vector, vector]
-    parameters = [torch.randn(shape, device="cuda") for shape in shapes]
-    weight, bias, gain, shift = parameters[:4]
-    numbers = low, (1, 1), 1e-6, ACTIVATIONS["gelu"].code, 0.0, 0.0
-    deterministic, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
-    try:
-        out, *kept = kernels.convnext_block_autocast(x, *parameters, *numbers, True, False)
-        alone = kernels.convnext_block_autocast(x, *parameters, *numbers, False, False)
-        z = F.conv2d(kept[0], kept[1], bias.to(low), padding=1, groups=channels)  # in the same memory: cuDNN asks
-    finally:
-        torch.backends.cudnn.deterministic = deterministic
-    rows = z.permute(0, 2, 3, 1).reshape(-1, channels)
-    normed, stats = norms.layer_norm_forward(rows, 1, gain, shift, 1e-6, layer_norm.LAYER, low, True)
-    assert all(map(same_bits, kept[:5], (x.to(low), weight.to(low), z, stats, normed)))
-    assert len(alone) == 1
-    assert same_bits(alone[0], out)
 
 
 @needs_gpu

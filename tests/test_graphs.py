@@ -23,9 +23,7 @@ FAMILIES = {
         family := getattr(importlib.import_module(f"fastlayers.ops.{module.name}"), "FAMILY", None), dispatch.Family
     )
 }
-#: Raw ops of whole blocks: their declarations leave out what their results do not depend on.
-OF_BLOCKS = ("convolution_chain", "transformer_block", "convnext_block")
-RAW = [(name, op) for name, family in FAMILIES.items() for op in family.ops if not op.startswith(OF_BLOCKS)]
+RAW = [(name, op) for name, family in FAMILIES.items() for op in family.ops]
 needs_csrc = pytest.mark.skipif(not hasattr(torch.ops.fastlayers, "layer_norm_forward"), reason="csrc is not built")
 
 

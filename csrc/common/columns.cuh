@@ -7,7 +7,6 @@
 #pragma once
 
 #include "flat.cuh"
-#include "ops.h"
 
 namespace fastlayers {
 namespace {
@@ -91,13 +90,13 @@ struct ColumnThread {
 // Adds the pieces up: partial [outer, pieces, columns] to sums [outer, columns], in a fixed order. A block has RESULTS results,
 // and kThreads / RESULTS threads for each.
 template <typename T, int RESULTS>
-__device__ __forceinline__ void add_pieces_of(int64_t block, const compute_t<T>* partial, T* sums, int64_t outer, int64_t pieces,
-                                              int64_t columns) {
+__global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* partial, T* sums, int64_t outer, int64_t pieces,
+                                                      int64_t columns) {
   using A = compute_t<T>;
   constexpr int kShares = kThreads / RESULTS;
   __shared__ A shared[kShares][RESULTS];
   const int result = threadIdx.x % RESULTS, share = threadIdx.x / RESULTS;
-  const int64_t i = block * RESULTS + result;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * RESULTS + result;
   A sum = 0;
   if (i < outer * columns) {
     const A* p = partial + i / columns * pieces * columns + i % columns;
@@ -111,12 +110,6 @@ __device__ __forceinline__ void add_pieces_of(int64_t block, const compute_t<T>*
   sums[i] = convert<T>(sum);
 }
 
-template <typename T, int RESULTS>
-__global__ void __launch_bounds__(kThreads) add_pieces(const compute_t<T>* partial, T* sums, int64_t outer, int64_t pieces,
-                                                      int64_t columns) {
-  add_pieces_of<T, RESULTS>(blockIdx.x, partial, sums, outer, pieces, columns);
-}
-
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
 template <typename A>
@@ -126,10 +119,6 @@ Tensor empty_partial(int64_t pieces, int64_t columns, const Tensor& like) {
 
 template <typename T>
 void launch_add_pieces(const Tensor& partial, void* sums, int64_t outer, int64_t pieces, int64_t columns, const Launch& launch) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (LaterSums* later = LaterSums::current(); later != nullptr && outer == 1)
-      return later->add(partial, 0, static_cast<float*>(sums), pieces, columns);
-  }
   const auto run = [&](auto results) {
     constexpr int kResults = decltype(results)::value;
     add_pieces<T, kResults><<<blocks_for(outer * columns, kResults), kThreads, 0, launch.stream()>>>(

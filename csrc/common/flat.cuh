@@ -146,27 +146,6 @@ struct Repeats {
   }
 };
 
-// What one launch does in several tasks, each in blocks of its own that follow those of the one before.
-template <int MOST>
-struct Tasks {
-  unsigned first[MOST];  // block of each
-  unsigned blocks;
-  int count;
-
-  // Its number.
-  int add(unsigned needed) {
-    first[count] = blocks;
-    blocks += needed;
-    return count++;
-  }
-  __device__ __forceinline__ int of_block() const {
-    int t = 0;
-#pragma unroll
-    for (int k = 1; k < MOST; ++k) t += k < count && blockIdx.x >= first[k];
-    return t;
-  }
-};
-
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
 inline unsigned blocks_for(int64_t n, int64_t each) { return grid_of(ceil_div(n, each)); }

@@ -50,81 +50,8 @@ inline Dims dims_of(const torch::headeronly::IntHeaderOnlyArrayRef& ref) { retur
 // A dtype as the C shim takes it.
 inline int32_t raw(ScalarType dtype) { return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)); }
 
-// The memory of a tensor, from an element on, in another shape.
-inline Tensor reinterpreted(const Tensor& t, int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset) {
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), dims, sizes, strides, offset, &handle));
-  return Tensor(handle);
-}
-
-// Base of a T whose objects nest: current() is the innermost one alive on this thread, or null.
-template <typename T>
-class Innermost {
- public:
-  static T*& current() {
-    thread_local T* innermost = nullptr;
-    return innermost;
-  }
-  Innermost(const Innermost&) = delete;
-  Innermost& operator=(const Innermost&) = delete;
-
- protected:
-  explicit Innermost(bool counts = true) : outer_(current()) {
-    if (counts) current() = static_cast<T*>(this);
-  }
-  ~Innermost() { current() = outer_; }
-
- private:
-  T* outer_;
-};
-
-// While a Pool that shares is alive, the small tensors of its thread share allocations. An allocation costs the host half as much as a
-// launch, and a block of a network asks for dozens: statistics, sums in pieces, gradients of biases.
-class Pool : public Innermost<Pool> {
- public:
-  explicit Pool(bool shares) : Innermost(shares) {}
-
-  // Returns no tensor where it would be too large, or on another device than the first one.
-  template <typename Allocate>
-  std::optional<Tensor> take(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype, int32_t device,
-                             Allocate&& allocate) {
-    int64_t count = 1;
-    for (int64_t d = 0; d < dims; ++d) count = sizes[d] == 0 ? 0 : count + (count > 0 ? (sizes[d] - 1) * strides[d] : 0);
-    const auto chunk = std::find_if(chunks_.begin(), chunks_.end(), [&](const Chunk& c) { return c.dtype == dtype; });
-    if (count > kMost || (!chunks_.empty() && chunks_.front().device != device)) return std::nullopt;
-    Chunk& c = chunk == chunks_.end() ? chunks_.emplace_back(Chunk{dtype, device, 0, std::nullopt}) : *chunk;
-    if (!c.memory || c.used + count > kElements) {
-      c.memory = allocate(kElements);
-      c.used = 0;
-    }
-    const Tensor found = reinterpreted(*c.memory, dims, sizes, strides, c.used);
-    c.used += (count + kStep - 1) / kStep * kStep;
-    return found;
-  }
-
- private:
-  static constexpr int64_t kElements = 1 << 13, kMost = kElements / 2, kStep = 64;  // elements; 16-bit ones stay aligned to the vector
-  struct Chunk {
-    ScalarType dtype;
-    int32_t device;
-    int64_t used;
-    std::optional<Tensor> memory;
-  };
-  std::vector<Chunk> chunks_;
-};
-
 // empty_strided through the C shim, a microsecond cheaper than the dispatcher call in stable::empty_like.
 inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype, const Tensor& like) {
-  if (Pool* pool = Pool::current(); pool != nullptr) {
-    const auto allocate = [&](int64_t elements) {
-      Pool::current() = nullptr;
-      const int64_t step = 1;
-      const Tensor memory = empty_strided(1, &elements, &step, dtype, like);
-      Pool::current() = pool;
-      return memory;
-    };
-    if (const auto found = pool->take(dims, sizes, strides, dtype, like.get_device_index(), allocate)) return *found;
-  }
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from fastlayers.kernels.batch_norm import batch_norm_backward, batch_norm_train
 from fastlayers.kernels.bias_act import bias_act_backward, bias_act_forward
-from fastlayers.kernels.layer_norm import layer_norm_backward, layer_norm_forward
 from fastlayers.kernels.linear import column_sum
-from fastlayers.kernels.residual import scale_add, scale_add_backward
 
 
 def _product(x: Tensor, low: Tensor, bias: Tensor | None) -> Tensor:
@@ -138,53 +136,3 @@ def convolution_norm_autocast_backward(
         dz, x, low, stride, padding, dilation, groups, dx, dweight, False
     )
     return found, found_weight, found_residual, dnorm_weight, dnorm_bias
-
-
-def _rows(image: Tensor) -> Tensor:
-    """The pixels of an image in channels_last, one row each."""
-    return image.permute(0, 2, 3, 1).reshape(-1, image.shape[1])
-
-
-def _image(rows: Tensor, shape: torch.Size) -> Tensor:
-    return rows.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
-
-
-def convnext_block_autocast(
-    x: Tensor, conv_weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor,
-    bias: Tensor, weight2: Tensor, bias2: Tensor, gamma: Tensor, dtype: torch.dtype, padding: list[int], eps: float,
-    act: int, first: float, second: float, keep: bool, apart: bool,
-) -> list[Tensor]:  # fmt: skip
-    """x + gamma·mlp(layer_norm(convolution(x))) in float32, and what its backward needs if it is to be kept."""
-    low_x, low_conv = x.to(dtype), conv_weight.to(dtype)
-    z = F.conv2d(low_x, low_conv, conv_bias.to(dtype), padding=padding, groups=x.shape[1])  # type: ignore[arg-type]
-    z = z.contiguous(memory_format=torch.channels_last)
-    normed, stats = layer_norm_forward(_rows(z), 1, norm_weight, norm_bias, eps, 0, dtype, keep)
-    last, product, low, low_bias, low2 = mlp_autocast(normed, weight, bias, weight2, bias2, act, first, second)
-    out = scale_add(last, gamma, _rows(x.float()), None, 1.0, torch.float32)
-    if not keep:
-        return [_image(out, x.shape)]
-    low_x = low_x if x.dtype is torch.float32 else x.new_empty(0)
-    return [_image(out, x.shape), low_x, low_conv, z, stats, normed, product, low, low_bias, low2, last]
-
-
-def convnext_block_autocast_backward(
-    dy: Tensor, low_x: Tensor, low_conv: Tensor, z: Tensor, stats: Tensor, normed: Tensor, product: Tensor, low: Tensor,
-    low_bias: Tensor, low2: Tensor, last: Tensor, norm_weight: Tensor, gamma: Tensor, padding: list[int], act: int,
-    first: float, second: float, dx: bool, wide: bool, apart: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of x, if it is wanted, in float32 or, where x was none of that, in its dtype; of all parameters."""
-    shape, ones = low_x.shape, [1, 1]
-    rows = _rows(dy.contiguous(memory_format=torch.channels_last))
-    dlast, dgamma = scale_add_backward(rows, last, gamma, None, 1.0)
-    dnormed, *of_mlp = mlp_autocast_backward(
-        dlast, normed, product, low, low_bias, low2, act, first, second, True, True, True, True, True
-    )
-    dz, dnorm_weight, dnorm_bias = layer_norm_backward(dnormed, None, _rows(z), 1, norm_weight, stats, 0, True, True)
-    dlow, dconv_weight, dconv_bias = convolution_autocast_backward(
-        _image(dz, shape), low_x, low_conv, ones, padding, ones, shape[1], dx, True, True
-    )
-    found = low_x.new_empty(0)
-    if dx:
-        found = _image(scale_add(_rows(dlow), None, rows, None, 1.0, torch.float32), shape)
-        found = found if wide else found.to(low_x.dtype)
-    return found, dconv_weight, dconv_bias, dnorm_weight, dnorm_bias, *of_mlp, dgamma

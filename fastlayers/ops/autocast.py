@@ -97,30 +97,16 @@ def dtype_of(t: Tensor) -> torch.dtype:
 
 def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     """The kernels, if autocast casts the float32 parameters, and x where it is float32 too; otherwise None."""
-    if torch.compiler.is_compiling() or not _are_cast(x, *parameters):
-        return None
-    return FAMILY.kernels_for(x)
-
-
-def block_kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
-    """The same for a whole block: only csrc has kernels for it, and graphs of torch.compile may hold it.
-
-    While compiling the result says only that there are kernels: the op in the graph looks them up itself.
-    """
-    if torch.compiler.is_compiling():
-        held = dispatch.graph_keeps_kernel(x) and dispatch.graph_holds_csrc() and _are_cast(x, *parameters)
-        return True if held else None
-    kernels = kernels_for(x, *parameters)
-    return kernels if kernels is not None and kernels.backend == "cuda" else None
-
-
-def _are_cast(x: Tensor, *parameters: Tensor | None) -> bool:
     device = x.device
-    if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):
-        return False
+    if (
+        torch.compiler.is_compiling()
+        or device.type not in ("cuda", "cpu")
+        or not torch.is_autocast_enabled(device.type)
+    ):
+        return None
     low = torch.get_autocast_dtype(device.type)
     if low not in LOW_PRECISION or (x.dtype is not low and x.dtype is not torch.float32):
-        return False
+        return None
     index = x.get_device()
     for t in parameters:
         if t is not None and not (
@@ -129,8 +115,8 @@ def _are_cast(x: Tensor, *parameters: Tensor | None) -> bool:
             and t.get_device() == index
             and (t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)))
         ):
-            return False
-    return True
+            return None
+    return FAMILY.kernels_for(x)
 
 
 class Given:
@@ -244,10 +230,10 @@ class Mlp(dispatch.Pair, inputs=5):
     @staticmethod
     def differentiable_backward(needs: Needs, dy: Tensor, x: Tensor, *args: Any) -> Gradients:
         *_, given, act = args
-        return differentiate(partial(mlp_of, act), given, needs, x, dy)
+        return differentiate(partial(_mlp, act), given, needs, x, dy)
 
 
-def mlp_of(act: Activation, x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor | None) -> Tensor:
+def _mlp(act: Activation, x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor | None) -> Tensor:
     """linear(act(linear(x))) in torch's operations, in x's dtype."""
     return _linear(act.function(_linear(x, weight, bias)), weight2, bias2)
 

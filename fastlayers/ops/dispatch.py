@@ -143,12 +143,9 @@ class Kernels:
 
     Attributes:
         backend: which implementation this is: "cuda", "triton" or "cpu".
-        apart: whether every result needs memory of its own, as ops in graphs do. In eager mode the small results of
-            the ops for whole blocks share some, since an allocation costs half as much host time as a launch.
     """
 
     backend: str
-    apart: bool
 
 
 K = TypeVar("K", bound=Kernels)
@@ -179,17 +176,16 @@ class Family(Generic[K]):
         self.name = name
         self.ops: dict[str, Callable[..., Any]] = {}
         self._cpu = cpu
-        self.csrc_only: set[str] = set()
+        self.csrc_only = csrc_only
         self._by_device: dict[torch.device, K | None] = {}
         self._in_graphs: dict[bool, K] = {}
         _families.append(self)
-        self.declare(declared, csrc_only=csrc_only)
+        self.declare(declared)
 
-    def declare(self, declared: type[Kernels], *, csrc_only: tuple[str, ...] = ()) -> None:
+    def declare(self, declared: type[Kernels]) -> None:
         """Add raw ops that another file declares for this family."""
         fakes = {op: fake.__func__ for op, fake in vars(declared).items() if isinstance(fake, staticmethod)}
         self.ops |= fakes
-        self.csrc_only |= set(csrc_only)
         self._by_device.clear()
         self._in_graphs.clear()
         for op, fake in fakes.items():
@@ -227,11 +223,11 @@ class Family(Generic[K]):
         if backend == "triton":
             module = importlib.import_module(f"fastlayers.kernels.{self.name}")
             ops = {op: observable(getattr(module, op)) for op in self.ops if op not in self.csrc_only}
-            kernels = SimpleNamespace(backend=backend, apart=False, **ops)
+            kernels = SimpleNamespace(backend=backend, **ops)
         elif backend == "cuda" or (backend == "cpu" and self._cpu):
             # What an OpOverload calls, without the Python call around it: 0.3 us.
             packets = {op: getattr(torch.ops.fastlayers, op).default._op for op in self.ops}
-            kernels = SimpleNamespace(backend=backend, apart=False, **packets)
+            kernels = SimpleNamespace(backend=backend, **packets)
         elif backend == "cpu":
             backends.refuse(f"csrc has no {self.name} for CPU tensors; torch's own serves them")
         self._by_device[device] = kernels
@@ -241,7 +237,7 @@ class Family(Generic[K]):
         """The raw ops as graphs of torch.compile hold them: those of ``csrc``, or opaque ops of Triton kernels."""
         csrc = graph_holds_csrc()
         if csrc not in self._in_graphs:
-            found: Any = SimpleNamespace(backend="cuda" if csrc else "triton", apart=True)
+            found: Any = SimpleNamespace(backend="cuda" if csrc else "triton")
             for op, fake in self.ops.items():
                 if csrc:
                     setattr(found, op, getattr(torch.ops.fastlayers, op).default)

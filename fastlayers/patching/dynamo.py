@@ -92,7 +92,7 @@ def fuse_graph(graph_module: fx.GraphModule) -> Fused:
             return Fused(None, left=[Refusal(Reason.CALLS_MODULES, str(node.target))])
         if node.target in RESHAPING or getattr(node.target, "__name__", "") in RESHAPING:
             return Fused(None, left=[Refusal(Reason.RESHAPED_IN_PLACE, str(node))])
-    outcome = apply_rules(Recording(graph_module.graph), graph_module, frozenset(), graph_rules(all_calls=True))
+    outcome = apply_rules(Recording(graph_module.graph), graph_module, frozenset(), graph_rules())
     graph_module.recompile()
     return outcome
 

@@ -85,8 +85,7 @@ def apply_rules(
                 made[fused], counts[fused] = rule.name, sum(map(counts.__getitem__, merged)) or 1
                 outcome.size += len(found.ops)
                 break
-            if made.get(node) != rule.name:  # Else this rule has fused the node already, without its neighbours.
-                outcome.left.extend(refusals)
+            outcome.left.extend(refusals)
     outcome.made = {node: made[node] for node in view.position if node in made}
     for node, name in outcome.made.items():
         outcome.rules[name] += counts[node]

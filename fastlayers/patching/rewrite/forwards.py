@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import types
 from collections import Counter
@@ -59,7 +58,6 @@ def fuse(
     original = original_class(module)
     known = {} if known is None else known
     rules = graph_rules() if rules is None else rules
-    always = tuple(rule for rule in rules if rule.when is None)
     if needed is None and type(module) is original:
         for adapter in adapters():
             model = adapter.rewrite_model(module, excluded)
@@ -73,9 +71,7 @@ def fuse(
     outcome = Fused(None)
     variants: list[tuple[Recording, str]] = []
     for recording in recordings:
-        if len(always) < len(rules) and needed is None:
-            variants += variant_for_some_calls(recording, module, excluded, rules, outcome)
-        applied = apply_rules(recording, module, excluded, always)
+        applied = apply_rules(recording, module, excluded, rules)
         outcome.left.extend(refusal for refusal in applied.left if str(refusal) not in map(str, outcome.left))
         if applied.rules if needed is None else needed in applied.rules:
             outcome.rules |= applied.rules
@@ -89,27 +85,6 @@ def fuse(
     outcome.left.extend(refusals)  # The original forward runs in these modes, or with these optional arguments.
     outcome.cls = generate_class(type(module), f"{prefix}{original.__name__}", merge_modes(variants), known)
     return outcome
-
-
-def variant_for_some_calls(
-    recording: Recording, module: nn.Module, excluded: frozenset[str], rules: tuple[GraphRule, ...], outcome: Fused
-) -> list[tuple[Recording, str]]:
-    """The variant with the rules for some calls, to be tested first; empty if they find nothing.
-
-    ``outcome`` counts what those rules made.
-    """
-    given = next((node for node in recording.graph.nodes if node.op == "placeholder" and node.users), None)
-    if given is None:
-        return []
-    own = Recording(copy.deepcopy(recording.graph), dict(recording.guards), dict(recording.namespace))
-    made = apply_rules(own, module, excluded, rules).rules
-    for_some = [rule for rule in rules if rule.when is not None and rule.name in made]
-    if not for_some:
-        return []
-    outcome.rules |= Counter({rule.name: made[rule.name] for rule in for_some})
-    first = {f"{bind(own, rule.when)}({given.target})": None for rule in for_some}
-    own.guards = {**first, **own.guards}
-    return [(own, body_source(own, module))]
 
 
 def fuse_handwritten_norm(module: nn.Module, found: Fingerprint, known: dict[Any, Any]) -> Fused:

@@ -35,7 +35,7 @@ from fastlayers.patching.rewrite.engine import Fused
 from fastlayers.patching.rewrite.forwards import fuse
 from fastlayers.patching.rewrite.regions import region_class
 from fastlayers.patching.rewrite.segments import fuse_segments
-from fastlayers.patching.rules import FOLDING_RULES, LAST_FOLDING_RULES, graph_rules, module_rules
+from fastlayers.patching.rules import FOLDING_RULES, graph_rules, module_rules
 from fastlayers.patching.rules.base import ModuleRule
 from fastlayers.patching.runtime.checks import original_class
 
@@ -272,7 +272,7 @@ def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes:
         refuse_kind(module)
         if not has_own_forward(original):
             raise Refusal(Reason.NO_RULE)
-        rules = (*FOLDING_RULES, *(graph_rules() if is_patched(module) else ()), *LAST_FOLDING_RULES)
+        rules = (*FOLDING_RULES, *(graph_rules() if is_patched(module) else ()))
         outcome = fuse(module, excluded, classes, rules, needed=FOLDING_RULES[0].name, prefix="Folded")
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))

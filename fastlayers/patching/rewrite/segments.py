@@ -139,7 +139,7 @@ def rewrite(
     rewritten = Rewritten(tree)
     names = replaced_names(function, tree, module, known, depth)
     if cut:
-        cutter = Cutter(function, tree, module, excluded, graph_rules(all_calls=True), frozenset(names))
+        cutter = Cutter(function, tree, module, excluded, graph_rules(), frozenset(names))
         cutter.replace(rewritten)
     if module is not None:
         for adapter in adapters():

@@ -21,9 +21,7 @@ from fastlayers.patching.rules import (
     activations,
     batch_norm_folding,
     bias_act,
-    convnext_block,
     convolution,
-    convolution_chain,
     elementwise,
     glu,
     linear,
@@ -32,14 +30,12 @@ from fastlayers.patching.rules import (
     residual,
     rotary,
     softmax,
-    transformer_block,
 )
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule, always
 
 __all__ = [
     "FOLDING_RULES",
     "GRAPH_RULES",
-    "LAST_FOLDING_RULES",
     "MODULE_RULES",
     "Deferred",
     "GraphRule",
@@ -60,7 +56,6 @@ MODULE_RULES: tuple[ModuleRule, ...] = tuple(
 
 #: Each rule runs over the whole graph before the next one, so the larger fusions come first.
 GRAPH_RULES: tuple[GraphRule, ...] = (
-    transformer_block.TRANSFORMER_BLOCK,
     norm.BATCH_NORM_ADD_ACT,
     norm.BATCH_NORM_ADD,
     norm.BATCH_NORM_ACT,
@@ -70,7 +65,6 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.ADD_RMS_NORM,
     norm.CHANNEL_LAYER_NORM,
     *norm.FORKED_NORMS,
-    convolution_chain.CONVOLUTION_CHAIN,
     convolution.FORKED_CONVOLUTION,
     *norm.CAST_NORMS,
     *norm.NORM_FUNCTIONS,
@@ -93,7 +87,6 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     convolution.CONV_OF_PRODUCT,
     *convolution.CONV_BATCH_NORM,
     *convolution.CONV_BIAS,
-    convnext_block.CONVNEXT_BLOCK,
     loss.NLL_LOSS,
     loss.CROSS_ENTROPY,
     softmax.SOFTMAX,
@@ -102,8 +95,6 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
 
 #: The rules of :func:`fastlayers.fold_batch_norm`.
 FOLDING_RULES = batch_norm_folding.FOLD_BATCH_NORM
-#: The rules of folding that come after all others.
-LAST_FOLDING_RULES = (convolution_chain.FOLDED_CHAIN,)
 
 _registered: OrderedDict[int, GraphRule | ModuleRule] = OrderedDict()
 
@@ -139,10 +130,9 @@ def register_rule(rule: GraphRule | ModuleRule) -> RemovableHandle:
     return handle
 
 
-def graph_rules(*, all_calls: bool = False) -> tuple[GraphRule, ...]:
-    """The graph rules in the order in which they run: all, or only those without a condition on the call."""
-    rules = (*(rule for rule in _registered.values() if isinstance(rule, GraphRule)), *GRAPH_RULES)
-    return tuple(rule for rule in rules if rule.when is None) if all_calls else rules
+def graph_rules() -> tuple[GraphRule, ...]:
+    """The graph rules in the order in which they run."""
+    return (*(rule for rule in _registered.values() if isinstance(rule, GraphRule)), *GRAPH_RULES)
 
 
 def module_rules() -> tuple[ModuleRule, ...]:

@@ -72,8 +72,6 @@ class GraphRule:
     name: str
     doc: str
     find: Callable[[View, Node], Iterator[Match | Refusal]]
-    #: A condition on the first argument of a forward. Where it is False, the call runs what the other rules made.
-    when: Callable[[Any], bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
 from torch.fx import Node
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -17,7 +18,8 @@ from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.matchers import (
     Find,
-    find_batch_norm,
+    activation,
+    batch_norm_and_more,
     find_norm_act,
     find_squeeze_excite,
     may_be_written,
@@ -28,6 +30,8 @@ from fastlayers.patching.runtime.checks import is_plain_layer, is_sequential, or
 from fastlayers.patching.runtime.convolution import (
     bound_by_memory,
     convolution_and_more,
+    convolution_and_norm,
+    convolution_batch_norm,
     forked_convolution,
     is_forkable,
 )
@@ -70,6 +74,78 @@ CONV_BIAS = tuple(
 )
 
 # -- with a BatchNorm -------------------------------------------------------------------------------------------------
+
+
+def find_batch_norm(view: View, node: Node) -> Iterator[Match]:
+    """A convolution and a BatchNorm: alone, with what the rules for norms fused, or with an activation of its own."""
+    absorbed: tuple[Op, ...] = ()
+    target: Any = convolution_batch_norm
+    kwargs: dict[str, Any] = {}
+    merged = node.target is calls.batch_norm_layer
+    if not merged and (node.op != "call_module" or len(node.args) != 1):
+        return
+    conv = convolution_before(view, node.args[1 if merged else 0])
+    if conv is None:  # This comes first, since recording takes time.
+        return
+    if merged:
+        layer, x, *rest = node.args
+        norm = Op("batch_norm", node, {"input": x}, child=str(getattr(layer, "target", None)))
+        kwargs = {**dict(zip(("residual",), rest, strict=False)), **node.kwargs}
+    elif (plain := view.op(node, "batch_norm")) is not None and plain.child is not None and plain.recording is None:
+        norm = plain
+    elif (found := batch_norm_and_more(view, node, training=True)) is not None:
+        norm, inner, after = found
+        ending = closing_activation(inner, after)
+        if ending is None:
+            return
+        absorbed, act = ending
+        target, kwargs = convolution_and_norm, {} if act is None else {"act": act}
+    else:
+        return
+    if not are_convolution_and_norm(view, conv, norm):
+        return
+    if conv.node.target is squeeze_excite.convolution_of_product:
+        kwargs["of_product"] = True
+    x = conv["input"]
+    args = (Attribute(str(conv.child)), x, Attribute(str(norm.child)))
+    tensors = (x, kwargs["residual"]) if kwargs.get("residual") is not None else (x,)
+    yield Match((conv, norm), target, args, kwargs, tensors, absorbed=absorbed)
+
+
+def convolution_before(view: View, node: Any) -> Op | None:
+    """A node as the call of a convolution, perhaps on a product."""
+    if isinstance(node, Node) and node.target is squeeze_excite.convolution_of_product:
+        layer, x = node.args
+        return Op("convolution", node, {"input": x}, child=str(getattr(layer, "target", None)))
+    conv = view.op(node, "convolution")
+    return conv if conv is not None and conv.child is not None else None
+
+
+def closing_activation(inner: View, after: tuple[Node, ...]) -> tuple[tuple[Op, ...], str | None] | None:
+    """The children that a norm calls, as identities and perhaps a final activation, and the name of that."""
+    ops: list[Op] = []
+    for position, call in enumerate(after, 1):
+        if (op := inner.op(call, "identity")) is not None:
+            ops.append(op)
+        elif position == len(after) and (last := activation(inner, call)) is not None:
+            return (*ops, last[0]), last[1]
+        else:
+            return None
+    return tuple(ops), None
+
+
+def are_convolution_and_norm(view: View, conv: Op, norm: Op) -> bool:
+    """Whether these are a Conv2d without a bias and a BatchNorm2d, or a recorded subclass of it."""
+    layer: Any = view.root.get_submodule(str(conv.child))
+    batch_norm: Any = view.root.get_submodule(str(norm.child))
+    original = original_class(batch_norm)
+    return (
+        original_class(layer) is nn.Conv2d
+        and layer.bias is None
+        and not is_parametrized(layer)
+        and not is_parametrized(batch_norm)
+        and (original is nn.BatchNorm2d or (norm.recording is not None and issubclass(original, nn.BatchNorm2d)))
+    )
 
 
 def with_operands(*wanted: str) -> Find:

@@ -7,36 +7,25 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.fx import Node
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers import functional
-from fastlayers.ops import squeeze_excite
-from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.spellings import NORM_ATTRIBUTES
 from fastlayers.patching.ir.view import JOINED_NORMS, View, counts_batch, forked, is_about_rank
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import Match
 from fastlayers.patching.runtime import calls
-from fastlayers.patching.runtime.checks import original_class
-from fastlayers.patching.runtime.convolution import convolution_and_norm, convolution_batch_norm
 
 __all__ = [
     "Find",
     "activation",
     "addition",
-    "are_convolution_and_norm",
     "batch_norm_and_more",
-    "called_with",
     "dropout",
     "ending_norm",
-    "find_batch_norm",
     "find_excite",
-    "find_linear_act",
-    "find_mlp",
     "find_norm_act",
     "find_norm_add",
     "find_norm_add_act",
@@ -45,7 +34,6 @@ __all__ = [
     "linear_parameters",
     "may_be_written",
     "mean_over_space",
-    "mlp_child",
     "only_adds",
     "options",
     "skip_identities",
@@ -119,13 +107,6 @@ def linear_parameters(
         return (Attribute(f"{linear.child}.weight"), Attribute(f"{linear.child}.bias")), (layer.weight, layer.bias)
     weight, bias = linear["weight"], linear["bias"]
     return (weight, bias), (view.example(weight), view.example(bias))
-
-
-def called_with(node: Any, target: Any, *rest: Any) -> Node | None:
-    """The first argument of a node that calls ``target`` with it and the arguments ``rest``; None for other nodes."""
-    if not isinstance(node, Node) or node.target != target or node.args[1:] != rest or node.kwargs:
-        return None
-    return node.args[0] if isinstance(node.args[0], Node) else None
 
 
 # -- norms, and what follows them -------------------------------------------------------------------------------------
@@ -223,7 +204,7 @@ def may_be_written(view: View, x: Node, norm: Node, later: tuple[Node, ...]) -> 
     return False
 
 
-# -- a BatchNorm, and the convolution before it -----------------------------------------------------------------------
+# -- a BatchNorm ------------------------------------------------------------------------------------------------------
 
 
 def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple[Op, View, tuple[Node, ...]] | None:
@@ -263,78 +244,6 @@ def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple
         return None
     operands = {"input": node.args[0]}
     return Op("batch_norm", node, operands, child=path, recording=recording), inner, tuple(reversed(after))
-
-
-def find_batch_norm(view: View, node: Node) -> Iterator[Match]:
-    """A convolution and a BatchNorm: alone, with what the rules for norms fused, or with an activation of its own."""
-    absorbed: tuple[Op, ...] = ()
-    target: Any = convolution_batch_norm
-    kwargs: dict[str, Any] = {}
-    merged = node.target is calls.batch_norm_layer
-    if not merged and (node.op != "call_module" or len(node.args) != 1):
-        return
-    conv = convolution_before(view, node.args[1 if merged else 0])
-    if conv is None:  # This comes first, since recording takes time.
-        return
-    if merged:
-        layer, x, *rest = node.args
-        norm = Op("batch_norm", node, {"input": x}, child=str(getattr(layer, "target", None)))
-        kwargs = {**dict(zip(("residual",), rest, strict=False)), **node.kwargs}
-    elif (plain := view.op(node, "batch_norm")) is not None and plain.child is not None and plain.recording is None:
-        norm = plain
-    elif (found := batch_norm_and_more(view, node, training=True)) is not None:
-        norm, inner, after = found
-        ending = closing_activation(inner, after)
-        if ending is None:
-            return
-        absorbed, act = ending
-        target, kwargs = convolution_and_norm, {} if act is None else {"act": act}
-    else:
-        return
-    if not are_convolution_and_norm(view, conv, norm):
-        return
-    if conv.node.target is squeeze_excite.convolution_of_product:
-        kwargs["of_product"] = True
-    x = conv["input"]
-    args = (Attribute(str(conv.child)), x, Attribute(str(norm.child)))
-    tensors = (x, kwargs["residual"]) if kwargs.get("residual") is not None else (x,)
-    yield Match((conv, norm), target, args, kwargs, tensors, absorbed=absorbed)
-
-
-def convolution_before(view: View, node: Any) -> Op | None:
-    """A node as the call of a convolution, perhaps on a product."""
-    if isinstance(node, Node) and node.target is squeeze_excite.convolution_of_product:
-        layer, x = node.args
-        return Op("convolution", node, {"input": x}, child=str(getattr(layer, "target", None)))
-    conv = view.op(node, "convolution")
-    return conv if conv is not None and conv.child is not None else None
-
-
-def closing_activation(inner: View, after: tuple[Node, ...]) -> tuple[tuple[Op, ...], str | None] | None:
-    """The children that a norm calls, as identities and perhaps a final activation, and the name of that."""
-    ops: list[Op] = []
-    for position, call in enumerate(after, 1):
-        if (op := inner.op(call, "identity")) is not None:
-            ops.append(op)
-        elif position == len(after) and (last := activation(inner, call)) is not None:
-            return (*ops, last[0]), last[1]
-        else:
-            return None
-    return tuple(ops), None
-
-
-def are_convolution_and_norm(view: View, conv: Op, norm: Op) -> bool:
-    """Whether these are a Conv2d without a bias and a BatchNorm2d, or a recorded subclass of it."""
-    layer: Any = view.root.get_submodule(str(conv.child))
-    batch_norm: Any = view.root.get_submodule(str(norm.child))
-    original = original_class(batch_norm)
-    return (
-        original_class(layer) is nn.Conv2d
-        and layer.bias is None
-        and not is_parametrized(layer)
-        and not is_parametrized(batch_norm)
-        and (original is nn.BatchNorm2d or (norm.recording is not None and issubclass(original, nn.BatchNorm2d)))
-    )
 
 
 # -- squeeze-and-excite -----------------------------------------------------------------------------------------------
@@ -388,67 +297,3 @@ def find_squeeze_excite(view: View, node: Node) -> Iterator[Match | Refusal]:
             before = [user for user in x.users if view.position[user] < view.position[node]]
             if is_gate(view, gate) and any(mean_over_space(view, user) is not None for user in before):
                 yield Match(match.ops, calls.excite, (x, gate), {}, (x, gate))
-
-
-# -- an MLP -----------------------------------------------------------------------------------------------------------
-
-
-def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
-    found = activation(view, node, handwritten=True)
-    if found is None:
-        return
-    before, passed = skip_identities(view, found[0]["input"])
-    linear = view.op(before, "linear")
-    if linear is None or linear.recording is not None:
-        return
-    operands, (weight, bias) = linear_parameters(view, linear)
-    if weight is None or bias is None:
-        return
-    if bias.dtype != weight.dtype:
-        yield Refusal(Reason.BIAS_DTYPE, linear.child or str(before))
-        return
-    x = linear["input"]
-    yield Match((linear, *passed, found[0]), calls.linear_act, (x, *operands, found[1]), {}, (x,))
-
-
-def find_mlp(view: View, node: Node) -> Iterator[Match | Refusal]:
-    linear = view.op(node, "linear")
-    if linear is None or linear.recording is not None:
-        return
-    before, passed = skip_identities(view, linear["input"])
-    drop = view.op(before, "dropout")
-    dropped: tuple[Any, ...] = ()
-    if drop is not None and not drop.inplace:
-        dropped = dropout(drop)
-        before, earlier = skip_identities(view, drop["input"])
-        passed = (*earlier, drop, *passed)
-    for match in find_linear_act(view, before) if isinstance(before, Node) else ():
-        if isinstance(match, Match):
-            ops, args = (*match.ops, *passed, linear), (*match.args, *linear_parameters(view, linear)[0], *dropped)
-            yield Match(ops, calls.mlp, args, {}, match.tensors)
-
-
-def mlp_child(view: View, node: Node) -> tuple[Op, tuple[Op, ...], tuple[Any, ...]] | None:
-    """A child that only computes an MLP: its call, the operations in it, its parameters and its activation."""
-    child: Any = view.child(node)
-    recording = record_child(view.root, child, 1)
-    if recording is None:
-        return None
-    argument, *nodes, output = recording.graph.nodes
-    inner, result = View(recording.graph, view.root), output.args[0]
-    after: list[Op] = []
-    while (op := inner.op(result, "identity") or inner.op(result, "dropout")) is not None:
-        after.append(op)
-        result = op["input"]
-    for match in find_mlp(inner, result) if isinstance(result, Node) else ():
-        if isinstance(match, Refusal) or match.args[0] is not argument:
-            continue
-        ops = (*match.ops, *after)
-        known = {op.node for op in ops}
-        drops = [view.root.get_submodule(str(op.child)) for op in ops if op.name == "dropout"]
-        if all(n in known or n.op == "get_attr" for n in nodes) and all(
-            original_class(drop) is nn.Dropout and drop.p == 0.0 for drop in drops
-        ):
-            call = Op("mlp", node, {"input": node.args[0]}, child=str(node.target), recording=recording)
-            return call, ops, match.args[1:6]
-    return None

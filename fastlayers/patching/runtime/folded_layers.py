@@ -17,16 +17,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from fastlayers.ops import convolution_chain as chains
-from fastlayers.ops.convolution_chain import Gate
 from fastlayers.patching.runtime.calls import join
 from fastlayers.patching.runtime.checks import no_hooks
 from fastlayers.patching.runtime.convolution import adds_bias, convolve, layer_and_more
-from fastlayers.patching.runtime.convolution_chain import parted
 from fastlayers.patching.runtime.traits import fresh
-from fastlayers.patching.runtime.transformer_block import runs_under_autocast
 
-__all__ = ["folded", "folded_and_more", "folded_chain", "folded_sum", "forget", "may_fold"]
+__all__ = ["folded", "folded_and_more", "folded_sum", "forget", "may_fold"]
 
 #: Children of a norm that its kernel may stand for, by the name of the activation.
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -142,59 +138,6 @@ def folded_sum(
         return layer_and_more(layer, x, weight, bias + other_bias, residual, act, overwritten)
     residual = folded(other_layer, other_norm, other_x)
     return folded(layer, norm, x, residual, act, overwritten)
-
-
-def folded_chain(
-    x: Tensor,
-    *layers: Any,
-    acts: tuple[str | None, ...],
-    after: tuple[tuple[nn.Module, ...], ...],
-    residual: Tensor | None = None,
-    overwritten: str | None = None,
-    gate: tuple[int, str, str] | None = None,
-) -> Tensor:
-    """Consecutive pairs of a Conv2d and its norm, for which :func:`may_fold` is True.
-
-    Args:
-        x: images.
-        layers: the pairs; for a gate followed by its module and its two convolutions.
-        acts: the activation after each pair.
-        after: the children that each norm calls on its result.
-        residual, overwritten: as for :func:`folded`, for the last pair.
-        gate: the pair that the gate follows, and its activations.
-    """
-    layers, of_gate, found = parted(layers, acts, gate)
-    y = in_one(x, layers, acts, after, residual, found)
-    if y is not None:
-        return y
-    for place, (layer, norm, act, children) in enumerate(zip(layers[::2], layers[1::2], acts, after, strict=True), 1):
-        added = (residual, act, overwritten) if place == len(acts) else (None, act)
-        x = folded_and_more(layer, norm, children, x, *added)
-        if gate is not None and place == gate[0] + 1:
-            x = of_gate[0](x)
-    return x
-
-
-def in_one(
-    x: Any,
-    layers: tuple[Any, ...],
-    acts: tuple[str | None, ...],
-    after: tuple[tuple[nn.Module, ...], ...],
-    residual: Tensor | None,
-    gate: Gate | None,
-) -> Tensor | None:
-    """The chain as one op; None if the op does not apply."""
-    if torch.compiler.is_compiling() or not runs_under_autocast(x):
-        return None
-    found: list[str | None] = []
-    for children, act in zip(after, acts, strict=True):
-        own = activations(children)
-        if own is None or len(own) + (act is not None) > 1:
-            return None
-        found.append(own[0] if own else act)
-    if own and residual is not None:  # The last norm applies its activation before the sum.
-        return None
-    return chains.folded_chain(x, layers, found, residual, gate, folded_weights)
 
 
 def activations(children: tuple[nn.Module, ...]) -> list[str] | None:
