@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from contextlib import nullcontext
 from weakref import ref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import DEVICES, needs_gpu
+from test_squeeze_excite import SqueezeExcite, StandIns
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import fastlayers
-from fastlayers.ops import dispatch
+from fastlayers.ops import dispatch, elementwise, squeeze_excite
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite import regions
 from fastlayers.patching.rewrite.regions import MAX_SIGNATURES, Region, no_regions, region_class
@@ -73,6 +76,17 @@ class Bottleneck(nn.Module):
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         y += x
         return self.relu(y)
+
+
+class Gated(nn.Module):
+    """A convolution of x·gate, where the gate comes from the mean of x."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.se, self.last = nn.Conv2d(8, 3, 1), SqueezeExcite(), nn.Conv2d(3, 8, 1, bias=False)
+
+    def forward(self, x):
+        return self.last(self.se(self.first(x)))
 
 
 class Many(nn.Module):
@@ -434,6 +448,30 @@ def test_checkpointing(reentrant, device):
             found[-1] = x.grad.clone()
     assert torch.equal(found[1], found[0])
     assert torch.equal(found[2], found[0])
+
+
+def kept_by(call):
+    """The bytes that a call leaves allocated, its result among them."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        out = call()
+    events = run.profiler.kineto_results.events()
+    assert out.requires_grad
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("kind", "inputs"), [(Block, tokens), (Bottleneck, images), (Gated, images)])
+def test_a_region_keeps_no_more_than_op_by_op(kind, inputs, autocast, runs, monkeypatch):
+    kernels = StandIns()
+    for family in (squeeze_excite.FAMILY, elementwise.FAMILY):
+        monkeypatch.setattr(family, "kernels_for", lambda x: kernels)
+    monkeypatch.setattr(elementwise, "GPU_LEAST", 0)
+    module, x, kept = fastlayers.patch_model(nn.Sequential(kind())), inputs(), []
+    for context in (nullcontext, nullcontext, no_regions):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), context():
+            kept.append(kept_by(lambda: module(x)))
+    assert runs == [True, False]
+    assert kept[1] <= kept[2]
 
 
 def test_hooks_on_saved_tensors_see_what_is_kept():

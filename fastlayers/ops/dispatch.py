@@ -33,6 +33,7 @@ FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float6
 PLAIN = (Tensor, torch.nn.Parameter)
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+_top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 #: ``is_grads_batched`` goes through the older vmap, which those of torch.func do not see.
 _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
@@ -81,6 +82,17 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
             if t is not None and t.requires_grad:
                 return True
     return False
+
+
+def kept_as_is(t: Tensor) -> Tensor:
+    """What hooks on saved tensors do with those of a recording, which are not the ones of the call."""
+    return t
+
+
+def hooks_decide_what_is_kept() -> bool:
+    """Whether hooks on saved tensors decide what autograd keeps, as those of checkpoints do."""
+    hooks = _top_saved_tensors_hooks(False)
+    return hooks is not None and hooks[0] is not kept_as_is
 
 
 @cache

@@ -30,8 +30,6 @@ class Kernels(dispatch.Kernels):
 
 FAMILY = dispatch.Family("squeeze_excite", Kernels)
 
-_top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-
 
 class _Shared:
     """What the product and the mean of one x share.
@@ -180,7 +178,7 @@ def convolution_of_product(layer: Callable[[Tensor], Tensor], product: Tensor) -
         not isinstance(node, _Excite._backward_cls)  # type: ignore[attr-defined]
         or product._version != 0
         or dispatch.must_decompose()
-        or _top_saved_tensors_hooks(False) is not None
+        or dispatch.hooks_decide_what_is_kept()
     ):
         return layer(product)
     factors = tuple((t, t._version) for t in node.saved_tensors)

@@ -402,7 +402,7 @@ class Region:
         """Record a call, and return its result."""
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return self.present.forward(module, *args, **kwargs)
-        with _lock, no_regions(), saved_tensors_hooks(kept_as_is, kept_as_is):
+        with _lock, no_regions(), saved_tensors_hooks(dispatch.kept_as_is, dispatch.kept_as_is):
             found = self.prepared(module, args, kwargs, given, pattern)
         if found is None:  # Smaller regions inside of this one may apply.
             self.failed()
@@ -580,11 +580,6 @@ def restore_random_state(states: Sequence[Tensor], inputs: Sequence[Tensor]) -> 
     torch.set_rng_state(of_cpu)
     for device, state in zip(sorted({t.get_device() for t in inputs if t.is_cuda}), of_gpus, strict=True):
         torch.cuda.set_rng_state(state, device)
-
-
-def kept_as_is(t: Tensor) -> Tensor:
-    """What hooks on saved tensors do with those of a recording, which are not the ones of the call."""
-    return t
 
 
 def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Module]:
