@@ -349,6 +349,19 @@ def test_twice_backward():
         torch.autograd.grad(out, x)
 
 
+def test_a_backward_lets_go_of_the_inputs():
+    region, x = in_regions(Block()), tokens()
+    for _ in range(2):
+        given = x * 2
+        gone, out = ref(given), region(given)
+        del given
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+        assert gone() is None
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(out.sum(), region.gamma, create_graph=True)
+
+
 def test_two_forwards_before_a_backward():
     module = Block(p=0.2)
     region, a, b = recorded(module, tokens()), tokens(), tokens().detach() * 2

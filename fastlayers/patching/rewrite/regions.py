@@ -64,6 +64,8 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+#: Whether the backward that runs was called with retain_graph.
+_retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def _keys_above_kernels() -> Any:
@@ -248,6 +250,8 @@ class Node(torch.autograd.Function):
         )
         kept = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
+        if not _retains_graph():
+            ctx.again = None  # A loss that outlives its backward would hold the inputs of all regions.
         with _excluding(KEYS):
             return None, None, None, None, *entry.compiled.backward(grads, kept)
 
@@ -258,6 +262,11 @@ _record = dispatch.record_of(Node)
 def differentiable(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """The gradients of a region's inputs with a graph of their own: its forward runs again, op by op."""
     entry, again = ctx.entry, ctx.again
+    if again is None:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: a patched forward has let go of its inputs. Specify "
+            "retain_graph=True in the first backward"
+        )
     inputs: Any = again.inputs.unchanged()
     module = again.module()
     if module is None:
