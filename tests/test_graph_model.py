@@ -280,6 +280,46 @@ def test_keywords_and_nested_results(mode):
         assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
 
 
+class Cache:
+    """What a language model returns beside its logits."""
+
+    def __init__(self, keys, name):
+        self.layers, self.name, self.device = [{"keys": key} for key in keys], name, keys[0].device
+
+
+class Caching(Net):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, Cache([y * 2, y.detach() + 1], "dynamic")
+
+
+@gpu
+def test_results_that_are_objects():
+    stock, graphed = pair(Caching)
+    for x in inputs(6):
+        (y, expected), (z, actual) = stock(x), graphed(x)
+        assert_equal([z, actual.layers, actual.name], [y, expected.layers, expected.name])
+        assert isinstance(actual, Cache)
+        (y + expected.layers[0]["keys"]).mean().backward(), (z + actual.layers[0]["keys"]).mean().backward()
+    for p, q in zip(stock.parameters(), graphed.parameters(), strict=True):
+        assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
+    assert replays(graphed) == 3
+
+
+class Asks(Net):
+    """As mask code of transformers does."""
+
+    def forward(self, x):
+        if not torch.cuda.is_current_stream_capturing() and x.isnan().any().item():
+            return x
+        return super().forward(x)
+
+
+@gpu
+def test_code_that_asks_whether_it_is_captured():
+    assert replays(same_training(Asks)) == 5
+
+
 @gpu
 def test_results_that_are_kept():
     stock, graphed = pair()
@@ -437,6 +477,12 @@ class Waits(Net):
         return x if x.sum().item() > 0 else -x
 
 
+class CopiesFromCPU(Net):
+    def forward(self, x):
+        self_made = torch.arange(32.0).pin_memory().to(x.device, non_blocking=True)
+        return super().forward(x + self_made)
+
+
 class DrawsOnCPU(Net):
     def forward(self, x):
         return super().forward(x) * (1 if random.random() > 0.5 else 2)
@@ -476,6 +522,7 @@ class Hooked(Net):
     ("kind", "reason"),
     [
         (Waits, "waits for the GPU at"),
+        (CopiesFromCPU, "copies a tensor of the CPU"),
         (DrawsOnCPU, "draws random numbers on the CPU"),
         (Counts, "changes attributes"),
         (Synchronizes, "rror"),

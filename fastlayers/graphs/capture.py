@@ -10,12 +10,11 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from fastlayers.graphs.results import put_together, take_apart, tensors_in
 from fastlayers.graphs.watch import State, UncapturedError
 from fastlayers.ops.dispatch import PLAIN
-from fastlayers.patching.capture.reads import is_value
-from fastlayers.patching.rewrite.regions import TENSOR, random_state, restore_random_state, unflatten
+from fastlayers.patching.rewrite.regions import random_state, restore_random_state, unflatten
 
 __all__ = ["Call", "Capture", "capturing"]
 
@@ -120,18 +119,12 @@ class Capture:
         self._forward = torch.cuda.CUDAGraph()
         with captured(self._forward, self.device):
             out = self.present(module, *args, **(kwargs or {}))
-        leaves, self._spec = pytree.tree_flatten(out)
-        results = {id(t): t for t in leaves if isinstance(t, Tensor)}
-        self._check(leaves, list(results.values()), module)
-        self._places = [list(results).index(id(t)) if isinstance(t, Tensor) else -1 for t in leaves]
-        self._leaves = [TENSOR if isinstance(t, Tensor) else t for t in leaves]
-        self.results = list(results.values())
+        self.results: list[Tensor] = []
+        self._parts = take_apart(out, self.results)
+        self._check(self.results, module)
         self._active = [t.requires_grad for t in self.results]
 
-    def _check(self, leaves: Sequence[Any], results: Sequence[Tensor], module: nn.Module) -> None:
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) and not is_value(leaf):
-                raise UncapturedError(f"it returns a {type(leaf).__name__}")
+    def _check(self, results: Sequence[Tensor], module: nn.Module) -> None:
         if not results:
             raise UncapturedError("it returns no tensor")
         for t in results:
@@ -181,17 +174,11 @@ class Capture:
             torch._foreach_copy_(self.inputs, list(given))
         self.replays += 1
         if not any(self._active):
-            return self._packed(self.forward())
+            return put_together(self._parts, self.forward())
         call = Call(module, pattern, random_state(given) if self._draws else [])
         self._pending = ref(call)
         wanted = *(given[i] for i in self.places), *self._parameters
-        return self._packed(Replay.apply(self, call, given, *wanted))
-
-    def _packed(self, results: Sequence[Tensor]) -> Any:
-        leaves = [
-            results[place] if place >= 0 else leaf for place, leaf in zip(self._places, self._leaves, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self._spec)
+        return put_together(self._parts, Replay.apply(self, call, given, *wanted))
 
     def forward(self) -> tuple[Tensor, ...]:
         self._forward.replay()
@@ -268,7 +255,7 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
             out = capture.present(module, *args, **(kwargs or {}))
         finally:
             restore_random_state(now, given)
-    results = list({id(t): t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)}.values())
+    results = tensors_in(out)
     chosen = [i for i, dy in enumerate(dys) if dy is not None]
     parameters = wanted[len(capture.places) :]
     return torch.autograd.grad(

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from fastlayers.graphs.capture import Capture, capturing
+from fastlayers.graphs.results import tensors_in
 from fastlayers.graphs.watch import Counter, State, UncapturedError, drawn_on_cpu, waits
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import become, check_subclassing, seal
@@ -40,6 +40,7 @@ class Signature:
         reason: why they run as they are; empty if they do not, or not yet.
         used: the numbers of the results that received a gradient.
         draws: whether random numbers are drawn on the GPU.
+        waits: where a call waited for the GPU. Code that asks whether it is captured may do without.
         changes: how often the modules changed after a capture.
         state: of the modules when a call was last watched.
     """
@@ -51,6 +52,7 @@ class Signature:
         self.reason = ""
         self.used: set[int] = set()
         self.draws = False
+        self.waits = ""
         self.changes = 0
         self.state: State | None = None
         self._past = 0
@@ -158,13 +160,14 @@ class Graphs:
         signature.draws = any(not torch.equal(a, b) for a, b in zip(on_gpu, random_state(given), strict=True))
         if counter.count < LEAST:
             self.turn_off(signature, module, f"too small: {counter.count} operations", inside=False)
-        elif places:
-            self.turn_off(signature, module, f"waits for the GPU at {places[0]}")
+        elif counter.copies:
+            self.turn_off(signature, module, "copies a tensor of the CPU")
         elif drawn_on_cpu() != on_cpu:
             self.turn_off(signature, module, "draws random numbers on the CPU")
         elif not state.holds():
             self.turn_off(signature, module, "changes attributes of its modules")
-        for i, t in enumerate(distinct(out)):
+        signature.waits = places[0] if places else ""
+        for i, t in enumerate(tensors_in(out)):
             if t.requires_grad:
                 t.register_hook(functools.partial(note, signature.used, i))
         return out
@@ -191,7 +194,8 @@ class Graphs:
                 module, self.present.forward, pattern, given, signature.used, signature.draws, signature.state
             )
         except (UncapturedError, RuntimeError) as error:
-            self.turn_off(signature, module, str(error).splitlines()[0])
+            waits = signature.waits and f"waits for the GPU at {signature.waits}"
+            self.turn_off(signature, module, waits or str(error).splitlines()[0])
             return None
         signature.captures.append(made)
         return made
@@ -199,11 +203,6 @@ class Graphs:
 
 def note(used: set[int], i: int, grad: Tensor) -> None:
     used.add(i)
-
-
-def distinct(out: Any) -> list[Tensor]:
-    """The tensors of a result, each once."""
-    return list({id(t): t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)}.values())
 
 
 def unfit(pattern: Any, given: list[Tensor]) -> str:

@@ -91,16 +91,22 @@ class State:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operations of torch that compute something."""
+    """Counts the operations of torch that compute something, and notes copies of tensors of the CPU: a graph would read
+    the memory of the first one in each replay."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.copies = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
         returns = func._schema.returns
         self.count += not (returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write)
-        return func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_cuda:
+            given = (*args, *(kwargs or {}).values())
+            self.copies |= any(isinstance(t, Tensor) and not t.is_cuda and t.dim() > 0 for t in given)
+        return out
 
 
 @contextmanager
