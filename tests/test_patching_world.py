@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from fastlayers import FusedLayerNorm
 from fastlayers.patching import (
     PatchError,
     PatchWarning,
@@ -252,7 +251,7 @@ def test_a_forward_that_removed_hooks_left_behind_is_patched(hooks):
     assert "forward" in vars(model[0])
     patch_model(model)
     assert patch_report(model)["0.norm"].became == "FusedLayerNorm"
-    assert model[0].norm.forward.__func__ is FusedLayerNorm.forward
+    assert model[0].norm.forward.__func__ is type(model[0].norm).forward
     same(model, stock, rows())
     assert torch.equal(unpatch_model(model)(rows()), stock(rows()))
 

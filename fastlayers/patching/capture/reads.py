@@ -24,6 +24,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from fastlayers.patching.capture.lookups import (
+    FUNCTIONS,
+    global_variable,
+    inside_function,
+    member,
+    package,
+    same,
+    same_inherited,
+    same_method,
+    same_tensor_method,
+)
 from fastlayers.patching.capture.syntax import (
     HOOKS,
     INPLACE,
@@ -65,6 +76,7 @@ class Reads:
 
     Attributes:
         values: expressions about ``self`` and the names of :attr:`namespace`, with their values.
+        tests: tests of what was looked up, see :mod:`fastlayers.patching.capture.lookups`.
         called: expressions of the modules that were called, which must have no hooks.
         tensors: expressions of the tensors that were read, with these.
         namespace: the objects that the expressions name.
@@ -72,6 +84,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.tests: dict[str, None] = {}
         self.called: dict[str, None] = {}
         self.tensors: dict[str, Tensor] = {}
         self.namespace: dict[str, Any] = {}
@@ -115,7 +128,8 @@ def read_by(
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
     watch = Watch(module, lookups)
-    reads = watch.reads
+    reads, original = watch.reads, original_class(module)
+    watch.test(same(member(original, "forward", reads.bind), original.forward, reads.bind))
     try:
         with watch.fake_mode:
             args, kwargs = tree_map_only(Tensor, watch.fake, (args, kwargs))
@@ -199,6 +213,9 @@ class Watch:
         if isinstance(value, Tensor):
             self.reads.tensors[expression] = value
             return self.fake(value)
+        if isinstance(value, FUNCTIONS) and not expression.startswith("self"):
+            self.test(same(expression, value, self.reads.bind))
+            return value
         if is_value(value):
             self.reads.values[expression] = value
             return value
@@ -210,6 +227,9 @@ class Watch:
             return self.lend(expression, value)
         self.origins.setdefault(id(value), (expression, value))
         return value
+
+    def test(self, *tests: str) -> None:
+        self.reads.tests.update(dict.fromkeys(tests))
 
     def lend(self, expression: str, value: Any) -> Any:
         """A copy of a list or dict, which must not be changed."""
@@ -224,8 +244,10 @@ class Watch:
             cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
             return self.read(f"{self.reads.bind(cell, 'cell')}.cell_contents", cell.cell_contents)
         if name in function.__globals__:
-            scope = function.__globals__
-            return self.read(f"{self.reads.bind(scope, 'globals')}[{name!r}]", scope[name])
+            value = function.__globals__[name]
+            if isinstance(value, types.ModuleType) and package(function) == "torch":
+                return value
+            return self.read(global_variable(function.__globals__, name, self.reads.bind), value)
         if hasattr(builtins, name):
             return getattr(builtins, name)
         raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
@@ -234,11 +256,16 @@ class Watch:
         if isinstance(owner, Tensor):
             if name in REFUSED_ATTRIBUTES:
                 raise Refusal(Reason.READS_STATE, f"a tensor's {name}")
+            self.test(*same_tensor_method(name, self.reads.bind))
             return getattr(owner, name)
         if isinstance(owner, nn.Module):
             return self.module_attribute(owner, name)
         if isinstance(owner, types.ModuleType):
-            return self.read(f"{self.reads.bind(owner, owner.__name__.replace('.', '_'))}.{name}", getattr(owner, name))
+            return self.read(member(owner, name, self.reads.bind), getattr(owner, name))
+        if isinstance(owner, super):
+            self.test(*same_inherited(owner, name, self.reads.bind))
+        if isinstance(owner, type) and isinstance(getattr(owner, name), types.FunctionType):
+            self.test(same(member(owner, name, self.reads.bind), getattr(owner, name), self.reads.bind))
         origin = self.origin(owner)
         if origin is not None and not isinstance(owner, type | types.FunctionType):
             return self.object_attribute(origin, owner, name)
@@ -259,11 +286,11 @@ class Watch:
         origin = self.origin(module)
         if origin is None:
             raise Refusal(Reason.READS_STATE, f"a {type(module).__name__} that is not one of its submodules")
-        kind = self.kind(module, origin)
-        static = inspect.getattr_static(original_class(module), name, None)
+        self.kind(module, origin)
+        static = inspect.getattr_static(type(module), name, None)
         state = module.__dict__
         if isinstance(static, property) and static.fget is not None:
-            self.reads.values[f"{kind}.__dict__.get({name!r})"] = vars(original_class(module)).get(name)
+            self.test(same(f"type({origin}).{name}", static, self.reads.bind))
             return self.follow(static.fget, (module,), {})  # type: ignore[arg-type]
         if name in state:
             return self.read(f"{origin}.{name}", state[name])
@@ -271,9 +298,8 @@ class Watch:
             if name in state[registry]:
                 return self.read(f"{origin}.{registry}[{name!r}]", state[registry][name])
         if isinstance(static, types.FunctionType | staticmethod | classmethod):
-            found = getattr(original_class(module), name)
-            self.reads.values[f"{kind}.{name}"] = found
-            self.reads.values[f"{name!r} in {origin}.__dict__"] = False
+            self.test(*same_method(origin, type(module), name, self.reads.bind))
+            found = getattr(type(module), name)
             if isinstance(static, types.FunctionType):
                 return types.MethodType(found, module)
             return found
@@ -281,10 +307,9 @@ class Watch:
             return self.read(f"{origin}.{name}", static)
         raise Refusal(Reason.READS_STATE, f"{origin}.{name}")
 
-    def kind(self, module: nn.Module, origin: str) -> str:
-        """The original class of a module, as an expression; that it has this class is written down."""
+    def kind(self, module: nn.Module, origin: str) -> None:
+        """Write down that a module has this class."""
         self.reads.values[f"type({origin})"] = type(module)
-        return self.reads.bind(original_class(module), original_class(module).__name__)
 
     def hook_container(self, value: Any) -> Any:
         if isinstance(value, nn.ParameterList | nn.ParameterDict):
@@ -388,13 +413,20 @@ class Watch:
             raise Refusal(Reason.UNKNOWN_CALL, "calls itself")
         if type(module).__call__ is not nn.Module.__call__:
             raise Refusal(Reason.UNKNOWN_CALL, f"{type(module).__name__}.__call__")
-        kind = self.kind(module, origin)
-        forward = original_class(module).forward
+        self.kind(module, origin)
         self.reads.called[origin] = None
-        self.reads.values[f"{kind}.forward"] = forward
+        forward = self.forward(module)
         if "forward" in module.__dict__ or not isinstance(forward, types.FunctionType):
             raise Refusal(Reason.FORWARD_REPLACED, origin)
         return self.follow(forward, (module, *args), kwargs)
+
+    def forward(self, module: nn.Module) -> Any:
+        """The forward of a module as it is written, not as it was patched."""
+        present, original = type(module), original_class(module)
+        stays = present is original or present.forward is present.__fastlayers_forward__  # type: ignore[attr-defined]
+        for kind in (present, original):
+            self.test(same(member(kind, "forward", self.reads.bind), kind.forward, self.reads.bind))
+        return (original if stays else present).forward
 
     def method(self, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner, function = method.__self__, method.__func__
@@ -423,6 +455,7 @@ class Watch:
         if package in TRUSTED:
             if function.__name__ in REFUSED_FUNCTIONS or any(isinstance(arg, nn.Module) for arg in args):
                 raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
+            self.test(*inside_function(function, self.reads.bind))
             return function(*args, **kwargs)
         return self.follow(function, args, kwargs)
 

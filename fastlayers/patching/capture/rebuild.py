@@ -13,16 +13,29 @@ import itertools
 import linecache
 import textwrap
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from fastlayers.patching.capture.syntax import strip_signature
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["innermost", "rebuild", "refuse_private_names", "rewrap", "show_source"]
+__all__ = ["arguments_source", "innermost", "rebuild", "refuse_private_names", "rewrap", "show_source"]
 
 FACTORY = "_fastlayers_bind"
 
 _serial = itertools.count(1)
+
+#: How a call passes parameters, by their kind.
+SPELLED: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*{}",
+    inspect.Parameter.KEYWORD_ONLY: "{0}={0}",
+    inspect.Parameter.VAR_KEYWORD: "**{}",
+}
+
+
+def arguments_source(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    """The arguments of a call that passes parameters on."""
+    return [SPELLED.get(parameter.kind, "{}").format(parameter.name) for parameter in parameters]
 
 
 def innermost(function: types.FunctionType) -> types.FunctionType:

@@ -15,7 +15,7 @@ from torch import fx
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Name", "Recording", "add_names", "bind", "equality", "module_expression"]
+__all__ = ["Name", "Recording", "add_names", "bind", "binder", "equality", "module_expression"]
 
 
 @dataclass
@@ -48,10 +48,19 @@ def module_expression(path: str) -> str:
 
 def bind(recording: Recording, value: Any, hint: str | None = None) -> str:
     """A name for ``value`` in the generated code."""
-    name = f"_{hint or value.__name__}"
-    while recording.namespace.setdefault(name, value) is not value:
-        name += "_"
-    return name
+    return binder(recording.namespace)(value, hint or value.__name__)
+
+
+def binder(namespace: dict[str, Any]) -> Callable[[object, str], str]:
+    """A function that gives an object, with a hint, a name in a namespace."""
+
+    def bind(value: object, hint: str) -> str:
+        name = f"_{hint}"
+        while namespace.setdefault(name, value) is not value:
+            name += "_"
+        return name
+
+    return bind
 
 
 def equality(expression: str, value: Any, bind: Callable[[object, str], str]) -> str:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 
+from fastlayers.patching.capture.lookups import FUNCTIONS, global_variable, member, same, same_inherited, same_method
 from fastlayers.patching.capture.recording import Recording, equality
 from fastlayers.patching.capture.syntax import HOOKS, INPLACE, Instrument, local_names, parent, parse, strip_signature
 from fastlayers.patching.reasons import Reason, Refusal
@@ -163,8 +164,8 @@ class Trace:
 
     # -- what the recording consists of ----------------------------------------------------------------------
 
-    def guard(self, expression: str) -> None:
-        self.recording.guards[expression] = None
+    def guard(self, *tests: str) -> None:
+        self.recording.guards.update(dict.fromkeys(tests))
 
     def bind(self, value: object, hint: str) -> str:
         """A name for ``value`` in the namespace of the generated code."""
@@ -206,9 +207,9 @@ class Trace:
                 before, value = value, copy.deepcopy(value)
                 self.lent.append((what, before, value))
             return value
-        if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type | types.ModuleType):
-            if origin is not None and origin.startswith("self"):
-                self.guard(f"{origin} is {self.bind(value, getattr(value, '__name__', 'object').strip('<>'))}")
+        if isinstance(value, FUNCTIONS):
+            if origin is not None:
+                self.guard(same(origin, value, self.bind))
             return value
         if origin is None or isinstance(value, list | tuple | dict | set | frozenset):
             raise Refusal(Reason.READS_STATE, f"{what} is a {type(value).__name__}")
@@ -221,13 +222,14 @@ class Trace:
         variables = inspect.getclosurevars(function) if function.__closure__ else None
         if variables is not None and name in variables.nonlocals:
             value = variables.nonlocals[name]
-            return self.constant(value, None, name) if not is_primitive(value) else self.refuse_closure(name)
+            if is_primitive(value):
+                return self.refuse_closure(name)
+            cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
+            origin = f"{self.bind(cell, 'cell')}.cell_contents" if isinstance(value, FUNCTIONS) else None
+            return self.constant(value, origin, name)
         if name in function.__globals__:
-            value = function.__globals__[name]
-            origin = None
-            if not isinstance(value, types.FunctionType | types.BuiltinFunctionType | type | types.ModuleType):
-                origin = f"{self.bind(function.__globals__, 'globals')}[{name!r}]"
-            return self.constant(value, origin, f"the global {name}")
+            origin = global_variable(function.__globals__, name, self.bind)
+            return self.constant(function.__globals__[name], origin, f"the global {name}")
         if hasattr(builtins, name):
             return getattr(builtins, name)
         raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
@@ -244,13 +246,15 @@ class Trace:
             inherited = getattr(owner, name)
             if not isinstance(inherited, types.MethodType):
                 raise Refusal(Reason.READS_STATE, f"super().{name}")
+            self.guard(*same_inherited(owner, name, self.bind))
             return inherited
         if isinstance(owner, types.ModuleType):
             value = getattr(owner, name)
-            fixed = owner.__name__.split(".")[0] in ("torch", "math")
-            return self.constant(
-                value, None if fixed else f"{self.bind(owner, 'module')}.{name}", f"{owner.__name__}.{name}"
-            )
+            package = owner.__name__.partition(".")[0]
+            fixed = package in ("torch", "math") and (isinstance(value, types.ModuleType | type) or is_primitive(value))
+            return self.constant(value, None if fixed else member(owner, name, self.bind), f"{owner.__name__}.{name}")
+        if isinstance(owner, type) and isinstance(getattr(owner, name), types.FunctionType):
+            self.guard(same(member(owner, name, self.bind), getattr(owner, name), self.bind))
         if is_primitive(owner) or isinstance(
             owner, type | types.FunctionType | list | tuple | dict | set | torch.finfo | torch.iinfo
         ):
@@ -279,6 +283,7 @@ class Trace:
             return self.record("get_attr", self.tensor_path(module, name), (), {}) if read else self.training
         static = inspect.getattr_static(type(module), name, None)
         if isinstance(static, property) and static.fget is not None:
+            self.guard(same(f"type({origin}).{name}", static, self.bind))
             return self.follow(static.fget, (module,), {})  # type: ignore[arg-type]
         state = module.__dict__
         if name in state:
@@ -297,6 +302,7 @@ class Trace:
                 self.guard(f"{origin}._modules[{name!r}] is None")
             return child
         if isinstance(static, types.FunctionType | staticmethod | classmethod):
+            self.guard(*same_method(origin, type(module), name, self.bind))
             return getattr(module, name)
         if is_primitive(static) and static is not None:
             return self.constant(static, f"{origin}.{name}", what)

@@ -25,7 +25,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fastlayers.ops.dispatch import is_plain
-from fastlayers.patching.capture.recording import Name, Recording, add_names, bind, module_expression
+from fastlayers.patching.capture.lookups import inside_layer
+from fastlayers.patching.capture.recording import Name, Recording, add_names, bind, binder, module_expression
 from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.view import View, is_barrier
 from fastlayers.patching.reasons import Refusal
@@ -161,6 +162,8 @@ class Found:
         kind, expression = original_class(child), module_expression(path)
         if not is_plain_layer(child):
             return False
+        for test in inside_layer(kind, expression, binder(self.tests.namespace)):
+            self.require(test)
         if kind in LAYERS:
             self.require(f"{bind(self.tests, checks.casts_input)}({expression}, {bind(self.tests, kind)})")
             self.operations += 1

@@ -116,7 +116,8 @@ class Fingerprint:
     scaled: str | None = None
 
 
-_known: WeakKeyDictionary[type[nn.Module], tuple[Any, Fingerprint | None]] = WeakKeyDictionary()
+#: By class: the methods that were read, by their names, and what they compute.
+_known: WeakKeyDictionary[type[nn.Module], tuple[dict[str, Any], Fingerprint | None]] = WeakKeyDictionary()
 
 
 def fingerprint(cls: type[nn.Module]) -> Fingerprint | None:
@@ -124,17 +125,20 @@ def fingerprint(cls: type[nn.Module]) -> Fingerprint | None:
     forward = cls.forward
     if not isinstance(forward, types.FunctionType) or (forward.__module__ or "").startswith("torch."):
         return None
-    if cls not in _known or _known[cls][0] is not forward:
-        _known[cls] = (forward, compute(cls, forward))
+    if cls not in _known or any(getattr(cls, name, None) is not f for name, f in _known[cls][0].items()):
+        methods = {"forward": forward}
+        _known[cls] = (methods, compute(cls, forward, methods))
     return _known[cls][1]
 
 
-def compute(cls: type[nn.Module], forward: types.FunctionType) -> Fingerprint | None:
+def compute(
+    cls: type[nn.Module], forward: types.FunctionType, methods: dict[str, types.FunctionType]
+) -> Fingerprint | None:
     parameters = list(inspect.signature(forward).parameters.values())
     if len(parameters) != 2 or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters):
         return None
     try:
-        found = Reader(cls, forward).result(("self",), ("input",))
+        found = Reader(cls, forward, methods).result(("self",), ("input",))
     except (UnreadableError, Refusal, RecursionError):
         return None
     for body, expression in EXPRESSIONS:
@@ -190,10 +194,11 @@ def commuting(name: str, a: Expression, b: Expression) -> Expression:
 
 @dataclass
 class Reader:
-    """Reads a method of a class into the expression that it returns."""
+    """Reads a method of a class into the expression that it returns. ``methods`` collects those that it calls."""
 
     cls: type[nn.Module]
     function: types.FunctionType
+    methods: dict[str, types.FunctionType] = field(default_factory=dict)
     values: dict[str, Expression] = field(default_factory=dict)
     depth: int = 0
 
@@ -285,7 +290,8 @@ class Reader:
             method = inspect.getattr_static(self.cls, node.func.attr, None)
             if not isinstance(method, types.FunctionType) or options:
                 raise UnreadableError
-            return Reader(self.cls, method, depth=self.depth + 1).result(owner, *arguments)
+            self.methods[node.func.attr] = method
+            return Reader(self.cls, method, self.methods, depth=self.depth + 1).result(owner, *arguments)
         return operation(node.func.attr, arguments if owner == ("torch",) else [owner, *arguments], options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 import types
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from fastlayers import functional
+from fastlayers.patching.capture.lookups import inside_function
+from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.ir.spellings import Spelling
 
 __all__ = ["canonical", "fused_rotary", "is_rotary", "known_spelling", "source_of"]
@@ -138,11 +141,14 @@ def is_rotary(function: Any) -> bool:
 
 def fused_rotary(scope: dict[str, Any], name: str, original: Any) -> Any:
     """A function that replaces a rotary function. It calls the global itself if that is another one by now."""
-    halves = original.__globals__["rotate_half"]
+    names: dict[str, Any] = {}
+    called = (original, original.__globals__["rotate_half"])
+    tests = itertools.chain.from_iterable(inside_function(function, binder(names)) for function in called)
+    unchanged = eval(f"lambda: {' and '.join(tests)}", names)
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
         present = scope[name]
-        same = present is original and original.__globals__["rotate_half"] is halves
+        same = present is original and unchanged()
         if not same or not q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]:
             return present(q, k, cos, sin, unsqueeze_dim)
         return functional.rotary(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))

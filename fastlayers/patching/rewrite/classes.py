@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import abc
+import ast
 import copy
 import copyreg
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
+from fastlayers.patching.capture.lookups import inside_layer
+from fastlayers.patching.capture.rebuild import arguments_source, rebuild, show_source
+from fastlayers.patching.capture.recording import binder
+from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.libraries.adapters import adapters
 from fastlayers.patching.reasons import PatchError, Reason, Refusal
 from fastlayers.patching.rules.base import ModuleRule
@@ -102,7 +108,27 @@ def check_subclassing(original: type[nn.Module], harmless: tuple[type, ...] = ()
 
 def swap_class(rule: ModuleRule) -> type[nn.Module]:
     """The class with which a module rule replaces a layer: a subclass of the fused class."""
-    return seal(type(rule.fused.__name__, (rule.fused,), {"__doc__": rule.fused.__doc__}), rule.layer, None)
+    members = {"__doc__": rule.fused.__doc__, "forward": swapped_forward(rule.fused.forward, rule.layer)}  # type: ignore[arg-type]
+    return seal(type(rule.fused.__name__, (rule.fused,), members), rule.layer, None)
+
+
+@functools.lru_cache(maxsize=128)
+def swapped_forward(fused: Any, layer: Any) -> Any:
+    """The forward of a fused class, but that of the layer if it is replaced, or something that it calls."""
+    bound: dict[str, Any] = {}
+    bind = binder(bound)
+    unchanged = " and ".join(inside_layer(layer, "self", bind))
+    stock = f"{bind(layer, layer.__name__)}.forward"
+    try:
+        tree = parse(fused)
+        arguments = ", ".join(arguments_source(inspect.signature(fused).parameters.values()))
+        tree.body[:0] = ast.parse(f"if not ({unchanged}):\n    return {stock}({arguments})").body
+        return rebuild(fused, tree, bound)[0]
+    except Refusal:  # The class of a user's rule may call super().
+        scope = {**bound, "_fused": fused}
+        source = f"def forward(*args, **kwargs):\n    return (_fused if {unchanged} else {stock})(*args, **kwargs)\n"
+        exec(compile(source, show_source(fused.__qualname__, source), "exec"), scope)
+        return functools.update_wrapper(scope["forward"], fused)
 
 
 def shown_name(cls: type[nn.Module]) -> str:
@@ -165,6 +191,7 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
         ("__deepcopy__", deepcopy),
         ("__prepare_scriptable__", prepare_scriptable),
         ("__fastlayers_original__", original),
+        ("__fastlayers_forward__", generated.forward),
         ("__fastlayers_name__", name),
         ("__fastlayers_source__", source),
     ):

@@ -13,7 +13,7 @@ from torch.fx import Node
 from fastlayers import functional
 from fastlayers.patching.capture.recording import Recording, bind, module_expression
 from fastlayers.patching.ir.view import View, counts_batch, is_about_rank, is_barrier
-from fastlayers.patching.runtime import checks
+from fastlayers.patching.rewrite.safety import layer_guards
 from fastlayers.patching.runtime.checks import hooked, is_plain_layer, original_class
 
 __all__ = ["clean_up"]
@@ -57,10 +57,9 @@ def remove_idle_layers(view: View, recording: Recording, excluded: frozenset[str
         idle = layer is nn.Identity or (layer in DROPOUTS and child.p == 0.0)
         if not idle:
             continue
-        expression = module_expression(path)
-        recording.guards[f"{bind(recording, checks.plain)}({expression}, {bind(recording, layer)})"] = None
+        recording.guards.update(dict.fromkeys(layer_guards(path, layer, recording)))
         if layer in DROPOUTS:
-            recording.guards[f"{expression}.p == 0.0"] = None
+            recording.guards[f"{module_expression(path)}.p == 0.0"] = None
         node.replace_all_uses_with(node.args[0])
         recording.graph.erase_node(node)
         yield path

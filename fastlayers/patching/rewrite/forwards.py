@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 from collections import Counter
@@ -10,7 +11,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from fastlayers.patching.capture.recording import Recording, bind
+from fastlayers.patching.capture.lookups import inside_layer
+from fastlayers.patching.capture.recording import Recording, bind, binder
 from fastlayers.patching.capture.syntax import optional_parameters
 from fastlayers.patching.capture.trace import record
 from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
@@ -97,7 +99,10 @@ def fuse_handwritten_norm(module: nn.Module, found: Fingerprint, known: dict[Any
     call = graph.call_function(calls.handwritten_norm, (x, weight, graph.get_attr(found.eps), body.casting))
     graph.output(call)
     operands = f"{found.parameter}, {f'self.{found.weight}' if scaled else None}"
-    guards = scale_guards(found, "self", module)
+    guards = [
+        *scale_guards(found, "self", module),
+        *inside_layer(original_class(module), "self", binder(recording.namespace)),
+    ]
     guards.append(f"{bind(recording, calls.computes_norm)}({operands}, casting={body.casting!r}, same={body.same})")
     recording.guards = dict.fromkeys(guards)
     name = f"Fused{type(module).__name__}"
@@ -110,9 +115,23 @@ def fuse_model(original: type[nn.Module], model: RewrittenModel, known: dict[Any
     if model.rules and model.key not in known:
         check_subclassing(original, model.harmless)
         members = {**model.members, "__fastlayers_omits__": model.omits}
+        if "forward" in members:
+            members["forward"] = unless_replaced(members["forward"], original)
         generated = type(f"Fused{original.__name__}", (original,), members)
         known[model.key] = seal(generated, original, model.source)
     return Fused(known.get(model.key), model.rules, left=model.left)
+
+
+def unless_replaced(forward: Any, original: type[nn.Module]) -> Any:
+    """A forward, but that of the original class if it is replaced."""
+    stock: Any = original.forward
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        present: Any = original.forward
+        return (forward if present is stock else present)(*args, **kwargs)
+
+    return wrapper
 
 
 def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:

@@ -17,12 +17,21 @@ from typing import Any
 
 from torch import nn
 
-from fastlayers.patching.capture.rebuild import show_source
-from fastlayers.patching.capture.recording import Name, Recording, add_names
+from fastlayers.patching.capture.lookups import member, same
+from fastlayers.patching.capture.rebuild import arguments_source, show_source
+from fastlayers.patching.capture.recording import Name, Recording, add_names, binder
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
+from fastlayers.patching.runtime.checks import check_defaults
 
-__all__ = ["CHILD", "GUARD_BUILTINS", "body_source", "generate_class", "guards_source", "signature_source"]
+__all__ = [
+    "CHILD",
+    "GUARD_BUILTINS",
+    "body_source",
+    "generate_class",
+    "guards_source",
+    "signature_source",
+]
 
 #: The variable of a generated forward for the result of its guards.
 HOLDS = "_fastlayers_holds"
@@ -132,8 +141,9 @@ def body_source(recording: Recording, module: nn.Module) -> str:
 def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> tuple[str, str]:
     """The parameters of a forward as its declaration has them, and as the arguments of a call of it."""
     itself, *parameters = inspect.signature(forward).parameters.values()
+    if itself.kind not in (itself.POSITIONAL_ONLY, itself.POSITIONAL_OR_KEYWORD):
+        raise Refusal(Reason.SIGNATURE, str(itself))
     declared = [itself.replace(name="self", annotation=itself.empty)]  # It may have another name.
-    handed: list[str] = []
     for parameter in parameters:
         default = parameter.default
         if default is not parameter.empty and not isinstance(default, bool | int | str | None):
@@ -141,11 +151,7 @@ def signature_source(forward: types.FunctionType, namespace: dict[str, Any]) -> 
             namespace[name] = default
             default = Name(name)
         declared.append(parameter.replace(annotation=parameter.empty, default=default))
-        handed.append(
-            f"{parameter.name}={parameter.name}" if parameter.kind is parameter.KEYWORD_ONLY else parameter.name
-        )
-    text = str(inspect.Signature(declared))
-    return text, ", ".join(handed)
+    return str(inspect.Signature(declared)), ", ".join(arguments_source(parameters))
 
 
 def guards_source(recording: Recording, keyword: str) -> str:
@@ -178,6 +184,9 @@ def class_source(
         lines.append(textwrap.indent(guards_source(recording, f"{HOLDS} ="), " " * 8))
         lines.append(f"        if {HOLDS}:")
         lines.append(textwrap.indent(body, " " * 12))
+    if "=" in declared:
+        namespace |= {"_fastlayers_stock": present.forward, "_fastlayers_check_defaults": check_defaults}
+        lines.append(f"        _fastlayers_check_defaults(_fastlayers_stock, {base}.forward)")
     lines.append(f"        return super().forward({handed})")
     return "\n".join(lines) + "\n"
 
@@ -189,6 +198,8 @@ def generate_class(
     original = present.__dict__.get("__fastlayers_original__", present)
     namespace: dict[str, Any] = {}
     for recording, _ in variants:
+        bind = binder(recording.namespace)
+        recording.guards[same(member(original, "forward", bind), original.forward, bind)] = None
         add_names(namespace, recording.namespace)
     name = name if name.isidentifier() else "Fused"
     while name in namespace:

@@ -39,6 +39,9 @@ class Reader:
             tests.append(f"'forward' in {shortened(called, names)}.__dict__")
         lines.append(f"    if {' or '.join(tests)}:")
         lines.append("        return None")
+        if reads.tests:
+            lines.append(f"    if not ({' and '.join(shortened(test, names) for test in reads.tests)}):")
+            lines.append("        raise KeyError")
         values = "".join(f"\n        {shortened(expression, names)}," for expression in reads.values)
         tensors = "".join(f"\n        {shortened(expression, names)}," for expression in reads.tensors)
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
@@ -66,7 +69,8 @@ class Reader:
 
 def module_origins(reads: Reads) -> list[str]:
     """The expressions of the submodules among what was read, owners first."""
-    found = {match.group() for text in (*reads.values, *reads.called, *reads.tensors) for match in CHILD.finditer(text)}
+    texts = (*reads.values, *reads.tests, *reads.called, *reads.tensors)
+    found = {match.group() for text in texts for match in CHILD.finditer(text)}
     return sorted(found, key=lambda origin: (origin.count("._modules["), origin))
 
 

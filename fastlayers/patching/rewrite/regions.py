@@ -30,13 +30,14 @@ from fastlayers import backends
 from fastlayers.ops import dispatch
 from fastlayers.ops.autocast import Given
 from fastlayers.patching.capture.reads import is_value, read_by
+from fastlayers.patching.capture.rebuild import arguments_source
 from fastlayers.patching.libraries.adapters import adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
 from fastlayers.patching.rewrite.generate import signature_source
 from fastlayers.patching.rewrite.readers import Reader
 from fastlayers.patching.rewrite.tape import Tape, items, storage
-from fastlayers.patching.runtime.checks import original_class
+from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = [
     "NONE",
@@ -99,12 +100,6 @@ def _forget_all() -> None:
 backends.on_change(_forget_all)  # The recorded kernels are those of the backend.
 
 
-#: How a call passes parameters, by their kind.
-SPELLED: dict[Any, str] = {
-    inspect.Parameter.VAR_POSITIONAL: "*{}",
-    inspect.Parameter.KEYWORD_ONLY: "{0}={0}",
-    inspect.Parameter.VAR_KEYWORD: "**{}",
-}
 BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -429,11 +424,14 @@ class Region:
             lookups = frozenset[Any]().union(*(adapter.lookups() for adapter in adapters()))
             reads = read_by(module, plain_forward(original_class(module)), args, kwargs, lookups)
             reader = Reader(reads)
+            found = reader.read(module)
+        except KeyError:
+            self.refused[pattern] = Refusal(Reason.UNKNOWN_CALL, "a function of torch that was replaced")
+            return None
         except Refusal as refusal:
             self.refused[pattern] = remembered(refusal)
             return None
         reader = next((known for known in self.readers if known.key == reader.key), reader)
-        found = reader.read(module)
         if found is None:
             return None
         values, tensors = found
@@ -613,11 +611,16 @@ def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Mod
         "_is_grad_enabled": torch.is_grad_enabled,
     }
     declared, _ = signature_source(present.forward, namespace)  # type: ignore[arg-type]
-    positional = [SPELLED.get(p.kind, "{}").format(p.name) for p in parameters if p.kind not in BY_KEYWORD]
-    keywords = [SPELLED[p.kind].format(p.name) for p in parameters if p.kind in BY_KEYWORD]
+    check = ""
+    if "=" in declared and present is original:  # A generated forward makes this test itself.
+        namespace |= {"_stock": present.forward, "_check_defaults": check_defaults}
+        check = "        if _present.forward is not _stock:\n            _check_defaults(_stock, _present.forward)\n"
+    positional = arguments_source(p for p in parameters if p.kind not in BY_KEYWORD)
+    keywords = arguments_source(p for p in parameters if p.kind in BY_KEYWORD)
     source = (
         f"class {name}(_present):\n"
         f"    def forward{declared}:\n"
+        f"{check}"
         "        if _is_compiling() or _off[_is_grad_enabled()]:\n"
         f"            return super().forward({', '.join((*positional, *keywords))})\n"
         f"        return _region(self, {items(positional)}, dict({', '.join(keywords)}))\n"

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from fastlayers.patching.capture.recording import Recording, add_names, bind, equality, module_expression
+from fastlayers.patching.capture.lookups import inside_function, inside_layer, same_forward, same_tensor_method
+from fastlayers.patching.capture.recording import Recording, add_names, bind, binder, equality, module_expression
 from fastlayers.patching.ir.fingerprints import Fingerprint
 from fastlayers.patching.ir.operations import Leading, Op
 from fastlayers.patching.ir.spellings import FRESH_LAYERS, LAYERS, OUTSIDE, RANDOM
@@ -19,7 +20,7 @@ from fastlayers.patching.rules.base import Match
 from fastlayers.patching.runtime import checks
 from fastlayers.patching.runtime.checks import hooked, is_sequential, original_class
 
-__all__ = ["check_deeper", "scale_guards"]
+__all__ = ["check_deeper", "layer_guards", "scale_guards"]
 
 
 def check_deeper(
@@ -77,6 +78,8 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
                 guards += maker_guards(view, path, recording)
             guards += child_guards(view, op, recording)
             unseen += [*op.sequentials, op.child]
+    for op in match.all_ops:
+        guards += call_guards(op.node, recording)
     for path in unseen:
         if hooked(view.root.get_submodule(path)):
             raise Refusal(Reason.HOOKED_CHILD, path)
@@ -169,21 +172,40 @@ def placeholders(values: tuple[Any, ...]) -> Iterator[Node]:
     return (value for value in values if isinstance(value, Node) and value.op == "placeholder")
 
 
+def call_guards(node: Node, recording: Recording) -> Iterator[str]:
+    """Guards that a function or a method of tensors that is fused computes what its name says."""
+    if node.op == "call_function":
+        yield from inside_function(node.target, binder(recording.namespace))
+    elif node.op == "call_method":
+        yield from same_tensor_method(str(node.target), binder(recording.namespace))
+
+
+def layer_guards(path: str, layer: type[nn.Module], recording: Recording, inner: Recording | None = None) -> list[str]:
+    """Guards that a child is still this layer, and that this layer is still what it was: known, or recorded."""
+    expression = module_expression(path)
+    guards = [f"{bind(recording, checks.plain)}({expression}, {bind(recording, layer)})"]
+    if inner is None:
+        return [*guards, *inside_layer(layer, expression, binder(recording.namespace))]
+    for node in inner.graph.nodes:
+        guards += call_guards(node, recording)
+    return [*guards, same_forward(layer, binder(recording.namespace)), *inner_guards(inner, recording)]
+
+
 def child_guards(view: View, op: Op, recording: Recording) -> list[str]:
     """Guards that an absorbed child is still the same layer."""
     path = str(op.child)
     child = view.root.get_submodule(path)
     layer = original_class(child)
     expression = module_expression(path)
-    guards = [f"{bind(recording, checks.plain)}({expression}, {bind(recording, layer)})"]
+    guards = layer_guards(path, layer, recording, op.recording)
     if op.recording is not None:
-        return guards + inner_guards(op.recording, recording)
+        return guards
     if isinstance(op["fingerprint"], Fingerprint):
         return guards + scale_guards(op["fingerprint"], expression, child)
     attributes = LAYERS[layer][1] if layer in LAYERS else ()
     for attribute in (*attributes, *(("inplace",) if hasattr(child, "inplace") else ())):
         value = getattr(child, attribute)
-        guards.append(equality(f"{expression}.{attribute}", value, lambda value, hint: bind(recording, value, hint)))
+        guards.append(equality(f"{expression}.{attribute}", value, binder(recording.namespace)))
     return guards
 
 
@@ -199,17 +221,16 @@ def maker_guards(view: View, path: str, recording: Recording) -> list[str]:
     child = view.root.get_submodule(path)
     layer = original_class(child)
     expression = module_expression(path)
+    inspected = view.children.get(path)
     if layer in FRESH_LAYERS:  # Another fresh layer, such as SyncBatchNorm, will do.
         guards = [f"{bind(recording, checks.plain_any)}({expression}, {bind(recording, FRESH_LAYERS, 'fresh_layers')})"]
+        guards += inside_layer(layer, expression, binder(recording.namespace))
     else:
-        guards = [f"{bind(recording, checks.plain)}({expression}, {bind(recording, layer)})"]
+        guards = layer_guards(path, layer, recording, inspected[0] if inspected is not None else None)
     if hasattr(child, "inplace"):
         guards.append(f"{expression}.inplace is {child.inplace}")
     if is_sequential(child):
         guards.append(f"tuple({expression}._modules) == {tuple(child._modules)}")
-    inspected = view.children.get(path)
-    if inspected is not None:
-        guards += inner_guards(inspected[0], recording)
     return guards
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import sys
 import textwrap
 import types
@@ -27,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlayers.patching.capture.rebuild import rebuild, refuse_private_names, show_source
+from fastlayers.patching.capture.rebuild import arguments_source, rebuild, refuse_private_names, show_source
 from fastlayers.patching.capture.recording import Recording
 from fastlayers.patching.capture.syntax import Instrument, local_names, parse
 from fastlayers.patching.capture.trace import Segment, record_segment
@@ -39,12 +40,14 @@ from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import GUARD_BUILTINS, body_source, guards_source
 from fastlayers.patching.rules import graph_rules
 from fastlayers.patching.rules.base import GraphRule
-from fastlayers.patching.runtime.checks import original_class
+from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = ["fuse_segments"]
 
 #: The variable for the value that a function returns.
 RESULT = "_fastlayers_result"
+#: The variables for the original class, for the forward that it had, and for what compares that with another one.
+ORIGINAL, STOCK, CHECK = "_fastlayers_original", "_fastlayers_stock", "_fastlayers_check_defaults"
 #: The variable for one side of a sum.
 PART = "_fastlayers_part"
 #: Functions that call functions are followed this deep.
@@ -107,6 +110,7 @@ def fuse_segments(
         rewritten = rewrite(forward, module, excluded, known, cut=not recorded)
         if rewritten is None:
             return None
+        defer_if_replaced(rewritten, forward, original)
         source = "\n".join([*rewritten.helpers, ast.unparse(rewritten.tree)])
         key = ("segments", original, source, *((name, id(value)) for name, value in rewritten.objects))
         if key not in known:
@@ -115,6 +119,18 @@ def fuse_segments(
     except Refusal:
         return None
     return Fused(known[key], rewritten.rules, left=rewritten.left)
+
+
+def defer_if_replaced(rewritten: Rewritten, forward: types.FunctionType, original: type[nn.Module]) -> None:
+    """Let a rewritten forward begin with a call of the forward of the original class, if that is replaced."""
+    arguments = ", ".join(arguments_source(inspect.signature(forward).parameters.values()))
+    source = (
+        f"if {ORIGINAL}.forward is not {STOCK}:\n"
+        f"    {CHECK}({STOCK}, {ORIGINAL}.forward)\n"
+        f"    return {ORIGINAL}.forward({arguments})"
+    )
+    rewritten.tree.body[:0] = ast.parse(source).body
+    rewritten.bound |= {ORIGINAL: original, STOCK: original.forward, CHECK: check_defaults}
 
 
 def rebuildable(function: Any) -> bool:

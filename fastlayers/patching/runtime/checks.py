@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -15,11 +16,13 @@ from torch.nn.modules.module import (
 )
 
 from fastlayers.ops.dispatch import PLAIN, is_plain
+from fastlayers.patching.reasons import PatchError
 
 __all__ = [
     "Casts",
     "cast_dtype",
     "casts_input",
+    "check_defaults",
     "hooked",
     "is_plain_layer",
     "is_sequential",
@@ -48,8 +51,12 @@ def no_hooks(*modules: nn.Module) -> bool:
 
 def plain(module: nn.Module, layer: type[nn.Module]) -> bool:
     """Whether ``module`` is still exactly a ``layer``, patched or not, with no forward of its own."""
-    kind = type(module)
-    return getattr(kind, "__fastlayers_original__", kind) is layer and "forward" not in module.__dict__
+    kind: Any = type(module)
+    if kind is not layer and (
+        getattr(kind, "__fastlayers_original__", kind) is not layer or kind.forward is not kind.__fastlayers_forward__
+    ):
+        return False
+    return "forward" not in module.__dict__
 
 
 def untouched(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
@@ -60,10 +67,15 @@ def untouched(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
     if _global_forward_hooks or _global_forward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
         return False
     for module, layer in pairs:
-        kind, own = type(module), module.__dict__
+        kind: Any = type(module)
+        own = module.__dict__
+        if kind is not layer and (
+            getattr(kind, "__fastlayers_original__", kind) is not layer
+            or kind.forward is not kind.__fastlayers_forward__
+        ):
+            return False
         if (
-            (kind is not layer and getattr(kind, "__fastlayers_original__", kind) is not layer)
-            or "forward" in own
+            "forward" in own
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or own["_backward_hooks"]
@@ -76,7 +88,27 @@ def untouched(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
 def plain_any(module: nn.Module, layers: frozenset[type[nn.Module]]) -> bool:
     """:func:`plain` for any one of several layers."""
     kind = type(module)
-    return getattr(kind, "__fastlayers_original__", kind) in layers and "forward" not in module.__dict__
+    layer: type[nn.Module] = getattr(kind, "__fastlayers_original__", kind)
+    return layer in layers and plain(module, layer)
+
+
+def check_defaults(stock: Any, present: Any) -> None:
+    """Raise if a forward that was replaced has another default where the one before had one.
+
+    A generated forward passes all arguments on and cannot tell whether a call gave one or meant the default.
+    """
+    if stock is present:
+        return
+    parameters = inspect.signature(present).parameters
+    for name, parameter in inspect.signature(stock).parameters.items():
+        now = parameters[name].default if name in parameters else parameter.empty
+        if parameter.default is parameter.empty or now is parameter.empty:
+            continue
+        if now is not parameter.default and now != parameter.default:
+            raise PatchError(
+                f"{stock.__qualname__} was replaced by a function with another default of {name} ({now!r}, and "
+                f"{parameter.default!r} before), which a patched model does not see: replace it before patching"
+            )
 
 
 def is_plain_layer(module: nn.Module) -> bool:

@@ -1,0 +1,192 @@
+"""What code looks up by name: functions, methods and modules, which anyone can replace after a forward was read.
+
+Both captures write each lookup down as a test that it gives the same object, :mod:`fastlayers.patching.capture.trace`
+for the guard of a rewritten forward and :mod:`fastlayers.patching.capture.reads` for that of a region. A function or a
+layer of torch is called as it is, so the lookups of its own code count too: ``nn.LayerNorm.forward`` calls
+``F.layer_norm``, which calls ``torch.layer_norm``.
+
+A test is Python source about ``self`` and about names that ``bind`` gives. It costs about 10 ns.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = [
+    "FUNCTIONS",
+    "Bind",
+    "global_variable",
+    "inside_function",
+    "inside_layer",
+    "member",
+    "package",
+    "same",
+    "same_forward",
+    "same_inherited",
+    "same_method",
+    "same_tensor_method",
+]
+
+#: Gives an object a name in generated code, with a hint for that name.
+Bind: TypeAlias = Callable[[object, str], str]
+
+#: Types of what is compared by identity.
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type, types.ModuleType)
+#: Functions of torch that compute nothing.
+QUERIES = frozenset(
+    {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic", "handle_torch_function",
+     "are_deterministic_algorithms_enabled", "get_default_dtype", "is_grad_enabled", "is_autocast_enabled",
+     "is_floating_point"}
+)  # fmt: skip
+#: The functions and the forwards of torch that rules mean by the names of operations and layers. If one is another
+#: function already when a model is patched, the test fails, and the forward runs as it is.
+STOCK: dict[int, dict[str, Any]] = {id(vars(module)): dict(vars(module)) for module in (torch, F)}
+STOCK_FORWARDS: dict[type, Any] = {
+    layer: layer.forward for layer in vars(nn).values() if isinstance(layer, type) and issubclass(layer, nn.Module)
+}
+
+
+def same(expression: str, value: Any, bind: Bind) -> str:
+    """The test that an expression gives this object."""
+    hint = re.sub(r"\W+", "_", value.__name__ if isinstance(value, types.ModuleType) else expression).lstrip("_")
+    return f"{expression} is {bind(value, hint)}"
+
+
+def global_variable(scope: dict[str, Any], name: str, bind: Bind) -> str:
+    """The expression of a global variable of the module with these variables."""
+    module = sys.modules.get(scope.get("__name__", ""))
+    if module is not None and vars(module) is scope and name.isidentifier():
+        return member(module, name, bind)
+    return f"{bind(scope, 'globals')}[{name!r}]"
+
+
+def member(owner: types.ModuleType | type, name: str, bind: Bind) -> str:
+    """The expression of an attribute of a module or a class."""
+    return f"{bind(owner, owner.__name__.replace('.', '_'))}.{name}"
+
+
+def same_method(origin: str, kind: type, name: str, bind: Bind) -> Iterator[str]:
+    """The tests that a module has the same method, or property: in its class, and none on the instance.
+
+    Args:
+        origin: the expression of the module.
+        kind: its class.
+        name: of the method.
+        bind: gives names.
+    """
+    method, expression = getattr(kind, name), f"type({origin}).{name}"
+    if isinstance(method, types.MethodType):  # of the class
+        method, expression = method.__func__, f"{expression}.__func__"
+    yield same(expression, method, bind)
+    yield f"{name!r} not in {origin}.__dict__"
+
+
+def same_inherited(parent: Any, name: str, bind: Bind) -> Iterator[str]:
+    """The test that ``super()``, which is ``parent``, finds the same method."""
+    order = parent.__self_class__.__mro__
+    for cls in order[order.index(parent.__thisclass__) + 1 :]:
+        if name in vars(cls):
+            yield same(member(cls, name, bind), getattr(cls, name), bind)
+            return
+
+
+def same_tensor_method(name: str, bind: Bind) -> Iterator[str]:
+    """The test that tensors have the same method."""
+    if callable(method := getattr(Tensor, name, None)):
+        yield same(member(Tensor, name, bind), method, bind)
+
+
+def inside_function(function: Any, bind: Bind) -> Iterator[str]:
+    """The tests for what a function calls that is known to compute one operation."""
+    if isinstance(function, types.FunctionType) and package(function) != "fastlayers":
+        for scope, name, value in called_by(function, None):
+            yield same(global_variable(scope, name, bind), value, bind)
+
+
+def same_forward(layer: type[nn.Module], bind: Bind) -> str:
+    """The test that a class has the same forward."""
+    return same(member(layer, "forward", bind), STOCK_FORWARDS.get(layer, layer.forward), bind)
+
+
+def inside_layer(layer: type[nn.Module], origin: str, bind: Bind) -> Iterator[str]:
+    """The tests that a layer computes what its class is known to compute: for its forward, and for what that calls.
+
+    Args:
+        layer: the class, of torch or with a handwritten forward.
+        origin: the expression of the layer.
+        bind: gives names.
+    """
+    yield same_forward(layer, bind)
+    stock = layer in STOCK_FORWARDS
+    forward: Any = STOCK_FORWARDS.get(layer, layer.forward)
+    if not isinstance(forward, types.FunctionType):
+        return
+    for scope, name, value in called_by(forward, layer):  # type: ignore[arg-type]
+        if scope is not None:
+            yield same(global_variable(scope, name, bind), value, bind)
+        elif stock:
+            yield same(member(layer, name, bind), value, bind)
+        else:
+            yield from same_method(origin, layer, name, bind)
+
+
+@functools.lru_cache(maxsize=512)
+def called_by(function: types.FunctionType, kind: Any) -> tuple[tuple[Any, str, Any], ...]:
+    """The functions that a function looks up, with their names and the scopes that have them.
+
+    Those of ``torch`` and ``torch.nn.functional``, those of the user, and, with None for a scope, methods of ``kind``.
+    """
+    found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+    pending, seen = [function], {function}
+    while pending:
+        caller = pending.pop()
+        for scope, name, value in named_by(caller, kind):
+            if value is caller:  # for tensor subclasses
+                continue
+            public = id(scope) in STOCK and not name.startswith("_") and name not in QUERIES
+            if scope is None or public or scope["__name__"].partition(".")[0] != "torch":
+                found[id(scope), name] = scope, name, value
+            follows = scope is None or package(value) == "torch"
+            if isinstance(value, types.FunctionType) and follows and value not in seen:
+                seen.add(value)
+                pending.append(value)
+    return tuple(found.values())
+
+
+def named_by(function: types.FunctionType, kind: Any) -> Iterator[tuple[Any, str, Any]]:
+    """The functions that the code of one function names: globals, members of modules of torch, methods of ``self``."""
+    owner: Any = None
+    itself = next(iter(inspect.signature(function).parameters), None) if kind is not None else None
+    for instruction in dis.get_instructions(function):
+        opname, names = instruction.opname, instruction.argval
+        name = names[-1] if isinstance(names, tuple) else names
+        if opname in ("LOAD_ATTR", "LOAD_METHOD") and owner is itself is not None:
+            scope, value = None, inspect.getattr_static(kind, name, None)
+            if getattr(value, "__module__", None) == nn.Module.__module__:
+                value = None
+        elif opname == "LOAD_GLOBAL" or (opname in ("LOAD_ATTR", "LOAD_METHOD") and owner is not None):
+            scope = function.__globals__ if opname == "LOAD_GLOBAL" else vars(owner)
+            value = STOCK.get(id(scope), scope).get(name)
+        else:
+            owner = name if opname.startswith("LOAD_FAST") and name == itself else None
+            continue
+        owner = value if isinstance(value, types.ModuleType) and package(value) == "torch" else None
+        if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+            yield scope, name, value
+
+
+def package(value: Any) -> str:
+    """The name of the package of a function or a module."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return (name or "").partition(".")[0]
