@@ -28,6 +28,9 @@ __all__ = ["Counter", "State", "UncapturedError", "drawn_on_cpu", "waits"]
 GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+#: What every module has and no forward reads.
+UNREAD = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+
 
 class UncapturedError(Exception):
     """A call cannot be captured. The message is the reason, as the report shows it."""
@@ -47,9 +50,13 @@ class State:
         found: dict[int, Any] = {}
         for each in modules:
             found[id(vars(each))] = vars(each)
-            for value in vars(each).values():  # What may be changed in place, such as parameters, or a configuration.
-                inner = value if type(value) in (list, dict) else getattr(value, "__dict__", None)
-                if type(inner) in (list, dict) and not isinstance(value, (nn.Module, Tensor)):
+            for name, value in vars(each).items():  # What may be changed in place: parameters, a configuration.
+                inner = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
+                if (
+                    isinstance(inner, (list, dict))
+                    and not isinstance(value, (nn.Module, Tensor))
+                    and name not in UNREAD
+                ):
                     found[id(inner)] = inner
         self.dicts = list(found.values())
         self.copies = [value.copy() for value in self.dicts]
