@@ -95,7 +95,7 @@ test-gpu: fastlayers/_C.so  ## the tests on a GPU, with the python3 that is ther
 bench: fastlayers/_C.so  ## the benchmarks on a GPU, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m benchmarks run $(ARGS)
 
-bench-models: fastlayers/_C.so  ## whole models on a GPU, with its python3, transformers and timm (and Liger, if it has it)
+bench-models: fastlayers/_C.so  ## whole models on a GPU, with its python3 and the model libraries (and Liger) that it has
 	PYTHONPATH=. $(PYTHON) -m benchmarks models $(ARGS)
 
 wheel: $(ENV)  ## dist/fastlayers-*-py3-none-linux_x86_64.whl, for every GPU from sm_80 on

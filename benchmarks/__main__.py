@@ -119,7 +119,7 @@ def run(
 @click.option("--mode", "modes", multiple=True, type=click.Choice(list(MODES)), help="Only these; repeatable.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
 @click.option("--name", default="models", show_default=True, help="The result file is NAME.json.")
-@click.option("--seconds", default=2.0, show_default=True, help="About how long each timed loop takes.")
+@click.option("--seconds", default=1.0, show_default=True, help="About how long each timed loop takes.")
 @click.option("--run-limit", default=240.0, show_default=True, help="End a process after this many seconds.")
 @click.option("--time-limit", type=float, help="Start no further process after this many seconds.")
 @click.option("--resume", is_flag=True, help="Keep the rows of the file, and measure the rest.")
@@ -137,15 +137,14 @@ def run_models(
     resume: bool,
     smoke: bool,
 ) -> None:
-    """Measure whole models: training step and inference, in every mode, each in a fresh process."""
+    """Measure whole models: training step, inference and host time, in every mode, each in a fresh process."""
     if not smoke and not torch.cuda.is_available():
         raise click.UsageError("whole models need a GPU, and torch sees none; --smoke runs tiny ones here")
     out.mkdir(parents=True, exist_ok=True)
     name = f"{name}-smoke" if smoke else name
     device, seconds = ("cpu", 0.0) if smoke else ("cuda", seconds)
     settings = models.Settings(device, smoke, seconds, run_limit, time_limit)
-    chosen_modes = [mode for mode in MODES if mode in (modes or MODES)]
-    jobs = [models.Job(n, mode) for n in NETWORKS if n.name in only or not only for mode in chosen_modes]
+    jobs = models.all_jobs([n for n in NETWORKS if n.name in only or not only], modes or MODES)
     path = out / f"{name}.json"
     try:
         models.run(jobs, path, settings, resume, lambda line: click.echo(line, err=True))

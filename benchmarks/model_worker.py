@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import re
 import statistics
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fastlayers
-from benchmarks.networks.modes import UnavailableError, compiled, folds, prepare
+from benchmarks.networks.modes import COMPILED, UnavailableError, compiled, folds, graph_summary, graphed, prepare
 from benchmarks.networks.network import Batch, Network
 from benchmarks.precompile import share_compiled_code
 from benchmarks.result_file import rounded
@@ -30,15 +28,14 @@ from benchmarks.timing import device_events
 
 LEARNING_RATE = 1e-4
 LOSSES = 10  # steps whose losses are compared; they are the warm-up of the timed steps
-WARM = 3  # calls before inference is timed
+WARM = 5  # calls before anything else is timed: graph_model captures in the fourth
 PROFILED = 2  # calls in a profile: their kernels take nearly the same time
-LEAST, MOST = 5, 40  # timed calls in a loop
-#: Loops of timed calls. The fastest counts, because other work on the machine slows the CPU in some of them. If the
-#: fastest loop is CPU-bound, there are more loops, with a pause before each.
-LOOPS, MOST_LOOPS = 3, 10
-PAUSE = 0.5  # seconds
-#: A loop is CPU-bound if, after its last call, the GPU works on for less than this share of a call.
-AHEAD = 0.25
+LEAST, MOST = 10, 200  # timed calls in a loop
+HOST_CALLS = 25  # calls whose host time is taken
+#: A call of the warm-up is slow if it takes longer than a later one by this factor: the model is not ready yet.
+SLOW = 1.5
+#: Kernels that wait for the GPU before a launch waits as well. With more, the host time is the time of the GPU.
+QUEUE = 1000
 OUTPUTS = 64  # elements of the result of inference that are kept for comparison
 
 #: The kind of a kernel is the first pattern that its name contains. Inductor's kernels come first, because their names
@@ -94,21 +91,35 @@ def measure(chosen: Network, mode: str, device: torch.device, seconds: float, co
     row: dict[str, Any] = {"status": "ok", "reason": None, "patched": patched}
     row["weights_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
     called = compiled(model, mode)
+    little = batch if mode in COMPILED else chosen.for_host_time().example(device)
+    predict = predictor(chosen, called, batch, device)
     with evaluating(model, mode) as folded:
-        predict = predictor(chosen, called, batch, device)
-        row["inference"], result = timed(predict, device, WARM, seconds, compile_only)
-        row["inference"] |= {"outputs": sample(result), "folded": folded}
-    del result
-    step = trainer(chosen, model, called, batch, device, seed=1)
+        row["inference"] = timed(predict, device, WARM, seconds, compile_only) | {"folded": folded}
+        row["inference"]["outputs"] = sample(predict())
+        if not compile_only:
+            row["inference"]["host_ms"] = host_ms(predictor(chosen, called, little, device), device)
+            if chosen.decodes and mode not in COMPILED:
+                row["decode"] = timed(chosen.decoder(model, batch), device, WARM, seconds, compile_only)
     losses: list[Tensor] = []
-    row["training"], _ = timed(lambda: losses.append(step()), device, LOSSES, seconds, compile_only)
-    row["training"]["losses"] = [loss.item() for loss in losses[:LOSSES]]
-    if compile_only:
-        return row
+    with graphed(model, mode):
+        step = trainer(chosen, model, called, batch, device, seed=1)
+        row["training"] = timed(lambda: losses.append(step()), device, LOSSES, seconds, compile_only)
+        row["training"]["losses"] = [loss.item() for loss in losses[:LOSSES]]
+        if compile_only:
+            return row
+        row["training"]["host_ms"] = host_ms(
+            backpropagator(chosen, called, little, device), device, after=lambda: model.zero_grad()
+        )
+        row["graphs"] = graph_summary(model, mode)
+        if device.type == "cuda":
+            row["training"] |= kinds_of(step, device)
     if device.type == "cuda":
-        row["training"] |= kinds_of(step, device)
         with evaluating(model, mode):
             row["inference"] |= kinds_of(predict, device)
+    if mode in COMPILED:
+        for part in ("training", "inference"):
+            if row[part].get("kernels", 0) > QUEUE:
+                del row[part]["host_ms"]
     if mode == "eager":
         del model, called, predict, step
         row["training"]["losses_apart"] = other_losses(chosen, device)
@@ -132,7 +143,7 @@ def evaluating(model: nn.Module, mode: str) -> Iterator[bool]:
     folded = folds(model, mode)
     if folded:
         fastlayers.fold_batch_norm(model)
-    with torch.no_grad():
+    with torch.no_grad(), graphed(model, mode):
         yield folded
     if folded:
         fastlayers.unfold_batch_norm(model)
@@ -162,9 +173,20 @@ def trainer(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return loss.detach().clone()  # the next replay of a CUDA graph overwrites its results
 
     return step
+
+
+def backpropagator(chosen: Network, called: nn.Module, batch: Batch, device: torch.device) -> Callable[[], None]:
+    """A function for forward and backward, without the optimizer."""
+
+    def backpropagate() -> None:
+        with chosen.autocast(device):
+            loss = chosen.loss(called, batch)
+        loss.backward()
+
+    return backpropagate
 
 
 def other_losses(chosen: Network, device: torch.device) -> list[float]:
@@ -188,92 +210,82 @@ def sample(result: Tensor) -> list[float]:
 # -- how it is measured -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Loop:
-    """Calls one after the other without waiting in between, as in a training loop.
-
-    Attributes:
-        durations: the time of each call in ms.
-        ahead_ms: how long the GPU worked on after the last call returned; infinite on a CPU.
-    """
-
-    durations: list[float]
-    ahead_ms: float
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.durations)
-
-    @property
-    def cpu_bound(self) -> bool:
-        """Whether the CPU was slower than the GPU: at the end the GPU had nothing left to do.
-
-        The GPU's own time would show it too, but the profiler must not run before all timing is done.
-        """
-        return self.ahead_ms < AHEAD * self.median
-
-
 def timed(
     call: Callable[[], Any], device: torch.device, warm: int, seconds: float, compile_only: bool
-) -> tuple[dict[str, Any], Any]:
-    """Time and memory of a call, after ``warm`` calls of which the first compiles; and the result of a call."""
-    started = time.perf_counter()
-    result = call()
-    synchronize(device)
-    found: dict[str, Any] = {"first_s": round(time.perf_counter() - started, 3)}
+) -> dict[str, Any]:
+    """Time and memory of a call, after ``warm`` calls of which the first compiles.
+
+    The time is the median over the calls of one loop, as a training loop has it.
+    """
+    first = [time_of(call, device) for _ in range(1 if compile_only else warm)]
+    found: dict[str, Any] = {"first_s": round(first[0], 3)}
     if compile_only:
-        return found, result
-    for _ in range(warm - 1):
-        call()
+        return found
     gc.collect()
     reset_peak(device)
-    loops = [loop(call, device, seconds / LOOPS) for _ in range(LOOPS)]
-    while len(loops) < MOST_LOOPS and fastest(loops).cpu_bound:
-        time.sleep(PAUSE)
-        loops.append(loop(call, device, seconds / LOOPS))
-    low, middle, high = statistics.quantiles(fastest(loops).durations, n=4)
-    found |= {"ms": rounded(middle), "spread_ms": rounded(high - low)}
-    found["calls"] = sum(len(one.durations) for one in loops)
+    durations = loop(call, device, seconds)
+    low, middle, high = statistics.quantiles(durations, n=4)
+    found |= {"ms": rounded(middle), "spread_ms": rounded(high - low), "calls": len(durations)}
+    slow = [place for place, took in enumerate(first, start=1) if 1e3 * took > SLOW * middle]
+    found["ready_s"] = round(sum(first[: max(slow, default=0)]), 3)
     if device.type == "cuda":
-        found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-    return found, result
+        found["peak_bytes"] = torch.cuda.max_memory_allocated(device) + idle_in_graphs(torch.cuda.memory_snapshot())
+    return found
 
 
-def fastest(loops: list[Loop]) -> Loop:
-    return min(loops, key=lambda one: one.median)
-
-
-def loop(call: Callable[[], Any], device: torch.device, seconds: float) -> Loop:
-    """Call for about this many seconds.
-
-    On a GPU the time of a call is the time between the end of its work and the end of the next call's work. If Python
-    is slower than the GPU, that is Python's time.
-    """
+def time_of(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, until the GPU has finished."""
     synchronize(device)
     started = time.perf_counter()
     call()
     synchronize(device)
-    count = max(LEAST, min(MOST, int(seconds / (time.perf_counter() - started))))
+    return time.perf_counter() - started
+
+
+def loop(call: Callable[[], Any], device: torch.device, seconds: float) -> list[float]:
+    """Call for about this many seconds, without waiting in between. Returns the time of each call in ms.
+
+    On a GPU the time of a call is the time between the end of its work and the end of the next call's work. If Python
+    is slower than the GPU, that is Python's time.
+    """
+    count = max(LEAST, min(MOST, int(seconds / time_of(call, device))))
     if device.type != "cuda":
         times = [time.perf_counter()]
         for _ in range(count):
             call()
             times.append(time.perf_counter())
-        return Loop([1e3 * (after - before) for before, after in pairwise(times)], math.inf)
+        return [1e3 * (after - before) for before, after in pairwise(times)]
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     ends[0].record()
     for end in ends[1:]:
         call()
         end.record()
-    called = time.perf_counter()
     synchronize(device)
-    ahead_ms = 1e3 * (time.perf_counter() - called)
-    return Loop([before.elapsed_time(after) for before, after in pairwise(ends)], ahead_ms)
+    return [before.elapsed_time(after) for before, after in pairwise(ends)]
+
+
+def host_ms(call: Callable[[], Any], device: torch.device, after: Callable[[], Any] = lambda: None) -> float:
+    """The time until a call returns, with an idle GPU before it: what Python takes. ``after`` follows each call."""
+    durations = []
+    for _ in range(WARM + HOST_CALLS):
+        synchronize(device)
+        started = time.perf_counter()
+        call()
+        durations.append(1e3 * (time.perf_counter() - started))
+        after()
+    return rounded(statistics.median(durations[WARM:]))
+
+
+def idle_in_graphs(segments: list[dict[str, Any]]) -> int:
+    """Bytes that CUDA graphs reserve beyond what counts as allocated: nobody else can use them between replays."""
+    of_graphs = (segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in of_graphs)
 
 
 def kinds_of(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     """GPU time of a call by kind of kernel, in ms, and the number of its kernels."""
-    call()  # in case torch.compile has to compile again
+    for _ in range(WARM):  # torch.compile may have to compile again, and a graph to be captured again
+        call()
     with profile(activities=[ProfilerActivity.CUDA]):  # the first session starts CUPTI and may miss kernels
         torch.zeros(1, device=device)
         synchronize(device)

@@ -1,45 +1,45 @@
-"""Whole models: training step and inference of seven networks, in every mode.
+"""Whole models: training step, inference and host time of each network in every mode.
 
-Each model and mode runs in a process of its own, one at a time. These processes are forks of one that has imported the
-libraries and done nothing else, so that nothing is imported while something is measured. Before, other processes fill
-the caches of torch.compile in parallel. Rows that were CPU-bound are measured once more at the end, the most CPU-bound
-first, and the faster time counts.
+Each network and mode runs in a process of its own, one at a time. These processes are forks of one that has imported
+the libraries and done nothing else, so that nothing is imported while something is measured. Before networks that
+compile, other processes fill the caches of torch.compile in parallel, for a group of them at a time.
+
+A run may be cut short and resumed: the rows that say most come first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import model_worker
-from benchmarks.environment import environment
+from benchmarks.environment import environment, version
 from benchmarks.networks import MODES, NETWORKS, Network
-from benchmarks.networks.modes import COMPILED
+from benchmarks.networks.modes import COMPILED, OURS, STAGES, exists
 from benchmarks.result_file import write
 
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["benchmarks.preload"])
-PARTS = ("inference", "training")
 #: Share of the GPU's memory for processes that compile in parallel.
 SHARE = 0.8
-#: A time is CPU-bound if it is longer than the GPU's time by this factor. Other tenants slow a CPU for ten seconds at a
-#: time: GPT-2's step took 40 ms in one run and 53 ms in another, and the GPU's time was 34 ms.
-CPU_BOUND = 1.05
+#: Jobs that compile in parallel before they are measured. If the run is cut short, the work on one group is lost.
+GROUP = 12
+LIBRARIES = ("transformers", "timm", "torchvision", "diffusers", "monai", "liger_kernel")
 #: What has to be equal if rows of an earlier run are kept.
-SAME = ("device", "driver", "torch", "triton", "commit")
+SAME = ("device", "driver", "torch", "triton", "libraries")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Settings:
 
     device: str = "cuda"
     tiny: bool = False
-    seconds: float = 2.0
+    seconds: float = 1.0
     run_limit: float = 240.0
     time_limit: float | None = None
 
@@ -86,17 +86,26 @@ class Results:
         write(self.path, {name: value for name, value in asdict(self).items() if name != "path"})
 
     def keep(self, earlier: dict[str, Any]) -> None:
-        """Keep the rows of an earlier run.
+        """Keep the rows of an earlier run, but for those that failed, and those that another commit may change.
 
         Raises:
-            ValueError: the earlier run has another machine, other versions or settings, or another commit.
+            ValueError: the earlier run has another machine, other versions or settings, or the commit is not known.
         """
-        there = {name: earlier["environment"][name] for name in SAME} | earlier["settings"]
+        if self.environment["commit"] is None:
+            raise ValueError("the commit is not known, so that rows of another one cannot be told; set GIT_COMMIT")
+        there = {name: earlier["environment"].get(name) for name in SAME} | earlier["settings"]
         here = {name: self.environment[name] for name in SAME} | self.settings
         for name, value in here.items():
             if there.get(name) != value:
                 raise ValueError(f"{self.path} is of a run with {name} {there.get(name)!r}; expected {value!r}")
-        self.rows = [row for row in earlier["rows"] if row["status"] != "failed"]
+        prints = {network.name: fingerprint(network) for network in NETWORKS}
+        self.rows = [
+            row
+            for row in earlier["rows"]
+            if row["status"] != "failed"
+            and row["network"] == prints.get(row["model"])
+            and (row["mode"] not in OURS or row["commit"] == self.environment["commit"])
+        ]
         self.compile_s = earlier["compile_s"]
 
     def row(self, job: Job) -> dict[str, Any] | None:
@@ -104,7 +113,7 @@ class Results:
 
     def put(self, job: Job, row: dict[str, Any]) -> None:
         earlier = self.row(job)
-        self.rows = [other for other in self.rows if other is not earlier] + [row]
+        self.rows = sorted([other for other in self.rows if other is not earlier] + [row], key=place_in_tables)
         self.save()
 
 
@@ -163,21 +172,34 @@ def working_directory(path: Path) -> Iterator[None]:
         os.chdir(before)
 
 
+def all_jobs(networks: Iterable[Network], modes: Iterable[str]) -> list[Job]:
+    """Jobs in the order of a run: stage by stage, the first networks first."""
+    networks, modes = tuple(networks), tuple(modes)
+    return [
+        Job(network, mode)
+        for stage in STAGES
+        for network in networks
+        for mode in stage
+        if mode in modes and exists(network, mode)
+    ]
+
+
 def run(
     jobs: list[Job], path: Path, settings: Settings, resume: bool = False, report: Callable[[str], None] = print
 ) -> Results:
     """Measure the jobs in order and write the JSON file ``path``; ``report`` gets a line after each job.
 
     Args:
-        resume: keep the rows of the file and measure the rest. Failed rows are measured again.
+        resume: keep the rows of the file and measure the rest. Failed rows are measured again, and those of fastlayers
+            if the commit is another one.
 
     Raises:
-        ValueError: ``resume`` is True, and the file is of another machine, other settings or another commit.
+        ValueError: ``resume`` is True, and the file is of another machine, other versions or other settings.
     """
     started = time.monotonic()
 
     def measured(job: Job) -> dict[str, Any]:
-        row = labels(job, settings) | Process(job, settings).finish(settings.run_limit)
+        row = labels(job, settings, results.environment) | Process(job, settings).finish(settings.run_limit)
         report(f"{job.id}: {row['took_s']:.0f} s" + (f", {row['status']}: {row['reason']}" if row["reason"] else ""))
         return row
 
@@ -185,50 +207,56 @@ def run(
         return settings.time_limit is not None and time.monotonic() - started > settings.time_limit
 
     measured_how = {name: getattr(settings, name) for name in ("device", "tiny", "seconds")}
-    results = Results(path, environment(torch.device(settings.device)), measured_how)
+    here = environment(torch.device(settings.device)) | {"libraries": {name: version(name) for name in LIBRARIES}}
+    results = Results(path, here, measured_how)
     if resume and path.exists():
         results.keep(json.loads(path.read_text()))
     new = [job for job in jobs if results.row(job) is None]
-    to_compile = [job for job in new if job.mode in COMPILED and job.id not in results.compile_s]
-    if settings.device == "cuda" and len(to_compile) > 1:
-        results.compile_s |= compile_ahead(to_compile, settings, late, report)
+    results.skipped = [job.id for job in new]
     results.save()
-    for place, job in enumerate(new):
-        if late():
-            results.skipped += [left.id for left in new[place:]]
-            break
-        results.put(job, measured(job))
-    again = [(row, job) for job in jobs if (row := results.row(job)) is not None and slowed_by_cpu(row) > CPU_BOUND]
-    for row, job in sorted(again, key=lambda one: -slowed_by_cpu(one[0])):
-        if not late():
-            results.put(job, faster(row, measured(job)))
-    results.rows.sort(key=place_in_tables)
-    results.save()
+    for group in grouped(new):
+        to_compile = [job for job in group if job.mode in COMPILED]
+        if settings.device == "cuda" and len(to_compile) > 1:
+            results.compile_s |= compile_ahead(to_compile, settings, late, report)
+        for job in group:
+            if not late():
+                results.skipped.remove(job.id)
+                results.put(job, measured(job))
     return results
 
 
-def slowed_by_cpu(row: dict[str, Any]) -> float:
-    """The larger ratio of time to GPU time in a row; 0 if the row failed or was measured twice already."""
-    if row["status"] != "ok" or row.get("again"):
-        return 0.0
-    return max(row[part]["ms"] / row[part].get("gpu_ms", math.inf) for part in PARTS)
-
-
-def faster(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Combine two rows of one job: each part from the row in which it was faster."""
-    if second["status"] != "ok":
-        return second
-    best = {part: min(first[part], second[part], key=lambda found: found["ms"]) for part in PARTS}
-    return second | best | {"again": True}
+def grouped(jobs: list[Job]) -> Iterator[list[Job]]:
+    """The jobs in order: those that compile in groups, the others one by one."""
+    group: list[Job] = []
+    for job in jobs:
+        group.append(job)
+        if job.mode not in COMPILED or len(group) == GROUP:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def sized(job: Job, settings: Settings) -> Network:
     return job.network.tiny() if settings.tiny else job.network
 
 
-def labels(job: Job, settings: Settings) -> dict[str, Any]:
+def labels(job: Job, settings: Settings, environment: dict[str, object]) -> dict[str, Any]:
     network = sized(job, settings)
-    return {"model": network.name, "title": network.title, "what": network.describe(settings.device), "mode": job.mode}
+    return {
+        "model": network.name,
+        "title": network.title,
+        "what": network.describe(settings.device),
+        "mode": job.mode,
+        "commit": environment["commit"],
+        "network": fingerprint(job.network),
+    }
+
+
+def fingerprint(network: Network) -> str:
+    """Tells whether a network was changed since it was measured."""
+    measured = replace(network, title="", gib=0)
+    return hashlib.sha1(repr(measured).encode()).hexdigest()[:10]
 
 
 def place_in_tables(row: dict[str, Any]) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentF
 from benchmarks import losses, model_report
 from benchmarks.implementations import TITLES
 from benchmarks.networks import MODES
+from benchmarks.networks.modes import OURS
 from benchmarks.report import caption, number
 
 #: Okabe and Ito's palette, which colour-blind readers can tell apart. fastlayers has the saturated colours.
@@ -33,6 +34,9 @@ COLOURS = {
     "cuda": "#D55E00",
     "cpu": "#D55E00",
     "fastlayers_compile": "#009E73",
+    "reduce_overhead": "#7A5C00",
+    "fastlayers_graph": "#7F0000",
+    "backend": "#0072B2",
 }
 #: Colours of the kinds of kernels: grey and blue for those that fusion cannot change, warm for the others.
 KIND_COLOURS = {
@@ -47,6 +51,16 @@ KIND_COLOURS = {
     "idle": "#E4E4E4",
 }
 MARKERS = {"naive": "v", "eager": "o", "compile": "s", "triton": "^", "cuda": "D"}
+#: Open markers are stock torch's and Liger's.
+MODE_MARKERS = {
+    "compile": "s",
+    "reduce_overhead": "D",
+    "liger": "v",
+    "fastlayers": "o",
+    "fastlayers_graph": "D",
+    "backend": "^",
+    "fastlayers_compile": "s",
+}
 DIRECTIONS = ("forward", "backward")
 STYLE: dict[Any, Any] = {
     "font.size": 11,
@@ -213,15 +227,59 @@ def bar_ticks(axes: Axes, rows: list[Row], cases: list[str], direction: str) -> 
 # -------------------------------------------------------------------------------------------------- whole models
 
 
+#: The modes in the plots of the README's networks.
+MAIN_MODES = ("eager", "compile", "liger", "fastlayers", "fastlayers_compile")
+
+
 def draw_models(results: dict[str, Any], out: Path, name: str) -> list[Path]:
-    """Draw time and memory as shares of eager torch's, and the GPU time of a training step by kind of kernel."""
-    if not any(row["status"] == "ok" for row in results["rows"]):
-        return []
+    """Draw time and memory of the README's networks and the kinds of their kernels, and the steps of all networks."""
+    drawn = []
+    main = model_report.main_rows(results, MAIN_MODES)
     with plt.rc_context(STYLE):
-        drawn = [save(time_and_memory(results, metrics), out / f"{name}.png")] if (metrics := shares(results)) else []
-        if any("kinds" in row.get("training", {}) for row in results["rows"]):
-            drawn.append(save(kinds(results), out / f"{name}-kinds.png"))
+        if metrics := shares(main):
+            drawn.append(save(time_and_memory(main, metrics), out / f"{name}.png"))
+        if any("kinds" in row.get("training", {}) for row in main["rows"]):
+            drawn.append(save(kinds(main), out / f"{name}-kinds.png"))
+        if any(row["model"] not in model_report.MAIN_NAMES for row in results["rows"]) and shares(results):
+            drawn.append(save(all_networks(results), out / f"{name}-all.png"))
     return drawn
+
+
+def all_networks(results: dict[str, Any]) -> Figure:
+    """One line of dots for each network, the training steps of the modes as shares of eager torch's step."""
+    steps = {
+        next(iter(rows.values()))["title"]: {
+            mode: ratio
+            for mode in MODE_MARKERS
+            if math.isfinite(ratio := model_report.Ratio(model_report.STEP, mode).of(rows) or math.inf)
+        }
+        for rows in model_report.by_model(results).values()
+    }
+    known = [(title, ratios) for title, ratios in steps.items() if ratios]
+    known.sort(key=lambda one: one[1].get("fastlayers", math.inf))
+    present = [mode for mode in MODE_MARKERS if any(mode in ratios for _, ratios in known)]
+    inches = 1.6 + 0.235 * len(known)
+    figure, axes = plt.subplots(
+        figsize=(9, inches), layout=ConstrainedLayoutEngine(rect=(0, 0.3 / inches, 1, 1 - 1.15 / inches))
+    )
+    for mode in present:
+        points = [(ratios[mode], place) for place, (_, ratios) in enumerate(known) if mode in ratios]
+        filled = mode in OURS
+        axes.plot(
+            *zip(*points, strict=True), MODE_MARKERS[mode], color=COLOURS[mode], label=MODES[mode], markersize=5.5,
+            markerfacecolor=COLOURS[mode] if filled else "white", markeredgewidth=1.3, zorder=3 if filled else 2,
+        )  # fmt: skip
+    axes.axvline(1, color="#333333", linewidth=1.2, linestyle=(0, (5, 3)))
+    axes.set_yticks(range(len(known)), [title for title, _ in known], fontsize=9.5)
+    axes.set_ylim(len(known) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.tick_params(axis="y", length=0)
+    handles, labels = axes.get_legend_handles_labels()
+    title = "Training step, as a share of torch's (less is better)"
+    legend_and_title(figure, handles, labels, title, inches, columns=(len(labels) + 1) // 2)
+    footnote(figure, caption(results))
+    return figure
 
 
 #: Style of the number beside a bar, readable on top of a line.

@@ -1,8 +1,8 @@
 """Imports the libraries, which takes seconds, once in the process from which all workers of models.py are forked.
 
 Nothing here may start a thread, a process or a CUDA context: a fork has no threads and cannot use the context. So
-Inductor's compiler is not imported here, which may start processes. diffusers is not either, which asks for a GPU when
-it is imported, and neither is Liger, which only its own mode needs.
+Inductor's compiler is not imported here, which may start processes. diffusers and MONAI are not either, which look for
+a GPU and import what else is installed, and neither is Liger, which only its own mode needs.
 """
 
 import os
@@ -17,7 +17,6 @@ LIBRARIES = (
     "torch._dynamo",
     "timm",
     "torchvision.models",
-    "monai.networks.nets",
     *(f"transformers.models.{name}.modeling_{name}" for name in (*DECODERS, *ENCODERS, *CLASSIFIERS)),
 )
 

@@ -22,7 +22,7 @@ class Diffuser(Network):
         return f"{self.batch}x{self.size}x{self.size}"
 
     def build(self, device: torch.device) -> nn.Module:
-        import diffusers  # type: ignore[import-not-found]
+        import diffusers
 
         with device:
             return used(getattr(diffusers, self.config)(**self.options))

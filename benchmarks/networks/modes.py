@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import fastlayers
+from benchmarks.networks.language import LanguageModel
+from benchmarks.networks.network import Network
+from fastlayers.patching.dynamo import dynamo_backend
 
 #: The modes, with their names in tables and plots, in the order of the tables.
 MODES = {
     "eager": "torch",
     "compile": "torch.compile",
+    "reduce_overhead": "reduce-overhead",
     "liger": "Liger",
     "fastlayers": "fastlayers",
+    "fastlayers_graph": "fastlayers + graph_model",
+    "backend": 'backend="fastlayers"',
     "fastlayers_compile": "fastlayers + torch.compile",
 }
-COMPILED = ("compile", "fastlayers_compile")
-PATCHED = ("fastlayers", "fastlayers_compile")
+#: The arguments of torch.compile in the modes that compile.
+COMPILED: dict[str, dict[str, Any]] = {
+    "compile": {},
+    "reduce_overhead": {"mode": "reduce-overhead"},
+    "backend": {"backend": dynamo_backend},  # its name is known only where fastlayers is installed
+    "fastlayers_compile": {},
+}
+PATCHED = ("fastlayers", "fastlayers_graph", "fastlayers_compile")
+GRAPHED = ("fastlayers_graph",)
+#: The modes whose results depend on this repository.
+OURS = (*PATCHED, "backend")
+#: The order in which a run measures them: if it is cut short, the most useful rows are there.
+STAGES = (("eager", "fastlayers"), GRAPHED, ("compile", "reduce_overhead"), ("liger", "backend", "fastlayers_compile"))
+
+
+def exists(network: Network, mode: str) -> bool:
+    """Whether the mode may exist for this network: Liger replaces layers of language models."""
+    return mode != "liger" or isinstance(network, LanguageModel)
 
 
 class UnavailableError(Exception):
@@ -54,7 +80,25 @@ def compiled(model: nn.Module, mode: str) -> nn.Module:
     if mode not in COMPILED:
         return model
     torch._dynamo.reset()
-    return torch.compile(model, dynamic=False)  # type: ignore[return-value]
+    return torch.compile(model, dynamic=False, **COMPILED[mode])  # type: ignore[return-value]
+
+
+@contextmanager
+def graphed(model: nn.Module, mode: str) -> Iterator[None]:
+    """Replay the calls of the model if the mode does so. Leaving it frees the graphs."""
+    if mode not in GRAPHED:
+        yield
+        return
+    fastlayers.graph_model(model)
+    try:
+        yield
+    finally:
+        fastlayers.ungraph_model(model)
+
+
+def graph_summary(model: nn.Module, mode: str) -> str:
+    """A summary of the graphs of the model; empty in modes without graphs."""
+    return fastlayers.graph_report(model).summary() if mode in GRAPHED else ""
 
 
 def folds(model: nn.Module, mode: str) -> bool:

@@ -82,7 +82,7 @@ class VolumeSegmentation(Network):
         return f"{self.batch}x{self.size}x{self.size}x{self.size}"
 
     def build(self, device: torch.device) -> nn.Module:
-        from monai.networks import nets  # type: ignore[import-not-found]
+        from monai.networks import nets
 
         with device:
             return used(getattr(nets, self.config)(**self.options))
