@@ -229,10 +229,10 @@ def grouped(jobs: list[Job]) -> Iterator[list[Job]]:
     """The jobs in order: those that compile in groups, the others one by one."""
     group: list[Job] = []
     for job in jobs:
-        group.append(job)
-        if job.mode not in COMPILED or len(group) == GROUP:
+        if group and (job.mode not in COMPILED or group[-1].mode not in COMPILED or len(group) == GROUP):
             yield group
             group = []
+        group.append(job)
     if group:
         yield group
 

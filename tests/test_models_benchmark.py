@@ -459,7 +459,9 @@ def test_groups_compile_before_they_are_measured():
     assert [job for group in groups for job in group] == wanted
     assert all(len(group) == 1 for group in groups[:24])
     assert all(len(group) <= models.GROUP for group in groups)
-    assert len(groups[24]) == models.GROUP
+    compiling = [group for group in groups if group[0].mode in COMPILED]
+    assert [len(group) for group in compiling] == [models.GROUP, 4, models.GROUP, 4]
+    assert not any(job.mode == "liger" for group in compiling for job in group)
 
 
 def test_jobs_that_compile_in_parallel_fit_into_the_gpu(monkeypatch):

@@ -23,6 +23,7 @@ def _few_calls(monkeypatch):
     """No timing is judged: what is measured runs a few times, and no garbage of other tests is collected."""
     monkeypatch.setattr(model_worker, "LOSSES", 4)
     monkeypatch.setattr(model_worker, "LEAST", 2)
+    monkeypatch.setattr(model_worker, "HOST_CALLS", 2)
     monkeypatch.setattr(model_worker, "gc", SimpleNamespace(collect=lambda: 0))
 
 
