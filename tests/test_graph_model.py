@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from weakref import ref
 
@@ -396,6 +397,33 @@ def test_create_graph():
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b)
     assert reasons(graphed) == ["its backward is differentiated (create_graph=True)"]
+
+
+@gpu
+@pytest.mark.parametrize("streams", [False, True])
+def test_threads(streams):
+    """A server calls one model from several threads."""
+    stock, graphed = pair()
+    stock.eval(), graphed.eval()
+    xs = inputs(200)
+    with torch.no_grad():
+        expected = [stock(x) for x in xs]
+        for x in xs[:4]:
+            graphed(x)
+
+    def work(first):
+        stream = torch.cuda.Stream() if streams else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            found = [graphed(x) for x in xs[first::4]]
+        stream.synchronize()
+        return found
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as threads:
+        for first, found in enumerate(threads.map(work, range(4))):
+            assert_equal(found, expected[first::4])
+    assert replays(graphed) > 190
 
 
 # -- what changes between calls ----------------------------------------------------------------------------------------

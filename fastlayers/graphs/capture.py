@@ -95,6 +95,8 @@ class Capture:
         self.missed: set[int] = set()
         self._draws = draws
         self._pending: ReferenceType[Call] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._done = torch.cuda.Event()
         self.inputs = [like(t) for t in given]
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
@@ -170,6 +172,10 @@ class Capture:
 
     def run(self, module: nn.Module, pattern: Any, given: Sequence[Tensor]) -> Any:
         """The result of a call."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_event(self._done)  # The last replay may still use the memory of the graphs.
+        self._stream = stream
         with torch.no_grad():
             torch._foreach_copy_(self.inputs, list(given))
         self.replays += 1
@@ -182,7 +188,9 @@ class Capture:
 
     def forward(self) -> tuple[Tensor, ...]:
         self._forward.replay()
-        return tuple(t.clone() for t in self.results)
+        results = tuple(t.clone() for t in self.results)
+        self._done.record(self._stream)
+        return results
 
     def constant(self, results: Sequence[Tensor]) -> list[Tensor]:
         """The results that need no gradient."""
@@ -203,6 +211,7 @@ class Capture:
         # Into memory of their own, since the next forward writes into that of the graphs.
         grads = [torch.empty_like(grad) for grad in self._grads]
         torch._foreach_copy_(grads, self._grads)
+        self._done.record(torch.cuda.current_stream(self.device))
         return grads
 
 
@@ -230,8 +239,9 @@ class Replay(torch.autograd.Function):
             capture.missed.update(i for i, dy in enumerate(dys) if dy is not None)
             capture.stale = "another result receives a gradient"
         elif not call.done:
+            grads = capture.backward(dys)
             call.done = True
-            return None, None, None, *capture.backward(dys)
+            return None, None, None, *grads
         return None, None, None, *again(ctx, dys)
 
 

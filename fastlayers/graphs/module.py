@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -88,6 +89,7 @@ class Graphs:
         self.signatures: dict[Any, Signature] = {}
         #: Reasons that hold for calls of any signature.
         self.refused: dict[str, int] = {}
+        self._lock = threading.RLock()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given: list[Tensor] = []
@@ -111,10 +113,11 @@ class Graphs:
             return self.present.forward(module, *args, **kwargs)
         if signature.calls == self.warmup:
             return self.watched(signature, module, args, kwargs, given)
-        capture = self.capture(signature, module, pattern, given)
-        if capture is None:
-            return self.present.forward(module, *args, **kwargs)
-        return capture.run(module, pattern, given)
+        with self._lock:  # Another thread must not replay between the copy of the arguments and that of the results.
+            capture = self.capture(signature, module, pattern, given)
+            if capture is not None:
+                return capture.run(module, pattern, given)
+        return self.present.forward(module, *args, **kwargs)
 
     def new_signature(self, key: Any, what: str) -> Signature:
         if len(self.signatures) >= 4 * self.max_graphs:  # Shapes keep changing. The oldest of those is forgotten.
