@@ -397,7 +397,7 @@ def test_which_layers_are_swapped():
     report = patch_model(model)
     assert [repr(layer).partition("(")[0] for layer in report] == ["FusedLinear", "Linear", "Own", "ParametrizedLinear"]
     rows = plan_patch(model)
-    assert [rows[name].reason.name for name in ("1", "2", "3")] == ["NO_RULE", "SUBCLASS", "PARAMETRIZED"]
+    assert [rows[name].reason.name for name in ("1", "2", "3")] == ["SAVES_NOTHING", "SUBCLASS", "PARAMETRIZED"]
 
 
 @needs_gpu

@@ -717,7 +717,6 @@ TRANSFORMERS = {
             "rotary": 2,
             "softmax": 2,
             "mlp": 2,
-            "dropout_add": 2,
             "linear": 9,
         },
     ),

@@ -146,15 +146,15 @@ SMALL = {
 }
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
 TRANSFORMERS = {
-    "Llama": (SMALL, "ForCausalLM", {"rms_norm (llama)": 5}),
-    "Mistral": (SMALL, "ForCausalLM", {"rms_norm (llama)": 5}),
-    "Qwen2": (SMALL, "ForCausalLM", {"rms_norm (llama)": 5}),
-    "Qwen3": (SMALL | {"head_dim": 8}, "ForCausalLM", {"rms_norm (llama)": 9}),
-    "Gemma2": (SMALL | {"head_dim": 8}, "ForCausalLM", {"rms_norm (gemma)": 9}),
+    "Llama": (SMALL, "ForCausalLM", {"rms_norm (llama)": 3}),
+    "Mistral": (SMALL, "ForCausalLM", {"rms_norm (llama)": 3}),
+    "Qwen2": (SMALL, "ForCausalLM", {"rms_norm (llama)": 3}),
+    "Qwen3": (SMALL | {"head_dim": 8}, "ForCausalLM", {"rms_norm (llama)": 7}),
+    "Gemma2": (SMALL | {"head_dim": 8}, "ForCausalLM", {"rms_norm (gemma)": 7}),
     "Olmo2": (SMALL, "ForCausalLM", {"rms_norm (olmo)": 9}),
     "Cohere": (SMALL, "ForCausalLM", {"layer_norm (cohere)": 3}),
-    "T5": (T5, "EncoderModel", {"rms_norm (t5)": 5}),
-    "Bert": ({k: v for k, v in SMALL.items() if "key" not in k}, "Model", {"add_layer_norm": 5, "LayerNorm": 5}),
+    "T5": (T5, "EncoderModel", {"rms_norm (t5)": 3}),
+    "Bert": ({k: v for k, v in SMALL.items() if "key" not in k}, "Model", {"add_layer_norm": 5, "LayerNorm": 1}),
 }
 
 

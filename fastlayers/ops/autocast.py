@@ -80,6 +80,8 @@ class Kernels(dispatch.Kernels):
 
 FAMILY = dispatch.Family("autocast", Kernels)
 
+_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled  # Takes half as long as for a device.
+
 #: The activations of an MLP: all that autocast leaves in its own dtype.
 MLP_ACTIVATIONS = frozenset(ACTIVATIONS) - {None, "softplus"}
 
@@ -97,12 +99,10 @@ def dtype_of(t: Tensor) -> torch.dtype:
 
 def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     """The kernels, if autocast casts the float32 parameters, and x where it is float32 too; otherwise None."""
+    if torch.compiler.is_compiling() or not _is_any_autocast_enabled():
+        return None
     device = x.device
-    if (
-        torch.compiler.is_compiling()
-        or device.type not in ("cuda", "cpu")
-        or not torch.is_autocast_enabled(device.type)
-    ):
+    if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):
         return None
     low = torch.get_autocast_dtype(device.type)
     if low not in LOW_PRECISION or (x.dtype is not low and x.dtype is not torch.float32):

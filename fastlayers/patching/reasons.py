@@ -18,6 +18,7 @@ class Reason(str, Enum):
     NOT_SELECTED = "not selected by include, exclude or filter_fn"
     NO_RULE = "no rule looks for this layer"
     NOTHING_TO_FUSE = "nothing in its forward that a rule fuses"
+    SAVES_NOTHING = "a fused kernel would save neither a launch nor a byte"
     UNKNOWN_NORM = "normalises by hand, in a way that is not known"
     SUBCLASS = "a subclass of a layer that a rule replaces, with code of its own"
     FORWARD_REPLACED = "its forward was replaced on the instance (accelerate and others do), which bypasses its class"

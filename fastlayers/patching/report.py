@@ -11,10 +11,10 @@ from typing import Any
 
 from fastlayers.patching.reasons import Reason
 
-__all__ = ["PatchReport", "Report", "Row", "markdown_table", "plain_table", "readable"]
+__all__ = ["QUIET", "PatchReport", "Report", "Row", "markdown_table", "plain_table", "readable"]
 
 #: A table only counts rows with these reasons: there was nothing to do.
-QUIET = frozenset({Reason.NO_RULE, Reason.NOTHING_TO_FUSE, Reason.NOT_SELECTED})
+QUIET = frozenset({Reason.NO_RULE, Reason.NOTHING_TO_FUSE, Reason.NOT_SELECTED, Reason.SAVES_NOTHING})
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Row:
         aliases: further names of a shared module.
         bytes_saved: estimated memory traffic that it saves a step if example inputs were given, else None. A layer that
             its parent has absorbed saves nothing itself.
+        absorbed_by: the name of the module whose rewritten forward does its work; None where it is called. It is
+            patched all the same, for calls from elsewhere, but does not count as one more patched module.
     """
 
     fqn: str
@@ -43,9 +45,12 @@ class Row:
     left: tuple[tuple[Reason, str], ...] = ()
     aliases: tuple[str, ...] = ()
     bytes_saved: int | None = None
+    absorbed_by: str | None = None
 
     def outcome(self) -> str:
         """The row's result in words."""
+        if self.absorbed_by is not None:
+            return f"the forward of {self.absorbed_by or '(model)'} does its work"
         if self.became is None:
             return f"{self.reason.value if self.reason else ''}{f' ({self.detail})' if self.detail else ''}"
         return ", ".join(f"{rule} x{count}" if count > 1 else rule for rule, count in self.fused)
@@ -125,8 +130,13 @@ class PatchReport(Report):
 
     @property
     def patched(self) -> tuple[Row, ...]:
-        """The rows of the patched modules."""
-        return tuple(row for row in self.rows if row.became is not None)
+        """The rows of the patched modules, without those whose work the forward of a patched parent does."""
+        return tuple(row for row in self.rows if row.became is not None and row.absorbed_by is None)
+
+    @property
+    def absorbed(self) -> tuple[Row, ...]:
+        """The rows of modules whose work the forward of a patched parent does."""
+        return tuple(row for row in self.rows if row.absorbed_by is not None)
 
     @property
     def refused(self) -> tuple[Row, ...]:
@@ -136,7 +146,7 @@ class PatchReport(Report):
     def counts(self) -> dict[str, int]:
         """The number of fused places by rule."""
         total: Counter[str] = Counter()
-        for row in self.rows:
+        for row in self.patched:
             total.update(dict(row.fused))
         return dict(total)
 
@@ -164,7 +174,7 @@ class PatchReport(Report):
         lines = []
         between = len(self._header()) - 4
         for row in self.rows:
-            if row.reason in QUIET and not row.left:
+            if row.absorbed_by is not None or (row.reason in QUIET and not row.left):
                 continue
             saved = ("" if row.bytes_saved is None else readable(row.bytes_saved),) * between
             lines.append((row.fqn or "(model)", row.was, row.became or "-", *saved, row.outcome()))
@@ -173,6 +183,8 @@ class PatchReport(Report):
 
     def _footer(self) -> list[str]:
         quiet = [f"{count} modules: {reason.value}" for reason, count in self.reasons().items() if reason in QUIET]
+        if self.absorbed:
+            quiet.insert(0, f"{len(self.absorbed)} modules: the forward of a patched parent does their work")
         return [*quiet, *(f"pattern {pattern!r} matched nothing" for pattern in self.unmatched)]
 
     def __str__(self) -> str:
@@ -217,6 +229,7 @@ class PatchReport(Report):
                 "explanation": row.outcome() if row.reason else None,
                 "left": [{"reason": reason.name, "detail": detail} for reason, detail in row.left],
                 "bytes_saved": row.bytes_saved,
+                "absorbed_by": row.absorbed_by,
             }
             for row in self.rows
         ]

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fastlayers.patching.measure.runs import buffers_aside, loss_or_outputs, rng_state, trains, unpatched, unwrap
 from fastlayers.patching.report import Report, markdown_table, plain_table, readable
-from fastlayers.patching.rewrite.classes import is_fused, is_patched
+from fastlayers.patching.rewrite.classes import is_patched, working
 from fastlayers.patching.rewrite.plan import patched
 from fastlayers.patching.runtime.checks import original_class
 
@@ -239,7 +239,7 @@ def profile_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> ProfileRepor
     context = nullcontext(model) if any(map(is_patched, model.modules())) else patched(model)
     with rng_state(), buffers_aside(model), context:
         before, after = measure(Step(model, inputs, kwargs), device)
-        patches = sum(map(is_fused, model.modules()))
+        patches = len(working(model))
     gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     return ProfileReport(before, after, original_class(model).__name__, patches, trains(model), name, gpu)

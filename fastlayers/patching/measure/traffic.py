@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fastlayers import functional
+from fastlayers.ops import layer_norm as ops
 from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains, unpatched
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.rewrite.classes import is_fused
@@ -31,6 +32,8 @@ from fastlayers.patching.rewrite.classes import is_fused
 __all__ = ["bytes_saved"]
 
 FUNCTIONS: dict[CodeType, str] = {getattr(functional, name).__code__: name for name in functional.__all__}
+#: The ops below that generated forwards call by themselves.
+FUNCTIONS |= {op.__code__: op.__name__ for op in (ops.add_layer_norm, ops.add_rms_norm, ops.layer_norm, ops.rms_norm)}
 #: Functions that call a matrix product of torch, and the bytes of the intermediate result, which is written and read
 #: once: the product of gate and up; the logits, chunk by chunk.
 HANDS_ON: dict[str, Callable[[Mapping[str, Any]], int]] = {

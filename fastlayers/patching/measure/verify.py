@@ -19,7 +19,7 @@ from fastlayers.ops.residual import masks_of_torch
 from fastlayers.patching.measure.runs import rng_state, seed_everything, standing_in, unpatched, unwrap
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.report import Report, markdown_table
-from fastlayers.patching.rewrite.classes import is_fused, is_patched
+from fastlayers.patching.rewrite.classes import is_patched, working
 from fastlayers.patching.rewrite.plan import patched
 from fastlayers.patching.rewrite.regions import no_regions
 
@@ -199,7 +199,7 @@ def compare_patched(model: nn.Module, inputs: Inputs) -> VerifyReport:
             if omitted:
                 before = run(model, inputs, omitted=omitted)
             nudged = run(model, inputs, rounding(model, before), omitted)
-        patches = sum(map(is_fused, model.modules()))
+        patches = len(working(model))
         comparisons = tuple(compare(before, after, nudged))
         if not all(comparison.ok for comparison in comparisons):
             with unpatched(model):

@@ -9,6 +9,7 @@ import copyreg
 import functools
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from fastlayers.patching.rules.base import ModuleRule
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = [
+    "absorbed_by",
     "become",
     "called_by_class",
     "check_subclassing",
@@ -33,6 +35,7 @@ __all__ = [
     "seal",
     "shown_name",
     "swap_class",
+    "working",
 ]
 
 #: The functions with which pickle rebuilds a plain object, in newer and in older protocols.
@@ -49,6 +52,28 @@ def is_patched(module: nn.Module) -> bool:
 def is_fused(module: nn.Module) -> bool:
     """Whether something is fused in the forward of a module, which may also be patched to run as a region alone."""
     return is_patched(module) and bool(getattr(type(module), "__fastlayers_rules__", ()))
+
+
+def absorbed_by(classes: dict[nn.Module, type[nn.Module]]) -> dict[nn.Module, nn.Module]:
+    """Children whose work the rewritten forward of another module does without calling them, with that module.
+
+    Args:
+        classes: modules, and the classes that they have, or will have.
+    """
+    uses = Counter(child for module in classes for child in module._modules.values())
+    found: dict[nn.Module, nn.Module] = {}
+    for module, cls in classes.items():
+        for path in getattr(cls, "__fastlayers_absorbs__", ()):
+            child = module.get_submodule(path)
+            if uses[child] == 1:
+                found[child] = module
+    return found
+
+
+def working(model: nn.Module) -> list[nn.Module]:
+    """The modules in whose forward something is fused, without those that :func:`absorbed_by` finds."""
+    absorbed = absorbed_by({module: type(module) for module in model.modules()})
+    return [module for module in model.modules() if is_fused(module) and module not in absorbed]
 
 
 def is_folded(module: nn.Module) -> bool:

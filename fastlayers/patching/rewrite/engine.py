@@ -36,6 +36,7 @@ class Fused:
         made: the fused calls in a graph, with the names of their rules.
         size: the number of operations that they replace.
         left: refusals of what looked fusable.
+        absorbed: paths of children whose work is done without calling them.
     """
 
     cls: type[nn.Module] | None
@@ -43,6 +44,7 @@ class Fused:
     made: dict[Node, str] = field(default_factory=dict)
     size: int = 0
     left: list[Refusal] = field(default_factory=list)
+    absorbed: frozenset[str] = frozenset()
 
 
 # -- applying rules to one recording ------------------------------------------------------------------------------
@@ -58,6 +60,7 @@ def apply_rules(
     made: dict[Node, str] = {}
     counts: dict[Node, int] = {}  # of places in a node, with those of its rule that it merged
     unseen: dict[str, None] = {}
+    absorbed: set[str] = set()
     conditions: dict[Callable[..., bool], dict[tuple[str, ...], None]] = {}
     for rule in rules:
         pending = list(recording.graph.nodes)
@@ -84,6 +87,7 @@ def apply_rules(
                 merged = [op.node for op in found.all_ops if made.get(op.node) == rule.name]
                 made[fused], counts[fused] = rule.name, sum(map(counts.__getitem__, merged)) or 1
                 outcome.size += len(found.ops)
+                absorbed.update(op.child for op in (*found.ops, *found.absorbed) if op.child is not None)
                 break
             outcome.left.extend(refusals)
     outcome.made = {node: made[node] for node in view.position if node in made}
@@ -91,6 +95,8 @@ def apply_rules(
         outcome.rules[name] += counts[node]
     if outcome.rules:
         unseen.update(dict.fromkeys(clean_up(view, recording, excluded)))
+    called = {str(node.target) for node in recording.graph.nodes if node.op == "call_module"}
+    outcome.absorbed = frozenset(absorbed - called)
     if rest := join_tests(recording, unseen):
         conditions[checks.no_hooks] = {tuple(rest): None}
     for function, given in conditions.items():

@@ -72,18 +72,22 @@ def fuse(
     recordings, refusals = record_all(module, plain_forward(original))
     outcome = Fused(None)
     variants: list[tuple[Recording, str]] = []
+    absorbed: list[frozenset[str]] = []
     for recording in recordings:
         applied = apply_rules(recording, module, excluded, rules)
         outcome.left.extend(refusal for refusal in applied.left if str(refusal) not in map(str, outcome.left))
         if applied.rules if needed is None else needed in applied.rules:
             outcome.rules |= applied.rules
             variants.append((recording, body_source(recording, module)))
+        absorbed.append(applied.absorbed)
     if not variants:
         if needed is None and not outcome.left and looks_like_a_norm(original):
             raise Refusal(Reason.UNKNOWN_NORM)
         if not recordings:
             raise refusals[0]
         return outcome
+    if not refusals:
+        outcome.absorbed = frozenset.intersection(*absorbed)
     outcome.left.extend(refusals)  # The original forward runs in these modes, or with these optional arguments.
     outcome.cls = generate_class(type(module), f"{prefix}{original.__name__}", merge_modes(variants), known)
     return outcome

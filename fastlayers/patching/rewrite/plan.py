@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -21,8 +21,9 @@ from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
-from fastlayers.patching.report import PatchReport, Row
+from fastlayers.patching.report import QUIET, PatchReport, Row
 from fastlayers.patching.rewrite.classes import (
+    absorbed_by,
     become,
     called_by_class,
     check_subclassing,
@@ -184,6 +185,7 @@ def make_plan(
             steps.append(plan_one(module, row, excluded, classes))
     if not folding:
         add_regions(steps, banned, classes)
+    mark_absorbed(steps)
     unmatched = tuple(p if isinstance(p, str) else p.__name__ for p in selection.unmatched)
     report = PatchReport(tuple(step.row for step in steps), original_class(model).__name__, unmatched)
     return Plan(steps, report, plan_warnings(report, steps, "folded" if folding else "patched"))
@@ -218,6 +220,17 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
         step.cls = cls
 
 
+def mark_absorbed(steps: list[Step]) -> None:
+    """Say in the rows of children that the forward of their parent does their work."""
+    classes = {step.module: step.cls or type(step.module) for step in steps}
+    names = {step.module: step.row.fqn for step in steps}
+    owners = absorbed_by(classes)
+    for step in steps:
+        owner = owners.get(step.module)
+        if owner is not None and step.row.became is not None:
+            step.row = replace(step.row, absorbed_by=names[owner])
+
+
 def takes_any_keyword(cls: type[nn.Module]) -> bool:
     """Whether a forward has ``**kwargs``. torch.fx traces that of a whole model only if nothing passes them on."""
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.forward).parameters.values())
@@ -240,9 +253,11 @@ def already(row: Row, module: nn.Module) -> Row:
 def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
     try:
         refuse_kind(module)
-        rule = next((rule for rule in module_rules() if type(module) is rule.layer and rule.gains(module)), None)
-        if rule is not None:
-            return plan_swap(module, row, rule, classes)
+        for rule in module_rules():
+            if type(module) is rule.layer:
+                if not rule.gains(module):
+                    raise Refusal(Reason.SAVES_NOTHING)
+                return plan_swap(module, row, rule, classes)
         if not has_own_forward(type(module)):
             raise Refusal(Reason.SUBCLASS if is_subclass(module) else Reason.NO_RULE)
         outcome = fuse_forward(module, excluded, classes)
@@ -282,14 +297,16 @@ def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes:
 
 
 def step_of(module: nn.Module, row: Row, outcome: Fused) -> Step:
-    left = tuple((refusal.reason, refusal.detail) for refusal in outcome.left)
+    left = tuple((refusal.reason, refusal.detail) for refusal in outcome.left if refusal.reason not in QUIET)
     if outcome.cls is None:
-        reason, detail = left[0] if left else (Reason.SUBCLASS if is_subclass(module) else Reason.NOTHING_TO_FUSE, "")
+        nothing = next((refusal.reason for refusal in outcome.left), Reason.NOTHING_TO_FUSE)
+        reason, detail = left[0] if left else (Reason.SUBCLASS if is_subclass(module) else nothing, "")
         return Step(module, Row(row.fqn, row.was, reason=reason, detail=detail, left=left[1:], aliases=row.aliases))
     fused = tuple(outcome.rules.items())
     outcome.cls.__fastlayers_rules__ = fused  # type: ignore[attr-defined]
     outcome.cls.__fastlayers_left__ = left  # type: ignore[attr-defined]
     outcome.cls.__fastlayers_reason__ = None, ""  # type: ignore[attr-defined]
+    outcome.cls.__fastlayers_absorbs__ = outcome.absorbed  # type: ignore[attr-defined]
     became = shown_name(outcome.cls)
     return Step(module, Row(row.fqn, row.was, became, fused, left=left, aliases=row.aliases), outcome.cls)
 

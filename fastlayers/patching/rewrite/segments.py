@@ -79,6 +79,7 @@ class Rewritten:
         objects: all other objects that its source and the helpers name.
         rules: the number of fused places by rule.
         left: refusals of what looked fusable.
+        absorbed: paths of children whose work its segments do without calling them.
     """
 
     tree: ast.FunctionDef
@@ -87,6 +88,7 @@ class Rewritten:
     objects: list[tuple[str, Any]] = field(default_factory=list)
     rules: Counter[str] = field(default_factory=Counter)
     left: list[Refusal] = field(default_factory=list)
+    absorbed: frozenset[str] = frozenset()
 
 
 def fuse_segments(
@@ -118,7 +120,7 @@ def fuse_segments(
             known[key] = seal(type(f"Fused{original.__name__}", (original,), {"forward": made}), original, source)
     except Refusal:
         return None
-    return Fused(known[key], rewritten.rules, left=rewritten.left)
+    return Fused(known[key], rewritten.rules, left=rewritten.left, absorbed=rewritten.absorbed)
 
 
 def defer_if_replaced(rewritten: Rewritten, forward: types.FunctionType, original: type[nn.Module]) -> None:
@@ -419,6 +421,9 @@ class Cutter:
             return
         rewritten.rules += pieces[0].outcome.rules
         rewritten.left += pieces[0].outcome.left
+        outside = {node.attr for other in (*self.body[:first], *self.body[last:]) for node in attributes(other)}
+        absorbed = frozenset.intersection(*(piece.outcome.absorbed for piece in pieces))
+        rewritten.absorbed |= {path for path in absorbed if path.partition(".")[0] not in outside}
         self.body[first:last] = statements
 
 
@@ -434,6 +439,10 @@ def split_off_call(statement: ast.stmt) -> list[ast.stmt]:
             setattr(value, side, ast.copy_location(ast.Name(PART, ast.Load()), call))
             return [ast.copy_location(ast.Assign([ast.Name(PART, ast.Store())], call), statement), statement]
     return [statement]
+
+
+def attributes(statement: ast.stmt) -> list[ast.Attribute]:
+    return [node for node in ast.walk(statement) if isinstance(node, ast.Attribute)]
 
 
 def is_deleted(name: ast.Name) -> bool:

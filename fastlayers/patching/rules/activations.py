@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fastlayers import functional
 from fastlayers.patching.ir.view import View
-from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.runtime import calls
 
@@ -23,6 +23,9 @@ def find_activation(name: str) -> Callable[[View, Node], Iterator[Match | Refusa
             return
         if op["handwritten"] is not None:
             yield Match((op,), calls.handwritten_activation, (op["input"], op["handwritten"]), {}, (op["input"],))
+            return
+        if op["approximate"] == "tanh" and not op.parts:
+            yield Refusal(Reason.SAVES_NOTHING, "torch's kernel for tanh is at the memory limit")
             return
         options: dict[str, Any] = {k: v for k, v in op.operands.items() if k not in ("input", "inplace")}
         yield Match((op,), getattr(functional, name), (op["input"],), options, (op["input"],))

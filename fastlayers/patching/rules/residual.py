@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,9 @@ from torch.fx import Node
 from fastlayers import functional
 from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.decompositions import permutation
-from fastlayers.patching.ir.operations import Op
+from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.view import View
-from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match
 from fastlayers.patching.rules.matchers import addition, dropout, ending_norm, skip_identities
 from fastlayers.patching.runtime import calls
@@ -31,6 +32,13 @@ def sides(add: Op) -> Iterator[tuple[Any, Any, str]]:
         yield add["input"], add["other"], "x"
 
 
+def is_zero(view: View, p: Any) -> bool:
+    """Whether a probability is 0 now: then torch calls nothing either, and only the sum is left."""
+    if isinstance(p, Attribute) or (isinstance(p, Node) and p.op == "get_attr"):
+        p = operator.attrgetter(p.path if isinstance(p, Attribute) else str(p.target))(view.root)
+    return isinstance(p, int | float) and p == 0
+
+
 def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:
     plain = view.op(node, "add")
     for branch, residual, overwritten in sides(plain) if plain is not None else ():
@@ -41,7 +49,10 @@ def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:
             yield add
         if drop is None or not isinstance(add, Op):
             continue
-        x = drop["input"]
+        x, p = drop["input"], dropout(drop)[0]
+        if is_zero(view, p):
+            yield Refusal(Reason.SAVES_NOTHING, "the dropout before the sum has p = 0")
+            continue
         ops, args = (drop, *passed, add), (x, residual, *dropout(drop))
         if add.inplace or overwritten == "x":
             options = {"overwritten": overwritten if add.inplace else None}
@@ -122,6 +133,9 @@ def find_scale_add(view: View, node: Node) -> Iterator[Match | Refusal]:
         if turned is not None and inside is not None and not inside[0].inplace:
             scale, dims, ops = inside, turned[1], (turned[0], *ops)
         if (how is None and (drop is not None or scale is None)) or is_parameter(view, residual):
+            continue
+        if scale is None and how is not None and is_zero(view, how[0]):
+            yield Refusal(Reason.SAVES_NOTHING, "stochastic depth with p = 0, before the sum")
             continue
         add = addition(view, node)
         if isinstance(add, Refusal):
