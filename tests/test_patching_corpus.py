@@ -6,10 +6,9 @@ import pytest
 from corpus.check import check
 from corpus.models import build, families, names
 
-RESIDUAL = {"add_layer_norm": 2, "dropout_add": 2}
 QUICK = {
     "torchvision:shufflenet_v2_x0_5": {"conv_batch_norm_act": 37},
-    "torchvision:vit_b_16": {"add_layer_norm": 4, "dropout_add": 4, "mlp": 8},
+    "torchvision:vit_b_16": {"add_layer_norm": 4, "mlp": 8},
     "timm:test_convnext": {},
     "timm:test_efficientnet": {},
     "timm:test_resnet": {},
@@ -24,9 +23,9 @@ QUICK = {
     "transformers:llama": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2},
     "transformers:llama/eager": {"softmax": 2},
     "transformers:qwen3": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2},
-    "transformers:swin": {"add_layer_norm": 8, "dropout_add": 8, "mlp": 8},
-    "transformers:t5/eager": {"dropout_add": 10, "rms_norm (t5)": 12, "softmax": 6},
-    "transformers:vit": RESIDUAL | {"mlp": 2},
+    "transformers:swin": {"add_layer_norm": 8, "mlp": 8},
+    "transformers:t5/eager": {"dropout_add": 10, "rms_norm (t5)": 8, "softmax": 6},
+    "transformers:vit": {"add_layer_norm": 2, "mlp": 2},
 }
 
 
