@@ -8,7 +8,7 @@ from corpus.models import build, families, names
 
 QUICK = {
     "torchvision:shufflenet_v2_x0_5": {"conv_batch_norm_act": 37},
-    "torchvision:vit_b_16": {"add_layer_norm": 4, "mlp": 8},
+    "torchvision:vit_b_16": {"add_layer_norm": 4, "mlp": 4},
     "timm:test_convnext": {},
     "timm:test_efficientnet": {},
     "timm:test_resnet": {},
