@@ -653,6 +653,26 @@ def test_statistics_that_are_inference_tensors(runs):
     assert runs == [True, False]
 
 
+def test_a_buffer_of_inference_mode(runs):
+    class Shifted(Base):
+        def __init__(self):
+            super().__init__()
+            with torch.inference_mode():
+                self.shift = torch.ones(4)
+
+        def forward(self, x):
+            return self.work(x + self.shift)
+
+    module = Shifted()
+    region, x = in_regions(module), tokens(2, 4)
+    region.shift = module.shift  # a copy would be a tensor like others
+    for _ in range(2):
+        same(module, region, x)
+    found = [torch.autograd.grad(kind(x).sum(), x, create_graph=True)[0] for kind in (module, region)]
+    assert torch.equal(*found)
+    assert runs == [True, False, False]
+
+
 def test_a_foreign_kernel_in_a_rewritten_forward(runs):
     """The function of a user's rule may launch what it likes, also into memory that has values."""
 

@@ -129,7 +129,7 @@ class Given:
 
     def __init__(self, *parameters: Tensor | None) -> None:
         self.parameters = parameters
-        self.versions = [0 if t is None else t._version for t in parameters]
+        self.versions = [version_of(t) for t in parameters]
 
     def unchanged(self) -> Gradients:
         """The parameters.
@@ -138,13 +138,18 @@ class Given:
             RuntimeError: one was written since.
         """
         for t, version in zip(self.parameters, self.versions, strict=True):
-            if t is not None and t._version != version:
+            if t is not None and version_of(t) != version:
                 raise RuntimeError(
                     f"to differentiate the backward of a layer, its parameter of shape {tuple(t.shape)} is needed as "
                     f"it was in the forward, and it was modified in place since: it is at version {t._version}; "
                     f"expected {version}"
                 )
         return self.parameters
+
+
+def version_of(t: Tensor | None) -> int:
+    """How often a tensor was written; -1 for one of inference mode, of which torch does not know it."""
+    return -1 if t is None or t.is_inference() else t._version
 
 
 def differentiate(function: Callable[..., Tensor], given: Given, needs: Needs, x: Tensor, dy: Tensor) -> Gradients:
