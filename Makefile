@@ -47,7 +47,7 @@ $(ENV):
 	@rm -f $(VENV)/made-for-*
 	@touch $@
 
-build: $(ENV)  ## compile csrc into fastlayers/_C.so
+build: $(ENV)  ## compile csrc into fastlayers/_C.so, and what runs regions into fastlayers/_regions_*.so
 	@echo 'Compiling what has changed in csrc (CUDA kernels for the GPUs of this machine or FASTLAYERS_CUDA_ARCHS: minutes)'
 	@$(PY) fastlayers/build.py
 
@@ -89,13 +89,18 @@ format: $(ENV)  ## let ruff format and fix what it can
 fastlayers/_C.so:
 	$(PYTHON) fastlayers/build.py
 
-test-gpu: fastlayers/_C.so  ## the tests on a GPU, with the python3 that is there
+# What runs regions in C++, for the torch of that python3. Python runs them where it cannot be built.
+.PHONY: regions
+regions:
+	@$(PYTHON) fastlayers/build.py --regions
+
+test-gpu: fastlayers/_C.so regions  ## the tests on a GPU, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
 
-bench: fastlayers/_C.so  ## the benchmarks on a GPU, with the python3 that is there
+bench: fastlayers/_C.so regions  ## the benchmarks on a GPU, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m benchmarks run $(ARGS)
 
-bench-models: fastlayers/_C.so  ## whole models on a GPU, with its python3 and the model libraries (and Liger) that it has
+bench-models: fastlayers/_C.so regions  ## whole models on a GPU, with its python3 and the model libraries (and Liger) that it has
 	PYTHONPATH=. $(PYTHON) -m benchmarks models $(ARGS)
 
 wheel: $(ENV)  ## dist/fastlayers-*-py3-none-linux_x86_64.whl, for every GPU from sm_80 on
@@ -108,5 +113,5 @@ test-wheel: wheel  ## that wheel, imported and run on the CPU by each of PYTHONS
 	$(PY) tests/check_wheel.py dist/*.whl $(PYTHONS)
 
 clean:  ## remove what was built; .venv and .venv-corpus stay
-	rm -rf build dist fastlayers/_C.so fastlayers/_C.json *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist fastlayers/_C.so fastlayers/_C.json fastlayers/_regions_*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find fastlayers tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

@@ -90,7 +90,10 @@ setup(
     packages=[*find_packages(include=["fastlayers", "fastlayers.*"]), "fastlayers.csrc"],
     # The sources are installed too, so that `python -m fastlayers build` can compile them later.
     package_dir={"fastlayers.csrc": "csrc"},
-    package_data={"fastlayers": ["py.typed"], "fastlayers.csrc": ["*.cpp", "*.cu", "*.h", "*.cuh", "common/*"]},
+    package_data={
+        "fastlayers": ["py.typed"],
+        "fastlayers.csrc": ["*.cpp", "*.cu", "*.h", "*.cuh", "common/*", "regions/*"],
+    },
     ext_modules=[] if MODE == "0" else [Extension("fastlayers._C", sources=[])],
     cmdclass={"build_ext": BuildExt, "bdist_wheel": BdistWheel},
     zip_safe=False,

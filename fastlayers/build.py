@@ -1,9 +1,10 @@
-"""Compile ``csrc`` into ``fastlayers/_C.so``, the C++ and CUDA part of the package.
+"""Compile ``csrc`` into ``fastlayers/_C.so``, the C++ and CUDA part of the package, and into the executor of regions.
 
 ``pip install`` (through setup.py), ``make build`` and ``python -m fastlayers build`` all call :func:`build`. This file
 imports neither torch nor fastlayers, so it can run by path before either is importable: it only needs torch's headers
 and libraries on disk. The library has no Python symbols and uses only PyTorch's stable ABI, so one file serves every
-Python and every torch from 2.11 on.
+Python and every torch from 2.11 on. The executor of regions, ``csrc/regions``, uses more of torch than that. It is a
+library of its own, named after the version of torch that it serves, and everything works without it, only slower.
 
 Environment variables:
     FASTLAYERS_CUDA_ARCHS: Compute capabilities to compile for, such as "90" or "80;90+PTX". As in torch's
@@ -17,6 +18,7 @@ Environment variables:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -310,6 +312,23 @@ def csrc_folder() -> Path:
     raise BuildError(f"no C++ sources: neither {PACKAGE / 'csrc'} nor {PACKAGE.parent / 'csrc'} contains *.cpp files")
 
 
+def regions_source() -> Path:
+    return csrc_folder() / "regions" / "region.cpp"
+
+
+def regions_library(torch_version: str) -> Path:
+    """The library that runs regions in C++. It serves one version of torch, and calls of one version of fastlayers.
+
+    Raises:
+        BuildError: If its source is not installed.
+    """
+    try:
+        source = hashlib.sha256(regions_source().read_bytes()).hexdigest()
+    except FileNotFoundError as error:
+        raise BuildError(f"no {error.filename}") from None
+    return PACKAGE / f"_regions_{torch_version.replace('.', '_')}_{source[:8]}.so"
+
+
 def _jobs() -> int:
     asked = os.environ.get("MAX_JOBS")
     if asked is None:
@@ -366,6 +385,18 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     return [*steps, linking]
 
 
+def _regions_step(torch: Torch, library: Path, objects: Path) -> Step:
+    """The command that makes the executor of regions."""
+    source = regions_source()
+    includes = [f"-I{torch.root / 'include'}", f"-I{torch.root / 'include/torch/csrc/api/include'}"]
+    options = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-D_GLIBCXX_USE_CXX11_ABI=1", "-shared"]
+    link = [f"-L{torch.root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    cxx = find_compiler()
+    tools = f"torch {torch.version}, {_output_of(*cxx, '--version').splitlines()[0]}"
+    command = (*cxx, *options, *includes, str(source), *link)
+    return Step(command, (source,), library, objects / f"{library.name}.stamp", tools)
+
+
 def _source_size(step: Step) -> int:
     return step.inputs[0].stat().st_size
 
@@ -391,6 +422,13 @@ def _run(steps: list[Step], report: Report) -> None:
     report(len(steps), len(steps), link.output.name)
 
 
+def _check_machine(library: Path) -> None:
+    if not sys.platform.startswith("linux"):
+        raise BuildError(f"the C++ and CUDA kernels only build on Linux, and this is {sys.platform}")
+    if library.parent.exists() and not os.access(library.parent, os.W_OK):
+        raise BuildError(f"no permission to write {library}")
+
+
 # Entry points --------------------------------------------------------------------------------------------------------
 
 
@@ -409,10 +447,7 @@ def build(library: Path, objects: Path, *, cuda: bool | None = None, report: Rep
         CudaBuildError: If a CUDA source does not compile, if FASTLAYERS_CUDA_ARCHS is wrong, or if ``cuda`` is True and
             there is no nvcc or nothing to compile for.
     """
-    if not sys.platform.startswith("linux"):
-        raise BuildError(f"the C++ and CUDA kernels only build on Linux, and this is {sys.platform}")
-    if library.parent.exists() and not os.access(library.parent, os.W_OK):
-        raise BuildError(f"no permission to write {library}")
+    _check_machine(library)
     torch = find_torch()
     compiler = _output_of(*find_compiler(), "--version").splitlines()[0]
     nvcc: str | None = None
@@ -440,20 +475,63 @@ def build(library: Path, objects: Path, *, cuda: bool | None = None, report: Rep
     return info
 
 
+def build_regions(report: Report = lambda *_: None) -> Path:
+    """Compile the executor of regions for the torch that is here. Returns the library.
+
+    Raises:
+        BuildError: If there is no compiler or no torch, or if it does not compile with the headers of that torch.
+    """
+    torch = find_torch()
+    library = regions_library(torch.version)
+    _check_machine(library)
+    with _objects_folder() as objects:
+        step = _regions_step(torch, library, objects)
+        if not step.up_to_date():
+            step.run()
+    for other in library.parent.glob(f"{library.stem[:-8]}*.so"):
+        if other != library:  # of an older source
+            other.unlink()
+    report(1, 1, library.name)
+    return library
+
+
 def build_in_place(report: Report = lambda *_: None) -> BuildInfo:
     """Compile for the package that contains this file, in a checkout or installed."""
-    with contextlib.ExitStack() as stack:
-        if csrc_folder().parent == PACKAGE:
-            objects = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastlayers-")))
-        else:
-            objects = PACKAGE.parent / "build" / "csrc"
-        return build(LIBRARY, objects, report=report)
+    with _objects_folder() as objects:
+        info = build(LIBRARY, objects, report=report)
+    _build_regions_if_possible(report)
+    return info
+
+
+def _build_regions_if_possible(report: Report) -> None:
+    try:
+        build_regions(report)
+    except BuildError as error:
+        lines = str(error).splitlines()
+        reason = next((line for line in lines if "error:" in line), lines[0])
+        report(1, 1, f"no C++ for regions, which Python runs then: {reason}")
+
+
+@contextlib.contextmanager
+def _objects_folder() -> Iterator[Path]:
+    if csrc_folder().parent != PACKAGE:
+        yield PACKAGE.parent / "build" / "csrc"
+        return
+    with tempfile.TemporaryDirectory(prefix="fastlayers-") as folder:
+        yield Path(folder)
 
 
 def main() -> None:
     """``make build``, which runs before fastlayers and its requirements are importable."""
+
+    def report(done: int, total: int, what: str) -> None:
+        print(f"[{done}/{total}] {what}", flush=True)
+
+    if sys.argv[1:] == ["--regions"]:
+        _build_regions_if_possible(report)
+        return
     try:
-        info = build_in_place(lambda done, total, what: print(f"[{done}/{total}] {what}", flush=True))
+        info = build_in_place(report)
     except BuildError as error:
         sys.exit(f"fastlayers was not built: {error}")
     print(f"{LIBRARY}: {info.contents()}")

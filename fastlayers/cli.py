@@ -48,7 +48,7 @@ def info() -> None:
     for name, value in _versions():
         table.add_row(name, escape(value))
     table.add_section()
-    for name, value in _built():
+    for name, value in (*_built(), ("regions are run by", _executor())):
         table.add_row(name, escape(value))
     if forced := os.environ.get("FASTLAYERS_BACKEND"):
         table.add_section()
@@ -95,6 +95,12 @@ def _built() -> Iterator[tuple[str, str]]:
         return
     yield "contains", made.contents()
     yield "built with", f"{made.compiler}; nvcc {made.nvcc or 'none'}; headers of torch {made.torch}"
+
+
+def _executor() -> str:
+    from fastlayers.patching.rewrite import executors
+
+    return "C++" if executors.problem is None else f"Python: {executors.problem}"
 
 
 def _describe_forced(name: str) -> str:
@@ -151,8 +157,9 @@ def _how_to_build(backend: str) -> str:
 
 
 @main.command()
-def build() -> None:
-    """Compile the C++ and CUDA kernels here.
+@click.option("--regions", is_flag=True, help="Compile only what runs regions, and keep the kernels that are there.")
+def build(regions: bool) -> None:
+    """Compile the C++ and CUDA kernels here, and what runs regions with the torch that is installed.
 
     \b
     FASTLAYERS_CUDA_ARCHS  compute capabilities, such as "90" or "80;90+PTX"; default: this machine's GPUs
@@ -168,11 +175,14 @@ def build() -> None:
             progress.console.print(escape(what))
 
         try:
-            made = builder.build_in_place(report)
+            if regions:
+                built, contents = builder.build_regions(report), "runs regions"
+            else:
+                built, contents = builder.LIBRARY, builder.build_in_place(report).contents()
         except builder.BuildError as error:
             progress.stop()
             raise click.ClickException(str(error)) from None
-    console.print(f"[green]{escape(str(builder.LIBRARY))}[/]: {escape(made.contents())}")
+    console.print(f"[green]{escape(str(built))}[/]: {escape(contents)}")
 
 
 # scan, verify and bench ----------------------------------------------------------------------------------------------

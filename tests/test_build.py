@@ -253,6 +253,47 @@ def test_the_library_needs_no_cuda_and_no_python(programs, csrc, tmp_path):
     assert "python" not in needed
 
 
+@pytest.fixture
+def package(csrc, tmp_path, monkeypatch):
+    """An empty package beside the sources, which have a small library for regions too."""
+    (csrc / "regions").mkdir()
+    (csrc / "regions" / "region.cpp").write_text("int region() { return 1; }\n")
+    folder = tmp_path / "package"
+    folder.mkdir()
+    monkeypatch.setattr(builder, "PACKAGE", folder)
+    monkeypatch.setattr(builder, "LIBRARY", folder / "_C.so")
+    return folder
+
+
+@needs_compiler
+def test_what_runs_regions_is_built_for_one_torch_and_source(programs, csrc, package):
+    done: list[str] = []
+    builder.build_in_place(lambda *step: done.append(step[2]))
+    (library,) = package.glob("_regions_*.so")
+    assert library.name.startswith(f"_regions_{builder.find_torch().version.replace('.', '_')}_")
+    assert done[-2:] == ["_C.so", library.name]
+    made = library.stat().st_mtime_ns
+    assert builder.build_regions() == library
+    assert library.stat().st_mtime_ns == made, "compiled again though nothing changed"
+    (csrc / "regions" / "region.cpp").write_text("int region() { return 2; }\n")
+    other = builder.build_regions()
+    assert other != library
+    assert list(package.glob("_regions_*.so")) == [other], "a library of another source is used, or left there"
+
+
+@needs_compiler
+def test_a_build_does_not_need_what_runs_regions(programs, csrc, package):
+    (csrc / "regions" / "region.cpp").write_text("int region() { return forty_two; }\n")
+    done: list[str] = []
+    builder.build_in_place(lambda *step: done.append(step[2]))
+    assert (package / "_C.so").exists()
+    assert "no C++ for regions, which Python runs then: " in done[-1]
+    assert "forty_two" in done[-1]
+    assert "\n" not in done[-1]
+    with pytest.raises(builder.BuildError, match="forty_two"):
+        builder.build_regions()
+
+
 @needs_compiler
 def test_a_source_that_does_not_compile(programs, csrc, tmp_path):
     (csrc / "answer.cpp").write_text("int answer() { return forty_two; }\n")

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import fastlayers
 from fastlayers import backends, cli
 from fastlayers import build as builder
+from fastlayers.patching.rewrite import executors
 
 
 @pytest.fixture
@@ -86,6 +87,20 @@ def test_build_reports_what_it_made(run, monkeypatch, tmp_path):
     result = run("build")
     assert result.exit_code == 0, result.output
     assert f"{builder.LIBRARY}: CPU kernels and CUDA kernels for sm_90" in result.output
+
+
+def test_build_of_what_runs_regions(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(builder, "build_regions", lambda report: tmp_path / "_regions.so")
+    monkeypatch.setattr(builder, "build_in_place", lambda report: pytest.fail("the kernels must stay"))
+    result = run("build", "--regions")
+    assert result.exit_code == 0, result.output
+    assert "_regions.so" in result.output
+
+
+@pytest.mark.parametrize(("problem", "expected"), [(None, "C++"), ("not built on Sundays", "Python: not built on")])
+def test_info_says_what_runs_regions(run, monkeypatch, problem, expected):
+    monkeypatch.setattr(executors, "problem", problem)
+    assert f"regions are run by │ {expected}" in run("info").output
 
 
 def test_build_without_a_compiler(run, monkeypatch):

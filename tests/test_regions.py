@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
+import threading
 from contextlib import nullcontext
 from weakref import ref
 
@@ -14,13 +16,17 @@ import torch.nn.functional as F
 from harness import DEVICES, needs_gpu
 from test_squeeze_excite import SqueezeExcite, StandIns
 from torch import nn
+from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastlayers
 from fastlayers.ops import dispatch, elementwise, squeeze_excite
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rewrite import regions
+from fastlayers.patching.rewrite import executors, regions
+from fastlayers.patching.rewrite.executors import Facts, executor_class
 from fastlayers.patching.rewrite.regions import MAX_SIGNATURES, Region, no_regions, region_class
 from fastlayers.patching.rewrite.tape import Tape
 
@@ -105,7 +111,17 @@ class Many(nn.Module):
 @pytest.fixture(autouse=True)
 def any_size(request, monkeypatch):
     if "small" not in request.node.name:
-        monkeypatch.setattr(regions, "LEAST", 1)
+        monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, 1))
+
+
+@pytest.fixture(autouse=True, params=["python", "native"])
+def executor(request, monkeypatch):
+    """What runs the regions."""
+    if request.param == "python":
+        monkeypatch.setattr(executors, "_native", None)
+    elif executors.problem is not None:
+        pytest.skip(executors.problem)
+    return request.param
 
 
 @pytest.fixture
@@ -519,6 +535,149 @@ def test_copies_and_pickles():
     same(state, region, tokens())
 
 
+def test_gradients_that_are_not_asked_for(runs):
+    module, x = Block(), tokens()
+    region = recorded(module, x)
+    for wanted in (lambda kind: [x], lambda kind: [kind.gamma], lambda kind: [kind.mlp[0].weight, x]):
+        found = [torch.autograd.grad(kind(x).square().sum(), wanted(kind)) for kind in (module, region)]
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b)
+    assert runs == [True, False, False, False]
+
+
+def test_batched_gradients():
+    module, x = Block(), tokens()
+    region, dys = recorded(module, x), torch.randn(3, 2, 5, 16)
+    found = [torch.autograd.grad(kind(x), [x, kind.gamma], dys, is_grads_batched=True) for kind in (module, region)]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_forward_derivatives_of_a_backward():
+    module, x = Block(), tokens()
+    region = recorded(module, x)
+    dy, tangent = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    found = []
+    for kind in (module, region):
+        out = kind(x)
+        with forward_ad.dual_level():
+            dx = torch.autograd.grad(out, x, forward_ad.make_dual(dy, tangent))[0]
+            found.append(forward_ad.unpack_dual(dx))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations below autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        assert "fastlayers_regions" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_modes_see_torchs_operations(differentiable):
+    module, x = Block(), tokens()
+    region, counts = recorded(module, x), []
+    out = region(x)
+    for kind in (module, region):
+        with Counting() as counting:
+            kind(x).sum().backward()
+        counts.append(counting.count)
+    assert counts[0] == counts[1]
+    with Counting() as counting:  # of the backward alone, whose forward was a region
+        torch.autograd.grad(out.sum(), x, create_graph=differentiable)
+    assert counting.count > 20
+
+
+def test_threads():
+    module, x = Block(), tokens()
+    region = recorded(module, x)
+    expected = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+    wrong = []
+
+    def work():
+        for _ in range(20):
+            found = torch.autograd.grad(region(x).square().sum(), [x, *region.parameters()])
+            wrong.extend(1 for a, b in zip(found, expected, strict=True) if not torch.equal(a, b))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_anomaly_mode_and_profiler(executor):
+    region, x = recorded(Block(), tokens()), tokens()
+    with torch.autograd.detect_anomaly(check_nan=True), profile(activities=[ProfilerActivity.CPU]) as run:
+        region(x).sum().backward()
+    names = {event.name for event in run.events()}
+    assert {"aten::addmm", "aten::native_layer_norm_backward"} <= names
+    assert ("FastlayersRegionBackward" in names) is (executor == "native")
+
+
+def test_training_of_several_blocks():
+    torch.manual_seed(0)
+    stock = nn.Sequential(*(Block() for _ in range(3)))
+    blocks = nn.Sequential(*(in_regions(block) for block in stock))
+    for model in (stock, blocks):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(tokens()).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(stock.parameters(), blocks.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_module_that_keeps_its_result_is_collected():
+    region, x = in_regions(Block()), tokens()
+    for _ in range(3):
+        region.__dict__["last"] = region(x)
+    gone = ref(region)
+    del region
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_second_derivative_without_the_module():
+    region, x = in_regions(Block()), tokens()
+    for _ in range(2):
+        out = region(x)
+    del region
+    gc.collect()
+    with pytest.raises(RuntimeError, match="its module is needed, which is deleted"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_a_second_derivative_of_inputs_that_were_written():
+    region, x = recorded(Block(), tokens()), tokens()
+    out = region(x)
+    with torch.no_grad():
+        region.attn.proj.bias.add_(1)  # a backward does not need its values
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified in place since"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_compiled_autograd_says_what_it_cannot_do(executor):
+    region, x = recorded(Block(), tokens()), tokens()
+    out = region(x).sum()
+    if executor == "python":
+        pytest.skip("Dynamo traces the node of the Python executor")
+    refused = pytest.raises(RuntimeError, match="compiled autograd cannot trace")
+    with refused, compiled_autograd._enable(torch.compile(backend="eager")):
+        out.backward()
+    region(x).sum().backward()  # nothing is left of the attempt
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -625,6 +784,61 @@ def test_a_kernel_that_the_dispatcher_does_not_see_is_refused():
             torch.add(y, x)
 
 
+class Twice(torch.autograd.Function):
+    """Calls what torch's dispatcher does not see, forward and backward, with results of several kinds."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        doubled, *_ = dispatch.observable(twice)(x, [scale, None], 2)
+        ctx.save_for_backward(doubled)
+        return doubled
+
+    @staticmethod
+    def backward(ctx, dy):
+        doubled, rest, none = dispatch.observable(twice)(dy, [ctx.saved_tensors[0], dy], 2)
+        assert none is None
+        return doubled + 0 * rest, None
+
+
+kernel_calls = []
+
+
+def twice(x, others, factor):
+    kernel_calls.append(factor)
+    assert len(others) == 2
+    return x.detach() * factor, others[0] + 1, None
+
+
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.norm(self.b(y * 2).tanh())
+
+
+class DoubledByKernels(Doubled):
+    __fastlayers_original__ = Doubled  # as patch_model would mark it
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.norm(self.b(Twice.apply(y, y.detach().sigmoid())).tanh())
+
+
+def test_kernels_of_ours_run_in_a_region(runs):
+    torch.manual_seed(0)
+    module = DoubledByKernels()
+    region = in_regions(module)
+    for _ in range(3):
+        same(module, region, tokens(2, 4))
+    assert runs == [True, False, False]
+    del kernel_calls[:]
+    region(tokens(2, 4)).sum().backward()
+    assert kernel_calls == [2, 2]
+
+
 def test_a_kernel_of_ours_is_seen():
     calls = []
 
@@ -637,11 +851,11 @@ def test_a_kernel_of_ours_is_seen():
     with dispatch.observed(tape.kernel), tape:
         y = dispatch.observable(double)(x) + 1
     assert dispatch.observable(double) is double
-    compiled = tape.compile(len(tape.operations), [tape.name(y)], [], [])
-    (result,), kept = compiled.forward(x * 3)
+    program = tape.program(len(tape.operations), [tape.name(y)], [], [])
+    (result,), kept = executor_class()(program, Facts()).forward(x * 3)
     assert torch.equal(result, torch.full((4,), 7.0))
     assert len(calls) == 2
-    assert kept == ()
+    assert not kept
 
 
 def test_statistics_that_are_inference_tensors(runs):

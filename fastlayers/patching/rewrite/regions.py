@@ -14,7 +14,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakSet, ref
 
@@ -34,9 +34,19 @@ from fastlayers.patching.capture.rebuild import arguments_source
 from fastlayers.patching.libraries.adapters import adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
+from fastlayers.patching.rewrite.executors import (
+    KEYS,
+    Executor,
+    Facts,
+    NativeExecutor,
+    PythonExecutor,
+    excluding,
+    executor_class,
+    items,
+)
 from fastlayers.patching.rewrite.generate import signature_source
 from fastlayers.patching.rewrite.readers import Reader
-from fastlayers.patching.rewrite.tape import Tape, items, storage
+from fastlayers.patching.rewrite.tape import Tape, storage
 from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = [
@@ -55,9 +65,10 @@ __all__ = [
 #: Signatures of one class with the same state. More mean that shapes keep changing, and recording would not pay.
 MAX_SIGNATURES = 8
 #: Operations in the forward of a region, where views do not count, and a kernel of ours stands for two of torch's. With
-#: tiny tensors on a CPU the time of forward and backward was 1.14x with 3 operations, 1.08x with 5, .92x with 10 and
-#: .90x with 12; that of inference 1.17x, 1.15x, .56x and .79x.
-LEAST = 10
+#: tiny tensors on a CPU the time of forward and backward in Python was 1.14x with 3 operations, 1.08x with 5, .92x with
+#: 10 and .90x with 12; that of inference 1.17x, 1.15x, .56x and .79x. In C++ it was .94x with 2 operations, .80x with 3
+#: and .64x with 5; that of inference 1.07x, .87x and .76x.
+LEAST = {PythonExecutor: 10, NativeExecutor: 3}
 #: Refused calls, without one region that was made, after which a class is not tried any more: a test costs 8 us.
 MAX_REFUSALS = 3
 
@@ -65,20 +76,6 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-#: Whether the backward that runs was called with retain_graph.
-_retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-
-def _keys_above_kernels() -> Any:
-    """The dispatch keys that straight-line code skips: what they do was recorded."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "AutocastCPU", "AutocastCUDA"):
-        keys = keys.add(getattr(torch._C.DispatchKey, name))
-    return keys
-
-
-KEYS = _keys_above_kernels()
-_excluding: Callable[[Any], Any] = torch._C._ExcludeDispatchKeyGuard
 
 
 class _Thread(threading.local):
@@ -130,14 +127,11 @@ class Entry:
         attentions: which attentions torch may choose; None if it chooses none.
         refusal: why such calls run op by op; None if there is code for them.
         order: brings the inputs into the order of the code, those that need a gradient first.
-        wanted: the number of these.
-        compiled: the code.
+        facts: what the code has to know about a call.
+        code: what runs such calls.
         spec: the structure of the result; None for a tensor.
         leaves: the leaves of the result, with a marker in place of tensors.
-        active: the numbers of the results that need a gradient, and ``constant`` those of the others.
-        strides: of the gradients of the active results.
         changed: the places of buffers that the code changes.
-        written: those of them whose version the recorded operations raised.
         draws: whether the code draws random numbers.
     """
 
@@ -146,15 +140,11 @@ class Entry:
     attentions: tuple[bool, ...] | None = None
     refusal: Refusal | None = None
     order: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple
-    wanted: int = 0
-    compiled: Any = None
+    facts: Facts = field(default_factory=Facts)
+    code: Executor | None = None
     spec: Any = None
     leaves: tuple[Any, ...] = ()
-    active: tuple[int, ...] = ()
-    constant: tuple[int, ...] = ()
-    strides: tuple[tuple[int, ...], ...] = ()
     changed: tuple[int, ...] = ()
-    written: tuple[int, ...] = ()
     draws: bool = False
 
 
@@ -203,90 +193,42 @@ def unflatten(pattern: Any, tensors: Iterator[Tensor]) -> Any:
 class Again(NamedTuple):
     """What the derivative of a backward needs to run the forward again."""
 
+    entry: Entry
     region: Region
     module: ReferenceType[nn.Module]  # A module that keeps its result would be kept by it.
     reader: Reader
     pattern: Any
-    inputs: Given
     random: list[Tensor] | None
 
-
-class Node(torch.autograd.Function):
-    """A call of a region. Keeps what the backward of its operations needs, as autograd would, and refers to its inputs
-    for the derivative of its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, entry: Entry, first: Any, again: Again, rest: tuple[Tensor, ...], *inputs: Tensor) -> Any:
-        if first is None:
-            with _excluding(KEYS):
-                results, kept = entry.compiled.forward(*inputs, *rest)
-            for i in entry.written:
-                t: Any = again.inputs.parameters[i]
-                torch.autograd.graph.increment_version(t)
-                again.inputs.versions[i] = t._version
-        else:
-            results, kept = first
-        ctx.save_for_backward(*kept)
-        ctx.entry, ctx.again = entry, again
-        if entry.constant:
-            ctx.mark_non_differentiable(*(results[i] for i in entry.constant))
-        return results if len(results) > 1 else results[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        entry = ctx.entry
-        if dispatch.needs_double_backward(grads[0]):
-            return None, None, None, None, *differentiable(ctx, grads)
-        if entry.constant:
-            grads = tuple(grads[i] for i in entry.active)
-        grads = tuple(
-            dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
-            for dy, strides in zip(grads, entry.strides, strict=True)
-        )
-        kept = list(ctx.saved_tensors)
-        ctx.maybe_clear_saved_tensors()
-        if not _retains_graph():
-            ctx.again = None  # A loss that outlives its backward would hold the inputs of all regions.
-        with _excluding(KEYS):
-            return None, None, None, None, *entry.compiled.backward(grads, kept)
-
-
-_record = dispatch.record_of(Node)
-
-
-def differentiable(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients of a region's inputs with a graph of their own: its forward runs again, op by op."""
-    entry, again = ctx.entry, ctx.again
-    if again is None:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time: a patched forward has let go of its inputs. Specify "
-            "retain_graph=True in the first backward"
-        )
-    inputs: Any = again.inputs.unchanged()
-    module = again.module()
-    if module is None:
-        raise RuntimeError("to differentiate the backward of a patched forward its module is needed, which is deleted")
-    now = random_state(inputs)
-    with torch.enable_grad():
-        # Of aliases: an argument may itself depend on another one. What is written is a copy.
-        aliases = [t.clone() if i in entry.changed else t.view_as(t) for i, t in enumerate(inputs)]
-        count = len(inputs) - len(again.reader.places)
-        given = iter(aliases[:count])
-        args, kwargs = (unflatten(part, given) for part in again.pattern)
-        if again.random is not None:
-            restore_random_state(again.random, inputs)
-        try:
-            with again.reader.replaced(module, aliases[count:]), no_regions():
-                out = again.region.present.forward(module, *args, **(kwargs or {}))
-        finally:
-            restore_random_state(now, inputs)
-    tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-    needs = ctx.needs_input_grad[4:]
-    wanted = [t for t, needed in zip(entry.order(aliases)[: entry.wanted], needs, strict=True) if needed]
-    results = [tensors[i] for i in entry.active]
-    dys = [grads[i] for i in entry.active]
-    found = iter(torch.autograd.grad(results, wanted, dys, create_graph=True, allow_unused=True))
-    return tuple(next(found) if needed else None for needed in needs)
+    def differentiate(self, given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of a region's inputs with a graph of their own: its forward runs again, op by op."""
+        ordered: Any = given.unchanged()
+        places = self.entry.order(range(len(ordered)))  # type: ignore[arg-type]
+        inputs = [t for _, t in sorted(zip(places, ordered, strict=True), key=operator.itemgetter(0))]
+        module = self.module()
+        if module is None:
+            raise RuntimeError(
+                "to differentiate the backward of a patched forward its module is needed, which is deleted"
+            )
+        now = random_state(inputs)
+        with torch.enable_grad():
+            # Of aliases: an argument may itself depend on another one. What is written is a copy.
+            aliases = [t.clone() if i in self.entry.changed else t.view_as(t) for i, t in enumerate(inputs)]
+            count = len(inputs) - len(self.reader.places)
+            flat = iter(aliases[:count])
+            args, kwargs = (unflatten(part, flat) for part in self.pattern)
+            if self.random is not None:
+                restore_random_state(self.random, inputs)
+            try:
+                with self.reader.replaced(module, aliases[count:]), no_regions():
+                    out = self.region.present.forward(module, *args, **(kwargs or {}))
+            finally:
+                restore_random_state(now, inputs)
+        tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        results = [tensors[i] for i in self.entry.facts.active]
+        wanted = [t for t, needed in zip(self.entry.order(aliases), needs, strict=False) if needed]
+        found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, allow_unused=True))
+        return [next(found) if needed else None for needed in needs]
 
 
 @contextmanager
@@ -369,23 +311,15 @@ class Region:
         self, entry: Entry, module: nn.Module, reader: Reader, pattern: Any, inputs: tuple[Tensor, ...], first: Any
     ) -> Any:
         """The result of a call. ``first`` are the results and what is kept of a call that was just recorded."""
-        ordered, count = entry.order(inputs), entry.wanted
-        if count:
+        ordered, code = entry.order(inputs), entry.code
+        assert code is not None
+        if entry.facts.wanted:
             random = random_state(inputs) if entry.draws else None
             if first is not None:
                 *first, random = first
-            again = Again(self, ref(module), reader, pattern, Given(*inputs), random)
-            results = _record(entry, first, again, ordered[count:], *ordered[:count])
-            if entry.spec is None:
-                return results
-            results = results if len(entry.active) + len(entry.constant) > 1 else (results,)
-        elif first is not None:
-            results = first[0]
+            results = code.record(Again(entry, self, ref(module), reader, pattern, random), ordered, first)
         else:
-            with _excluding(KEYS):
-                results, _ = entry.compiled.forward(*ordered)
-            for i in entry.written:
-                torch.autograd.graph.increment_version(inputs[i])
+            results = code.call(ordered) if first is None else first[0]
         if entry.spec is None:
             return results[0]
         tensors = iter(results)
@@ -464,17 +398,20 @@ class Region:
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
         try:
             *recorded, grads, gradients = self.recorded(entry, module, pattern, real, len(given))
+            code = entry.code
+            assert code is not None
             changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
-            entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in entry.written)
+            written = [entry.order(range(len(real)))[i] for i in entry.facts.written]  # type: ignore[arg-type]
+            entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in written)
             entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
             # Once more, from where it began: a kernel that the tape cannot see would be missing.
-            with torch.no_grad(), _excluding(KEYS):
+            with torch.no_grad(), excluding(KEYS):
                 for t, old in zip(state, before, strict=True):
                     if id(t) in changed:
                         t.copy_(old)
                 restore_random_state(random, real)
-                results, kept = entry.compiled.forward(*entry.order(real))
-                found = entry.compiled.backward(grads, list(kept)) if grads else ()
+                results, kept = code.forward(*entry.order(real))
+                found = code.backward(grads, list(kept)) if grads else ()
             for again, known in zip((*results, *found), (*recorded[0], *gradients), strict=True):
                 if not agree(again, known):
                     raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
@@ -529,21 +466,26 @@ class Region:
                 gradients = torch.autograd.grad(
                     [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
                 )
-        if tape.size(split) < LEAST:
+        execute = executor_class()
+        if tape.size(split) < LEAST[execute]:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
         names = [tape.name(t) for t in results]
-        entry.compiled = tape.compile(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
+        program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
         entry.attentions = attentions() if tape.calls("attention") else None
-        entry.wanted = len(wanted) if active else 0
         written = {id(t) for t in tape.written if not t.is_inference()}  # Those have no version.
-        entry.written = tuple(i for i, t in enumerate(inputs) if id(t) in written)
-        entry.active, entry.strides = tuple(active), tuple(results[i].stride() for i in active)
-        entry.constant = tuple(i for i in range(len(results)) if i not in active)
+        entry.facts = Facts(
+            wanted=len(wanted) if active else 0,
+            written=tuple(k for k, i in enumerate(places) if id(inputs[i]) in written),
+            active=tuple(active),
+            constant=tuple(i for i in range(len(results)) if i not in active),
+            strides=tuple(results[i].stride() for i in active),
+        )
+        entry.code = execute(program, entry.facts)
         entry.leaves = tuple(TENSOR if isinstance(t, Tensor) else t for t in leaves)
         entry.spec = None if isinstance(out, Tensor) else spec
         own = dict(zip(names, (t.detach() for t in results), strict=True))
         own |= dict(zip(tape.inputs, (real[i] for i in places), strict=True))
-        kept = tuple(own[name] if name in own else tape.value(name).detach() for name in entry.compiled.kept)
+        kept = tuple(own[name] if name in own else tape.value(name).detach() for name in program.kept)
         return tuple(own[name] for name in names), kept, grads, gradients
 
     @staticmethod

@@ -1,8 +1,9 @@
-"""The tape of a call: the raw operations of its forward and of its backward, as two straight-line functions.
+"""The tape of a call: the raw operations of its forward and of its backward, as a program.
 
 A call is run once under :class:`Tape`, which sees every operation below autograd and autocast, and then its backward,
 whose operations autograd chooses: a product contributes ``addmm`` and later two ``mm``, a fused op its raw kernels.
-The same calls in the same order, without the machinery that chose them, are the region's forward and backward.
+The same calls in the same order, without the machinery that chose them, are the region's forward and backward, which
+:mod:`fastlayers.patching.rewrite.executors` runs.
 
 Values are told apart by the memory that they occupy. While a tape is recorded all its tensors stay alive, so a tensor
 at the same address with the same geometry is the same value, also when autograd or a view made another Python object.
@@ -10,10 +11,8 @@ at the same address with the same geometry is the same value, also when autograd
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -23,16 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Compiled", "Tape", "items", "storage"]
+__all__ = ["Operation", "Program", "Tape", "Value", "alive", "map_values", "plain_name", "storage"]
 
 #: What tells a value from others while all are alive: address, dtype and geometry.
 Key: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
+#: The arguments of a call, positional ones and others.
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
 #: Operations whose result or control flow depends on the values of tensors.
 DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-
-#: Where the C functions are that call an operation with less ceremony than its OpOverload: 1 us instead of 2 us.
-BINDINGS: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 
 #: Operations whose result has no values yet,
 EMPTY = ("::empty", "::empty_like", "::empty_strided", "::new_empty", "::new_empty_strided", "::empty_permuted")
@@ -48,48 +47,65 @@ FILLING = (
     *("::exponential_", "::geometric_", "::log_normal_", "::cauchy_"),
 )
 
-CAST = torch.ops.aten._to_copy.default
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor among the arguments of an operation, by its name on the tape."""
+
+    name: str
 
 
 @dataclass
 class Operation:
-    """One call on a tape, in source form.
+    """One call on a tape.
 
     Attributes:
-        function: what is called.
-        call: the arguments, as source.
-        uses: the names of values among the arguments.
+        function: what is called: an operation of torch, or a kernel that is none.
+        args: the arguments, with a :class:`Value` in place of each tensor, also in lists and tuples.
+        kwargs: those that are passed by their names.
         makes: a name for each result; empty for one that has none.
         single: whether the call returns its only result, not a tuple of them.
         effect: whether the call matters even if no result is used.
         view: whether the result is in the memory of an argument.
+        uses: the names of the values among the arguments.
     """
 
     function: Callable[..., Any]
-    call: str
-    uses: frozenset[str]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     makes: tuple[str, ...]
     single: bool
     effect: bool
     view: bool = False
+    uses: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uses = frozenset(names_in((*self.args, *self.kwargs.values())))
 
 
 @dataclass
-class Compiled:
-    """Two functions of one tape.
+class Program:
+    """The operations of a region's forward and backward, on named values.
 
     Attributes:
-        forward: of the inputs; returns the results, and what backward needs.
-        backward: of the gradients of the results and a list of what was kept, which it empties, so that nothing is held
-            longer than needed; returns a gradient, or None, for each wanted input.
-        kept: the names of what is kept.
-        source: of both.
+        inputs: the names of what the forward is given.
+        forward: its operations.
+        results: the names of its results.
+        kept: the names of the inputs, results and other values that the backward needs.
+        grads: the names of the gradients that the backward is given; empty if there is no backward.
+        backward: its operations.
+        wanted: the names of the gradients that it returns, None for a missing one.
     """
 
-    forward: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
-    backward: Callable[..., tuple[Tensor | None, ...]] | None
+    inputs: tuple[str, ...]
+    forward: list[Operation]
+    results: tuple[str, ...]
     kept: tuple[str, ...]
-    source: str
+    grads: tuple[str, ...]
+    backward: list[Operation]
+    wanted: tuple[str | None, ...]
 
 
 class Tape(TorchDispatchMode):
@@ -104,7 +120,6 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.written: list[Tensor] = []
-        self.constants: dict[str, Any] = {}
         self._names: dict[Key, str] = {}
         self._alive: list[Tensor] = []
         self._values: dict[str, Tensor] = {}
@@ -165,25 +180,27 @@ class Tape(TorchDispatchMode):
         if not is_view and not name.endswith((*METADATA, *FILLING)):
             self.check_read((*args, *kwargs.values()))
         self._unwritten -= {storage(t) for t in written if isinstance(t, Tensor)}
-        source = self.arguments(args, kwargs)
+        call = self.arguments(args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         out = func(*args, **kwargs)
         if name.endswith(EMPTY) and out.numel() > 0:
             self._unwritten.add(storage(out))
-        if func is CAST and set(kwargs) == {"dtype"} and out.dtype is not args[0].dtype:
-            func, kwargs = torch.Tensor.to, {}  # the same, called more cheaply
-            source = self.arguments((args[0], out.dtype), {})
+        if func is aten._to_copy.default and set(kwargs) == {"dtype"} and out.dtype is not args[0].dtype:
+            func, call = (
+                aten.to.dtype,
+                self.arguments((args[0], out.dtype), {}),
+            )  # the same; Python has a C function for it
         # In inference mode reshape and the like arrive whole, which may copy.
         is_view = is_view and isinstance(out, Tensor | tuple | list) and in_memory_of(out, args[0])
         if isinstance(out, Tensor) and is_view:
-            func, source = self._view(func, args[0], out) or (func, source)
+            func, call = self._view(args[0], out) or (func, call)
         # Not every operation of torch declares that it updates running statistics.
         given = {storage(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
         changes = bool(written) or not self._state.isdisjoint(given)
-        self.add(func, *source, out, changes or draws, is_view)
+        self.add(func, *call, out, changes or draws, is_view)
         return out
 
-    def _view(self, func: Any, x: Tensor, view: Tensor) -> tuple[Any, tuple[str, frozenset[str]]] | None:
+    def _view(self, x: Tensor, view: Tensor) -> tuple[Any, Arguments] | None:
         """A view of a view as one of what made the memory; None where it must stay as it is."""
         direct = self.name(x)
         root = self._roots.get(direct, direct)
@@ -192,18 +209,20 @@ class Tape(TorchDispatchMode):
         if root == direct or base.dtype is not view.dtype:
             return None
         if base.is_contiguous() and view.is_contiguous() and base.numel() == view.numel():
-            return torch.Tensor.view, self.arguments((base, tuple(view.shape)), {})
+            return aten.view.default, self.arguments((base, tuple(view.shape)), {})
         if root in self._given:  # Its offset differs from call to call.
             return None
-        return torch.as_strided, self.arguments((base, tuple(view.shape), view.stride(), view.storage_offset()), {})
+        return aten.as_strided.default, self.arguments(
+            (base, tuple(view.shape), view.stride(), view.storage_offset()), {}
+        )
 
     def kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a kernel that is no operation of torch, and record the call."""
-        source = self.arguments(args, kwargs)
+        call = self.arguments(args, kwargs)
         with _disable_current_modes():
             out = function(*args, **kwargs)
         self._unwritten -= {storage(t) for t in args if isinstance(t, Tensor)}
-        self.add(function, *source, out, True)
+        self.add(function, *call, out, True)
         return out
 
     def _check_written(self, written: Iterable[Any]) -> None:
@@ -223,31 +242,22 @@ class Tape(TorchDispatchMode):
             elif isinstance(value, Tensor) and storage(value) in self._unwritten:
                 raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
 
-    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, frozenset[str]]:
-        """The arguments of a call as source, and the names of values in it."""
-        uses: set[str] = set()
-        parts = [self._argument(arg, uses) for arg in args]
-        parts += [f"{name}={self._argument(arg, uses)}" for name, arg in kwargs.items()]
-        return ", ".join(parts), frozenset(uses)
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of a call, with names in place of tensors."""
+        return tuple(map(self._argument, args)), {name: self._argument(arg) for name, arg in kwargs.items()}
 
-    def _argument(self, value: Any, uses: set[str]) -> str:
+    def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            name = self.name(value)
-            uses.add(name)
-            return name
+            return Value(self.name(value))
         if isinstance(value, tuple | list):
-            items = ", ".join(self._argument(item, uses) for item in value)
-            return f"[{items}]" if type(value) is list else f"({items},)" if value else "()"
-        if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-            return repr(value)
+            return (list if type(value) is list else tuple)(map(self._argument, value))
         if isinstance(value, torch.Generator | torch.SymInt | torch.SymFloat):
             raise Refusal(Reason.UNKNOWN_CALL, f"an argument of type {type(value).__name__}")
-        name = "c" + "".join(c if c.isalnum() else "_" for c in str(value))
-        while (known := self.constants.setdefault(name, value)) is not value and known != value:
-            name += "_"
-        return name
+        return value
 
-    def add(self, function: Any, call: str, uses: frozenset[str], out: Any, effect: bool, view: bool = False) -> None:
+    def add(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, effect: bool, view: bool = False
+    ) -> None:
         single = not isinstance(out, tuple | list)
         makes: list[str] = []
         for t in (out,) if single else out:
@@ -261,7 +271,7 @@ class Tape(TorchDispatchMode):
             else:
                 makes.append("")
         if effect or any(makes):
-            self.operations.append(Operation(function, call, uses, tuple(makes), single, effect, view))
+            self.operations.append(Operation(function, args, kwargs, tuple(makes), single, effect, view))
 
     def size(self, split: int) -> int:
         """The number of operations of torch that the first operations stand for, without views."""
@@ -275,12 +285,12 @@ class Tape(TorchDispatchMode):
         """Whether an operation with this in its name was recorded."""
         return any(name in plain_name(operation.function) for operation in self.operations)
 
-    # -- compiling -----------------------------------------------------------------------------------------------
+    # -- the program ---------------------------------------------------------------------------------------------
 
-    def compile(
+    def program(
         self, split: int, results: Sequence[str], grads: Sequence[str], wanted: Sequence[str | None]
-    ) -> Compiled:
-        """The functions of a tape whose first ``split`` operations are the forward.
+    ) -> Program:
+        """The program of a tape whose first ``split`` operations are the forward.
 
         Args:
             split: the number of operations of the forward.
@@ -304,27 +314,33 @@ class Tape(TorchDispatchMode):
             if owner not in (name, *self.inputs):
                 t = self._values[name]
                 call = self.arguments((self._values[owner], tuple(t.shape), t.stride(), t.storage_offset()), {})
-                views.append(Operation(torch.as_strided, *call, (name,), single=True, effect=False, view=True))
+                views.append(Operation(aten.as_strided.default, *call, (name,), single=True, effect=False, view=True))
         kept |= {name for view in views for name in view.uses} - {name for view in views for name in view.makes}
-        needed = [*results, *sorted(kept)]
-        functions: dict[Any, str] = {}
-        lines = [
-            f"def forward({', '.join(self.inputs)}):",
-            *write(alive(forward, needed), needed, functions),
-            f"    return {items(results)}, {items(sorted(kept))}",
-        ]
-        if grads:
-            lines += [
-                "def backward(grads, kept):",
-                f"    {items(grads)} = grads",
-                *([f"    {items(sorted(kept))} = kept", "    kept.clear()"] if kept else []),
-                *write([*views, *steps], [name for name in wanted if name is not None], functions),
-                f"    return {items(str(name) for name in wanted)}",
-            ]
-        source = "\n".join(lines) + "\n"
-        scope = tuple((name, binding(function)) for function, name in functions.items())
-        made = compiled(source, (*scope, *self.constants.items()))
-        return Compiled(made["forward"], made.get("backward"), tuple(sorted(kept)), source)
+        return Program(
+            inputs=self.inputs,
+            forward=alive(forward, [*results, *kept]),
+            results=tuple(results),
+            kept=tuple(sorted(kept)),
+            grads=tuple(grads),
+            backward=[*views, *steps] if grads else [],
+            wanted=tuple(wanted),
+        )
+
+
+def map_values(argument: Any, function: Callable[[Value], Any]) -> Any:
+    """An argument with something else in place of its values."""
+    if isinstance(argument, tuple | list):
+        return type(argument)(map_values(item, function) for item in argument)
+    return function(argument) if isinstance(argument, Value) else argument
+
+
+def names_in(argument: Any) -> Iterator[str]:
+    """The names of the values in an argument."""
+    if isinstance(argument, tuple | list):
+        for item in argument:
+            yield from names_in(item)
+    elif isinstance(argument, Value):
+        yield argument.name
 
 
 def indexes_by_number(function: Any, args: Sequence[Any]) -> bool:
@@ -348,10 +364,6 @@ def key(t: Tensor) -> Key:
     return t.data_ptr(), t.dtype, t.shape, t.stride()
 
 
-def items(names: Iterable[str]) -> str:
-    return "(" + "".join(f"{name}, " for name in names) + ")"
-
-
 def alive(operations: Sequence[Operation], needed: Iterable[str]) -> list[Operation]:
     """The operations that contribute to the needed values, or have an effect."""
     found, names = [], set(needed)
@@ -360,23 +372,6 @@ def alive(operations: Sequence[Operation], needed: Iterable[str]) -> list[Operat
             found.append(operation)
             names |= operation.uses
     return found[::-1]
-
-
-def write(operations: Sequence[Operation], needed: Iterable[str], functions: dict[Any, str]) -> list[str]:
-    """The lines of a function's body. A value is deleted after its last use, since it holds memory."""
-    lines: list[str] = []
-    later = set(needed)
-    for operation in reversed(operations):
-        function = functions.setdefault(operation.function, f"f{len(functions)}_{plain_name(operation.function)}")
-        call = f"{function}({operation.call})"
-        if any(operation.makes):
-            targets = ", ".join(made or "_" for made in operation.makes)
-            call = f"{targets}{'' if operation.single or len(operation.makes) > 1 else ','} = {call}"
-        dead = sorted({*operation.uses, *filter(None, operation.makes)} - later)
-        later |= operation.uses
-        lines += [f"    del {', '.join(dead)}"] if dead else []
-        lines.append(f"    {call}")
-    return lines[::-1]
 
 
 def is_kernel(function: Any) -> bool:
@@ -388,22 +383,3 @@ def is_kernel(function: Any) -> bool:
 def plain_name(function: Any) -> str:
     name = function._schema.name.split("::")[1] if isinstance(function, OpOverload) else function.__name__
     return str(name)
-
-
-def binding(function: Any) -> Callable[..., Any]:
-    """The cheapest function that makes the same call."""
-    if not isinstance(function, OpOverload):
-        return function  # type: ignore[no-any-return]
-    namespace, name = function._schema.name.split("::")
-    for owner in BINDINGS if namespace == "aten" else ():
-        if hasattr(owner, name):
-            return getattr(owner, name)  # type: ignore[no-any-return]
-    return function._op  # type: ignore[no-any-return]
-
-
-@lru_cache(maxsize=4096)
-def compiled(source: str, scope: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """The functions of a source. Layers that differ only in their parameters share them."""
-    made = dict(scope)
-    exec(compile(source, "<fastlayers region>", "exec"), made)
-    return made

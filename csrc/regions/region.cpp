@@ -1,0 +1,450 @@
+// A recorded forward and its backward, run as one node of autograd.
+//
+// Python records the operations of a module's forward and backward (patching/rewrite/tape.py) and describes them to a
+// Region: operations, what they take, which values the backward needs. A call then runs the forward below autograd and
+// autocast and makes one node, which runs the backward in the same way. Python has tested by then that the call is one
+// of those that were recorded.
+//
+// torch has no stable ABI for nodes of autograd, so the library is built for one version of torch. It needs neither
+// Python.h nor pybind11: one library serves every Python.
+
+#include <ATen/ScalarOps.h>
+#include <ATen/TracerMode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/jit/runtime/operator.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+using Registers = c10::SmallVector<IValue, 64>;
+using Numbers = std::vector<int64_t>;
+using Tensors = c10::List<Tensor>;
+using Gradients = c10::List<std::optional<Tensor>>;
+namespace autograd = torch::autograd;
+
+// -- programs ---------------------------------------------------------------------------------------------------------
+
+// How Python describes an argument: (kind, payload).
+enum Kind : int64_t { CONSTANT, REGISTER, LIST, DEFAULT };
+
+struct Argument {
+  Kind kind;
+  IValue constant;
+  Numbers registers;       // one, or those of a list, in which -1 is None
+  c10::TypePtr element;    // of a list
+  std::vector<char> last;  // whether nothing uses the register afterwards, so that it can be moved
+};
+
+struct Step {
+  c10::OperatorHandle op;
+  std::vector<Argument> arguments;
+  Numbers results;  // a register for each result, -1 for one that nothing uses
+  bool unpack;      // whether the operation returns one list of tensors
+  bool effect;      // whether it matters even if no result is used
+  bool python;      // whether it is a call of Python, which no dispatch mode should see
+};
+
+using Program = std::vector<Step>;
+
+// An argument as the type of its schema: Python has no typed empty list, and gives an int for a float.
+IValue coerced(const IValue& value, const c10::TypePtr& type) {
+  if (value.isNone()) return value;
+  if (auto optional = type->cast<c10::OptionalType>()) return coerced(value, optional->getElementType());
+  if (type->kind() == c10::TypeKind::TensorType) return at::native::wrapped_scalar_tensor(value.toScalar());
+  if (type->kind() == c10::TypeKind::FloatType && value.isInt()) return static_cast<double>(value.toInt());
+  if (type->kind() == c10::TypeKind::NumberType || !type->cast<c10::ListType>()) return value;
+  const auto element = type->expectRef<c10::ListType>().getElementType();
+  c10::impl::GenericList list(element);
+  if (value.isList()) {
+    for (const auto& item : value.toListRef()) list.push_back(coerced(item, element));
+  } else if (value.isTuple()) {
+    for (const auto& item : value.toTupleRef().elements()) list.push_back(coerced(item, element));
+  } else {
+    list.push_back(coerced(value, element));
+  }
+  return list;
+}
+
+// The steps that contribute to the needed registers or have an effect, with the last use of each register marked.
+Program alive(const Program& program, const Numbers& needed) {
+  std::unordered_set<int64_t> later(needed.begin(), needed.end());
+  Program found;
+  for (auto it = program.rbegin(); it != program.rend(); ++it) {
+    bool used = it->effect;
+    for (auto r : it->results) used |= later.count(r) > 0;
+    if (!used) continue;
+    Step step = *it;
+    for (auto& r : step.results) {
+      if (!later.count(r)) r = -1;
+    }
+    for (auto argument = step.arguments.rbegin(); argument != step.arguments.rend(); ++argument) {
+      argument->last.resize(argument->registers.size());
+      for (size_t i = argument->registers.size(); i-- > 0;) {
+        const auto r = argument->registers[i];
+        argument->last[i] = r >= 0 && later.insert(r).second;
+      }
+    }
+    found.push_back(std::move(step));
+  }
+  std::reverse(found.begin(), found.end());
+  return found;
+}
+
+IValue take(Registers& registers, int64_t r, bool last) {
+  if (r < 0) return {};
+  return last ? std::move(registers[r]) : registers[r];
+}
+
+void run(const Program& program, Registers& registers) {
+  // What autograd and autocast do was recorded.
+  static const auto above = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+  c10::impl::ExcludeDispatchKeyGuard guard(above);
+  Stack stack;
+  stack.reserve(16);
+  for (const auto& step : program) {
+    for (const auto& argument : step.arguments) {
+      if (argument.kind == CONSTANT) {
+        stack.push_back(argument.constant);
+      } else if (argument.kind == REGISTER) {
+        stack.push_back(take(registers, argument.registers[0], argument.last[0]));
+      } else {
+        c10::impl::GenericList list(argument.element);
+        list.reserve(argument.registers.size());
+        for (size_t i = 0; i < argument.registers.size(); ++i) {
+          list.push_back(take(registers, argument.registers[i], argument.last[i]));
+        }
+        stack.emplace_back(std::move(list));
+      }
+    }
+    if (step.python) {
+      step.op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
+    } else {
+      step.op.callBoxed(stack);
+    }
+    const auto list = step.unpack ? std::move(stack[0]).toList().vec() : std::vector<IValue>();
+    for (size_t i = 0; i < step.results.size(); ++i) {
+      if (step.results[i] >= 0) registers[step.results[i]] = step.unpack ? list[i] : std::move(stack[i]);
+    }
+    stack.clear();
+  }
+}
+
+// -- regions ----------------------------------------------------------------------------------------------------------
+
+struct Region : torch::CustomClassHolder {
+  Program forward, backward;
+  int64_t size = 0;                       // the number of registers; the first ones are the inputs
+  int64_t count = 0;                      // the number of inputs that need gradients, the first ones
+  Numbers results, kept, grads, wanted;   // registers; -1 for a gradient that is missing
+  Numbers written;                        // the inputs whose versions the forward raises
+  Numbers active;                         // the results that have gradients
+  std::vector<Numbers> strides;           // of these gradients, as they were recorded
+  std::mutex mutex;
+  std::map<std::vector<bool>, Program> pruned;
+
+  // The backward that computes only what is asked. Elements of a map stay where they are.
+  const Program& backward_for(const std::vector<bool>& asked) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto it = pruned.find(asked);
+    if (it == pruned.end()) {
+      Numbers needed;
+      for (size_t i = 0; i < asked.size(); ++i) {
+        if (asked[i]) needed.push_back(wanted[i]);
+      }
+      it = pruned.emplace(asked, alive(backward, needed)).first;
+    }
+    return it->second;
+  }
+
+  // The next operation of the forward or of the backward.
+  void add_operation(
+      bool of_backward, std::string name, std::string overload, IValue arguments, Numbers made, bool unpack, bool effect) {
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+    Step step{op, {}, std::move(made), unpack, effect, false};
+    const auto& schema = op.schema().arguments();
+    const auto& given = arguments.toTupleRef().elements();
+    TORCH_CHECK(given.size() == schema.size(), name, ": ", given.size(), " arguments of ", schema.size());
+    for (size_t i = 0; i < schema.size(); ++i) {
+      const auto& pair = given[i].toTupleRef().elements();
+      Argument argument{static_cast<Kind>(pair[0].toInt()), {}, {}, nullptr, {}};
+      if (argument.kind == DEFAULT) {
+        argument.kind = CONSTANT;
+        argument.constant = *schema[i].default_value();
+      } else if (argument.kind == CONSTANT) {
+        argument.constant = coerced(pair[1], schema[i].type());
+      } else {
+        argument.registers = pair[1].toIntVector();
+        if (argument.kind == LIST) argument.element = schema[i].type()->expectRef<c10::ListType>().getElementType();
+      }
+      step.arguments.push_back(std::move(argument));
+    }
+    (of_backward ? backward : forward).push_back(std::move(step));
+  }
+
+  // The next operation is a function of Python that takes and returns a list of tensors.
+  void add_kernel(bool of_backward, IValue function, Numbers taken, Numbers made) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::run_kernel", "");
+    Step step{op, {}, std::move(made), /*unpack=*/true, /*effect=*/true, /*python=*/true};
+    step.arguments.push_back({CONSTANT, std::move(function), {}, nullptr, {}});
+    step.arguments.push_back({LIST, {}, std::move(taken), c10::TensorType::get(), {}});
+    (of_backward ? backward : forward).push_back(std::move(step));
+  }
+
+  void finish(
+      Numbers results_, Numbers kept_, Numbers grads_, Numbers wanted_, int64_t size_, int64_t count_, Numbers written_,
+      Numbers active_, std::vector<Numbers> strides_) {
+    results = results_, kept = kept_, grads = grads_, wanted = wanted_, size = size_, count = count_;
+    written = written_, active = active_, strides = strides_;
+    auto needed = results;
+    needed.insert(needed.end(), kept.begin(), kept.end());
+    forward = alive(forward, needed);
+  }
+
+  Registers run_forward(c10::ArrayRef<IValue> inputs) const {
+    Registers registers(size);
+    std::copy(inputs.begin(), inputs.end(), registers.begin());
+    run(forward, registers);
+    return registers;
+  }
+};
+
+// -- the node ---------------------------------------------------------------------------------------------------------
+
+struct RegionBackward final : autograd::Node {
+  c10::intrusive_ptr<Region> region;
+  std::vector<autograd::SavedVariable> saved;
+  // For the derivative of the backward. As saved variables the inputs could not be changed before any backward.
+  Tensors inputs;
+  Numbers versions;
+  IValue again;
+  bool released = false;
+
+  using Node::Node;
+
+  std::string name() const override {
+    return "FastlayersRegionBackward";
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    release();
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    TORCH_CHECK(
+        false, "compiled autograd cannot trace the backward of a patched forward that ran as one node; run the forward "
+        "under torch.compile too, or call fastlayers.unpatch_model before");
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
+    std::vector<bool> asked(num_outputs());
+    for (size_t i = 0; i < asked.size(); ++i) asked[i] = task_should_compute_output(i) && region->wanted[i] >= 0;
+    if (must_be_differentiable(grads)) return differentiate(grads, asked);
+
+    Registers registers(region->size);
+    for (size_t i = 0; i < saved.size(); ++i) registers[region->kept[i]] = saved[i].unpack(getptr());
+    // Saved tensors die at their last use, not when the node has run.
+    if (!autograd::get_current_graph_task_keep_graph()) release();
+    for (size_t i = 0; i < grads.size(); ++i) registers[region->grads[i]] = as_recorded(std::move(grads[i]), i);
+    run(region->backward_for(asked), registers);
+    autograd::variable_list found(asked.size());
+    for (size_t i = 0; i < asked.size(); ++i) {
+      if (asked[i]) found[i] = registers[region->wanted[i]].toTensor();
+    }
+    return found;
+  }
+
+ private:
+  void release() {
+    for (auto& t : saved) t.reset_data();
+    inputs = Tensors();
+    again = {};
+    released = true;
+  }
+
+  // Whether a graph of the backward is wanted, or gradients are of a kind that the recorded operations do not fit.
+  static bool must_be_differentiable(const autograd::variable_list& grads) {
+    constexpr c10::DispatchKeySet wrapped(
+        {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+         c10::DispatchKey::Batched, c10::DispatchKey::Functionalize});
+    if (at::GradMode::is_enabled() || at::tracer::impl::is_dispatch_enabled() ||
+        c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+      return true;
+    }
+    for (const auto& t : grads) {
+      if (t.defined() && (t.key_set().has_any(wrapped) || autograd::isFwGradDefined(t))) return true;
+    }
+    return false;
+  }
+
+  Tensor as_recorded(Tensor grad, size_t i) const {
+    const auto& strides = region->strides[i];
+    if (grad.defined() && grad.strides() == strides) return grad;
+    const auto& metadata = input_metadata(i);
+    auto copy = at::empty_strided(C10_AS_INTARRAYREF_SLOW(metadata.shape_as_dim_vector()), strides, metadata.options());
+    return grad.defined() ? copy.copy_(grad) : copy.zero_();
+  }
+
+  autograd::variable_list differentiate(const autograd::variable_list& grads, const std::vector<bool>& asked) const {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::differentiate", "");
+    Gradients given;
+    for (const auto& t : grads) given.push_back(t.defined() ? std::optional<Tensor>(t) : std::nullopt);
+    c10::List<bool> needs;
+    for (bool needed : asked) needs.push_back(needed);
+    Stack stack{again, inputs, versions, given, needs};
+    // Below no mode and no transform: these see the operations of the forward that Python runs again.
+    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
+    autograd::variable_list found(asked.size());
+    const auto& list = stack[0].toListRef();
+    for (size_t i = 0; i < asked.size(); ++i) {
+      if (!list[i].isNone()) found[i] = list[i].toTensor();
+    }
+    return found;
+  }
+};
+
+// Nodes became intrusive_ptr_targets between torch 2.11 and 2.13.
+template <typename Node>
+auto make_node(autograd::edge_list&& edges) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>(std::move(edges));
+  } else {
+    return std::shared_ptr<Node>(new Node(std::move(edges)), [](auto* node) { deleteNode(node); });
+  }
+}
+
+// Give the results in the registers a node.
+void set_history(const c10::intrusive_ptr<Region>& region, IValue again, Tensors inputs, Registers& registers) {
+  autograd::edge_list edges;
+  edges.reserve(region->count);
+  for (int64_t i = 0; i < region->count; ++i) edges.push_back(autograd::impl::gradient_edge(inputs.get(i)));
+  auto node = make_node<RegionBackward>(std::move(edges));
+  for (auto i : region->active) autograd::set_history(registers[region->results[i]].toTensor(), node);
+  node->saved.reserve(region->kept.size());
+  for (auto r : region->kept) {
+    const auto& t = registers[r].toTensor();
+    node->saved.emplace_back(t, /*is_output=*/t.grad_fn().get() == node.get());
+  }
+  node->versions.reserve(inputs.size());
+  for (const Tensor& t : inputs) node->versions.push_back(t.is_inference() ? -1 : t._version());
+  node->inputs = std::move(inputs);
+  node->region = region;
+  node->again = std::move(again);
+}
+
+// -- what Python calls ------------------------------------------------------------------------------------------------
+
+// The number of a region is its address, which costs less to hand over than the object (by 9 us); who calls keeps it.
+c10::intrusive_ptr<Region> region_at(const IValue& address) {
+  return c10::intrusive_ptr<Region>::unsafe_reclaim_from_nonowning(reinterpret_cast<Region*>(address.toInt()));
+}
+
+Tensors tensors_in(const Registers& registers, const Numbers& numbers) {
+  Tensors found;
+  found.reserve(numbers.size());
+  for (auto r : numbers) found.push_back(registers[r].toTensor());
+  return found;
+}
+
+// call(int region, object again, Tensor[] inputs) -> Tensor[]: the results.
+void call(Stack& stack) {
+  const auto region = region_at(stack[0]);
+  auto inputs = std::move(stack[2]).toTensorList();
+  auto registers = region->run_forward(IValue(inputs).toListRef());
+  for (auto i : region->written) autograd::impl::bump_version(inputs.get(i));
+  if (region->count > 0) set_history(region, std::move(stack[1]), std::move(inputs), registers);
+  stack.clear();
+  stack.emplace_back(tensors_in(registers, region->results));
+}
+
+// record(int region, object again, Tensor[] inputs, Tensor[] results, Tensor[] kept) -> Tensor[]: the results, of a
+// forward that has run.
+void record(Stack& stack) {
+  const auto region = region_at(stack[0]);
+  Registers registers(region->size);
+  for (auto [i, numbers] : {std::pair(3, &region->results), std::pair(4, &region->kept)}) {
+    const auto& tensors = stack[i].toListRef();
+    for (size_t k = 0; k < tensors.size(); ++k) registers[(*numbers)[k]] = tensors[k];
+  }
+  set_history(region, std::move(stack[1]), std::move(stack[2]).toTensorList(), registers);
+  stack.clear();
+  stack.emplace_back(tensors_in(registers, region->results));
+}
+
+// kernel(int region, bool of_backward, object function, int[] taken, int[] made)
+void kernel(Stack& stack) {
+  region_at(stack[0])->add_kernel(
+      stack[1].toBool(), std::move(stack[2]), stack[3].toIntVector(), stack[4].toIntVector());
+  stack.clear();
+  stack.emplace_back();
+}
+
+std::tuple<Tensors, Tensors> forward(const c10::intrusive_ptr<Region>& region, const Tensors& inputs) {
+  const auto registers = region->run_forward(IValue(inputs).toListRef());
+  return {tensors_in(registers, region->results), tensors_in(registers, region->kept)};
+}
+
+Gradients backward(const c10::intrusive_ptr<Region>& region, const Tensors& grads, const Tensors& kept) {
+  Registers registers(region->size);
+  for (size_t i = 0; i < kept.size(); ++i) registers[region->kept[i]] = kept.get(i);
+  for (size_t i = 0; i < grads.size(); ++i) registers[region->grads[i]] = grads.get(i);
+  std::vector<bool> asked(region->wanted.size());
+  for (size_t i = 0; i < asked.size(); ++i) asked[i] = region->wanted[i] >= 0;
+  run(region->backward_for(asked), registers);
+  Gradients found;
+  for (size_t i = 0; i < asked.size(); ++i) {
+    found.push_back(asked[i] ? std::optional<Tensor>(registers[region->wanted[i]].toTensor()) : std::nullopt);
+  }
+  return found;
+}
+
+TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
+  m.class_<Region>("Region")
+      .def(torch::init<>())
+      .def("operation", &Region::add_operation)
+      .def("finish", &Region::finish)
+      .def("forward", &forward)
+      .def("backward", &backward)
+      .def("address", [](const c10::intrusive_ptr<Region>& region) { return reinterpret_cast<int64_t>(region.get()); });
+
+  // Operators of the JIT, not of the dispatcher, so that no mode and no transform sees their calls.
+  const c10::TypePtr integer = c10::IntType::get(), object = c10::PyObjectType::get(), truth = c10::BoolType::get();
+  const c10::TypePtr tensors = c10::ListType::ofTensors(), integers = c10::ListType::ofInts();
+  const auto define = [](const char* name, std::vector<c10::Argument> takes, c10::TypePtr gives, void (*f)(Stack&)) {
+    torch::jit::registerOperator(torch::jit::Operator(
+        name, "", std::move(takes), {c10::Argument("", std::move(gives))}, f, c10::AliasAnalysisKind::CONSERVATIVE));
+  };
+  define(
+      "fastlayers_regions::call", {{"region", integer}, {"again", object}, {"inputs", tensors}}, tensors, call);
+  define(
+      "fastlayers_regions::record",
+      {{"region", integer}, {"again", object}, {"inputs", tensors}, {"results", tensors}, {"kept", tensors}}, tensors,
+      record);
+  define(
+      "fastlayers_regions::kernel",
+      {{"region", integer}, {"of_backward", truth}, {"function", object}, {"taken", integers}, {"made", integers}},
+      c10::NoneType::get(), kernel);
+
+  // What Python implements.
+  const c10::TypePtr gradients = c10::ListType::create(c10::OptionalType::ofTensor());
+  m.def(c10::FunctionSchema(
+      "fastlayers_regions::differentiate", "",
+      {{"again", object}, {"inputs", tensors}, {"versions", integers}, {"grads", gradients},
+       {"needs", c10::ListType::ofBools()}},
+      {{"", gradients}}));
+  m.def(c10::FunctionSchema(
+      "fastlayers_regions::run_kernel", "", {{"function", object}, {"tensors", tensors}}, {{"", gradients}}));
+}
+
+}  // namespace

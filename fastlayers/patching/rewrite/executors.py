@@ -1,0 +1,396 @@
+"""The two executors of a program: straight-line Python, and C++ where that is built for the torch that runs.
+
+Both do the same: they run the recorded operations below autograd and autocast, and make one node of autograd for a
+call, which keeps what the backward needs. With tiny tensors on a CPU C++ takes .6 to .8 of the time of Python, but it
+uses more of torch than the stable ABI: ``csrc/regions`` is built for one version of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fastlayers.build import regions_library
+from fastlayers.ops import dispatch
+from fastlayers.ops.autocast import Given
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, map_values, plain_name
+
+__all__ = [
+    "KEYS",
+    "Again",
+    "Executor",
+    "Facts",
+    "NativeExecutor",
+    "PythonExecutor",
+    "excluding",
+    "executor_class",
+    "items",
+    "problem",
+]
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+
+def _keys_above_kernels() -> Any:
+    """The dispatch keys that a program skips: what they do was recorded."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "AutocastCPU", "AutocastCUDA"):
+        keys = keys.add(getattr(torch._C.DispatchKey, name))
+    return keys
+
+
+KEYS = _keys_above_kernels()
+excluding: Callable[[Any], Any] = torch._C._ExcludeDispatchKeyGuard
+
+#: Whether the backward that runs was called with retain_graph.
+_retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class Again(Protocol):
+    """What the derivative of a backward needs to run the forward again."""
+
+    def differentiate(self, given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the inputs that need one, with a graph of their own."""
+
+
+class Facts(NamedTuple):
+    """What an executor has to know about a call besides the program.
+
+    Attributes:
+        wanted: the number of inputs that need a gradient, the first ones.
+        written: the numbers of the inputs whose version the operations raise.
+        active: the numbers of the results that need a gradient,
+        constant: those of the others,
+        strides: and those of the gradients of the active results.
+    """
+
+    wanted: int = 0
+    written: tuple[int, ...] = ()
+    active: tuple[int, ...] = ()
+    constant: tuple[int, ...] = ()
+    strides: tuple[tuple[int, ...], ...] = ()
+
+
+class Executor(Protocol):
+    """What runs a program."""
+
+    def forward(self, *inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The results, and what is kept."""
+
+    def backward(self, grads: Sequence[Tensor], kept: list[Tensor]) -> Sequence[Tensor | None]:
+        """A gradient, or None, for each wanted input."""
+
+    def call(self, inputs: Tensors) -> Sequence[Tensor]:
+        """The results of a call that autograd does not record."""
+
+    def record(self, again: Again, inputs: Tensors, first: Any) -> Sequence[Tensor]:
+        """The results of a call that autograd records. ``first`` is the outcome of the forward if it has run."""
+
+
+def executor_class() -> type[PythonExecutor] | type[NativeExecutor]:
+    """The faster one of the executors that are here."""
+    return PythonExecutor if _native is None else NativeExecutor
+
+
+# -- Python ------------------------------------------------------------------------------------------------------------
+
+#: Where the C functions are that call an operation with less ceremony than its OpOverload: 1 us instead of 2 us.
+BINDINGS: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+
+
+class PythonExecutor:
+    """Two functions, whose source is written from a program.
+
+    Attributes:
+        forward: of the inputs.
+        backward: of the gradients of the results and a list of what was kept, which it empties, so that nothing is held
+            longer than needed.
+        source: of both.
+    """
+
+    def __init__(self, program: Program, facts: Facts) -> None:
+        scope: dict[str, Any] = {}
+        needed = [*program.results, *program.kept]
+        lines = [
+            f"def forward({', '.join(program.inputs)}):",
+            *write(program.forward, needed, scope),
+            f"    return {items(program.results)}, {items(program.kept)}",
+        ]
+        if program.grads:
+            lines += [
+                "def backward(grads, kept):",
+                f"    {items(program.grads)} = grads",
+                *([f"    {items(program.kept)} = kept", "    kept.clear()"] if program.kept else []),
+                *write(program.backward, [name for name in program.wanted if name is not None], scope),
+                f"    return {items(str(name) for name in program.wanted)}",
+            ]
+        self.facts, self.source = facts, "\n".join(lines) + "\n"
+        made = compiled(self.source, tuple(scope.items()))
+        self.forward: Any = made["forward"]
+        self.backward: Any = made.get("backward")
+
+    def call(self, inputs: Tensors) -> Sequence[Tensor]:
+        with excluding(KEYS):
+            results, _ = self.forward(*inputs)
+        for i in self.facts.written:
+            torch.autograd.graph.increment_version(inputs[i])
+        return results
+
+    def record(self, again: Again, inputs: Tensors, first: Any) -> Sequence[Tensor]:
+        wanted = self.facts.wanted
+        results = _record(self, first, again, Given(*inputs), inputs[wanted:], *inputs[:wanted])
+        return results if type(results) is tuple else (results,)
+
+
+class Node(torch.autograd.Function):
+    """A call of a region. Keeps what the backward of its operations needs, as autograd would, and refers to its inputs
+    for the derivative of its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, executor: PythonExecutor, first: Any, again: Again, given: Given, rest: Tensors, *inputs: Tensor
+    ) -> Any:
+        if first is None:
+            with excluding(KEYS):
+                results, kept = executor.forward(*inputs, *rest)
+            for i in executor.facts.written:
+                t: Any = given.parameters[i]
+                torch.autograd.graph.increment_version(t)
+                given.versions[i] = t._version
+        else:
+            results, kept = first
+        ctx.save_for_backward(*kept)
+        ctx.executor, ctx.again, ctx.given = executor, again, given
+        if executor.facts.constant:
+            ctx.mark_non_differentiable(*(results[i] for i in executor.facts.constant))
+        return results if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        facts = ctx.executor.facts
+        active = tuple(grads[i] for i in facts.active)
+        if dispatch.needs_double_backward(grads[0]):
+            if ctx.given is None:
+                raise RuntimeError(
+                    "Trying to backward through the graph a second time: a patched forward has let go of its inputs. "
+                    "Specify retain_graph=True in the first backward"
+                )
+            return *(None,) * 5, *ctx.again.differentiate(ctx.given, active, ctx.needs_input_grad[5:])
+        active = tuple(
+            dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
+            for dy, strides in zip(active, facts.strides, strict=True)
+        )
+        kept = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()
+        if not _retains_graph():
+            ctx.given = None  # A loss that outlives its backward would hold the inputs of all regions.
+        with excluding(KEYS):
+            return *(None,) * 5, *ctx.executor.backward(active, kept)
+
+
+_record = dispatch.record_of(Node)
+
+
+def items(names: Iterable[str]) -> str:
+    return "(" + "".join(f"{name}, " for name in names) + ")"
+
+
+def write(operations: Sequence[Operation], needed: Iterable[str], scope: dict[str, Any]) -> list[str]:
+    """The lines of a function's body. A value is deleted after its last use, since it holds memory."""
+    lines: list[str] = []
+    later = set(needed)
+    for operation in reversed(operations):
+        function = named(binding(operation.function), f"f_{plain_name(operation.function)}", scope)
+        parts = [spelled(argument, scope) for argument in operation.args]
+        parts += [f"{name}={spelled(argument, scope)}" for name, argument in operation.kwargs.items()]
+        call = f"{function}({', '.join(parts)})"
+        if any(operation.makes):
+            targets = ", ".join(made or "_" for made in operation.makes)
+            call = f"{targets}{'' if operation.single or len(operation.makes) > 1 else ','} = {call}"
+        dead = sorted({*operation.uses, *filter(None, operation.makes)} - later)
+        later |= operation.uses
+        lines += [f"    del {', '.join(dead)}"] if dead else []
+        lines.append(f"    {call}")
+    return lines[::-1]
+
+
+def spelled(argument: Any, scope: dict[str, Any]) -> str:
+    """An argument as source."""
+    if isinstance(argument, Value):
+        return argument.name
+    if isinstance(argument, tuple | list):
+        parts = ", ".join(spelled(item, scope) for item in argument)
+        return f"[{parts}]" if type(argument) is list else f"({parts},)" if argument else "()"
+    if argument is None or type(argument) in (bool, int, str) or (type(argument) is float and math.isfinite(argument)):
+        return repr(argument)
+    return named(argument, "c" + "".join(c if c.isalnum() else "_" for c in str(argument)), scope)
+
+
+def named(value: Any, name: str, scope: dict[str, Any]) -> str:
+    """The name of a value in the scope of the source."""
+    while (known := scope.setdefault(name, value)) is not value and known != value:
+        name += "_"
+    return name
+
+
+def binding(function: Any) -> Callable[..., Any]:
+    """The cheapest function that makes the same call."""
+    if not isinstance(function, OpOverload):
+        return function  # type: ignore[no-any-return]
+    namespace, name = function._schema.name.split("::")
+    for owner in BINDINGS if namespace == "aten" else ():
+        if hasattr(owner, name):
+            return getattr(owner, name)  # type: ignore[no-any-return]
+    return function._op  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=4096)
+def compiled(source: str, scope: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The functions of a source. Layers that differ only in their parameters share them."""
+    made = dict(scope)
+    exec(compile(source, "<fastlayers region>", "exec"), made)
+    return made
+
+
+# -- C++ ---------------------------------------------------------------------------------------------------------------
+
+#: How csrc/regions tells the arguments of an operation apart.
+CONSTANT, REGISTER, LIST, DEFAULT = range(4)
+#: The numbers of values of torch that have no type of their own below Python.
+NUMBERS = {
+    torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2, torch.channels_last_3d: 3,
+    torch.strided: 0,
+}  # fmt: skip
+
+
+class NativeExecutor:
+    """A region of ``csrc/regions``, to which a program is described."""
+
+    def __init__(self, program: Program, facts: Facts) -> None:
+        assert _native is not None
+        self._region = region = torch.classes.fastlayers_regions.Region()
+        self._address = region.address()
+        registers: dict[str, int] = {}
+
+        def numbers(names: Iterable[str | None]) -> list[int]:
+            return [registers.setdefault(name, len(registers)) if name else -1 for name in names]
+
+        numbers(program.inputs)
+        for of_backward, operations in enumerate((program.forward, program.backward)):
+            for operation in operations:
+                function, uses = operation.function, sorted(operation.uses)
+                if isinstance(function, OpOverload):
+                    unpack = not operation.single and len(function._schema.returns) == 1
+                    region.operation(
+                        bool(of_backward), function._schema.name, function._schema.overload_name,
+                        described(operation, numbers), numbers(operation.makes), unpack, operation.effect,
+                    )  # fmt: skip
+                else:
+                    kernel = partial(run_kernel, operation, uses)
+                    _native.kernel(self._address, bool(of_backward), kernel, numbers(uses), numbers(operation.makes))
+        region.finish(
+            numbers(program.results), numbers(program.kept), numbers(program.grads), numbers(program.wanted),
+            len(registers), facts.wanted, list(facts.written), list(facts.active), [list(s) for s in facts.strides],
+        )  # fmt: skip
+
+    def forward(self, *inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        return self._region.forward(list(inputs))  # type: ignore[no-any-return]
+
+    def backward(self, grads: Sequence[Tensor], kept: list[Tensor]) -> Sequence[Tensor | None]:
+        return self._region.backward(list(grads), kept)  # type: ignore[no-any-return]
+
+    def call(self, inputs: Tensors) -> Sequence[Tensor]:
+        return _native.call(self._address, None, inputs)  # type: ignore[no-any-return, union-attr]
+
+    def record(self, again: Again, inputs: Tensors, first: Any) -> Sequence[Tensor]:
+        if first is None:
+            return _native.call(self._address, again, inputs)  # type: ignore[no-any-return, union-attr]
+        return _native.record(self._address, again, inputs, *first)  # type: ignore[no-any-return, union-attr]
+
+
+def described(
+    operation: Operation, numbers: Callable[[Iterable[str | None]], list[int]]
+) -> tuple[tuple[int, Any], ...]:
+    """The arguments of an operation by its schema: a kind, and a constant or numbers of registers, for each."""
+    found: list[tuple[int, Any]] = []
+    kwargs = dict(operation.kwargs)
+    for i, declared in enumerate(operation.function._schema.arguments):  # type: ignore[attr-defined]
+        if i >= len(operation.args) and declared.name not in kwargs:
+            found.append((DEFAULT, None))
+            continue
+        value = operation.args[i] if i < len(operation.args) else kwargs.pop(declared.name)
+        if isinstance(value, Value):
+            found.append((REGISTER, numbers([value.name])))
+        elif isinstance(value, list | tuple) and any(isinstance(item, Value) for item in value):
+            found.append((LIST, numbers(None if item is None else item.name for item in value)))
+        else:
+            value = tuple(value) if isinstance(value, list) else value  # An empty list would have no type.
+            found.append((CONSTANT, NUMBERS.get(value, value) if type(value) in FORMATS else value))
+    return tuple(found)
+
+
+FORMATS = (torch.memory_format, torch.layout)
+
+
+def run_kernel(operation: Operation, names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Call a kernel that is no operation of torch with these tensors."""
+    own = dict(zip(names, tensors, strict=True))
+    args, kwargs = map_values(operation.args, lambda value: own[value.name]), {}
+    for name, argument in operation.kwargs.items():
+        kwargs[name] = map_values(argument, lambda value: own[value.name])
+    out = operation.function(*args, **kwargs)
+    found = [out] if operation.single else list(out)
+    return [t if made else None for t, made in zip(found, operation.makes, strict=True)]
+
+
+def differentiate(
+    again: Again, inputs: list[Tensor], versions: list[int], grads: list[Tensor | None], needs: list[bool]
+) -> list[Tensor | None]:
+    """:meth:`Again.differentiate` for C++."""
+    given = Given(*inputs)
+    given.versions = versions
+    return again.differentiate(given, grads, needs)
+
+
+class _Native(NamedTuple):
+    """The operators of ``csrc/regions`` that take an object of Python."""
+
+    call: Callable[..., list[Tensor]]
+    record: Callable[..., list[Tensor]]
+    kernel: Callable[..., None]
+
+
+_definitions: list[Any] = []
+
+
+def _load() -> str | None:
+    """Load the C++ executor. Returns the reason where that is not possible."""
+    try:
+        library = regions_library(torch.__version__)
+        if not library.exists():
+            return (
+                f"{library.name} was not built; run `python -m fastlayers build --regions`, which needs a C++ compiler"
+            )
+        torch.ops.load_library(str(library))
+    except (OSError, RuntimeError) as error:
+        return f"the C++ library does not load: {error}"
+    definitions = torch.library.Library("fastlayers_regions", "FRAGMENT")
+    definitions.impl("differentiate", differentiate, "CompositeImplicitAutograd")
+    definitions.impl("run_kernel", lambda kernel, tensors: kernel(tensors), "CompositeImplicitAutograd")
+    _definitions.append(definitions)
+    return None
+
+
+#: Why regions are run by Python; None where C++ runs them.
+problem = _load()
+_native = (
+    _Native(*(torch._C._jit_get_operation(f"fastlayers_regions::{name}")[0] for name in _Native._fields))
+    if problem is None
+    else None
+)
