@@ -136,3 +136,12 @@ def gpu_memory() -> Iterator[Callable[[float], None]]:
 
         yield take
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Algorithms of cuDNN that give equal bits in every call."""
+    with torch.backends.cudnn.flags(
+        enabled=True, deterministic=True
+    ):  # torch's own tests forbid to set the flag itself
+        yield

@@ -25,6 +25,7 @@ from fastlayers.graphs import module as graphs_module
 from fastlayers.patching.reasons import PatchError, Reason
 
 gpu = needs_gpu
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 class Block(nn.Module):
@@ -57,12 +58,6 @@ class Net(nn.Module):
             x = block(x, mask)
         x = x + self.bn(self.conv(x.transpose(1, 2))).relu().transpose(1, 2)
         return self.head(x * self.scale)
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    """Algorithms of cuDNN that give equal bits in every call."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
 def pair(make=Net, patch=False, **options):

@@ -138,12 +138,6 @@ def runs(monkeypatch):
     return seen
 
 
-@pytest.fixture
-def deterministic(monkeypatch):
-    """Algorithms of cuDNN that give equal bits in every call."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-
-
 def in_regions(module, known=None):
     """A copy of a module that runs as a region."""
     module = copy.deepcopy(module)
