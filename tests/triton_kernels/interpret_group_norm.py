@@ -122,12 +122,14 @@ def test_shapes(way, shape, groups, layout):
     for dtype in dict.fromkeys((torch.float32, DTYPES[SHAPES.index((shape, groups)) % len(DTYPES)])):
         x = layout(torch.randn(shape).to(dtype))
         check(x, groups, parameters=dtype)
-        check(x, groups, act=SILU)
+        if dtype is torch.float32:  # activations in other dtypes: below
+            check(x, groups, act=SILU)
 
 
-@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
 @pytest.mark.parametrize("act", range(8))
-def test_activations(way, act, layout):
+def test_activations(way, act):
+    """Each in one layout: it is applied to a value, wherever that lies."""
+    layout = (torch.Tensor.contiguous, last)[act // 2 % 2]
     others = [(torch.bfloat16, torch.float32), (torch.float64, None)]
     for dtype, parameters in [(torch.float32, torch.float32), others[act % 2]]:
         check(layout(torch.randn(2, 20, 4, 5).to(dtype)) * 2, 2, act, parameters)
