@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,3 +146,14 @@ def deterministic() -> Iterator[None]:
         enabled=True, deterministic=True
     ):  # torch's own tests forbid to set the flag itself
         yield
+
+
+@pytest.fixture
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No timing is judged: what this process measures runs a few times, and no garbage of other tests is collected."""
+    from benchmarks import model_worker
+
+    monkeypatch.setattr(model_worker, "LOSSES", 4)
+    monkeypatch.setattr(model_worker, "LEAST", 2)
+    monkeypatch.setattr(model_worker, "HOST_CALLS", 2)
+    monkeypatch.setattr(model_worker, "gc", SimpleNamespace(collect=lambda: 0))

@@ -47,13 +47,7 @@ KERNELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _few_calls(monkeypatch):
-    """No timing is judged: what this process measures runs a few times, and no garbage of other tests is collected."""
-    monkeypatch.setattr(model_worker, "LOSSES", 4)
-    monkeypatch.setattr(model_worker, "LEAST", 2)
-    monkeypatch.setattr(model_worker, "HOST_CALLS", 2)
-    monkeypatch.setattr(model_worker, "gc", SimpleNamespace(collect=lambda: 0))
+pytestmark = pytest.mark.usefixtures("few_calls")
 
 
 @pytest.mark.parametrize(("name", "expected"), KERNELS.items(), ids=lambda text: text[:30])

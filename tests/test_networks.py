@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,13 +17,7 @@ CPU = torch.device("cpu")
 LIBRARIES = ("transformers", "timm", "torchvision", "diffusers", "monai")
 
 
-@pytest.fixture(autouse=True)
-def _few_calls(monkeypatch):
-    """No timing is judged: what is measured runs a few times, and no garbage of other tests is collected."""
-    monkeypatch.setattr(model_worker, "LOSSES", 4)
-    monkeypatch.setattr(model_worker, "LEAST", 2)
-    monkeypatch.setattr(model_worker, "HOST_CALLS", 2)
-    monkeypatch.setattr(model_worker, "gc", SimpleNamespace(collect=lambda: 0))
+pytestmark = pytest.mark.usefixtures("few_calls")
 
 
 def need_libraries(chosen):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastlayers.graphs.results import put_together, take_apart, tensors_in
 from fastlayers.graphs.watch import State, UncapturedError
 from fastlayers.ops.dispatch import PLAIN
-from fastlayers.patching.rewrite.regions import random_state, restore_random_state, unflatten
+from fastlayers.patching.rewrite.regions import drawing, random_state, unflatten
 
 __all__ = ["Call", "Capture", "capturing"]
 
@@ -253,18 +253,13 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     module = call.module()
     if module is None:
         raise RuntimeError("to repeat the forward of a graphed module the module is needed, which is deleted")
-    now = random_state(given)
     buffers = list(module.buffers())  # Their values are those after the forward.
     with torch.enable_grad(), no_graphs(), substituted(module, buffers, [t.clone() for t in buffers]):
         aliases = [t.view_as(t) for t in given]  # An argument may itself depend on another one.
         flat = iter(aliases)
         args, kwargs = (unflatten(part, flat) for part in call.pattern)
-        if call.random:
-            restore_random_state(call.random, given)
-        try:
+        with drawing(call.random, given):
             out = capture.present(module, *args, **(kwargs or {}))
-        finally:
-            restore_random_state(now, given)
     results = tensors_in(out)
     chosen = [i for i, dy in enumerate(dys) if dy is not None]
     parameters = wanted[len(capture.places) :]

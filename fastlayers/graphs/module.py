@@ -94,11 +94,11 @@ class Graphs:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given: list[Tensor] = []
         pattern = flatten(args, given), flatten(kwargs, given) if kwargs else NONE
-        reason = unfit(pattern, given)
-        if reason or other_modes():
+        reason, mode = unfit(pattern, given), other_modes()
+        if reason or mode:
             if reason and reason not in self.refused:
                 self.descend(module)
-            self.refuse(reason or other_modes())
+            self.refuse(reason or mode)
             return self.present.forward(module, *args, **kwargs)
         if torch.cuda.is_current_stream_capturing():  # by somebody else, as a part of something larger
             return self.present.forward(module, *args, **kwargs)
@@ -244,9 +244,7 @@ def key_of(module: nn.Module, pattern: Any, given: list[Tensor]) -> Any:
 
 def described(module: nn.Module, given: list[Tensor]) -> str:
     """A signature in words: shapes, dtypes, modes."""
-    shapes = ", ".join(
-        f"{'x'.join(map(str, t.shape)) or 'scalar'} {str(t.dtype).removeprefix('torch.')}" for t in given
-    )
+    shapes = ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'} {short(t.dtype)}" for t in given)
     modes = ["training" if module.training else "eval"]
     modes += [] if torch.is_grad_enabled() else ["inference_mode" if torch.is_inference_mode_enabled() else "no_grad"]
     if torch.is_autocast_enabled("cuda"):

@@ -54,11 +54,11 @@ __all__ = [
     "TENSOR",
     "Region",
     "attentions",
+    "drawing",
     "flatten",
     "no_regions",
     "random_state",
     "region_class",
-    "restore_random_state",
     "unflatten",
 ]
 
@@ -210,20 +210,14 @@ class Again(NamedTuple):
             raise RuntimeError(
                 "to differentiate the backward of a patched forward its module is needed, which is deleted"
             )
-        now = random_state(inputs)
         with torch.enable_grad():
             # Of aliases: an argument may itself depend on another one. What is written is a copy.
             aliases = [t.clone() if i in self.entry.changed else t.view_as(t) for i, t in enumerate(inputs)]
             count = len(inputs) - len(self.reader.places)
             flat = iter(aliases[:count])
             args, kwargs = (unflatten(part, flat) for part in self.pattern)
-            if self.random is not None:
-                restore_random_state(self.random, inputs)
-            try:
-                with self.reader.replaced(module, aliases[count:]), no_regions():
-                    out = self.region.present.forward(module, *args, **(kwargs or {}))
-            finally:
-                restore_random_state(now, inputs)
+            with drawing(self.random, inputs), self.reader.replaced(module, aliases[count:]), no_regions():
+                out = self.region.present.forward(module, *args, **(kwargs or {}))
         tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         results = [tensors[i] for i in self.entry.facts.active]
         wanted = [t for t, needed in zip(self.entry.order(aliases), needs, strict=False) if needed]
@@ -529,6 +523,18 @@ def restore_random_state(states: Sequence[Tensor], inputs: Sequence[Tensor]) -> 
     torch.set_rng_state(of_cpu)
     for device, state in zip(sorted({t.get_device() for t in inputs if t.is_cuda}), of_gpus, strict=True):
         torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def drawing(states: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Draw the random numbers that follow these states, and leave the generators as they are now."""
+    now = random_state(inputs)
+    if states:
+        restore_random_state(states, inputs)
+    try:
+        yield
+    finally:
+        restore_random_state(now, inputs)
 
 
 def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Module]:

@@ -62,7 +62,7 @@ class Operation:
     """One call on a tape.
 
     Attributes:
-        function: what is called: an operation of torch, or a kernel that is none.
+        function: what is called: an operation of torch, or a kernel of another kind.
         args: the arguments, with a :class:`Value` in place of each tensor, also in lists and tuples.
         kwargs: those that are passed by their names.
         makes: a name for each result; empty for one that has none.
