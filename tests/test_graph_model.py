@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlayers
 from fastlayers.graphs import module as graphs_module
+from fastlayers.graphs.watch import State
 from fastlayers.patching.reasons import PatchError, Reason
 
 gpu = needs_gpu
@@ -477,6 +478,17 @@ def test_a_change_is_seen(change):
             out.square().mean().backward()
             found.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
         assert_equal(found[1], found[0])
+
+
+def test_another_class_of_a_child_is_seen():
+    """As another patch_model or fold_batch_norm gives it one."""
+    model = Net()
+    state = State(model, torch.device("cpu"))
+    assert state.holds()
+    fastlayers.patch_model(model.blocks)
+    assert not state.holds()
+    fastlayers.unpatch_model(model.blocks)
+    assert state.holds()
 
 
 @gpu

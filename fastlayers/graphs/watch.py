@@ -61,6 +61,8 @@ class State:
         self.dicts = list(found.values())
         self.copies = [value.copy() for value in self.dicts]
         self.hooks = [*GLOBAL_HOOKS, *(vars(each)[name] for each in modules for name in HOOKS)]
+        self.inner = modules[1:]
+        self.kinds = [*map(type, self.inner)]
         self.classes: list[Any] = [*dict.fromkeys(map(type, modules))]
         self.forwards = [cls.forward for cls in self.classes]
         self.tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
@@ -91,6 +93,7 @@ class State:
             and not any(self.hooks)
             and [t.data_ptr() for t in self.tensors] == self.addresses
             and (self.guard is None or self.guard.check(*self.tensors))
+            and [*map(type, self.inner)] == self.kinds
             and [cls.forward for cls in self.classes] == self.forwards
             and self.flags.check()
             and attentions() == self.attentions
