@@ -52,8 +52,11 @@ QUERIES = frozenset(
 #: The functions and the forwards of torch that rules mean by the names of operations and layers. If one is another
 #: function already when a model is patched, the test fails, and the forward runs as it is.
 STOCK: dict[int, dict[str, Any]] = {id(vars(module)): dict(vars(module)) for module in (torch, F)}
-STOCK_FORWARDS: dict[type, Any] = {
-    layer: layer.forward for layer in vars(nn).values() if isinstance(layer, type) and issubclass(layer, nn.Module)
+STOCK_CLASSES: dict[type, dict[str, Any]] = {
+    cls: dict(vars(cls))
+    for layer in vars(nn).values()
+    if isinstance(layer, type) and issubclass(layer, nn.Module)
+    for cls in layer.__mro__
 }
 
 
@@ -116,7 +119,7 @@ def inside_function(function: Any, bind: Bind) -> Iterator[str]:
 
 def same_forward(layer: type[nn.Module], bind: Bind) -> str:
     """The test that a class has the same forward."""
-    return same(member(layer, "forward", bind), STOCK_FORWARDS.get(layer, layer.forward), bind)
+    return same(member(layer, "forward", bind), method_of(layer, "forward"), bind)
 
 
 def inside_layer(layer: type[nn.Module], origin: str, bind: Bind) -> Iterator[str]:
@@ -128,11 +131,11 @@ def inside_layer(layer: type[nn.Module], origin: str, bind: Bind) -> Iterator[st
         bind: gives names.
     """
     yield same_forward(layer, bind)
-    stock = layer in STOCK_FORWARDS
-    forward: Any = STOCK_FORWARDS.get(layer, layer.forward)
+    stock = layer in STOCK_CLASSES
+    forward = method_of(layer, "forward")
     if not isinstance(forward, types.FunctionType):
         return
-    for scope, name, value in called_by(forward, layer):  # type: ignore[arg-type]
+    for scope, name, value in called_by(forward, layer):
         if scope is not None:
             yield same(global_variable(scope, name, bind), value, bind)
         elif stock:
@@ -141,12 +144,35 @@ def inside_layer(layer: type[nn.Module], origin: str, bind: Bind) -> Iterator[st
             yield from same_method(origin, layer, name, bind)
 
 
-@functools.lru_cache(maxsize=512)
+def method_of(kind: type, name: str) -> Any:
+    """A method of a class, that of torch if torch has the class that defines it; None if there is no such method."""
+    for cls in kind.__mro__:
+        members = STOCK_CLASSES.get(cls, vars(cls))
+        if name in members:
+            return members[name]
+    return None
+
+
+def looked_up(scope: Any, name: str, kind: Any) -> Any:
+    """What a name stands for in a scope, or, with None for a scope, in a class."""
+    return method_of(kind, name) if scope is None else STOCK.get(id(scope), scope).get(name)
+
+
 def called_by(function: types.FunctionType, kind: Any) -> tuple[tuple[Any, str, Any], ...]:
     """The functions that a function looks up, with their names and the scopes that have them.
 
     Those of ``torch`` and ``torch.nn.functional``, those of the user, and, with None for a scope, methods of ``kind``.
     """
+    found = read_code(function, kind)
+    if any(looked_up(scope, name, kind) is not value for scope, name, value in found):  # replaced, then or since
+        read_code.cache_clear()
+        found = read_code(function, kind)
+    return found
+
+
+@functools.lru_cache(maxsize=512)
+def read_code(function: types.FunctionType, kind: Any) -> tuple[tuple[Any, str, Any], ...]:
+    """:func:`called_by`, as it was when the code was read."""
     found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
     pending, seen = [function], {function}
     while pending:
@@ -172,12 +198,12 @@ def named_by(function: types.FunctionType, kind: Any) -> Iterator[tuple[Any, str
         opname, names = instruction.opname, instruction.argval
         name = names[-1] if isinstance(names, tuple) else names
         if opname in ("LOAD_ATTR", "LOAD_METHOD") and owner is itself is not None:
-            scope, value = None, inspect.getattr_static(kind, name, None)
+            scope, value = None, method_of(kind, name)
             if getattr(value, "__module__", None) == nn.Module.__module__:
                 value = None
         elif opname == "LOAD_GLOBAL" or (opname in ("LOAD_ATTR", "LOAD_METHOD") and owner is not None):
             scope = function.__globals__ if opname == "LOAD_GLOBAL" else vars(owner)
-            value = STOCK.get(id(scope), scope).get(name)
+            value = looked_up(scope, name, kind)
         else:
             owner = name if opname.startswith("LOAD_FAST") and name == itself else None
             continue
