@@ -27,7 +27,7 @@ from fastlayers.ops import dispatch, elementwise, squeeze_excite
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite import executors, regions
 from fastlayers.patching.rewrite.executors import Facts, executor_class
-from fastlayers.patching.rewrite.regions import MAX_SIGNATURES, Region, no_regions, region_class
+from fastlayers.patching.rewrite.regions import MAX_RECORDINGS, Region, no_regions, region_class
 from fastlayers.patching.rewrite.tape import Tape
 
 
@@ -109,6 +109,12 @@ class Many(nn.Module):
 
 
 @pytest.fixture(autouse=True)
+def from_the_first_call(request, monkeypatch):
+    if "checkpointing" not in request.node.name:
+        monkeypatch.setattr(regions, "CALLS", 1)
+
+
+@pytest.fixture(autouse=True)
 def any_size(request, monkeypatch):
     if "small" not in request.node.name:
         monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, 1))
@@ -135,6 +141,19 @@ def runs(monkeypatch):
         return original(self, entry, module, reader, pattern, inputs, first)
 
     monkeypatch.setattr(Region, "run", run)
+    return seen
+
+
+def traces(monkeypatch):
+    """The modules whose calls were traced, from now on."""
+    seen = []
+    original = regions.read_by
+
+    def read_by(module, *rest):
+        seen.append(module)
+        return original(module, *rest)
+
+    monkeypatch.setattr(regions, "read_by", read_by)
     return seen
 
 
@@ -231,13 +250,59 @@ def test_blocks_that_differ_in_a_number_share_their_class(runs):
     assert len(type(blocks[0]).__fastlayers_region__.readers) == 1
 
 
-def test_a_signature_of_its_own_for_each_shape(runs):
+def test_a_signature_of_its_own_for_each_shape(runs, monkeypatch):
     module = Block()
     region = in_regions(module)
-    for _ in range(2):
-        for length in range(1, MAX_SIGNATURES + 3):
+    traced = traces(monkeypatch)
+    for _ in range(3):
+        for length in range(1, MAX_RECORDINGS + 3):
             same(module, region, tokens(2, length, 16))
-    assert runs == [True] * MAX_SIGNATURES + [False] * MAX_SIGNATURES  # the others run op by op
+    assert runs == [True] * MAX_RECORDINGS + [False] * (2 * MAX_RECORDINGS)  # the others run op by op
+    assert len(traced) == MAX_RECORDINGS  # and nothing is tried for them again
+
+
+def test_many_layers_of_one_class(runs):
+    """Each has its own widths."""
+    known = {}
+    stock = [Block(4 * i) for i in range(1, MAX_RECORDINGS + 3)]
+    layers = [in_regions(block, known) for block in stock]
+    for _ in range(2):
+        for i, (module, region) in enumerate(zip(stock, layers, strict=True), start=1):
+            same(module, region, tokens(2, 3, 4 * i))
+    assert runs == [True] * len(layers) + [False] * len(layers)
+
+
+def test_a_hook_from_the_start(runs, monkeypatch):
+    """It costs no trace in every call; once it is gone, a region is made."""
+    known = {}
+    module, other = (
+        in_regions(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), known),
+        in_regions(nn.Sequential(nn.Linear(8, 8)), known),
+    )
+    x, traced = tokens(2, 8), traces(monkeypatch)
+    for _ in range(2):
+        other(x)
+    handle = module[0].register_forward_hook(lambda *_: None)
+    for _ in range(MAX_RECORDINGS + 5):
+        module(x)
+    assert len(traced) < 5
+    assert len(runs) == 2
+    handle.remove()
+    for _ in range(2):
+        module(x)
+    assert len(runs) == 4
+
+
+def test_what_is_seen_once_is_not_recorded(runs, monkeypatch):
+    monkeypatch.setattr(regions, "CALLS", 2)
+    known = {}
+    stock = [Block(), Block()]
+    layers = [in_regions(block, known) for block in stock]
+    for i in range(3):
+        for module, region in zip(stock, layers, strict=True):
+            same(module, region, tokens())
+            same(module, region, tokens(2, 2 + i, 16))
+    assert runs == [True, False, False, False]
 
 
 # -- what changes after the recording ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Regions: a whole forward, with the children that it calls, as one node of autograd made of straight-line code.
 
 Most of the host's time in a step is spent on deciding what to do: calls of modules, checks of shapes and modes, one
-autograd node for each operation. All of that has the same outcome in every step. A region decides once: at the first
+autograd node for each operation. All of that has the same outcome in every step. A region decides once: at the second
 call with a signature :mod:`fastlayers.patching.capture.reads` finds what Python decides by, and
 :mod:`fastlayers.patching.rewrite.tape` what is computed, forward and backward. Later calls test one guard and run these
 operations. Where the guard fails, the forward runs as it did: rewritten, with its fused ops.
@@ -12,11 +12,12 @@ from __future__ import annotations
 import inspect
 import operator
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +63,13 @@ __all__ = [
     "unflatten",
 ]
 
-#: Signatures of one class with the same state. More mean that shapes keep changing, and recording would not pay.
-MAX_SIGNATURES = 8
+#: Calls of one module with the same signature, of which the last is recorded: what is seen once may not come again, and
+#: a recording takes the time of some 100 calls.
+CALLS = 2
+#: Recordings that one module may ask for. More mean that shapes or numbers keep changing.
+MAX_RECORDINGS = 32
+#: Calls that are remembered as seen.
+MAX_SEEN = 4096
 #: Operations in the forward of a region, where views do not count, and a kernel of ours stands for two of torch's. With
 #: tiny tensors on a CPU the time of forward and backward in Python was 1.14x with 3 operations, 1.08x with 5, .92x with
 #: 10 and .90x with 12; that of inference 1.17x, 1.15x, .56x and .79x. In C++ it was .94x with 2 operations, .80x with 3
@@ -75,6 +81,7 @@ MAX_REFUSALS = 3
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -251,6 +258,10 @@ class Region:
         self.entries: dict[Any, list[Entry]] = {}
         #: Calls that no region can be made for, by their pattern.
         self.refused: dict[Any, Refusal] = {}
+        #: How often each module was called with a signature without an entry.
+        self.seen: Counter[Any] = Counter()
+        #: How many recordings a module has asked for.
+        self.asked: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         #: Whether calls without and with grad mode run op by op, since no region could be made for the first ones.
         self.off = [False, False]
         self._failures = [0, 0]
@@ -260,6 +271,8 @@ class Region:
         self.readers.clear()
         self.entries.clear()
         self.refused.clear()
+        self.seen.clear()
+        self.asked.clear()
         self.off[:] = False, False
         self._failures[:] = 0, 0
 
@@ -278,6 +291,7 @@ class Region:
         if None in pattern or not given:
             self.failed()
             return self.present.forward(module, *args, **kwargs)
+        shape = given[0].shape
         try:
             for reader in self.readers:
                 try:
@@ -287,7 +301,7 @@ class Region:
                 if found is None:
                     return self.present.forward(module, *args, **kwargs)
                 values, tensors = found
-                for entry in self.entries.get((reader, values, pattern), ()):
+                for entry in self.entries.get((reader, values, pattern, shape), ()):
                     if (
                         entry.tensors.check(*given, *tensors)
                         and entry.state.check()
@@ -299,7 +313,19 @@ class Region:
                         return self.run(entry, module, reader, pattern, (*given, *tensors), None)
         except TypeError:  # what was read cannot be compared any more
             return self.present.forward(module, *args, **kwargs)
+        if not self.comes_again(module, (pattern, shape)):
+            return self.present.forward(module, *args, **kwargs)
         return self.first(module, args, kwargs, given, pattern)
+
+    def comes_again(self, module: nn.Module, key: Any) -> bool:
+        """Whether a call without an entry is to be recorded; it counts as seen."""
+        if len(self.seen) >= MAX_SEEN:
+            self.seen.clear()
+        seen = id(module), key
+        self.seen[seen] += 1
+        # A checkpoint compares what a forward keeps with what the same forward keeps when it is computed again.
+        enough = self.seen[seen] >= CALLS or _saved_tensors_hooks(True) is not None
+        return enough and self.asked.get(module, 0) < MAX_RECORDINGS
 
     def run(
         self, entry: Entry, module: nn.Module, reader: Reader, pattern: Any, inputs: tuple[Tensor, ...], first: Any
@@ -348,6 +374,7 @@ class Region:
         """A new entry for such calls, and the outcome of this one; None if there can be none."""
         if pattern in self.refused:
             return None
+        self.asked[module] = self.asked.get(module, 0) + 1
         try:
             lookups = frozenset[Any]().union(*(adapter.lookups() for adapter in adapters()))
             reads = read_by(module, plain_forward(original_class(module)), args, kwargs, lookups)
@@ -363,11 +390,9 @@ class Region:
         if found is None:
             return None
         values, tensors = found
-        entries = self.entries.setdefault((reader, values, pattern), [])
+        entries = self.entries.setdefault((reader, values, pattern, given[0].shape), [])
         if reader not in self.readers:
             self.readers.append(reader)
-        if len(entries) >= MAX_SIGNATURES:
-            return None
         inputs = (*given, *tensors)
         entry = Entry(TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None), GlobalStateGuard())
         entries.append(entry)
