@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import random
+import sys
 import threading
 from contextlib import nullcontext
 from weakref import ref
@@ -200,12 +202,66 @@ def images():
     return tokens(2, 8, 6, 6)
 
 
+DEVICES_BY_DTYPE = {torch.float64: frozenset({"mps"})}
+
+
+@torch.jit.script
+def scaled(x: torch.Tensor, factor: int):
+    return x / torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float) * factor)
+
+
+class Attend:
+    """A processor as diffusers has it: an object that is no module and computes with one."""
+
+    power = 1
+
+    @property
+    def half(self):
+        return 0.5
+
+    def gain(self, x):
+        return x * 2
+
+    def __call__(self, module, x, shift=0.0):
+        return self.gain(module.fc(x)) * self.half**self.power + shift
+
+
+class Spellings(nn.Module):
+    """What forwards of libraries do besides arithmetic."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.attend, self.steps = nn.Linear(8, 8), nn.LayerNorm(8), Attend(), 0
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, bias=None):
+        if bias is None:
+            bias = torch.zeros(8)
+            if self.training and self.steps > 3:
+                bias.requires_grad = True
+                self.steps += 1
+                scale = lambda t: t * 2  # noqa: E731
+                bias = scale(bias)
+        accepted = set(inspect.signature(self.attend.__call__).parameters.keys())
+        y = self.attend(self, self.norm(x), **({"shift": 1.5} if "shift" in accepted else {}))
+        weights = torch.tensor([[0.5], [1.0], [2.0]]).to(x)
+        weights[1] = 3
+        for layer, weight in zip(self.layers[1:], weights, strict=False):
+            y = layer(y).tanh() * weight
+        if DEVICES_BY_DTYPE.get(x.dtype) and x.device.type in DEVICES_BY_DTYPE[x.dtype]:
+            y = y.float()
+        y = scaled(y, 3) + bias.to(x)
+        return y, {"states": (y, y.sigmoid()), "bias": bias, "input": x}
+
+
 CASES = [
     (Block, lambda: (tokens(),)),
     (lambda: Block(p=0.3), lambda: (tokens(),)),
     (Block, lambda: (tokens(), torch.randn(5, 5))),
     (Bottleneck, lambda: (images(),)),
     (Bottleneck, lambda: (images().detach().to(memory_format=torch.channels_last).requires_grad_(),)),
+    (Spellings, lambda: (tokens(2, 3, 8),)),
+    (Spellings, lambda: (tokens(2, 3, 8), tokens(8))),
 ]
 
 
@@ -224,6 +280,71 @@ def test_bit_equal(make, inputs, mode, device, runs, deterministic):
         with context():
             same(module, region, *args)
     assert runs == [True, False, False]
+
+
+def test_results_are_the_objects_that_they_were():
+    module, x, bias = in_regions(Spellings()), tokens(2, 3, 8), tokens(8)
+    for _ in range(2):
+        y, more = module(x, bias)
+        assert more["states"][0] is y
+        assert more["bias"] is bias
+        assert more["input"] is x
+
+
+def replace_object(module):
+    class Other(Attend):
+        def gain(self, x):
+            return x * 5
+
+    module.attend = Other()
+
+
+def replace_call(module):
+    module.attend.gain = lambda x: x - 1
+
+
+OF_AN_OBJECT = {
+    "object": replace_object,
+    "method of the object": replace_call,
+    "its attribute": lambda module: setattr(module.attend, "power", 3),
+    "class attribute": (Attend, "power", 2),
+    "method": (Attend, "gain", lambda self, x: x * 7),
+    "property": (Attend, "half", property(lambda self: 0.25)),
+    "call": (Attend, "__call__", lambda self, module, x, shift=0.0: module.fc(x) - shift),
+    "its signature": (Attend, "__call__", lambda self, module, x: module.fc(x)),
+    "script function": (sys.modules[__name__], "scaled", lambda x, factor: x * factor),
+}
+
+
+@pytest.mark.parametrize("change", OF_AN_OBJECT)
+def test_a_replaced_part_of_an_object_is_seen(change, runs, monkeypatch):
+    torch.manual_seed(0)
+    module = Spellings()
+    region, x = in_regions(module), tokens(2, 3, 8)
+    for _ in range(2):
+        same(module, region, x)
+    before = module(x)[0]
+    change = OF_AN_OBJECT[change]
+    if isinstance(change, tuple):
+        monkeypatch.setattr(*change)
+    else:
+        change(module), change(region)
+    for _ in range(3):
+        same(module, region, x)
+    assert not torch.equal(module(x)[0], before)
+    assert runs[:2] == [True, False]
+
+
+def test_a_branch_that_was_not_taken(runs):
+    module = Spellings()
+    region, x = in_regions(module), tokens(2, 3, 8)
+    same(module, region, x)
+    for each in (module, region):
+        each.steps = 4
+    for _ in range(3):
+        same(module, region, x)
+    assert module.steps == region.steps == 7
+    assert runs == [True]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -448,19 +569,20 @@ def test_two_forwards_before_a_backward():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", [lambda: Block(8, p=0.3), Bottleneck])
+@pytest.mark.parametrize("make", [lambda: Block(8, p=0.3), Bottleneck, Spellings])
 def test_second_derivatives(make, device):
     torch.manual_seed(0)
     module = make().double().to(device)
-    x = torch.randn(*((2, 3, 8) if isinstance(module, Block) else (2, 8, 4, 4)), dtype=torch.float64, device=device)
+    x = torch.randn(*((2, 8, 4, 4) if make is Bottleneck else (2, 3, 8)), dtype=torch.float64, device=device)
     x.requires_grad_()
     region = recorded(module, x)
     found = []
     for kind in (module, region):
         torch.manual_seed(1)
         wanted = [x, *kind.parameters()]
-        grads = torch.autograd.grad(kind(x).square().sum(), wanted, create_graph=True)
-        found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), wanted))
+        out = sum(t.square().sum() for t in leaves(kind(x)))
+        grads = torch.autograd.grad(out, wanted, create_graph=True, materialize_grads=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), wanted, materialize_grads=True))
         found[-1] += tuple(kind.buffers())
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)

@@ -100,7 +100,7 @@ class Reads:
 
 def is_value(value: Any) -> bool:
     """Whether a value can be compared, and is all that matters of itself."""
-    if type(value) in (tuple, torch.Size):
+    if type(value) in (tuple, frozenset, torch.Size):
         return all(map(is_value, value))
     return value is None or isinstance(
         value, (*PRIMITIVES, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
@@ -146,13 +146,23 @@ def read_by(
     return reads
 
 
+#: The hooks besides those of :mod:`fastlayers.patching.capture.trace`.
+OWN_HOOKS = ("local", "refuse")
+
+
 class Concrete(Instrument):
-    """The instrumentation for a run on fake tensors: what only a proxy cannot do is allowed."""
+    """The instrumentation for a run on fake tensors: what only a proxy cannot do is allowed, and so is everything in a
+    branch that is not taken."""
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.While | ast.With):
             return ast.NodeTransformer.generic_visit(self, node)
-        return super().visit(node)
+        try:
+            return super().visit(node)
+        except Refusal as refusal:
+            if not isinstance(node, ast.stmt):
+                raise
+            return ast.Expr(hook("refuse", ast.Constant(refusal.reason.name), ast.Constant(refusal.detail)))
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         if isinstance(node.ctx, ast.Load):
@@ -173,6 +183,8 @@ def instrumented(function: types.FunctionType) -> tuple[types.CodeType, str]:
 
 def instrument(function: types.FunctionType) -> tuple[types.CodeType, str]:
     tree = parse(function, decorated=True)
+    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in ast.walk(tree)):
+        raise Refusal(Reason.SYNTAX, f"a yield in {function.__qualname__}")
     concrete = Concrete(local_names(tree))
     strip_signature(tree)
     tree.body = [concrete.visit(statement) for statement in tree.body]
@@ -194,7 +206,7 @@ class Watch:
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
         #: Expressions of modules and other objects, by identity; the objects themselves keep it unique.
         self.origins: dict[int, tuple[str, Any]] = {id(module): ("self", module)}
-        self.scope: dict[str, Any] = {f"__trace_{name}": getattr(self, f"hook_{name}") for name in (*HOOKS, "local")}
+        self.scope: dict[str, Any] = {f"__trace_{name}": getattr(self, f"hook_{name}") for name in (*HOOKS, *OWN_HOOKS)}
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -225,6 +237,7 @@ class Watch:
         if type(value) is dict and is_value(tuple(value.items())):
             self.reads.values[f"tuple({expression}.items())"] = tuple(value.items())
             return self.lend(expression, value)
+        self.reads.values[f"type({expression})"] = type(value)
         self.origins.setdefault(id(value), (expression, value))
         return value
 
@@ -275,8 +288,12 @@ class Watch:
         """An attribute of an object that was read, such as ``self.config.hidden_size``."""
         static = inspect.getattr_static(type(owner), name, None)
         if isinstance(static, property):
+            self.test(same(f"type({origin}).{name}", static, self.reads.bind))
             return self.follow(static.fget, (owner,), {})  # type: ignore[arg-type]
-        if isinstance(static, types.FunctionType):
+        if isinstance(static, types.FunctionType) and name not in getattr(owner, "__dict__", ()):
+            self.test(same(f"type({origin}).{name}", static, self.reads.bind))
+            if hasattr(owner, "__dict__"):
+                self.test(f"{name!r} not in {origin}.__dict__")
             return getattr(owner, name)
         if isinstance(owner, functools.partial) or name in getattr(owner, "__dict__", ()) or is_value(static):
             return self.read(f"{origin}.{name}", getattr(owner, name))
@@ -315,7 +332,8 @@ class Watch:
         if isinstance(value, nn.ParameterList | nn.ParameterDict):
             raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
         if isinstance(value, CONTAINERS):
-            self.children(value)
+            if self.origin(value) is not None or any(self.origin(child) is None for child in value.children()):
+                self.children(value)  # Otherwise it is a slice of one that was read.
             return value
         origin = self.origin(value)
         if origin is not None and isinstance(value, list | tuple):  # of objects: each by its place
@@ -381,6 +399,9 @@ class Watch:
             raise Refusal(Reason.CHANGES_STATE, f"assigns an item of a {type(value).__name__}")
         return value
 
+    def hook_refuse(self, reason: str, detail: str) -> None:
+        raise Refusal(Reason[reason], detail)
+
     def hook_mark(self, statement: int) -> None:
         raise AssertionError
 
@@ -403,6 +424,14 @@ class Watch:
                     self.read(f"{origin}.{n}", getattr(function, n)) for n in ("func", "args", "keywords")
                 )
                 return self.hook_call(inner, *given, *args, **{**options, **kwargs})
+        origin = self.origin(function)
+        if isinstance(function, torch.jit.ScriptFunction) and origin is not None:
+            self.test(same(origin, function, self.reads.bind))
+            return function(*args, **kwargs)
+        called = inspect.getattr_static(type(function), "__call__", None)
+        if isinstance(called, types.FunctionType) and origin is not None:
+            self.test(same(f"type({origin}).__call__", called, self.reads.bind))
+            return self.follow(called, (function, *args), kwargs)
         return self.builtin(function, args, kwargs)
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -511,7 +540,7 @@ class Watch:
                 if name in REFUSED_FUNCTIONS:
                     raise Refusal(Reason.UNKNOWN_CALL, f"a tensor's {name}")
                 return function(*args, **kwargs)
-            local = isinstance(owner, list | tuple | dict | set) and self.origin(owner) is None
+            local = isinstance(owner, list | tuple | dict | set | types.MappingProxyType) and self.origin(owner) is None
             if local or (is_value(owner) and not isinstance(owner, types.ModuleType)):
                 return function(*args, **kwargs)
         if name in REFUSED_FUNCTIONS:

@@ -137,7 +137,9 @@ class Entry:
         facts: what the code has to know about a call.
         code: what runs such calls.
         spec: the structure of the result; None for a tensor.
-        leaves: the leaves of the result, with a marker in place of tensors.
+        leaves: the leaves of the result: the number of a tensor among the results, or that of an input below 0, or None
+            and a value.
+        constants: further inputs, the same in every call.
         changed: the places of buffers that the code changes.
         draws: whether the code draws random numbers.
     """
@@ -150,7 +152,8 @@ class Entry:
     facts: Facts = field(default_factory=Facts)
     code: Executor | None = None
     spec: Any = None
-    leaves: tuple[Any, ...] = ()
+    leaves: tuple[tuple[int | None, Any], ...] = ()
+    constants: tuple[Tensor, ...] = ()
     changed: tuple[int, ...] = ()
     draws: bool = False
 
@@ -212,6 +215,8 @@ class Again(NamedTuple):
         ordered: Any = given.unchanged()
         places = self.entry.order(range(len(ordered)))  # type: ignore[arg-type]
         inputs = [t for _, t in sorted(zip(places, ordered, strict=True), key=operator.itemgetter(0))]
+        constants = len(self.entry.constants)
+        del inputs[len(inputs) - constants :]
         module = self.module()
         if module is None:
             raise RuntimeError(
@@ -225,9 +230,10 @@ class Again(NamedTuple):
             args, kwargs = (unflatten(part, flat) for part in self.pattern)
             with drawing(self.random, inputs), self.reader.replaced(module, aliases[count:]), no_regions():
                 out = self.region.present.forward(module, *args, **(kwargs or {}))
-        tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        tensors = tensors_among(pytree.tree_leaves(out), aliases)
         results = [tensors[i] for i in self.entry.facts.active]
-        wanted = [t for t, needed in zip(self.entry.order(aliases), needs, strict=False) if needed]
+        ordered = self.entry.order((*aliases, *self.entry.constants))
+        wanted = [t for t, needed in zip(ordered, needs, strict=False) if needed]
         found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, allow_unused=True))
         return [next(found) if needed else None for needed in needs]
 
@@ -331,7 +337,7 @@ class Region:
         self, entry: Entry, module: nn.Module, reader: Reader, pattern: Any, inputs: tuple[Tensor, ...], first: Any
     ) -> Any:
         """The result of a call. ``first`` are the results and what is kept of a call that was just recorded."""
-        ordered, code = entry.order(inputs), entry.code
+        ordered, code = entry.order((*inputs, *entry.constants)), entry.code
         assert code is not None
         if entry.facts.wanted:
             random = random_state(inputs) if entry.draws else None
@@ -342,8 +348,11 @@ class Region:
             results = code.call(ordered) if first is None else first[0]
         if entry.spec is None:
             return results[0]
-        tensors = iter(results)
-        return pytree.tree_unflatten([next(tensors) if leaf is TENSOR else leaf for leaf in entry.leaves], entry.spec)
+        leaves = [
+            leaf if number is None else results[number] if number >= 0 else inputs[~number]
+            for number, leaf in entry.leaves
+        ]
+        return pytree.tree_unflatten(leaves, entry.spec)
 
     def failed(self) -> None:
         """Note that no region could be made for a call."""
@@ -419,8 +428,9 @@ class Region:
             *recorded, grads, gradients = self.recorded(entry, module, pattern, real, len(given))
             code = entry.code
             assert code is not None
+            inputs = (*real, *entry.constants)
             changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
-            written = [entry.order(range(len(real)))[i] for i in entry.facts.written]  # type: ignore[arg-type]
+            written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]  # type: ignore[arg-type]
             entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in written)
             entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
             # Once more, from where it began: a kernel that the tape cannot see would be missing.
@@ -429,7 +439,7 @@ class Region:
                     if id(t) in changed:
                         t.copy_(old)
                 restore_random_state(random, real)
-                results, kept = code.forward(*entry.order(real))
+                results, kept = code.forward(*entry.order(inputs))
                 found = code.backward(grads, list(kept)) if grads else ()
             for again, known in zip((*results, *found), (*recorded[0], *gradients), strict=True):
                 if not agree(again, known):
@@ -457,7 +467,6 @@ class Region:
         inputs = (*aliases, *real[count:])
         wanted = [i for i, t in enumerate(inputs) if records and t.requires_grad]
         places = [*wanted, *(i for i in range(len(inputs)) if i not in wanted)]
-        entry.order = operator.itemgetter(*places) if len(places) > 1 else tuple
         tape = Tape([inputs[i] for i in places], [t for t in real[count:] if not t.requires_grad])
         if len(set(tape.inputs)) < len(tape.inputs):
             raise Refusal(Reason.READS_STATE, "two inputs are one tensor")
@@ -474,8 +483,8 @@ class Region:
             out = self.present.forward(module, *args, **(kwargs or {}))
             split = len(tape.operations)
             leaves, spec = pytree.tree_flatten(out)
-            results = [t for t in leaves if isinstance(t, Tensor)]
-            self.check_results(leaves, results, inputs)
+            results = tensors_among(leaves, inputs)
+            self.check_results(leaves, results, (*inputs, *tape.constants))
             tape.check_read(results)
             active = [i for i, t in enumerate(results) if records and t.requires_grad]
             if active:
@@ -491,19 +500,24 @@ class Region:
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
         entry.attentions = attentions() if tape.calls("attention") else None
+        entry.constants = tuple(tape.constants)
+        places += range(len(inputs), len(tape.inputs))
+        entry.order = operator.itemgetter(*places) if len(places) > 1 else tuple
+        every = (*inputs, *entry.constants)
         written = {id(t) for t in tape.written if not t.is_inference()}  # Those have no version.
         entry.facts = Facts(
             wanted=len(wanted) if active else 0,
-            written=tuple(k for k, i in enumerate(places) if id(inputs[i]) in written),
+            written=tuple(k for k, i in enumerate(places) if id(every[i]) in written),
             active=tuple(active),
             constant=tuple(i for i in range(len(results)) if i not in active),
             strides=tuple(results[i].stride() for i in active),
         )
         entry.code = execute(program, entry.facts)
-        entry.leaves = tuple(TENSOR if isinstance(t, Tensor) else t for t in leaves)
+        numbers = {id(t): i for i, t in enumerate(results)} | {id(t): ~i for i, t in enumerate(inputs)}
+        entry.leaves = tuple((numbers.get(id(leaf)), None if isinstance(leaf, Tensor) else leaf) for leaf in leaves)
         entry.spec = None if isinstance(out, Tensor) else spec
         own = dict(zip(names, (t.detach() for t in results), strict=True))
-        own |= dict(zip(tape.inputs, (real[i] for i in places), strict=True))
+        own |= dict(zip(tape.inputs, entry.order((*real, *entry.constants)), strict=True))
         kept = tuple(own[name] if name in own else tape.value(name).detach() for name in program.kept)
         return tuple(own[name] for name in names), kept, grads, gradients
 
@@ -514,6 +528,14 @@ class Region:
             raise Refusal(Reason.VISIBLE_MUTATION, "a result shares memory with another tensor")
         if not all(isinstance(leaf, Tensor) or is_value(leaf) for leaf in leaves) or not results:
             raise Refusal(Reason.READS_STATE, "the result")
+
+
+def tensors_among(leaves: Sequence[Any], known: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors among leaves, each once, without those that are known."""
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    for t in known:
+        found.pop(id(t), None)
+    return list(found.values())
 
 
 def remembered(refusal: Refusal) -> Refusal:

@@ -130,6 +130,8 @@ class Tape(TorchDispatchMode):
         self._unwritten: set[int] = set()
         self._protected = {storage(t) for t in inputs} - self._state
         self.inputs = tuple(self.define(t, f"x{i}") for i, t in enumerate(inputs))
+        #: What torch made of numbers: further inputs, the same in every call.
+        self.constants: list[Tensor] = []
         self._given = set(self.inputs)
 
     # -- values --------------------------------------------------------------------------------------------------
@@ -139,6 +141,12 @@ class Tape(TorchDispatchMode):
         self._alive.append(t)
         name = self._names.setdefault(key(t), name)
         self._values.setdefault(name, t)
+        return name
+
+    def add_constant(self, t: Tensor) -> str:
+        name = self.protect(t, f"c{len(self.constants)}")
+        self.inputs += (name,)
+        self.constants.append(t)
         return name
 
     def protect(self, t: Tensor, name: str) -> str:
@@ -153,10 +161,13 @@ class Tape(TorchDispatchMode):
         Raises:
             Refusal: it was made elsewhere.
         """
-        try:
-            return self._names[key(t)]
-        except KeyError:
-            raise Refusal(Reason.READS_STATE, f"a tensor of shape {tuple(t.shape)} from outside") from None
+        name = self._names.get(key(t))
+        if name is not None:
+            return name
+        # The tensors that Python reads are inputs, so torch made this one of a number: in x[0] = 3, or in TorchScript.
+        if t.dim() == 0 and t.device.type == "cpu" and not t.requires_grad:
+            return self.add_constant(t)
+        raise Refusal(Reason.READS_STATE, f"a tensor of shape {tuple(t.shape)} from outside")
 
     def value(self, name: str) -> Tensor:
         return self._values[name]
@@ -173,6 +184,11 @@ class Tape(TorchDispatchMode):
             for i, argument in enumerate(schema.arguments)
             if argument.is_write
         ]
+        if func is aten.lift_fresh.default:  # torch.tensor([1, 2]): a new tensor in each call
+            with _disable_current_modes():
+                constant = args[0].clone()
+            self.add(aten.clone.default, (Value(self.add_constant(constant)),), {}, args[0], effect=False)
+            return args[0]
         self._check_written(written)
         name = schema.name
         is_view = not written and bool(schema.returns) and schema.returns[0].alias_info is not None
