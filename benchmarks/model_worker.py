@@ -122,7 +122,7 @@ def measure(chosen: Network, mode: str, device: torch.device, seconds: float, co
                 del row[part]["host_ms"]
     if mode == "eager":
         del model, called, predict, step
-        row["training"]["losses_apart"] = other_losses(chosen, device)
+        row["training"]["losses_apart"], row["inference"]["outputs_apart"] = other_rounding(chosen, device)
     return row
 
 
@@ -189,16 +189,19 @@ def backpropagator(chosen: Network, called: nn.Module, batch: Batch, device: tor
     return backpropagate
 
 
-def other_losses(chosen: Network, device: torch.device) -> list[float]:
-    """Losses of a second run of eager torch, with other dropouts and with weights that differ by a rounding."""
+def other_rounding(chosen: Network, device: torch.device) -> tuple[list[float], list[float]]:
+    """Losses and outputs of a second run of eager torch, with other dropouts and with weights that differ by a
+    rounding."""
     model, batch, _ = make(chosen, "eager", device)
     rounding = torch.finfo(torch.bfloat16 if device.type == "cuda" else torch.float32).eps / 2
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1 + rounding * torch.empty_like(weight, dtype=torch.float32).uniform_(-1, 1))
+    with evaluating(model, "eager"):
+        outputs = sample(predictor(chosen, model, batch, device)())
     step = trainer(chosen, model, model, batch, device, seed=2)
     losses = [step() for _ in range(LOSSES)]
-    return [loss.item() for loss in losses]
+    return [loss.item() for loss in losses], outputs
 
 
 def sample(result: Tensor) -> list[float]:

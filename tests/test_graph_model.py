@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlayers
 from fastlayers.graphs import module as graphs_module
-from fastlayers.graphs.watch import State
+from fastlayers.graphs.results import Taken, put_together, take_apart
+from fastlayers.graphs.watch import Counter, Generators, State
 from fastlayers.patching.reasons import PatchError, Reason
 
 gpu = needs_gpu
@@ -275,6 +276,65 @@ def test_keywords_and_nested_results(mode):
     assert replays(graphed) == 6
     for p, q in zip(stock.parameters(), graphed.parameters(), strict=True):
         assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
+
+
+class Views(Net):
+    """As CLIP returns its logits, and their transpose."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return {"turned": y.transpose(0, 1), "y": y, "first": y[0], "detached": y.detach().sum(1)}
+
+
+@gpu
+@pytest.mark.parametrize("used", ["turned", "y", "first"])
+def test_results_that_are_views(used):
+    def step(model, x):
+        out = model(x)
+        loss = out[used].square().mean() + out["y"].sum() * (used == "y")
+        loss.backward()
+        return torch.cat([t.flatten() for t in out.values()])
+
+    graphed = same_training(Views, step=step)
+    assert replays(graphed) == 5
+    out = graphed(inputs(1)[0])
+    assert out["first"]._is_view() or out["y"]._is_view()
+
+
+class SkipsNothing(Net):
+    """As transformers skip layers at random, with a probability of 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.layerdrop = 0.0
+
+    def forward(self, x):
+        skipped = [torch.rand([]) < self.layerdrop for _ in range(3)]
+        return super().forward(x) if not any(skipped) else x
+
+
+@gpu
+def test_layers_that_are_skipped_with_a_probability_of_zero():
+    stock, graphed = pair(SkipsNothing)
+    drawn = []
+    for model in (stock, graphed):
+        torch.manual_seed(3)
+        drawn.append([])
+        for x in inputs(8):
+            model(x).square().mean().backward()
+            drawn[-1].append(torch.rand(2))
+    assert_equal(drawn[1], drawn[0])
+    assert replays(graphed) == 5
+    stock.layerdrop = graphed.layerdrop = 1.5
+    assert torch.equal(graphed(x), stock(x))
+
+
+@gpu
+def test_children_wait_no_longer_than_their_parent():
+    stock, graphed = pair(Waits)
+    xs = inputs(5)
+    assert_equal(train(graphed, xs), train(stock, xs))
+    assert fastlayers.graph_report(graphed).captured
 
 
 class Cache:
@@ -540,10 +600,21 @@ class Synchronizes(Net):
         return x
 
 
+class SkipsAtRandom(Net):
+    def forward(self, x):
+        return super().forward(x) * (1 if torch.rand([]) < 0.5 else 2)
+
+
+class CopiesANumber(Net):
+    def forward(self, x):
+        number = torch.tensor(2.0).pin_memory().to(x.device, non_blocking=True)
+        return super().forward(x * number)
+
+
 class Aliases(Net):
     def forward(self, x):
         y = super().forward(x)
-        return y, y[0]
+        return y[0], y
 
 
 class Hooked(Net):
@@ -558,7 +629,9 @@ class Hooked(Net):
     [
         (Waits, "waits for the GPU at"),
         (CopiesFromCPU, "copies a tensor of the CPU"),
+        (CopiesANumber, "copies a tensor of the CPU"),
         (DrawsOnCPU, "draws random numbers on the CPU"),
+        (SkipsAtRandom, "draws random numbers on the CPU"),
         (Counts, "changes attributes"),
         (Synchronizes, "rror"),
         (Aliases, "a result shares memory"),
@@ -691,6 +764,35 @@ def test_on_a_cpu():
     assert row.reason == "arguments are on cpu"
     assert "arguments are on cpu" in str(fastlayers.graph_report(graphed))
     assert not any(hasattr(type(child), "__fastlayers_graphed__") for child in graphed.children())
+
+
+@pytest.mark.parametrize(("draws", "chances", "idle"), [
+    (lambda: [bool(torch.rand([]) < 0.0) for _ in range(3)], 3, True),
+    (lambda: torch.ones(3).sum(), 0, True),
+    (lambda: bool(torch.rand([]) < 0.1), 1, False),
+    (lambda: torch.rand([]) * 0.0, 1, False),
+    (lambda: torch.rand(2), 0, False),
+    (lambda: random.random(), 0, False),
+    (lambda: (torch.rand([]) < 0, random.random()), 1, False),
+])  # fmt: skip
+def test_numbers_that_decide_nothing(draws, chances, idle):
+    before = Generators()
+    with Counter() as counter:
+        draws()
+    assert len(counter.chances) == chances
+    assert (before.drew(chances) and not counter.decided) is idle
+
+
+def test_views_among_results():
+    y = torch.randn(3, 4, requires_grad=True) * 2
+    value = {"turned": y.t(), "again": y, "first": [y[0], y[1, 1:3]], "detached": y.detach(), "other": y + 1}
+    taken = Taken()
+    parts = take_apart(value, taken)
+    assert [t.shape for t in taken] == [(4, 3), (3, 4), (3, 4)]
+    assert [number for number, _ in taken.views] == [0, 0, 0]
+    copies = [t.clone() for t in taken]
+    assert_equal(put_together(parts, copies), value)
+    assert put_together(parts, copies)["again"].data_ptr() == copies[0].data_ptr()
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -73,6 +73,21 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.norm2(x))) * (1 + self.index)
 
 
+class Flash(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class FlashBlock(Block):
+    """With heads of a size that flash attention takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = Flash(heads=2)
+
+
 class Bottleneck(nn.Module):
     def __init__(self):
         super().__init__()
@@ -260,6 +275,8 @@ CASES = [
     (Block, lambda: (tokens(), torch.randn(5, 5))),
     (Bottleneck, lambda: (images(),)),
     (Bottleneck, lambda: (images().detach().to(memory_format=torch.channels_last).requires_grad_(),)),
+    (FlashBlock, lambda: (tokens(),)),
+    (FlashBlock, lambda: (tokens(), torch.randn(5, 5))),
     (Spellings, lambda: (tokens(2, 3, 8),)),
     (Spellings, lambda: (tokens(2, 3, 8), tokens(8))),
 ]

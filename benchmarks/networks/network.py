@@ -109,7 +109,8 @@ class Transformer(Network):
         transformers.logging.set_verbosity_error()  # it warns about token ids that a small vocabulary does not have
         config = getattr(transformers, self.config)(use_cache=False, **self.options)
         with device:
-            return used(getattr(transformers, self.auto).from_config(config, dtype=self.dtype(device)))
+            model = getattr(transformers, self.auto).from_config(config, dtype=self.dtype(device))
+        return used(model.to(device))  # wav2vec 2.0 makes a parameter on the CPU all the same
 
     def ids(self, length: int, device: torch.device) -> Tensor:
         return torch.randint(self.options["vocab_size"], (self.batch, length), device=device)

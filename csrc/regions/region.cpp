@@ -55,9 +55,10 @@ struct Step {
 
 using Program = std::vector<Step>;
 
-// An argument as the type of its schema: Python has no typed empty list, and gives an int for a float.
+// An argument as the type of its schema: Python has no typed empty list, gives an int for a float, and sees None where
+// an operation, such as the backward of flash attention, takes an undefined tensor.
 IValue coerced(const IValue& value, const c10::TypePtr& type) {
-  if (value.isNone()) return value;
+  if (value.isNone()) return type->kind() == c10::TypeKind::TensorType ? IValue(Tensor()) : value;
   if (auto optional = type->cast<c10::OptionalType>()) return coerced(value, optional->getElementType());
   if (type->kind() == c10::TypeKind::TensorType) return at::native::wrapped_scalar_tensor(value.toScalar());
   if (type->kind() == c10::TypeKind::FloatType && value.isInt()) return static_cast<double>(value.toInt());

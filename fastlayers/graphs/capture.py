@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from fastlayers.graphs.results import put_together, take_apart, tensors_in
+from fastlayers.graphs.results import Taken, put_together, take_apart, tensors_in
 from fastlayers.graphs.watch import State, UncapturedError
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.patching.rewrite.regions import drawing, random_state, unflatten
@@ -121,8 +121,9 @@ class Capture:
         self._forward = torch.cuda.CUDAGraph()
         with captured(self._forward, self.device):
             out = self.present(module, *args, **(kwargs or {}))
-        self.results: list[Tensor] = []
-        self._parts = take_apart(out, self.results)
+        results = Taken()
+        self._parts = take_apart(out, results)
+        self.results: list[Tensor] = results
         self._check(self.results, module)
         self._active = [t.requires_grad for t in self.results]
 

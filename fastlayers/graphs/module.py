@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from fastlayers.graphs.capture import Capture, capturing
 from fastlayers.graphs.results import tensors_in
-from fastlayers.graphs.watch import Counter, State, UncapturedError, drawn_on_cpu, waits
+from fastlayers.graphs.watch import Counter, Generators, State, UncapturedError, draw, waits
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import become, check_subclassing, seal
 from fastlayers.patching.rewrite.plan import refuse_kind
@@ -23,8 +23,10 @@ from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["Graphs", "Signature", "graph_module", "graphs_of", "is_graphed", "release_module"]
 
-#: Operations of a forward for which a graph pays: a replay takes some 100 us of the host, an operation of torch 5 us.
+#: Operations for which a graph pays: a replay takes some 100 us of the host, an operation of torch 5 us.
 LEAST = 30
+#: The operations of a forward and its backward as a multiple of those of the forward.
+WITH_BACKWARD = 3
 #: Changes of the modules after which a signature is not captured again.
 MAX_CHANGES = 8
 
@@ -41,6 +43,7 @@ class Signature:
         reason: why they run as they are; empty if they do not, or not yet.
         used: the numbers of the results that received a gradient.
         draws: whether random numbers are drawn on the GPU.
+        chances: how many numbers are drawn on the CPU that decide nothing.
         waits: where a call waited for the GPU. Code that asks whether it is captured may do without.
         changes: how often the modules changed after a capture.
         state: of the modules when a call was last watched.
@@ -53,6 +56,7 @@ class Signature:
         self.reason = ""
         self.used: set[int] = set()
         self.draws = False
+        self.chances = 0
         self.waits = ""
         self.changes = 0
         self.state: State | None = None
@@ -97,7 +101,7 @@ class Graphs:
         reason, mode = unfit(pattern, given), other_modes()
         if reason or mode:
             if reason and reason not in self.refused:
-                self.descend(module)
+                self.descend(module, self.warmup)
             self.refuse(reason or mode)
             return self.present.forward(module, *args, **kwargs)
         if torch.cuda.is_current_stream_capturing():  # by somebody else, as a part of something larger
@@ -116,6 +120,7 @@ class Graphs:
         with self._lock:  # Another thread must not replay between the copy of the arguments and that of the results.
             capture = self.capture(signature, module, pattern, given)
             if capture is not None:
+                draw(signature.chances)
                 return capture.run(module, pattern, given)
         return self.present.forward(module, *args, **kwargs)
 
@@ -133,13 +138,13 @@ class Graphs:
         """Let the calls of a signature run as they are from now on. ``inside``: the children are to be tried."""
         signature.reason, signature.captures, signature.state = reason, [], None
         if inside:
-            self.descend(module)
+            self.descend(module, warmup=1)  # They ran in the calls of this one.
         elif self.inner and all(other.reason for other in self.signatures.values()):
             release_module(module)
 
-    def descend(self, module: nn.Module) -> None:
+    def descend(self, module: nn.Module, warmup: int) -> None:
         """Try the children. A child of which no call is captured costs nothing more then."""
-        graph_children(module, self.warmup, self.max_graphs)
+        graph_children(module, warmup, self.max_graphs)
         if self.inner and all(other.reason for other in self.signatures.values()):
             release_module(module)
 
@@ -157,20 +162,23 @@ class Graphs:
         except UncapturedError as error:
             self.turn_off(signature, module, str(error))
             return self.present.forward(module, *args, **kwargs)
-        on_cpu, on_gpu = drawn_on_cpu(), random_state(given)
+        on_cpu, on_gpu = Generators(), random_state(given)
         with waits() as places, Counter() as counter:
             out = self.present.forward(module, *args, **kwargs)
         signature.draws = any(not torch.equal(a, b) for a, b in zip(on_gpu, random_state(given), strict=True))
-        if counter.count < LEAST:
+        signature.chances = len(counter.chances)
+        results = tensors_in(out)
+        trains = any(t.requires_grad for t in results)
+        if counter.count * (WITH_BACKWARD if trains else 1) < LEAST:
             self.turn_off(signature, module, f"too small: {counter.count} operations", inside=False)
         elif counter.copies:
             self.turn_off(signature, module, "copies a tensor of the CPU")
-        elif drawn_on_cpu() != on_cpu:
+        elif counter.decided or not on_cpu.drew(signature.chances):
             self.turn_off(signature, module, "draws random numbers on the CPU")
         elif not state.holds():
             self.turn_off(signature, module, "changes attributes of its modules")
         signature.waits = places[0] if places else ""
-        for i, t in enumerate(tensors_in(out)):
+        for i, t in (*enumerate(results), *results.views):
             if t.requires_grad:
                 t.register_hook(functools.partial(note, signature.used, i))
         return out
@@ -192,6 +200,7 @@ class Graphs:
             if not signature.captures:
                 self.turn_off(signature, module, f"there are max_graphs={self.max_graphs} graphs already", inside=False)
             return None
+        before = torch.get_rng_state()
         try:
             made = Capture(
                 module, self.present.forward, pattern, given, signature.used, signature.draws, signature.state
@@ -200,6 +209,8 @@ class Graphs:
             waits = signature.waits and f"waits for the GPU at {signature.waits}"
             self.turn_off(signature, module, waits or str(error).splitlines()[0])
             return None
+        finally:
+            torch.set_rng_state(before)
         signature.captures.append(made)
         return made
 

@@ -6,19 +6,37 @@ import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fastlayers.graphs.watch import UncapturedError
 from fastlayers.patching.capture.reads import is_value
 
-__all__ = ["put_together", "take_apart", "tensors_in"]
+__all__ = ["Taken", "put_together", "take_apart", "tensors_in"]
 
 
 class Place(NamedTuple):
     """The number of a tensor."""
 
     number: int
+
+
+class View(NamedTuple):
+    """A view of a tensor, by its number, and its geometry, with an offset from that of the tensor."""
+
+    number: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class Taken(list[Tensor]):
+    """The tensors of a result, each once. ``views`` are further ones, with the number of what each is a view of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views: list[tuple[int, Tensor]] = []
 
 
 class Nested(NamedTuple):
@@ -35,8 +53,8 @@ class Made(NamedTuple):
     attributes: dict[str, Any]
 
 
-def take_apart(value: Any, tensors: list[Tensor], inside: bool = False) -> Any:
-    """A value with a :class:`Place` for each tensor. Appends the tensors, each once.
+def take_apart(value: Any, tensors: Taken, inside: bool = False) -> Any:
+    """A value with a :class:`Place` for each tensor, or a :class:`View`. Appends the tensors, each once.
 
     What has no tensors is the same object in each call, if it is ``inside`` of an object with some.
 
@@ -44,10 +62,7 @@ def take_apart(value: Any, tensors: list[Tensor], inside: bool = False) -> Any:
         UncapturedError: something there might be different in each call.
     """
     if isinstance(value, Tensor):
-        number = next((i for i, t in enumerate(tensors) if t is value), len(tensors))
-        if number == len(tensors):
-            tensors.append(value)
-        return Place(number)
+        return place(value, tensors)
     if is_value(value):
         return value
     leaves, spec = pytree.tree_flatten(value)
@@ -63,10 +78,39 @@ def take_apart(value: Any, tensors: list[Tensor], inside: bool = False) -> Any:
     return value
 
 
+def place(t: Tensor, tensors: Taken) -> Place | View:
+    """Where a tensor is among others, or which of them it is a view of. Appends it if it is new."""
+    for i, other in enumerate(tensors):
+        if t is other:
+            return Place(i)
+        if is_view(t, other):
+            tensors.views.append((i, t))
+            return View(i, t.shape, t.stride(), int(t.storage_offset() - other.storage_offset()))
+    tensors.append(t)
+    return Place(len(tensors) - 1)
+
+
+def is_view(t: Tensor, of: Tensor) -> bool:
+    """Whether a tensor uses only memory of another one, which leaves no gaps."""
+    if (
+        (t.layout, of.layout) != (torch.strided, torch.strided)
+        or t.untyped_storage()._cdata != of.untyped_storage()._cdata
+        or (t.dtype, t.requires_grad) != (of.dtype, of.requires_grad)
+        or not torch.ops.aten.is_non_overlapping_and_dense(of)
+        or t.numel() == 0
+    ):
+        return False
+    first = t.storage_offset() - of.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return first >= 0 and last < of.numel()
+
+
 def put_together(parts: Any, tensors: Sequence[Tensor]) -> Any:
     """The value that :func:`take_apart` took apart, with these tensors."""
     if isinstance(parts, Place):
         return tensors[parts.number]
+    if isinstance(parts, View):
+        return tensors[parts.number].as_strided(parts.shape, parts.strides, parts.offset)
     if isinstance(parts, Nested):
         return pytree.tree_unflatten([put_together(leaf, tensors) for leaf in parts.leaves], parts.spec)
     if isinstance(parts, Made):
@@ -76,11 +120,11 @@ def put_together(parts: Any, tensors: Sequence[Tensor]) -> Any:
     return parts
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a result, each once; none if it cannot be taken apart."""
-    tensors: list[Tensor] = []
+def tensors_in(value: Any) -> Taken:
+    """The tensors of a result; none if it cannot be taken apart."""
+    tensors = Taken()
     try:
         take_apart(value, tensors)
     except UncapturedError:
-        return []
+        return Taken()
     return tensors

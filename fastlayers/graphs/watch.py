@@ -23,10 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.patching.rewrite.regions import attentions
 
-__all__ = ["Counter", "State", "UncapturedError", "drawn_on_cpu", "waits"]
+__all__ = ["Counter", "Generators", "State", "UncapturedError", "draw", "waits"]
 
 GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+aten = torch.ops.aten
+COPIES = (aten.copy_.default, aten._to_copy.default)
 
 #: What every module has and no forward reads.
 UNREAD = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
@@ -101,21 +104,36 @@ class State:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operations of torch that compute something, and notes copies of tensors of the CPU: a graph would read
-    the memory of the first one in each replay."""
+    """Looks at the operations of torch in a call.
+
+    Attributes:
+        count: of those that compute something.
+        copies: whether a tensor of the CPU is copied: a graph would read the memory of the first one in each replay.
+        chances: numbers between 0 and 1 that were drawn on the CPU.
+        decided: whether such a number was used otherwise than to find that it is not below 0, as a library does that
+            skips layers at random with a probability of 0.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-        self.copies = False
+        self.copies = self.decided = False
+        self.chances: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         returns = func._schema.returns
         self.count += not (returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write)
+        given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
         if isinstance(out, Tensor) and out.is_cuda:
-            given = (*args, *(kwargs or {}).values())
-            self.copies |= any(isinstance(t, Tensor) and not t.is_cuda and t.dim() > 0 for t in given)
+            # Arithmetic reads a tensor of one element on the host.
+            least = 0 if func in COPIES else 1
+            self.copies |= any(not t.is_cuda and t.dim() >= least for t in given)
+        if func is aten.rand.default and not out.is_cuda and out.dim() == 0:
+            self.chances.append(out)
+        memory = [chance.data_ptr() for chance in self.chances]
+        if memory and any(t.dim() == 0 and t.data_ptr() in memory for t in given):
+            self.decided |= not (func is aten.detach.default or (func is aten.lt.Scalar and args[1] <= 0))
         return out
 
 
@@ -138,8 +156,30 @@ def waits() -> Iterator[list[str]]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def drawn_on_cpu() -> tuple[Any, ...]:
-    """The states of the random generators of the CPU, for a comparison."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = () if numpy is None else numpy.random.get_state()[1].tolist()
-    return torch.get_rng_state().tolist(), random.getstate(), of_numpy, numpy and numpy.random.get_state()[2]
+class Generators:
+    """The states of the random generators of the CPU, as they are now."""
+
+    def __init__(self) -> None:
+        self.of_torch = torch.get_rng_state()
+        self.others = self.of_others()
+
+    @staticmethod
+    def of_others() -> Any:
+        numpy = sys.modules.get("numpy")
+        of_numpy = () if numpy is None else numpy.random.get_state()
+        return random.getstate(), of_numpy and (of_numpy[1].tolist(), of_numpy[2])
+
+    def drew(self, chances: int) -> bool:
+        """Whether only so many numbers were drawn since, by ``torch.rand([])``."""
+        now = torch.get_rng_state()
+        torch.set_rng_state(self.of_torch)
+        draw(chances)
+        found = torch.get_rng_state()
+        torch.set_rng_state(now)
+        return torch.equal(found, now) and self.of_others() == self.others
+
+
+def draw(chances: int) -> None:
+    """Draw so many numbers on the CPU, as a replayed call would."""
+    for _ in range(chances):
+        torch.rand([])
