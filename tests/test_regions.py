@@ -269,7 +269,19 @@ class Spellings(nn.Module):
         return y, {"states": (y, y.sigmoid()), "bias": bias, "input": x}
 
 
+class ChannelsLast(nn.Module):
+    """A view of a view, with strides of its own in a dimension of one element."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return (self.norm(x.permute(0, 2, 3, 1)).tanh() * 2).permute(0, 3, 1, 2).flatten(2)
+
+
 CASES = [
+    (ChannelsLast, lambda: (tokens(2, 8, 1, 1),)),
     (Block, lambda: (tokens(),)),
     (lambda: Block(p=0.3), lambda: (tokens(),)),
     (Block, lambda: (tokens(), torch.randn(5, 5))),

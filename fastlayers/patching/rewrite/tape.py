@@ -224,7 +224,9 @@ class Tape(TorchDispatchMode):
         base = self._values[root]
         if root == direct or base.dtype is not view.dtype:
             return None
-        if base.is_contiguous() and view.is_contiguous() and base.numel() == view.numel():
+        whole = base.is_contiguous() and view.is_contiguous() and base.numel() == view.numel()
+        # By the strides of dimensions with one element torch chooses kernels too, which round differently.
+        if whole and base.view(view.shape).stride() == view.stride():
             return aten.view.default, self.arguments((base, tuple(view.shape)), {})
         if root in self._given:  # Its offset differs from call to call.
             return None
