@@ -161,7 +161,7 @@ def test_activations(act, training):
     ("shape", "act"), [*((shape, RELU) for shape in SHAPES), *(((2, 10, 4, 5), act) for act in range(8))]
 )
 def test_bias_in_place(shape, act, layout):
-    for dtype in DTYPES:
+    for dtype in DTYPES if shape == (2, 10, 4, 5) else DTYPES[::2]:
         x, other = (layout(torch.randn(shape).to(dtype)) for _ in range(2))
         bias = torch.randn(shape[1]).to(torch.float32 if dtype == torch.bfloat16 else dtype)
         for residual in (None, other):
@@ -207,7 +207,7 @@ def test_views(number):
 
 
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
-@pytest.mark.parametrize("shape", [(24, 6, 5, 6), (600, 3), (3, 2, 1500), (3, 4, 1100)])
+@pytest.mark.parametrize("shape", [(24, 6, 5, 6), (600, 3), (3, 2, 1100), (3, 3, 700)])
 def test_several_tiles_and_splits(shape, layout, monkeypatch):
     for plan in (batch_norm._forward_plan, batch_norm._backward_plan):
         plan.cache_clear()

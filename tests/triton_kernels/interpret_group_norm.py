@@ -121,9 +121,8 @@ def test_shapes(way, shape, groups, layout):
     """Every shape in float32, and in one of the dtypes in turn."""
     for dtype in dict.fromkeys((torch.float32, DTYPES[SHAPES.index((shape, groups)) % len(DTYPES)])):
         x = layout(torch.randn(shape).to(dtype))
-        check(x, groups, parameters=dtype)
-        if dtype is torch.float32:  # activations in other dtypes: below
-            check(x, groups, act=SILU)
+        # Activations in other dtypes, and without parameters: below.
+        check(x, groups, SILU if dtype is torch.float32 else 0, dtype)
 
 
 @pytest.mark.parametrize("act", range(8))
@@ -142,7 +141,7 @@ def test_float32_result(way, dtype):
 
 
 def test_the_larger_groups_are_split(way):
-    x = torch.randn(1, 8, 15, 40)
+    x = torch.randn(1, 8, 9, 20)
     for memory, groups in itertools.product([x, last(x)], [1, 2]):
         dtypes = (x.dtype, None, None, x.dtype)
         plan = group_norm._forward_plan(x.shape, memory is not x, dtypes, groups, EPS, 0, x.device)
@@ -159,7 +158,7 @@ def test_channels_far_apart_are_not_read_group_by_group():
 
 
 def views():
-    yield torch.randn(6, 40)[:, 3:36], 11
+    yield torch.randn(4, 20)[:, 3:18], 5
     yield torch.randn(2, 6, 8, 5)[:, :, ::2], 2
     yield torch.randn(2, 8, 3, 5).to(memory_format=torch.channels_last)[:, :6], 3
     yield torch.randn(4, 2, 4, 5).transpose(0, 1), 2

@@ -146,7 +146,7 @@ def test_long(few_registers, rows, n, dtype, kind):
     """Past the registers: split among several programs, and in one."""
     x, residual, dsum = (torch.randn(rows, n).to(dtype) for _ in range(3))
     weight, bias = parameters((n,), kind, dtype)
-    if kind == 0:
+    if kind == 0 and dtype in (torch.float32, torch.bfloat16):
         check(x, weight, bias, 1, kind)
     check(x, weight, bias, 1, kind, residual, dsum=dsum)
 
