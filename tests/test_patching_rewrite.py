@@ -670,3 +670,27 @@ def test_a_hook_or_another_class_is_seen_in_a_nested_child():
     handle.remove()
     inner[1].forward = lambda x: x
     assert not untouched((inner[1], nn.GELU))
+
+
+class _Transition(nn.Module):
+    """Its name begins with an underscore, as one of torchvision's DenseNet does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(8), _Act()
+
+    def forward(self, x):
+        return self.norm(self.act(x) + x)
+
+
+class _Act(nn.Module):
+    def forward(self, x):
+        return F.relu(x)
+
+
+def test_private_classes(op_by_op):
+    stock, x = _Transition(), torch.randn(2, 8)
+    model = patch_model(nn.Sequential(_Transition()))
+    model[0].load_state_dict(stock.state_dict())
+    assert model[0].__class__ is not _Transition
+    torch.testing.assert_close(model(x), stock(x))

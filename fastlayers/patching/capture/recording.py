@@ -55,7 +55,7 @@ def binder(namespace: dict[str, Any]) -> Callable[[object, str], str]:
     """A function that gives an object, with a hint, a name in a namespace."""
 
     def bind(value: object, hint: str) -> str:
-        name = f"_{hint}"
+        name = f"_{hint.lstrip('_')}"  # Python changes names with two underscores in the body of a class.
         while namespace.setdefault(name, value) is not value:
             name += "_"
         return name

@@ -173,7 +173,7 @@ class Trace:
         for name, bound in namespace.items():
             if bound is value:
                 return name
-        name = f"_{hint}"
+        name = f"_{hint.lstrip('_')}"  # Python changes names with two underscores in the body of a class.
         while name in namespace:
             name += "_"
         namespace[name] = value
