@@ -33,7 +33,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 
 from fastlayers.patching.capture.lookups import FUNCTIONS, global_variable, member, same, same_inherited, same_method
-from fastlayers.patching.capture.recording import Recording, equality
+from fastlayers.patching.capture.recording import Recording, binder, equality
 from fastlayers.patching.capture.syntax import HOOKS, INPLACE, Instrument, local_names, parent, parse, strip_signature
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
@@ -173,11 +173,7 @@ class Trace:
         for name, bound in namespace.items():
             if bound is value:
                 return name
-        name = f"_{hint.lstrip('_')}"  # Python changes names with two underscores in the body of a class.
-        while name in namespace:
-            name += "_"
-        namespace[name] = value
-        return name
+        return binder(namespace)(value, hint)
 
     def record(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         try:

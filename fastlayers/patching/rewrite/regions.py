@@ -215,8 +215,7 @@ class Again(NamedTuple):
         ordered: Any = given.unchanged()
         places = self.entry.order(range(len(ordered)))  # type: ignore[arg-type]
         inputs = [t for _, t in sorted(zip(places, ordered, strict=True), key=operator.itemgetter(0))]
-        constants = len(self.entry.constants)
-        del inputs[len(inputs) - constants :]
+        del inputs[len(inputs) - len(self.entry.constants) :]
         module = self.module()
         if module is None:
             raise RuntimeError(

@@ -202,10 +202,7 @@ class Tape(TorchDispatchMode):
         if name.endswith(EMPTY) and out.numel() > 0:
             self._unwritten.add(storage(out))
         if func is aten._to_copy.default and set(kwargs) == {"dtype"} and out.dtype is not args[0].dtype:
-            func, call = (
-                aten.to.dtype,
-                self.arguments((args[0], out.dtype), {}),
-            )  # the same; Python has a C function for it
+            func, call = aten.to.dtype, self.arguments((args[0], out.dtype), {})  # Python has a C function for it
         # In inference mode reshape and the like arrive whole, which may copy.
         is_view = is_view and isinstance(out, Tensor | tuple | list) and in_memory_of(out, args[0])
         if isinstance(out, Tensor) and is_view:
