@@ -70,6 +70,7 @@ class Capture:
         pattern, given: the arguments, as :func:`fastlayers.patching.rewrite.regions.flatten` gives them.
         used: the numbers of the results that received a gradient in calls before.
         draws: whether the forward draws random numbers on the GPU.
+        kept: bytes that the forward leaves behind.
         state: of the module.
 
     Raises:
@@ -84,6 +85,7 @@ class Capture:
         given: Sequence[Tensor],
         used: set[int],
         draws: bool,
+        kept: int,
         state: State,
     ) -> None:
         self.present, self.state = present, state
@@ -107,7 +109,7 @@ class Capture:
             leaves = [nn.Parameter(p.detach()) for p in parameters]
             try:
                 with substituted(module, parameters, leaves):
-                    self._capture_forward(module, pattern)
+                    self._capture_forward(module, pattern, kept)
                     self._capture_backward(parameters, leaves, used)
             finally:
                 torch.clear_autocast_cache()
@@ -115,11 +117,13 @@ class Capture:
 
     # -- capturing -----------------------------------------------------------------------------------------------
 
-    def _capture_forward(self, module: nn.Module, pattern: Any) -> None:
+    def _capture_forward(self, module: nn.Module, pattern: Any, kept: int) -> None:
         flat = iter(self.inputs)
         args, kwargs = (unflatten(part, flat) for part in pattern)
         self._forward = torch.cuda.CUDAGraph()
         with captured(self._forward, self.device):
+            # The tensors then share one block; in blocks of their own sizes there are gaps that few of them fit into.
+            torch.empty(kept, dtype=torch.uint8, device=self.device)
             out = self.present(module, *args, **(kwargs or {}))
         results = Taken()
         self._parts = take_apart(out, results)

@@ -45,6 +45,7 @@ class Signature:
         draws: whether random numbers are drawn on the GPU.
         chances: how many numbers are drawn on the CPU that decide nothing.
         waits: where a call waited for the GPU. Code that asks whether it is captured may do without.
+        kept: bytes that a forward leaves behind, for its backward and as results.
         changes: how often the modules changed after a capture.
         state: of the modules when a call was last watched.
     """
@@ -58,6 +59,7 @@ class Signature:
         self.draws = False
         self.chances = 0
         self.waits = ""
+        self.kept = 0
         self.changes = 0
         self.state: State | None = None
         self._past = 0
@@ -163,10 +165,12 @@ class Graphs:
             self.turn_off(signature, module, str(error))
             return self.present.forward(module, *args, **kwargs)
         on_cpu, on_gpu = Generators(), random_state(given)
+        before = torch.cuda.memory_allocated(given[0].device)
         with waits() as places, Counter() as counter:
             out = self.present.forward(module, *args, **kwargs)
         signature.draws = any(not torch.equal(a, b) for a, b in zip(on_gpu, random_state(given), strict=True))
         signature.chances = len(counter.chances)
+        signature.kept = torch.cuda.memory_allocated(given[0].device) - before
         results = tensors_in(out)
         trains = any(t.requires_grad for t in results)
         if counter.count * (WITH_BACKWARD if trains else 1) < LEAST:
@@ -203,7 +207,14 @@ class Graphs:
         before = torch.get_rng_state()
         try:
             made = Capture(
-                module, self.present.forward, pattern, given, signature.used, signature.draws, signature.state
+                module,
+                self.present.forward,
+                pattern,
+                given,
+                signature.used,
+                signature.draws,
+                signature.kept,
+                signature.state,
             )
         except (UncapturedError, RuntimeError) as error:
             waits = signature.waits and f"waits for the GPU at {signature.waits}"
