@@ -15,6 +15,7 @@ import torch
 
 from fastlayers import backends
 from fastlayers.patching.rewrite.regions import no_regions
+from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 # Tests are small and run in parallel. Waiting OpenMP threads spin: on shared cores that makes a test ten times slower.
 torch.set_num_threads(1)
@@ -77,6 +78,13 @@ def process_wide_state() -> dict[str, Any]:
         "torch.distributed.is_initialized()": torch.distributed.is_initialized(),
         "the logging of torch": torch._logging._internal._get_log_state().log_qname_to_level.copy(),
     }
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _rewritten_everywhere() -> Iterator[None]:
+    """Rewritten forwards run on the CPU, too: most of the tests of patching run there."""
+    with rewritten_everywhere():
+        yield
 
 
 @pytest.fixture(autouse=True)

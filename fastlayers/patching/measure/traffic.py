@@ -28,6 +28,7 @@ from fastlayers.ops import layer_norm as ops
 from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains, unpatched
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.rewrite.classes import is_fused
+from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 __all__ = ["bytes_saved"]
 
@@ -124,6 +125,7 @@ def traffic(model: nn.Module, chosen: set[nn.Module], args: tuple[Any, ...], kwa
     return seen
 
 
+@rewritten_everywhere()
 def bytes_saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[nn.Module, int]:
     """The estimated bytes that each patched module saves in a step with these arguments."""
     patched = set(filter(is_fused, model.modules()))

@@ -22,6 +22,7 @@ from fastlayers.patching.report import Report, markdown_table
 from fastlayers.patching.rewrite.classes import is_patched, working
 from fastlayers.patching.rewrite.plan import patched
 from fastlayers.patching.rewrite.regions import no_regions
+from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 __all__ = ["Comparison", "VerifyReport", "verify_patch"]
 
@@ -160,14 +161,16 @@ class Run:
         return {**outputs, **self.gradients, **{f"buffer {name}": value for name, value in self.buffers.items()}}
 
 
+@rewritten_everywhere()
 def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
     """Run a model patched and unpatched on the same inputs and compare outputs, gradients and buffers.
 
-    A patched model is verified as it is, an unpatched one as :func:`patch_model` would leave it. It runs in its present
-    training mode and autocast state, with the same random numbers in every run. In training with labels, a patched
-    language model may leave the logits out of its output: these are not compared, but their loss is. Afterwards
-    parameters, gradients, buffers (with BatchNorm's running statistics), attributes of modules, the random state and
-    the patches are as before.
+    A patched model is verified as it is, an unpatched one as :func:`patch_model` would leave it. It runs in its
+    present training mode and autocast state, with the same random numbers in every run. On a CPU, too, the rewritten
+    forwards run, though the model itself runs those of before where no kernel would gain by the others. In training
+    with labels, a patched language model may leave the logits out of its output: these are not compared, but their
+    loss is. Afterwards parameters, gradients, buffers (with BatchNorm's running statistics), attributes of modules,
+    the random state and the patches are as before.
 
     Args:
         model: any module. A DDP or ``torch.compile`` wrapper is unwrapped first.

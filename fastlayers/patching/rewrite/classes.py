@@ -21,8 +21,9 @@ from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.libraries.adapters import adapters
 from fastlayers.patching.reasons import PatchError, Reason, Refusal
+from fastlayers.patching.rules import GPU_ONLY
 from fastlayers.patching.rules.base import ModuleRule
-from fastlayers.patching.runtime.checks import original_class
+from fastlayers.patching.runtime.checks import original_class, without_kernels
 
 __all__ = [
     "absorbed_by",
@@ -133,16 +134,21 @@ def check_subclassing(original: type[nn.Module], harmless: tuple[type, ...] = ()
 
 def swap_class(rule: ModuleRule) -> type[nn.Module]:
     """The class with which a module rule replaces a layer: a subclass of the fused class."""
-    members = {"__doc__": rule.fused.__doc__, "forward": swapped_forward(rule.fused.forward, rule.layer)}  # type: ignore[arg-type]
+    forward = swapped_forward(rule.fused.forward, rule.layer, rule.name in GPU_ONLY)  # type: ignore[arg-type]
+    members = {"__doc__": rule.fused.__doc__, "forward": forward}
     return seal(type(rule.fused.__name__, (rule.fused,), members), rule.layer, None)
 
 
 @functools.lru_cache(maxsize=128)
-def swapped_forward(fused: Any, layer: Any) -> Any:
-    """The forward of a fused class, but that of the layer if it is replaced, or something that it calls."""
+def swapped_forward(fused: Any, layer: Any, gpu_only: bool) -> Any:
+    """The forward of a fused class, but that of the layer if it is replaced, or something that it calls, and where no
+    kernel runs if it is ``gpu_only``."""
     bound: dict[str, Any] = {}
     bind = binder(bound)
     unchanged = " and ".join(inside_layer(layer, "self", bind))
+    if gpu_only:
+        first = list(inspect.signature(fused).parameters)[1]
+        unchanged = f"not {bind(without_kernels, 'without_kernels')}({first}) and {unchanged}"
     stock = f"{bind(layer, layer.__name__)}.forward"
     try:
         tree = parse(fused)

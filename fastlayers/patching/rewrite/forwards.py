@@ -22,7 +22,7 @@ from fastlayers.patching.rewrite.classes import check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import body_source, generate_class
 from fastlayers.patching.rewrite.safety import scale_guards
-from fastlayers.patching.rules import graph_rules
+from fastlayers.patching.rules import GPU_ONLY, graph_rules
 from fastlayers.patching.rules.base import GraphRule
 from fastlayers.patching.runtime import calls
 from fastlayers.patching.runtime.checks import original_class
@@ -89,7 +89,8 @@ def fuse(
     if not refusals:
         outcome.absorbed = frozenset.intersection(*absorbed)
     outcome.left.extend(refusals)  # The original forward runs in these modes, or with these optional arguments.
-    outcome.cls = generate_class(type(module), f"{prefix}{original.__name__}", merge_modes(variants), known)
+    name, gpu_only = f"{prefix}{original.__name__}", outcome.rules.keys() <= GPU_ONLY
+    outcome.cls = generate_class(type(module), name, merge_modes(variants), known, gpu_only)
     return outcome
 
 
@@ -110,7 +111,7 @@ def fuse_handwritten_norm(module: nn.Module, found: Fingerprint, known: dict[Any
     guards.append(f"{bind(recording, calls.computes_norm)}({operands}, casting={body.casting!r}, same={body.same})")
     recording.guards = dict.fromkeys(guards)
     name = f"Fused{type(module).__name__}"
-    generated = generate_class(type(module), name, [(recording, body_source(recording, module))], known)
+    generated = generate_class(type(module), name, [(recording, body_source(recording, module))], known, gpu_only=True)
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
 
 

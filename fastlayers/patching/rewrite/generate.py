@@ -22,12 +22,13 @@ from fastlayers.patching.capture.rebuild import arguments_source, show_source
 from fastlayers.patching.capture.recording import Name, Recording, add_names, binder
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
-from fastlayers.patching.runtime.checks import check_defaults
+from fastlayers.patching.runtime.checks import check_defaults, without_kernels
 
 __all__ = [
     "CHILD",
     "GUARD_BUILTINS",
     "body_source",
+    "first_parameter",
     "generate_class",
     "guards_source",
     "signature_source",
@@ -172,18 +173,34 @@ def guards_source(recording: Recording, keyword: str) -> str:
     )
 
 
+def first_parameter(forward: Any) -> str | None:
+    """The name of the first argument after ``self``; None if the declaration does not name it."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:2]
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return parameters[0].name if parameters and parameters[0].kind in named else None
+
+
 def class_source(
-    name: str, present: type[nn.Module], variants: list[tuple[Recording, str]], namespace: dict[str, Any]
+    name: str,
+    present: type[nn.Module],
+    variants: list[tuple[Recording, str]],
+    gpu_only: bool,
+    namespace: dict[str, Any],
 ) -> str:
     base = present.__name__ if present.__name__.isidentifier() else "Original"
     while namespace.setdefault(base, present) is not present:
         base += "_"
     declared, handed = signature_source(present.forward, namespace)  # type: ignore[arg-type]
     lines = [f"class {name}({base}):", f"    def forward{declared}:"]
+    depth = 8
+    first = first_parameter(present.forward)
+    if gpu_only and first is not None:
+        namespace["_fastlayers_without_kernels"] = without_kernels
+        lines.append(f"        if not _fastlayers_without_kernels({first}):")
+        depth += 4
     for recording, body in variants:
-        lines.append(textwrap.indent(guards_source(recording, f"{HOLDS} ="), " " * 8))
-        lines.append(f"        if {HOLDS}:")
-        lines.append(textwrap.indent(body, " " * 12))
+        variant = (guards_source(recording, f"{HOLDS} ="), f"if {HOLDS}:", textwrap.indent(body, " " * 4))
+        lines += [textwrap.indent(part, " " * depth) for part in variant]
     if "=" in declared:
         namespace |= {"_fastlayers_stock": present.forward, "_fastlayers_check_defaults": check_defaults}
         lines.append(f"        _fastlayers_check_defaults(_fastlayers_stock, {base}.forward)")
@@ -192,9 +209,17 @@ def class_source(
 
 
 def generate_class(
-    present: type[nn.Module], name: str, variants: list[tuple[Recording, str]], known: dict[Any, Any]
+    present: type[nn.Module],
+    name: str,
+    variants: list[tuple[Recording, str]],
+    known: dict[Any, Any],
+    gpu_only: bool = False,
 ) -> type[nn.Module]:
-    """Generate a subclass of the present class of a module, which may be a generated class itself."""
+    """Generate a subclass of the present class of a module, which may be a generated class itself.
+
+    Args:
+        gpu_only: whether the rewritten forward gains nothing without kernels, so that the present one runs there.
+    """
     original = present.__dict__.get("__fastlayers_original__", present)
     namespace: dict[str, Any] = {}
     for recording, _ in variants:
@@ -204,7 +229,7 @@ def generate_class(
     name = name if name.isidentifier() else "Fused"
     while name in namespace:
         name += "_"
-    source = class_source(name, present, variants, namespace)
+    source = class_source(name, present, variants, gpu_only, namespace)
     key = (present, source, *sorted((name, id(value)) for name, value in namespace.items()))
     if key in known:
         return known[key]  # type: ignore[no-any-return]

@@ -37,10 +37,10 @@ from fastlayers.patching.libraries.adapters import adapters, plain_forward
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite.classes import check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
-from fastlayers.patching.rewrite.generate import GUARD_BUILTINS, body_source, guards_source
-from fastlayers.patching.rules import graph_rules
+from fastlayers.patching.rewrite.generate import GUARD_BUILTINS, body_source, first_parameter, guards_source
+from fastlayers.patching.rules import GPU_ONLY, graph_rules
 from fastlayers.patching.rules.base import GraphRule
-from fastlayers.patching.runtime.checks import check_defaults, original_class
+from fastlayers.patching.runtime.checks import check_defaults, original_class, without_kernels
 
 __all__ = ["fuse_segments"]
 
@@ -48,6 +48,8 @@ __all__ = ["fuse_segments"]
 RESULT = "_fastlayers_result"
 #: The variables for the original class, for the forward that it had, and for what compares that with another one.
 ORIGINAL, STOCK, CHECK = "_fastlayers_original", "_fastlayers_stock", "_fastlayers_check_defaults"
+#: The variable for the test whether no kernel runs.
+WITHOUT = "_fastlayers_without_kernels"
 #: The variable for one side of a sum.
 PART = "_fastlayers_part"
 #: Functions that call functions are followed this deep.
@@ -112,7 +114,7 @@ def fuse_segments(
         rewritten = rewrite(forward, module, excluded, known, cut=not recorded)
         if rewritten is None:
             return None
-        defer_if_replaced(rewritten, forward, original)
+        defer_to_stock(rewritten, forward, original)
         source = "\n".join([*rewritten.helpers, ast.unparse(rewritten.tree)])
         key = ("segments", original, source, *((name, id(value)) for name, value in rewritten.objects))
         if key not in known:
@@ -123,16 +125,18 @@ def fuse_segments(
     return Fused(known[key], rewritten.rules, left=rewritten.left, absorbed=rewritten.absorbed)
 
 
-def defer_if_replaced(rewritten: Rewritten, forward: types.FunctionType, original: type[nn.Module]) -> None:
-    """Let a rewritten forward begin with a call of the forward of the original class, if that is replaced."""
+def defer_to_stock(rewritten: Rewritten, forward: types.FunctionType, original: type[nn.Module]) -> None:
+    """Let a rewritten forward begin with a call of the forward of the original class: if that is replaced, and where
+    the rewritten one gains nothing."""
     arguments = ", ".join(arguments_source(inspect.signature(forward).parameters.values()))
+    first = first_parameter(forward) if rewritten.rules.keys() <= GPU_ONLY else None
     source = (
-        f"if {ORIGINAL}.forward is not {STOCK}:\n"
+        f"if {ORIGINAL}.forward is not {STOCK}{f' or {WITHOUT}({first})' if first else ''}:\n"
         f"    {CHECK}({STOCK}, {ORIGINAL}.forward)\n"
         f"    return {ORIGINAL}.forward({arguments})"
     )
     rewritten.tree.body[:0] = ast.parse(source).body
-    rewritten.bound |= {ORIGINAL: original, STOCK: original.forward, CHECK: check_defaults}
+    rewritten.bound |= {ORIGINAL: original, STOCK: original.forward, CHECK: check_defaults, WITHOUT: without_kernels}
 
 
 def rebuildable(function: Any) -> bool:

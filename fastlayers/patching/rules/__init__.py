@@ -35,6 +35,7 @@ from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRul
 
 __all__ = [
     "FOLDING_RULES",
+    "GPU_ONLY",
     "GRAPH_RULES",
     "MODULE_RULES",
     "Deferred",
@@ -95,6 +96,11 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     softmax.SOFTMAX,
     linear.SPLIT,
 )
+
+#: The names of those that gain on a CPU as well: by a kernel there, or in memory.
+ANYWHERE = frozenset({"relu_add_bias", "add_relu", "relu_add", "linear_cross_entropy", "LinearCrossEntropyLoss"})
+#: The names of the others. Where no kernel of ours runs, a forward with only these runs as it was.
+GPU_ONLY = frozenset({rule.name for rule in GRAPH_RULES} | {rule.name for rule in MODULE_RULES}) - ANYWHERE
 
 #: The rules of :func:`fastlayers.fold_batch_norm`.
 FOLDING_RULES = batch_norm_folding.FOLD_BATCH_NORM

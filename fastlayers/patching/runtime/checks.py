@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+from fastlayers import backends
 from fastlayers.ops.dispatch import PLAIN, is_plain
 from fastlayers.patching.reasons import PatchError
 
@@ -30,8 +32,40 @@ __all__ = [
     "original_class",
     "plain",
     "plain_any",
+    "rewritten_everywhere",
     "untouched",
+    "without_kernels",
 ]
+
+_rewritten_everywhere = False
+
+
+def without_kernels(x: object) -> bool:
+    """Whether a call on ``x`` would run no kernel of ours. What a rewritten forward calls is then slower than torch."""
+    return (
+        type(x) in PLAIN
+        and not x.is_cuda  # type: ignore[attr-defined]
+        and not _rewritten_everywhere
+        and backends.get_backend() is None
+    )
+
+
+@contextmanager
+def rewritten_everywhere(wanted: bool = True) -> Iterator[None]:
+    """Let rewritten forwards run where they gain nothing, too: to test them, or to count what they would save."""
+    before = _rewritten_everywhere
+    _set_rewritten_everywhere(wanted)
+    try:
+        yield
+    finally:
+        _set_rewritten_everywhere(before)
+
+
+def _set_rewritten_everywhere(wanted: bool) -> None:
+    global _rewritten_everywhere
+    if wanted != _rewritten_everywhere:
+        _rewritten_everywhere = wanted
+        backends.changed()  # What was recorded ran otherwise.
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
