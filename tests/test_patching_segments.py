@@ -244,6 +244,27 @@ def test_it_compiles():
     torch._dynamo.reset()
 
 
+class Cached(Base):
+    """A layer with a cache, which is no tensor, and a number of its own."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x, cache=None, **kwargs):
+        a, b = self.fc(x).chunk(2, dim=-1)
+        if cache is not None:
+            a, b = cache.update(a, b, self.number)
+        kwargs["a"] = a
+        return self.norm(x + x.sin()) + torch.cat((a, b), dim=-1)
+
+
+def test_an_argument_is_no_tensor_if_a_method_says_so():
+    model = patch_model(nn.ModuleList(map(Cached, range(3))))
+    assert len(set(map(type, model))) == 1
+    assert "add_layer_norm" in fused(Cached(0))
+
+
 # -- functions --------------------------------------------------------------------------------------------------------
 
 

@@ -102,6 +102,10 @@ class Opaque:
     ) = _refuse
 
 
+#: Marks an argument of which a guard says that it is a tensor.
+IS_TENSOR = "fastlayers_is_tensor"
+
+
 class StrictProxy(Proxy):
     """A traced value that refuses operations for which Python would silently use the proxy object itself.
 
@@ -109,6 +113,8 @@ class StrictProxy(Proxy):
     """
 
     def __getattr__(self, name: str) -> StrictAttribute:
+        if IS_TENSOR in self.node.meta and not hasattr(Tensor, name):
+            raise Refusal(Reason.TYPE_TEST, f"{self.node} has no {name} if it is a tensor")
         return StrictAttribute(self, name)
 
     def _refuse(self, *args: object) -> Any:
@@ -360,6 +366,7 @@ class Trace:
             return
         if proxy.node.op != "placeholder":
             raise Refusal(Reason.TYPE_TEST, f"of {proxy.node}")
+        proxy.node.meta[IS_TENSOR] = True
         self.guard(f"isinstance({proxy.node.target}, {self.bind(Tensor, 'Tensor')})")
 
     def hook_same(self, left: Any, right: Any) -> bool:
