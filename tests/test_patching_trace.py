@@ -23,6 +23,7 @@ from fastlayers.patching.rewrite import plan
 pytestmark = pytest.mark.filterwarnings("ignore::fastlayers.patching.PatchWarning")
 
 FLAG = False
+WRITTEN = False
 TABLE = {"on": True}
 SETTINGS = [1, 2]
 WEIGHT = torch.ones(4)
@@ -649,8 +650,8 @@ class RegisterInForward(Base):
 @forwards(Reason.CHANGES_STATE)
 class GlobalStatement(Base):
     def forward(self, x, y):
-        global FLAG
-        FLAG = True
+        global WRITTEN
+        WRITTEN = True
         return F.relu(x) + y
 
 
