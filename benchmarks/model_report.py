@@ -40,6 +40,8 @@ class Metric:
     value: Callable[[Row], float | None]
     #: With whom fastlayers is compared, besides Liger.
     stock: tuple[str, ...] = ("eager", "compile")
+    #: Its name among the numbers that were taken in turn with eager torch's.
+    in_turn: str = ""
 
     def of(self, rows: Rows, mode: str) -> float | None:
         return self.value(rows[mode]) if mode in rows and rows[mode]["status"] == "ok" else None
@@ -62,15 +64,15 @@ def gibibytes(part: str) -> Callable[[Row], float | None]:
     return lambda row: row[part]["peak_bytes"] / 2**30 if "peak_bytes" in row[part] else None
 
 
-STEP = Metric("training step, ms", part_of("training", "ms"))
+STEP = Metric("training step, ms", part_of("training", "ms"), in_turn="training")
 STEP_PEAK = Metric("training, peak GiB", gibibytes("training"))
 STEP_GPU = Metric("training step, GPU ms", part_of("training", "gpu_ms"))
-INFERENCE = Metric("inference, ms", part_of("inference", "ms"))
+INFERENCE = Metric("inference, ms", part_of("inference", "ms"), in_turn="inference")
 INFERENCE_PEAK = Metric("inference, peak GiB", gibibytes("inference"))
 #: Only Python without torch.compile is compared: what is compiled is measured with the whole batch.
-HOST = Metric("host, forward + backward, ms", part_of("training", "host_ms"), ("eager",))
-HOST_INFERENCE = Metric("host, inference, ms", part_of("inference", "host_ms"), ("eager",))
-DECODE = Metric("next token, ms", part_of("decode", "ms"))
+HOST = Metric("host, forward + backward, ms", part_of("training", "host_ms"), ("eager",), "host")
+HOST_INFERENCE = Metric("host, inference, ms", part_of("inference", "host_ms"), ("eager",), "host_inference")
+DECODE = Metric("next token, ms", part_of("decode", "ms"), in_turn="decode")
 READY = Metric("first training steps, s", part_of("training", "ready_s"), ())
 METRICS = (STEP, STEP_PEAK, INFERENCE, INFERENCE_PEAK, HOST, HOST_INFERENCE, DECODE, READY)
 
@@ -194,6 +196,10 @@ class Ratio:
         """None if one of the numbers is missing, infinite if ours failed. A rival that failed does not count."""
         if rows.get(self.ours, {}).get("status") == "failed":
             return math.inf
+        if self.rivals == ("eager",):
+            pair = rows.get(self.ours, {}).get("in_turn", {}).get(self.metric.in_turn)
+            if pair is not None:
+                return pair[1] / pair[0]
         mine = self.metric.of(rows, self.ours)
         if mine is None or not self.rivals:
             return mine

@@ -9,7 +9,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ LOSSES = 10  # steps whose losses are compared; they are the warm-up of the time
 WARM = 5  # calls before anything else is timed: graph_model captures in the fourth
 PROFILED = 2  # calls in a profile: their kernels take nearly the same time
 LEAST, MOST = 10, 200  # timed calls in a loop
+TURNS = 6  # loops of each of two models that are measured in turn
 HOST_CALLS = 25  # calls whose host time is taken
 #: A call of the warm-up is slow if it takes longer than a later one by this factor: the model is not ready yet.
 SLOW = 1.5
@@ -97,7 +98,7 @@ def measure(chosen: Network, mode: str, device: torch.device, seconds: float, co
         row["inference"] = timed(predict, device, WARM, seconds, compile_only) | {"folded": folded}
         row["inference"]["outputs"] = sample(predict())
         if not compile_only:
-            row["inference"]["host_ms"] = host_ms(predictor(chosen, called, little, device), device)
+            (row["inference"]["host_ms"],) = host_ms([predictor(chosen, called, little, device)], device)
             if chosen.decodes and mode not in COMPILED:
                 row["decode"] = timed(chosen.decoder(model, batch), device, WARM, seconds, compile_only)
     losses: list[Tensor] = []
@@ -107,10 +108,12 @@ def measure(chosen: Network, mode: str, device: torch.device, seconds: float, co
         row["training"]["losses"] = [loss.item() for loss in losses[:LOSSES]]
         if compile_only:
             return row
-        row["training"]["host_ms"] = host_ms(
-            backpropagator(chosen, called, little, device), device, after=lambda: model.zero_grad()
+        (row["training"]["host_ms"],) = host_ms(
+            [backpropagator(chosen, called, little, device)], device, after=lambda: model.zero_grad()
         )
         row["graphs"] = graph_summary(model, mode)
+        if mode == "fastlayers":
+            row["in_turn"] = in_turn_with_eager(chosen, model, batch, little, device, seconds)
         if device.type == "cuda":
             row["training"] |= kinds_of(step, device)
     if device.type == "cuda":
@@ -226,7 +229,7 @@ def timed(
         return found
     gc.collect()
     reset_peak(device)
-    durations = loop(call, device, seconds)
+    durations = loop(call, device, seconds, LEAST)
     low, middle, high = statistics.quantiles(durations, n=4)
     found |= {"ms": rounded(middle), "spread_ms": rounded(high - low), "calls": len(durations)}
     slow = [place for place, took in enumerate(first, start=1) if 1e3 * took > SLOW * middle]
@@ -245,13 +248,14 @@ def time_of(call: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def loop(call: Callable[[], Any], device: torch.device, seconds: float) -> list[float]:
-    """Call for about this many seconds, without waiting in between. Returns the time of each call in ms.
+def loop(call: Callable[[], Any], device: torch.device, seconds: float, least: int) -> list[float]:
+    """Call for about this many seconds, and so many times at least, without waiting in between. Returns the time of
+    each call in ms.
 
     On a GPU the time of a call is the time between the end of its work and the end of the next call's work. If Python
     is slower than the GPU, that is Python's time.
     """
-    count = max(LEAST, min(MOST, int(seconds / time_of(call, device))))
+    count = max(least, min(MOST, int(seconds / time_of(call, device))))
     if device.type != "cuda":
         times = [time.perf_counter()]
         for _ in range(count):
@@ -267,16 +271,60 @@ def loop(call: Callable[[], Any], device: torch.device, seconds: float) -> list[
     return [before.elapsed_time(after) for before, after in pairwise(ends)]
 
 
-def host_ms(call: Callable[[], Any], device: torch.device, after: Callable[[], Any] = lambda: None) -> float:
-    """The time until a call returns, with an idle GPU before it: what Python takes. ``after`` follows each call."""
-    durations = []
+def host_ms(
+    calls: Sequence[Callable[[], Any]], device: torch.device, after: Callable[[], Any] = lambda: None
+) -> list[float]:
+    """For each of several calls, in turn, the time until it returns with an idle GPU before it: what Python takes.
+    ``after`` follows each call."""
+    durations: list[list[float]] = [[] for _ in calls]
     for _ in range(WARM + HOST_CALLS):
-        synchronize(device)
-        started = time.perf_counter()
-        call()
-        durations.append(1e3 * (time.perf_counter() - started))
-        after()
-    return rounded(statistics.median(durations[WARM:]))
+        for call, taken in zip(calls, durations, strict=True):
+            synchronize(device)
+            started = time.perf_counter()
+            call()
+            taken.append(1e3 * (time.perf_counter() - started))
+            after()
+    return [rounded(statistics.median(taken[WARM:])) for taken in durations]
+
+
+def in_turn_with_eager(
+    chosen: Network, model: nn.Module, batch: Batch, little: Batch, device: torch.device, seconds: float
+) -> dict[str, list[float]]:
+    """Times in ms of stock torch and of the patched model, in turn in one process.
+
+    Other processes of the machine slow the host down for seconds: the host time of one network in processes of their
+    own was 9.4 ms and 14.0 ms within a minute. In turn both meet the same.
+    """
+    models = (make(chosen, "eager", device)[0], model)
+
+    def zero_grad() -> None:
+        for each in models:
+            each.zero_grad()
+
+    steps = [trainer(chosen, each, each, batch, device, seed=1) for each in models]
+    found = {"training": loops_in_turn(steps, device, seconds)}
+    little_steps = [backpropagator(chosen, each, little, device) for each in models]
+    found["host"] = host_ms(little_steps, device, after=zero_grad)
+    with evaluating(models[0], "eager"), evaluating(model, "fastlayers"):
+        found["inference"] = loops_in_turn([predictor(chosen, each, batch, device) for each in models], device, seconds)
+        found["host_inference"] = host_ms([predictor(chosen, each, little, device) for each in models], device)
+        if chosen.decodes:
+            found["decode"] = loops_in_turn([chosen.decoder(each, batch) for each in models], device, seconds)
+    for each in models:
+        each.train()
+    return found
+
+
+def loops_in_turn(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> list[float]:
+    """The median time of each call, in ms, in short loops that alternate."""
+    durations: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        for _ in range(WARM):
+            call()
+    for _ in range(TURNS):
+        for call, taken in zip(calls, durations, strict=True):
+            taken += loop(call, device, seconds / TURNS, least=2)
+    return [rounded(statistics.median(taken)) for taken in durations]
 
 
 def idle_in_graphs(segments: list[dict[str, Any]]) -> int:

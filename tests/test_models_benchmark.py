@@ -107,6 +107,8 @@ def test_a_process_measures_training_and_inference():
         assert row["training"]["host_ms"] > 0
         assert row["training"]["ready_s"] >= 0
         assert row["training"]["losses"][-1] < row["training"]["losses"][0]
+    assert ours["in_turn"].keys() == {"training", "host", "inference", "host_inference"}
+    assert all(len(pair) == 2 and min(pair) > 0 for pair in ours["in_turn"].values())
     rows = {"eager": eager, "fastlayers": ours}
     for mode, row in rows.items():
         row["mode"] = mode
@@ -136,10 +138,11 @@ def test_nothing_is_timed_after_the_profiler_ran(monkeypatch):
         call()
         return {}
 
-    def host_ms(call, device, after=lambda: None):
+    def several(calls, *args, **kwargs):
         order.append("timed")
-        call()
-        return 1.0
+        for call in calls:
+            call()
+        return [1.0] * len(calls)
 
     def kinds_of(call, device):
         order.append("profiled")
@@ -147,11 +150,12 @@ def test_nothing_is_timed_after_the_profiler_ran(monkeypatch):
         return {"gpu_ms": float(len(order))}
 
     monkeypatch.setattr(model_worker, "timed", timed)
-    monkeypatch.setattr(model_worker, "host_ms", host_ms)
+    monkeypatch.setattr(model_worker, "host_ms", several)
+    monkeypatch.setattr(model_worker, "loops_in_turn", several)
     monkeypatch.setattr(model_worker, "kinds_of", kinds_of)
     row = measure(Toy("toy", "Toy", "", 4, 8), "fastlayers", GPU, seconds=0.0, compile_only=False)
-    assert order == ["timed"] * 4 + ["profiled"] * 2
-    assert (row["training"]["gpu_ms"], row["inference"]["gpu_ms"]) == (5.0, 6.0)
+    assert order == ["timed"] * 8 + ["profiled"] * 2
+    assert (row["training"]["gpu_ms"], row["inference"]["gpu_ms"]) == (9.0, 10.0)
 
 
 def takes(monkeypatch, *milliseconds):
@@ -183,7 +187,23 @@ def test_a_model_is_ready_after_its_last_slow_call(monkeypatch, first, ready):
 
 def test_host_time_does_not_count_what_follows_a_call(monkeypatch):
     call = takes(monkeypatch, *[50] * (2 * model_worker.WARM), 3, 20, 3)
-    assert model_worker.host_ms(call, CPU, after=call) == 3.0
+    assert model_worker.host_ms([call], CPU, after=call) == [3.0]
+
+
+def test_calls_in_turn_meet_the_same_slow_phase(monkeypatch):
+    monkeypatch.setattr(model_worker, "WARM", 1)
+    one = takes(monkeypatch, 9, 5, 5, 5, 5, 50, 50, 50, 5)
+    found = model_worker.loops_in_turn([one, one], CPU, seconds=0.0)
+    assert len(found) == 2
+    assert found[0] == found[1] == 5.0
+
+
+def test_what_was_measured_in_turn_is_compared():
+    eager, ours = row("vit", "eager", 100.0), row("vit", "fastlayers", 103.0)
+    assert model_report.STEP_BAR.ratio.of({"eager": eager, "fastlayers": ours}) == 1.03
+    ours["in_turn"] = {"training": [110.0, 99.0]}
+    assert model_report.STEP_BAR.ratio.of({"eager": eager, "fastlayers": ours}) == 0.9
+    assert model_report.INFERENCE_BAR.ratio.of({"eager": eager, "fastlayers": ours}) == 1.03
 
 
 def test_memory_of_graphs_counts_between_replays():
