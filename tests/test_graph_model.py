@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -867,6 +868,13 @@ def test_tensors_share_one_block(gpu_memory):
         graphed(x).mean().backward()
     (row,) = fastlayers.graph_report(graphed).captured
     assert row.memory < 1.15 * peak
+
+
+@gpu
+def test_a_forward_may_free_more_than_it_keeps(monkeypatch):
+    falling = itertools.count(0, -(2**20))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: next(falling))
+    assert replays(same_training()) == 5
 
 
 @gpu

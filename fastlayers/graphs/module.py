@@ -68,6 +68,9 @@ class Signature:
     def replays(self) -> int:
         return self._past + sum(capture.replays for capture in self.captures)
 
+    def turn_off(self, reason: str) -> None:
+        self._past, self.captures, self.state, self.reason = self.replays, [], None, reason
+
     def drop(self, capture: Capture) -> None:
         self.captures.remove(capture)
         self._past += capture.replays
@@ -138,7 +141,7 @@ class Graphs:
 
     def turn_off(self, signature: Signature, module: nn.Module, reason: str, inside: bool = True) -> None:
         """Let the calls of a signature run as they are from now on. ``inside``: the children are to be tried."""
-        signature.reason, signature.captures, signature.state = reason, [], None
+        signature.turn_off(reason)
         if inside:
             self.descend(module, warmup=1)  # They ran in the calls of this one.
         elif self.inner and all(other.reason for other in self.signatures.values()):
@@ -170,7 +173,7 @@ class Graphs:
             out = self.present.forward(module, *args, **kwargs)
         signature.draws = any(not torch.equal(a, b) for a, b in zip(on_gpu, random_state(given), strict=True))
         signature.chances = len(counter.chances)
-        signature.kept = torch.cuda.memory_allocated(given[0].device) - before
+        signature.kept = max(0, torch.cuda.memory_allocated(given[0].device) - before)
         results = tensors_in(out)
         trains = any(t.requires_grad for t in results)
         if counter.count * (WITH_BACKWARD if trains else 1) < LEAST:
