@@ -46,9 +46,15 @@ class Metric:
     def of(self, rows: Rows, mode: str) -> float | None:
         return self.value(rows[mode]) if mode in rows and rows[mode]["status"] == "ok" else None
 
+    def of_rival(self, rows: Rows, ours: str, rival: str) -> float | None:
+        """The number of a rival beside ours: what was taken in turn says how many times ours eager torch's is."""
+        pair = rows[ours].get("in_turn", {}).get(self.in_turn) if rival == "eager" and ours in rows else None
+        mine = self.of(rows, ours)
+        return self.of(rows, rival) if pair is None or mine is None else mine * pair[0] / pair[1]
+
     def ratio(self, rows: Rows, ours: str, *rivals: str) -> tuple[float, str] | None:
         """Our number divided by that of the best rival, and its mode; None if one of the numbers is missing."""
-        mine, theirs = self.of(rows, ours), {name: self.of(rows, name) for name in rivals}
+        mine, theirs = self.of(rows, ours), {name: self.of_rival(rows, ours, name) for name in rivals}
         known = {name: value for name, value in theirs.items() if value}
         if mine is None or not known:
             return None
@@ -196,16 +202,12 @@ class Ratio:
         """None if one of the numbers is missing, infinite if ours failed. A rival that failed does not count."""
         if rows.get(self.ours, {}).get("status") == "failed":
             return math.inf
-        if self.rivals == ("eager",):
-            pair = rows.get(self.ours, {}).get("in_turn", {}).get(self.metric.in_turn)
-            if pair is not None:
-                return pair[1] / pair[0]
         mine = self.metric.of(rows, self.ours)
         if mine is None or not self.rivals:
             return mine
         if any(rival not in rows for rival in self.rivals):
             return None
-        numbers = [(self.against or self.metric).of(rows, rival) for rival in self.rivals]
+        numbers = [(self.against or self.metric).of_rival(rows, self.ours, rival) for rival in self.rivals]
         known = [number for number in numbers if number]
         return mine / min(known) if known else None
 

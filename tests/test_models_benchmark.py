@@ -202,8 +202,10 @@ def test_what_was_measured_in_turn_is_compared():
     eager, ours = row("vit", "eager", 100.0), row("vit", "fastlayers", 103.0)
     assert model_report.STEP_BAR.ratio.of({"eager": eager, "fastlayers": ours}) == 1.03
     ours["in_turn"] = {"training": [110.0, 99.0]}
-    assert model_report.STEP_BAR.ratio.of({"eager": eager, "fastlayers": ours}) == 0.9
-    assert model_report.INFERENCE_BAR.ratio.of({"eager": eager, "fastlayers": ours}) == 1.03
+    rows = {"eager": eager, "fastlayers": ours}
+    assert model_report.STEP_BAR.ratio.of(rows) == pytest.approx(0.9)
+    assert model_report.STEP.ratio(rows, "fastlayers", "eager", "compile") == (pytest.approx(0.9), "eager")
+    assert model_report.INFERENCE_BAR.ratio.of(rows) == 1.03
 
 
 def test_memory_of_graphs_counts_between_replays():
