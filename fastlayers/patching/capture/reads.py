@@ -10,7 +10,6 @@ could do anything else (writes, values of tensors, unknown functions) is refused
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import inspect
 import os
@@ -35,23 +34,12 @@ from fastlayers.patching.capture.lookups import (
     same_method,
     same_tensor_method,
 )
-from fastlayers.patching.capture.syntax import (
-    HOOKS,
-    INPLACE,
-    Instrument,
-    hook,
-    local_names,
-    parent,
-    parse,
-    strip_signature,
-)
+from fastlayers.patching.capture.syntax import Instrument, Run, compiled_with_hooks, hook, parse
 from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, PURE_BUILTINS, SCRIPTING, STRUCTURAL
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["Reads", "is_value", "read_by"]
-
-MAX_DEPTH = 24
 
 #: Packages whose functions are called as they are: what they do follows from their arguments and torch's global state.
 TRUSTED = frozenset({"torch", "fastlayers", "einops", "math", "_operator"})
@@ -89,14 +77,6 @@ class Reads:
         self.tensors: dict[str, Tensor] = {}
         self.namespace: dict[str, Any] = {}
 
-    def bind(self, value: object, hint: str) -> str:
-        for name, bound in self.namespace.items():
-            if bound is value:
-                return name
-        name = f"_{hint}_{len(self.namespace)}"
-        self.namespace[name] = value
-        return name
-
 
 def is_value(value: Any) -> bool:
     """Whether a value can be compared, and is all that matters of itself."""
@@ -129,14 +109,12 @@ def read_by(
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
     watch = Watch(module, lookups)
     reads, original = watch.reads, original_class(module)
-    watch.test(same(member(original, "forward", reads.bind), original.forward, reads.bind))
+    watch.test(same(member(original, "forward", watch.bind), original.forward, watch.bind))
     try:
         with watch.fake_mode:
             args, kwargs = tree_map_only(Tensor, watch.fake, (args, kwargs))
             watch.follow(forward, (module, *args), kwargs)
-        for expression, value, lent in watch.lent:
-            if value != lent:
-                raise Refusal(Reason.CHANGES_STATE, f"changes {expression}")
+        watch.check_lent()
     except Refusal:
         raise
     except Exception as error:  # An error of the forward itself, or what fake tensors cannot do.
@@ -144,10 +122,6 @@ def read_by(
     finally:
         vars(watch).clear()  # It and its hooks refer to each other, and it would hold the tensors until they are found.
     return reads
-
-
-#: The hooks besides those of :mod:`fastlayers.patching.capture.trace`.
-OWN_HOOKS = ("local", "refuse")
 
 
 class Concrete(Instrument):
@@ -174,39 +148,24 @@ class Concrete(Instrument):
 _instrumented: WeakKeyDictionary[types.FunctionType, tuple[types.CodeType, str]] = WeakKeyDictionary()
 
 
-def instrumented(function: types.FunctionType) -> tuple[types.CodeType, str]:
-    """The code that defines the instrumented function, and its name there."""
-    if function not in _instrumented:
-        _instrumented[function] = instrument(function)
-    return _instrumented[function]
-
-
 def instrument(function: types.FunctionType) -> tuple[types.CodeType, str]:
     tree = parse(function, decorated=True)
     if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in ast.walk(tree)):
         raise Refusal(Reason.SYNTAX, f"a yield in {function.__qualname__}")
-    concrete = Concrete(local_names(tree))
-    strip_signature(tree)
-    tree.body = [concrete.visit(statement) for statement in tree.body]
-    code = ast.fix_missing_locations(ast.Module([tree], []))
-    return compile(code, f"<watched {function.__qualname__}>", "exec"), tree.name
+    return compiled_with_hooks(tree, Concrete)
 
 
-class Watch:
-    """One run of a module's forward on fake tensors. The instrumented source calls the ``hook_`` methods."""
+class Watch(Run):
+    """One run of a module's forward on fake tensors."""
 
     def __init__(self, module: nn.Module, lookups: frozenset[Any]) -> None:
-        self.root = module
-        self.lookups = lookups
         self.reads = Reads()
+        super().__init__(module, self.reads.tests, self.reads.namespace, max_depth=24)
+        self.lookups = lookups
         self.fake_mode = FakeTensorMode()
-        self.depth = 0
-        self.frames: list[tuple[types.FunctionType, Any]] = []
-        self.lent: list[tuple[str, Any, Any]] = []
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
         #: Expressions of modules and other objects, by identity; the objects themselves keep it unique.
         self.origins: dict[int, tuple[str, Any]] = {id(module): ("self", module)}
-        self.scope: dict[str, Any] = {f"__trace_{name}": getattr(self, f"hook_{name}") for name in (*HOOKS, *OWN_HOOKS)}
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -226,7 +185,7 @@ class Watch:
             self.reads.tensors[expression] = value
             return self.fake(value)
         if isinstance(value, FUNCTIONS) and not expression.startswith("self"):
-            self.test(same(expression, value, self.reads.bind))
+            self.test(same(expression, value, self.bind))
             return value
         if is_value(value):
             self.reads.values[expression] = value
@@ -241,9 +200,6 @@ class Watch:
         self.origins.setdefault(id(value), (expression, value))
         return value
 
-    def test(self, *tests: str) -> None:
-        self.reads.tests.update(dict.fromkeys(tests))
-
     def lend(self, expression: str, value: Any) -> Any:
         """A copy of a list or dict, which must not be changed."""
         self.lent.append((expression, value, value.copy()))
@@ -251,34 +207,29 @@ class Watch:
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
-    def hook_name(self, name: str) -> Any:
-        function, _ = self.frames[-1]
-        if name in function.__code__.co_freevars:
-            cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
-            return self.read(f"{self.reads.bind(cell, 'cell')}.cell_contents", cell.cell_contents)
-        if name in function.__globals__:
-            value = function.__globals__[name]
-            if isinstance(value, types.ModuleType) and package(function) == "torch":
-                return value
-            return self.read(global_variable(function.__globals__, name, self.reads.bind), value)
-        if hasattr(builtins, name):
-            return getattr(builtins, name)
-        raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
+    def closure_variable(self, cell: types.CellType, name: str) -> Any:
+        return self.read(f"{self.bind(cell, 'cell')}.cell_contents", cell.cell_contents)
+
+    def global_variable(self, function: types.FunctionType, name: str) -> Any:
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType) and package(function) == "torch":
+            return value
+        return self.read(global_variable(function.__globals__, name, self.bind), value)
 
     def hook_attribute(self, owner: Any, name: str) -> Any:
         if isinstance(owner, Tensor):
             if name in REFUSED_ATTRIBUTES:
                 raise Refusal(Reason.READS_STATE, f"a tensor's {name}")
-            self.test(*same_tensor_method(name, self.reads.bind))
+            self.test(*same_tensor_method(name, self.bind))
             return getattr(owner, name)
         if isinstance(owner, nn.Module):
             return self.module_attribute(owner, name)
         if isinstance(owner, types.ModuleType):
-            return self.read(member(owner, name, self.reads.bind), getattr(owner, name))
+            return self.read(member(owner, name, self.bind), getattr(owner, name))
         if isinstance(owner, super):
-            self.test(*same_inherited(owner, name, self.reads.bind))
+            self.test(*same_inherited(owner, name, self.bind))
         if isinstance(owner, type) and isinstance(getattr(owner, name), types.FunctionType):
-            self.test(same(member(owner, name, self.reads.bind), getattr(owner, name), self.reads.bind))
+            self.test(same(member(owner, name, self.bind), getattr(owner, name), self.bind))
         origin = self.origin(owner)
         if origin is not None and not isinstance(owner, type | types.FunctionType):
             return self.object_attribute(origin, owner, name)
@@ -288,10 +239,9 @@ class Watch:
         """An attribute of an object that was read, such as ``self.config.hidden_size``."""
         static = inspect.getattr_static(type(owner), name, None)
         if isinstance(static, property):
-            self.test(same(f"type({origin}).{name}", static, self.reads.bind))
-            return self.follow(static.fget, (owner,), {})  # type: ignore[arg-type]
+            return self.read_property(static, origin, owner, name)
         if isinstance(static, types.FunctionType) and name not in getattr(owner, "__dict__", ()):
-            self.test(same(f"type({origin}).{name}", static, self.reads.bind))
+            self.test(same(f"type({origin}).{name}", static, self.bind))
             if hasattr(owner, "__dict__"):
                 self.test(f"{name!r} not in {origin}.__dict__")
             return getattr(owner, name)
@@ -307,15 +257,14 @@ class Watch:
         static = inspect.getattr_static(type(module), name, None)
         state = module.__dict__
         if isinstance(static, property) and static.fget is not None:
-            self.test(same(f"type({origin}).{name}", static, self.reads.bind))
-            return self.follow(static.fget, (module,), {})  # type: ignore[arg-type]
+            return self.read_property(static, origin, module, name)
         if name in state:
             return self.read(f"{origin}.{name}", state[name])
         for registry in ("_parameters", "_buffers", "_modules"):
             if name in state[registry]:
                 return self.read(f"{origin}.{registry}[{name!r}]", state[registry][name])
         if isinstance(static, types.FunctionType | staticmethod | classmethod):
-            self.test(*same_method(origin, type(module), name, self.reads.bind))
+            self.test(*same_method(origin, type(module), name, self.bind))
             found = getattr(type(module), name)
             if isinstance(static, types.FunctionType):
                 return types.MethodType(found, module)
@@ -390,9 +339,6 @@ class Watch:
     def hook_contains(self, item: Any, container: Any) -> bool:
         return item in self.hook_container(container)
 
-    def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
-        return INPLACE[op](target, value)
-
     def hook_local(self, value: Any) -> Any:
         """What an item is assigned to: it must have been made in this call. The tape sees to tensors."""
         if not isinstance(value, Tensor | list | dict) or self.origin(value) is not None:
@@ -401,12 +347,6 @@ class Watch:
 
     def hook_refuse(self, reason: str, detail: str) -> None:
         raise Refusal(Reason[reason], detail)
-
-    def hook_mark(self, statement: int) -> None:
-        raise AssertionError
-
-    def hook_parent(self) -> Any:
-        return parent(*self.frames[-1])
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -426,11 +366,11 @@ class Watch:
                 return self.hook_call(inner, *given, *args, **{**options, **kwargs})
         origin = self.origin(function)
         if isinstance(function, torch.jit.ScriptFunction) and origin is not None:
-            self.test(same(origin, function, self.reads.bind))
+            self.test(same(origin, function, self.bind))
             return function(*args, **kwargs)
         called = inspect.getattr_static(type(function), "__call__", None)
         if isinstance(called, types.FunctionType) and origin is not None:
-            self.test(same(f"type({origin}).__call__", called, self.reads.bind))
+            self.test(same(f"type({origin}).__call__", called, self.bind))
             return self.follow(called, (function, *args), kwargs)
         return self.builtin(function, args, kwargs)
 
@@ -454,7 +394,7 @@ class Watch:
         present, original = type(module), original_class(module)
         stays = present is original or present.forward is present.__fastlayers_forward__  # type: ignore[attr-defined]
         for kind in (present, original):
-            self.test(same(member(kind, "forward", self.reads.bind), kind.forward, self.reads.bind))
+            self.test(same(member(kind, "forward", self.bind), kind.forward, self.bind))
         return (original if stays else present).forward
 
     def method(self, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -471,7 +411,7 @@ class Watch:
         origin = self.origin(owner)
         looks_up = function in self.lookups or owner is os.environ
         if looks_up and origin is not None and is_value(args) and not kwargs:
-            names = [self.reads.bind(arg, "value") for arg in args]
+            names = [self.bind(arg, "value") for arg in args]
             return self.read(f"{origin}.{function.__name__}({', '.join(names)})", method(*args))
         return self.follow(function, (owner, *args), kwargs)
 
@@ -484,30 +424,19 @@ class Watch:
         if package in TRUSTED:
             if function.__name__ in REFUSED_FUNCTIONS or any(isinstance(arg, nn.Module) for arg in args):
                 raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
-            self.test(*inside_function(function, self.reads.bind))
+            self.test(*inside_function(function, self.bind))
             return function(*args, **kwargs)
         return self.follow(function, args, kwargs)
 
-    def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the instrumented source of a Python function."""
-        if self.depth >= MAX_DEPTH:
-            raise Refusal(Reason.UNKNOWN_CALL, f"{function.__qualname__}: calls are nested too deeply")
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        given = set(bound.arguments)
-        bound.apply_defaults()
-        for name, value in bound.arguments.items():
-            if name not in given and not is_value(value) and value:
-                raise Refusal(Reason.READS_STATE, f"the default {name} of {function.__qualname__}")
-        code, name = instrumented(function)
-        scope = dict(self.scope)
-        exec(code, scope)
-        self.depth += 1
-        self.frames.append((function, args[0] if args else None))
-        try:
-            return scope[name](*bound.args, **bound.kwargs)
-        finally:
-            self.frames.pop()
-            self.depth -= 1
+    def default(self, value: Any, what: str) -> Any:
+        if not is_value(value) and value:
+            raise Refusal(Reason.READS_STATE, what)
+        return value
+
+    def code(self, function: types.FunctionType) -> tuple[types.CodeType, str]:
+        if function not in _instrumented:
+            _instrumented[function] = instrument(function)
+        return _instrumented[function]
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", repr(function))

@@ -51,10 +51,13 @@ def bind(recording: Recording, value: Any, hint: str | None = None) -> str:
     return binder(recording.namespace)(value, hint or value.__name__)
 
 
-def binder(namespace: dict[str, Any]) -> Callable[[object, str], str]:
-    """A function that gives an object, with a hint, a name in a namespace."""
+def binder(namespace: dict[str, Any], *, reuse: bool = False) -> Callable[[object, str], str]:
+    """A function that gives an object, with a hint, a name in a namespace; it may ``reuse`` one of another hint."""
 
     def bind(value: object, hint: str) -> str:
+        for known, bound in namespace.items() if reuse else ():
+            if bound is value:
+                return known
         name = f"_{hint.lstrip('_')}"  # Python changes names with two underscores in the body of a class.
         while namespace.setdefault(name, value) is not value:
             name += "_"

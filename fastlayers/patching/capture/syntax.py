@@ -1,8 +1,9 @@
-"""Source code as a syntax tree, and its instrumentation for the trace."""
+"""Source code as a syntax tree, its instrumentation, and a run of the instrumented source."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import inspect
 import linecache
@@ -12,16 +13,20 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
+from fastlayers.patching.capture.lookups import same
+from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.reasons import Reason, Refusal
 
 __all__ = [
-    "HOOKS",
     "INPLACE",
     "Instrument",
+    "Run",
+    "compiled_with_hooks",
     "hook",
     "local_names",
     "optional_parameters",
-    "parent",
     "parse",
     "strip_signature",
 ]
@@ -102,22 +107,6 @@ REFUSED_SYNTAX: dict[type[ast.AST], tuple[Reason, str]] = {
 }
 
 
-HOOKS = (
-    "attribute",
-    "call",
-    "same",
-    "contains",
-    "inplace",
-    "unpack",
-    "container",
-    "test",
-    "string",
-    "name",
-    "parent",
-    "mark",
-)
-
-
 #: The functions of augmented assignments, by the names that :mod:`ast` gives their operators.
 INPLACE: dict[str, Callable[[Any, Any], Any]] = {
     "Add": operator.iadd, "Sub": operator.isub, "Mult": operator.imul, "Div": operator.itruediv,
@@ -127,20 +116,12 @@ INPLACE: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def parent(function: types.FunctionType, owner: Any) -> Any:
-    """What ``super()`` gives in a method."""
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    if "__class__" not in cells:
-        raise Refusal(Reason.SYNTAX, "super() outside of a method")
-    return super(cells["__class__"].cell_contents, owner)
-
-
 def hook(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(f"__trace_{name}", ast.Load()), list(args), [])
 
 
 class Instrument(ast.NodeTransformer):
-    """Rewrites a function so that every step that matters calls a hook of the trace."""
+    """Rewrites a function so that every step that matters calls a hook of a :class:`Run`."""
 
     def __init__(self, local_names: set[str]) -> None:
         self.local_names = local_names
@@ -267,6 +248,106 @@ class Instrument(ast.NodeTransformer):
             else:
                 parts.append(value)
         return hook("string", *parts)
+
+
+def compiled_with_hooks(tree: ast.FunctionDef, kind: type[Instrument]) -> tuple[types.CodeType, str]:
+    """The code that defines the instrumented function, and its name there."""
+    instrument = kind(local_names(tree))
+    strip_signature(tree)
+    tree.body = [instrument.visit(statement) for statement in tree.body]
+    code = ast.fix_missing_locations(ast.Module([tree], []))
+    return compile(code, f"<traced {tree.name}>", "exec"), tree.name
+
+
+class Run:
+    """One run of instrumented source, which calls the ``hook_`` methods. Subclasses define what each step means.
+
+    Args:
+        module: the module whose forward runs.
+        tests: gets the tests under which the run would be the same.
+        namespace: gets the objects that these name.
+        max_depth: functions that call functions are followed this deep.
+    """
+
+    def __init__(self, module: nn.Module, tests: dict[str, None], namespace: dict[str, Any], max_depth: int) -> None:
+        self.root = module
+        self.tests = tests
+        self.bind = binder(namespace, reuse=True)
+        self.max_depth = max_depth
+        self.depth = 0
+        self.frames: list[tuple[types.FunctionType, Any]] = []
+        #: What was read and could be changed: how to call it, the value, and the copy that the source got.
+        self.lent: list[tuple[str, Any, Any]] = []
+        hooks = [name for name in dir(self) if name.startswith("hook_")]
+        self.scope: dict[str, Any] = {f"__trace_{name.removeprefix('hook_')}": getattr(self, name) for name in hooks}
+
+    def test(self, *tests: str) -> None:
+        self.tests.update(dict.fromkeys(tests))
+
+    def default(self, value: Any, what: str) -> Any:
+        """What a function gets for a default."""
+        raise NotImplementedError
+
+    def global_variable(self, function: types.FunctionType, name: str) -> Any:
+        raise NotImplementedError
+
+    def closure_variable(self, cell: types.CellType, name: str) -> Any:
+        raise NotImplementedError
+
+    def code(self, function: types.FunctionType) -> tuple[types.CodeType, str]:
+        return compiled_with_hooks(parse(function), Instrument)
+
+    def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the instrumented source of a Python function."""
+        if self.depth >= self.max_depth:
+            raise Refusal(Reason.UNKNOWN_CALL, f"{function.__qualname__}: calls are nested too deeply")
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        given = set(bound.arguments)
+        bound.apply_defaults()
+        for name, value in bound.arguments.items():
+            if name not in given:
+                bound.arguments[name] = self.default(value, f"the default {name} of {function.__qualname__}")
+        code, name = self.code(function)
+        scope = dict(self.scope)
+        exec(code, scope)
+        self.depth += 1
+        self.frames.append((function, args[0] if args else None))
+        try:
+            return scope[name](*bound.args, **bound.kwargs)
+        finally:
+            self.frames.pop()
+            self.depth -= 1
+
+    def read_property(self, static: property, origin: str, owner: Any, name: str) -> Any:
+        self.test(same(f"type({origin}).{name}", static, self.bind))
+        return self.follow(static.fget, (owner,), {})  # type: ignore[arg-type]
+
+    def check_lent(self) -> None:
+        for what, before, lent in self.lent:
+            if before != lent:
+                raise Refusal(Reason.CHANGES_STATE, f"changes {what}")
+
+    def hook_name(self, name: str) -> Any:
+        function, _ = self.frames[-1]
+        if name in function.__code__.co_freevars:
+            cells = function.__closure__ or ()
+            return self.closure_variable(cells[function.__code__.co_freevars.index(name)], name)
+        if name in function.__globals__:
+            return self.global_variable(function, name)
+        if hasattr(builtins, name):
+            return getattr(builtins, name)
+        raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
+
+    def hook_parent(self) -> Any:
+        """What ``super()`` gives in a method."""
+        function, owner = self.frames[-1]
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if "__class__" not in cells:
+            raise Refusal(Reason.SYNTAX, "super() outside of a method")
+        return super(cells["__class__"].cell_contents, owner)
+
+    def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
+        return INPLACE[op](target, value)
 
 
 def local_names(tree: ast.FunctionDef) -> set[str]:

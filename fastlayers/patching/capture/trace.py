@@ -14,7 +14,6 @@ that it cannot follow as one opaque call.
 from __future__ import annotations
 
 import ast
-import builtins
 import copy
 import dataclasses
 import enum
@@ -24,7 +23,7 @@ import itertools
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, MappingView
+from collections.abc import Iterator, MappingView
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +32,8 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 
 from fastlayers.patching.capture.lookups import FUNCTIONS, global_variable, member, same, same_inherited, same_method
-from fastlayers.patching.capture.recording import Recording, binder, equality
-from fastlayers.patching.capture.syntax import HOOKS, INPLACE, Instrument, local_names, parent, parse, strip_signature
+from fastlayers.patching.capture.recording import Recording, equality
+from fastlayers.patching.capture.syntax import INPLACE, Run
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import original_class
@@ -52,7 +51,6 @@ __all__ = [
     "record_segment",
 ]
 
-MAX_DEPTH = 16
 #: The prefix of the names of a child's parameters while it is recorded.
 ARGUMENT = "__argument_"
 
@@ -150,18 +148,16 @@ def is_primitive(value: object) -> bool:
     return value is None or isinstance(value, PRIMITIVES)
 
 
-class Trace:
-    """One run of a module's forward with proxies. The rewritten source calls the ``hook_`` methods."""
+class Trace(Run):
+    """One run of a module's forward with proxies."""
 
     def __init__(self, module: nn.Module, training: bool | None) -> None:
-        self.root = self.subject = module
-        self.training = training
         self.graph = fx.Graph()
         self.recorder = Recorder(self.graph)
         self.recording = Recording(self.graph)
-        self.depth = 0
-        self.frames: list[tuple[types.FunctionType, Any]] = []
-        self.lent: list[tuple[str, Any, Any]] = []
+        super().__init__(module, self.recording.guards, self.recording.namespace, max_depth=16)
+        self.subject = module
+        self.training = training
         self.closed: frozenset[Any] = frozenset()
         self.statement = 0
         self.paths: dict[int, str] = {}
@@ -169,17 +165,6 @@ class Trace:
             self.paths.setdefault(id(child), path)
 
     # -- what the recording consists of ----------------------------------------------------------------------
-
-    def guard(self, *tests: str) -> None:
-        self.recording.guards.update(dict.fromkeys(tests))
-
-    def bind(self, value: object, hint: str) -> str:
-        """A name for ``value`` in the namespace of the generated code."""
-        namespace = self.recording.namespace
-        for name, bound in namespace.items():
-            if bound is value:
-                return name
-        return binder(namespace)(value, hint)
 
     def record(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         try:
@@ -204,14 +189,14 @@ class Trace:
             raise Refusal(Reason.READS_STATE, f"{what} is a tensor and neither a parameter nor a buffer")
         if is_primitive(value):
             if origin is not None:
-                self.guard(equality(origin, value, self.bind))
+                self.test(equality(origin, value, self.bind))
             if isinstance(value, list | dict):
                 before, value = value, copy.deepcopy(value)
                 self.lent.append((what, before, value))
             return value
         if isinstance(value, FUNCTIONS):
             if origin is not None:
-                self.guard(same(origin, value, self.bind))
+                self.test(same(origin, value, self.bind))
             return value
         if origin is None or isinstance(value, list | tuple | dict | set | frozenset):
             raise Refusal(Reason.READS_STATE, f"{what} is a {type(value).__name__}")
@@ -219,25 +204,16 @@ class Trace:
 
     # -- hooks: names, attributes, containers ------------------------------------------------------------------
 
-    def hook_name(self, name: str) -> Any:
-        function, _ = self.frames[-1]
-        variables = inspect.getclosurevars(function) if function.__closure__ else None
-        if variables is not None and name in variables.nonlocals:
-            value = variables.nonlocals[name]
-            if is_primitive(value):
-                return self.refuse_closure(name)
-            cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
-            origin = f"{self.bind(cell, 'cell')}.cell_contents" if isinstance(value, FUNCTIONS) else None
-            return self.constant(value, origin, name)
-        if name in function.__globals__:
-            origin = global_variable(function.__globals__, name, self.bind)
-            return self.constant(function.__globals__[name], origin, f"the global {name}")
-        if hasattr(builtins, name):
-            return getattr(builtins, name)
-        raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
+    def closure_variable(self, cell: types.CellType, name: str) -> Any:
+        value = cell.cell_contents
+        if is_primitive(value):
+            raise Refusal(Reason.READS_STATE, f"the closure variable {name}")
+        origin = f"{self.bind(cell, 'cell')}.cell_contents" if isinstance(value, FUNCTIONS) else None
+        return self.constant(value, origin, name)
 
-    def refuse_closure(self, name: str) -> Any:
-        raise Refusal(Reason.READS_STATE, f"the closure variable {name}")
+    def global_variable(self, function: types.FunctionType, name: str) -> Any:
+        origin = global_variable(function.__globals__, name, self.bind)
+        return self.constant(function.__globals__[name], origin, f"the global {name}")
 
     def hook_attribute(self, owner: Any, name: str) -> Any:
         if isinstance(owner, Proxy):
@@ -248,7 +224,7 @@ class Trace:
             inherited = getattr(owner, name)
             if not isinstance(inherited, types.MethodType):
                 raise Refusal(Reason.READS_STATE, f"super().{name}")
-            self.guard(*same_inherited(owner, name, self.bind))
+            self.test(*same_inherited(owner, name, self.bind))
             return inherited
         if isinstance(owner, types.ModuleType):
             value = getattr(owner, name)
@@ -256,7 +232,7 @@ class Trace:
             fixed = package in ("torch", "math") and (isinstance(value, types.ModuleType | type) or is_primitive(value))
             return self.constant(value, None if fixed else member(owner, name, self.bind), f"{owner.__name__}.{name}")
         if isinstance(owner, type) and isinstance(getattr(owner, name), types.FunctionType):
-            self.guard(same(member(owner, name, self.bind), getattr(owner, name), self.bind))
+            self.test(same(member(owner, name, self.bind), getattr(owner, name), self.bind))
         if is_primitive(owner) or isinstance(
             owner, type | types.FunctionType | list | tuple | dict | set | torch.finfo | torch.iinfo
         ):
@@ -285,8 +261,7 @@ class Trace:
             return self.record("get_attr", self.tensor_path(module, name), (), {}) if read else self.training
         static = inspect.getattr_static(type(module), name, None)
         if isinstance(static, property) and static.fget is not None:
-            self.guard(same(f"type({origin}).{name}", static, self.bind))
-            return self.follow(static.fget, (module,), {})  # type: ignore[arg-type]
+            return self.read_property(static, origin, module, name)
         state = module.__dict__
         if name in state:
             if isinstance(state[name], Tensor):
@@ -295,16 +270,16 @@ class Trace:
         for registry in ("_parameters", "_buffers"):
             if name in state[registry]:
                 if state[registry][name] is None:
-                    self.guard(f"{origin}.{name} is None")
+                    self.test(f"{origin}.{name} is None")
                     return None
                 return self.record("get_attr", self.tensor_path(module, name), (), {})
         if name in state["_modules"]:
             child = state["_modules"][name]
             if child is None:
-                self.guard(f"{origin}._modules[{name!r}] is None")
+                self.test(f"{origin}._modules[{name!r}] is None")
             return child
         if isinstance(static, types.FunctionType | staticmethod | classmethod):
-            self.guard(*same_method(origin, type(module), name, self.bind))
+            self.test(*same_method(origin, type(module), name, self.bind))
             return getattr(module, name)
         if is_primitive(static) and static is not None:
             return self.constant(static, f"{origin}.{name}", what)
@@ -326,7 +301,7 @@ class Trace:
             if isinstance(value, nn.ParameterList | nn.ParameterDict):
                 raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
             origin = self.module_origin(value)
-            self.guard(f"tuple({origin}._modules) == {tuple(value._modules)!r}")
+            self.test(f"tuple({origin}._modules) == {tuple(value._modules)!r}")
             return value
         if isinstance(value, range | Iterator | MappingView):
             return value
@@ -367,14 +342,14 @@ class Trace:
         if proxy.node.op != "placeholder":
             raise Refusal(Reason.TYPE_TEST, f"of {proxy.node}")
         proxy.node.meta[IS_TENSOR] = True
-        self.guard(f"isinstance({proxy.node.target}, {self.bind(Tensor, 'Tensor')})")
+        self.test(f"isinstance({proxy.node.target}, {self.bind(Tensor, 'Tensor')})")
 
     def hook_same(self, left: Any, right: Any) -> bool:
         for one, other in ((left, right), (right, left)):
             if isinstance(one, Opaque):
                 raise Refusal(Reason.READS_STATE, f"asks what {one.origin} is")
             if isinstance(one, nn.Module) and other is None and one is not self.root:
-                self.guard(f"{self.module_origin(one)} is not None")
+                self.test(f"{self.module_origin(one)} is not None")
                 return False
             if not isinstance(one, Proxy):
                 continue
@@ -383,7 +358,7 @@ class Trace:
             if one.node.op == "get_attr" and one.node.target != "training":
                 path = one.node.target.split(".")  # type: ignore[union-attr]
                 owner = self.module_origin(self.root.get_submodule(".".join(path[:-1])))
-                self.guard(f"{owner}.{path[-1]} is not None")
+                self.test(f"{owner}.{path[-1]} is not None")
             elif one.node.op == "placeholder":
                 self.require_tensor(one)
             elif not (one.node.op == "call_function" and getattr(one.node.target, "__module__", "") == "_operator"):
@@ -397,15 +372,11 @@ class Trace:
         return item in container
 
     def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
-        function = INPLACE[op]
         if isinstance(target, Proxy):
-            return self.record("call_function", function, (target, value), {})
-        return function(target, value)
+            return self.record("call_function", INPLACE[op], (target, value), {})
+        return super().hook_inplace(op, target, value)
 
     # -- hooks: calls --------------------------------------------------------------------------------------------
-
-    def hook_parent(self) -> Any:
-        return parent(*self.frames[-1])
 
     def hook_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, Proxy):
@@ -425,7 +396,7 @@ class Trace:
 
     def partial(self, value: functools.partial[Any], origin: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a functools.partial that the module has, such as the tanh-approximated GELU of transformers."""
-        self.guard(f"type({origin}) is {self.bind(functools.partial, 'partial')}")
+        self.test(f"type({origin}) is {self.bind(functools.partial, 'partial')}")
         function, given, options = (
             self.constant(getattr(value, name), f"{origin}.{name}", f"{origin}.{name}")
             for name in ("func", "args", "keywords")
@@ -435,7 +406,7 @@ class Trace:
     def method(self, function: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = function.__self__
         if isinstance(owner, nn.Module) and function.__func__ in MEMBERS:
-            self.guard(f"tuple({self.module_origin(owner)}._modules) == {tuple(owner._modules)!r}")
+            self.test(f"tuple({self.module_origin(owner)}._modules) == {tuple(owner._modules)!r}")
             return function(*args, **kwargs)
         if not isinstance(owner, nn.Module | type) or not isinstance(function.__func__, types.FunctionType):
             raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
@@ -466,41 +437,8 @@ class Trace:
                 self.graph.erase_node(node)
             return self.record("call_function", function, args, kwargs)
 
-    def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the rewritten source of a Python function."""
-        if self.depth >= MAX_DEPTH:
-            raise Refusal(Reason.UNKNOWN_CALL, f"{function.__qualname__}: calls are nested too deeply")
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        given = set(bound.arguments)
-        bound.apply_defaults()
-        for name, value in bound.arguments.items():
-            if name not in given and not (isinstance(value, tuple | dict) and not value):
-                bound.arguments[name] = self.constant(value, None, f"the default {name} of {function.__qualname__}")
-        return self.inside(function, self.compile(function), bound.args, bound.kwargs)
-
-    def inside(
-        self, function: types.FunctionType, rewritten: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self.depth += 1
-        self.frames.append((function, args[0] if args else None))
-        try:
-            return rewritten(*args, **kwargs)
-        finally:
-            self.frames.pop()
-            self.depth -= 1
-
-    def compile(self, function: types.FunctionType) -> Callable[..., Any]:
-        tree = parse(function)
-        instrument = Instrument(local_names(tree))
-        strip_signature(tree)
-        tree.body = [instrument.visit(statement) for statement in tree.body]
-        return self.made(ast.fix_missing_locations(tree), function)
-
-    def made(self, tree: ast.FunctionDef, function: types.FunctionType) -> Callable[..., Any]:
-        code = ast.Module([tree], [])
-        scope: dict[str, Any] = {f"__trace_{name}": getattr(self, f"hook_{name}") for name in HOOKS}
-        exec(compile(code, f"<traced {function.__qualname__}>", "exec"), scope)
-        return scope[tree.name]  # type: ignore[no-any-return]
+    def default(self, value: Any, what: str) -> Any:
+        return value if isinstance(value, tuple | dict) and not value else self.constant(value, None, what)
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__qualname__", repr(function))
@@ -544,7 +482,7 @@ class Trace:
         if isinstance(inspect.getattr_static(type(module), name, None), property):
             raise Refusal(Reason.READS_STATE, f"asks for the property {name}")
         there = hasattr(module, name)
-        self.guard(f"hasattr({self.module_origin(module)}, {name!r}) is {there}")
+        self.test(f"hasattr({self.module_origin(module)}, {name!r}) is {there}")
         return there
 
     def is_instance(self, value: Any, classes: Any) -> bool:
@@ -556,7 +494,7 @@ class Trace:
             return Tensor in options
         if isinstance(value, nn.Module) and value is not self.root:
             result = isinstance(value, classes)
-            self.guard(f"isinstance({self.module_origin(value)}, {self.bind(classes, 'classes')}) is {result}")
+            self.test(f"isinstance({self.module_origin(value)}, {self.bind(classes, 'classes')}) is {result}")
             return result
         if isinstance(value, Opaque):
             raise Refusal(Reason.READS_STATE, f"asks for the type of {value.origin}")
@@ -606,16 +544,14 @@ class Trace:
                 value = parameter.default
                 if not is_primitive(value):
                     raise Refusal(Reason.SIGNATURE, f"the default of {parameter.name}")
-                self.guard(equality(parameter.name, value, self.bind))
+                self.test(equality(parameter.name, value, self.bind))
             if parameter.kind is parameter.KEYWORD_ONLY:
                 keywords[parameter.name] = value
             else:
                 arguments.append(value)
         result = self.follow(forward, (self.root, *arguments), keywords)
         self.recorder.create_node("output", "output", (self.recorder.create_arg(result),), {})
-        for what, before, lent in self.lent:
-            if before != lent:
-                raise Refusal(Reason.CHANGES_STATE, f"changes {what}")
+        self.check_lent()
         return self.recording
 
     # -- a part of a forward -----------------------------------------------------------------------------------------
@@ -631,7 +567,7 @@ class Trace:
                 given[name] = self.root
             elif name in segment.absent:
                 given[name] = None
-                self.guard(f"{name} is None")
+                self.test(f"{name} is None")
             else:
                 given[name] = self.recorder.create_proxy("placeholder", name, (), {})
                 if name in segment.tensors:
@@ -643,16 +579,15 @@ class Trace:
         *marked, end = tree.body
         tree.body = [*itertools.chain.from_iterable(zip(marked, segment.statements, strict=True)), end]
         self.statement = 0
-        owner = self.root if segment.itself else None
-        self.frames.append((segment.function, owner))
-        found = self.made(tree, segment.function)(**given)
+        self.frames.append((segment.function, self.root if segment.itself else None))
+        scope = dict(self.scope)
+        exec(compile(ast.Module([tree], []), f"<traced {segment.function.__qualname__}>", "exec"), scope)
+        found = scope["segment"](**given)
         self.frames.pop()
         self.statement = len(segment.statements)  # A failure from here on is due to the segment as a whole.
         written = tuple(name for name in segment.writes if name in found)
         self.recorder.create_node("output", "output", (self.recorder.create_arg(tuple(found[n] for n in written)),), {})
-        for what, before, lent in self.lent:
-            if before != lent:
-                raise Refusal(Reason.CHANGES_STATE, f"changes {what}")
+        self.check_lent()
         return written
 
 

@@ -33,7 +33,7 @@ class Reader:
         short = {origin: shortened(origin, {o: n for o, n in names.items() if o != origin}) for origin in names}
         lines = ["def read(self):"]
         lines += [f"    {names[origin]} = {short[origin]}" for origin in names]
-        tests = [*(f"_global_hooks[{i}]" for i in range(len(GLOBAL_HOOKS)))]
+        tests = [*(f"global_hooks[{i}]" for i in range(len(GLOBAL_HOOKS)))]
         for called in reads.called:
             tests += [f"{shortened(called, names)}.{hook}" for hook in HOOKS]
             tests.append(f"'forward' in {shortened(called, names)}.__dict__")
@@ -47,7 +47,7 @@ class Reader:
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
         self.source = "\n".join(lines) + "\n"
         self.key = (self.source, *((name, id(value)) for name, value in sorted(reads.namespace.items())))
-        scope = {**reads.namespace, "_global_hooks": GLOBAL_HOOKS}
+        scope = {**reads.namespace, "global_hooks": GLOBAL_HOOKS}
         exec(compile(self.source, "<fastlayers guard>", "exec"), scope)
         self.read: Callable[[nn.Module], tuple[tuple[Any, ...], tuple[Tensor, ...]] | None] = scope["read"]
         #: The expressions of the owners of the tensors, and the names there.
