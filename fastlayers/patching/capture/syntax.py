@@ -26,9 +26,11 @@ __all__ = [
     "compiled_with_hooks",
     "hook",
     "local_names",
+    "names_in",
     "optional_parameters",
     "parse",
     "strip_signature",
+    "tested_by_identity",
 ]
 
 
@@ -120,6 +122,17 @@ def hook(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(f"__trace_{name}", ast.Load()), list(args), [])
 
 
+#: The parts of syntax that go through a hook: what is iterated, and what is tested.
+THROUGH_HOOKS: dict[type[ast.AST], dict[str, str]] = {
+    ast.For: {"iter": "container"},
+    ast.comprehension: {"iter": "container", "ifs": "test"},
+    ast.If: {"test": "test"},
+    ast.IfExp: {"test": "test"},
+    ast.Assert: {"test": "test"},
+    ast.BoolOp: {"values": "test"},
+}
+
+
 class Instrument(ast.NodeTransformer):
     """Rewrites a function so that every step that matters calls a hook of a :class:`Run`."""
 
@@ -134,6 +147,13 @@ class Instrument(ast.NodeTransformer):
             reason, what = refused
             raise Refusal(reason, f"{what} in line {getattr(node, 'lineno', '?')} of the forward")
         return super().visit(node)
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        super().generic_visit(node)
+        for field, name in THROUGH_HOOKS.get(type(node), {}).items():
+            part = getattr(node, field)
+            setattr(node, field, [hook(name, item) for item in part] if isinstance(part, list) else hook(name, part))
+        return node
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if not isinstance(node.ctx, ast.Load) or node.id in self.local_names:
@@ -180,7 +200,7 @@ class Instrument(ast.NodeTransformer):
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         special = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
         if not any(isinstance(op, special) for op in node.ops):
-            return self.generic_visit(node)  # type: ignore[return-value]
+            return self.generic_visit(node)  # type: ignore[no-any-return]
         if len(node.ops) > 1:
             raise Refusal(Reason.SYNTAX, ast.unparse(node))
         left, right, op = self.visit(node.left), self.visit(node.comparators[0]), node.ops[0]
@@ -206,30 +226,6 @@ class Instrument(ast.NodeTransformer):
         for target in unpacked:
             if not any(isinstance(item, ast.Starred) for item in target.elts):
                 node.value = hook("unpack", node.value, ast.Constant(len(target.elts)))
-        return node
-
-    def visit_For(self, node: ast.For) -> ast.stmt:
-        self.generic_visit(node)
-        node.iter = hook("container", node.iter)
-        return node
-
-    def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
-        self.generic_visit(node)
-        node.iter = hook("container", node.iter)
-        node.ifs = [hook("test", test) for test in node.ifs]
-        return node
-
-    def visit_If(self, node: ast.If | ast.IfExp | ast.Assert) -> ast.AST:
-        self.generic_visit(node)
-        node.test = hook("test", node.test)
-        return node
-
-    visit_IfExp = visit_If  # noqa: N815
-    visit_Assert = visit_If  # noqa: N815
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        self.generic_visit(node)
-        node.values = [hook("test", value) for value in node.values]
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
@@ -352,19 +348,23 @@ class Run:
 
 def local_names(tree: ast.FunctionDef) -> set[str]:
     """The variables of a function, its parameters among them."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    return names | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    return names_in(tree, ast.Store, ast.Del) | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+
+
+def names_in(tree: ast.AST, *contexts: type[ast.expr_context]) -> set[str]:
+    """The variables that code names: to load, to store or to delete them, or in any way."""
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return {node.id for node in found if not contexts or isinstance(node.ctx, contexts)}
+
+
+def tested_by_identity(tree: ast.AST) -> list[str]:
+    """The variables that are compared with ``is``, such as with None."""
+    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name))
+    names = (node.left.id for node in compared if isinstance(node.ops[0], ast.Is | ast.IsNot))  # type: ignore[attr-defined]
+    return list(dict.fromkeys(names))
 
 
 def optional_parameters(forward: types.FunctionType) -> list[str]:
     """Parameters that default to None and are compared with None, so that a tensor needs a recording of its own."""
     defaults = {p.name for p in inspect.signature(forward).parameters.values() if p.default is None}
-    tested: dict[str, None] = {}
-    for node in ast.walk(parse(forward)):
-        if (
-            isinstance(node, ast.Compare)
-            and isinstance(node.left, ast.Name)
-            and isinstance(node.ops[0], ast.Is | ast.IsNot)
-        ):
-            tested[node.left.id] = None
-    return [name for name in tested if name in defaults]
+    return [name for name in tested_by_identity(parse(forward)) if name in defaults]

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastlayers import functional
 from fastlayers.patching.capture.lookups import inside_function
 from fastlayers.patching.capture.recording import binder
+from fastlayers.patching.capture.syntax import names_in
 from fastlayers.patching.ir.spellings import Spelling
 
 __all__ = ["canonical", "fused_rotary", "is_rotary", "known_spelling", "source_of"]
@@ -78,8 +79,7 @@ def canonical(source: str) -> str:
     if not isinstance(tree, ast.FunctionDef):
         return ""
     own = {node.arg for node in ast.walk(tree.args) if isinstance(node, ast.arg)} | {tree.name}
-    own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    rename = Rename(own)
+    rename = Rename(own | names_in(tree, ast.Store))
     args = rename.visit(tree.args)
     body = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
     return "\n".join(ast.dump(part) for part in (args, *map(rename.visit, body)))

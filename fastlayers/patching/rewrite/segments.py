@@ -29,8 +29,7 @@ from typing import Any
 from torch import nn
 
 from fastlayers.patching.capture.rebuild import arguments_source, rebuild, refuse_private_names, show_source
-from fastlayers.patching.capture.recording import Recording
-from fastlayers.patching.capture.syntax import Instrument, local_names, parse
+from fastlayers.patching.capture.syntax import Instrument, local_names, names_in, parse, tested_by_identity
 from fastlayers.patching.capture.trace import Segment, record_segment
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
 from fastlayers.patching.libraries.adapters import adapters, plain_forward
@@ -39,7 +38,6 @@ from fastlayers.patching.rewrite.classes import check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import GUARD_BUILTINS, body_source, first_parameter, guards_source
 from fastlayers.patching.rules import GPU_ONLY, graph_rules
-from fastlayers.patching.rules.base import GraphRule
 from fastlayers.patching.runtime.checks import check_defaults, original_class, without_kernels
 
 __all__ = ["fuse_segments"]
@@ -161,8 +159,7 @@ def rewrite(
     rewritten = Rewritten(tree)
     names = replaced_names(function, tree, module, known, depth)
     if cut:
-        cutter = Cutter(function, tree, module, excluded, graph_rules(), frozenset(names))
-        cutter.replace(rewritten)
+        Cutter(function, tree, module, excluded, frozenset(names)).replace(rewritten)
     if module is not None:
         for adapter in adapters():
             rules, bound = adapter.rewrite_method(module, tree, function)
@@ -184,8 +181,9 @@ def replaced_names(
     """The fused functions for the global functions that a function calls, by name."""
     scope, inner = function.__globals__, local_names(tree)
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    handed = frozenset[str]().union(*(a.called_functions(module) for a in adapters())) if module is not None else ()
-    called |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in handed}
+    if module is not None:
+        handed = frozenset[str]().union(*(adapter.called_functions(module) for adapter in adapters()))
+        called |= names_in(tree) & handed
     found: dict[str, tuple[Any, Counter[str]]] = {}
     for name in sorted(called - inner):
         original: Any = scope.get(name)
@@ -231,10 +229,10 @@ class Cutter:
     tree: ast.FunctionDef
     module: nn.Module | None
     excluded: frozenset[str]
-    rules: tuple[GraphRule, ...]
     closed: frozenset[str]
 
     def __post_init__(self) -> None:
+        self.root = self.module if self.module is not None else nn.Module()
         *_, last = self.tree.body
         if isinstance(last, ast.Return) and last.value is not None:  # A segment can end with the assignment.
             self.tree.body[-1:] = [
@@ -251,19 +249,16 @@ class Cutter:
         self.reads, self.stores, self.sets = zip(*map(self.variables, self.body), strict=True)
         self.defined: list[frozenset[str]] = [frozenset(self.parameters)]  # before each statement, on every path
         for statement, sets in zip(self.body, self.sets, strict=True):
-            gone = {name.id for name in ast.walk(statement) if isinstance(name, ast.Name) and is_deleted(name)}
-            self.defined.append((self.defined[-1] | sets) - gone)
+            self.defined.append((self.defined[-1] | sets) - names_in(statement, ast.Del))
         self.instrumented = list(map(self.instrument, range(len(self.body))))
 
     def variables(self, node: ast.AST) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
         """The variables that code reads before it sets them, those that it may set, and those that it always sets."""
         if isinstance(node, ast.If | ast.For | ast.With):
             return self.variables_of_block(node)
-        names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and inner.id in self.locals]
         loops = [inner.target for inner in ast.walk(node) if isinstance(inner, ast.comprehension)]
-        own = {name.id for loop in loops for name in ast.walk(loop) if isinstance(name, ast.Name)}
-        reads = {name.id for name in names if isinstance(name.ctx, ast.Load)} - own
-        stores = {name.id for name in names if isinstance(name.ctx, ast.Store)} - own
+        variables = self.locals.difference(*map(names_in, loops))
+        reads, stores = names_in(node, ast.Load) & variables, names_in(node, ast.Store) & variables
         if isinstance(node, ast.AugAssign):
             reads |= stores
         simple = isinstance(node, ast.Assign | ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value)
@@ -298,30 +293,17 @@ class Cutter:
         unfit = (ast.Return, ast.Break, ast.Continue, ast.NamedExpr, ast.Delete)
         if any(isinstance(node, unfit) for node in ast.walk(statement)) or not self.reads[i] <= self.defined[i]:
             return None
-        if any(isinstance(node, ast.Name) and node.id in ("super", "locals") for node in ast.walk(statement)):
-            return None
-        if self.itself in self.stores[i]:
+        if names_in(statement) & {"super", "locals"} or self.itself in self.stores[i]:
             return None
         try:
             return ast.fix_missing_locations(Instrument(self.locals).visit(copy.deepcopy(statement)))
         except Refusal:
             return None
 
-    def tested(self) -> frozenset[str]:
-        """Parameters that are compared with None and never set."""
-        stored = frozenset[str]().union(*self.stores)
-        compared = {
-            node.left.id
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Compare)
-            and isinstance(node.left, ast.Name)
-            and isinstance(node.ops[0], ast.Is | ast.IsNot)
-        }
-        return frozenset((compared & set(self.parameters)) - stored)
-
     def replace(self, rewritten: Rewritten) -> None:
         """Replace statements by fused segments, in the cut with the most fused places."""
-        tested = self.tested()
+        # Parameters that are compared with None and never set.
+        tested = frozenset(self.parameters).intersection(tested_by_identity(self.tree)).difference(*self.stores)
         options = [(frozenset[str](), frozenset[str]())]
         if tested:
             options += [(tested, frozenset[str]()), (frozenset[str](), tested)]
@@ -336,7 +318,7 @@ class Cutter:
         for pieces in reversed(variants):
             self.emit(pieces, rewritten)
         for i in reversed(range(len(self.body))):  # Free the memory of a part after its use.
-            if any(isinstance(node, ast.Name) and node.id == PART and is_read(node) for node in ast.walk(self.body[i])):
+            if PART in names_in(self.body[i], ast.Load):
                 self.body.insert(i + 1, ast.Assign([ast.Name(PART, ast.Store())], ast.Constant(None)))
         ast.fix_missing_locations(self.tree)
 
@@ -376,26 +358,21 @@ class Cutter:
             tensors & frozenset(reads),
             frozenset(scope[name] for name in self.closed),
         )
-        root = self.module if self.module is not None else nn.Module()
-        found = record_segment(root, segment)
+        found = record_segment(self.root, segment)
         if isinstance(found, int):
             return found
         recording, written = found
         try:
-            outcome = apply_rules(recording, root, self.excluded, self.rules)
-            return self.generate(first, last, tuple(reads), written, recording, outcome) if outcome.rules else None
+            outcome = apply_rules(recording, self.root, self.excluded, graph_rules())
+            if not outcome.rules:
+                return None
+            body, guards = body_source(recording, self.root), guards_source(recording, "return")
         except Refusal:
             return None
-
-    def generate(
-        self, first: int, last: int, reads: tuple[str, ...], written: tuple[str, ...], found: Recording, outcome: Fused
-    ) -> Piece | None:
-        body = body_source(found, self.module if self.module is not None else nn.Module())
-        guards = guards_source(found, "return")
-        taken = set(found.namespace) | GUARD_BUILTINS | ({"self"} if self.itself != "self" else set())
-        if set(reads) & taken:
+        taken = set(recording.namespace) | GUARD_BUILTINS | ({"self"} if self.itself != "self" else set())
+        if reads.keys() & taken:
             return None
-        return Piece(first, last, reads, written, guards, body, found.namespace, outcome)
+        return Piece(first, last, tuple(reads), written, guards, body, recording.namespace, outcome)
 
     def emit(self, pieces: list[Piece], rewritten: Rewritten) -> None:
         """``if HOLDS(...): a, b = FUSED(...)`` for each variant of a segment, and ``else:`` its statements."""
@@ -425,7 +402,8 @@ class Cutter:
             return
         rewritten.rules += pieces[0].outcome.rules
         rewritten.left += pieces[0].outcome.left
-        outside = {node.attr for other in (*self.body[:first], *self.body[last:]) for node in attributes(other)}
+        others = ast.Module([*self.body[:first], *self.body[last:]], [])
+        outside = {node.attr for node in ast.walk(others) if isinstance(node, ast.Attribute)}
         absorbed = frozenset.intersection(*(piece.outcome.absorbed for piece in pieces))
         rewritten.absorbed |= {path for path in absorbed if path.partition(".")[0] not in outside}
         self.body[first:last] = statements
@@ -443,18 +421,6 @@ def split_off_call(statement: ast.stmt) -> list[ast.stmt]:
             setattr(value, side, ast.copy_location(ast.Name(PART, ast.Load()), call))
             return [ast.copy_location(ast.Assign([ast.Name(PART, ast.Store())], call), statement), statement]
     return [statement]
-
-
-def attributes(statement: ast.stmt) -> list[ast.Attribute]:
-    return [node for node in ast.walk(statement) if isinstance(node, ast.Attribute)]
-
-
-def is_deleted(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Del)
-
-
-def is_read(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Load)
 
 
 def size(pieces: list[Piece]) -> tuple[int, int]:
