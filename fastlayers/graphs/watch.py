@@ -12,21 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.patching.rewrite.regions import attentions
+from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS
 
 __all__ = ["Counter", "Generators", "State", "UncapturedError", "draw", "waits"]
-
-GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)

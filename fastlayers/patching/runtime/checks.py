@@ -21,6 +21,8 @@ from fastlayers.ops.dispatch import PLAIN, is_plain
 from fastlayers.patching.reasons import PatchError
 
 __all__ = [
+    "GLOBAL_HOOKS",
+    "HOOKS",
     "Casts",
     "cast_dtype",
     "casts_input",
@@ -36,6 +38,10 @@ __all__ = [
     "untouched",
     "without_kernels",
 ]
+
+#: The hooks on all modules, and the attributes with those of one module.
+GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _rewritten_everywhere = False
 
