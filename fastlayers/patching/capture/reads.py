@@ -35,7 +35,7 @@ from fastlayers.patching.capture.lookups import (
     same_tensor_method,
 )
 from fastlayers.patching.capture.syntax import Instrument, Run, compiled_with_hooks, hook, parse
-from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, PURE_BUILTINS, SCRIPTING, STRUCTURAL
+from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, PURE_BUILTINS, STRUCTURAL
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime.checks import original_class
 
@@ -43,8 +43,6 @@ __all__ = ["Reads", "is_value", "read_by"]
 
 #: Packages whose functions are called as they are: what they do follows from their arguments and torch's global state.
 TRUSTED = frozenset({"torch", "fastlayers", "einops", "math", "_operator"})
-#: Functions of other packages that are called as they are.
-TRUSTED_FUNCTIONS = (inspect.signature,)
 #: Functions of torch that read or change what no guard knows.
 REFUSED_FUNCTIONS = frozenset(
     {"manual_seed", "seed", "set_grad_enabled", "set_default_dtype", "compile", "save", "load", "backward", "grad",
@@ -250,10 +248,7 @@ class Watch(Run):
         raise Refusal(Reason.READS_STATE, f"{origin}.{name}")
 
     def module_attribute(self, module: nn.Module, name: str) -> Any:
-        origin = self.origin(module)
-        if origin is None:
-            raise Refusal(Reason.READS_STATE, f"a {type(module).__name__} that is not one of its submodules")
-        self.kind(module, origin)
+        origin = self.module_origin(module)
         static = inspect.getattr_static(type(module), name, None)
         state = module.__dict__
         if isinstance(static, property) and static.fget is not None:
@@ -277,6 +272,13 @@ class Watch(Run):
         """Write down that a module has this class."""
         self.reads.values[f"type({origin})"] = type(module)
 
+    def module_origin(self, module: nn.Module) -> str:
+        origin = self.origin(module)
+        if origin is None:
+            raise Refusal(Reason.READS_STATE, f"a {type(module).__name__} that is not one of its submodules")
+        self.kind(module, origin)
+        return origin
+
     def hook_container(self, value: Any) -> Any:
         if isinstance(value, nn.ParameterList | nn.ParameterDict):
             raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
@@ -288,29 +290,13 @@ class Watch(Run):
         if origin is not None and isinstance(value, list | tuple):  # of objects: each by its place
             self.reads.values[f"len({origin})"] = len(value)
             return type(value)(self.read(f"{origin}[{i}]", item) for i, item in enumerate(value))
-        if isinstance(
-            value,
-            Tensor
-            | types.GeneratorType
-            | list
-            | tuple
-            | dict
-            | set
-            | range
-            | Iterator
-            | MappingView
-            | types.MappingProxyType,
-        ):
-            return value
-        if isinstance(value, str) or is_value(value):
+        collections = Tensor | list | tuple | dict | set | range | Iterator | MappingView | types.MappingProxyType
+        if isinstance(value, collections) or is_value(value):
             return value
         raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
 
     def children(self, module: nn.Module) -> None:
-        origin = self.origin(module)
-        if origin is None:
-            raise Refusal(Reason.READS_STATE, f"a {type(module).__name__} that is not one of its submodules")
-        self.kind(module, origin)
+        origin = self.module_origin(module)
         self.reads.values[f"tuple({origin}._modules)"] = tuple(module._modules)
         for name, child in module._modules.items():
             if child is not None:
@@ -416,12 +402,11 @@ class Watch(Run):
         return self.follow(function, (owner, *args), kwargs)
 
     def function(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function in SCRIPTING:
+        if function is torch.jit.is_scripting:  # A patched model runs as Python.
             return False
-        package = (function.__module__ or "").split(".")[0]
-        if function in TRUSTED_FUNCTIONS:
+        if function is inspect.signature:
             return function(*args, **kwargs)
-        if package in TRUSTED:
+        if package(function) in TRUSTED:
             if function.__name__ in REFUSED_FUNCTIONS or any(isinstance(arg, nn.Module) for arg in args):
                 raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
             self.test(*inside_function(function, self.bind))
@@ -440,10 +425,9 @@ class Watch(Run):
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", repr(function))
-        if function is isinstance and isinstance(args[0], nn.Module):
-            self.kind(args[0], self.origin(args[0]) or "")
-            return isinstance(*args)
         if function is isinstance:
+            if isinstance(args[0], nn.Module):
+                self.kind(args[0], self.origin(args[0]) or "")
             return isinstance(*args)
         if function is getattr and isinstance(args[1], str):
             if len(args) > 2 and not hasattr(args[0], args[1]):

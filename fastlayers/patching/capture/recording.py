@@ -15,7 +15,7 @@ from torch import fx
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Name", "Recording", "add_names", "bind", "binder", "equality", "module_expression"]
+__all__ = ["Name", "Recording", "add_names", "bind", "binder", "equality", "has_literal", "module_expression"]
 
 
 @dataclass
@@ -43,7 +43,7 @@ def add_names(namespace: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def module_expression(path: str) -> str:
-    return "self" + "".join(f"._modules[{atom!r}]" for atom in path.split("."))
+    return "self" + "".join(f"._modules[{atom!r}]" for atom in path.split(".") if atom)
 
 
 def bind(recording: Recording, value: Any, hint: str | None = None) -> str:
@@ -72,11 +72,10 @@ def equality(expression: str, value: Any, bind: Callable[[object, str], str]) ->
         return f"{expression} is {value!r}"
     if isinstance(value, enum.Enum | torch.dtype | torch.memory_format | torch.layout):
         return f"{expression} is {bind(value, 'constant')}"
-    if has_literal(value):
-        literal = repr(value)
-    else:
-        literal = bind(copy.deepcopy(value), "constant")
-    return f"type({expression}) is {type_name(value, bind)} and {expression} == {literal}"
+    literal = repr(value) if has_literal(value) else bind(copy.deepcopy(value), "constant")
+    kind = type(value)
+    name = kind.__name__ if getattr(builtins, kind.__name__, None) is kind else bind(kind, kind.__name__)
+    return f"type({expression}) is {name} and {expression} == {literal}"
 
 
 def has_literal(value: Any) -> bool:
@@ -86,8 +85,3 @@ def has_literal(value: Any) -> bool:
     if type(value) is dict:
         return all(map(has_literal, (*value, *value.values())))
     return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
-
-
-def type_name(value: Any, bind: Callable[[object, str], str]) -> str:
-    kind = type(value)
-    return kind.__name__ if getattr(builtins, kind.__name__, None) is kind else bind(kind, kind.__name__)

@@ -32,7 +32,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 
 from fastlayers.patching.capture.lookups import FUNCTIONS, global_variable, member, same, same_inherited, same_method
-from fastlayers.patching.capture.recording import Recording, equality
+from fastlayers.patching.capture.recording import Recording, equality, module_expression
 from fastlayers.patching.capture.syntax import INPLACE, Run
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
@@ -43,7 +43,6 @@ __all__ = [
     "MEMBERS",
     "PRIMITIVES",
     "PURE_BUILTINS",
-    "SCRIPTING",
     "STRUCTURAL",
     "Segment",
     "record",
@@ -177,7 +176,7 @@ class Trace(Run):
         path = self.paths.get(id(module))
         if path is None:
             raise Refusal(Reason.READS_STATE, f"uses a {type(module).__name__} that is not one of its submodules")
-        return "self" + "".join(f"._modules[{atom!r}]" for atom in path.split(".") if atom)
+        return module_expression(path)
 
     def constant(self, value: Any, origin: str | None, what: str) -> Any:
         """A Python value: guarded if it can be compared, passed on if it cannot change meaning, refused otherwise."""
@@ -291,19 +290,14 @@ class Trace(Run):
 
     def hook_container(self, value: Any) -> Any:
         """A value that is iterated or indexed. A container of modules must keep its length."""
-        if (
-            isinstance(value, Proxy)
-            or is_primitive(value)
-            or isinstance(value, types.GeneratorType | list | tuple | dict | set)
-        ):
+        collections = Proxy | list | tuple | dict | set | range | Iterator | MappingView
+        if isinstance(value, collections) or is_primitive(value):
             return value
         if isinstance(value, CONTAINERS):
             if isinstance(value, nn.ParameterList | nn.ParameterDict):
                 raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
             origin = self.module_origin(value)
             self.test(f"tuple({origin}._modules) == {tuple(value._modules)!r}")
-            return value
-        if isinstance(value, range | Iterator | MappingView):
             return value
         raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
 
@@ -415,7 +409,7 @@ class Trace(Run):
         return self.follow(function.__func__, (owner, *args), kwargs)
 
     def function(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function in SCRIPTING:
+        if function is torch.jit.is_scripting:  # A patched model runs as Python.
             return False
         if from_torch(function):
             return self.record("call_function", function, args, kwargs)
@@ -641,10 +635,6 @@ def builtin_module(function: Any) -> str:
         return owner.__name__.split(".")[0]
     name = getattr(function, "__module__", None) or getattr(owner, "__module__", None) or ""
     return "torch" if getattr(torch, function.__name__, None) is function else name.split(".")[0]
-
-
-#: Functions that are False in a patched model, which runs as Python.
-SCRIPTING = frozenset({torch.jit.is_scripting})
 
 
 def record_child(

@@ -134,19 +134,15 @@ class Found:
         if user.target in (METHODS if method else FUNCTIONS) and "out" not in user.kwargs:
             for operand in user.all_input_nodes:
                 if operand.op == "get_attr":  # a weight of a tensor subclass would take the call
-                    *owner, name = str(operand.target).split(".")
-                    expression = f"{module_expression('.'.join(owner)) if owner else 'self'}.{name}"
-                    self.require(f"{bind(self.tests, is_plain)}({expression})")
-            return self.cast(view, node, user)
+                    owner, _, name = str(operand.target).rpartition(".")
+                    self.require(f"{bind(self.tests, is_plain)}({module_expression(owner)}.{name})")
+            self.operations += times(node, user)
+            return reaches(view, node, user)
         passes = user.args[:1] == (node,) and (
             user.target in (VIEWS if method else VIEW_FUNCTIONS)
             or (user.target is operator.getitem and is_basic(user.args[1]))
         )
         return passes and self.follow(view, user)
-
-    def cast(self, view: View, node: Node, user: Node) -> bool:
-        self.operations += times(node, user)
-        return reaches(view, node, user)
 
     def given(self, view: View, node: Node, user: Node) -> bool:
         """Whether a child that is called with the tensor only casts it, by its class or by its recorded forward."""

@@ -7,7 +7,6 @@ uses more of torch than the stable ABI: ``csrc/regions`` is built for one versio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -19,11 +18,11 @@ from torch._ops import OpOverload
 from fastlayers.build import regions_library
 from fastlayers.ops import dispatch
 from fastlayers.ops.autocast import Given
+from fastlayers.patching.capture.recording import has_literal
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, map_values, plain_name
 
 __all__ = [
     "KEYS",
-    "Again",
     "Executor",
     "Facts",
     "NativeExecutor",
@@ -77,23 +76,7 @@ class Facts(NamedTuple):
     strides: tuple[tuple[int, ...], ...] = ()
 
 
-class Executor(Protocol):
-    """What runs a program."""
-
-    def forward(self, *inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The results, and what is kept."""
-
-    def backward(self, grads: Sequence[Tensor], kept: list[Tensor]) -> Sequence[Tensor | None]:
-        """A gradient, or None, for each wanted input."""
-
-    def call(self, inputs: Tensors) -> Sequence[Tensor]:
-        """The results of a call that autograd does not record."""
-
-    def record(self, again: Again, inputs: Tensors, first: Any) -> Sequence[Tensor]:
-        """The results of a call that autograd records. ``first`` is the outcome of the forward if it has run."""
-
-
-def executor_class() -> type[PythonExecutor] | type[NativeExecutor]:
+def executor_class() -> type[Executor]:
     """The faster one of the executors that are here."""
     return PythonExecutor if _native is None else NativeExecutor
 
@@ -108,9 +91,9 @@ class PythonExecutor:
     """Two functions, whose source is written from a program.
 
     Attributes:
-        forward: of the inputs.
+        forward: of the inputs; gives the results, and what is kept.
         backward: of the gradients of the results and a list of what was kept, which it empties, so that nothing is held
-            longer than needed.
+            longer than needed; gives a gradient, or None, for each wanted input.
         source: of both.
     """
 
@@ -136,6 +119,7 @@ class PythonExecutor:
         self.backward: Any = made.get("backward")
 
     def call(self, inputs: Tensors) -> Sequence[Tensor]:
+        """The results of a call that autograd does not record."""
         with excluding(KEYS):
             results, _ = self.forward(*inputs)
         for i in self.facts.written:
@@ -143,6 +127,7 @@ class PythonExecutor:
         return results
 
     def record(self, again: Again, inputs: Tensors, first: Any) -> Sequence[Tensor]:
+        """The results of a call that autograd records. ``first`` is the outcome of the forward if it has run."""
         wanted = self.facts.wanted
         results = _record(self, first, again, Given(*inputs), inputs[wanted:], *inputs[:wanted])
         return results if type(results) is tuple else (results,)
@@ -227,7 +212,7 @@ def spelled(argument: Any, scope: dict[str, Any]) -> str:
     if isinstance(argument, tuple | list):
         parts = ", ".join(spelled(item, scope) for item in argument)
         return f"[{parts}]" if type(argument) is list else f"({parts},)" if argument else "()"
-    if argument is None or type(argument) in (bool, int, str) or (type(argument) is float and math.isfinite(argument)):
+    if has_literal(argument):
         return repr(argument)
     return named(argument, "c" + "".join(c if c.isalnum() else "_" for c in str(argument)), scope)
 
@@ -270,7 +255,7 @@ NUMBERS = {
 
 
 class NativeExecutor:
-    """A region of ``csrc/regions``, to which a program is described."""
+    """A region of ``csrc/regions``, to which a program is described. It does what :class:`PythonExecutor` does."""
 
     def __init__(self, program: Program, facts: Facts) -> None:
         assert _native is not None
@@ -312,6 +297,10 @@ class NativeExecutor:
         if first is None:
             return _native.call(self._address, again, inputs)  # type: ignore[no-any-return, union-attr]
         return _native.record(self._address, again, inputs, *first)  # type: ignore[no-any-return, union-attr]
+
+
+#: What runs a program.
+Executor: TypeAlias = PythonExecutor | NativeExecutor
 
 
 def described(

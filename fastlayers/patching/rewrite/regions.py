@@ -52,7 +52,6 @@ from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = [
     "NONE",
-    "TENSOR",
     "Region",
     "attentions",
     "drawing",
@@ -107,14 +106,8 @@ backends.on_change(_forget_all)  # The recorded kernels are those of the backend
 BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
 
-class _Tensor:
-    """What stands for a tensor in the pattern of a call."""
-
-    def __repr__(self) -> str:
-        return "Tensor"
-
-
-TENSOR = _Tensor()
+#: What stands for a tensor in the pattern of a call.
+TENSOR = Tensor
 #: What stands for None, which would say that there is no pattern.
 NONE = (type(None),)
 #: Types of arguments that are compared by value.
@@ -517,7 +510,7 @@ class Region:
         entry.spec = None if isinstance(out, Tensor) else spec
         own = dict(zip(names, (t.detach() for t in results), strict=True))
         own |= dict(zip(tape.inputs, entry.order((*real, *entry.constants)), strict=True))
-        kept = tuple(own[name] if name in own else tape.value(name).detach() for name in program.kept)
+        kept = tuple(own[name] if name in own else tape.values[name].detach() for name in program.kept)
         return tuple(own[name] for name in names), kept, grads, gradients
 
     @staticmethod

@@ -11,7 +11,7 @@ at the same address with the same geometry is the same value, also when autograd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Operation", "Program", "Tape", "Value", "alive", "map_values", "plain_name", "storage"]
+__all__ = ["Operation", "Program", "Tape", "Value", "map_values", "plain_name", "storage"]
 
 #: What tells a value from others while all are alive: address, dtype and geometry.
 Key: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -82,7 +82,9 @@ class Operation:
     uses: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.uses = frozenset(names_in((*self.args, *self.kwargs.values())))
+        uses: list[Value] = []
+        map_values((*self.args, *self.kwargs.values()), uses.append)
+        self.uses = frozenset(value.name for value in uses)
 
 
 @dataclass
@@ -122,7 +124,7 @@ class Tape(TorchDispatchMode):
         self.written: list[Tensor] = []
         self._names: dict[Key, str] = {}
         self._alive: list[Tensor] = []
-        self._values: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
         #: The names of views, with the value that made their memory.
         self._roots: dict[str, str] = {}
         self._state = {storage(t) for t in state}
@@ -140,7 +142,7 @@ class Tape(TorchDispatchMode):
         """Give a value its name; one that is there keeps its own."""
         self._alive.append(t)
         name = self._names.setdefault(key(t), name)
-        self._values.setdefault(name, t)
+        self.values.setdefault(name, t)
         return name
 
     def add_constant(self, t: Tensor) -> str:
@@ -168,9 +170,6 @@ class Tape(TorchDispatchMode):
         if t.dim() == 0 and t.device.type == "cpu" and not t.requires_grad:
             return self.add_constant(t)
         raise Refusal(Reason.READS_STATE, f"a tensor of shape {tuple(t.shape)} from outside")
-
-    def value(self, name: str) -> Tensor:
-        return self._values[name]
 
     # -- recording -----------------------------------------------------------------------------------------------
 
@@ -217,8 +216,8 @@ class Tape(TorchDispatchMode):
         """A view of a view as one of what made the memory; None where it must stay as it is."""
         direct = self.name(x)
         root = self._roots.get(direct, direct)
-        self._roots.setdefault(self._names.get(key(view), f"v{len(self._values)}"), root)
-        base = self._values[root]
+        self._roots.setdefault(self._names.get(key(view), f"v{len(self.values)}"), root)
+        base = self.values[root]
         if root == direct or base.dtype is not view.dtype:
             return None
         whole = base.is_contiguous() and view.is_contiguous() and base.numel() == view.numel()
@@ -279,7 +278,7 @@ class Tape(TorchDispatchMode):
             if isinstance(t, Tensor):
                 if t.layout is not torch.strided or t.is_conj() or t.is_neg():
                     raise Refusal(Reason.UNKNOWN_CALL, f"{function} makes a {t.layout} tensor")
-                new = f"v{len(self._values)}"
+                new = f"v{len(self.values)}"
                 makes.append(new if self.define(t, new) == new else "")
             elif isinstance(t, tuple | list) or hasattr(t, "__tensor_flatten__"):
                 raise Refusal(Reason.UNKNOWN_CALL, f"{function} returns a {type(t).__name__}")
@@ -318,17 +317,17 @@ class Tape(TorchDispatchMode):
         own = {name for step in steps for name in step.makes} | set(grads)
         used = frozenset().union(*(step.uses for step in steps), [name for name in wanted if name is not None])
         # Autograd sees whether an input or a result was changed since, but not whether another view of its memory was.
-        owners = {storage(self._values[name]): name for name in (*self.inputs, *results)}
+        owners = {storage(self.values[name]): name for name in (*self.inputs, *results)}
         kept, views = set(), []
         for name in sorted(used - own):
-            owner = owners.get(storage(self._values[name]), name)
+            owner = owners.get(storage(self.values[name]), name)
             if owner in self.inputs and name not in self.inputs:
                 views += [op for op in alive([op for op in forward if op.view], [name]) if op not in views]
                 continue
             kept.add(name if name in self.inputs else owner)
             if owner not in (name, *self.inputs):
-                t = self._values[name]
-                call = self.arguments((self._values[owner], tuple(t.shape), t.stride(), t.storage_offset()), {})
+                t = self.values[name]
+                call = self.arguments((self.values[owner], tuple(t.shape), t.stride(), t.storage_offset()), {})
                 views.append(Operation(aten.as_strided.default, *call, (name,), single=True, effect=False, view=True))
         kept |= {name for view in views for name in view.uses} - {name for view in views for name in view.makes}
         return Program(
@@ -347,15 +346,6 @@ def map_values(argument: Any, function: Callable[[Value], Any]) -> Any:
     if isinstance(argument, tuple | list):
         return type(argument)(map_values(item, function) for item in argument)
     return function(argument) if isinstance(argument, Value) else argument
-
-
-def names_in(argument: Any) -> Iterator[str]:
-    """The names of the values in an argument."""
-    if isinstance(argument, tuple | list):
-        for item in argument:
-            yield from names_in(item)
-    elif isinstance(argument, Value):
-        yield argument.name
 
 
 def indexes_by_number(function: Any, args: Sequence[Any]) -> bool:
