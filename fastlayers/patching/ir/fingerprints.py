@@ -188,10 +188,6 @@ def shape_of(expression: Any) -> str:
     return f"({' '.join(map(shape_of, expression))})"
 
 
-def commuting(name: str, a: Expression, b: Expression) -> Expression:
-    return (name, *sorted((a, b), key=shape_of))
-
-
 @dataclass
 class Reader:
     """Reads a method of a class into the expression that it returns. ``methods`` collects those that it calls."""
@@ -329,7 +325,8 @@ def binary(name: str, a: Expression, b: Expression) -> Expression:
     if name == "pow" and b in (("constant", 2.0), ("constant", -0.5)):
         return ("square" if b[1] > 0 else "rsqrt", a)
     if name in COMMUTING:
-        return ("square", a) if COMMUTING[name] == "mul" and a == b else commuting(COMMUTING[name], a, b)
+        known = COMMUTING[name]
+        return ("square", a) if known == "mul" and a == b else (known, *sorted((a, b), key=shape_of))
     if name in ("sub", "pow"):
         return (name, a, b)
     raise UnreadableError

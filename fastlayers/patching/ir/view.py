@@ -87,6 +87,9 @@ class View:
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self._memory: dict[Node, frozenset[object]] = {}
 
+    def between(self, first: Node, last: Node) -> list[Node]:
+        return list(self.position)[self.position[first] + 1 : self.position[last]]
+
     # -- what a node computes -----------------------------------------------------------------------------------
 
     def op(self, node: Any, name: str | None = None) -> Op | None:
@@ -102,9 +105,7 @@ class View:
         return found
 
     def _function(self, node: Node) -> Op | None:
-        if node.op not in ("call_function", "call_method") or (node.op == "call_method") != isinstance(
-            node.target, str
-        ):
+        if node.op not in ("call_function", "call_method"):
             return None
         spelling = SPELLINGS.get(node.target) or known_spelling(node.target)
         if spelling is None:
@@ -302,14 +303,10 @@ class View:
 
     def _layer_allocations(self, node: Node) -> Iterator[object]:
         child = self.child(node)
-        makers = self.makers(node)
-        if makers is not None:
+        if self.makers(node) is not None:
             yield node
             return
-        if original_class(child) in PASSING_LAYERS and is_plain_layer(child):
-            yield node
-        else:
-            yield OUTSIDE
+        yield node if original_class(child) in PASSING_LAYERS and is_plain_layer(child) else OUTSIDE
         for operand in node.all_input_nodes:
             yield from self.memory(operand)
 
@@ -415,10 +412,7 @@ class View:
             return frozenset()
         if node.op == "call_method" and not str(node.target).endswith("_"):
             return frozenset()
-        touched: set[object] = set()
-        for operand in node.all_input_nodes:
-            touched |= self.memory(operand)
-        return frozenset(touched)
+        return frozenset[object]().union(*map(self.memory, node.all_input_nodes))
 
     def _layer_only_reads(self, node: Node) -> bool:
         child = self.child(node)

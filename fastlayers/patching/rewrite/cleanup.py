@@ -82,7 +82,7 @@ def count_in_norms(view: View) -> None:
         if len(users) != 1 or not counts_batch(users[0], counted):
             continue
         count = users[0]
-        between = (n for n in view.position if view.position[count] < view.position[n] < view.position[norm])
+        between = view.between(count, norm)
         if view.position[norm] < view.position[count] or any(n.op == "call_module" or is_barrier(n) for n in between):
             continue
         norm.kwargs = {**norm.kwargs, "num_batches_tracked": count.args[0]}

@@ -47,9 +47,6 @@ class Fused:
     absorbed: frozenset[str] = frozenset()
 
 
-# -- applying rules to one recording ------------------------------------------------------------------------------
-
-
 def apply_rules(
     recording: Recording, module: nn.Module, excluded: frozenset[str], rules: tuple[GraphRule, ...]
 ) -> Fused:
@@ -190,9 +187,3 @@ def argument(recording: Recording, value: Any) -> Any:
                 x = graph.call_module(path, (x,))
         return x
     return value.make(graph) if isinstance(value, Deferred) else value
-
-
-# -- writing the class ------------------------------------------------------------------------------------------------
-
-
-# -- the class that takes the place of another ------------------------------------------------------------------------

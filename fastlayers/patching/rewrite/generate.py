@@ -161,15 +161,9 @@ def guards_source(recording: Recording, keyword: str) -> str:
     A guard that raises does not hold: its child may be gone, or be a function now.
     """
     guards = "\nand ".join(share_lookups(recording.guards)) or "True"
-    return "\n".join(
-        [
-            "try:",
-            f"    {keyword} (",
-            textwrap.indent(guards, " " * 8),
-            "    )",
-            "except (AttributeError, KeyError):",
-            f"    {keyword} False",
-        ]
+    return (
+        f"try:\n    {keyword} (\n{textwrap.indent(guards, ' ' * 8)}\n    )\n"
+        f"except (AttributeError, KeyError):\n    {keyword} False"
     )
 
 

@@ -7,6 +7,7 @@ so a deep copy can be unpatched like its original, and unpatching a module is on
 from __future__ import annotations
 
 import inspect
+import itertools
 import types
 import warnings
 from collections import Counter
@@ -120,15 +121,9 @@ def patterns(option: str, given: Pattern | None) -> tuple[str | type[nn.Module],
     return chosen
 
 
-def lineage(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+def lineage(by_name: dict[str, nn.Module], name: str) -> list[tuple[str, nn.Module]]:
     """The module called ``name`` and the modules around it, outermost first, without the model itself."""
-    chain = [("", model)] if not name else []
-    module, path = model, ""
-    for atom in name.split(".") if name else ():
-        module = module._modules[atom]  # type: ignore[assignment]
-        path = f"{path}.{atom}" if path else atom
-        chain.append((path, module))
-    return chain
+    return [(path, by_name[path]) for path in itertools.accumulate(name.split("."), "{}.{}".format)]
 
 
 @dataclass
@@ -158,12 +153,12 @@ def make_plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     selection = Selection(include, exclude, filter_fn)
+    by_name = dict(model.named_modules(remove_duplicate=False))
     names: dict[int, list[str]] = {}
-    modules: dict[int, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in by_name.items():
         names.setdefault(id(module), []).append(name)
-        modules[id(module)] = module
-    lineages = {key: [lineage(model, name) for name in aliases] for key, aliases in names.items()}
+    modules = {key: by_name[aliases[0]] for key, aliases in names.items()}
+    lineages = {key: [lineage(by_name, name) for name in aliases] for key, aliases in names.items()}
     banned = {key for key in modules if selection.excludes(lineages[key])}
     classes: dict[Any, Any] = {}
     steps: list[Step] = []

@@ -67,8 +67,8 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
                 guards += maker_guards(view, path, recording)
     guards += [
         f"isinstance({tensor.target}, {bind(recording, torch.Tensor)})"
-        for tensor in placeholders(match.tensors)
-        if view.example(tensor) is None
+        for tensor in match.tensors
+        if isinstance(tensor, Node) and tensor.op == "placeholder" and view.example(tensor) is None
     ]
     for op in (*match.ops, *match.absorbed):
         if op.child is not None:
@@ -88,9 +88,7 @@ def check(view: View, match: Match, recording: Recording, excluded: frozenset[st
 
 def check_operands_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
     """The operands of ``op`` are now read at ``root``, so nothing may overwrite them in between."""
-    between = [
-        n for n in view.position if view.position[op.node] < view.position[n] < view.position[root] and n not in nodes
-    ]
+    between = [node for node in view.between(op.node, root) if node not in nodes]
     if barrier := next(filter(is_barrier, between), None):
         raise Refusal(Reason.WRITTEN_BETWEEN, f"anything, perhaps by {barrier}")
     operands = {operand: view.memory(operand) for operand in op.node.all_input_nodes if operand not in nodes}
@@ -111,18 +109,17 @@ def check_statistics_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> N
         written: set[Any] = {f"{op.child}.{name}" for name in ("running_mean", "running_var")}
     else:
         shared, written = set(), {getattr(op[name], "target", None) for name in ("running_mean", "running_var")}
+    between = set(view.between(op.node, root))
     for node in view.position:
         read = node.op in ("get_attr", "placeholder") and node.target in written and not set(node.users) <= nodes
-        between = view.position[op.node] < view.position[node] < view.position[root]
-        if read or (between and node.op == "call_module" and shared & set(view.child(node).modules())):
+        if read or (node in between and node.op == "call_module" and shared & set(view.child(node).modules())):
             raise Refusal(Reason.WRITTEN_BETWEEN, f"the running statistics of {op.node}, which {node} may see")
 
 
 def check_draws_keep(view: View, op: Op, root: Node, nodes: set[Node]) -> None:
     """A dropout now draws at ``root``, so nothing may draw from the same generator in between."""
-    for node in view.position if op.name in RANDOM else ():
-        between = view.position[op.node] < view.position[node] < view.position[root]
-        if between and node not in nodes and view.may_draw(node):
+    for node in view.between(op.node, root) if op.name in RANDOM else ():
+        if node not in nodes and view.may_draw(node):
             raise Refusal(Reason.DRAWN_BETWEEN, f"{op.node} and {root}, perhaps by {node}")
 
 
@@ -168,10 +165,6 @@ def descendants(root: Node) -> set[Node]:
     return found
 
 
-def placeholders(values: tuple[Any, ...]) -> Iterator[Node]:
-    return (value for value in values if isinstance(value, Node) and value.op == "placeholder")
-
-
 def call_guards(node: Node, recording: Recording) -> Iterator[str]:
     """Guards that a function or a method of tensors that is fused computes what its name says."""
     if node.op == "call_function":
@@ -188,7 +181,8 @@ def layer_guards(path: str, layer: type[nn.Module], recording: Recording, inner:
         return [*guards, *inside_layer(layer, expression, binder(recording.namespace))]
     for node in inner.graph.nodes:
         guards += call_guards(node, recording)
-    return [*guards, same_forward(layer, binder(recording.namespace)), *inner_guards(inner, recording)]
+    add_names(recording.namespace, inner.namespace)
+    return [*guards, same_forward(layer, binder(recording.namespace)), *inner.guards]
 
 
 def child_guards(view: View, op: Op, recording: Recording) -> list[str]:
@@ -232,9 +226,3 @@ def maker_guards(view: View, path: str, recording: Recording) -> list[str]:
     if is_sequential(child):
         guards.append(f"tuple({expression}._modules) == {tuple(child._modules)}")
     return guards
-
-
-def inner_guards(inner: Recording, recording: Recording) -> list[str]:
-    """The guards of a child's recording; the objects that they name are added to the namespace."""
-    add_names(recording.namespace, inner.namespace)
-    return list(inner.guards)
