@@ -47,7 +47,7 @@ from fastlayers.patching.rewrite.executors import (
 )
 from fastlayers.patching.rewrite.generate import signature_source
 from fastlayers.patching.rewrite.readers import Reader
-from fastlayers.patching.rewrite.tape import Tape, storage
+from fastlayers.patching.rewrite.tape import Tape, plain_name, storage
 from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = [
@@ -491,7 +491,8 @@ class Region:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
-        entry.attentions = attentions() if tape.calls("attention") else None
+        attends = any("attention" in plain_name(operation.function) for operation in tape.operations)
+        entry.attentions = attentions() if attends else None
         entry.constants = tuple(tape.constants)
         places += range(len(inputs), len(tape.inputs))
         entry.order = operator.itemgetter(*places) if len(places) > 1 else tuple
@@ -553,27 +554,27 @@ def agree(a: Tensor | None, b: Tensor | None) -> bool:
 
 def random_state(inputs: Sequence[Tensor]) -> list[Tensor]:
     """The states of torch's generators of the CPU and of the GPUs of these tensors."""
-    devices = sorted({t.get_device() for t in inputs if t.is_cuda})
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus_of(inputs))]
 
 
 def restore_random_state(states: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     of_cpu, *of_gpus = states
     torch.set_rng_state(of_cpu)
-    for device, state in zip(sorted({t.get_device() for t in inputs if t.is_cuda}), of_gpus, strict=True):
+    for device, state in zip(gpus_of(inputs), of_gpus, strict=True):
         torch.cuda.set_rng_state(state, device)
+
+
+def gpus_of(inputs: Sequence[Tensor]) -> list[int]:
+    return sorted({t.get_device() for t in inputs if t.is_cuda})
 
 
 @contextmanager
 def drawing(states: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Iterator[None]:
     """Draw the random numbers that follow these states, and leave the generators as they are now."""
-    now = random_state(inputs)
-    if states:
-        restore_random_state(states, inputs)
-    try:
+    with torch.random.fork_rng(gpus_of(inputs)):
+        if states:
+            restore_random_state(states, inputs)
         yield
-    finally:
-        restore_random_state(now, inputs)
 
 
 def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Module]:

@@ -295,10 +295,6 @@ class Tape(TorchDispatchMode):
             if op.effect or (any(op.makes) and not op.view)
         )
 
-    def calls(self, name: str) -> bool:
-        """Whether an operation with this in its name was recorded."""
-        return any(name in plain_name(operation.function) for operation in self.operations)
-
     # -- the program ---------------------------------------------------------------------------------------------
 
     def program(
