@@ -55,18 +55,8 @@ ARGUMENT = "__argument_"
 
 #: Types whose values a guard can compare with what they were while tracing.
 PRIMITIVES = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.memory_format,
-    torch.layout,
-    enum.Enum,
-)
+    bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout, enum.Enum,
+)  # fmt: skip
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 #: Methods that list a module's children.

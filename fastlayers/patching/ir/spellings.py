@@ -141,13 +141,7 @@ NOT_RANDOM = frozenset(
     {getattr, operator.getitem, "view", "reshape", "flatten", "transpose", "contiguous", "unsqueeze"}
 )
 MAY_DRAW = frozenset(
-    {
-        torch.rand_like,
-        torch.randn_like,
-        F.scaled_dot_product_attention,
-        functional.dropout_add,
-        functional.scale_add,
-    }
+    {torch.rand_like, torch.randn_like, F.scaled_dot_product_attention, functional.dropout_add, functional.scale_add}
 )
 
 #: Functions whose result never shares memory with an argument. More say so themselves: runtime.traits.
@@ -192,19 +186,10 @@ FRESH_LAYERS: frozenset[type[nn.Module]] = frozenset(
 #: Layers with an ``inplace`` option: they return a new tensor, or overwrite the argument.
 OPTIONAL_INPLACE: frozenset[type[nn.Module]] = frozenset(
     {
-        nn.ReLU,
-        nn.ReLU6,
-        nn.SiLU,
-        nn.Hardswish,
-        nn.Hardsigmoid,
-        nn.LeakyReLU,
-        nn.ELU,
-        nn.CELU,
-        nn.SELU,
-        nn.Mish,
+        nn.ReLU, nn.ReLU6, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.Mish,
         nn.Hardtanh,
     }
-)
+)  # fmt: skip
 
 #: Layers that may return their argument itself.
 PASSING_LAYERS: frozenset[type[nn.Module]] = frozenset(
