@@ -88,12 +88,7 @@ BODIES = (
     ),
     Body("olmo", "torch", f"(self.weight * {WIDE}).to(x.dtype)", same=True),
     Body("helium", "torch", f"(self.weight.float() * {WIDE}).to(x.dtype)", same=True),
-    Body(
-        "gemma3n",
-        "torch",
-        f"({WIDE} * self.weight.float() if self.scaled else {WIDE}).to(x.dtype)",
-        same=True,
-    ),
+    Body("gemma3n", "torch", f"({WIDE} * self.weight.float() if self.scaled else {WIDE}).to(x.dtype)", same=True),
     Body("llama4_l2", "torch", f"{WIDE}.to(x.dtype)", same=True),
     Body(
         "cohere",
@@ -212,18 +207,13 @@ class Reader:
         return self.read(body[-1].value)
 
     def run(self, statement: ast.stmt) -> None:
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target, value = statement.targets[0], statement.value
-        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            target, value = statement.target, statement.value
-        elif isinstance(statement, ast.If):
-            self.branch(statement)
-            return
-        else:
-            raise UnreadableError
-        if not isinstance(target, ast.Name):
-            raise UnreadableError
-        self.values[target.id] = self.read(value)
+        match statement:
+            case ast.If():
+                self.branch(statement)
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
+                self.values[name] = self.read(value)
+            case _:
+                raise UnreadableError
 
     def branch(self, statement: ast.If) -> None:
         test, before = self.read(statement.test), dict(self.values)

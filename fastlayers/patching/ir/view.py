@@ -150,7 +150,7 @@ class View:
         if child._modules or original_class(child).__module__.startswith("torch."):
             return None
         if path not in self.wrapped:
-            self.wrapped[path] = self._unwrap(path, child)
+            self.wrapped[path] = self._unwrap(path)
         op = self.wrapped[path]
         return replace(op, node=node, operands={**op.operands, "input": node.args[0]}) if op is not None else None
 
@@ -161,7 +161,7 @@ class View:
             self.recordings[key] = record_child(self.root, self.root.get_submodule(path), arguments, training)
         return self.recordings[key]
 
-    def _unwrap(self, path: str, child: nn.Module) -> Op | None:
+    def _unwrap(self, path: str) -> Op | None:
         recording = self.record(path, 1)
         if recording is None:
             return None

@@ -54,8 +54,7 @@ def remove_idle_layers(view: View, recording: Recording, excluded: frozenset[str
         if not is_plain_layer(child) or path in excluded or hooked(child):
             continue
         layer = original_class(child)
-        idle = layer is nn.Identity or (layer in DROPOUTS and child.p == 0.0)
-        if not idle:
+        if layer is not nn.Identity and not (layer in DROPOUTS and child.p == 0.0):
             continue
         recording.guards.update(dict.fromkeys(layer_guards(path, layer, recording)))
         if layer in DROPOUTS:
