@@ -146,13 +146,6 @@ class Concrete(Instrument):
 _instrumented: WeakKeyDictionary[types.FunctionType, tuple[types.CodeType, str]] = WeakKeyDictionary()
 
 
-def instrument(function: types.FunctionType) -> tuple[types.CodeType, str]:
-    tree = parse(function, decorated=True)
-    if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in ast.walk(tree)):
-        raise Refusal(Reason.SYNTAX, f"a yield in {function.__qualname__}")
-    return compiled_with_hooks(tree, Concrete)
-
-
 class Watch(Run):
     """One run of a module's forward on fake tensors."""
 
@@ -420,7 +413,10 @@ class Watch(Run):
 
     def code(self, function: types.FunctionType) -> tuple[types.CodeType, str]:
         if function not in _instrumented:
-            _instrumented[function] = instrument(function)
+            tree = parse(function, decorated=True)
+            if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in ast.walk(tree)):
+                raise Refusal(Reason.SYNTAX, f"a yield in {function.__qualname__}")
+            _instrumented[function] = compiled_with_hooks(tree, Concrete)
         return _instrumented[function]
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
