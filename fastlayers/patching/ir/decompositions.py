@@ -143,14 +143,13 @@ def read_cast(
     view: View, target: Expression, known: Expression, value: Expression, found: Expression | None, reading: Reading
 ) -> Iterator[Reading]:
     """A value as a cast to a dtype, or as a value of that dtype without a cast."""
-    if found is not None and found[0] in ("float", "cast"):
-        dtype = dtype_of(view, value)
-        if dtype is not None:
-            inside = replace(reading, nodes=reading.nodes | {value[1]}, casts=(*reading.casts, (target, dtype)))
-            yield from read(view, known, found[1], inside)
     dtype = dtype_of(view, value)
-    if dtype is not None:
-        yield from read(view, known, value, replace(reading, casts=(*reading.casts, (target, dtype))))
+    if dtype is None:
+        return
+    cast = replace(reading, casts=(*reading.casts, (target, dtype)))
+    if found is not None and found[0] in ("float", "cast"):
+        yield from read(view, known, found[1], replace(cast, nodes=reading.nodes | {value[1]}))
+    yield from read(view, known, value, cast)
 
 
 def readings(view: View, known: Expression, node: Node) -> Iterator[tuple[Reading, tuple[Op, ...]]]:
