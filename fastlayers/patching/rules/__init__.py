@@ -62,11 +62,8 @@ MODULE_RULES: tuple[ModuleRule, ...] = tuple(
 GRAPH_RULES: tuple[GraphRule, ...] = (
     norm.BATCH_NORM_ADD_ACT,
     norm.BATCH_NORM_ADD,
-    norm.BATCH_NORM_ACT,
-    norm.GROUP_NORM_ACT,
-    norm.INSTANCE_NORM_ACT,
-    norm.ADD_LAYER_NORM,
-    norm.ADD_RMS_NORM,
+    *norm.NORM_ACTS,
+    *norm.ADD_NORMS,
     norm.CHANNEL_LAYER_NORM,
     *norm.FORKED_NORMS,
     convolution.FORKED_CONVOLUTION,

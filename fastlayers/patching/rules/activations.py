@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import Node
@@ -11,12 +11,13 @@ from fastlayers import functional
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
+from fastlayers.patching.rules.matchers import Find
 from fastlayers.patching.runtime import calls
 
 __all__ = ["ACTIVATIONS"]
 
 
-def find_activation(name: str) -> Callable[[View, Node], Iterator[Match | Refusal]]:
+def find_activation(name: str) -> Find:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         op = view.op(node, name)
         if op is None or op.child is not None or op.inplace:  # The module rules replace layers.

@@ -78,10 +78,8 @@ def find_squeeze(view: View, node: Node) -> Iterator[Match | Refusal]:
     excited = [user for user in x.users if user.target is calls.excite and user.args[0] is x]
     later = tuple(user for user in excited if view.position[user] > view.position[node])[:1]
     if later:
-        if op.name == "mean":
-            yield Match((op,), calls.squeeze, (x, op["dim"]), {}, (x,), forked=later)
-        else:
-            yield Match((op,), calls.squeeze_by_pooling, (x,), {}, (x,), forked=later)
+        target, args = (calls.squeeze, (x, op["dim"])) if op.name == "mean" else (calls.squeeze_by_pooling, (x,))
+        yield Match((op,), target, args, {}, (x,), forked=later)
 
 
 RELU_ADD_BIAS = GraphRule("relu_add_bias", "relu(x) + y + bias", find_relu_add_bias)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.fx import Node
 
@@ -13,12 +13,10 @@ from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.matchers import activation, linear_parameters, skip_identities
+from fastlayers.patching.rules.matchers import Find, activation, linear_parameters, skip_identities
 from fastlayers.patching.runtime import calls
 
 __all__ = ["GATED_LINEAR", "GATES"]
-
-Find: TypeAlias = Callable[[View, Node], Iterator[Match | Refusal]]
 
 
 @dataclass(frozen=True)

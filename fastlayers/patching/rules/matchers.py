@@ -252,8 +252,6 @@ def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple
 #: Functions and methods with results between 0 and 1, and layers by name, since libraries have their own. This only
 #: decides which products are worth a kernel; any product would be correct.
 SQUEEZING = frozenset({torch.sigmoid, F.sigmoid, F.hardsigmoid, "sigmoid"})
-
-
 SQUEEZING_LAYERS = frozenset({"sigmoid", "hardsigmoid"})
 
 

@@ -29,40 +29,26 @@ from fastlayers.patching.rules.matchers import (
 from fastlayers.patching.runtime import calls
 
 __all__ = [
-    "ADD_LAYER_NORM",
-    "ADD_RMS_NORM",
-    "BATCH_NORM_ACT",
+    "ADD_NORMS",
     "BATCH_NORM_ADD",
     "BATCH_NORM_ADD_ACT",
     "CAST_NORMS",
     "CHANNEL_LAYER_NORM",
     "FORKED_NORMS",
-    "GROUP_NORM_ACT",
-    "INSTANCE_NORM_ACT",
+    "NORM_ACTS",
     "NORM_FUNCTIONS",
 ]
 
+# -- norms over channels, and what follows ----------------------------------------------------------------------------
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-# -- norms over channels, and what follows ----------------------------------------------------------------------
-
-
-def batch_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
-    if not is_function(norm):
-        return calls.batch_norm_layer, (Attribute(str(norm.child)), norm["input"]), {"act": act}
-    return functional.batch_norm, (norm["input"],), {**options(norm), "act": act}
+#: What to call for a layer that has a state, by the name of the norm.
+WITH_STATE = {"batch_norm": calls.batch_norm_layer, "instance_norm": calls.instance_norm_layer}
 
 
-def group_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
-    return functional.group_norm, (norm["input"],), {**options(norm), "act": act}
-
-
-def instance_norm_act(norm: Op, act: str) -> tuple[Any, ...]:
-    if not is_function(norm):
-        return calls.instance_norm_layer, (Attribute(str(norm.child)), norm["input"]), {"act": act}
-    return functional.instance_norm, (norm["input"],), {**options(norm), "act": act}
+def norm_act(norm: Op, act: str) -> tuple[Any, ...]:
+    if norm.name in WITH_STATE and not is_function(norm):
+        return WITH_STATE[norm.name], (Attribute(str(norm.child)), norm["input"]), {"act": act}
+    return getattr(functional, norm.name), (norm["input"],), {**options(norm), "act": act}
 
 
 def batch_norm_add(norm: Op, residual: Any, overwritten: str | None) -> tuple[Any, ...]:
@@ -178,13 +164,14 @@ BATCH_NORM_ADD_ACT = GraphRule(
     "batch_norm_add_act", "act(batch_norm(x) + residual)", find_norm_add_act("batch_norm", batch_norm_add)
 )
 BATCH_NORM_ADD = GraphRule("batch_norm_add", "batch_norm(x) + residual", find_norm_add("batch_norm", batch_norm_add))
-BATCH_NORM_ACT = GraphRule("batch_norm_act", "act(batch_norm(x))", find_norm_act("batch_norm", batch_norm_act))
-GROUP_NORM_ACT = GraphRule("group_norm_act", "act(group_norm(x))", find_norm_act("group_norm", group_norm_act))
-INSTANCE_NORM_ACT = GraphRule(
-    "instance_norm_act", "act(instance_norm(x))", find_norm_act("instance_norm", instance_norm_act)
+NORM_ACTS = tuple(
+    GraphRule(f"{name}_act", f"act({name}(x))", find_norm_act(name, norm_act))
+    for name in ("batch_norm", "group_norm", "instance_norm")
 )
-ADD_LAYER_NORM = GraphRule("add_layer_norm", "s = x + residual and layer_norm(s)", find_add_norm("layer_norm"))
-ADD_RMS_NORM = GraphRule("add_rms_norm", "s = x + residual and rms_norm(s)", find_add_norm("rms_norm"))
+ADD_NORMS = tuple(
+    GraphRule(f"add_{name}", f"s = x + residual and {name}(s)", find_add_norm(name))
+    for name in ("layer_norm", "rms_norm")
+)
 FORKED_NORMS = tuple(
     GraphRule(f"forked_{name}", f"{name}(x) and x, whose gradients one kernel adds", find_forked_norm(name))
     for name in ("layer_norm", "rms_norm")

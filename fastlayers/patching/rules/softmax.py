@@ -78,11 +78,11 @@ def scaling(view: View, node: Any) -> tuple[Op, Node, Callable[[fx.Graph], Any]]
         return None
     x, other = op["input"], op["other"]
     computed = isinstance(other, Node) and other.op not in ("get_attr", "placeholder") and not view.is_number(other)
-    if op.name == "mul" and not op.inplace and (view.is_number(x) or (computed and maybe_number(view, x))):
+    if op.name == "mul" and not op.inplace and (view.is_number(x) or (computed and maybe_number(x))):
         x, other = other, x
     if not view.is_tensor(x):
         return None
-    if op.name == "mul" and maybe_number(view, other):
+    if op.name == "mul" and maybe_number(other):
         return op, x, lambda graph: other
     if not view.is_number(other):
         learned = isinstance(other, Node) and other.op in ("get_attr", "placeholder")
@@ -94,7 +94,7 @@ def scaling(view: View, node: Any) -> tuple[Op, Node, Callable[[fx.Graph], Any]]
     return (op, x, lambda graph: 1.0 / other) if other != 0 else None
 
 
-def maybe_number(view: View, value: Any) -> bool:
+def maybe_number(value: Any) -> bool:
     """Whether a value may be a number, which only a call can tell, such as the scale argument of an attention."""
     return isinstance(value, Node) and value.op == "placeholder" and "example_value" not in value.meta
 
@@ -136,7 +136,7 @@ def softmax_match(
     if masked is not None:
         options = {**masked.options, "log": log}
         return Match(ops, masked.target, (x, masked.mask, op["dim"], scale, dtype), options, (x, masked.mask))
-    if scaled is not None and any(maybe_number(view, value) for value in (scaled[0]["input"], scaled[0]["other"])):
+    if scaled is not None and any(maybe_number(value) for value in (scaled[0]["input"], scaled[0]["other"])):
         return Match(ops, calls.softmax_scaled, (x, op["dim"], scale, dtype), {"log": log}, (x,))
     options = {name: value for name, value in (("scale", scale), ("dtype", dtype)) if value is not None}
     return Match(ops, functional.log_softmax if log else functional.softmax, (x, op["dim"]), options, (x,))
