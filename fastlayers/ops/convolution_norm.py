@@ -28,19 +28,8 @@ class Kernels(dispatch.Kernels):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         low = torch.empty_like(weight, dtype=x.dtype)
         z = F.conv2d(x, low, None, stride, padding, dilation, groups)
-        y, stats, packed = batch_norm.Kernels.batch_norm_train(
-            z,
-            running_mean,
-            running_var,
-            norm_weight,
-            norm_bias,
-            momentum,
-            eps,
-            residual,
-            act,
-            bits,
-            num_batches_tracked,
-        )
+        statistics = (running_mean, running_var, norm_weight, norm_bias, momentum, eps)
+        y, stats, packed = batch_norm.Kernels.batch_norm_train(z, *statistics, residual, act, bits, num_batches_tracked)
         return y, low, z, stats, packed
 
     @staticmethod

@@ -104,10 +104,6 @@ class _Rows(NamedTuple):
         return _Rows(classes, kept, weight, of_target)
 
 
-def _weight_sum(scores: Tensor, weight: Tensor | None, dim: int) -> Tensor | float:
-    return scores.shape[dim] if weight is None else weight.sum()
-
-
 def _losses(scores: Tensor, lse: Tensor, rows: _Rows, options: Options, dim: int) -> Tensor:
     """Of each row, 0 where it is ignored."""
     smoothing = options.label_smoothing
@@ -127,7 +123,8 @@ def _gradient(scores: Tensor, lse: Tensor, rows: _Rows, options: Options, scale:
     of_target = (1.0 - smoothing) * rows.of_target
     factor = of_target
     if smoothing:
-        factor = factor + smoothing / scores.shape[dim] * _weight_sum(scores, rows.weight, dim)
+        total = scores.shape[dim] if rows.weight is None else rows.weight.sum()
+        factor = factor + smoothing / scores.shape[dim] * total
     if options.z_loss:
         factor = factor + 2.0 * options.z_loss * lse
     d = torch.softmax(scores, dim) * factor.unsqueeze(dim)  # lse, rounded, would cost a digit

@@ -139,20 +139,6 @@ def rms_norm(x: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, 
     return (normalized if weight is None else normalized * (1.0 + weight.to(wide.dtype))).to(x.dtype)
 
 
-def add_layer_norm(
-    x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    s = x + residual
-    return layer_norm(s, shape, weight, bias, eps), s
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str
-) -> tuple[Tensor, Tensor]:
-    s = x + residual
-    return rms_norm(s, shape, weight, eps, casting), s
-
-
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str | None
 ) -> Tensor:

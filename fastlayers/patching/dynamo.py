@@ -60,7 +60,7 @@ def dynamo_backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> C
     """
     outcomes = [fuse_graph(graph) for graph in graphs(graph_module)]
     run = partial(graph_module.forward)  # A graph module is part of reference cycles, and would outlive its use.
-    _rows[run] = rows_of(graph_module, outcomes)
+    _rows[run] = rows_of(outcomes)
     return run
 
 
@@ -100,7 +100,7 @@ def fuse_graph(graph_module: fx.GraphModule) -> Fused:
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-def rows_of(graph_module: fx.GraphModule, outcomes: list[Fused]) -> tuple[Row, ...]:
+def rows_of(outcomes: list[Fused]) -> tuple[Row, ...]:
     """A row for each module with a fused place in its code, or with one that looked fusable."""
     graph = f"graph {torch._guards.CompileContext.current_compile_id()}"
     fused: dict[tuple[str, str], Counter[str]] = {}

@@ -13,6 +13,7 @@ the original code runs, and saves nothing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
@@ -54,12 +55,8 @@ def nbytes(value: Any) -> int:
     total = 0
     for tensor in tree_iter(value):
         if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-            total += (
-                tensor.element_size()
-                * torch.Size(
-                    size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size
-                ).numel()
-            )
+            sizes = zip(tensor.shape, tensor.stride(), strict=True)
+            total += tensor.element_size() * math.prod(size for size, stride in sizes if stride or not size)
     return total
 
 

@@ -24,7 +24,7 @@ from fastlayers.ops import autocast, bias_act, glu, reference, squeeze_excite
 from fastlayers.ops import layer_norm as norms
 from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
-from fastlayers.ops.dispatch import is_plain
+from fastlayers.ops.dispatch import broadcasts_to, is_plain
 from fastlayers.ops.elementwise import GPU_LEAST
 from fastlayers.ops.reference import LOW_PRECISION
 from fastlayers.ops.split import parts
@@ -89,8 +89,7 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 
 def _fits(overwritten: Tensor, mask: Tensor, dtype: torch.dtype) -> bool:
     """Whether an in-place operation with ``mask`` keeps the dtype and the shape of ``overwritten``."""
-    sizes = zip(reversed(overwritten.shape), reversed(mask.shape), strict=False)
-    return mask.dtype == dtype and mask.dim() <= overwritten.dim() and all(m in (1, size) for size, m in sizes)
+    return mask.dtype == dtype and broadcasts_to(mask.shape, overwritten.shape)
 
 
 @fresh

@@ -59,19 +59,16 @@ def without_kernels(x: object) -> bool:
 @contextmanager
 def rewritten_everywhere(wanted: bool = True) -> Iterator[None]:
     """Let rewritten forwards run where they gain nothing, too: to test them, or to count what they would save."""
-    before = _rewritten_everywhere
-    _set_rewritten_everywhere(wanted)
+    global _rewritten_everywhere
+    before, _rewritten_everywhere = _rewritten_everywhere, wanted
+    if wanted != before:
+        backends.changed()  # What was recorded ran otherwise.
     try:
         yield
     finally:
-        _set_rewritten_everywhere(before)
-
-
-def _set_rewritten_everywhere(wanted: bool) -> None:
-    global _rewritten_everywhere
-    if wanted != _rewritten_everywhere:
-        _rewritten_everywhere = wanted
-        backends.changed()  # What was recorded ran otherwise.
+        _rewritten_everywhere = before
+        if wanted != before:
+            backends.changed()
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
