@@ -364,8 +364,8 @@ def show_to_inductor() -> None:
             lowering.make_fallback(op, layout_constraint=constraint)
 
 
-def _is_gpu_backend(device: str) -> bool:
-    return backends.choose(torch.device(device)) in ("cuda", "triton")
+def _has_gpu_kernels() -> bool:
+    return backends.choose(torch.device("cuda")) in ("cuda", "triton")
 
 
 def graph_holds_csrc() -> bool:
@@ -374,14 +374,14 @@ def graph_holds_csrc() -> bool:
 
 
 # What torch.compiler.assume_constant_result does, without importing Dynamo (and Triton) for it: seconds of an import.
-_is_gpu_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_has_gpu_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 graph_holds_csrc._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def graph_keeps_kernel(x: Tensor) -> bool:
     """Whether a graph that torch.compile makes may hold a kernel as an opaque op. An exported one may not."""
     # The flag itself: within Dynamo, torch 2.11 answers is_exporting() with True under torch.compile as well.
-    return x.is_cuda and not torch.compiler._is_exporting_flag and _is_gpu_backend("cuda")
+    return x.is_cuda and not torch.compiler._is_exporting_flag and _has_gpu_kernels()
 
 
 # ---- an op as autograd, graphs and regions take it -------------------------------------------------------------------

@@ -83,9 +83,9 @@ def draw_samples(x: Tensor, drop_path: float) -> tuple[Tensor, float]:
 
     The same draw as timm's DropPath and torchvision's StochasticDepth make, so the same samples are dropped.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     keep = 1.0 - drop_path
-    return x.new_empty(x.shape[0], dtype=dtype).bernoulli_(keep), 1.0 / keep if keep > 0 else 1.0
+    samples = x.new_empty(x.shape[0], dtype=dispatch.accumulator(x)).bernoulli_(keep)
+    return samples, 1.0 / keep if keep > 0 else 1.0
 
 
 # ---- which calls -----------------------------------------------------------------------------------------------------

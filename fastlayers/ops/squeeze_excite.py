@@ -8,6 +8,7 @@ dx = dy·gate + dmean / (H·W) at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ class Kernels(dispatch.Kernels):
 FAMILY = dispatch.Family("squeeze_excite", Kernels)
 
 
+@dataclass(eq=False, slots=True)
 class _Shared:
     """What the product and the mean of one x share.
 
@@ -39,11 +41,8 @@ class _Shared:
         gate: set by the product during a backward, for the mean: what dy is to be scaled by.
     """
 
-    __slots__ = ("gate", "taken")
-
-    def __init__(self) -> None:
-        self.taken = False
-        self.gate: Tensor | None = None
+    taken: bool = False
+    gate: Tensor | None = None
 
 
 class Link(NamedTuple):
