@@ -13,6 +13,7 @@ imported, never before. To support another library, subclass :class:`Adapter`, o
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import types
 from collections import Counter, OrderedDict
@@ -95,7 +96,6 @@ class Adapter:
 
 
 _registered: OrderedDict[int, tuple[str, Callable[[], Adapter]]] = OrderedDict()
-_loaded: dict[int, Adapter] = {}
 
 
 def register_adapter(library: str, load: Callable[[], Adapter]) -> RemovableHandle:
@@ -115,17 +115,15 @@ def register_adapter(library: str, load: Callable[[], Adapter]) -> RemovableHand
     if not isinstance(library, str) or not callable(load):
         raise TypeError(f"expected the name of a library and a callable, got {library!r} and {load!r}")
     handle = RemovableHandle(_registered)
-    _registered[handle.id] = library, load
+    _registered[handle.id] = library, functools.cache(load)
     return handle
 
 
 def adapters() -> Iterator[Adapter]:
     """The adapters of the libraries that have been imported."""
-    for key, (library, load) in list(_registered.items()):
+    for library, load in list(_registered.values()):
         if library in sys.modules:
-            if key not in _loaded:
-                _loaded[key] = load()
-            yield _loaded[key]
+            yield load()
 
 
 def plain_forward(cls: type[nn.Module]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +13,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fastlayers.patching.rewrite.classes import become, is_patched
+from fastlayers.patching.rewrite.plan import patched
 from fastlayers.patching.runtime.checks import original_class
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of DDP, DataParallel and torch.compile wrappers."""
+    """The model inside of DDP, DataParallel and torch.compile wrappers.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     while True:
         inner = model._modules.get("_orig_mod") or (
             model._modules.get("module") if type(model).__module__.startswith("torch.nn.parallel") else None
@@ -25,6 +32,11 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
+
+
+def as_patched(model: nn.Module) -> AbstractContextManager[Any]:
+    """A model that is patched for the time of a block; a patched model as it is."""
+    return nullcontext(model) if any(map(is_patched, model.modules())) else patched(model)
 
 
 @contextmanager

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlayers.ops.residual import masks_of_torch
-from fastlayers.patching.measure.runs import rng_state, seed_everything, standing_in, unpatched, unwrap
+from fastlayers.patching.measure.runs import as_patched, rng_state, seed_everything, standing_in, unpatched, unwrap
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.report import Report, markdown_table
-from fastlayers.patching.rewrite.classes import is_patched, working
-from fastlayers.patching.rewrite.plan import patched
+from fastlayers.patching.rewrite.classes import working
 from fastlayers.patching.rewrite.regions import no_regions
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
@@ -183,12 +182,8 @@ def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     model = unwrap(model)
-    if any(is_patched(module) for module in model.modules()):
-        return compare_patched(model, Inputs(inputs, kwargs))
-    with patched(model):
+    with as_patched(model):
         return compare_patched(model, Inputs(inputs, kwargs))
 
 

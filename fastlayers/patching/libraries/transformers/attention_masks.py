@@ -307,16 +307,15 @@ def own_methods(
     original: type[nn.Module], base: type[nn.Module], library: Library
 ) -> Iterator[tuple[str, types.FunctionType]]:
     """The methods of a model, without those of the base class, that name a function that creates masks."""
-    seen: set[str] = set()
+    methods: dict[str, Any] = {}
     for cls in original.__mro__[: original.__mro__.index(base)]:
         for name, method in vars(cls).items():
-            if name in seen:
-                continue
-            seen.add(name)
-            if isinstance(method, types.FunctionType):
-                inner = innermost(method)
-                if any(makes_masks(inner.__globals__.get(word), library) for word in global_names(inner.__code__)):
-                    yield name, method
+            methods.setdefault(name, method)
+    for name, method in methods.items():
+        if isinstance(method, types.FunctionType):
+            inner = innermost(method)
+            if any(makes_masks(inner.__globals__.get(word), library) for word in global_names(inner.__code__)):
+                yield name, method
 
 
 def makes_masks(value: Any, library: Library) -> bool:

@@ -169,11 +169,6 @@ def fused_loss(present: Any) -> Any:
     return functional.cross_entropy if present is F.cross_entropy else present
 
 
-def gives_tuple(model: Any, return_dict: bool | None) -> bool:
-    """Whether a call returns a tuple. A tuple would leave out logits that are None, and shift the other outputs."""
-    return not (model.config.return_dict if return_dict is None else return_dict)
-
-
 # -- transformers' loss functions -------------------------------------------------------------------------------------
 
 FIXED_CROSS_ENTROPY = """
@@ -336,7 +331,8 @@ def find_pair(tree: ast.FunctionDef) -> Pair | None:
     end = start + 1
     while end < index and name in mentioned(tree.body[end]):
         end += 1
-    scale, softcap = transforms(tree.body[start + 1 : end], name)
+    transforms = Transforms(name)
+    transforms.run(tree.body[start + 1 : end])
     for statement in (*tree.body[end:index], *body_of(tree.body[index])[: -2 if written else -1]):
         if not is_constant(statement) and not is_same(statement, f"labels = labels.to({name}.device)"):
             raise unused(f"{ast.unparse(statement)} is between them and the loss")
@@ -347,7 +343,8 @@ def find_pair(tree: ast.FunctionDef) -> Pair | None:
     if found != known:
         raise unused(f"{name} is used {found} times, and only {known} uses are known")
     condition = "labels is not None and return_dict" if tuples else "labels is not None"
-    return Pair(name, head, start, end, index, written or "self.loss_function", scale, softcap, condition)
+    function = written or "self.loss_function"
+    return Pair(name, head, start, end, index, function, transforms.scale, transforms.softcap, condition)
 
 
 def mentioned(node: ast.AST) -> list[str]:
@@ -515,12 +512,6 @@ def is_attribute(value: ast.expr) -> bool:
     while isinstance(value, ast.Attribute):
         value = value.value
     return is_same(value, "self")
-
-
-def transforms(statements: list[ast.stmt], name: str) -> tuple[ast.expr, ast.expr]:
-    found = Transforms(name)
-    found.run(statements)
-    return found.scale, found.softcap
 
 
 def defer_logits(tree: ast.FunctionDef, pair: Pair) -> None:
@@ -694,12 +685,15 @@ def split_of(cls: type[nn.Module]) -> Split | None:
 
 
 def with_logits_in_tuples(forward: types.FunctionType, fused: types.FunctionType) -> Any:
-    """The fused forward; the original one for calls that return a tuple."""
+    """The fused forward; the original one for calls that return a tuple.
+
+    A tuple would leave out logits that are None, and shift the other outputs.
+    """
 
     @functools.wraps(forward)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if gives_tuple(self, kwargs.get("return_dict")):
-            return forward(self, *args, **kwargs)
-        return fused(self, *args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("return_dict")
+        chosen = fused if (self.config.return_dict if given is None else given) else forward
+        return chosen(self, *args, **kwargs)
 
     return call
