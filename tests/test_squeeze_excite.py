@@ -207,7 +207,7 @@ def test_without_gradient_where_it_is_excited(kernels):
 
 def test_images_of_other_dimensions(kernels):
     x = torch.randn(3, 4, 5, requires_grad=True)
-    mean, image = calls.squeeze_by_pooling(x)
+    mean, image = calls.squeeze(x, None)
     torch.testing.assert_close(calls.excite(image, mean.sigmoid()), x * x.mean((1, 2), keepdim=True).sigmoid())
 
 

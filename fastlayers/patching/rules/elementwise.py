@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch.fx import Node
 
@@ -28,12 +27,12 @@ def find_add_relu(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 def find_relu_add(view: View, node: Node) -> Iterator[Match | Refusal]:
-    add = addition(view, node)
-    if isinstance(add, Refusal):
-        if view.op(add_operand(view, node, "input"), "relu") or view.op(add_operand(view, node, "other"), "relu"):
-            yield add
+    plain, add = view.op(node, "add"), addition(view, node)
+    if plain is None or add is None:
         return
-    if add is None:
+    if isinstance(add, Refusal):
+        if view.op(plain["input"], "relu") or view.op(plain["other"], "relu"):
+            yield add
         return
     x, y = add["input"], add["other"]
     for branch, rest in ((x, y), (y, x)):
@@ -46,11 +45,6 @@ def find_relu_add(view: View, node: Node) -> Iterator[Match | Refusal]:
             yield Match((relu, add), calls.relu_add_, (relu["input"], rest), {}, (relu["input"], rest))
         else:
             yield Match((relu, add), calls.add_relu_to_, (rest, relu["input"]), {}, (relu["input"], rest))
-
-
-def add_operand(view: View, node: Node, name: str) -> Any:
-    op = view.op(node, "add")
-    return op[name] if op is not None else None
 
 
 def find_relu_add_bias(view: View, node: Node) -> Iterator[Match | Refusal]:
@@ -78,8 +72,7 @@ def find_squeeze(view: View, node: Node) -> Iterator[Match | Refusal]:
     excited = [user for user in x.users if user.target is calls.excite and user.args[0] is x]
     later = tuple(user for user in excited if view.position[user] > view.position[node])[:1]
     if later:
-        target, args = (calls.squeeze, (x, op["dim"])) if op.name == "mean" else (calls.squeeze_by_pooling, (x,))
-        yield Match((op,), target, args, {}, (x,), forked=later)
+        yield Match((op,), calls.squeeze, (x, op["dim"]), {}, (x,), forked=later)  # a pooling layer has no dim
 
 
 RELU_ADD_BIAS = GraphRule("relu_add_bias", "relu(x) + y + bias", find_relu_add_bias)

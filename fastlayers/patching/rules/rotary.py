@@ -89,16 +89,12 @@ def rotated(view: View, node: Any) -> Rotated | None:
                 continue
             x, interleaved, inner = turn
             cos = plain["other"] if plain["input"] is x else plain["input"]
-            if all(fits(view, x, table) for table in (cos, sin)):
+            # The tables have a column for each element of the last dimension.
+            if view.size(x, -1) is not None and view.size(x, -1) == view.size(cos, -1) == view.size(sin, -1):
                 nodes = (plain.node, *inner, turning.node)
                 ordered = sorted(nodes, key=lambda inside: view.position[inside])
                 return Rotated(x, cos, sin, interleaved, (*ordered, node))
     return None
-
-
-def fits(view: View, x: Node, table: Any) -> bool:
-    """Whether a table has a column for each element of the last dimension."""
-    return view.size(x, -1) is not None and view.size(table, -1) == view.size(x, -1)
 
 
 def find_rotary(view: View, node: Node) -> Iterator[Match | Refusal]:

@@ -39,6 +39,7 @@ __all__ = [
     "add_relu_to_",
     "add_rms_norm",
     "addmm",
+    "alike",
     "batch_norm",
     "batch_norm_layer",
     "channel_layer_norm",
@@ -66,7 +67,6 @@ __all__ = [
     "softmax_masked",
     "softmax_scaled",
     "squeeze",
-    "squeeze_by_pooling",
 ]
 
 MINUS_INFINITY = float("-inf")
@@ -82,7 +82,7 @@ def _same_layout(x: Tensor, y: Tensor) -> bool:
     return isinstance(y, Tensor) and x.shape == y.shape and x.stride() == y.stride()
 
 
-def _alike(x: Tensor, y: Tensor) -> bool:
+def alike(x: Tensor, y: Tensor) -> bool:
     """Whether a result of the two has one dtype and memory format, in place or not, and in either order."""
     return _same_layout(x, y) and x.dtype == y.dtype
 
@@ -183,7 +183,7 @@ def gated(gate: Tensor, up: Tensor, act: str, overwritten: str | None) -> Tensor
     Nothing else sees that operand.
     """
     name = kernel_name(act, gate.dtype, gate.device.type)
-    if name is not None and _alike(gate, up):
+    if name is not None and alike(gate, up):
         return glu.gated(gate, up, name)
     activated = applied(act, gate)
     if overwritten is None:
@@ -207,7 +207,7 @@ def gated_linear(
     if name is None:
         activated = applied(act, gate)
         product = activated * up if gate_first else gated(gate, up, act, overwritten)
-    elif _alike(gate, up):
+    elif alike(gate, up):
         return functional.gated_linear(gate, up, weight, bias, name)
     else:
         product = glu.gated(gate, up, name) if gate_first else gated(gate, up, act, overwritten)
@@ -219,14 +219,13 @@ def gated_linear(
 
 @fresh
 def squeeze(x: Tensor, dims: Any) -> tuple[Tensor, Tensor | Link]:
-    """``(x.mean(dims, keepdim=True), x)`` for the last two of four dimensions."""
+    """``(x.mean(dims, keepdim=True), x)`` for the last two of four dimensions.
+
+    Without dims the mean is by torch's pooling layer, which takes unbatched images too.
+    """
+    if dims is None:
+        return squeeze_excite.squeeze(x, lambda x: F.adaptive_avg_pool2d(x, 1))
     return squeeze_excite.squeeze(x, lambda x: x.mean(dims, keepdim=True))
-
-
-@fresh
-def squeeze_by_pooling(x: Tensor) -> tuple[Tensor, Tensor | Link]:
-    """:func:`squeeze` by torch's pooling layer, which takes unbatched images too."""
-    return squeeze_excite.squeeze(x, lambda x: F.adaptive_avg_pool2d(x, 1))
 
 
 #: The product with a gate between 0 and 1 that was computed from the mean.
@@ -357,7 +356,7 @@ def applied(act: str, x: Tensor) -> Tensor:
 @fresh
 def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool, *, overwritten: str | None) -> Tensor:
     """dropout(x) + residual. The sum overwrote the ``overwritten`` operand: "x" (dropped), "residual" or neither."""
-    if (_same_layout if overwritten is None else _alike)(x, residual):
+    if (_same_layout if overwritten is None else alike)(x, residual):
         return functional.dropout_add(x, residual, p, training)
     dropped = F.dropout(x, p, training)
     return dropped + residual if overwritten is None else _add_to(overwritten, dropped, residual)
@@ -386,7 +385,7 @@ def scale_add(
     if overwritten is None and not scaled:  # Nothing was overwritten, so torch promotes.
         fits = _same_layout(x, residual) and (gamma is None or _fits(x, gamma, gamma.dtype))
     else:
-        fits = _alike(x, residual) and (gamma is None or _fits(x, gamma, x.dtype))
+        fits = alike(x, residual) and (gamma is None or _fits(x, gamma, x.dtype))
     if fits:
         return functional.scale_add(x, gamma, residual, drop_path, training)
     y = x if gamma is None else x.mul_(gamma) if scaled else x * gamma
@@ -411,7 +410,7 @@ def permuted_scale_add(
     ``first`` tells whether x was the first operand of the sum.
     """
     y = x.permute(dims)
-    if gamma.dim() == 1 and (_alike(y, residual) if first else isinstance(residual, Tensor)):
+    if gamma.dim() == 1 and (alike(y, residual) if first else isinstance(residual, Tensor)):
         shape = [-1 if dim == len(dims) - 1 else 1 for dim in dims]
         return functional.scale_add(y, gamma.view(shape), residual, drop_path, training)
     y = reference.drop_path((x * gamma).permute(dims), drop_path, training)

@@ -22,7 +22,7 @@ from fastlayers.ops.activations import NORM_CODES, activation
 from fastlayers.ops.batch_norm import FAMILY
 from fastlayers.ops.convolution_norm import convolution_norm
 from fastlayers.ops.squeeze_excite import convolution_of_product
-from fastlayers.patching.runtime.calls import batch_norm_layer, is_pointwise, join
+from fastlayers.patching.runtime.calls import alike, batch_norm_layer, is_pointwise, join
 from fastlayers.patching.runtime.checks import plain
 from fastlayers.patching.runtime.traits import fresh
 
@@ -68,11 +68,9 @@ def layer_and_more(
         kernels.channel_bias_act_(y, bias, None, 0)
         return join(y, residual, act, overwritten)
     entry = activation(act)
-    if entry.code >= NORM_CODES:
-        kernels.channel_bias_act_(y, bias, residual, 0)
-        return entry.function(y)
-    kernels.channel_bias_act_(y, bias, residual, entry.code)
-    return y
+    has_code = entry.code < NORM_CODES
+    kernels.channel_bias_act_(y, bias, residual, entry.code if has_code else 0)
+    return y if has_code else entry.function(y)
 
 
 @fresh
@@ -155,10 +153,4 @@ def adds_bias(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 def takes(y: Tensor, residual: Tensor) -> bool:
     """Whether the kernel can add a residual to y: torch would neither promote nor expand one of them."""
-    return (
-        dispatch.is_plain(residual)
-        and residual.dtype == y.dtype
-        and residual.stride() == y.stride()
-        and residual.shape == y.shape
-        and residual.device == y.device
-    )
+    return dispatch.is_plain(residual) and alike(y, residual) and residual.device == y.device

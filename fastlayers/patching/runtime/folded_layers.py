@@ -25,11 +25,7 @@ from fastlayers.patching.runtime.traits import fresh
 __all__ = ["folded", "folded_and_more", "folded_sum", "forget", "may_fold"]
 
 #: Children of a norm that its kernel may stand for, by the name of the activation.
-ACTIVATIONS: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.Hardswish: "hardswish",
-}
+ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish"}
 
 #: weight and bias of the layer, then of the norm, its running mean and variance, and the count that training raises.
 Sources: TypeAlias = tuple[Tensor | None, ...]
@@ -90,7 +86,7 @@ def folded(
     """
     if x.dim() != layer.weight.dim():  # BatchNorm would take other channels.
         return join(norm(layer(x)), residual, act, overwritten)
-    weight, bias = folded_weights(layer, norm, computing_dtype(layer.weight))
+    weight, bias = folded_weights(layer, norm)
     return layer_and_more(layer, x, weight, bias, residual, act, overwritten)
 
 
@@ -129,10 +125,8 @@ def folded_sum(
     overwritten: str | None = None,
 ) -> Tensor:
     """act(norm(layer(x)) + other_norm(other_layer(other_x))), in eval: where a kernel adds the biases, it adds both."""
-    weights = [
-        folded_weights(*pair, computing_dtype(pair[0].weight)) for pair in ((layer, norm), (other_layer, other_norm))
-    ]
-    (weight, bias), (other_weight, other_bias) = weights
+    weight, bias = folded_weights(layer, norm)
+    other_weight, other_bias = folded_weights(other_layer, other_norm)
     if adds_bias(layer, x, weight, bias) and adds_bias(other_layer, other_x, other_weight, other_bias):
         residual = convolve(other_layer, other_x, other_weight, None)
         return layer_and_more(layer, x, weight, bias + other_bias, residual, act, overwritten)
@@ -193,9 +187,9 @@ def forget(norm: nn.Module) -> None:
     _folded.pop(norm, None)
 
 
-def folded_weights(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The weight, in that dtype, and the bias of the folded layer; recomputed when a source has changed."""
-    given = sources(layer, norm)
+def folded_weights(layer: Any, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """The weight, as the layer uses it, and the bias of the folded layer; recomputed when a source has changed."""
+    given, dtype = sources(layer, norm), computing_dtype(layer.weight)
     if observed(given):
         return fold(layer, norm, dtype)
     kept = _folded.get(norm)
