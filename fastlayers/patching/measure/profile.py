@@ -24,15 +24,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastlayers.patching.measure.runs import (
-    as_patched,
-    buffers_aside,
-    loss_or_outputs,
-    rng_state,
-    trains,
-    unpatched,
-    unwrap,
-)
+from fastlayers.patching.measure.runs import buffers_aside, loss_or_outputs, rng_state, trains, unpatched, unwrap
 from fastlayers.patching.report import Report, markdown_table, plain_table, readable
 from fastlayers.patching.rewrite.classes import working
 from fastlayers.patching.runtime.checks import original_class
@@ -238,10 +230,10 @@ def profile_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> ProfileRepor
     Raises:
         TypeError: ``model`` is not a module.
     """
-    model = unwrap(model)
+    model, in_patched = unwrap(model)
     tensors = [*model.parameters(), *(leaf for leaf in tree_leaves((inputs, kwargs)) if isinstance(leaf, Tensor))]
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-    with rng_state(), buffers_aside(model), as_patched(model):
+    with rng_state(), buffers_aside(model), in_patched:
         before, after = measure(Step(model, inputs, kwargs), device)
         patches = len(working(model))
     gpu = device.type == "cuda"

@@ -17,12 +17,8 @@ from fastlayers.patching.rewrite.plan import patched
 from fastlayers.patching.runtime.checks import original_class
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of DDP, DataParallel and torch.compile wrappers.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-    """
+def unwrap(model: nn.Module) -> tuple[nn.Module, AbstractContextManager[Any]]:
+    """The model inside of DDP, DataParallel and torch.compile wrappers, and a context in which it is patched."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     while True:
@@ -30,13 +26,8 @@ def unwrap(model: nn.Module) -> nn.Module:
             model._modules.get("module") if type(model).__module__.startswith("torch.nn.parallel") else None
         )
         if inner is None:
-            return model
+            return model, nullcontext() if any(map(is_patched, model.modules())) else patched(model)
         model = inner
-
-
-def as_patched(model: nn.Module) -> AbstractContextManager[Any]:
-    """A model that is patched for the time of a block; a patched model as it is."""
-    return nullcontext(model) if any(map(is_patched, model.modules())) else patched(model)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlayers.ops.residual import masks_of_torch
-from fastlayers.patching.measure.runs import as_patched, rng_state, seed_everything, standing_in, unpatched, unwrap
+from fastlayers.patching.measure.runs import rng_state, seed_everything, standing_in, unpatched, unwrap
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.report import Report, markdown_table
 from fastlayers.patching.rewrite.classes import working
@@ -182,8 +182,8 @@ def verify_patch(model: nn.Module, *inputs: Any, **kwargs: Any) -> VerifyReport:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    model = unwrap(model)
-    with as_patched(model):
+    model, in_patched = unwrap(model)
+    with in_patched:
         return compare_patched(model, Inputs(inputs, kwargs))
 
 
