@@ -101,7 +101,7 @@ def test_peak_of_a_patched_block(backend):
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     size = rows * inner * 2
     with fastlayers.patched(model), backends.backend(backend):
-        for measured in (False, True):
+        for measured in (False, False, True):  # the second call is recorded
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

@@ -7,6 +7,7 @@ import gc
 import inspect
 import pickle
 import random
+import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -1215,3 +1216,34 @@ def test_captured_before_it_is_recorded(runs):
     graph.replay()
     assert torch.equal(captured, expected)
     assert not runs
+
+
+FIRST_RECORDING = """
+import gc
+import torch
+import fastlayers
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x).sin().cos())
+
+model = fastlayers.patch_model(Net())
+gc.collect()
+gc.disable()
+for _ in range(2):
+    model(torch.randn(8, 4)).sum().backward()
+print(sum(isinstance(t, torch.Tensor) and t.shape == (8, 64) for t in gc.get_objects()))
+"""
+
+
+def test_the_first_recording_of_a_process_leaves_no_garbage(tmp_path):
+    """What torch imports for it left the frames of its callers in a cycle, and with them tensors."""
+    script = tmp_path / "script.py"
+    script.write_text(FIRST_RECORDING)
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert found.stdout == "0\n"

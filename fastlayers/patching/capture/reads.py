@@ -39,7 +39,7 @@ from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, P
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime.checks import original_class
 
-__all__ = ["Reads", "is_value", "read_by"]
+__all__ = ["Reads", "is_value", "load_fake_tensors", "read_by"]
 
 #: Packages whose functions are called as they are: what they do follows from their arguments and torch's global state.
 TRUSTED = frozenset({"torch", "fastlayers", "einops", "math", "_operator"})
@@ -74,6 +74,13 @@ class Reads:
         self.called: dict[str, None] = {}
         self.tensors: dict[str, Tensor] = {}
         self.namespace: dict[str, Any] = {}
+
+
+@functools.cache
+def load_fake_tensors() -> None:
+    """Import what the first fake mode imports. The frames of that import are garbage in a cycle, and with them those of
+    its callers: in a forward they would keep the tensors of the call until the collector runs."""
+    FakeTensorMode()
 
 
 def is_value(value: Any) -> bool:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from fastlayers import backends
 from fastlayers.ops import dispatch
 from fastlayers.ops.autocast import Given
-from fastlayers.patching.capture.reads import is_value, read_by
+from fastlayers.patching.capture.reads import is_value, load_fake_tensors, read_by
 from fastlayers.patching.capture.rebuild import arguments_source
 from fastlayers.patching.libraries.adapters import adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
@@ -589,6 +589,7 @@ def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Mod
     _, *parameters = inspect.signature(present.forward).parameters.values()
     if any(p.name == "self" for p in parameters):
         raise Refusal(Reason.SIGNATURE, "a parameter called self that is not the first")
+    load_fake_tensors()
     original = present.__dict__.get("__fastlayers_original__", present)
     name, region = f"Fused{original.__name__}", Region(present)
     namespace: dict[str, Any] = {
