@@ -761,10 +761,13 @@ __global__ void __launch_bounds__(kApplyThreads, kApplyResident<T, U, RESIDUAL>)
   me.find_channels();
   for (int k = threadIdx.x; k < me.count; k += blockDim.x) {
     const uint32_t i = me.channel + k, c = i - t.by_channels.quotient(i) * t.by_channels.divisor;
-    A rstd;
-    load_statistics<T>(a, c, means[k], rstd);
-    scales[k] = a.weight.template load<T>(c, 1.f) * rstd;
-    biases[k] = a.bias.template load<T>(c, 0.f);
+    A mean, rstd;
+    load_statistics<T>(a, c, mean, rstd);
+    const A weight = a.weight.template load<T>(c, 1.f), bias = a.bias.template load<T>(c, 0.f);
+    // All loads come before the first store, which would wait for its load: 4 us of 86 for 128x512x28x28.
+    means[k] = mean;
+    scales[k] = weight * rstd;
+    biases[k] = bias;
   }
   if (!a.training && a.stats != nullptr) {
     const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;

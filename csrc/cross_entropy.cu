@@ -33,7 +33,7 @@ template <typename T, bool PLAIN>
 constexpr int kForwardWords = PLAIN && sizeof(T) < 8 ? 8 : 4;
 constexpr int kBackwardWords = 4;
 template <typename T, bool PLAIN>
-constexpr int kForwardBlocks = sizeof(T) == 8 ? 2 : 3;
+constexpr int kForwardBlocks = sizeof(T) == 8 ? 2 : PLAIN ? 3 : 4;
 template <typename T, bool PLAIN>
 constexpr int kBackwardBlocks = sizeof(T) == 8 ? 2 : PLAIN ? 5 : 3;
 template <typename T>
