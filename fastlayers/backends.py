@@ -126,6 +126,12 @@ def choose(device: torch.device) -> str:
     return next((name for name in order if problem(name, device) is None), "eager")
 
 
+def generates_kernels(device: torch.device) -> bool:
+    """Whether kernels that are generated, which are Triton's, serve tensors on ``device``."""
+    forced = ("triton",) if device.type == "cpu" else (None, "cuda", "triton")
+    return _forced in forced and problem("triton", device) is None
+
+
 def refuse(reason: str) -> None:
     """Raise if a kernel backend is forced and this call is not for it; otherwise the caller falls back to eager."""
     if _forced not in (None, "eager", "compile"):

@@ -20,6 +20,9 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
 namespace {
 
 using at::Tensor;
@@ -44,6 +47,8 @@ struct Argument {
   std::vector<char> last;  // whether nothing uses the register afterwards, so that it can be moved
 };
 
+struct Launch;
+
 struct Step {
   c10::OperatorHandle op;
   std::vector<Argument> arguments;
@@ -51,6 +56,7 @@ struct Step {
   bool unpack;      // whether the operation returns one list of tensors
   bool effect;      // whether it matters even if no result is used
   bool python;      // whether it is a call of Python, which no dispatch mode should see
+  c10::intrusive_ptr<Launch> launch = {};  // what this call of Python does, if it launches one kernel
 };
 
 using Program = std::vector<Step>;
@@ -100,9 +106,105 @@ Program alive(const Program& program, const Numbers& needed) {
   return found;
 }
 
+// -- kernels of Triton ------------------------------------------------------------------------------------------------
+
+// The handle of a stream; none where this torch does not give it, so that every launch is Python's.
+template <typename S>
+auto handle_of(const S& stream, int) -> decltype(std::optional<void*>(stream.native_handle())) {
+  return stream.native_handle();
+}
+template <typename S>
+std::optional<void*> handle_of(const S& /*stream*/, long) {
+  return std::nullopt;
+}
+
+// A kernel whose arguments are its results, its inputs and numbers. Python compiles it in its first call, and hands over the machine code.
+struct Launch : torch::CustomClassHolder {
+  using Function = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+  struct Result {
+    Numbers sizes, strides;
+    at::ScalarType dtype;
+  };
+  std::vector<Result> results;
+  std::atomic<bool> ready{false};
+  at::Device device{at::kCUDA, 0};
+  void* code = nullptr;
+  unsigned programs = 0, threads = 0, shared = 0;
+  Numbers numbers;
+  Numbers wide;  // for each number whether it has 64 bits
+
+  // The next result is like this tensor.
+  void add_result(const Tensor& like) { results.push_back({like.sizes().vec(), like.strides().vec(), like.scalar_type()}); }
+
+  bool is_ready() const { return ready; }
+
+  void set(int64_t index, int64_t function, int64_t grid, int64_t block, int64_t bytes, Numbers given, Numbers are_wide) {
+    if (ready || driver() == nullptr) return;
+    device = at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index));
+    code = reinterpret_cast<void*>(function);
+    programs = static_cast<unsigned>(grid), threads = static_cast<unsigned>(block), shared = static_cast<unsigned>(bytes);
+    numbers = std::move(given), wide = std::move(are_wide);
+    ready = true;
+  }
+
+  // cuLaunchKernel, which nothing links to.
+  static Function driver() {
+    static const auto found = [] {
+      void* library = dlopen("libcuda.so.1", RTLD_LAZY);
+      return library == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(library, "cuLaunchKernel"));
+    }();
+    return found;
+  }
+
+  // Launches the kernel for inputs that it was compiled for: aligned, on the current device. Returns whether it did.
+  bool run(const c10::SmallVectorImpl<Tensor>& inputs, c10::SmallVectorImpl<Tensor>& made) const {
+    if (!ready) return false;
+    const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+    if (guard.getDevice() != device) return false;
+    const auto stream = handle_of(guard.getStream(device), 0);
+    if (!stream) return false;
+    for (const auto& t : inputs) {
+      if (t.device() != device || reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 != 0) return false;
+    }
+    const auto options = at::TensorOptions().device(device);
+    c10::SmallVector<void*, 32> pointers;
+    for (const auto& result : results) {
+      made.push_back(at::empty_strided(result.sizes, result.strides, options.dtype(result.dtype)));
+      pointers.push_back(made.back().data_ptr());
+    }
+    for (const auto& t : inputs) pointers.push_back(const_cast<void*>(t.const_data_ptr()));
+    c10::SmallVector<void*, 48> arguments;
+    for (auto& pointer : pointers) arguments.push_back(&pointer);
+    c10::SmallVector<int32_t, 8> narrow(numbers.begin(), numbers.end());
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      arguments.push_back(wide[i] ? static_cast<void*>(const_cast<int64_t*>(&numbers[i])) : &narrow[i]);
+    }
+    void* scratch = nullptr;  // Triton's kernels take pointers to memory of their own, which these do not need.
+    for (int i = 0; i < 4; ++i) arguments.push_back(&scratch);
+    const int error = driver()(code, programs, 1, 1, threads, 1, 1, shared, *stream, arguments.data(), nullptr);
+    TORCH_CHECK(error == 0, "cuLaunchKernel failed with the CUDA error ", error);
+    return true;
+  }
+};
+
 IValue take(Registers& registers, int64_t r, bool last) {
   if (r < 0) return {};
   return last ? std::move(registers[r]) : registers[r];
+}
+
+// Runs a step that launches a kernel. Returns whether that was possible without Python.
+bool launch(const Step& step, Registers& registers) {
+  const auto& taken = step.arguments.back();
+  c10::SmallVector<Tensor, 16> inputs, made;
+  for (auto r : taken.registers) inputs.push_back(registers[r].toTensor());
+  if (!step.launch->run(inputs, made)) return false;
+  for (size_t i = 0; i < taken.registers.size(); ++i) {
+    if (taken.last[i]) registers[taken.registers[i]] = IValue();
+  }
+  for (size_t i = 0; i < made.size(); ++i) {
+    if (step.results[i] >= 0) registers[step.results[i]] = std::move(made[i]);
+  }
+  return true;
 }
 
 void run(const Program& program, Registers& registers) {
@@ -112,6 +214,7 @@ void run(const Program& program, Registers& registers) {
   Stack stack;
   stack.reserve(16);
   for (const auto& step : program) {
+    if (step.launch && step.launch->ready && launch(step, registers)) continue;
     for (const auto& argument : step.arguments) {
       if (argument.kind == CONSTANT) {
         stack.push_back(argument.constant);
@@ -191,10 +294,12 @@ struct Region : torch::CustomClassHolder {
     (of_backward ? backward : forward).push_back(std::move(step));
   }
 
-  // The next operation is a function of Python that takes and returns a list of tensors.
-  void add_kernel(bool of_backward, IValue function, Numbers taken, Numbers made) {
+  // The next operation is a function of Python that takes and returns a list of tensors. If it launches a kernel and does nothing else,
+  // `launched` is that.
+  void add_kernel(bool of_backward, IValue function, Numbers taken, Numbers made, const IValue& launched) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::run_kernel", "");
-    Step step{op, {}, std::move(made), /*unpack=*/true, /*effect=*/true, /*python=*/true};
+    Step step{op, {}, std::move(made), /*unpack=*/true, /*effect=*/launched.isNone(), /*python=*/true};
+    if (!launched.isNone()) step.launch = launched.toCustomClass<Launch>();
     step.arguments.push_back({CONSTANT, std::move(function), {}, nullptr, {}});
     step.arguments.push_back({LIST, {}, std::move(taken), c10::TensorType::get(), {}});
     (of_backward ? backward : forward).push_back(std::move(step));
@@ -383,10 +488,10 @@ void record(Stack& stack) {
   stack.emplace_back(tensors_in(registers, region->results));
 }
 
-// kernel(int region, bool of_backward, object function, int[] taken, int[] made)
+// kernel(int region, bool of_backward, object function, int[] taken, int[] made, Launch? launched)
 void kernel(Stack& stack) {
   region_at(stack[0])->add_kernel(
-      stack[1].toBool(), std::move(stack[2]), stack[3].toIntVector(), stack[4].toIntVector());
+      stack[1].toBool(), std::move(stack[2]), stack[3].toIntVector(), stack[4].toIntVector(), stack[5]);
   stack.clear();
   stack.emplace_back();
 }
@@ -418,6 +523,11 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
       .def("forward", &forward)
       .def("backward", &backward)
       .def("address", [](const c10::intrusive_ptr<Region>& region) { return reinterpret_cast<int64_t>(region.get()); });
+  m.class_<Launch>("Launch")
+      .def(torch::init<>())
+      .def("add_result", &Launch::add_result)
+      .def("is_ready", &Launch::is_ready)
+      .def("set", &Launch::set);
 
   // Operators of the JIT, not of the dispatcher, so that no mode and no transform sees their calls.
   const c10::TypePtr integer = c10::IntType::get(), object = c10::PyObjectType::get(), truth = c10::BoolType::get();
@@ -434,7 +544,8 @@ TORCH_LIBRARY_FRAGMENT(fastlayers_regions, m) {
       record);
   define(
       "fastlayers_regions::kernel",
-      {{"region", integer}, {"of_backward", truth}, {"function", object}, {"taken", integers}, {"made", integers}},
+      {{"region", integer}, {"of_backward", truth}, {"function", object}, {"taken", integers}, {"made", integers},
+       {"launched", c10::OptionalType::create(c10::getCustomClassType<c10::intrusive_ptr<Launch>>())}},
       c10::NoneType::get(), kernel);
 
   // What Python implements.

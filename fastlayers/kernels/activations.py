@@ -52,7 +52,7 @@ def _log1p(x):
 
 
 @triton.jit
-def _tanh(z):
+def tanh(z):
     a = tl.abs(z)
     e = _expm1(-2.0 * tl.minimum(a, 1.0))
     t = tl.where(a < 0.5, -e / (e + 2.0), 1.0 - 2.0 / (tl.exp(2.0 * a) + 1.0))  # exact near 0, and near 1
@@ -94,7 +94,7 @@ def activate(z, ACT: tl.constexpr, first=None, second=None):
     elif ACT == 11:
         z = _sigmoid(z)
     elif ACT == 12:
-        z = _tanh(z)
+        z = tanh(z)
     elif ACT == 13:
         z = tl.where(z > 0, z, _expm1(z) * (1.0 if first is None else first))
     elif ACT == 14:
@@ -135,7 +135,7 @@ def activate_backward(dy, z, ACT: tl.constexpr, first=None, second=None):
         s = _sigmoid(z)
         dy = dy * (1.0 - s) * s
     elif ACT == 12:
-        t = _tanh(z)
+        t = tanh(z)
         dy = dy * (1.0 - t * t)
     elif ACT == 13:
         dy = tl.where(z <= 0, dy * (1.0 if first is None else first) * tl.exp(z), dy)

@@ -46,21 +46,30 @@ class Launch:
     """A ``@triton.jit`` function with its grid and all of its arguments but the tensors, ready to be called with these.
 
     The function takes tensors (or None) first, then ints and floats (annotated ``tl.float64``), then constexprs. One
-    launch serves tensors of the same dtypes only.
+    launch serves tensors of the same dtypes only. ``exact``: no product is contracted with a sum.
     """
 
-    __slots__ = ("compiled", "constants", "direct", "function", "num_warps", "programs", "scalars")
+    __slots__ = ("aligned", "compiled", "constants", "direct", "exact", "function", "num_warps", "programs", "scalars")
 
     def __init__(
-        self, function: Any, programs: int, scalars: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int
+        self,
+        function: Any,
+        programs: int,
+        scalars: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+        exact: bool = False,
     ) -> None:
         self.function = function
         self.programs = programs
         self.scalars = scalars
         self.constants = constants
         self.num_warps = num_warps
+        self.exact = exact
         self.direct = _DIRECT and isinstance(function, JITFunction)
         self.compiled: dict[tuple[int, ...], tuple[Any, int, Any]] = {}
+        #: What was compiled for tensors that are all there and aligned.
+        self.aligned: Any = None
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         """Run on the current stream of the device of the first tensor."""
@@ -78,6 +87,8 @@ class Launch:
             if entry is None or _hooked():
                 kernel = self._with_triton(first, *others)
                 self.compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata)
+                if set(key[1:]) == {1}:
+                    self.aligned = kernel
             else:
                 run, function, metadata = entry
                 stream = torch._C._cuda_getCurrentRawStream(device)
@@ -87,7 +98,10 @@ class Launch:
                 )  # fmt: skip
 
     def _with_triton(self, *tensors: Tensor | None) -> Any:
-        return self.function[(self.programs,)](*tensors, *self.scalars, *self.constants, num_warps=self.num_warps)
+        options = {"enable_fp_fusion": False} if self.exact else {}
+        return self.function[(self.programs,)](
+            *tensors, *self.scalars, *self.constants, num_warps=self.num_warps, **options
+        )
 
 
 @cache

@@ -277,8 +277,13 @@ class NativeExecutor:
                         described(operation, numbers), numbers(operation.makes), unpack, operation.effect,
                     )  # fmt: skip
                 else:
-                    kernel = partial(run_kernel, operation, uses)
-                    _native.kernel(self._address, bool(of_backward), kernel, numbers(uses), numbers(operation.makes))
+                    launch = launch_of(function)
+                    if launch is None:
+                        call = partial(run_kernel, operation, uses)
+                    else:
+                        call, uses = partial(run_generated, function, launch), [v.name for v in operation.args]
+                    made = numbers(operation.makes)
+                    _native.kernel(self._address, bool(of_backward), call, numbers(uses), made, launch)
         region.finish(
             numbers(program.results), numbers(program.kept), numbers(program.grads), numbers(program.wanted),
             len(registers), facts.wanted, list(facts.written), list(facts.active), [list(s) for s in facts.strides],
@@ -336,6 +341,26 @@ def run_kernel(operation: Operation, names: Sequence[str], tensors: Sequence[Ten
     out = operation.function(*args, **kwargs)
     found = [out] if operation.single else list(out)
     return [t if made else None for t, made in zip(found, operation.makes, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def launch_of(function: Any) -> Any:
+    """The launch of a generated kernel in C++; None for another function."""
+    if not hasattr(function, "machine_code"):
+        return None
+    launch = torch.classes.fastlayers_regions.Launch()
+    for made in function.results:
+        launch.add_result(made.empty(torch.device("meta")))
+    return launch
+
+
+def run_generated(kernel: Any, launch: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Call a generated kernel, and give its machine code to C++, which launches it from then on."""
+    made: list[Tensor] = kernel(*tensors)
+    code = kernel.machine_code()
+    if code is not None and not launch.is_ready():
+        launch.set(kernel.device.index, *code)
+    return made
 
 
 def differentiate(

@@ -491,6 +491,10 @@ class Region:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
+        if backends.generates_kernels(inputs[0].device):
+            from fastlayers.patching.rewrite.fusion import fused  # needs Triton
+
+            program = fused(program, tape.values)
         attends = any("attention" in plain_name(operation.function) for operation in tape.operations)
         entry.attentions = attentions() if attends else None
         entry.constants = tuple(tape.constants)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Operation", "Program", "Tape", "Value", "map_values", "plain_name", "storage"]
+__all__ = ["Operation", "Program", "Tape", "Value", "alive", "map_values", "plain_name", "storage"]
 
 #: What tells a value from others while all are alive: address, dtype and geometry.
 Key: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]

@@ -1,0 +1,466 @@
+"""Kernels that are generated: pointwise operations in one pass over memory, sums of them in another.
+
+A caller writes the body of a kernel as :class:`Code`, value by value; :data:`FORMULAS` has torch's operations as
+Triton. Numbers of 16 bits are computed in float32 and rounded wherever torch rounds, products are not contracted with
+sums, and divisions and roots round to nearest, so that a result differs from torch's by what a transcendental function
+differs. The number of elements is an argument of the kernel: batches of another size share its code.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+from triton.runtime.jit import JITFunction
+
+from fastlayers.backends import triton_interprets
+from fastlayers.kernels import activations
+from fastlayers.kernels.affine import Index
+from fastlayers.kernels.indexing import INT32_EXTENT
+from fastlayers.kernels.launch import Launch, cdiv, multiprocessors
+
+__all__ = [
+    "COMPARISONS",
+    "FORMULAS",
+    "NAMES",
+    "SUMS",
+    "Code",
+    "Kernel",
+    "Result",
+    "accumulator_of",
+    "compile_together",
+    "number",
+    "pointwise",
+    "reduction",
+]
+
+#: Elements of a program, 8 a thread: a 16-byte access of 16-bit elements.
+TILE, WARPS = 1024, 4
+#: Elements of the tile of a reduction, and along what is contiguous.
+REDUCED_TILE, CONTIGUOUS = 4096, 128
+#: Programs of a reduction for each multiprocessor, from which no sum is shared among several,
+PROGRAMS = 2
+#: and the steps that each of those that share one makes at least.
+LEAST = 4
+
+NAMES = {
+    torch.float64: "tl.float64", torch.float32: "tl.float32", torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16", torch.bool: "tl.int1", torch.int64: "tl.int64", torch.int32: "tl.int32",
+    torch.int16: "tl.int16", torch.int8: "tl.int8", torch.uint8: "tl.uint8",
+}  # fmt: skip
+ROUNDED = (torch.float16, torch.bfloat16)
+
+
+def accumulator_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a value is computed."""
+    return torch.float32 if dtype in ROUNDED else dtype
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------------
+
+_scope = {"tl": tl, "triton": triton, "libdevice": libdevice, "tanh": activations.tanh}
+
+
+def call(name: str, x: str) -> str:
+    """A function of one number, as accurate as torch's. The interpreter has no libdevice."""
+    if not triton_interprets():
+        return f"libdevice.{name}({x})"
+    return f"tanh({x})" if name == "tanh" else f"tl.{name}({x})"
+
+
+def number(value: Any) -> str:
+    """A number as source."""
+    value = float(value)
+    return f'float("{value}")' if math.isinf(value) or math.isnan(value) else f"({value!r})"
+
+
+def divided(a: str, b: str, acc: torch.dtype) -> str:
+    return f"({a} / {b})" if acc is torch.float64 else f"tl.div_rn({a}, {b})"
+
+
+def reciprocal(value: float, acc: torch.dtype) -> float:
+    """What torch multiplies by where it divides by a number."""
+    return float(1 / torch.tensor(value, dtype=acc)) if value else math.copysign(math.inf, value)
+
+
+def sigmoid(z: str, acc: torch.dtype) -> str:
+    return divided("1.0", f"(1.0 + {call('exp', f'-{z}')})", acc)
+
+
+def power(x: str, exponent: float, acc: torch.dtype) -> str | None:
+    exact = {1: x, 2: f"({x} * {x})", 3: f"({x} * {x} * {x})", 0.5: root(x, acc), -0.5: call("rsqrt", x)}
+    inverse = {-1: x, -2: f"({x} * {x})"}
+    if exponent in inverse:
+        return divided("1.0", inverse[exponent], acc)
+    return exact.get(exponent)
+
+
+def root(x: str, acc: torch.dtype) -> str:
+    return f"tl.sqrt({x})" if acc is torch.float64 else f"tl.sqrt_rn({x})"
+
+
+def scaled(x: str, factor: Any) -> str:
+    return x if factor == 1 else f"({x} * {number(factor)})"
+
+
+def between(x: str, low: Any, high: Any) -> str:
+    if low is not None:
+        x = f"tl.maximum({x}, {number(low)}, propagate_nan=tl.PropagateNan.ALL)"
+    return x if high is None else f"tl.minimum({x}, {number(high)}, propagate_nan=tl.PropagateNan.ALL)"
+
+
+def gelu(x: str, approximate: str = "none") -> str:
+    if approximate == "tanh":
+        return f"(0.5 * {x} * (1.0 + {call('tanh', inner_of_gelu(x))}))"
+    return f"({x} * 0.5 * (1.0 + {call('erf', f'{x} * {math.sqrt(0.5)!r}')}))"
+
+
+def inner_of_gelu(x: str) -> str:
+    return f"({math.sqrt(2 / math.pi)!r} * ({x} + 0.044715 * {x} * {x} * {x}))"
+
+
+def gelu_backward(dy: str, x: str, approximate: str = "none") -> str:
+    if approximate == "tanh":
+        t = call("tanh", inner_of_gelu(x))
+        slope = f"{math.sqrt(2 / math.pi)!r} * (1.0 + 3 * 0.044715 * {x} * {x})"
+        return f"({dy} * (0.5 * (1.0 + {t}) + 0.5 * {x} * (1.0 - {t} * {t}) * ({slope})))"
+    density = f"{call('exp', f'-0.5 * {x} * {x}')} * {1 / math.sqrt(2 * math.pi)!r}"
+    area = f"0.5 * (1.0 + {call('erf', f'{x} * {math.sqrt(0.5)!r}')})"
+    return f"({dy} * ({area} + {x} * ({density})))"
+
+
+#: torch's operations: from the operands as source, the dtype of the computation, and torch's other arguments. Operands
+#: are locals, which may be named more than once. A formula may be None for arguments that it has no source for.
+FORMULAS: dict[str, Callable[..., str | None]] = {
+    "add.Tensor": lambda acc, a, b, alpha=1: f"({a} + {scaled(b, alpha)})",
+    "add.Scalar": lambda acc, a, b, alpha=1: f"({a} + {number(b * alpha)})",
+    "sub.Tensor": lambda acc, a, b, alpha=1: f"({a} - {scaled(b, alpha)})",
+    "sub.Scalar": lambda acc, a, b, alpha=1: f"({a} - {number(b * alpha)})",
+    "rsub.Scalar": lambda acc, a, b, alpha=1: f"({number(b)} - {scaled(a, alpha)})",
+    "mul.Tensor": lambda acc, a, b: f"({a} * {b})",
+    "mul.Scalar": lambda acc, a, b: scaled(a, b),
+    "div.Tensor": lambda acc, a, b: divided(a, b, acc),
+    "div.Scalar": lambda acc, a, b: scaled(a, reciprocal(b, acc)),
+    "addcmul": lambda acc, a, b, c, value=1: f"({a} + {scaled(b, value)} * {c})",
+    "addcdiv": lambda acc, a, b, c, value=1: f"({a} + {divided(scaled(b, value), c, acc)})",
+    "neg": lambda acc, x: f"(-{x})",
+    "abs": lambda acc, x: f"tl.abs({x})",
+    "exp": lambda acc, x: call("exp", x),
+    "log": lambda acc, x: call("log", x),
+    "sin": lambda acc, x: call("sin", x),
+    "cos": lambda acc, x: call("cos", x),
+    "erf": lambda acc, x: call("erf", x),
+    "tanh": lambda acc, x: call("tanh", x),
+    "sqrt": lambda acc, x: root(x, acc),
+    "rsqrt": lambda acc, x: call("rsqrt", x),
+    "floor": lambda acc, x: f"tl.floor({x})",
+    "ceil": lambda acc, x: f"tl.ceil({x})",
+    "reciprocal": lambda acc, x: power(x, -1, acc),
+    "pow.Tensor_Scalar": lambda acc, x, exponent: power(x, exponent, acc),
+    "sigmoid": lambda acc, x: sigmoid(x, acc),
+    "relu": lambda acc, x: f"tl.where({x} <= 0, 0.0, {x})",
+    "silu": lambda acc, x: divided(x, f"(1.0 + {call('exp', f'-{x}')})", acc),
+    "gelu": lambda acc, x, approximate="none": gelu(x, approximate),
+    "hardtanh": lambda acc, x, low=-1, high=1: between(x, low, high),
+    "clamp": lambda acc, x, min=None, max=None: between(x, min, max),
+    "clamp_min": lambda acc, x, min: between(x, min, None),
+    "clamp_max": lambda acc, x, max: between(x, None, max),
+    "hardsigmoid": lambda acc, x: scaled(between(f"{x} + 3.0", 0, 6), reciprocal(6, acc)),
+    "hardswish": lambda acc, x: scaled(f"({x} * {between(f'{x} + 3.0', 0, 6)})", reciprocal(6, acc)),
+    "leaky_relu": lambda acc, x, slope=0.01: f"tl.where({x} > 0, {x}, {scaled(x, slope)})",
+    "minimum": lambda acc, a, b: f"tl.minimum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
+    "maximum": lambda acc, a, b: f"tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
+    "sigmoid_backward": lambda acc, dy, y: f"({dy} * (1.0 - {y}) * {y})",
+    "tanh_backward": lambda acc, dy, y: f"({dy} * (1.0 - {y} * {y}))",
+    "silu_backward": lambda acc, dy, x: f"({dy} * {sigmoid(x, acc)} * (1.0 + {x} * (1.0 - {sigmoid(x, acc)})))",
+    "gelu_backward": lambda acc, dy, x, approximate="none": gelu_backward(dy, x, approximate),
+    "threshold_backward": lambda acc, dy, x, threshold: f"tl.where({x} <= {number(threshold)}, 0.0, {dy})",
+    "hardtanh_backward": lambda acc, dy, x, low, high: (
+        f"tl.where(({x} <= {number(low)}) | ({x} >= {number(high)}), 0.0, {dy})"
+    ),
+    "hardsigmoid_backward": lambda acc, dy, x: (
+        f"tl.where(({x} > -3.0) & ({x} < 3.0), {scaled(dy, reciprocal(6, acc))}, 0.0)"
+    ),
+    "hardswish_backward": lambda acc, dy, x: (
+        f"tl.where({x} <= -3.0, 0.0, tl.where({x} < 3.0, {dy} * ({scaled(x, reciprocal(3, acc))} + 0.5), {dy}))"
+    ),
+    "leaky_relu_backward": lambda acc, dy, x, slope, is_result: f"tl.where({x} > 0, {dy}, {scaled(dy, slope)})",
+    "native_dropout_backward": lambda acc, dy, mask, scale: f"({mask} * {dy} * {number(scale)})",
+}
+
+#: Comparisons, of operands in their common dtype.
+COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+#: Reductions: what an element contributes, and what is made of the total of all, whose number is ``count``.
+SUMS: dict[str, tuple[str, str]] = {
+    "sum.dim_IntList": ("{x}", "{total}"),
+    "mean.dim": ("{x}", "{total} / {count}"),
+    "linalg_vector_norm": ("({x} * {x})", "tl.sqrt({total})"),
+}
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+
+class Code:
+    """The body of a kernel, each value computed once.
+
+    Args:
+        sizes: how many values each variable of the loop has.
+    """
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.lines: list[str] = []
+        self._known: dict[str, str] = {}
+
+    def let(self, expression: str) -> str:
+        """A local of this value."""
+        if expression not in self._known:
+            self._known[expression] = name = f"t{len(self._known)}"
+            self.lines.append(f"{name} = {expression}")
+        return self._known[expression]
+
+    def load(self, pointer: str, place: Index, condition: str, dtype: torch.dtype) -> str:
+        """An element, in the dtype of its computation; 0 where the condition does not hold."""
+        mask = f"inside & {condition}" if condition else "inside"
+        loaded = f"tl.load({pointer} + ({place.source(self.sizes)}), mask={mask}, other=0)"
+        if not place.terms:
+            loaded = f"tl.load({pointer} + {place.constant})"
+        if dtype is torch.bool:
+            return self.let(f"{loaded} != 0")
+        return self.let(f"{loaded}.to({NAMES[accumulator_of(dtype)]})")
+
+    def cast(self, local: str, source: torch.dtype, target: torch.dtype) -> str:
+        """A local as the accumulator of another dtype."""
+        source, target = accumulator_of(source), accumulator_of(target)
+        if source is target:
+            return local
+        return self.let(f"({local} != 0)" if target is torch.bool else f"{local}.to({NAMES[target]})")
+
+    def rounded(self, expression: str, dtype: torch.dtype) -> str:
+        """A local of an expression, rounded as torch rounds a result of this dtype."""
+        if dtype in ROUNDED:
+            return self.let(f"({expression}).to({NAMES[dtype]}).to(tl.float32)")
+        return self.let(expression)
+
+    def holds(self, index: Index, low: int, high: int) -> str | None:
+        """The condition low <= index < high; empty if it always holds, None if it never does."""
+        if index.most < low or index.least >= high:
+            return None
+        place = self.let(index.source(self.sizes)) if index.terms else str(index.constant)
+        tests = [f"({place} >= {low})"] if index.least < low else []
+        tests += [f"({place} < {high})"] if index.most >= high else []
+        return self.let(" & ".join(tests)) if tests else ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a kernel makes."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
+
+
+_count = 0
+
+
+@lru_cache(maxsize=4096)
+def compiled(source: str) -> Any:
+    """The kernel of a source. Its file is one of linecache's, since Triton reads the source of a function."""
+    global _count
+    _count += 1
+    filename = f"<fastlayers kernel {_count}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    scope = dict(_scope)
+    exec(compile(source, filename, "exec"), scope)
+    return scope["kernel"]
+
+
+class Kernel:
+    """A generated kernel. Called with its inputs, it returns a list of its results.
+
+    Args:
+        source: its function: of the results, the inputs, the numbers and the constants.
+        results: the tensors that it makes.
+        dtypes: those of its inputs.
+        programs: the size of its grid.
+        numbers: arguments that the code does not depend on.
+        constants: those that it does depend on.
+    """
+
+    __name__ = "generated"
+
+    def __init__(
+        self,
+        source: str,
+        results: Sequence[Result],
+        dtypes: Sequence[torch.dtype],
+        programs: int,
+        numbers: Sequence[int],
+        constants: Sequence[Any],
+        device: torch.device,
+    ) -> None:
+        self.source, self.results, self.dtypes, self.device = source, tuple(results), tuple(dtypes), device
+        self._launch = Launch(None, programs, tuple(numbers), tuple(constants), WARPS, exact=True)
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        self.prepare()
+        outs = [result.empty(self.device) for result in self.results]
+        self._launch(*outs, *inputs)
+        return outs
+
+    def prepare(self) -> Any:
+        """The function of Triton."""
+        if self._launch.function is None:
+            self._launch.function = compiled(self.source)
+            self._launch.direct = self._launch.direct and isinstance(self._launch.function, JITFunction)
+        return self._launch.function
+
+    def compile(self) -> None:
+        """Compile it for aligned inputs, as its first call would."""
+        function = self.prepare()
+        if isinstance(function, JITFunction):
+            tensors = *(result.dtype for result in self.results), *self.dtypes
+            launch = self._launch
+            function.warmup(
+                *tensors, *launch.scalars, *launch.constants,
+                grid=(launch.programs,), num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+
+    def machine_code(self) -> tuple[int, ...] | None:
+        """The address of the machine code for aligned tensors, its grid, threads, shared memory and numbers, and for
+        each number whether it has 64 bits; None before it was called with such tensors."""
+        found = self._launch.aligned
+        if found is None:
+            return None
+        metadata = found.metadata
+        simple = metadata.num_ctas == 1 and not (metadata.global_scratch_size or metadata.profile_scratch_size)
+        if not simple or metadata.launch_cooperative_grid or metadata.launch_pdl:
+            return None
+        types = list(found.src.signature.values())[-len(self._launch.scalars) - len(self._launch.constants) :]
+        kept = [(n, t) for n, t in zip(self._launch.scalars, types, strict=False) if t != "constexpr"]
+        return (
+            found.function, self._launch.programs, 32 * metadata.num_warps, metadata.shared,
+            [n for n, _ in kept], [int(t == "i64") for _, t in kept],
+        )  # fmt: skip
+
+
+def function_source(outputs: int, inputs: int, numbers: str, constants: str, lines: Sequence[str]) -> str:
+    arguments = [*(f"out{i}" for i in range(outputs)), *(f"in{i}" for i in range(inputs)), numbers]
+    arguments += [f"{name}: tl.constexpr" for name in constants.split()]
+    return f"@triton.jit\ndef kernel({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def index_type(*extents: int) -> tl.dtype:
+    return tl.int32 if max(extents) <= INT32_EXTENT else tl.int64
+
+
+def pointwise(
+    code: Code, stores: Sequence[str], results: Sequence[Result], dtypes: Sequence[torch.dtype], extent: int,
+    device: torch.device,
+) -> Kernel:  # fmt: skip
+    """A kernel that walks over the elements ``x`` in the order of its results' memory.
+
+    ``stores`` are the locals of the results, ``extent`` the number of elements that the memory of a tensor spans.
+    """
+    lines = [
+        "x = tl.program_id(0).to(INDEX) * TILE + tl.arange(0, TILE)",
+        "inside = x < n",
+        *code.lines,
+        *(f"tl.store(out{i} + x, ({t}).to(out{i}.dtype.element_ty), mask=inside)" for i, t in enumerate(stores)),
+    ]
+    n = code.sizes["x"]
+    source = function_source(len(results), len(dtypes), "n", "INDEX TILE", lines)
+    return shared(source, tuple(results), tuple(dtypes), cdiv(n, TILE), (n,), (index_type(extent, n), TILE), device)
+
+
+def reduction(
+    code: Code, summed: Sequence[str], finished: Sequence[str], results: Sequence[Result],
+    dtypes: Sequence[torch.dtype], extent: int, along: bool, device: torch.device,
+) -> tuple[Kernel, ...]:  # fmt: skip
+    """Kernels that sum expressions over the variable ``r`` for each value of ``x``, an element of the results.
+
+    Where few programs would leave the GPU idle, several share a sum, and a second kernel adds up what each has found,
+    always in the same order.
+
+    Args:
+        summed: the locals that are added up.
+        finished: what is made of each ``total`` of ``count`` elements.
+        along: whether neighbouring elements of memory belong to one sum.
+    """
+    kept, reduced = code.sizes["x"], code.sizes["r"]
+    if along:
+        depth = min(triton.next_power_of_2(reduced), REDUCED_TILE)
+        width = min(triton.next_power_of_2(kept), REDUCED_TILE // depth)
+    else:
+        width = min(triton.next_power_of_2(kept), CONTIGUOUS)
+        depth = min(triton.next_power_of_2(reduced), REDUCED_TILE // width)
+    blocks = cdiv(kept, width)
+    chunk = cdiv(reduced, max(1, min(cdiv(PROGRAMS * multiprocessors(device), blocks), cdiv(reduced, LEAST * depth))))
+    chunk = cdiv(chunk, depth) * depth
+    shares = cdiv(reduced, chunk)
+    wide = torch.float64 if torch.float64 in {result.dtype for result in results} else torch.float32
+    places = range(len(summed))
+    totals = [text.format(total=f"total{i}", count=float(reduced)) for i, text in enumerate(finished)]
+    lines = [
+        "blocks = tl.cdiv(n, X)",
+        "share = tl.program_id(0) // blocks",
+        "column = (tl.program_id(0) % blocks).to(INDEX) * X + tl.arange(0, X)",
+        "x = column[:, None]",
+        *(f"sum{i} = tl.full((X, R), 0.0, {NAMES[wide]})" for i in places),
+        "last = tl.minimum((share + 1) * chunk, end)",
+        "for start in range(share * chunk, last, R):",
+        "    r = (start + tl.arange(0, R)).to(INDEX)[None, :]",
+        "    inside = (x < n) & (r < last)",
+        *(f"    {line}" for line in code.lines),
+        *(f"    sum{i} += tl.where(inside, {local}, 0.0)" for i, local in enumerate(summed)),
+        *(f"total{i} = tl.sum(sum{i}, 1)" for i in places),
+        *(
+            f"tl.store(out{i} + share * n + column, ({f'total{i}' if shares > 1 else totals[i]}).to(out{i}.dtype.element_ty),"
+            " mask=column < n)"
+            for i in places
+        ),
+    ]
+    source = function_source(len(results), len(dtypes), "n, chunk, end", "INDEX X R", lines)
+    made = results if shares == 1 else [Result((shares, kept), (kept, 1), wide) for _ in results]
+    constants = index_type(extent, kept * reduced), width, depth
+    first = shared(source, tuple(made), tuple(dtypes), blocks * shares, (kept, chunk, reduced), constants, device)
+    if shares == 1:
+        return (first,)
+    second = Code({"x": kept, "r": shares})
+    place = Index.of("r", shares) * kept + Index.of("x", kept)
+    parts = [second.load(f"in{i}", place, "", wide) for i in places]
+    texts = [text.replace("{count}", str(float(reduced))) for text in finished]
+    return first, *reduction(second, parts, texts, results, [wide] * len(parts), shares * kept, False, device)
+
+
+@lru_cache(maxsize=4096)
+def shared(
+    source: str, results: tuple[Result, ...], dtypes: tuple[torch.dtype, ...], programs: int, numbers: tuple[int, ...],
+    constants: tuple[Any, ...], device: torch.device,
+) -> Kernel:  # fmt: skip
+    """The one kernel of this description."""
+    return Kernel(source, results, dtypes, programs, numbers, constants, device)
+
+
+def compile_together(kernels: Sequence[Kernel]) -> None:
+    """Compile kernels at the same time, where there are several."""
+    if len(kernels) > 1 and not triton_interprets():
+        with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
+            list(pool.map(Kernel.compile, kernels))
