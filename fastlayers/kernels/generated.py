@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
-from triton.runtime.jit import JITFunction
 
 from fastlayers.backends import triton_interprets
 from fastlayers.kernels import activations
@@ -317,48 +316,41 @@ class Kernel:
         device: torch.device,
     ) -> None:
         self.source, self.results, self.dtypes, self.device = source, tuple(results), tuple(dtypes), device
-        self._launch = Launch(None, programs, tuple(numbers), tuple(constants), WARPS, exact=True)
+        self._arguments = programs, tuple(numbers), tuple(constants)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        self.prepare()
         outs = [result.empty(self.device) for result in self.results]
-        self._launch(*outs, *inputs)
+        self.launch(*outs, *inputs)
         return outs
 
-    def prepare(self) -> Any:
-        """The function of Triton."""
-        if self._launch.function is None:
-            self._launch.function = compiled(self.source)
-            self._launch.direct = self._launch.direct and isinstance(self._launch.function, JITFunction)
-        return self._launch.function
+    @cached_property
+    def launch(self) -> Launch:
+        """The launch of its function, which Triton is not given before: most of what is considered is not used."""
+        return Launch(compiled(self.source), *self._arguments, WARPS, exact=True)
 
     def compile(self) -> None:
         """Compile it for aligned inputs, as its first call would."""
-        function = self.prepare()
-        if isinstance(function, JITFunction):
-            tensors = *(result.dtype for result in self.results), *self.dtypes
-            launch = self._launch
-            function.warmup(
-                *tensors, *launch.scalars, *launch.constants,
-                grid=(launch.programs,), num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+        tensors = *(result.dtype for result in self.results), *self.dtypes
+        programs, numbers, constants = self._arguments
+        self.launch.function.warmup(
+            *tensors, *numbers, *constants, grid=(programs,), num_warps=WARPS, enable_fp_fusion=False
+        )
 
-    def machine_code(self) -> tuple[int, ...] | None:
+    def machine_code(self) -> tuple[Any, ...] | None:
         """The address of the machine code for aligned tensors, its grid, threads, shared memory and numbers, and for
         each number whether it has 64 bits; None before it was called with such tensors."""
-        found = self._launch.aligned
+        found = self.launch.aligned
         if found is None:
             return None
         metadata = found.metadata
         simple = metadata.num_ctas == 1 and not (metadata.global_scratch_size or metadata.profile_scratch_size)
         if not simple or metadata.launch_cooperative_grid or metadata.launch_pdl:
             return None
-        types = list(found.src.signature.values())[-len(self._launch.scalars) - len(self._launch.constants) :]
-        kept = [(n, t) for n, t in zip(self._launch.scalars, types, strict=False) if t != "constexpr"]
-        return (
-            found.function, self._launch.programs, 32 * metadata.num_warps, metadata.shared,
-            [n for n, _ in kept], [int(t == "i64") for _, t in kept],
-        )  # fmt: skip
+        programs, numbers, constants = self._arguments
+        types = list(found.src.signature.values())[-len(numbers) - len(constants) :]
+        kept = [(n, t) for n, t in zip(numbers, types, strict=False) if t != "constexpr"]
+        wide = [int(t == "i64") for _, t in kept]
+        return found.function, programs, 32 * metadata.num_warps, metadata.shared, [n for n, _ in kept], wide
 
 
 def function_source(outputs: int, inputs: int, numbers: str, constants: str, lines: Sequence[str]) -> str:
