@@ -78,10 +78,11 @@ def call(name: str, x: str) -> str:
     return f"tanh({x})" if name == "tanh" else f"tl.{name}({x})"
 
 
-def number(value: Any) -> str:
-    """A number as source."""
+def number(value: Any, acc: torch.dtype = torch.float32) -> str:
+    """A number as source. Triton takes one that fits for float32."""
     value = float(value)
-    return f'float("{value}")' if math.isinf(value) or math.isnan(value) else f"({value!r})"
+    text = f'float("{value}")' if math.isinf(value) or math.isnan(value) else f"({value!r})"
+    return f"tl.full((), {text}, tl.float64)" if acc is torch.float64 else text
 
 
 def divided(a: str, b: str, acc: torch.dtype) -> str:
@@ -93,15 +94,19 @@ def reciprocal(value: float, acc: torch.dtype) -> float:
     return float(1 / torch.tensor(value, dtype=acc)) if value else math.copysign(math.inf, value)
 
 
+#: torch has a float32 of it for every dtype.
+SIXTH = reciprocal(6, torch.float32)
+
+
 def sigmoid(z: str, acc: torch.dtype) -> str:
-    return divided("1.0", f"(1.0 + {call('exp', f'-{z}')})", acc)
+    return divided(number(1, acc), f"(1.0 + {call('exp', f'-{z}')})", acc)
 
 
 def power(x: str, exponent: float, acc: torch.dtype) -> str | None:
     exact = {1: x, 2: f"({x} * {x})", 3: f"({x} * {x} * {x})", 0.5: root(x, acc), -0.5: call("rsqrt", x)}
     inverse = {-1: x, -2: f"({x} * {x})"}
     if exponent in inverse:
-        return divided("1.0", inverse[exponent], acc)
+        return divided(number(1, acc), inverse[exponent], acc)
     return exact.get(exponent)
 
 
@@ -109,50 +114,54 @@ def root(x: str, acc: torch.dtype) -> str:
     return f"tl.sqrt({x})" if acc is torch.float64 else f"tl.sqrt_rn({x})"
 
 
-def scaled(x: str, factor: Any) -> str:
-    return x if factor == 1 else f"({x} * {number(factor)})"
+def scaled(x: str, factor: Any, acc: torch.dtype) -> str:
+    return x if factor == 1 else f"({x} * {number(factor, acc)})"
 
 
-def between(x: str, low: Any, high: Any) -> str:
+def between(x: str, low: Any, high: Any, acc: torch.dtype) -> str:
     if low is not None:
-        x = f"tl.maximum({x}, {number(low)}, propagate_nan=tl.PropagateNan.ALL)"
-    return x if high is None else f"tl.minimum({x}, {number(high)}, propagate_nan=tl.PropagateNan.ALL)"
+        x = f"tl.maximum({x}, {number(low, acc)}, propagate_nan=tl.PropagateNan.ALL)"
+    return x if high is None else f"tl.minimum({x}, {number(high, acc)}, propagate_nan=tl.PropagateNan.ALL)"
 
 
-def gelu(x: str, approximate: str = "none") -> str:
+def normal_area(x: str, acc: torch.dtype) -> str:
+    """The share of a normal distribution below x."""
+    return f"(0.5 * (1.0 + {call('erf', scaled(x, math.sqrt(0.5), acc))}))"
+
+
+def inner_of_gelu(x: str, acc: torch.dtype) -> str:
+    return scaled(f"({x} + {scaled(f'{x} * {x} * {x}', 0.044715, acc)})", math.sqrt(2 / math.pi), acc)
+
+
+def gelu(x: str, acc: torch.dtype, approximate: str) -> str:
     if approximate == "tanh":
-        return f"(0.5 * {x} * (1.0 + {call('tanh', inner_of_gelu(x))}))"
-    return f"({x} * 0.5 * (1.0 + {call('erf', f'{x} * {math.sqrt(0.5)!r}')}))"
+        return f"(0.5 * {x} * (1.0 + {call('tanh', inner_of_gelu(x, acc))}))"
+    return f"({x} * {normal_area(x, acc)})"
 
 
-def inner_of_gelu(x: str) -> str:
-    return f"({math.sqrt(2 / math.pi)!r} * ({x} + 0.044715 * {x} * {x} * {x}))"
-
-
-def gelu_backward(dy: str, x: str, approximate: str = "none") -> str:
+def gelu_backward(dy: str, x: str, acc: torch.dtype, approximate: str) -> str:
     if approximate == "tanh":
-        t = call("tanh", inner_of_gelu(x))
-        slope = f"{math.sqrt(2 / math.pi)!r} * (1.0 + 3 * 0.044715 * {x} * {x})"
-        return f"({dy} * (0.5 * (1.0 + {t}) + 0.5 * {x} * (1.0 - {t} * {t}) * ({slope})))"
-    density = f"{call('exp', f'-0.5 * {x} * {x}')} * {1 / math.sqrt(2 * math.pi)!r}"
-    area = f"0.5 * (1.0 + {call('erf', f'{x} * {math.sqrt(0.5)!r}')})"
-    return f"({dy} * ({area} + {x} * ({density})))"
+        t = call("tanh", inner_of_gelu(x, acc))
+        slope = scaled(f"(1.0 + {scaled(f'{x} * {x}', 3 * 0.044715, acc)})", math.sqrt(2 / math.pi), acc)
+        return f"({dy} * (0.5 * (1.0 + {t}) + 0.5 * {x} * (1.0 - {t} * {t}) * {slope}))"
+    density = scaled(call("exp", f"-0.5 * {x} * {x}"), 1 / math.sqrt(2 * math.pi), acc)
+    return f"({dy} * ({normal_area(x, acc)} + {x} * {density}))"
 
 
 #: torch's operations: from the operands as source, the dtype of the computation, and torch's other arguments. Operands
 #: are locals, which may be named more than once. A formula may be None for arguments that it has no source for.
 FORMULAS: dict[str, Callable[..., str | None]] = {
-    "add.Tensor": lambda acc, a, b, alpha=1: f"({a} + {scaled(b, alpha)})",
-    "add.Scalar": lambda acc, a, b, alpha=1: f"({a} + {number(b * alpha)})",
-    "sub.Tensor": lambda acc, a, b, alpha=1: f"({a} - {scaled(b, alpha)})",
-    "sub.Scalar": lambda acc, a, b, alpha=1: f"({a} - {number(b * alpha)})",
-    "rsub.Scalar": lambda acc, a, b, alpha=1: f"({number(b)} - {scaled(a, alpha)})",
+    "add.Tensor": lambda acc, a, b, alpha=1: f"({a} + {scaled(b, alpha, acc)})",
+    "add.Scalar": lambda acc, a, b, alpha=1: f"({a} + {number(b * alpha, acc)})",
+    "sub.Tensor": lambda acc, a, b, alpha=1: f"({a} - {scaled(b, alpha, acc)})",
+    "sub.Scalar": lambda acc, a, b, alpha=1: f"({a} - {number(b * alpha, acc)})",
+    "rsub.Scalar": lambda acc, a, b, alpha=1: f"({number(b, acc)} - {scaled(a, alpha, acc)})",
     "mul.Tensor": lambda acc, a, b: f"({a} * {b})",
-    "mul.Scalar": lambda acc, a, b: scaled(a, b),
+    "mul.Scalar": lambda acc, a, b: scaled(a, b, acc),
     "div.Tensor": lambda acc, a, b: divided(a, b, acc),
-    "div.Scalar": lambda acc, a, b: scaled(a, reciprocal(b, acc)),
-    "addcmul": lambda acc, a, b, c, value=1: f"({a} + {scaled(b, value)} * {c})",
-    "addcdiv": lambda acc, a, b, c, value=1: f"({a} + {divided(scaled(b, value), c, acc)})",
+    "div.Scalar": lambda acc, a, b: scaled(a, reciprocal(b, acc), acc),
+    "addcmul": lambda acc, a, b, c, value=1: f"({a} + {scaled(b, value, acc)} * {c})",
+    "addcdiv": lambda acc, a, b, c, value=1: f"({a} + {divided(scaled(b, value, acc), c, acc)})",
     "neg": lambda acc, x: f"(-{x})",
     "abs": lambda acc, x: f"tl.abs({x})",
     "exp": lambda acc, x: call("exp", x),
@@ -170,32 +179,34 @@ FORMULAS: dict[str, Callable[..., str | None]] = {
     "sigmoid": lambda acc, x: sigmoid(x, acc),
     "relu": lambda acc, x: f"tl.where({x} <= 0, 0.0, {x})",
     "silu": lambda acc, x: divided(x, f"(1.0 + {call('exp', f'-{x}')})", acc),
-    "gelu": lambda acc, x, approximate="none": gelu(x, approximate),
-    "hardtanh": lambda acc, x, low=-1, high=1: between(x, low, high),
-    "clamp": lambda acc, x, min=None, max=None: between(x, min, max),
-    "clamp_min": lambda acc, x, min: between(x, min, None),
-    "clamp_max": lambda acc, x, max: between(x, None, max),
-    "hardsigmoid": lambda acc, x: scaled(between(f"{x} + 3.0", 0, 6), reciprocal(6, acc)),
-    "hardswish": lambda acc, x: scaled(f"({x} * {between(f'{x} + 3.0', 0, 6)})", reciprocal(6, acc)),
-    "leaky_relu": lambda acc, x, slope=0.01: f"tl.where({x} > 0, {x}, {scaled(x, slope)})",
+    "gelu": lambda acc, x, approximate="none": gelu(x, acc, approximate),
+    "hardtanh": lambda acc, x, low=-1, high=1: between(x, low, high, acc),
+    "clamp": lambda acc, x, min=None, max=None: between(x, min, max, acc),
+    "clamp_min": lambda acc, x, min: between(x, min, None, acc),
+    "clamp_max": lambda acc, x, max: between(x, None, max, acc),
+    "hardsigmoid": lambda acc, x: scaled(between(f"{x} + 3.0", 0, 6, acc), SIXTH, acc),
+    "hardswish": lambda acc, x: scaled(
+        f"({x} * {between(f'{x} + 3.0', 0, 6, acc)})", SIXTH, acc
+    ),
+    "leaky_relu": lambda acc, x, slope=0.01: f"tl.where({x} > 0, {x}, {scaled(x, slope, acc)})",
     "minimum": lambda acc, a, b: f"tl.minimum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
     "maximum": lambda acc, a, b: f"tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
     "sigmoid_backward": lambda acc, dy, y: f"({dy} * (1.0 - {y}) * {y})",
     "tanh_backward": lambda acc, dy, y: f"({dy} * (1.0 - {y} * {y}))",
     "silu_backward": lambda acc, dy, x: f"({dy} * {sigmoid(x, acc)} * (1.0 + {x} * (1.0 - {sigmoid(x, acc)})))",
-    "gelu_backward": lambda acc, dy, x, approximate="none": gelu_backward(dy, x, approximate),
-    "threshold_backward": lambda acc, dy, x, threshold: f"tl.where({x} <= {number(threshold)}, 0.0, {dy})",
+    "gelu_backward": lambda acc, dy, x, approximate="none": gelu_backward(dy, x, acc, approximate),
+    "threshold_backward": lambda acc, dy, x, threshold: f"tl.where({x} <= {number(threshold, acc)}, 0.0, {dy})",
     "hardtanh_backward": lambda acc, dy, x, low, high: (
-        f"tl.where(({x} <= {number(low)}) | ({x} >= {number(high)}), 0.0, {dy})"
+        f"tl.where(({x} <= {number(low, acc)}) | ({x} >= {number(high, acc)}), 0.0, {dy})"
     ),
     "hardsigmoid_backward": lambda acc, dy, x: (
-        f"tl.where(({x} > -3.0) & ({x} < 3.0), {scaled(dy, reciprocal(6, acc))}, 0.0)"
+        f"tl.where(({x} > -3.0) & ({x} < 3.0), {scaled(dy, SIXTH, acc)}, 0.0)"
     ),
     "hardswish_backward": lambda acc, dy, x: (
-        f"tl.where({x} <= -3.0, 0.0, tl.where({x} < 3.0, {dy} * ({scaled(x, reciprocal(3, acc))} + 0.5), {dy}))"
+        f"tl.where({x} <= -3.0, 0.0, tl.where({x} < 3.0, {dy} * ({divided(x, number(3, acc), acc)} + 0.5), {dy}))"
     ),
-    "leaky_relu_backward": lambda acc, dy, x, slope, is_result: f"tl.where({x} > 0, {dy}, {scaled(dy, slope)})",
-    "native_dropout_backward": lambda acc, dy, mask, scale: f"({mask} * {dy} * {number(scale)})",
+    "leaky_relu_backward": lambda acc, dy, x, slope, is_result: f"tl.where({x} > 0, {dy}, {scaled(dy, slope, acc)})",
+    "native_dropout_backward": lambda acc, dy, mask, scale: f"({mask} * {dy} * {number(scale, acc)})",
 }
 
 #: Comparisons, of operands in their common dtype.

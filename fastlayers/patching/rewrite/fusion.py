@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fastlayers.kernels.affine import ZERO, Index, indices_of, unflatten
+from fastlayers.kernels.affine import ZERO, Index, divide, indices_of, unflatten
 from fastlayers.kernels.generated import (
     COMPARISONS,
     FORMULAS,
@@ -59,6 +59,8 @@ CHOICES = frozenset({"where.self", "masked_fill.Scalar", "masked_fill.Tensor"})
 FILLED = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
 #: A tensor so many times smaller than another one is read from caches.
 BROADCAST = 8
+#: Bytes of a tensor whose sums down columns are worth a kernel by themselves.
+COLUMNS = 2**22
 #: Inputs of a kernel. More of them need more registers for addresses than there are.
 MAX_INPUTS = 24
 
@@ -72,6 +74,7 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
 
     ``values`` are those of its tape; a value that was written in place gets another name there after that.
     """
+    program = without_repetitions(program, values)
     unfused: set[int] = set()
     while True:  # What was written in place is, unless it is fused.
         attempt, functional = functionalized(program, values, unfused)
@@ -84,15 +87,43 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
         unfused |= left
 
 
+def without_repetitions(program: Program, values: Mapping[str, Tensor]) -> Program:
+    """The program with each value computed once: autocast, for one, casts the input of each of three projections."""
+    operations = [*program.forward, *program.backward]
+    writers = written_by(operations, values)
+    known: dict[Any, Operation] = {}
+    same: dict[str, str] = {}
+    found: list[list[Operation]] = [[], []]
+    for place, given in enumerate(operations):
+        operation = given if same.keys().isdisjoint(given.uses) else with_names(given, same)
+        touched = {storage(values[name]) for name in (*given.uses, *filter(None, given.makes))}
+        if not operation.effect and writers.keys().isdisjoint(touched):
+            earlier = known.setdefault((operation.function, repr(operation.args), repr(operation.kwargs)), operation)
+            pairs = list(zip(operation.makes, earlier.makes, strict=True))
+            if earlier is not operation and all(a == "" or (b and a not in program.results) for a, b in pairs):
+                same |= {a: b for a, b in pairs if a}
+                continue
+        found[place >= len(program.forward)].append(operation)
+    used = {name for operation in found[1] for name in operation.uses}
+    own = {name for operation in found[1] for name in operation.makes} | set(program.grads)
+    wanted = tuple(name and same.get(name, name) for name in program.wanted)
+    used |= {name for name in wanted if name is not None}
+    kept = tuple(sorted(used - own)) if program.grads else program.kept
+    return replace(program, forward=found[0], backward=found[1], wanted=wanted, kept=kept)
+
+
 def both_ways(program: Program, values: Mapping[str, Tensor]) -> Program:
-    outer = {name: operation for operation in program.forward for name in operation.makes if name}
-    backward = program.backward
-    kept = program.kept
+    backward, kept = program.backward, program.kept
     if program.grads:
         wanted = [name for name in program.wanted if name is not None]
-        again = Recomputed(outer, values, frozenset((*program.inputs, *program.grads)), frozenset(kept), written_by(program.forward, values))
-        backward = Fusion(backward, values, wanted, again).operations()
-        used = frozenset().union(*(operation.uses for operation in backward), wanted)
+        read: set[str] = set()
+        while True:
+            again = Recomputed(program, values, read)
+            backward = Fusion(program.backward, values, wanted, again).operations()
+            used = frozenset().union(*(operation.uses for operation in backward), wanted)
+            if used.isdisjoint(again.computed):
+                break
+            read |= used & again.computed  # An operation that was not fused after all.
         own = {name for operation in backward for name in operation.makes} | set(program.grads)
         kept = tuple(sorted(used - own))
     forward = Fusion(program.forward, values, [*program.results, *kept]).operations()
@@ -240,10 +271,8 @@ def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     floating = out.dtype in FLOATING
     if name in COPIES:
         return bool(given) and (operation.kwargs.get("device") in (None, out.device))
-    if name == "slice_backward":
-        return operation.args[5] == 1
     if name in MOVES:
-        return all(t.dtype is out.dtype and t.numel() > 0 for t in given)
+        return all((t.dtype is out.dtype or floating) and t.numel() > 0 for t in given)
     if name in FILLED or name in ("full", "scalar_tensor"):
         return floating or out.dtype is torch.bool
     if name in LOGICAL:
@@ -267,7 +296,7 @@ def formula(operation: Operation, locals_: Sequence[str], acc: torch.dtype) -> s
     kwargs = {name: map_values(value, lambda _: next(given)) for name, value in operation.kwargs.items()}
     if spelled(operation) == "div.Tensor" and not isinstance(operation.args[1], Value):
         return FORMULAS["div.Scalar"](acc, *args)
-    args = tuple(arg if isinstance(arg, str) or not is_second(operation, i) else number(arg) for i, arg in enumerate(args))
+    args = tuple(number(arg, acc) if is_second(operation, i) else arg for i, arg in enumerate(args))
     return FORMULAS[spelled(operation)](acc, *args, **kwargs)
 
 
@@ -288,50 +317,57 @@ def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
     return tuple(sorted({d % x.dim() for d in dims})) if dims else tuple(range(x.dim()))
 
 
-@dataclass
 class Recomputed:
-    """What a backward may compute again of the forward."""
+    """What a backward computes again of the forward, instead of keeping it.
 
-    outer: Mapping[str, Operation]
-    values: Mapping[str, Tensor]
-    inputs: frozenset[str]
-    kept: frozenset[str]
-    written: Mapping[int, Any]
-    known: dict[str, frozenset[str] | None] = field(default_factory=dict)
+    That is a value of which only fusable operations of the backward make use, if what it is computed of is not larger,
+    and is there anyway or replaces what would be kept. Those in ``read`` are kept.
+    """
 
-    def operation(self, name: str) -> Operation | None:
-        """The operation that makes a kept value, if computing it again reads less."""
-        if name not in self.kept or name in self.inputs:
-            return None
-        operation = self.outer.get(name)
-        if operation is None or operation.view or spelled(operation) in SUMS or not is_fusable(operation, self.values):
-            return None
-        leaves = self.leaves(name)
-        if leaves is None:
-            return None
-        return operation if reads_less(leaves, name, self.values) else None
+    def __init__(self, program: Program, values: Mapping[str, Tensor], read: set[str]) -> None:
+        self.values = values
+        self.outer = {name: operation for operation in program.forward for name in operation.makes if name}
+        self.written = written_by([*program.forward, *program.backward], values)
+        self.known: dict[str, frozenset[str] | None] = {}
+        #: The values that are there in the backward,
+        self.available = {*program.inputs, *program.grads, *program.kept}
+        #: and those that are not read but computed.
+        self.computed: set[str] = set()
+        outside = {
+            name for operation in program.backward
+            if not operation.view and not is_fusable(operation, values) for name in operation.uses
+        } | set(program.wanted) | read  # fmt: skip
+        own = {name: operation for operation in program.backward for name in operation.makes if name}
+        outside = {base_of(name, own, values) for name in outside if name is not None}
+        for name in sorted(program.kept, key=lambda name: (-values[name].nbytes, name)):
+            leaves = self.leaves(name) if name not in outside and name not in program.inputs else None
+            if leaves is None or not reads_less(leaves, name, values):
+                continue
+            if sum(values[leaf].nbytes for leaf in leaves - self.available) <= values[name].nbytes:
+                self.available |= leaves
+                self.computed.add(name)
 
-    def base(self, name: str) -> str:
-        return base_of(name, self.outer, self.values)
+    def operation(self, name: str, own: Mapping[str, Operation]) -> Operation | None:
+        """The operation that makes a value of the forward, if it is computed again."""
+        if name in own or (name in self.available and name not in self.computed):
+            return None
+        return self.outer[name]
 
     def leaves(self, name: str) -> frozenset[str] | None:
-        """The values that are there in the backward, of which this one is computed; None if some are not."""
+        """The stored values of which this one is computed; None if it has to be stored itself."""
         if name not in self.known:
             self.known[name] = None
             operation = self.outer.get(name)
+            if operation is None or spelled(operation) in SUMS or not is_fusable(operation, self.values):
+                return None
             found: frozenset[str] = frozenset()
-            if operation is not None and is_fusable(operation, self.values) and spelled(operation) not in SUMS:
-                for operand in operands(operation):
-                    base = self.base(operand)
-                    if storage(self.values[base]) in self.written:
-                        return None
-                    if base in self.inputs or (base in self.kept and self.operation(base) is None):
-                        found |= {base}
-                    elif (more := self.leaves(base)) is not None:
-                        found |= more
-                    else:
-                        return None
-                self.known[name] = found
+            for operand in operands(operation):
+                base = base_of(operand, self.outer, self.values)
+                if storage(self.values[base]) in self.written:
+                    return None
+                more = self.leaves(base)
+                found |= {base} if more is None else more
+            self.known[name] = found
         return self.known[name]
 
 
@@ -405,20 +441,16 @@ class Fusion:
 
     def base(self, name: str) -> str:
         name = base_of(name, self.producers, self.values)
-        return base_of(name, self.again.outer, self.values) if self.again and name not in self.available() else name
-
-    def available(self) -> set[str]:
-        assert self.again is not None
-        return self.producers.keys() | self.again.inputs | self.again.kept
+        if self.again is None or name in self.producers or name in self.again.available:
+            return name
+        return base_of(name, self.again.outer, self.values)
 
     def producer(self, name: str) -> tuple[int, Operation] | None:
         """The operation that computes a value where it is read, and its place; None if the value is stored."""
         place = self.places.get(name)
         if place is not None:
             return (place, self.given[place]) if place in self.fusable else None
-        operation = self.again.operation(name) if self.again else None
-        if operation is None and self.again and name not in self.available():
-            operation = self.again.outer[name]
+        operation = self.again.operation(name, self.producers) if self.again else None
         return None if operation is None else (-1, operation)
 
     def operations(self) -> list[Operation]:
@@ -512,9 +544,17 @@ class Fusion:
         return bool(shared) or not reads.isdisjoint(self.given[root].makes[0] for root in a.roots)
 
     def pays(self, group: Group) -> bool:
-        """Whether a kernel saves a launch."""
+        """Whether a kernel saves a launch, or is faster than torch's: its sums down columns take three times a copy."""
         launches = sum(1 for member in group.members if spelled(self.given[member]) not in FILLED)
-        return launches > 1
+        return launches > 1 or self.sums_columns(self.given[group.roots[0]])
+
+    def sums_columns(self, operation: Operation) -> bool:
+        if spelled(operation) != "sum.dim_IntList":
+            return False
+        x = self.values[operands(operation)[0]]
+        dims = reduced_dims(operation, x)
+        used = [d for d in range(x.dim()) if x.shape[d] > 1]
+        return x.nbytes >= COLUMNS and is_dense(x) and min(used, key=x.stride) not in dims
 
     # -- one kernel ----------------------------------------------------------------------------------------------
 
@@ -713,7 +753,7 @@ class Writer:
     def operand(self, value: Any, out: Tensor, indices: tuple[Index, ...], condition: str, dtype: torch.dtype) -> str:
         """A local with what an argument that is broadcast contributes to an element, in a dtype."""
         if not isinstance(value, Value):
-            return number(value)
+            return number(value, accumulator_of(dtype))
         t = self.values[value.name]
         own = indices[len(indices) - t.dim() :]
         own = tuple(ZERO if size == 1 else index for size, index in zip(t.shape, own, strict=True))
@@ -728,8 +768,10 @@ class Writer:
             return self.code.let(f"tl.where({shape}, {number(value)}, 0.0).to({NAMES[acc]})")
         if name in COPIES:
             source = self.values[args[0].name]
-            local = self.code.cast(self.operand(args[0], out, indices, condition, source.dtype), source.dtype, out.dtype)
-            return self.code.rounded(local, out.dtype) if source.dtype is not out.dtype and out.dtype in FLOATING else local
+            local = self.operand(args[0], out, indices, condition, source.dtype)
+            if source.dtype not in FLOATING or accumulator_of(out.dtype) is out.dtype:  # Else a double is rounded once.
+                local = self.code.cast(local, source.dtype, out.dtype)
+            return local if source.dtype is out.dtype else self.code.rounded(local, out.dtype)
         if name in MOVES:
             return self.moved(operation, out, indices, condition)
         if name in CHOICES:
@@ -776,7 +818,7 @@ class Writer:
         name, args = spelled(operation), operation.args
         if name in ("cat", "stack"):
             dim = argument(operation, 1, "dim", 0)
-            return self.concatenated(args[0], dim % out.dim(), name == "stack", indices, condition)
+            return self.concatenated(args[0], out, dim % out.dim(), name == "stack", indices, condition)
         if name == "roll":
             return self.rolled(operation, out, indices, condition)
         own = list(indices)
@@ -785,7 +827,14 @@ class Writer:
         if name == "slice_backward":
             dim, size = args[2] % out.dim(), self.values[args[0].name].shape
             start = min(max(args[3] + (out.shape[dim] if args[3] < 0 else 0), 0), out.shape[dim])
-            own[dim] = own[dim] + -start
+            steps = divide(own[dim], args[5])
+            if steps is None:
+                raise NotFusableError(self._reader)
+            own[dim], rest = steps[0] + -(start // args[5]), steps[1] + -(start % args[5])
+            between = self.code.holds(rest, 0, 1)
+            if between is None:
+                return self.code.let(f"tl.where(inside, {number(0)}, 0.0)")
+            tests += [between] if between else []
             bounds = {dim: size[dim]}
         elif name == "select_backward":
             dim = args[2] % out.dim()
@@ -815,7 +864,7 @@ class Writer:
         return self.code.let(" & ".join(wanted)) if len(wanted) > 1 else "".join(wanted)
 
     def concatenated(
-        self, parts: Sequence[Value], dim: int, stacked: bool, indices: tuple[Index, ...], condition: str
+        self, parts: Sequence[Value], out: Tensor, dim: int, stacked: bool, indices: tuple[Index, ...], condition: str
     ) -> str:
         found, start = None, 0
         for part in parts:
@@ -829,6 +878,7 @@ class Writer:
             if stacked:
                 del own[dim]
             local = self.value(part.name, tuple(own), self.joined(condition, test))
+            local = self.code.cast(local, self.values[part.name].dtype, out.dtype)
             found = local if found is None or not test else self.code.let(f"tl.where({test}, {local}, {found})")
         assert found is not None
         return found

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -594,6 +595,8 @@ def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Mod
     if any(p.name == "self" for p in parameters):
         raise Refusal(Reason.SIGNATURE, "a parameter called self that is not the first")
     load_fake_tensors()
+    if backends.problem("triton") is None:
+        import_module("fastlayers.patching.rewrite.fusion")  # In a call its imports would keep tensors as well.
     original = present.__dict__.get("__fastlayers_original__", present)
     name, region = f"Fused{original.__name__}", Region(present)
     namespace: dict[str, Any] = {

@@ -1,0 +1,419 @@
+"""Generated kernels: programs with and without them, on a GPU or, in a process of its own, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import DEVICES, needs_gpu
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+pytest.importorskip("triton")
+
+from fastlayers import backends
+from fastlayers.kernels import generated
+from fastlayers.kernels.affine import Index, divide, indices_of, unflatten
+from fastlayers.kernels.generated import FORMULAS, Kernel
+from fastlayers.patching.rewrite import executors
+from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, excluding
+from fastlayers.patching.rewrite.fusion import fused
+from fastlayers.patching.rewrite.regions import region_class
+from fastlayers.patching.rewrite.tape import Tape
+
+INTERPRETED = backends.triton_interprets()
+#: torch's own error of one operation, times the operations of a chain.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+#: The interpreter truncates float32 to bfloat16, where a GPU rounds.
+DTYPES = (torch.float32, torch.float64) if INTERPRETED else tuple(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def runs_here(request, monkeypatch):
+    device = getattr(request.node, "callspec", None) and request.node.callspec.params.get("device")
+    if device == "cpu":
+        if not INTERPRETED:
+            pytest.skip("test_in_the_interpreter runs it")
+        monkeypatch.setattr(backends, "generates_kernels", lambda device: True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="Triton interprets here already")
+def test_in_the_interpreter(inner_run):
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *inner_run, "-m", "not gpu", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[1], capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout.splitlines()[-1]
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+def recorded(function, inputs):
+    """The program of a call and of its backward, the values of its tape, its results, their gradients and those of the
+    inputs."""
+    tape = Tape(inputs, [])
+    wanted = [t for t in inputs if t.requires_grad]
+    dys, gradients, names = [], [], []
+    with tape:
+        out = function(*inputs)
+        results = out if isinstance(out, tuple) else (out,)
+        split = len(tape.operations)
+        active = [t for t in results if t.requires_grad]
+        if active:
+            with _disable_current_modes():
+                dys = [torch.empty_like(t).copy_(torch.randn(t.shape)) for t in active]
+            names = [tape.protect(dy, f"g{i}") for i, dy in enumerate(dys)]
+            gradients = torch.autograd.grad(active, wanted, dys, allow_unused=True)
+    asked = [None if g is None else tape.name(g) for g in gradients]
+    program = tape.program(split, [tape.name(t) for t in results], names, asked)
+    return program, tape, results, dys, gradients
+
+
+def launches(operations):
+    return sum(not operation.view for operation in operations)
+
+
+def check(function, *inputs, tolerance=None):
+    """Compare a program with generated kernels to the operations that it stands for; returns both programs."""
+    program, tape, results, dys, gradients = recorded(function, inputs)
+    other = fused(program, tape.values)
+    run = PythonExecutor(other, Facts())
+    with torch.no_grad(), excluding(KEYS):
+        actual, kept = run.forward(*inputs, *tape.constants)
+        found = run.backward(tuple(dys), list(kept)) if dys else ()
+    for a, b in zip((*actual, *found), (*results, *gradients), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            limit = (tolerance or TOLERANCE.get(b.dtype, 0)) * b.double().abs().nan_to_num(0, 0, 0).max().item()
+            torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=limit, equal_nan=True)
+    return program, other
+
+
+def turned(x, cos, sin):
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+
+def interleaved(x, cos, sin):
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).reshape(x.shape)
+    return x * cos + turned * sin
+
+
+def response_norm(x, weight, bias):
+    norm = torch.linalg.vector_norm(x, 2, (1, 2), keepdim=True)
+    return x + torch.addcmul(bias, weight, x * (norm / (norm.mean(-1, keepdim=True) + 1e-6)))
+
+
+def windows(x):
+    b, h, w, c = x.shape
+    x = torch.roll(F.pad(x, (0, 0, 0, 2, 0, 2)), (-1, -1), (1, 2))
+    return x.view(b, 2, (h + 2) // 2, 2, (w + 2) // 2, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, c) * 2
+
+
+def packed(x):
+    q, k, v = x.view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    return q * 0.5, k.contiguous() + 1, v.contiguous() * 2
+
+
+#: A chain, the shapes of its inputs, and the launches that are left of its forward and of its backward.
+CHAINS = {
+    "modulation": (
+        lambda x, s, t, g: x + g[:, None] * (F.layer_norm(x, x.shape[-1:]) * (1 + s[:, None]) + t[:, None]),
+        [(2, 8, 16), (2, 16), (2, 16), (2, 16)], (2, 4),
+    ),
+    "rotary of halves": (lambda x, c, s: turned(x.transpose(1, 2), c, s), [(2, 8, 4, 16), (8, 16), (8, 16)], (1, 4)),
+    "rotary of pairs": (interleaved, [(2, 4, 8, 16), (8, 16), (8, 16)], (1, 3)),
+    "response norm": (response_norm, [(2, 4, 4, 32), (32,), (32,)], (4, 5)),
+    "gates": (lambda x: F.gelu(x) * torch.sigmoid(x) + F.silu(x), [(4, 33)], (1, 1)),
+    "casts": (lambda x, y: (x.half() + 1).to(x.dtype) * y + x.double().to(x.dtype), [(4, 33), (33,)], (1, 2)),
+    "hard gates": (lambda x: x * F.hardsigmoid(x) + F.hardswish(x) * F.relu6(x), [(4, 33)], (1, 1)),
+    "windows": (windows, [(2, 6, 6, 8)], (1, 2)),
+    "packed": (packed, [(4, 6, 48)], (3, 1)),
+    "hand-written norm": (
+        lambda x: (x - x.mean(1, True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt(), [(4, 64, 5)], (3, 3),
+    ),
+    "root mean square": (
+        lambda x, w: (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * x * (1 + w), [(64, 64), (64,)], (2, 3),
+    ),
+    "normalized": (lambda x: F.normalize(x, dim=-1) * 8, [(4, 64)], (3, 3)),
+    "channels last": (
+        lambda x, w: (x.to(memory_format=torch.channels_last) * w + 1).mean((2, 3)).sigmoid(),
+        [(2, 8, 4, 4), (8, 1, 1)], (3, 4),
+    ),
+    "slices": (lambda x: x[..., :3].exp() * x[..., 3:6].sin() + x[..., 1::2], [(5, 6)], (1, 2)),
+    "leaky": (lambda x: F.leaky_relu(x * 2, 0.1) - F.leaky_relu(x, 0.2), [(7,)], (1, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains(name, dtype, device):
+    torch.manual_seed(0)
+    function, shapes, (forward, backward) = CHAINS[name]
+    inputs = [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
+    # Of 1/6 torch has a float32 for every dtype, on a CPU for some operations.
+    program, other = check(function, *inputs, tolerance=max(1e-6, TOLERANCE[dtype]) if name == "hard gates" else None)
+    assert launches(other.forward) <= forward < launches(program.forward)
+    assert launches(other.backward) <= backward < launches(program.backward)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHAINS)
+def test_as_near_to_float64_as_torch(name):
+    torch.manual_seed(0)
+    function, shapes, _ = CHAINS[name]
+    inputs = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
+    program, tape, results, dys, _ = recorded(function, inputs)
+    run = PythonExecutor(fused(program, tape.values), Facts())
+    with torch.no_grad(), excluding(KEYS):
+        actual, _ = run.forward(*inputs)
+    exact = function(*(t.detach().double() for t in inputs))
+    for a, b, wide in zip(actual, results, exact if isinstance(exact, tuple) else (exact,), strict=True):
+        assert (a - wide).norm() <= 1.01 * (b - wide).norm() + 1e-6 * wide.norm()
+
+
+#: Arguments of the operations with a formula, besides tensors: shapes of these, and more.
+ARGUMENTS = {
+    "add.Scalar": (1, 2.5), "sub.Scalar": (1, 2.5), "rsub.Scalar": (1, 2.5, 2), "mul.Scalar": (1, -3.5),
+    "div.Scalar": (1, 3.0), "addcmul": (3,), "addcdiv": (3,), "clamp_min": (1, 0.25), "clamp_max": (1, 0.25),
+    "clamp": (1, -0.5, 0.5), "threshold_backward": (2, 0.25), "hardtanh_backward": (2, -0.5, 0.5),
+    "leaky_relu_backward": (2, 0.1, False), "native_dropout_backward": (2, 1.25),
+    **dict.fromkeys(("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "minimum", "maximum"), (2,)),
+    **{name: (2,) for name in FORMULAS if name.endswith("_backward") and name.split("_")[0] not in ("threshold", "hardtanh", "leaky", "native")},
+}  # fmt: skip
+VALUES = (0.0, -0.0, 1.0, -1.0, 0.3, -2.7, 3.0, -3.0, 6.0, 40.0, -40.0)
+#: torch itself treats them in several ways on a CPU.
+NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas(name, device):
+    """Each formula on all pairs of special values, against torch's operation on the same device."""
+    base, _, overload = name.partition(".")
+    function = getattr(getattr(torch.ops.aten, base), overload or "default")
+    count, *more = ARGUMENTS.get(name, (1,))
+    variants = [[e] for e in (2, 3, 0.5, -0.5, -1, -2, 1)] if name == "pow.Tensor_Scalar" else [more]
+    values = (*VALUES, *(NOT_FINITE if device == "cuda" else ()))
+    tensors = list(torch.tensor(list(itertools.product(values, repeat=count)), device=device).unbind(-1))
+    if name == "native_dropout_backward":
+        tensors[1] = tensors[1] > 0
+    for extra in variants:
+        program, other = check(lambda *t, extra=extra: -function(*t, *extra), *(t.contiguous() for t in tensors))
+        assert [type(operation.function) for operation in other.forward] == [Kernel], program.forward
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_conditions(device):
+    x, mask = torch.randn(4, 6, device=device), torch.rand(4, 6, device=device) > 0.5
+
+    def function(x, mask):
+        chosen = torch.where(mask & (x != 0), x * 2, -torch.inf).masked_fill(x > 3, 0.0)
+        return chosen + (x <= x.abs()).float(), ~(mask | (x.double() < 1))
+
+    _, other = check(function, x, mask)
+    assert launches(other.forward) < 8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_place(device):
+    x, mask = torch.randn(4, 6, device=device, requires_grad=True), torch.rand(4, 6, device=device) > 0.5
+    _, other = check(lambda x, mask: (x * 2).masked_fill_(mask, 0).add_(1).relu_(), x, mask)
+    assert (launches(other.forward), launches(other.backward)) == (1, 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_written_while_another_view_is_in_use(device):
+    def function(x):
+        y = x * 2
+        row = y[1]
+        y.add_(1)
+        return row * 3 + y.exp(), y
+
+    check(function, torch.randn(4, 6, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_drawn_between_two_operations(device):
+    """A DropPath: what is computed before the numbers are drawn is used after."""
+
+    def function(x, y):
+        shifted = x.transpose(0, 1) + 1
+        keep = torch.full_like(x, 0.0)
+        keep.index_fill_(0, torch.tensor([1], device=x.device), 2.0)
+        keep.div_(0.5)
+        return y + shifted.transpose(0, 1) * keep
+
+    check(function, *(torch.randn(4, 6, device=device, requires_grad=True) for _ in range(2)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_value_is_computed_once(device):
+    """Autocast casts what three projections read three times."""
+    x = torch.randn(8, 16, device=device, requires_grad=True)
+    weights = [torch.randn(16, 16, device=device, dtype=torch.float64) for _ in range(3)]
+    program, other = check(lambda x, *w: sum((x * 2).double() @ m for m in w), x, *weights)
+    assert launches(program.forward) - launches(other.forward) >= 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_less_is_kept(device):
+    x = torch.randn(64, 64, device=device, requires_grad=True)
+    program, tape, *_ = recorded(lambda x: F.gelu(x) * torch.sigmoid(x) + torch.tanh(x), [x])
+    other = fused(program, tape.values)
+    assert len(program.kept) > 1
+    assert other.kept == ("x0",)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("shape", "dims"), [((70000, 3), (0,)), ((3, 70000), (1,)), ((1000, 2, 300), (0, 1)), ((5, 1), (1,))])
+def test_sums_that_are_shared(shape, dims, device):
+    """Where few programs would sum, several share a sum, and a second kernel adds up what they have."""
+    if INTERPRETED and max(shape) > 1000:
+        shape = tuple(min(n, 900) for n in shape)
+    x = torch.randn(shape, device=device)
+    outs = [check(lambda x: (x * x).sum(dims), x), check(lambda x: (x + 1).mean(dims, keepdim=True), x)]
+    assert all(type(o.function) is Kernel for _, other in outs for o in other.forward if not o.view)
+
+
+def test_it_sums_in_the_same_order():
+    code = generated.Code({"x": 8, "r": 10**6})
+    local = code.load("in0", Index.of("r", 10**6) * 8 + Index.of("x", 8), "", torch.float32)
+    result = generated.Result((8,), (1,), torch.float32)
+    made = generated.reduction(code, [local], ["{total}"], [result], [torch.float32], 8 * 10**6, False, torch.device("cpu"))
+    assert len(made) == 2
+    assert "atomic" not in "".join(kernel.source for kernel in made)
+
+
+# -- indices ----------------------------------------------------------------------------------------------------------
+
+
+def value_of(index, **variables):
+    return index.constant + sum(c * (variables[a.variable] // a.divisor % a.size) for c, a in index.terms)
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (2, 3, 4), (5,), (3, 1, 2), (2, 2, 2, 3)])
+def test_indices_are_those_of_the_memory(sizes):
+    for order in itertools.permutations(range(len(sizes))):
+        t = torch.empty([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
+        indices = indices_of("x", t.shape, t.stride())
+        for x in range(t.numel()):
+            place = [value_of(index, x=x) for index in indices]
+            assert sum(i * s for i, s in zip(place, t.stride(), strict=True)) == x
+            assert all(0 <= i < n for i, n in zip(place, sizes, strict=True))
+
+
+def test_division_is_exact_or_refused():
+    x = Index.of("x", 24)
+    for index, stride in itertools.product([x, x + 3, x * 2 + -5, Index.of("x", 24, 2) * 4 + Index.of("x", 2)], range(1, 9)):
+        found = divide(index, stride)
+        for i in range(24 if found else 0):
+            quotient, rest = (value_of(part, x=i) for part in found)
+            assert (quotient, rest) == divmod(value_of(index, x=i), stride)
+    assert divide(x, 5) is None
+    assert unflatten(x, (4, 6), (6, 1)) is not None
+    assert unflatten(x, (3, 5), (5, 1)) is None
+
+
+def test_neighbouring_atoms_join():
+    rows, columns = Index.of("x", 4, 6), Index.of("x", 6)
+    assert rows * 6 + columns == Index.of("x", 24)
+    assert (rows * 6 + columns).source({"x": 24}) == "x"
+    assert (rows * 8 + columns).source({"x": 24}) == "(x % 6) + (x // 6) * 8"
+
+
+# -- regions ----------------------------------------------------------------------------------------------------------
+
+
+class Modulated(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.linear, self.gate = nn.Linear(width, width), nn.Parameter(torch.rand(width))
+
+    def forward(self, x, t):
+        y = self.linear(x)
+        return x + (y * torch.sigmoid(t) + y.tanh()) * self.gate * (1 + t).exp().clamp(max=3)
+
+
+def outcome(module, *inputs):
+    given = [t.detach().requires_grad_() for t in inputs]
+    out = module(*given)
+    return [out, *torch.autograd.grad(out.square().sum(), [*given, *module.parameters()])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_regions(device):
+    torch.manual_seed(0)
+    module = Modulated().to(device)
+    cls = region_class(Modulated, {})
+    for rows in (8, 8, 8, 3, 3, 3):  # recorded at the second call of a shape
+        inputs = [torch.randn(rows, 32, device=device) for _ in range(2)]
+        expected = outcome(module, *inputs)
+        module.__class__ = cls
+        for a, b in zip(outcome(module, *inputs), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        module.__class__ = Modulated
+    entries = [e for found in cls.__fastlayers_region__.entries.values() for e in found]
+    assert [entry.refusal for entry in entries] == [None, None]
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_tensors_that_are_not_aligned():
+    torch.manual_seed(0)
+    module = Modulated().cuda()
+    region = Modulated().cuda()
+    region.load_state_dict(module.state_dict())
+    region.__class__ = region_class(Modulated, {})
+    storage = torch.randn(2, 8 * 32 + 4, device="cuda")
+    for offset in (0, 0, 0, 1, 1, 0):
+        inputs = [row[offset : offset + 256].view(8, 32) for row in storage]
+        for a, b in zip(outcome(region, *inputs), outcome(module, *inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.skipif(executors.problem is not None, reason=f"{executors.problem}")
+def test_cpp_launches_them(monkeypatch):
+    region = Modulated().cuda()
+    region.__class__ = region_class(Modulated, {})
+    inputs = [torch.randn(8, 32, device="cuda", requires_grad=True) for _ in range(2)]
+    for _ in range(3):
+        region(*inputs).sum().backward()
+
+    def call(*args):
+        raise AssertionError("Python was called")
+
+    monkeypatch.setattr(Kernel, "__call__", call)
+    monkeypatch.setattr(executors, "run_generated", call)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        region(*inputs).sum().backward()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = region(*inputs)
+    graph.replay()
+    torch.testing.assert_close(out, Modulated.forward(region, *inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_only_triton_generates(monkeypatch):
+    monkeypatch.setattr(backends, "problem", lambda name, device=None: None)
+    for forced, expected in ((None, True), ("cuda", True), ("triton", True), ("eager", False), ("compile", False)):
+        monkeypatch.setattr(backends, "_forced", forced)
+        assert backends.generates_kernels(torch.device("cuda")) == expected
+        assert backends.generates_kernels(torch.device("cpu")) == (forced == "triton")
