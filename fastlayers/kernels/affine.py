@@ -89,16 +89,16 @@ def divide(index: Index, stride: int) -> tuple[Index, Index] | None:
     for c, atom in index.terms:
         if c % stride == 0:
             quotient.append((c // stride, atom))
-        elif 0 < c and c * (atom.size - 1) < stride:
+        elif c > 0 and c * (atom.size - 1) < stride:
             rest.append((c, atom))
-        elif 0 < c and stride % c == 0 and atom.size % (stride // c) == 0:
+        elif c > 0 and stride % c == 0 and atom.size % (stride // c) == 0:
             factor = stride // c
             quotient.append((1, Atom(atom.variable, atom.divisor * factor, atom.size // factor)))
             rest.append((c, Atom(atom.variable, atom.divisor, factor)))
         else:
             return None
     found = Index(merged(quotient), index.constant // stride), Index(merged(rest), index.constant % stride)
-    return found if 0 <= found[1].least and found[1].most < stride else None
+    return found if found[1].least >= 0 and found[1].most < stride else None
 
 
 def unflatten(place: Index, sizes: Sequence[int], strides: Sequence[int]) -> tuple[Index, ...] | None:

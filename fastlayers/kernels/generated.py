@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from fastlayers.backends import triton_interprets
 from fastlayers.kernels import activations
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.indexing import INT32_EXTENT
@@ -73,7 +72,7 @@ _scope = {"tl": tl, "triton": triton, "libdevice": libdevice, "tanh": activation
 
 def call(name: str, x: str) -> str:
     """A function of one number, as accurate as torch's. The interpreter has no libdevice."""
-    if not triton_interprets():
+    if not triton.knobs.runtime.interpret:
         return f"libdevice.{name}({x})"
     return f"tanh({x})" if name == "tanh" else f"tl.{name}({x})"
 
@@ -103,8 +102,14 @@ def sigmoid(z: str, acc: torch.dtype) -> str:
 
 
 def power(x: str, exponent: float, acc: torch.dtype) -> str | None:
-    exact = {1: x, 2: f"({x} * {x})", 3: f"({x} * {x} * {x})", 0.5: root(x, acc), -0.5: call("rsqrt", x)}
-    inverse = {-1: x, -2: f"({x} * {x})"}
+    exact: dict[float, str] = {
+        1: x,
+        2: f"({x} * {x})",
+        3: f"({x} * {x} * {x})",
+        0.5: root(x, acc),
+        -0.5: call("rsqrt", x),
+    }
+    inverse: dict[float, str] = {-1: x, -2: f"({x} * {x})"}
     if exponent in inverse:
         return divided(number(1, acc), inverse[exponent], acc)
     return exact.get(exponent)
@@ -185,9 +190,7 @@ FORMULAS: dict[str, Callable[..., str | None]] = {
     "clamp_min": lambda acc, x, min: between(x, min, None, acc),
     "clamp_max": lambda acc, x, max: between(x, None, max, acc),
     "hardsigmoid": lambda acc, x: scaled(between(f"{x} + 3.0", 0, 6, acc), SIXTH, acc),
-    "hardswish": lambda acc, x: scaled(
-        f"({x} * {between(f'{x} + 3.0', 0, 6, acc)})", SIXTH, acc
-    ),
+    "hardswish": lambda acc, x: scaled(f"({x} * {between(f'{x} + 3.0', 0, 6, acc)})", SIXTH, acc),
     "leaky_relu": lambda acc, x, slope=0.01: f"tl.where({x} > 0, {x}, {scaled(x, slope, acc)})",
     "minimum": lambda acc, a, b: f"tl.minimum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
     "maximum": lambda acc, a, b: f"tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
@@ -199,9 +202,7 @@ FORMULAS: dict[str, Callable[..., str | None]] = {
     "hardtanh_backward": lambda acc, dy, x, low, high: (
         f"tl.where(({x} <= {number(low, acc)}) | ({x} >= {number(high, acc)}), 0.0, {dy})"
     ),
-    "hardsigmoid_backward": lambda acc, dy, x: (
-        f"tl.where(({x} > -3.0) & ({x} < 3.0), {scaled(dy, SIXTH, acc)}, 0.0)"
-    ),
+    "hardsigmoid_backward": lambda acc, dy, x: f"tl.where(({x} > -3.0) & ({x} < 3.0), {scaled(dy, SIXTH, acc)}, 0.0)",
     "hardswish_backward": lambda acc, dy, x: (
         f"tl.where({x} <= -3.0, 0.0, tl.where({x} < 3.0, {dy} * ({divided(x, number(3, acc), acc)} + 0.5), {dy}))"
     ),
@@ -420,7 +421,8 @@ def reduction(
     shares = cdiv(reduced, chunk)
     wide = torch.float64 if torch.float64 in {result.dtype for result in results} else torch.float32
     places = range(len(summed))
-    totals = [text.format(total=f"total{i}", count=float(reduced)) for i, text in enumerate(finished)]
+    texts = finished if shares == 1 else ["{total}"] * len(finished)
+    totals = [text.format(total=f"total{i}", count=float(reduced)) for i, text in enumerate(texts)]
     lines = [
         "blocks = tl.cdiv(n, X)",
         "share = tl.program_id(0) // blocks",
@@ -435,9 +437,8 @@ def reduction(
         *(f"    sum{i} += tl.where(inside, {local}, 0.0)" for i, local in enumerate(summed)),
         *(f"total{i} = tl.sum(sum{i}, 1)" for i in places),
         *(
-            f"tl.store(out{i} + share * n + column, ({f'total{i}' if shares > 1 else totals[i]}).to(out{i}.dtype.element_ty),"
-            " mask=column < n)"
-            for i in places
+            f"tl.store(out{i} + share * n + column, ({total}).to(out{i}.dtype.element_ty), mask=column < n)"
+            for i, total in enumerate(totals)
         ),
     ]
     source = function_source(len(results), len(dtypes), "n, chunk, end", "INDEX X R", lines)
@@ -464,6 +465,6 @@ def shared(
 
 def compile_together(kernels: Sequence[Kernel]) -> None:
     """Compile kernels at the same time, where there are several."""
-    if len(kernels) > 1 and not triton_interprets():
+    if len(kernels) > 1 and not triton.knobs.runtime.interpret:
         with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
             list(pool.map(Kernel.compile, kernels))

@@ -278,9 +278,8 @@ class NativeExecutor:
                     )  # fmt: skip
                 else:
                     launch = launch_of(function)
-                    if launch is None:
-                        call = partial(run_kernel, operation, uses)
-                    else:
+                    call: Any = partial(run_kernel, operation, uses)
+                    if launch is not None:
                         call, uses = partial(run_generated, function, launch), [v.name for v in operation.args]
                     made = numbers(operation.makes)
                     _native.kernel(self._address, bool(of_backward), call, numbers(uses), made, launch)

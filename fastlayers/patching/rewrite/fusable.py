@@ -1,0 +1,169 @@
+"""What can be part of a generated kernel: operations of torch with a formula, copies, moves and sums."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fastlayers.kernels.generated import COMPARISONS, FORMULAS, NAMES, SUMS, accumulator_of, number
+from fastlayers.patching.rewrite.tape import Operation, Value, map_values, storage
+
+__all__ = [
+    "CHOICES",
+    "COPIES",
+    "FILLED",
+    "FLOATING",
+    "LOGICAL",
+    "MOVES",
+    "argument",
+    "base_of",
+    "formula",
+    "is_dense",
+    "is_fusable",
+    "operands",
+    "reduced_dims",
+    "spelled",
+    "written",
+    "written_by",
+]
+
+FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+#: Operations that give their first argument another dtype or layout.
+COPIES = frozenset({"to.dtype", "_to_copy", "clone", "contiguous"})
+#: Operations that give the elements of their arguments other places.
+MOVES = frozenset({"cat", "stack", "slice_backward", "select_backward", "constant_pad_nd", "roll"})
+#: Operations on conditions.
+LOGICAL = {
+    "logical_not": "({0} == 0)", "bitwise_not": "({0} == 0)", "logical_and": "({0} & {1})",
+    "logical_or": "({0} | {1})", "bitwise_and.Tensor": "({0} & {1})", "bitwise_or.Tensor": "({0} | {1})",
+}  # fmt: skip
+#: Operations that choose between values.
+CHOICES = frozenset({"where.self", "masked_fill.Scalar", "masked_fill.Tensor"})
+#: Values that are nowhere stored.
+FILLED = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
+
+
+def spelled(operation: Operation) -> str:
+    """The name of an operation of torch, without that of its only overload; empty for one of another kind."""
+    function = operation.function
+    if not isinstance(function, OpOverload) or function.namespace != "aten":
+        return ""
+    name = function._schema.name.split("::")[1]
+    return name if function._schema.overload_name in ("", "default") else f"{name}.{function._schema.overload_name}"
+
+
+def operands(operation: Operation) -> list[str]:
+    found: list[str] = []
+    map_values((*operation.args, *operation.kwargs.values()), lambda value: found.append(value.name))
+    return found
+
+
+def argument(operation: Operation, place: int, name: str, default: Any = None) -> Any:
+    return operation.args[place] if len(operation.args) > place else operation.kwargs.get(name, default)
+
+
+def is_dense(t: Tensor) -> bool:
+    return t.numel() > 0 and torch.ops.aten.is_non_overlapping_and_dense(t)
+
+
+def written_by(operations: Iterable[Operation], values: Mapping[str, Tensor]) -> dict[int, list[int]]:
+    """For each memory that is written, the places of the operations that do."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for place, operation in enumerate(operations):
+        for name in written(operation):
+            found[storage(values[name])].append(place)
+    return found
+
+
+def written(operation: Operation) -> list[str]:
+    """The names of the values that an operation may write."""
+    if not operation.effect:
+        return []
+    if not isinstance(operation.function, OpOverload):
+        return list(operation.uses)
+    schema = operation.function._schema
+    found: list[str] = []
+    names = [a.name for a in schema.arguments]
+    for place, declared in enumerate(schema.arguments):
+        if declared.is_write or schema.name.startswith("fastlayers"):  # Running statistics are not always declared.
+            given = operation.args[place] if place < len(operation.args) else operation.kwargs.get(names[place])
+            map_values([given], lambda value: found.append(value.name))
+    return found
+
+
+def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
+    """Whether an operation has a formula, for the tensors that it is given."""
+    name = spelled(operation)
+    if operation.effect or not operation.single or len(operation.makes) != 1 or not operation.makes[0]:
+        return False
+    out = values[operation.makes[0]]
+    given = [values[n] for n in operands(operation)]
+    if (
+        out.dtype not in NAMES
+        or not is_dense(out)
+        or any(t.dtype not in NAMES or t.device != out.device for t in given)
+    ):
+        return False
+    floating = out.dtype in FLOATING
+    if name in COPIES:
+        return bool(given) and (operation.kwargs.get("device") in (None, out.device))
+    if name in MOVES:
+        return all((t.dtype is out.dtype or floating) and t.numel() > 0 for t in given)
+    if name in FILLED or name in ("full", "scalar_tensor"):
+        return floating or out.dtype is torch.bool
+    if name in LOGICAL:
+        return all(t.dtype is torch.bool for t in given)
+    if name in CHOICES:
+        return floating and all(t.dtype in FLOATING or t.dtype is torch.bool for t in given)
+    base = name.partition(".")[0]
+    if base in COMPARISONS:
+        return not any(isinstance(arg, complex) for arg in operation.args)
+    if name in SUMS:
+        return floating and given[0].dtype in FLOATING and is_plain_sum(operation, given[0])
+    if name not in FORMULAS or not floating or not all(t.dtype in FLOATING or t.dtype is torch.bool for t in given):
+        return False
+    return formula(operation, [f"t{i}" for i in range(len(given))], accumulator_of(out.dtype)) is not None
+
+
+def formula(operation: Operation, locals_: Sequence[str], acc: torch.dtype) -> str | None:
+    """The source of a pointwise operation on locals."""
+    given = iter(locals_)
+    args = map_values(operation.args, lambda _: next(given))
+    kwargs = {name: map_values(value, lambda _: next(given)) for name, value in operation.kwargs.items()}
+    if spelled(operation) == "div.Tensor" and not isinstance(operation.args[1], Value):
+        return FORMULAS["div.Scalar"](acc, *args)
+    args = tuple(number(arg, acc) if is_second(operation, i) else arg for i, arg in enumerate(args))
+    return FORMULAS[spelled(operation)](acc, *args, **kwargs)
+
+
+def is_second(operation: Operation, place: int) -> bool:
+    """Whether an argument is a number where the schema has a tensor."""
+    declared = operation.function._schema.arguments[place]  # type: ignore[attr-defined]
+    return str(declared.type) == "Tensor" and not isinstance(operation.args[place], Value)
+
+
+def is_plain_sum(operation: Operation, x: Tensor) -> bool:
+    if spelled(operation) != "linalg_vector_norm":
+        return argument(operation, 1, "dim") is not None
+    return argument(operation, 1, "ord", 2) == 2 and argument(operation, 2, "dim") is not None
+
+
+def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
+    dims = argument(operation, *((2, "dim") if spelled(operation) == "linalg_vector_norm" else (1, "dim")))
+    return tuple(sorted({d % x.dim() for d in dims})) if dims else tuple(range(x.dim()))
+
+
+def base_of(name: str, producers: Mapping[str, Operation], values: Mapping[str, Tensor]) -> str:
+    """The value of whose memory another one is a view."""
+    while (operation := producers.get(name)) is not None and operation.view:
+        source = operation.args[0]
+        if not isinstance(source, Value) or values[source.name].dtype is not values[name].dtype:
+            break
+        name = source.name
+    return name
