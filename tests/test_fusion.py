@@ -133,7 +133,7 @@ CHAINS = {
         lambda x, s, t, g: x + g[:, None] * (F.layer_norm(x, x.shape[-1:]) * (1 + s[:, None]) + t[:, None]),
         [(2, 8, 16), (2, 16), (2, 16), (2, 16)], (2, 4),
     ),
-    "rotary of halves": (lambda x, c, s: turned(x.transpose(1, 2), c, s), [(2, 8, 4, 16), (8, 16), (8, 16)], (1, 4)),
+    "rotary of halves": (lambda x, c, s: turned(x.transpose(1, 2), c, s), [(2, 8, 4, 16), (8, 16), (8, 16)], (1, 5)),
     "rotary of pairs": (interleaved, [(2, 4, 8, 16), (8, 16), (8, 16)], (1, 3)),
     "response norm": (response_norm, [(2, 4, 4, 32), (32,), (32,)], (4, 5)),
     "gates": (lambda x: F.gelu(x) * torch.sigmoid(x) + F.silu(x), [(4, 33)], (1, 1)),
@@ -425,3 +425,40 @@ def test_only_triton_generates(monkeypatch):
         monkeypatch.setattr(backends, "_forced", forced)
         assert backends.generates_kernels(torch.device("cuda")) == expected
         assert backends.generates_kernels(torch.device("cpu")) == (forced == "triton")
+
+
+class Shifted(nn.Module):
+    """With the gradients of a recording, those of the bias cancel: what is left is rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.rand(32))
+
+    def forward(self, x):
+        return (x + self.bias) * 0.1 - x.abs() * 0.3 + x.sin()
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_gradients_of_nothing_but_rounding(device):
+    """Two orders of a sum find other roundings."""
+    module = Shifted().to(device)
+    module.__class__ = region_class(Shifted, {})
+    for _ in range(3):
+        module(torch.randn(280, 32, device=device, requires_grad=True)).sum().backward()
+    (entry,) = (e for found in type(module).__fastlayers_region__.entries.values() for e in found)
+    assert entry.refusal is None
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_kernel_that_cannot_be_compiled(device, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(Kernel, "compile", fails)
+    monkeypatch.setattr("fastlayers.patching.rewrite.fusion.compile_together", lambda kernels: kernels[0].compile())
+    module = Modulated().to(device)
+    module.__class__ = region_class(Modulated, {})
+    for _ in range(3):
+        module(*(torch.randn(8, 32, device=device, requires_grad=True) for _ in range(2))).sum().backward()
+    (entry,) = (e for found in type(module).__fastlayers_region__.entries.values() for e in found)
+    assert entry.refusal is None

@@ -464,7 +464,7 @@ def shared(
 
 
 def compile_together(kernels: Sequence[Kernel]) -> None:
-    """Compile kernels at the same time, where there are several."""
-    if len(kernels) > 1 and not triton.knobs.runtime.interpret:
+    """Compile kernels, several at the same time."""
+    if kernels and not triton.knobs.runtime.interpret:
         with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
             list(pool.map(Kernel.compile, kernels))

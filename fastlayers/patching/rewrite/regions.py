@@ -14,7 +14,7 @@ import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -418,9 +418,7 @@ class Region:
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
         try:
-            *recorded, grads, gradients = self.recorded(entry, module, pattern, real, len(given))
-            code = entry.code
-            assert code is not None
+            *recorded, grads, gradients, code = self.recorded(entry, module, pattern, real, len(given))
             inputs = (*real, *entry.constants)
             changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
             written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]  # type: ignore[arg-type]
@@ -453,7 +451,8 @@ class Region:
     def recorded(
         self, entry: Entry, module: nn.Module, pattern: Any, real: tuple[Tensor, ...], count: int
     ) -> tuple[Any, ...]:
-        """The results, what is kept, and gradients of results and of inputs, of a run that gives the entry its code."""
+        """The results, what is kept, and gradients of results and of inputs, of a run that gives the entry its code.
+        The last item is the code as it was recorded, without generated kernels."""
         records = torch.is_grad_enabled()
         with torch.enable_grad():
             aliases = [t.detach().requires_grad_(t.requires_grad) for t in real[:count]]
@@ -492,10 +491,6 @@ class Region:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
-        if backends.generates_kernels(inputs[0].device):
-            from fastlayers.patching.rewrite.fusion import fused  # needs Triton
-
-            program = fused(program, tape.values)
         attends = any("attention" in plain_name(operation.function) for operation in tape.operations)
         entry.attentions = attentions() if attends else None
         entry.constants = tuple(tape.constants)
@@ -510,14 +505,21 @@ class Region:
             constant=tuple(i for i in range(len(results)) if i not in active),
             strides=tuple(results[i].stride() for i in active),
         )
-        entry.code = execute(program, entry.facts)
+        entry.code = plain = execute(program, entry.facts)
+        if backends.generates_kernels(inputs[0].device):
+            from fastlayers.patching.rewrite.fusion import fused  # needs Triton
+
+            # It is not compared with the recording: the gradient of a key's bias, for one, is nothing but rounding.
+            with suppress(Exception):  # What was recorded runs as well if Triton cannot compile a kernel.
+                program = fused(program, tape.values)
+                entry.code = execute(program, entry.facts)
         numbers = {id(t): i for i, t in enumerate(results)} | {id(t): ~i for i, t in enumerate(inputs)}
         entry.leaves = tuple((numbers.get(id(leaf)), None if isinstance(leaf, Tensor) else leaf) for leaf in leaves)
         entry.spec = None if isinstance(out, Tensor) else spec
         own = dict(zip(names, (t.detach() for t in results), strict=True))
         own |= dict(zip(tape.inputs, entry.order((*real, *entry.constants)), strict=True))
         kept = tuple(own[name] if name in own else tape.values[name].detach() for name in program.kept)
-        return tuple(own[name] for name in names), kept, grads, gradients
+        return tuple(own[name] for name in names), kept, grads, gradients, plain
 
     @staticmethod
     def check_results(leaves: Sequence[Any], results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
