@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import islice
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -418,22 +419,25 @@ class Region:
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
         try:
-            *recorded, grads, gradients, code = self.recorded(entry, module, pattern, real, len(given))
+            *recorded, grads, gradients, plain = self.recorded(entry, module, pattern, real, len(given))
             inputs = (*real, *entry.constants)
             changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
             written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]  # type: ignore[arg-type]
             entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in written)
             entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
-            # Once more, from where it began: a kernel that the tape cannot see would be missing.
-            with torch.no_grad(), excluding(KEYS):
-                for t, old in zip(state, before, strict=True):
-                    if id(t) in changed:
-                        t.copy_(old)
-                restore_random_state(random, real)
-                results, kept = code.forward(*entry.order(inputs))
-                found = code.backward(grads, list(kept)) if grads else ()
-            for again, known in zip((*results, *found), (*recorded[0], *gradients), strict=True):
-                if not agree(again, known):
+            # Once more, from where it began: a kernel that the tape cannot see would be missing. Generated kernels are
+            # loaded here, which a capture could not do. Of theirs, gradients are not compared: where these cancel, as
+            # those of a key's bias do, they are nothing but rounding.
+            for code in dict.fromkeys((plain, entry.code)):
+                with torch.no_grad(), excluding(KEYS):
+                    for t, old in zip(state, before, strict=True):
+                        if id(t) in changed:
+                            t.copy_(old)
+                    restore_random_state(random, real)
+                    results, kept = code.forward(*entry.order(inputs))
+                    found = code.backward(grads, list(kept)) if grads else ()
+                pairs = zip((*results, *found), (*recorded[0], *gradients), strict=True)
+                if not all(agree(*pair) for pair in islice(pairs, None if code is plain else len(results))):
                     raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
             return *recorded, random if entry.draws else None
         except Exception as error:
@@ -509,7 +513,6 @@ class Region:
         if backends.generates_kernels(inputs[0].device):
             from fastlayers.patching.rewrite.fusion import fused  # needs Triton
 
-            # It is not compared with the recording: the gradient of a key's bias, for one, is nothing but rounding.
             with suppress(Exception):  # What was recorded runs as well if Triton cannot compile a kernel.
                 program = fused(program, tape.values)
                 entry.code = execute(program, entry.facts)
