@@ -262,6 +262,13 @@ def test_what_is_drawn_between_two_operations(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_views_as_another_dtype(device):
+    """They read memory, which therefore has to be written."""
+    _, other = check(lambda x: ((x * 2 + 1).view(torch.int32) + 0, x * 3 - 1), torch.randn(4, 6, device=device))
+    assert any(type(operation.function) is Kernel for operation in other.forward)
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_a_value_is_computed_once(device):
     """Autocast casts what three projections read three times."""
     x = torch.randn(8, 16, device=device, requires_grad=True)

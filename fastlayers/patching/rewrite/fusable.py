@@ -24,6 +24,7 @@ __all__ = [
     "base_of",
     "formula",
     "is_dense",
+    "is_followed",
     "is_fusable",
     "operands",
     "reduced_dims",
@@ -161,9 +162,14 @@ def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
 
 def base_of(name: str, producers: Mapping[str, Operation], values: Mapping[str, Tensor]) -> str:
     """The value of whose memory another one is a view."""
-    while (operation := producers.get(name)) is not None and operation.view:
-        source = operation.args[0]
-        if not isinstance(source, Value) or values[source.name].dtype is not values[name].dtype:
-            break
-        name = source.name
+    while (operation := producers.get(name)) is not None and is_followed(operation, values):
+        name = operation.args[0].name
     return name
+
+
+def is_followed(operation: Operation, values: Mapping[str, Tensor]) -> bool:
+    """Whether an operation is a view whose elements are found in its argument: not one as another dtype."""
+    source = operation.args[0] if operation.view else None
+    if not isinstance(source, Value):
+        return False
+    return all(values[name].dtype is values[source.name].dtype for name in operation.makes if name)

@@ -29,6 +29,7 @@ from fastlayers.patching.rewrite.fusable import (
     FILLED,
     base_of,
     is_dense,
+    is_followed,
     is_fusable,
     operands,
     reduced_dims,
@@ -214,7 +215,7 @@ class Recomputed:
         self.computed: set[str] = set()
         outside = {
             name for operation in program.backward
-            if not operation.view and not is_fusable(operation, values) for name in operation.uses
+            if not is_followed(operation, values) and not is_fusable(operation, values) for name in operation.uses
         } | set(program.wanted) | read  # fmt: skip
         own = {name: operation for operation in program.backward for name in operation.makes if name}
         outside = {base_of(name, own, values) for name in outside if name is not None}
@@ -342,7 +343,7 @@ class Fusion:
         outside = {
             self.base(name)
             for i, op in enumerate(self.given)
-            if i not in self.fusable and not op.view
+            if i not in self.fusable and not is_followed(op, self.values)
             for name in op.uses
         }
         outside |= {self.base(name) for name in self.needed}
