@@ -299,15 +299,18 @@ def test_sums_that_are_shared(shape, dims, device):
     assert all(type(o.function) is Kernel for _, other in outs for o in other.forward if not o.view)
 
 
-def test_it_sums_in_the_same_order():
-    code = generated.Code({"x": 8, "r": 10**6})
-    local = code.load("in0", Index.of("r", 10**6) * 8 + Index.of("x", 8), "", torch.float32)
-    result = generated.Result((8,), (1,), torch.float32)
-    made = generated.reduction(
-        code, [local], ["{total}"], [result], [torch.float32], 8 * 10**6, False, torch.device("cpu")
-    )
-    assert len(made) == 2
-    assert "atomic" not in "".join(kernel.source for kernel in made)
+@pytest.mark.parametrize(("kept", "reduced"), [(8, 10**6), (96, 200704), (1, 10**7), (10**6, 300)])
+def test_sums_have_one_order(kept, reduced, monkeypatch):
+    """At most two kernels, the second of which adds up all that the first one leaves."""
+    monkeypatch.setattr(generated, "multiprocessors", lambda device: 132)
+    code = generated.Code({"x": kept, "r": reduced})
+    local = code.load("in0", Index.of("r", reduced) * kept + Index.of("x", kept), "", torch.float32)
+    result = generated.Result((kept,), (1,), torch.float32)
+    cpu = torch.device("cpu")
+    *first, last = generated.reduction(code, [local], ["{total}"], [result], [torch.float32], 1, False, cpu)
+    assert last.results == (result,)
+    assert [len(kernel.results[0].sizes) for kernel in first] == ([2] if kept < 10**6 else [])
+    assert all("atomic" not in kernel.source for kernel in (*first, last))
 
 
 # -- indices ----------------------------------------------------------------------------------------------------------

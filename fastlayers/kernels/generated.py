@@ -396,7 +396,7 @@ def pointwise(
 
 def reduction(
     code: Code, summed: Sequence[str], finished: Sequence[str], results: Sequence[Result],
-    dtypes: Sequence[torch.dtype], extent: int, along: bool, device: torch.device,
+    dtypes: Sequence[torch.dtype], extent: int, along: bool, device: torch.device, shared_out: bool = True,
 ) -> tuple[Kernel, ...]:  # fmt: skip
     """Kernels that sum expressions over the variable ``r`` for each value of ``x``, an element of the results.
 
@@ -407,6 +407,7 @@ def reduction(
         summed: the locals that are added up.
         finished: what is made of each ``total`` of ``count`` elements.
         along: whether neighbouring elements of memory belong to one sum.
+        shared_out: whether several programs may share a sum.
     """
     kept, reduced = code.sizes["x"], code.sizes["r"]
     if along:
@@ -416,7 +417,8 @@ def reduction(
         width = min(triton.next_power_of_2(kept), CONTIGUOUS)
         depth = min(triton.next_power_of_2(reduced), REDUCED_TILE // width)
     blocks = cdiv(kept, width)
-    chunk = cdiv(reduced, max(1, min(cdiv(PROGRAMS * multiprocessors(device), blocks), cdiv(reduced, LEAST * depth))))
+    wanted = cdiv(PROGRAMS * multiprocessors(device), blocks) if shared_out else 1
+    chunk = cdiv(reduced, max(1, min(wanted, cdiv(reduced, LEAST * depth))))
     chunk = cdiv(chunk, depth) * depth
     shares = cdiv(reduced, chunk)
     wide = torch.float64 if torch.float64 in {result.dtype for result in results} else torch.float32
@@ -451,7 +453,9 @@ def reduction(
     place = Index.of("r", shares) * kept + Index.of("x", kept)
     parts = [second.load(f"in{i}", place, "", wide) for i in places]
     texts = [text.replace("{count}", str(float(reduced))) for text in finished]
-    return first, *reduction(second, parts, texts, results, [wide] * len(parts), shares * kept, False, device)
+    return first, *reduction(
+        second, parts, texts, results, [wide] * len(parts), shares * kept, False, device, shared_out=False
+    )
 
 
 @lru_cache(maxsize=4096)

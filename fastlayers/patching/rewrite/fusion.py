@@ -279,7 +279,7 @@ class Group:
         takes = [self.inputs, parts[0]]
         return [
             Operation(kernel, tuple(map(Value, taken)), {}, made, single=False, effect=False)
-            for kernel, taken, made in zip(self.kernels, takes, parts, strict=False)
+            for kernel, taken, made in zip(self.kernels, takes[: len(parts)], parts, strict=True)
         ]
 
 
