@@ -82,9 +82,11 @@ def without_repetitions(program: Program, values: Mapping[str, Tensor]) -> Progr
         touched = {storage(values[name]) for name in (*given.uses, *filter(None, given.makes))}
         if not operation.effect and writers.keys().isdisjoint(touched):
             earlier = known.setdefault((operation.function, repr(operation.args), repr(operation.kwargs)), operation)
-            pairs = list(zip(operation.makes, earlier.makes, strict=True))
-            if earlier is not operation and all(a == "" or (b and a not in program.results) for a, b in pairs):
-                same |= {a: b for a, b in pairs if a}
+            pairs = [(a, b) for a, b in zip(operation.makes, earlier.makes, strict=True) if a]
+            there = set(program.kept) if place >= len(program.forward) else set(earlier.makes)
+            there |= {name for other in found[1] for name in other.makes}
+            if earlier is not operation and all(b in there and a not in program.results for a, b in pairs):
+                same |= dict(pairs)
                 continue
         found[place >= len(program.forward)].append(operation)
     used = {name for operation in found[1] for name in operation.uses}
@@ -201,7 +203,8 @@ class Recomputed:
     """What a backward computes again of the forward, instead of keeping it.
 
     That is a value of which only fusable operations of the backward make use, if what it is computed of is not larger,
-    and is there anyway or replaces what would be kept. Those in ``read`` are kept.
+    and is kept anyway or replaces what would be kept. Inputs and results do not: others may write to them, which is an
+    error only for what autograd keeps. Those in ``read`` are kept.
     """
 
     def __init__(self, program: Program, values: Mapping[str, Tensor], read: set[str]) -> None:
@@ -210,7 +213,7 @@ class Recomputed:
         self.written = written_by([*program.forward, *program.backward], values)
         self.known: dict[str, frozenset[str] | None] = {}
         #: The values that are there in the backward,
-        self.available = {*program.inputs, *program.grads, *program.kept}
+        self.available = {*program.grads, *program.kept}
         #: and those that are not read but computed.
         self.computed: set[str] = set()
         outside = {
@@ -219,12 +222,16 @@ class Recomputed:
         } | set(program.wanted) | read  # fmt: skip
         own = {name: operation for operation in program.backward for name in operation.makes if name}
         outside = {base_of(name, own, values) for name in outside if name is not None}
+        given = {storage(values[name]) for name in (*program.inputs, *program.results)}
         for name in sorted(program.kept, key=lambda name: (-values[name].nbytes, name)):
             leaves = self.leaves(name) if name not in outside and name not in program.inputs else None
             if leaves is None or not reads_less(leaves, name, values):
                 continue
-            if sum(values[leaf].nbytes for leaf in leaves - self.available) <= values[name].nbytes:
-                self.available |= leaves
+            more = leaves - self.available
+            if not given.isdisjoint(storage(values[leaf]) for leaf in more):
+                continue
+            if sum(values[leaf].nbytes for leaf in more) <= values[name].nbytes:
+                self.available |= more
                 self.computed.add(name)
 
     def operation(self, name: str, own: Mapping[str, Operation]) -> Operation | None:
