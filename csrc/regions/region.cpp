@@ -118,8 +118,10 @@ std::optional<void*> handle_of(const S& /*stream*/, long) {
   return std::nullopt;
 }
 
-// A kernel whose arguments are its results, its inputs and numbers. Python compiles it in its first call, and hands over the machine code.
+// A kernel whose arguments are its results, its inputs and numbers. Python compiles it in its first call, and hands over the machine
+// code.
 struct Launch : torch::CustomClassHolder {
+  static constexpr int kInvalidContext = 201;
   using Function = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   struct Result {
     Numbers sizes, strides;
@@ -182,6 +184,8 @@ struct Launch : torch::CustomClassHolder {
     void* scratch = nullptr;  // Triton's kernels take pointers to memory of their own, which these do not need.
     for (int i = 0; i < 4; ++i) arguments.push_back(&scratch);
     const int error = driver()(code, programs, 1, 1, threads, 1, 1, shared, *stream, arguments.data(), nullptr);
+    // The first work of a thread may find no context, as in a backward: Triton's own launch gives it one.
+    if (error == kInvalidContext) return false;
     TORCH_CHECK(error == 0, "cuLaunchKernel failed with the CUDA error ", error);
     return true;
   }
