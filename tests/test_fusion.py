@@ -230,6 +230,65 @@ def test_conditions(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_sums_of_conditions(dim, device):
+    """The softmax of scaled_dot_product_attention, in its own words: rows of nothing but -inf become 0."""
+    x = torch.randn(5, 7, 130, device=device)
+    x[1], x[2, 3], x[3, :, 5] = -torch.inf, -torch.inf, torch.nan
+
+    def function(x):
+        masked = torch.isneginf(x)
+        tests = masked.all(dim, keepdim=True), x.isnan().any(dim), (x > 2).any(dim), torch.isposinf(x).all(dim)
+        return torch.where(tests[0], 0.0, torch.softmax(x, dim)), *tests[1:]
+
+    _, other = check(function, x)
+    made = [operation for operation in other.forward if type(operation.function) is Kernel]
+    assert launches(other.forward) == len(made) + 1
+    assert len(made) <= 5
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 5, 130), (2, 4, 33, 64), (3, 2, 4, 1500), (2, 1, 7, 2), (1, 1, 1, 4096), (2, 2, 3, 4097)]
+)
+def test_rows(shape, dtype, device):
+    """A softmax of scores and what surrounds it, forward and backward."""
+    scores = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    bias = torch.randn(1, shape[1], 1, shape[-1], device=device, dtype=dtype, requires_grad=True)
+    mask = torch.rand(shape[0], 1, shape[2], shape[-1], device=device) < 0.3
+    mask[0, :, 0] = True
+    kernels = 1 if shape[-1] <= 4096 else 0
+
+    def attention(scores, bias, mask, softmax=torch._safe_softmax):
+        return softmax((scores * 0.5 + bias).masked_fill(mask, -torch.inf), -1)
+
+    def kinds(operations):
+        return [type(operation.function) for operation in operations if not operation.view]
+
+    limit = 4 * TOLERANCE[dtype]
+    _, other = check(attention, scores, bias, mask, tolerance=limit)
+    assert kinds(other.forward).count(Kernel) == 1
+    assert kinds(other.forward) == [Kernel] or not kernels
+    check(lambda *t: attention(*t, softmax=torch.softmax), scores, bias, mask, tolerance=limit)
+    _, other = check(lambda x: F.softmax(x, -1, torch.float32).to(x.dtype) * 2, scores, tolerance=limit)
+    # In another layout, and of a view of what is computed.
+    turned = (scores.transpose(1, 2), bias.transpose(1, 2), mask.transpose(1, 2))
+    check(attention, *turned, tolerance=limit)
+    check(lambda x: torch._safe_softmax((x * 3).transpose(0, 2), -1).flatten(1) + 1, scores, tolerance=limit)
+    check(lambda x: torch._safe_softmax(x * 3, 0), scores, tolerance=limit)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_rows_of_infinities(device):
+    x = torch.randn(6, 33, device=device)
+    x[0], x[1, 3], x[2, 4], x[3], x[4] = -torch.inf, torch.inf, torch.nan, torch.nan, -torch.inf
+    x[4, 7] = torch.nan
+    check(lambda x: torch._safe_softmax(x * 1, -1), x)
+    check(lambda x: torch.softmax(x * 1, -1), x)
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_in_place(device):
     x, mask = torch.randn(4, 6, device=device, requires_grad=True), torch.rand(4, 6, device=device) > 0.5
     _, other = check(lambda x, mask: (x * 2).masked_fill_(mask, 0).add_(1).relu_(), x, mask)

@@ -1,4 +1,4 @@
-"""Kernels that are generated: pointwise operations in one pass over memory, sums of them in another.
+"""Kernels that are generated: pointwise operations in one pass over memory, sums of them in another; softmax in one.
 
 A caller writes the body of a kernel as :class:`Code`, value by value; :data:`FORMULAS` has torch's operations as
 Triton. Numbers of 16 bits are computed in float32 and rounded wherever torch rounds, products are not contracted with
@@ -31,8 +31,11 @@ from fastlayers.kernels.launch import Launch, cdiv, multiprocessors
 __all__ = [
     "COMPARISONS",
     "FORMULAS",
+    "LONGEST_ROW",
     "NAMES",
+    "ROWS",
     "SUMS",
+    "TESTS",
     "Code",
     "Kernel",
     "Result",
@@ -41,12 +44,15 @@ __all__ = [
     "number",
     "pointwise",
     "reduction",
+    "rows",
 ]
 
 #: Elements of a program, 8 a thread: a 16-byte access of 16-bit elements.
 TILE, WARPS = 1024, 4
 #: Elements of the tile of a reduction, and along what is contiguous.
 REDUCED_TILE, CONTIGUOUS = 4096, 128
+#: Elements of the longest row that a program has in registers, 32 a thread.
+LONGEST_ROW = 4096
 #: Programs of a reduction for each multiprocessor, from which no sum is shared among several,
 PROGRAMS = 2
 #: and the steps that each of those that share one makes at least.
@@ -213,11 +219,37 @@ FORMULAS: dict[str, Callable[..., str | None]] = {
 #: Comparisons, of operands in their common dtype.
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
-#: Reductions: what an element contributes, and what is made of the total of all, whose number is ``count``.
+#: Tests of one number.
+TESTS = {"isneginf": '({x} == float("-inf"))', "isposinf": '({x} == float("inf"))', "isnan": "({x} != {x})"}
+
+#: Reductions: what an element contributes, and what is made of the total of all, whose number is ``count``. Those of
+#: conditions count the elements that decide.
 SUMS: dict[str, tuple[str, str]] = {
     "sum.dim_IntList": ("{x}", "{total}"),
     "mean.dim": ("{x}", "{total} / {count}"),
     "linalg_vector_norm": ("({x} * {x})", "tl.sqrt({total})"),
+    "all.dim": ("tl.where({x} == 0, 1.0, 0.0)", "{total} == 0"),
+    "any.dim": ("tl.where({x} == 0, 0.0, 1.0)", "{total} > 0"),
+}
+
+SOFTMAX = (
+    'high = tl.max(tl.where(inside, {0}, float("-inf")), 1)[:, None]',
+    "part = tl.where(inside, {exp}, 0.0)",
+    "share = {part_of_all}",
+)
+#: Operations that need a whole row of their operands: lines that give ``result``. Rows of nothing but -inf are 0 for
+#: the softmax of scaled_dot_product_attention.
+ROWS: dict[str, tuple[str, ...]] = {
+    "_softmax": (*SOFTMAX, "result = share"),
+    "_safe_softmax": (
+        *SOFTMAX,
+        'count = tl.sum(tl.where(inside & ({0} != float("-inf")), 1.0, 0.0), 1)[:, None]',
+        "result = tl.where(count == 0, 0.0, share)",
+    ),
+    "_softmax_backward_data": (
+        "product = {0} * {1}",
+        "result = product - {1} * tl.sum(tl.where(inside, product, 0.0), 1)[:, None]",
+    ),
 }
 
 
@@ -456,6 +488,29 @@ def reduction(
     return first, *reduction(
         second, parts, texts, results, [wide] * len(parts), shares * kept, False, device, shared_out=False
     )
+
+
+def rows(
+    code: Code, name: str, locals_: Sequence[str], acc: torch.dtype, result: Result, dtypes: Sequence[torch.dtype],
+    extent: int, device: torch.device,
+) -> Kernel:  # fmt: skip
+    """A kernel of an operation of :data:`ROWS`, on elements ``r`` of rows ``x`` that are contiguous in the result."""
+    kept, length = code.sizes["x"], code.sizes["r"]
+    depth = triton.next_power_of_2(length)
+    width = min(triton.next_power_of_2(kept), max(1, REDUCED_TILE // depth))
+    exp = call("exp", f"{locals_[0]} - high")
+    part_of_all = divided("part", "tl.sum(part, 1)[:, None]", acc)
+    lines = [
+        "x = (tl.program_id(0).to(INDEX) * X + tl.arange(0, X))[:, None]",
+        "r = tl.arange(0, R).to(INDEX)[None, :]",
+        "inside = (x < n) & (r < end)",
+        *code.lines,
+        *(line.format(*locals_, exp=exp, part_of_all=part_of_all) for line in ROWS[name]),
+        "tl.store(out0 + x * end + r, result.to(out0.dtype.element_ty), mask=inside)",
+    ]
+    source = function_source(1, len(dtypes), "n, end", "INDEX X R", lines)
+    constants = index_type(extent, kept * length), width, depth
+    return shared(source, (result,), tuple(dtypes), cdiv(kept, width), (kept, length), constants, device)
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fastlayers.kernels.generated import COMPARISONS, FORMULAS, NAMES, SUMS, accumulator_of, number
+from fastlayers.kernels.generated import (
+    COMPARISONS,
+    FORMULAS,
+    LONGEST_ROW,
+    NAMES,
+    ROWS,
+    SUMS,
+    TESTS,
+    accumulator_of,
+    number,
+)
 from fastlayers.patching.rewrite.tape import Operation, Value, map_values, storage
 
 __all__ = [
@@ -28,6 +38,7 @@ __all__ = [
     "is_fusable",
     "operands",
     "reduced_dims",
+    "row_dim",
     "spelled",
     "written",
     "written_by",
@@ -125,6 +136,12 @@ def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     base = name.partition(".")[0]
     if base in COMPARISONS:
         return not any(isinstance(arg, complex) for arg in operation.args)
+    if name in ROWS:
+        return floating and has_short_rows(operation, out, given)
+    if name in TESTS:
+        return given[0].dtype in FLOATING
+    if name in ("all.dim", "any.dim"):
+        return out.dtype is given[0].dtype is torch.bool
     if name in SUMS:
         return floating and given[0].dtype in FLOATING and is_plain_sum(operation, given[0])
     if name not in FORMULAS or not floating or not all(t.dtype in FLOATING or t.dtype is torch.bool for t in given):
@@ -155,8 +172,29 @@ def is_plain_sum(operation: Operation, x: Tensor) -> bool:
     return argument(operation, 1, "ord", 2) == 2 and argument(operation, 2, "dim") is not None
 
 
+def has_short_rows(operation: Operation, out: Tensor, given: Sequence[Tensor]) -> bool:
+    """Whether an operation on rows has such that are contiguous and fit into registers, and is rounded once."""
+    if not out.dim() or len({t.dtype for t in given}) > 1:
+        return False
+    dim = row_dim(operation, out)
+    if not 1 < out.shape[dim] <= LONGEST_ROW or out.stride(dim) != 1:
+        return False
+    wide, narrow = out.dtype, given[0].dtype
+    if spelled(operation) == "_softmax_backward_data":
+        wide, narrow = narrow, wide
+    return wide is narrow or (wide is accumulator_of(narrow) and narrow in FLOATING)
+
+
+def row_dim(operation: Operation, out: Tensor) -> int:
+    """The dimension along which an operation of ROWS runs."""
+    place = 2 if spelled(operation) == "_softmax_backward_data" else 1
+    return int(argument(operation, place, "dim")) % out.dim()
+
+
 def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
     dims = argument(operation, *((2, "dim") if spelled(operation) == "linalg_vector_norm" else (1, "dim")))
+    if isinstance(dims, int):
+        dims = [dims]
     return tuple(sorted({d % x.dim() for d in dims})) if dims else tuple(range(x.dim()))
 
 

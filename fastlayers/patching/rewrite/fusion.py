@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fastlayers.kernels.affine import Index
-from fastlayers.kernels.generated import FORMULAS, SUMS, Kernel, compile_together
+from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, compile_together
 from fastlayers.patching.rewrite.fusable import (
     CHOICES,
     FILLED,
@@ -46,6 +46,8 @@ __all__ = ["fused"]
 BROADCAST = 8
 #: Bytes of a tensor whose sums down columns are worth a kernel by themselves.
 COLUMNS = 2**22
+#: Launches of an operation of torch that has more than one.
+LAUNCHES = {"_safe_softmax": 4}
 
 
 def fused(program: Program, values: dict[str, Tensor]) -> Program:
@@ -245,7 +247,7 @@ class Recomputed:
         if name not in self.known:
             self.known[name] = None
             operation = self.outer.get(name)
-            if operation is None or spelled(operation) in SUMS or not is_fusable(operation, self.values):
+            if operation is None or spelled(operation) in (*SUMS, *ROWS) or not is_fusable(operation, self.values):
                 return None
             found: frozenset[str] = frozenset()
             for operand in operands(operation):
@@ -346,7 +348,7 @@ class Fusion:
         return order
 
     def must_be_stored(self) -> set[int]:
-        """The places of the fusable operations whose results others read, or that are sums."""
+        """The places of the fusable operations whose results others read, or that are sums or need whole rows."""
         outside = {
             self.base(name)
             for i, op in enumerate(self.given)
@@ -356,7 +358,7 @@ class Fusion:
         outside |= {self.base(name) for name in self.needed}
         return {
             i for i in self.fusable
-            if self.given[i].makes[0] in outside or spelled(self.given[i]) in SUMS
+            if self.given[i].makes[0] in outside or spelled(self.given[i]) in (*SUMS, *ROWS)
         } | (self.stored & self.fusable)  # fmt: skip
 
     def groups(self) -> list[Group] | None:
@@ -411,6 +413,8 @@ class Fusion:
 
     def belong_together(self, a: Group, b: Group) -> bool:
         first, second = (self.given[g.roots[0]] for g in (a, b))
+        if not ROWS.keys().isdisjoint(map(spelled, (first, second))):
+            return False
         is_sum = spelled(first) in SUMS
         if is_sum != (spelled(second) in SUMS):
             return False
@@ -427,7 +431,8 @@ class Fusion:
 
     def pays(self, group: Group) -> bool:
         """Whether a kernel saves a launch, or is faster than torch's: its sums down columns take three times a copy."""
-        launches = sum(1 for member in group.members if spelled(self.given[member]) not in FILLED)
+        names = [spelled(self.given[member]) for member in group.members]
+        launches = sum(LAUNCHES.get(name, 1) for name in names if name not in FILLED)
         return launches > 1 or self.sums_columns(self.given[group.roots[0]])
 
     def sums_columns(self, operation: Operation) -> bool:

@@ -13,7 +13,9 @@ from fastlayers.kernels.affine import ZERO, Index, divide, indices_of, unflatten
 from fastlayers.kernels.generated import (
     COMPARISONS,
     NAMES,
+    ROWS,
     SUMS,
+    TESTS,
     Code,
     Kernel,
     Result,
@@ -21,6 +23,7 @@ from fastlayers.kernels.generated import (
     number,
     pointwise,
     reduction,
+    rows,
 )
 from fastlayers.patching.rewrite.fusable import (
     CHOICES,
@@ -33,6 +36,7 @@ from fastlayers.patching.rewrite.fusable import (
     formula,
     operands,
     reduced_dims,
+    row_dim,
     spelled,
 )
 from fastlayers.patching.rewrite.tape import Operation, Value, map_values
@@ -81,6 +85,8 @@ class KernelWriter:
         results = [Result(tuple(t.shape), t.stride(), t.dtype) for t in outs]
         if self.reduction:
             return self.sums(given, outs, results)
+        if spelled(given[0]) in ROWS:
+            return (self.rows(given[0], outs[0], results[0]),)
         self.code = Code({"x": outs[0].numel()})
         stores = []
         for root, operation, t in zip(self.roots, given, outs, strict=True):
@@ -132,6 +138,22 @@ class KernelWriter:
         extent = max(self.extent(outs), 1)
         return reduction(self.code, summed, finished, results, self.dtypes(), extent, along, x.device)
 
+    def rows(self, operation: Operation, out: Tensor, result: Result) -> Kernel:
+        dim = row_dim(operation, out)
+        length = out.shape[dim]
+        kept = [d for d in range(out.dim()) if d != dim]
+        self.code = Code({"x": out.numel() // length, "r": length})
+        places = indices_of("x", [out.shape[d] for d in kept], [out.stride(d) // length for d in kept])
+        if places is None:
+            raise NotFusableError(self.roots[0])
+        indices = list(places)
+        indices.insert(dim, Index.of("r", length))
+        locals_ = [self.value(name, tuple(indices), "") for name in operands(operation)]
+        self.check()
+        acc = accumulator_of(self.values[operands(operation)[0]].dtype)
+        extent = max(self.extent([out]), 1)
+        return rows(self.code, spelled(operation), locals_, acc, result, self.dtypes(), extent, out.device)
+
     def dtypes(self) -> list[torch.dtype]:
         return [self.values[name].dtype for name in self.inputs]
 
@@ -178,7 +200,7 @@ class KernelWriter:
         if key not in self._known:
             if place >= 0:
                 self.members.add(place)
-            if spelled(operation) in SUMS:
+            if spelled(operation) in SUMS or spelled(operation) in ROWS:
                 raise NotFusableError(place)
             before, self._reader = self._reader, place
             self._known[key] = self.compute(operation, self.values[name], indices, condition)
@@ -219,6 +241,9 @@ class KernelWriter:
             return self.code.let(
                 LOGICAL[name].format(*(self.operand(arg, out, indices, condition, torch.bool) for arg in args))
             )
+        if name in TESTS:
+            local = self.operand(args[0], out, indices, condition, self.values[args[0].name].dtype)
+            return self.code.let(TESTS[name].format(x=local))
         base = name.partition(".")[0]
         if base in COMPARISONS:
             return self.compared(operation, out, indices, condition, COMPARISONS[base])
