@@ -258,7 +258,6 @@ def test_rows(shape, dtype, device):
     bias = torch.randn(1, shape[1], 1, shape[-1], device=device, dtype=dtype, requires_grad=True)
     mask = torch.rand(shape[0], 1, shape[2], shape[-1], device=device) < 0.3
     mask[0, :, 0] = True
-    kernels = 1 if shape[-1] <= 4096 else 0
 
     def attention(scores, bias, mask, softmax=torch._safe_softmax):
         return softmax((scores * 0.5 + bias).masked_fill(mask, -torch.inf), -1)
@@ -269,9 +268,9 @@ def test_rows(shape, dtype, device):
     limit = 4 * TOLERANCE[dtype]
     _, other = check(attention, scores, bias, mask, tolerance=limit)
     assert kinds(other.forward).count(Kernel) == 1
-    assert kinds(other.forward) == [Kernel] or not kernels
+    assert kinds(other.forward) == [Kernel] or shape[-1] > 4096
     check(lambda *t: attention(*t, softmax=torch.softmax), scores, bias, mask, tolerance=limit)
-    _, other = check(lambda x: F.softmax(x, -1, torch.float32).to(x.dtype) * 2, scores, tolerance=limit)
+    check(lambda x: F.softmax(x, -1, torch.float32).to(x.dtype) * 2, scores, tolerance=limit)
     # In another layout, and of a view of what is computed.
     turned = (scores.transpose(1, 2), bias.transpose(1, 2), mask.transpose(1, 2))
     check(attention, *turned, tolerance=limit)

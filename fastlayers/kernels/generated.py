@@ -1,4 +1,4 @@
-"""Kernels that are generated: pointwise operations in one pass over memory, sums of them in another; softmax in one.
+"""Kernels that are generated: pointwise operations and softmax in one pass over memory, sums of them in another.
 
 A caller writes the body of a kernel as :class:`Code`, value by value; :data:`FORMULAS` has torch's operations as
 Triton. Numbers of 16 bits are computed in float32 and rounded wherever torch rounds, products are not contracted with
@@ -51,8 +51,8 @@ __all__ = [
 TILE, WARPS = 1024, 4
 #: Elements of the tile of a reduction, and along what is contiguous.
 REDUCED_TILE, CONTIGUOUS = 4096, 128
-#: Elements of the longest row that a program has in registers, 32 a thread.
-LONGEST_ROW = 4096
+#: Elements of the longest row that a program has in registers: a tile, 32 a thread.
+LONGEST_ROW = REDUCED_TILE
 #: Programs of a reduction for each multiprocessor, from which no sum is shared among several,
 PROGRAMS = 2
 #: and the steps that each of those that share one makes at least.
@@ -497,7 +497,7 @@ def rows(
     """A kernel of an operation of :data:`ROWS`, on elements ``r`` of rows ``x`` that are contiguous in the result."""
     kept, length = code.sizes["x"], code.sizes["r"]
     depth = triton.next_power_of_2(length)
-    width = min(triton.next_power_of_2(kept), max(1, REDUCED_TILE // depth))
+    width = min(triton.next_power_of_2(kept), REDUCED_TILE // depth)
     exp = call("exp", f"{locals_[0]} - high")
     part_of_all = divided("part", "tl.sum(part, 1)[:, None]", acc)
     lines = [

@@ -30,6 +30,7 @@ __all__ = [
     "FLOATING",
     "LOGICAL",
     "MOVES",
+    "WHOLE",
     "argument",
     "base_of",
     "formula",
@@ -57,6 +58,8 @@ LOGICAL = {
 }  # fmt: skip
 #: Operations that choose between values.
 CHOICES = frozenset({"where.self", "masked_fill.Scalar", "masked_fill.Tensor"})
+#: Operations that need more than one element of an operand for an element of their result, which is therefore stored.
+WHOLE = frozenset({*SUMS, *ROWS})
 #: Values that are nowhere stored.
 FILLED = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
 
@@ -186,9 +189,8 @@ def has_short_rows(operation: Operation, out: Tensor, given: Sequence[Tensor]) -
 
 
 def row_dim(operation: Operation, out: Tensor) -> int:
-    """The dimension along which an operation of ROWS runs."""
-    place = 2 if spelled(operation) == "_softmax_backward_data" else 1
-    return int(argument(operation, place, "dim")) % out.dim()
+    """The dimension along which an operation of ROWS runs: the argument after its operands."""
+    return int(argument(operation, len(operands(operation)), "dim")) % out.dim()
 
 
 def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, compile_t
 from fastlayers.patching.rewrite.fusable import (
     CHOICES,
     FILLED,
+    WHOLE,
     base_of,
     is_dense,
     is_followed,
@@ -247,7 +248,7 @@ class Recomputed:
         if name not in self.known:
             self.known[name] = None
             operation = self.outer.get(name)
-            if operation is None or spelled(operation) in (*SUMS, *ROWS) or not is_fusable(operation, self.values):
+            if operation is None or spelled(operation) in WHOLE or not is_fusable(operation, self.values):
                 return None
             found: frozenset[str] = frozenset()
             for operand in operands(operation):
@@ -358,7 +359,7 @@ class Fusion:
         outside |= {self.base(name) for name in self.needed}
         return {
             i for i in self.fusable
-            if self.given[i].makes[0] in outside or spelled(self.given[i]) in (*SUMS, *ROWS)
+            if self.given[i].makes[0] in outside or spelled(self.given[i]) in WHOLE
         } | (self.stored & self.fusable)  # fmt: skip
 
     def groups(self) -> list[Group] | None:

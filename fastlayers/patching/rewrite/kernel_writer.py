@@ -32,6 +32,7 @@ from fastlayers.patching.rewrite.fusable import (
     FLOATING,
     LOGICAL,
     MOVES,
+    WHOLE,
     argument,
     formula,
     operands,
@@ -200,7 +201,7 @@ class KernelWriter:
         if key not in self._known:
             if place >= 0:
                 self.members.add(place)
-            if spelled(operation) in SUMS or spelled(operation) in ROWS:
+            if spelled(operation) in WHOLE:
                 raise NotFusableError(place)
             before, self._reader = self._reader, place
             self._known[key] = self.compute(operation, self.values[name], indices, condition)
