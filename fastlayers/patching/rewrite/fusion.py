@@ -79,25 +79,31 @@ def without_repetitions(program: Program, values: Mapping[str, Tensor]) -> Progr
     writers = written_by(operations, values)
     known: dict[Any, Operation] = {}
     same: dict[str, str] = {}
-    found: list[list[Operation]] = [[], []]
+    forward: list[Operation] = []
+    backward: list[Operation] = []
+    there = set(program.kept)  # in the backward
     for place, given in enumerate(operations):
+        in_backward = place >= len(program.forward)
         operation = given if same.keys().isdisjoint(given.uses) else with_names(given, same)
         touched = {storage(values[name]) for name in (*given.uses, *filter(None, given.makes))}
         if not operation.effect and writers.keys().isdisjoint(touched):
             earlier = known.setdefault((operation.function, repr(operation.args), repr(operation.kwargs)), operation)
             pairs = [(a, b) for a, b in zip(operation.makes, earlier.makes, strict=True) if a]
-            there = set(program.kept) if place >= len(program.forward) else set(earlier.makes)
-            there |= {name for other in found[1] for name in other.makes}
-            if earlier is not operation and all(b in there and a not in program.results for a, b in pairs):
+            is_there = not in_backward or all(b in there for _, b in pairs)
+            if earlier is not operation and is_there and all(a not in program.results for a, _ in pairs):
                 same |= dict(pairs)
                 continue
-        found[place >= len(program.forward)].append(operation)
-    used = {name for operation in found[1] for name in operation.uses}
-    own = {name for operation in found[1] for name in operation.makes} | set(program.grads)
+        if in_backward:
+            backward.append(operation)
+            there.update(operation.makes)
+        else:
+            forward.append(operation)
+    used = {name for operation in backward for name in operation.uses}
+    own = {name for operation in backward for name in operation.makes} | set(program.grads)
     wanted = tuple(name and same.get(name, name) for name in program.wanted)
     used |= {name for name in wanted if name is not None}
     kept = tuple(sorted(used - own)) if program.grads else program.kept
-    return replace(program, forward=found[0], backward=found[1], wanted=wanted, kept=kept)
+    return replace(program, forward=forward, backward=backward, wanted=wanted, kept=kept)
 
 
 def both_ways(program: Program, values: Mapping[str, Tensor]) -> Program:
