@@ -319,6 +319,55 @@ def test_bit_equal(make, inputs, mode, device, runs, deterministic):
     assert runs == [True, False, False]
 
 
+class Precise(nn.Module):
+    """A product in float32 whatever the precision around it, as routers of experts and rotary code have it."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.first, self.weight = nn.Linear(width, width), nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return (x.float() @ self.weight).sigmoid() * x
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [Precise, Block])
+def test_a_backward_outside_of_autocast(make, device, runs, deterministic):
+    """It computes in the dtypes of the forward: a product in float32 has gradients in float32."""
+    torch.manual_seed(0)
+    module = make().to(device)
+    region, x = in_regions(module), tokens().to(device)
+    found = []
+    for kind in (module, region, region):
+        kind.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            out = kind(x)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *kind.parameters()])])
+    assert runs == [True, False]
+    for actual in found[1:]:
+        for a, b in zip(actual, found[0], strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_second_derivatives_outside_of_autocast(device):
+    torch.manual_seed(0)
+    module = Block().to(device)
+    x = tokens().to(device)
+    with torch.autocast(device, torch.bfloat16):
+        region = recorded(module, x)
+    found = []
+    for kind in (module, region):
+        with torch.autocast(device, torch.bfloat16):
+            out = kind(x)
+        (dx,) = torch.autograd.grad(out.float().square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), [x, kind.gamma]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+
+
 def test_results_are_the_objects_that_they_were():
     module, x, bias = in_regions(Spellings()), tokens(2, 3, 8), tokens(8)
     for _ in range(2):

@@ -487,9 +487,10 @@ class Region:
                 with _disable_current_modes():
                     grads = tuple(some_gradient(results[i]) for i in active)
                 dys = [tape.protect(dy, f"g{i}") for i, dy in zip(active, grads, strict=True)]
-                gradients = torch.autograd.grad(
-                    [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
-                )
+                with without_autocast():  # A backward has the dtypes of its forward; it runs outside of the context.
+                    gradients = torch.autograd.grad(
+                        [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
+                    )
         execute = executor_class()
         if tape.size(split) < LEAST[execute]:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
@@ -582,6 +583,12 @@ def agree(run: Sequence[Tensor | None], known: Sequence[Tensor | None], rounding
 
 def largest_of(t: Tensor) -> float:
     return t.detach().nan_to_num(0, 0, 0).abs().max().item() if t.is_floating_point() and t.numel() else 0.0
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def random_state(inputs: Sequence[Tensor]) -> list[Tensor]:
