@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 pytest.importorskip("triton")
 
 from fastlayers import backends
+from fastlayers import functional as FL
 from fastlayers.kernels import generated
 from fastlayers.kernels.affine import Index, divide, indices_of, unflatten
 from fastlayers.kernels.generated import FORMULAS, Kernel
 from fastlayers.patching.rewrite import executors
+from fastlayers.patching.rewrite.absorption import absorbed
 from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, excluding
 from fastlayers.patching.rewrite.fusion import fused
 from fastlayers.patching.rewrite.regions import region_class
-from fastlayers.patching.rewrite.tape import Tape
+from fastlayers.patching.rewrite.tape import Operation, Program, Tape, Value, plain_name
 
 INTERPRETED = backends.triton_interprets()
 #: torch's own error of one operation, times the operations of a chain.
@@ -324,6 +327,92 @@ def test_views_as_another_dtype(device):
     """They read memory, which therefore has to be written."""
     _, other = check(lambda x: ((x * 2 + 1).view(torch.int32) + 0, x * 3 - 1), torch.randn(4, 6, device=device))
     assert any(type(operation.function) is Kernel for operation in other.forward)
+
+
+def names(operations):
+    return [plain_name(operation.function) for operation in operations if not operation.view]
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", ["layer", "rms", "added"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_norms_absorb(dtype, turned, norm):
+    """The cast of a result, also of a view of it, that of a gradient, and the sum with a residual's gradient."""
+    torch.manual_seed(0)
+    x, residual, proj = (torch.randn(s, device="cuda", requires_grad=True) for s in ((4, 6, 64), (4, 6, 64), (64, 64)))
+    weight = torch.randn(64, device="cuda", requires_grad=True)
+
+    def function(x, residual, weight, proj):
+        if norm == "added":
+            y, x = FL.add_layer_norm(x, residual, (64,), weight, weight)
+        else:
+            y = FL.layer_norm(x, (64,), weight, weight) if norm == "layer" else FL.rms_norm(x, (64,), weight)
+        y = y.transpose(0, 1) if turned else y
+        return x + (y.to(dtype).reshape(-1, 64) @ proj.to(dtype)).float().view(y.shape).view(x.shape)
+
+    _, other = check(function, x, residual, weight, proj, tolerance=TOLERANCE[dtype])
+    casts = [name for name in names(other.forward) if name in ("to", "_to_copy")]
+    assert len(casts) == 1  # That of the other factor.
+    (backward,) = (o for o in other.backward if plain_name(o.function) == "layer_norm_backward")
+    assert not any(plain_name(o.function) in ("to", "_to_copy") and o.makes[0] == backward.args[0].name
+                   for o in other.backward)  # fmt: skip
+    assert backward.args[1] is not None
+    assert "add" not in names(other.backward)
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.fastlayers, "layer_norm_forward"), reason="csrc is not built")
+def test_absorption_by_names():
+    """What is needed otherwise keeps its dtype; what is added must be there before."""
+    values, ops = {}, torch.ops.fastlayers
+
+    def made(name, *shape, dtype=torch.float32):
+        values[name] = torch.randn(shape).to(dtype)
+        return (name,)
+
+    for name in ("x0", "g0"):
+        made(name, 4, 8)
+    made("x1", 8)
+    x, weight, dy = (Value(name) for name in ("x0", "x1", "g0"))
+    values["stats"] = torch.randn(1, 4)
+    forward = [
+        Operation(ops.layer_norm_forward.default, (x, 1, weight, None, 1e-5, 1, torch.float32, True), {},
+                  (*made("y", 4, 8), "stats"), False, False),
+        Operation(torch.ops.aten.to.dtype, (Value("y"), torch.bfloat16), {}, made("low", 4, 8, dtype=torch.bfloat16),
+                  True, False),
+        Operation(torch.ops.aten.relu.default, (Value("low"),), {}, made("out", 4, 8, dtype=torch.bfloat16), True,
+                  False),
+    ]  # fmt: skip
+    backward = [
+        Operation(torch.ops.aten.to.dtype, (dy, torch.bfloat16), {}, made("dlow", 4, 8, dtype=torch.bfloat16), True,
+                  False),
+        Operation(torch.ops.aten._to_copy.default, (Value("dlow"),), {"dtype": torch.float32}, made("dy", 4, 8), True,
+                  False),
+        Operation(ops.layer_norm_backward.default, (Value("dy"), None, x, 1, weight, Value("stats"), 1, True, False),
+                  {}, (*made("dx", 4, 8), *made("dw", 8), ""), False, False),
+        Operation(torch.ops.aten.add.Tensor, (Value("dx"), dy), {}, made("total", 4, 8), True, False),
+    ]  # fmt: skip
+    values["dlow"] = values["g0"].bfloat16()
+    program = Program(("x0", "x1"), forward, ("out",), ("x0", "x1", "stats", "low"), ("g0",), backward, ("total", "dw"))
+    found = absorbed(program, values)
+    assert names(found.forward) == ["layer_norm_forward", "relu"]
+    assert found.forward[0].args[6] is torch.bfloat16
+    low = found.forward[1].args[0].name
+    assert low in found.kept
+    assert torch.equal(values[low], values["y"].bfloat16())
+    assert names(found.backward) == ["to", "_to_copy", "layer_norm_backward"]
+    assert found.backward[2].args[:2] == (Value("dlow"), dy)
+    assert found.backward[2].makes[0] == found.wanted[0]
+    # As float32 something else reads it, or it is kept so; or the sum is one of what comes later.
+    assert names(absorbed(replace(program, kept=(*program.kept, "y")), values).forward) == names(forward)
+    assert names(absorbed(replace(program, results=("out", "y")), values).forward) == names(forward)
+    late = replace(backward[3], args=(Value("dx"), Value("later")))
+    later = Operation(torch.ops.aten.neg.default, (dy,), {}, made("later", 4, 8), True, False)
+    assert "add" in names(absorbed(replace(program, backward=[*backward[:3], later, late]), values).backward)
+    twice = Operation(torch.ops.aten.neg.default, (Value("dx"),), {}, made("other", 4, 8), True, False)
+    twice = replace(program, backward=[*backward, twice], wanted=("total", "other"))
+    assert "add" in names(absorbed(twice, values).backward)
 
 
 @pytest.mark.parametrize("device", PLACES)

@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, compile_together
+from fastlayers.patching.rewrite.absorption import absorbed
 from fastlayers.patching.rewrite.fusable import (
     CHOICES,
     FILLED,
@@ -39,7 +40,7 @@ from fastlayers.patching.rewrite.fusable import (
     written_by,
 )
 from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, map_values, storage
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, storage, with_names
 
 __all__ = ["fused"]
 
@@ -56,7 +57,7 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
 
     ``values`` are those of its tape; a value that was written in place gets another name there after that.
     """
-    program = without_repetitions(program, values)
+    program = absorbed(without_repetitions(program, values), values)
     unfused: set[int] = set()
     while True:  # What was written in place is, unless it is fused.
         attempt, functional = functionalized(program, values, unfused)
@@ -195,14 +196,6 @@ def owns_its_memory(
         for n in written(operation)
         if storage(values[n]) == own
     )
-
-
-def with_names(operation: Operation, names: Mapping[str, str]) -> Operation:
-    def rename(value: Value) -> Value:
-        return Value(names.get(value.name, value.name))
-
-    kwargs = {name: map_values(value, rename) for name, value in operation.kwargs.items()}
-    return replace(operation, args=map_values(operation.args, rename), kwargs=kwargs)
 
 
 # -- what a backward computes again ------------------------------------------------------------------------------------

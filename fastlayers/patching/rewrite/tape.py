@@ -11,8 +11,8 @@ at the same address with the same geometry is the same value, also when autograd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["Operation", "Program", "Tape", "Value", "alive", "map_values", "plain_name", "storage"]
+__all__ = [
+    "Operation",
+    "Program",
+    "Tape",
+    "Value",
+    "alive",
+    "map_values",
+    "plain_name",
+    "renamed",
+    "storage",
+    "with_names",
+]
 
 #: What tells a value from others while all are alive: address, dtype and geometry.
 Key: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -342,6 +353,36 @@ def map_values(argument: Any, function: Callable[[Value], Any]) -> Any:
     if isinstance(argument, tuple | list):
         return type(argument)(map_values(item, function) for item in argument)
     return function(argument) if isinstance(argument, Value) else argument
+
+
+def with_names(operation: Operation, names: Mapping[str, str]) -> Operation:
+    """The operation with other names for its arguments."""
+
+    def rename(value: Value) -> Value:
+        return Value(names.get(value.name, value.name))
+
+    kwargs = {name: map_values(value, rename) for name, value in operation.kwargs.items()}
+    return replace(operation, args=map_values(operation.args, rename), kwargs=kwargs)
+
+
+def renamed(program: Program, names: Mapping[str, str]) -> Program:
+    """The program with other names for its values."""
+
+    def all_of(given: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(names.get(name, name) for name in given)
+
+    def of_operations(operations: Iterable[Operation]) -> list[Operation]:
+        return [replace(with_names(o, names), makes=all_of(o.makes)) for o in operations]
+
+    return Program(
+        inputs=program.inputs,
+        forward=of_operations(program.forward),
+        results=all_of(program.results),
+        kept=tuple(sorted({*all_of(program.kept)})),
+        grads=program.grads,
+        backward=of_operations(program.backward),
+        wanted=all_of(program.wanted),
+    )
 
 
 def indexes_by_number(function: Any, args: Sequence[Any]) -> bool:

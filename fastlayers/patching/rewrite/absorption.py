@@ -1,0 +1,162 @@
+"""What hand-written kernels absorb of a program: casts of their results and operands, and a sum with a gradient.
+
+A rule sees a forward, and replaces what it knows there. What stands around the replaced call is known only after
+autocast and autograd: a norm whose float32 result is cast to bfloat16 at once, a gradient that is cast to float32 for
+the backward of a norm, a residual's gradient that is added after it. The kernels have arguments for all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fastlayers.patching.rewrite.fusable import spelled, written_by
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, renamed, storage
+
+__all__ = ["absorbed"]
+
+CASTS = ("to.dtype", "_to_copy")
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+#: Kernels that round their first, float32 result to another dtype: the place of the argument that says which.
+ROUNDS = {"layer_norm_forward": 6, "add_layer_norm_forward": 7}
+#: Kernels whose first argument may have 16 bits where the others have 32.
+WIDENS = frozenset({"layer_norm_backward"})
+#: Kernels that add an argument to their first result: its place.
+ADDS = {"layer_norm_backward": 1}
+
+
+def absorbed(program: Program, values: dict[str, Tensor]) -> Program:
+    """The program with fewer casts and sums around the kernels of csrc. ``values`` gains those that are new."""
+    place = 0
+    while place < len(operations := (*program.forward, *program.backward)):
+        name = kernel_name(operations[place])
+        if name in ROUNDS:
+            program = rounded(program, place, ROUNDS[name], values)
+        if name in WIDENS:
+            program = narrowed(program, place, values)
+        if name in ADDS:
+            program = added(program, place, ADDS[name], values)
+        place += 1
+    return program
+
+
+def kernel_name(operation: Operation) -> str:
+    """The name of a kernel of csrc; empty for another operation."""
+    function = operation.function
+    if not isinstance(function, OpOverload) or function.namespace != "fastlayers":
+        return ""
+    return str(function._schema.name.split("::")[1])
+
+
+def is_cast(operation: Operation, values: Mapping[str, Tensor]) -> bool:
+    """Whether an operation gives its argument another dtype and nothing else."""
+    if spelled(operation) not in CASTS or not isinstance(operation.args[0], Value) or not operation.makes[0]:
+        return False
+    x, made = values[operation.args[0].name], values[operation.makes[0]]
+    return made.stride() == x.stride() and made.device == x.device
+
+
+def needed(program: Program) -> frozenset[str]:
+    """The names of the values that are needed after the forward or the backward."""
+    return frozenset((*program.results, *program.kept, *(name for name in program.wanted if name)))
+
+
+def with_operations(program: Program, operations: Iterable[Operation | None]) -> Program:
+    """The program with other operations at its places; None removes one."""
+    given, split = list(operations), len(program.forward)
+    forward, backward = ([o for o in part if o is not None] for part in (given[:split], given[split:]))
+    return replace(program, forward=forward, backward=backward)
+
+
+def rounded(program: Program, place: int, argument: int, values: dict[str, Tensor]) -> Program:
+    """The program, where a kernel rounds its result if all that reads it are casts to one dtype of 16 bits."""
+    operations = [*program.forward, *program.backward]
+    kernel = operations[place]
+    result = kernel.makes[0]
+    if kernel.args[argument] is not torch.float32 or not result:
+        return program
+    views = {result}
+    casts: dict[str, str] = {}
+    for operation in operations:
+        if views.isdisjoint(operation.uses):
+            continue
+        made = [name for name in operation.makes if name]
+        if operation.view and all(values[name].dtype is torch.float32 for name in made):
+            views.update(made)
+        elif is_cast(operation, values):
+            casts[operation.makes[0]] = operation.args[0].name
+        else:
+            return program
+    dtypes = {values[name].dtype for name in casts}
+    if len(dtypes) != 1 or not dtypes.issubset(LOW_PRECISION) or not views.isdisjoint(needed(program)):
+        return program
+    (dtype,) = dtypes
+    narrow = {name: f"{name}_{str(dtype)[6:]}" for name in views}
+    whole = values[result]
+    low = whole.to(dtype)
+    for name, new in narrow.items():
+        t = values[name]
+        values[new] = low.as_strided(t.shape, t.stride(), t.storage_offset() - whole.storage_offset())
+    args = (*kernel.args[:argument], dtype, *kernel.args[argument + 1 :])
+    operations[place] = replace(kernel, args=args)
+    program = with_operations(program, (None if casts.keys() & set(o.makes) else o for o in operations))
+    return renamed(program, narrow | {cast: narrow[source] for cast, source in casts.items()})
+
+
+def narrowed(program: Program, place: int, values: dict[str, Tensor]) -> Program:
+    """The program, where a kernel is given a tensor of 16 bits if its first argument is that, cast to float32."""
+    operations, split = [*program.forward, *program.backward], len(program.forward)
+    kernel = operations[place]
+    makers = {name: o for o in operations[split if place >= split else 0 : place] for name in o.makes if name}
+    name = kernel.args[0].name
+    maker = makers.get(name)
+    view = maker if maker is not None and maker.view and len(maker.uses) == 1 else None
+    cast = maker if view is None else makers.get(view.args[0].name)
+    if cast is None or not is_cast(cast, values):
+        return program
+    low = cast.args[0]
+    source, wide, t = values[low.name], values[cast.makes[0]], values[name]
+    if source.dtype not in LOW_PRECISION or not wide.dtype is t.dtype is torch.float32:
+        return program
+    more: list[Operation] = []
+    if view is not None:
+        if spelled(view) == "as_strided":  # Its offset is one in the memory of the cast.
+            return program
+        more = [replace(view, args=(low, *view.args[1:]), makes=(f"{name}_narrow",))]
+        low = Value(f"{name}_narrow")
+        offset = source.storage_offset() + t.storage_offset() - wide.storage_offset()
+        values[low.name] = source.as_strided(t.shape, t.stride(), offset)
+    operations[place : place + 1] = [*more, replace(kernel, args=(low, *kernel.args[1:]))]
+    split += len(more) if place < split else 0
+    return replace(program, forward=operations[:split], backward=operations[split:])
+
+
+def added(program: Program, place: int, argument: int, values: Mapping[str, Tensor]) -> Program:
+    """The program, where a kernel adds to its first result what is added to it later and nothing else reads it."""
+    operations, split = [*program.forward, *program.backward], len(program.forward)
+    kernel = operations[place]
+    result = kernel.makes[0]
+    readers = [i for i, operation in enumerate(operations) if result in operation.uses]
+    if kernel.args[argument] is not None or len(readers) != 1 or result in needed(program):
+        return program
+    (reader,) = readers
+    total = operations[reader]
+    if spelled(total) != "add.Tensor" or total.kwargs or not all(isinstance(arg, Value) for arg in total.args):
+        return program
+    other = next((value.name for value in total.args if value.name != result), result)
+    later = {name for operation in operations[place:] for name in operation.makes}
+    like = values[result]
+    same = all(
+        (t.shape, t.dtype, t.stride()) == (like.shape, like.dtype, like.stride())
+        for t in (values[other], values[total.makes[0]])
+    )
+    is_written = storage(values[other]) in written_by(operations, values)
+    if not same or is_written or other == result or other in later or (place < split) != (reader < split):
+        return program
+    args = (*kernel.args[:argument], Value(other), *kernel.args[argument + 1 :])
+    operations[place] = replace(kernel, args=args, makes=(total.makes[0], *kernel.makes[1:]))
+    return with_operations(program, (o for i, o in enumerate(operations) if i != reader))
