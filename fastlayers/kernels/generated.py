@@ -1,4 +1,4 @@
-"""Kernels that are generated: pointwise operations and softmax in one pass over memory, sums of them in another.
+"""Kernels that are generated: pointwise operations, sums of them, and both in one where a row fits into registers.
 
 A caller writes the body of a kernel as :class:`Code`, value by value; :data:`FORMULAS` has torch's operations as
 Triton. Numbers of 16 bits are computed in float32 and rounded wherever torch rounds, products are not contracted with
@@ -51,8 +51,10 @@ __all__ = [
 TILE, WARPS = 1024, 4
 #: Elements of the tile of a reduction, and along what is contiguous.
 REDUCED_TILE, CONTIGUOUS = 4096, 128
-#: Elements of the longest row that a program has in registers: a tile, 32 a thread.
-LONGEST_ROW = REDUCED_TILE
+#: Elements of the rows that a program has in registers, and those of a thread for each value of an expression,
+ROW_TILE, ELEMENTS = 2048, 16
+#: and of the longest row.
+LONGEST_ROW = 4096
 #: Programs of a reduction for each multiprocessor, from which no sum is shared among several,
 PROGRAMS = 2
 #: and the steps that each of those that share one makes at least.
@@ -183,6 +185,7 @@ FORMULAS: dict[str, Callable[..., str | None]] = {
     "tanh": lambda acc, x: call("tanh", x),
     "sqrt": lambda acc, x: root(x, acc),
     "rsqrt": lambda acc, x: call("rsqrt", x),
+    "square": lambda acc, x: f"({x} * {x})",
     "floor": lambda acc, x: f"tl.floor({x})",
     "ceil": lambda acc, x: f"tl.ceil({x})",
     "reciprocal": lambda acc, x: power(x, -1, acc),
@@ -232,24 +235,30 @@ SUMS: dict[str, tuple[str, str]] = {
     "any.dim": ("tl.where({x} == 0, 0.0, 1.0)", "{total} > 0"),
 }
 
-SOFTMAX = (
-    'high = tl.max(tl.where(inside, {0}, float("-inf")), 1)[:, None]',
-    "part = tl.where(inside, {exp}, 0.0)",
-    "share = {part_of_all}",
-)
-#: Operations that need a whole row of their operands: lines that give ``result``. Rows of nothing but -inf are 0 for
-#: the softmax of scaled_dot_product_attention.
-ROWS: dict[str, tuple[str, ...]] = {
-    "_softmax": (*SOFTMAX, "result = share"),
-    "_safe_softmax": (
-        *SOFTMAX,
-        'count = tl.sum(tl.where(inside & ({0} != float("-inf")), 1.0, 0.0), 1)[:, None]',
-        "result = tl.where(count == 0, 0.0, share)",
-    ),
-    "_softmax_backward_data": (
-        "product = {0} * {1}",
-        "result = product - {1} * tl.sum(tl.where(inside, product, 0.0), 1)[:, None]",
-    ),
+
+def softmax_of_rows(code: Code, acc: torch.dtype, x: str) -> str:
+    high = code.let(f'tl.max(tl.where(inside, {x}, float("-inf")), 1)[:, None]')
+    part = code.let(f"tl.where(inside, {call('exp', f'{x} - {high}')}, 0.0)")
+    return code.let(divided(part, f"tl.sum({part}, 1)[:, None]", acc))
+
+
+def safe_softmax_of_rows(code: Code, acc: torch.dtype, x: str) -> str:
+    """Rows of nothing but -inf are 0, as scaled_dot_product_attention has them."""
+    share = softmax_of_rows(code, acc, x)
+    count = code.total(f'tl.where({x} != float("-inf"), 1.0, 0.0)')
+    return code.let(f"tl.where({count} == 0, 0.0, {share})")
+
+
+def softmax_backward_of_rows(code: Code, acc: torch.dtype, dy: str, y: str) -> str:
+    product = code.let(f"{dy} * {y}")
+    return code.let(f"{product} - {y} * {code.total(product)}")
+
+
+#: Operations that need a whole row of their operands for an element of their result.
+ROWS: dict[str, Callable[..., str]] = {
+    "_softmax": softmax_of_rows,
+    "_safe_softmax": safe_softmax_of_rows,
+    "_softmax_backward_data": softmax_backward_of_rows,
 }
 
 
@@ -277,13 +286,17 @@ class Code:
 
     def load(self, pointer: str, place: Index, condition: str, dtype: torch.dtype) -> str:
         """An element, in the dtype of its computation; 0 where the condition does not hold."""
-        mask = f"inside & {condition}" if condition else "inside"
+        mask = f"inside & {condition}" if condition else self.within(place)
         loaded = f"tl.load({pointer} + ({place.source(self.sizes)}), mask={mask}, other=0)"
         if not place.terms:
             loaded = f"tl.load({pointer} + {place.constant})"
         if dtype is torch.bool:
             return self.let(f"{loaded} != 0")
         return self.let(f"{loaded}.to({NAMES[accumulator_of(dtype)]})")
+
+    def total(self, local: str) -> str:
+        """A local of the sum of a row that a program has in registers."""
+        return self.let(f"tl.sum(tl.where(inside, {local}, 0.0), 1)[:, None]")
 
     def cast(self, local: str, source: torch.dtype, target: torch.dtype) -> str:
         """A local as the accumulator of another dtype."""
@@ -297,6 +310,12 @@ class Code:
         if dtype in ROUNDED:
             return self.let(f"({expression}).to({NAMES[dtype]}).to(tl.float32)")
         return self.let(expression)
+
+    def within(self, place: Index) -> str:
+        """The condition that the variables of a place are in range: an operand of rows may be the same in all columns,
+        or in all rows, and is then read once."""
+        used = {atom.variable for _, atom in place.terms}
+        return f"inside_{''.join(used)}" if len(used) == 1 and len(self.sizes) == 2 else "inside"
 
     def holds(self, index: Index, low: int, high: int) -> str | None:
         """The condition low <= index < high; empty if it always holds, None if it never does."""
@@ -345,6 +364,7 @@ class Kernel:
         programs: the size of its grid.
         numbers: arguments that the code does not depend on.
         constants: those that it does depend on.
+        warps: those of a program.
     """
 
     __name__ = "generated"
@@ -358,9 +378,10 @@ class Kernel:
         numbers: Sequence[int],
         constants: Sequence[Any],
         device: torch.device,
+        warps: int,
     ) -> None:
         self.source, self.results, self.dtypes, self.device = source, tuple(results), tuple(dtypes), device
-        self._arguments = programs, tuple(numbers), tuple(constants)
+        self._arguments, self._warps = (programs, tuple(numbers), tuple(constants)), warps
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         outs = [result.empty(self.device) for result in self.results]
@@ -370,14 +391,14 @@ class Kernel:
     @cached_property
     def launch(self) -> Launch:
         """The launch of its function, which Triton is not given before: most of what is considered is not used."""
-        return Launch(compiled(self.source), *self._arguments, WARPS, exact=True)
+        return Launch(compiled(self.source), *self._arguments, self._warps, exact=True)
 
     def compile(self) -> None:
         """Compile it for aligned inputs, as its first call would."""
         tensors = *(result.dtype for result in self.results), *self.dtypes
         programs, numbers, constants = self._arguments
         self.launch.function.warmup(
-            *tensors, *numbers, *constants, grid=(programs,), num_warps=WARPS, enable_fp_fusion=False
+            *tensors, *numbers, *constants, grid=(programs,), num_warps=self._warps, enable_fp_fusion=False
         )
 
     def machine_code(self) -> tuple[Any, ...] | None:
@@ -462,11 +483,13 @@ def reduction(
         "share = tl.program_id(0) // blocks",
         "column = (tl.program_id(0) % blocks).to(INDEX) * X + tl.arange(0, X)",
         "x = column[:, None]",
+        "inside_x = x < n",
         *(f"sum{i} = tl.full((X, R), 0.0, {NAMES[wide]})" for i in places),
         "last = tl.minimum((share + 1) * chunk, end)",
         "for start in range(share * chunk, last, R):",
         "    r = (start + tl.arange(0, R)).to(INDEX)[None, :]",
-        "    inside = (x < n) & (r < last)",
+        "    inside_r = r < last",
+        "    inside = inside_x & inside_r",
         *(f"    {line}" for line in code.lines),
         *(f"    sum{i} += tl.where(inside, {local}, 0.0)" for i, local in enumerate(summed)),
         *(f"total{i} = tl.sum(sum{i}, 1)" for i in places),
@@ -491,35 +514,43 @@ def reduction(
 
 
 def rows(
-    code: Code, name: str, locals_: Sequence[str], acc: torch.dtype, result: Result, dtypes: Sequence[torch.dtype],
+    code: Code, stores: Sequence[tuple[str, ...]], results: Sequence[Result], dtypes: Sequence[torch.dtype],
     extent: int, device: torch.device,
 ) -> Kernel:  # fmt: skip
-    """A kernel of an operation of :data:`ROWS`, on elements ``r`` of rows ``x`` that are contiguous in the result."""
+    """A kernel that has rows ``x`` of elements ``r`` in registers, and so may use their sums.
+
+    ``stores`` are, for each result, its local if it has an element for each element of the rows, lying in the same
+    order; or one or more locals that have one for each row.
+    """
     kept, length = code.sizes["x"], code.sizes["r"]
     depth = triton.next_power_of_2(length)
-    width = min(triton.next_power_of_2(kept), REDUCED_TILE // depth)
-    exp = call("exp", f"{locals_[0]} - high")
-    part_of_all = divided("part", "tl.sum(part, 1)[:, None]", acc)
+    width = min(triton.next_power_of_2(kept), max(1, ROW_TILE // depth))
     lines = [
         "x = (tl.program_id(0).to(INDEX) * X + tl.arange(0, X))[:, None]",
         "r = tl.arange(0, R).to(INDEX)[None, :]",
-        "inside = (x < n) & (r < end)",
+        "inside_x = x < n",
+        "inside_r = r < end",
+        "inside = inside_x & inside_r",
         *code.lines,
-        *(line.format(*locals_, exp=exp, part_of_all=part_of_all) for line in ROWS[name]),
-        "tl.store(out0 + x * end + r, result.to(out0.dtype.element_ty), mask=inside)",
     ]
-    source = function_source(1, len(dtypes), "n, end", "INDEX X R", lines)
+    for i, (local, result) in enumerate(zip(stores, results, strict=True)):
+        whole = math.prod(result.sizes) == kept * length and len(local) == 1
+        for j, part in enumerate(local):
+            place, mask = ("x * end + r", "inside") if whole else (f"x + {j} * n + 0 * r", "inside & (r == 0)")
+            lines.append(f"tl.store(out{i} + {place}, ({part}).to(out{i}.dtype.element_ty), mask={mask})")
+    source = function_source(len(results), len(dtypes), "n, end", "INDEX X R", lines)
     constants = index_type(extent, kept * length), width, depth
-    return shared(source, (result,), tuple(dtypes), cdiv(kept, width), (kept, length), constants, device)
+    warps = max(WARPS, depth * width // (32 * ELEMENTS))
+    return shared(source, tuple(results), tuple(dtypes), cdiv(kept, width), (kept, length), constants, device, warps)
 
 
 @lru_cache(maxsize=4096)
 def shared(
     source: str, results: tuple[Result, ...], dtypes: tuple[torch.dtype, ...], programs: int, numbers: tuple[int, ...],
-    constants: tuple[Any, ...], device: torch.device,
+    constants: tuple[Any, ...], device: torch.device, warps: int = WARPS,
 ) -> Kernel:  # fmt: skip
     """The one kernel of this description."""
-    return Kernel(source, results, dtypes, programs, numbers, constants, device)
+    return Kernel(source, results, dtypes, programs, numbers, constants, device, warps)
 
 
 def compile_together(kernels: Sequence[Kernel]) -> None:

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from fastlayers.patching.rewrite.fusable import spelled, written_by
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, renamed, storage
 
-__all__ = ["absorbed"]
+__all__ = ["absorbed", "kernel_name"]
 
 CASTS = ("to.dtype", "_to_copy")
 LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.kernels.affine import Index
 from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, compile_together
@@ -39,7 +40,8 @@ from fastlayers.patching.rewrite.fusable import (
     written,
     written_by,
 )
-from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError
+from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError, row_length
+from fastlayers.patching.rewrite.lowering import lowered
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, storage, with_names
 
 __all__ = ["fused"]
@@ -58,10 +60,19 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
     ``values`` are those of its tape; a value that was written in place gets another name there after that.
     """
     program = absorbed(without_repetitions(program, values), values)
+    fake = FakeTensorMode()
     unfused: set[int] = set()
-    while True:  # What was written in place is, unless it is fused.
-        attempt, functional = functionalized(program, values, unfused)
-        done = both_ways(attempt, values)
+    refused: frozenset[str] = frozenset()
+    while True:
+        in_torch, origins = lowered(program, values, refused, fake)
+        attempt, functional = functionalized(in_torch, values, unfused)
+        done, fusions = both_ways(attempt, values)
+        alone = refused.union(*(fusion.alone(origins) for fusion in fusions))
+        if alone != refused:
+            refused = alone
+            unfused.clear()
+            continue
+        # What was written in place is, unless it is fused.
         left = {
             place
             for place, operation in functional.items()
@@ -107,22 +118,26 @@ def without_repetitions(program: Program, values: Mapping[str, Tensor]) -> Progr
     return replace(program, forward=forward, backward=backward, wanted=wanted, kept=kept)
 
 
-def both_ways(program: Program, values: Mapping[str, Tensor]) -> Program:
+def both_ways(program: Program, values: Mapping[str, Tensor]) -> tuple[Program, list[Fusion]]:
+    """The program with the kernels of both directions, and how they were made."""
     backward, kept = program.backward, program.kept
+    fusions: list[Fusion] = []
     if program.grads:
         wanted = [name for name in program.wanted if name is not None]
         read: set[str] = set()
         while True:
             again = Recomputed(program, values, read)
-            backward = Fusion(program.backward, values, wanted, again).operations()
+            fusions = [Fusion(program.backward, values, wanted, again)]
+            backward = fusions[0].operations()
             used = frozenset().union(*(operation.uses for operation in backward), wanted)
             if used.isdisjoint(again.computed):
                 break
             read |= used & again.computed  # An operation that was not fused after all.
         own = {name for operation in backward for name in operation.makes} | set(program.grads)
         kept = tuple(sorted(used - own))
-    forward = Fusion(program.forward, values, [*program.results, *kept]).operations()
-    return replace(program, forward=forward, backward=backward, kept=kept)
+    fusions.append(Fusion(program.forward, values, [*program.results, *kept]))
+    forward = fusions[-1].operations()
+    return replace(program, forward=forward, backward=backward, kept=kept), fusions
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -271,9 +286,10 @@ def reads_less(leaves: Iterable[str], name: str, values: Mapping[str, Tensor]) -
 
 @dataclass
 class Group:
-    """Results that one kernel makes."""
+    """Results that one kernel makes: those of its roots, of which it stores what is read elsewhere."""
 
     roots: list[int]
+    stores: list[int]
     kernels: tuple[Kernel, ...]
     inputs: tuple[str, ...]
     loads: frozenset[tuple[str, Index]]
@@ -317,6 +333,7 @@ class Fusion:
             if is_fusable(operation, values) and not self.is_written(operation.makes[0])
         }  # fmt: skip
         self.stored: set[int] = set()
+        self.made: list[Group] = []
 
     def base(self, name: str) -> str:
         name = base_of(name, self.producers, self.values)
@@ -343,9 +360,23 @@ class Fusion:
             if not useless:
                 break
             self.fusable -= {root for group in useless for root in group.roots}
-        order = self.scheduled(groups)
+        self.made = [self.without_unread(group, groups) for group in groups]
+        order = self.scheduled(self.made)
         assert order is not None  # Each group was tested.
         return order
+
+    def alone(self, origins: Mapping[str, str]) -> set[str]:
+        """Those of the origins whose operations are not together in one kernel, with others."""
+        places: dict[str, set[int]] = defaultdict(set)
+        for i, operation in enumerate(self.given):
+            for name in operation.makes:
+                if name in origins and not operation.view:
+                    places[origins[name]].add(i)
+        return {
+            origin
+            for origin, own in places.items()
+            if not any(own <= group.members and len(group.members) > len(own) for group in self.made)
+        }
 
     def must_be_stored(self) -> set[int]:
         """The places of the fusable operations whose results others read, or that are sums or need whole rows."""
@@ -392,6 +423,7 @@ class Fusion:
                         break
             else:
                 merged.append(group)
+        merged = self.in_rows(merged)
         # What two kernels compute is stored if reading it would be cheaper.
         readers: dict[int, int] = defaultdict(int)
         for group in merged:
@@ -407,6 +439,54 @@ class Fusion:
                     self.stored.add(place)
                     return None
         return merged
+
+    def in_rows(self, groups: list[Group]) -> list[Group]:
+        """The groups, where those that read the same rows of memory and need their sums are one."""
+        i = 0
+        while i < len(groups):
+            for j in range(i + 1, len(groups)):
+                if self.share_rows(groups[i], groups[j]):
+                    try:
+                        both = self.group([*groups[i].roots, *groups[j].roots], in_rows=True)
+                    except NotFusableError:
+                        continue
+                    rest = [*groups[:j], *groups[j + 1 :]]
+                    rest[i] = both
+                    less = self.bytes_read(both) < self.bytes_read(groups[i]) + self.bytes_read(groups[j])
+                    if less and self.fits(both) and self.scheduled(rest) is not None:
+                        groups, i = rest, -1
+                        break
+            i += 1
+        return groups
+
+    def share_rows(self, a: Group, b: Group) -> bool:
+        """Whether one kernel for both groups may have the rows that one of them needs, and reads what both read."""
+        given = [self.given[root] for root in (*a.roots, *b.roots)]
+        whole = [operation for operation in given if spelled(operation) in WHOLE]
+        if not whole or len({row_length(operation, self.values) for operation in whole} | {0}) != 2:
+            return False
+        if not all(row_length(operation, self.values) for operation in whole):
+            return False
+        known = ({*group.inputs, *self.results(group)} for group in (a, b))
+        return not set.intersection(*known).isdisjoint({*a.inputs, *b.inputs})
+
+    def bytes_read(self, group: Group) -> int:
+        return sum(self.values[base].nbytes for base, _ in group.loads)
+
+    def results(self, group: Group) -> list[str]:
+        return [self.given[root].makes[0] for root in group.roots]
+
+    def without_unread(self, group: Group, groups: Sequence[Group]) -> Group:
+        """The group, where what nothing else reads is not stored."""
+        if all(row_length(self.given[root], self.values) == 0 for root in group.roots) or len(group.roots) == 1:
+            return group
+        read = {self.base(name) for name in self.needed}
+        for i, operation in enumerate(self.given):
+            if i not in self.fusable and not is_followed(operation, self.values):
+                read |= {self.base(name) for name in operation.uses}
+        read = read.union(*(other.inputs for other in groups if other is not group))
+        stores = [root for root in group.roots if self.given[root].makes[0] in read]
+        return group if len(stores) == len(group.roots) else self.group(group.roots, stores, in_rows=True)
 
     def is_written(self, name: str) -> bool:
         return storage(self.values[name]) in self.writers
@@ -445,11 +525,20 @@ class Fusion:
 
     # -- one kernel ----------------------------------------------------------------------------------------------
 
-    def group(self, roots: Sequence[int]) -> Group:
-        writer = KernelWriter(self, roots)
+    def group(self, roots: Sequence[int], stores: Sequence[int] = (), in_rows: bool | None = None) -> Group:
+        if in_rows is None:
+            in_rows = any(spelled(self.given[root]) in ROWS for root in roots)
+        writer = KernelWriter(self, roots, stores or roots, in_rows)
         kernels = writer.kernels()
-        members = frozenset(writer.members | set(roots))
-        return Group(list(roots), kernels, tuple(writer.inputs), frozenset(writer.loads), members, writer.readers)
+        return Group(
+            roots=list(roots),
+            stores=list(writer.stores),
+            kernels=kernels,
+            inputs=tuple(writer.inputs),
+            loads=frozenset(writer.loads),
+            members=frozenset(writer.members | set(roots)),
+            readers=writer.readers,
+        )
 
     def fits(self, group: Group) -> bool:
         """Whether nothing writes to what a kernel reads between the operations that read it."""
@@ -474,7 +563,7 @@ class Fusion:
             if i not in self.fusable:
                 units[i] = [operation], operation.uses
         for i, group in enumerate(groups):
-            calls = group.calls(tuple(self.given[root].makes[0] for root in group.roots))
+            calls = group.calls(tuple(self.given[root].makes[0] for root in group.stores))
             units[count + i] = calls, group.inputs
         makers = {name: unit for unit, (calls, _) in units.items() for name in calls[-1].makes if name}
         before: dict[int, set[int]] = {unit: set() for unit in units}

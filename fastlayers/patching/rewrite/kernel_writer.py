@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from fastlayers.kernels.affine import ZERO, Index, divide, indices_of, unflatten
 from fastlayers.kernels.generated import (
     COMPARISONS,
+    LONGEST_ROW,
     NAMES,
     ROWS,
     SUMS,
@@ -42,7 +44,7 @@ from fastlayers.patching.rewrite.fusable import (
 )
 from fastlayers.patching.rewrite.tape import Operation, Value, map_values
 
-__all__ = ["KernelWriter", "NotFusableError"]
+__all__ = ["KernelWriter", "NotFusableError", "row_length"]
 
 #: Inputs of a kernel. More of them need more registers for addresses than there are.
 MAX_INPUTS = 24
@@ -50,6 +52,31 @@ MAX_INPUTS = 24
 
 class NotFusableError(Exception):
     """These operations cannot be one kernel. An argument is the place of the one that must be stored."""
+
+
+def row_length(operation: Operation, values: Mapping[str, Tensor]) -> int:
+    """The number of elements of the rows that an operation needs as a whole; 0 if it needs none that are contiguous and
+    fit into registers."""
+    name = spelled(operation)
+    if name not in WHOLE:
+        return 0
+    x = values[operands(operation)[0]]
+    if name in ROWS:
+        return x.shape[row_dim(operation, x)]
+    dims = reduced_dims(operation, x)
+    length = math.prod(x.shape[d] for d in dims)
+    return length if 1 < length <= LONGEST_ROW and is_along(x, dims) else 0
+
+
+def is_along(x: Tensor, dims: Sequence[int]) -> bool:
+    """Whether neighbouring elements of memory belong to one sum over these dimensions."""
+    used = [d for d in range(x.dim()) if x.shape[d] > 1]
+    return not used or min(used, key=x.stride) in dims
+
+
+def varies(index: Index) -> bool:
+    """Whether an index differs among the elements of a row."""
+    return any("r" in re.findall(r"\b[a-z]\b", atom.variable) for _, atom in index.terms)
 
 
 class Source(Protocol):
@@ -68,29 +95,39 @@ class Source(Protocol):
 
 
 class KernelWriter:
-    """Writes the kernel of some results."""
+    """Writes the kernel of some results.
 
-    def __init__(self, fusion: Source, roots: Sequence[int]) -> None:
-        self.fusion, self.values, self.roots = fusion, fusion.values, roots
+    Args:
+        fusion: the operations.
+        roots: the places of those that make the results.
+        stores: the places of those whose results are read elsewhere.
+        in_rows: whether a program has whole rows in registers.
+    """
+
+    def __init__(self, fusion: Source, roots: Sequence[int], stores: Sequence[int], in_rows: bool) -> None:
+        self.fusion, self.values, self.roots, self.stores = fusion, fusion.values, roots, stores
         self.inputs: dict[str, str] = {}
         self.loads: set[tuple[str, Index]] = set()
         self.members: set[int] = set()
         self.readers: dict[str, tuple[int, int]] = {}
         self._reader = roots[0]
         self._known: dict[Any, str] = {}
-        self.reduction = spelled(fusion.given[roots[0]]) in SUMS
+        given = [fusion.given[root] for root in roots]
+        self.reduction = not in_rows and all(spelled(operation) in SUMS for operation in given)
+        #: The elements of a row that a program has in registers; 0 if it has none.
+        self.length = max(row_length(operation, self.values) for operation in given) if in_rows else 0
 
     def kernels(self) -> tuple[Kernel, ...]:
-        given = [self.fusion.given[root] for root in self.roots]
+        given = [self.fusion.given[root] for root in self.stores]
         outs = [self.values[operation.makes[0]] for operation in given]
         results = [Result(tuple(t.shape), t.stride(), t.dtype) for t in outs]
         if self.reduction:
             return self.sums(given, outs, results)
-        if spelled(given[0]) in ROWS:
-            return (self.rows(given[0], outs[0], results[0]),)
+        if self.length:
+            return (self.rows(given, outs, results),)
         self.code = Code({"x": outs[0].numel()})
         stores = []
-        for root, operation, t in zip(self.roots, given, outs, strict=True):
+        for root, operation, t in zip(self.stores, given, outs, strict=True):
             indices = indices_of("x", t.shape, t.stride())
             if indices is None:
                 raise NotFusableError(root)
@@ -100,33 +137,19 @@ class KernelWriter:
         return (pointwise(self.code, stores, results, self.dtypes(), extent, outs[0].device),)
 
     def sums(self, given: list[Operation], outs: list[Tensor], results: list[Result]) -> tuple[Kernel, ...]:
-        x = self.values[operands(given[0])[0]]
+        x, out = self.values[operands(given[0])[0]], outs[0]
         dims = reduced_dims(given[0], x)
-        out = outs[0]
-        keeps = out.dim() == x.dim()
-        kept = [d for d in range(x.dim()) if d not in dims]
         count = math.prod(x.shape[d] for d in dims)
         self.code = Code({"x": out.numel(), "r": count})
         places = indices_of("x", out.shape, out.stride())
-        # Elements of one sum are visited in the order of memory of what is summed, as far as its strides tell.
-        steps = x.stride()
-        order = sorted(dims, key=lambda d: -steps[d])
-        strides, step = {}, 1
-        for d in reversed(order):
-            strides[d], step = step, step * x.shape[d]
-        inner = unflatten(Index.of("r", count), [x.shape[d] for d in dims], [strides[d] for d in dims])
-        if places is None or inner is None:
+        indices = None if places is None else self.summands(x, dims, places)
+        if indices is None:
             raise NotFusableError(self.roots[0])
-        indices = [ZERO] * x.dim()
-        for i, d in enumerate(kept):
-            indices[d] = places[d if keeps else i]
-        for i, d in enumerate(dims):
-            indices[d] = inner[i]
         summed, finished = [], []
         for operation in given:
             name = operands(operation)[0]
             self._reader = self.fusion.places[operation.makes[0]]
-            local = self.value(name, tuple(indices), "")
+            local = self.value(name, indices, "")
             out = self.values[operation.makes[0]]
             wide = torch.float64 if out.dtype is torch.float64 else torch.float32
             local = self.code.cast(local, self.values[name].dtype, wide)
@@ -134,26 +157,76 @@ class KernelWriter:
             summed.append(self.code.let(each.format(x=local)))
             finished.append(total)
         self.check()
-        used = [d for d in range(x.dim()) if x.shape[d] > 1]
-        along = not used or min(used, key=x.stride) in dims
         extent = max(self.extent(outs), 1)
-        return reduction(self.code, summed, finished, results, self.dtypes(), extent, along, x.device)
+        return reduction(self.code, summed, finished, results, self.dtypes(), extent, is_along(x, dims), x.device)
 
-    def rows(self, operation: Operation, out: Tensor, result: Result) -> Kernel:
-        dim = row_dim(operation, out)
-        length = out.shape[dim]
-        kept = [d for d in range(out.dim()) if d != dim]
-        self.code = Code({"x": out.numel() // length, "r": length})
-        places = indices_of("x", [out.shape[d] for d in kept], [out.stride(d) // length for d in kept])
-        if places is None:
-            raise NotFusableError(self.roots[0])
-        indices = list(places)
-        indices.insert(dim, Index.of("r", length))
-        locals_ = [self.value(name, tuple(indices), "") for name in operands(operation)]
+    def summands(self, x: Tensor, dims: Sequence[int], places: Sequence[Index]) -> tuple[Index, ...] | None:
+        """The indices of the elements ``r`` of a sum over some dimensions, from those of its result.
+
+        They are visited in the order of memory of what is summed, as far as its strides tell.
+        """
+        steps = x.stride()
+        strides, step = {}, 1
+        for d in sorted(dims, key=lambda d: steps[d]):
+            strides[d], step = step, step * x.shape[d]
+        inner = unflatten(Index.of("r", step), [x.shape[d] for d in dims], [strides[d] for d in dims])
+        if inner is None:
+            return None
+        kept = [d for d in range(x.dim()) if d not in dims]
+        indices = [ZERO] * x.dim()
+        for i, d in enumerate(kept):
+            indices[d] = places[d if len(places) == x.dim() else i]
+        for d, index in zip(dims, inner, strict=True):
+            indices[d] = index
+        return tuple(indices)
+
+    def rows(self, given: list[Operation], outs: list[Tensor], results: list[Result]) -> Kernel:
+        length = self.length
+        row = next(o for o in (self.fusion.given[root] for root in self.roots) if row_length(o, self.values))
+        count = self.values[operands(row)[0]].numel() // length
+        self.code = Code({"x": count, "r": length})
+        element = Index.of("x", count) * length + Index.of("r", length)
+        stores: list[tuple[str, ...]] = []
+        for root, operation, t in zip(self.stores, given, outs, strict=True):
+            if spelled(operation) == "stack" and argument(operation, 1, "dim", 0) == 0 and t[0].numel() == count:
+                self.members.add(root)  # The statistics of a norm: one number after the other, for all rows.
+                indices = indices_of("x", t.shape[1:], t.stride()[1:])
+                assert indices is not None
+                self._reader = root
+                stores.append(tuple(self.value(part.name, indices, "") for part in operation.args[0]))
+                continue
+            if t.numel() == count * length:
+                indices = unflatten(element, t.shape, t.stride())
+            else:
+                indices = indices_of("x", t.shape, t.stride()) if t.numel() == count else None
+            if indices is None:
+                raise NotFusableError(root)
+            stores.append((self.computed(operation.makes[0], root, operation, indices, ""),))
         self.check()
-        acc = accumulator_of(self.values[operands(operation)[0]].dtype)
-        extent = max(self.extent([out]), 1)
-        return rows(self.code, spelled(operation), locals_, acc, result, self.dtypes(), extent, out.device)
+        return rows(self.code, stores, results, self.dtypes(), max(self.extent(outs), 1), outs[0].device)
+
+    def whole(self, operation: Operation, out: Tensor, indices: tuple[Index, ...], place: int) -> str:
+        """A local with an element of what needs a whole row of its operand, if that is a row of this kernel."""
+        name = spelled(operation)
+        length = self.length if row_length(operation, self.values) == self.length else 0
+        if name in ROWS and length:
+            dim = row_dim(operation, out)
+            others = (*indices[:dim], *indices[dim + 1 :])
+            if indices[dim] == Index.of("r", length) and not any(map(varies, others)):
+                acc = accumulator_of(self.values[operands(operation)[0]].dtype)
+                locals_ = [self.value(operand, indices, "") for operand in operands(operation)]
+                return self.code.rounded(ROWS[name](self.code, acc, *locals_), out.dtype)
+        elif length and not any(map(varies, indices)):
+            operand = operands(operation)[0]
+            x = self.values[operand]
+            own = self.summands(x, reduced_dims(operation, x), indices)
+            if own is not None:
+                wide = torch.float64 if out.dtype is torch.float64 else torch.float32
+                local = self.code.cast(self.value(operand, own, ""), x.dtype, wide)
+                each, total = SUMS[name]
+                found = self.code.total(self.code.let(each.format(x=local)))
+                return self.code.rounded(total.format(total=found, count=float(length)), out.dtype)
+        raise NotFusableError(place)
 
     def dtypes(self) -> list[torch.dtype]:
         return [self.values[name].dtype for name in self.inputs]
@@ -178,12 +251,10 @@ class KernelWriter:
         for index, stride in zip(indices, t.stride(), strict=True):
             place = place + index * stride
         found = self.fusion.producer(base)
-        if (
-            found is not None
-            and (found[0] in self.roots or found[0] not in self.fusion.stored)
-            and not (self.reduction and found[0] in self.roots)
-        ):
+        if found is not None and (found[0] in self.roots or found[0] not in self.fusion.stored):
             number_, operation = found
+            if self.reduction and number_ in self.roots:  # A sum that another one needs has to be stored before.
+                raise NotFusableError
             if base != name:
                 inner = unflatten(place, b.shape, b.stride())
                 if inner is None:
@@ -201,10 +272,13 @@ class KernelWriter:
         if key not in self._known:
             if place >= 0:
                 self.members.add(place)
-            if spelled(operation) in WHOLE:
-                raise NotFusableError(place)
             before, self._reader = self._reader, place
-            self._known[key] = self.compute(operation, self.values[name], indices, condition)
+            if spelled(operation) in WHOLE:
+                if condition:
+                    raise NotFusableError(place)
+                self._known[key] = self.whole(operation, self.values[name], indices, place)
+            else:
+                self._known[key] = self.compute(operation, self.values[name], indices, condition)
             self._reader = before
         return self._known[key]
 

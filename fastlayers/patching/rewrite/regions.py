@@ -438,7 +438,9 @@ class Region:
                     found = code.backward(grads, list(kept)) if grads else ()
                 if not agree(results, recorded[0], 0) or not agree(found, gradients if grads else (), rounding):
                     raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
-            return *recorded, random if entry.draws else None
+            # The recorded run may not have computed what is kept. Inputs and results are those of the call.
+            kept = tuple(k if own is None else own for own, k in zip(recorded[1], kept, strict=True))
+            return recorded[0], kept, random if entry.draws else None
         except Exception as error:
             with torch.no_grad():
                 for t, old in zip(state, before, strict=True):
@@ -454,9 +456,9 @@ class Region:
     def recorded(
         self, entry: Entry, module: nn.Module, pattern: Any, real: tuple[Tensor, ...], count: int
     ) -> tuple[Any, ...]:
-        """The results, what is kept, and gradients of results and of inputs, of a run that gives the entry its code.
-        The last items are the code as it was recorded, without generated kernels, and the largest rounding error of a
-        dtype that it computes in."""
+        """The results, what is kept of inputs and results, and gradients of results and of inputs, of a run that gives
+        the entry its code. The last items are the code as it was recorded, without generated kernels, and the largest
+        rounding error of a dtype that it computes in."""
         records = torch.is_grad_enabled()
         with torch.enable_grad():
             aliases = [t.detach().requires_grad_(t.requires_grad) for t in real[:count]]
@@ -520,12 +522,12 @@ class Region:
         numbers = {id(t): i for i, t in enumerate(results)} | {id(t): ~i for i, t in enumerate(inputs)}
         entry.leaves = tuple((numbers.get(id(leaf)), None if isinstance(leaf, Tensor) else leaf) for leaf in leaves)
         entry.spec = None if isinstance(out, Tensor) else spec
-        own = dict(zip(names, (t.detach() for t in results), strict=True))
+        own = dict(zip(program.results, (t.detach() for t in results), strict=True))
         own |= dict(zip(tape.inputs, entry.order((*real, *entry.constants)), strict=True))
-        kept = tuple(own[name] if name in own else tape.values[name].detach() for name in program.kept)
+        kept = tuple(own.get(name) for name in program.kept)
         dtypes = {t.dtype for t in tape.values.values() if t.is_floating_point()}
         rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        return tuple(own[name] for name in names), kept, grads, gradients, plain, rounding
+        return tuple(own[name] for name in program.results), kept, grads, gradients, plain, rounding
 
     @staticmethod
     def check_results(leaves: Sequence[Any], results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

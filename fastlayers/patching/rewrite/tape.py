@@ -35,8 +35,8 @@ __all__ = [
     "with_names",
 ]
 
-#: What tells a value from others while all are alive: address, dtype and geometry.
-Key: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+#: What tells a value from others while all are alive: memory, dtype and geometry.
+Key: TypeAlias = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...]]
 
 #: The arguments of a call, positional ones and others.
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -403,7 +403,7 @@ def storage(t: Tensor) -> int:
 def key(t: Tensor) -> Key:
     if t.layout is not torch.strided or t.is_conj() or t.is_neg():
         raise Refusal(Reason.UNKNOWN_CALL, f"a {t.layout} tensor of {t.dtype}")
-    return t.data_ptr(), t.dtype, t.shape, t.stride()
+    return storage(t), int(t.storage_offset()), t.dtype, t.shape, t.stride()
 
 
 def alive(operations: Sequence[Operation], needed: Iterable[str]) -> list[Operation]:

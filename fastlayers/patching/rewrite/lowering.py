@@ -1,0 +1,198 @@
+"""Kernels as torch's simple operations, where a generated kernel for them and their neighbours moves less memory.
+
+A hand-written kernel wins by itself. But one that reads what a sum, a scale or a cast has just written, or writes what
+the next operation reads once, costs a pass over memory that a kernel for both does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastlayers.ops.layer_norm import LAYER, RMS
+from fastlayers.patching.rewrite.absorption import kernel_name
+from fastlayers.patching.rewrite.executors import KEYS, excluding
+from fastlayers.patching.rewrite.fusable import base_of, is_fusable, operands, spelled
+from fastlayers.patching.rewrite.tape import Operation, Program, Tape, map_values, with_names
+
+__all__ = ["LOWERINGS", "lowered"]
+
+
+def layer_norm_forward(
+    x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int, dtype: torch.dtype,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    row = tuple(range(-dims, 0))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.mean(row, keepdim=True) if kind == LAYER else None
+    centered = wide if mean is None else wide - mean
+    rstd = torch.rsqrt((centered * centered).mean(row, keepdim=True) + eps)
+    y = centered * rstd
+    if weight is not None:
+        if kind == RMS["llama"]:
+            y = y.to(x.dtype).to(wide.dtype)
+        y = y * (1 + weight.to(wide.dtype) if kind == RMS["gemma"] else weight.to(wide.dtype))
+        if kind == RMS["llama"] and weight.dtype is x.dtype:
+            y = y.to(x.dtype)
+    if bias is not None:
+        y = y + bias.to(wide.dtype)
+    stats = torch.stack([t.flatten() for t in (mean, rstd) if t is not None]) if keep else None
+    return y.to(dtype).contiguous(), stats
+
+
+def add_layer_norm_forward(
+    x: Tensor, residual: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float, kind: int,
+    dtype: torch.dtype, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    s = (x + residual).to(residual.dtype)
+    y, stats = layer_norm_forward(s, dims, weight, bias, eps, kind, dtype, keep)
+    return y, s, stats
+
+
+def softmax_forward(x: Tensor, dim: int, scale: float, mask: Tensor | None, dtype: torch.dtype, log: bool) -> Tensor:
+    if log or (mask is not None and mask.dtype is torch.bool):
+        raise NotImplementedError
+    scores = x.to(torch.promote_types(x.dtype, torch.float32))
+    scores = scores if scale == 1 else scores * scale
+    scores = scores if mask is None else scores + mask.to(scores.dtype)
+    return torch._softmax(scores, dim, False).to(dtype)
+
+
+def softmax_backward(
+    dy: Tensor, y: Tensor, dim: int, scale: float, mask: Tensor | None, dtype: torch.dtype, log: bool
+) -> Tensor:
+    if log or mask is not None:
+        raise NotImplementedError
+    wide = torch.promote_types(y.dtype, torch.float32)
+    dx = torch._softmax_backward_data(dy.to(wide), y.to(wide), dim, wide)
+    return (dx if scale == 1 else dx * scale).to(dtype)
+
+
+def scale_add(
+    x: Tensor, gamma: Tensor | None, residual: Tensor | None, keep: Tensor | None, scale: float, dtype: torch.dtype
+) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide)
+    if gamma is not None:
+        y = y * gamma.to(wide)
+    if keep is not None:
+        y = y * (keep.view(-1, *(1 for _ in x.shape[1:])) * scale)
+    elif scale != 1:
+        y = y * scale
+    return (y if residual is None else y + residual.to(wide)).to(dtype)
+
+
+def native_layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    row = tuple(range(-len(shape), 0))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.mean(row, keepdim=True)
+    rstd = torch.rsqrt((wide - mean).square().mean(row, keepdim=True) + eps)
+    y = (wide - mean) * rstd
+    y = y if weight is None else y * weight.to(wide.dtype)
+    y = y if bias is None else y + bias.to(wide.dtype)
+    return y.to(x.dtype), mean, rstd
+
+
+def var(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    dims = tuple(range(x.dim())) if dim is None else tuple(dim)
+    count = math.prod(x.shape[d] for d in dims)
+    divisor = count - (1 if correction is None else correction)
+    if divisor <= 0:
+        raise NotImplementedError
+    mean = wide.mean(dims, keepdim=True)
+    found = (wide - mean).square().sum(dims, keepdim=keepdim) * (1 / divisor)
+    return found.to(x.dtype), mean.to(x.dtype) if keepdim else mean.reshape(found.shape).to(x.dtype)
+
+
+#: Kernels and reductions in torch's pointwise operations and sums, with the arguments of the operation.
+LOWERINGS: dict[str, Callable[..., Any]] = {
+    "layer_norm_forward": layer_norm_forward,
+    "add_layer_norm_forward": add_layer_norm_forward,
+    "softmax_forward": softmax_forward,
+    "softmax_backward": softmax_backward,
+    "scale_add": scale_add,
+    "native_layer_norm": native_layer_norm,
+    "var.correction": lambda *args, **kwargs: var(*args, **kwargs)[0],
+    "std.correction": lambda *args, **kwargs: var(*args, **kwargs)[0].sqrt(),
+    "var_mean.correction": var,
+}
+
+
+def lowered(
+    program: Program, values: dict[str, Tensor], refused: frozenset[str], fake: FakeTensorMode
+) -> tuple[Program, dict[str, str]]:
+    """The program with kernels as operations of torch where these have neighbours to be fused with.
+
+    ``values`` gains those in between, which have no memory. Also returns, for each value that such an operation makes,
+    the first result of the kernel that it stands for. Kernels with a first result in ``refused`` stay.
+    """
+    origins: dict[str, str] = {}
+    parts: list[list[Operation]] = []
+    for part in (program.forward, program.backward):
+        fusable = {name for operation in part if is_fusable(operation, values) for name in operation.makes}
+        read = {name for operation in part if is_fusable(operation, values) for name in operation.uses}
+        producers = {name: operation for operation in part for name in operation.makes if name}
+        read = {base_of(name, producers, values) for name in read}
+        made: list[Operation] = []
+        for operation in part:
+            first = next((name for name in operation.makes if name), "")
+            near = not fusable.isdisjoint(base_of(name, producers, values) for name in operands(operation))
+            near |= not read.isdisjoint(operation.makes)
+            steps = None
+            if (kernel_name(operation) or spelled(operation)) in LOWERINGS and first and first not in refused and near:
+                steps = steps_of(operation, values, fake)
+            if steps is None:
+                made.append(operation)
+                continue
+            made += steps
+            origins |= {name: first for step in steps for name in step.makes}
+        parts.append(made)
+    return replace(program, forward=parts[0], backward=parts[1]), origins
+
+
+def steps_of(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMode) -> list[Operation] | None:
+    """The operations of torch that a kernel stands for; None if they would give another layout."""
+    given = operands(operation)
+    with fake:
+        known = {
+            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            for name, t in ((name, values[name]) for name in given)
+        }
+    args = map_values(operation.args, lambda value: known[value.name])
+    kwargs = {key: map_values(arg, lambda value: known[value.name]) for key, arg in operation.kwargs.items()}
+    tape = Tape(list(known.values()), ())
+    try:
+        with torch.no_grad(), excluding(KEYS), tape:
+            out = LOWERINGS[kernel_name(operation) or spelled(operation)](*args, **kwargs)
+    except NotImplementedError:
+        return None
+    results = out if isinstance(out, tuple) else (out,)
+    names = dict(zip(tape.inputs, known, strict=True))
+    for name, t in zip(operation.makes, results, strict=True):
+        if not name:
+            continue
+        if t is None or t.stride() != values[name].stride() or t.dtype is not values[name].dtype:
+            return None
+        if tape.name(t) in names:  # A result that is an input, or two that are one.
+            return None
+        names[tape.name(t)] = name
+    first = next(name for name in operation.makes if name)
+    for own, t in tape.values.items():
+        if own not in names:
+            names[own] = f"{first}_{own}"
+            values[names[own]] = t
+    return [
+        replace(with_names(step, names), makes=tuple(names.get(name, name) for name in step.makes))
+        for step in tape.operations
+    ]
