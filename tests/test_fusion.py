@@ -141,6 +141,10 @@ CHAINS = {
     ),
     "rotary of halves": (lambda x, c, s: turned(x.transpose(1, 2), c, s), [(2, 8, 4, 16), (8, 16), (8, 16)], (2, 5)),
     "rotary of pairs": (interleaved, [(2, 4, 8, 16), (8, 16), (8, 16)], (1, 2)),
+    "rotary after a token": (
+        lambda x, c, s: torch.cat((x[:, :, :1], interleaved(x[:, :, 1:], c, s)), 2),
+        [(2, 4, 9, 16), (8, 16), (8, 16)], (2, 4),
+    ),
     "response norm": (response_norm, [(2, 4, 4, 32), (32,), (32,)], (3, 4)),
     "gates": (lambda x: F.gelu(x) * torch.sigmoid(x) + F.silu(x), [(4, 33)], (1, 1)),
     "casts": (lambda x, y: (x.half() + 1).to(x.dtype) * y + x.double().to(x.dtype), [(4, 33), (33,)], (1, 2)),
@@ -299,6 +303,33 @@ def test_rows_of_infinities(device):
     x[4, 7] = torch.nan
     check(lambda x: torch._safe_softmax(x * 1, -1), x)
     check(lambda x: torch.softmax(x * 1, -1), x)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_views_behind_an_offset(device):
+    """What is concatenated behind something else, padded or sliced is computed where it is read, also through a view
+    of another shape."""
+    x, c, s = (torch.randn(shape, device=device) for shape in ((2, 4, 9, 16), (8, 16), (8, 16)))
+    _, other = check(CHAINS["rotary after a token"][0], x, c, s)
+    assert launches(other.forward) == 1
+    _, other = check(lambda x: F.pad((x[:, 1:] * 2).reshape(2, 3, 36, 4), (1, 0, 2, 0)) + 1, x)
+    assert launches(other.forward) == 1
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_gather(device):
+    """Of what is stored and of what is computed, with an index that is expanded; softmax is computed with it."""
+    torch.manual_seed(0)
+    x, y = (torch.randn(6, 5, 9, device=device, requires_grad=True) for _ in range(2))
+    index = torch.randint(9, (1, 5, 7), device=device).expand(6, 5, 7)
+
+    def function(x, y, index):
+        scores = torch.gather(x, -1, index) + torch.gather(y * 2, -1, index).exp()
+        return F.softmax(scores, -1) * 2, torch.gather(x, 1, index[:, :1, :].remainder(5)) - 1
+
+    _, other = check(function, x, y, index)
+    assert "gather" not in names(other.forward)
+    assert launches(other.forward) == 4  # y * 2, the remainder, and two kernels.
 
 
 @pytest.mark.parametrize("device", PLACES)

@@ -7,6 +7,7 @@ an atom in two. Where it would not, because sizes do not divide each other, :fun
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,6 +49,11 @@ class Index:
     @property
     def most(self) -> int:
         return self.constant + sum(max(0, c * (a.size - 1)) for c, a in self.terms)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Those of the loop. A variable may be an expression of them in parentheses."""
+        return frozenset(name for _, atom in self.terms for name in re.findall(r"\b[a-z]\b", atom.variable))
 
     def source(self, sizes: dict[str, int]) -> str:
         """The formula in Python. ``sizes`` are those of the variables."""

@@ -314,8 +314,20 @@ class Code:
     def within(self, place: Index) -> str:
         """The condition that the variables of a place are in range: an operand of rows may be the same in all columns,
         or in all rows, and is then read once."""
-        used = {atom.variable for _, atom in place.terms}
-        return f"inside_{''.join(used)}" if len(used) == 1 and len(self.sizes) == 2 else "inside"
+        used = place.variables
+        return f"inside_{''.join(used)}" if "r" in self.sizes and len(used) == 1 else "inside"
+
+    def offset(self, index: Index, size: int) -> Index:
+        """An index that a condition keeps below a size, as one of a variable of its own: what it is divided by later
+        knows its range then."""
+        if not index.terms or (index.least >= 0 and index.most < size):
+            return index
+        return self.variable(index.source(self.sizes), size)
+
+    def variable(self, expression: str, size: int) -> Index:
+        """The index that an expression gives, which a condition keeps below a size."""
+        self.sizes[f"({expression})"] = size
+        return Index.of(f"({expression})", size)
 
     def holds(self, index: Index, low: int, high: int) -> str | None:
         """The condition low <= index < high; empty if it always holds, None if it never does."""

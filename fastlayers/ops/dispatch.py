@@ -289,6 +289,11 @@ def observed(observer: Callable[..., Any]) -> Iterator[None]:
         _forget_choices()
 
 
+def is_observed() -> bool:
+    """Whether a call is recorded."""
+    return _observer is not None
+
+
 def observable(kernel: Callable[..., R]) -> Callable[..., R]:
     """A Triton kernel as it is to be called now."""
     return kernel if _observer is None else partial(_observer, kernel)

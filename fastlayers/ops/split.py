@@ -68,10 +68,15 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        join = torch.stack if ctx.function is torch.unbind else torch.cat
         if any(map(dispatch.needs_double_backward, grads)):
-            join = torch.stack if ctx.function is torch.unbind else torch.cat
             return join(grads, ctx.args[-1]), None, None
         first = grads[0]
+        if dispatch.is_observed() and backends.generates_kernels(first.device):
+            # One kernel writes all parts, together with what makes them, where a tape has this as one expression.
+            order = sorted(range(len(ctx.shape)), key=lambda d: -ctx.strides[d])
+            dx = join(grads, ctx.args[-1]).permute(order).contiguous()
+            return dx.permute(sorted(range(len(order)), key=order.__getitem__)), None, None
         dx = torch.empty_strided(ctx.shape, ctx.strides, dtype=first.dtype, device=first.device)
         for part, grad in zip(ctx.function(dx, *ctx.args), grads, strict=True):
             _copy(part, grad)

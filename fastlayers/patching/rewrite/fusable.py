@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ __all__ = [
     "is_dense",
     "is_followed",
     "is_fusable",
-    "operands",
     "reduced_dims",
     "row_dim",
     "spelled",
@@ -66,17 +66,15 @@ FILLED = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1,
 
 def spelled(operation: Operation) -> str:
     """The name of an operation of torch, without that of its only overload; empty for one of another kind."""
-    function = operation.function
+    return name_of(operation.function)
+
+
+@lru_cache(maxsize=1024)
+def name_of(function: Any) -> str:
     if not isinstance(function, OpOverload) or function.namespace != "aten":
         return ""
     name = function._schema.name.split("::")[1]
     return name if function._schema.overload_name in ("", "default") else f"{name}.{function._schema.overload_name}"
-
-
-def operands(operation: Operation) -> list[str]:
-    found: list[str] = []
-    map_values((*operation.args, *operation.kwargs.values()), lambda value: found.append(value.name))
-    return found
 
 
 def argument(operation: Operation, place: int, name: str, default: Any = None) -> Any:
@@ -118,7 +116,7 @@ def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     if operation.effect or not operation.single or len(operation.makes) != 1 or not operation.makes[0]:
         return False
     out = values[operation.makes[0]]
-    given = [values[n] for n in operands(operation)]
+    given = [values[n] for n in operation.operands]
     if (
         out.dtype not in NAMES
         or not is_dense(out)
@@ -132,6 +130,8 @@ def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
         return all((t.dtype is out.dtype or floating) and t.numel() > 0 for t in given)
     if name in FILLED or name in ("full", "scalar_tensor"):
         return floating or out.dtype is torch.bool
+    if name == "gather":
+        return floating and given[1].dtype is torch.int64 and not argument(operation, 3, "sparse_grad", False)
     if name in LOGICAL:
         return all(t.dtype is torch.bool for t in given)
     if name in CHOICES:
@@ -190,7 +190,7 @@ def has_short_rows(operation: Operation, out: Tensor, given: Sequence[Tensor]) -
 
 def row_dim(operation: Operation, out: Tensor) -> int:
     """The dimension along which an operation of ROWS runs: the argument after its operands."""
-    return int(argument(operation, len(operands(operation)), "dim")) % out.dim()
+    return int(argument(operation, len(operation.operands), "dim")) % out.dim()
 
 
 def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:

@@ -28,13 +28,14 @@ from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, compile_t
 from fastlayers.patching.rewrite.absorption import absorbed
 from fastlayers.patching.rewrite.fusable import (
     CHOICES,
+    COPIES,
     FILLED,
+    MOVES,
     WHOLE,
     base_of,
     is_dense,
     is_followed,
     is_fusable,
-    operands,
     reduced_dims,
     spelled,
     written,
@@ -48,7 +49,7 @@ __all__ = ["fused"]
 
 #: A tensor so many times smaller than another one is read from caches.
 BROADCAST = 8
-#: Bytes of a tensor whose sums down columns are worth a kernel by themselves.
+#: Bytes of a tensor whose sums down columns, or a copy into another layout, are worth a kernel by themselves.
 COLUMNS = 2**22
 #: Launches of an operation of torch that has more than one.
 LAUNCHES = {"_safe_softmax": 4}
@@ -265,7 +266,7 @@ class Recomputed:
             if operation is None or spelled(operation) in WHOLE or not is_fusable(operation, self.values):
                 return None
             found: frozenset[str] = frozenset()
-            for operand in operands(operation):
+            for operand in operation.operands:
                 base = base_of(operand, self.outer, self.values)
                 if storage(self.values[base]) in self.written:
                     return None
@@ -443,11 +444,14 @@ class Fusion:
     def in_rows(self, groups: list[Group]) -> list[Group]:
         """The groups, where those that read the same rows of memory and need their sums are one."""
         i = 0
+        refused: set[tuple[int, ...]] = set()
         while i < len(groups):
             for j in range(i + 1, len(groups)):
-                if self.share_rows(groups[i], groups[j]):
+                roots = (*groups[i].roots, *groups[j].roots)
+                if roots not in refused and self.share_rows(groups[i], groups[j]):
+                    refused.add(roots)
                     try:
-                        both = self.group([*groups[i].roots, *groups[j].roots], in_rows=True)
+                        both = self.group(roots, in_rows=True)
                     except NotFusableError:
                         continue
                     rest = [*groups[:j], *groups[j + 1 :]]
@@ -499,26 +503,39 @@ class Fusion:
         if is_sum != (spelled(second) in SUMS):
             return False
         if is_sum:
-            x, y = (self.values[operands(o)[0]] for o in (first, second))
+            x, y = (self.values[o.operands[0]] for o in (first, second))
             if x.shape != y.shape or reduced_dims(first, x) != reduced_dims(second, y):
                 return False
         elif self.values[first.makes[0]].numel() != self.values[second.makes[0]].numel():
             return False
-        size = self.values[operands(first)[0]].numel() if is_sum else self.values[first.makes[0]].numel()
+        size = self.values[first.operands[0]].numel() if is_sum else self.values[first.makes[0]].numel()
         shared = {base for base, _ in a.loads & b.loads if 2 * self.values[base].numel() >= size}
         reads = {base for base, place in b.loads if place == Index.of("x", size)}
         return bool(shared) or not reads.isdisjoint(self.given[root].makes[0] for root in a.roots)
 
     def pays(self, group: Group) -> bool:
-        """Whether a kernel saves a launch, or is faster than torch's: its sums down columns take three times a copy."""
+        """Whether a kernel saves a launch, or is faster than torch's: its sums down columns take three times a copy,
+        and its copies of strided rows, element by element, twice to three times one."""
         names = [spelled(self.given[member]) for member in group.members]
         launches = sum(LAUNCHES.get(name, 1) for name in names if name not in FILLED)
-        return launches > 1 or self.sums_columns(self.given[group.roots[0]])
+        first = self.given[group.roots[0]]
+        return launches > 1 or self.sums_columns(first) or self.copies_rows(first)
+
+    def copies_rows(self, operation: Operation) -> bool:
+        """Whether an operation only brings rows of contiguous elements into another order."""
+        if spelled(operation) not in COPIES | MOVES:
+            return False
+        out, given = self.values[operation.makes[0]], [self.values[name] for name in operation.operands]
+        if out.nbytes < COLUMNS or any(t.dtype is not out.dtype for t in given):
+            return False
+        last = [min((d for d in range(t.dim()) if t.shape[d] > 1), key=t.stride) for t in (out, *given)]
+        rows = len(set(last)) == 1 and all(t.stride(d) == 1 for t, d in zip((out, *given), last, strict=True))
+        return rows and any(t.stride() != out.stride() for t in given)
 
     def sums_columns(self, operation: Operation) -> bool:
         if spelled(operation) != "sum.dim_IntList":
             return False
-        x = self.values[operands(operation)[0]]
+        x = self.values[operation.operands[0]]
         dims = reduced_dims(operation, x)
         used = [d for d in range(x.dim()) if x.shape[d] > 1]
         return x.nbytes >= COLUMNS and is_dense(x) and min(used, key=x.stride) not in dims

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -37,7 +36,6 @@ from fastlayers.patching.rewrite.fusable import (
     WHOLE,
     argument,
     formula,
-    operands,
     reduced_dims,
     row_dim,
     spelled,
@@ -60,7 +58,7 @@ def row_length(operation: Operation, values: Mapping[str, Tensor]) -> int:
     name = spelled(operation)
     if name not in WHOLE:
         return 0
-    x = values[operands(operation)[0]]
+    x = values[operation.operands[0]]
     if name in ROWS:
         return x.shape[row_dim(operation, x)]
     dims = reduced_dims(operation, x)
@@ -76,7 +74,7 @@ def is_along(x: Tensor, dims: Sequence[int]) -> bool:
 
 def varies(index: Index) -> bool:
     """Whether an index differs among the elements of a row."""
-    return any("r" in re.findall(r"\b[a-z]\b", atom.variable) for _, atom in index.terms)
+    return "r" in index.variables
 
 
 class Source(Protocol):
@@ -137,7 +135,7 @@ class KernelWriter:
         return (pointwise(self.code, stores, results, self.dtypes(), extent, outs[0].device),)
 
     def sums(self, given: list[Operation], outs: list[Tensor], results: list[Result]) -> tuple[Kernel, ...]:
-        x, out = self.values[operands(given[0])[0]], outs[0]
+        x, out = self.values[given[0].operands[0]], outs[0]
         dims = reduced_dims(given[0], x)
         count = math.prod(x.shape[d] for d in dims)
         self.code = Code({"x": out.numel(), "r": count})
@@ -147,7 +145,7 @@ class KernelWriter:
             raise NotFusableError(self.roots[0])
         summed, finished = [], []
         for operation in given:
-            name = operands(operation)[0]
+            name = operation.operands[0]
             self._reader = self.fusion.places[operation.makes[0]]
             local = self.value(name, indices, "")
             out = self.values[operation.makes[0]]
@@ -183,7 +181,7 @@ class KernelWriter:
     def rows(self, given: list[Operation], outs: list[Tensor], results: list[Result]) -> Kernel:
         length = self.length
         row = next(o for o in (self.fusion.given[root] for root in self.roots) if row_length(o, self.values))
-        count = self.values[operands(row)[0]].numel() // length
+        count = self.values[row.operands[0]].numel() // length
         self.code = Code({"x": count, "r": length})
         element = Index.of("x", count) * length + Index.of("r", length)
         stores: list[tuple[str, ...]] = []
@@ -213,11 +211,11 @@ class KernelWriter:
             dim = row_dim(operation, out)
             others = (*indices[:dim], *indices[dim + 1 :])
             if indices[dim] == Index.of("r", length) and not any(map(varies, others)):
-                acc = accumulator_of(self.values[operands(operation)[0]].dtype)
-                locals_ = [self.value(operand, indices, "") for operand in operands(operation)]
+                acc = accumulator_of(self.values[operation.operands[0]].dtype)
+                locals_ = [self.value(operand, indices, "") for operand in operation.operands]
                 return self.code.rounded(ROWS[name](self.code, acc, *locals_), out.dtype)
         elif length and not any(map(varies, indices)):
-            operand = operands(operation)[0]
+            operand = operation.operands[0]
             x = self.values[operand]
             own = self.summands(x, reduced_dims(operation, x), indices)
             if own is not None:
@@ -241,6 +239,11 @@ class KernelWriter:
         return max(1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in tensors)
 
     # -- values --------------------------------------------------------------------------------------------------
+
+    def is_computed(self, name: str) -> bool:
+        """Whether a value is computed where it is read."""
+        found = self.fusion.producer(self.fusion.base(name))
+        return found is not None and (found[0] in self.roots or found[0] not in self.fusion.stored)
 
     def value(self, name: str, indices: tuple[Index, ...], condition: str) -> str:
         """A local with an element of a value."""
@@ -305,6 +308,8 @@ class KernelWriter:
             return local if source.dtype is out.dtype else self.code.rounded(local, out.dtype)
         if name in MOVES:
             return self.moved(operation, out, indices, condition)
+        if name == "gather":
+            return self.gathered(operation, out, indices, condition)
         if name in CHOICES:
             mask, one, other = args if name == "where.self" else (args[1], args[2], args[0])
             parts = (
@@ -327,7 +332,7 @@ class KernelWriter:
             (*args, *operation.kwargs.values()),
             lambda value: locals_.append(self.operand(value, out, indices, condition, out.dtype)),
         )
-        if any(self.values[n].dtype is torch.float64 for n in operands(operation)) and out.dtype is not torch.float64:
+        if any(self.values[n].dtype is torch.float64 for n in operation.operands) and out.dtype is not torch.float64:
             raise NotFusableError
         text = formula(operation, locals_, acc)
         assert text is not None
@@ -388,12 +393,29 @@ class KernelWriter:
             if test is None:
                 return self.code.let(f"tl.where(inside, {number(fill)}, 0.0)")
             tests += [test] if test else []
+            if test and self.is_computed(args[0].name):
+                own[dim] = self.code.offset(own[dim], size)
         if name == "select_backward":
             del own[dim]
         both = self.joined(condition, *tests)
         local = self.value(args[0].name, tuple(own), both)
         here = self.joined("", *tests)
         return self.code.let(f"tl.where({here}, {local}, {number(fill)})") if here else local
+
+    def gathered(self, operation: Operation, out: Tensor, indices: tuple[Index, ...], condition: str) -> str:
+        """An element that an index of another tensor chooses along a dimension; NaN where that is out of range, which
+        torch asserts."""
+        x, dim, index = operation.args[0].name, operation.args[1] % out.dim(), operation.args[2].name
+        if self.is_computed(x):
+            found = self.fusion.producer(self.fusion.base(x))
+            raise NotFusableError(*(found or ())[:1])
+        size = self.values[x].shape[dim]
+        chosen = self.code.let(f"{self.value(index, indices, condition)}.to(INDEX)")
+        valid = self.code.let(f"({chosen} >= 0) & ({chosen} < {size})")
+        own = list(indices)
+        own[dim] = self.code.variable(chosen, size)
+        local = self.value(x, tuple(own), self.joined(condition, valid))
+        return self.code.let(f'tl.where({valid}, {local}, float("nan"))')
 
     def joined(self, *conditions: str) -> str:
         wanted = [condition for condition in conditions if condition]
@@ -413,6 +435,8 @@ class KernelWriter:
                 continue
             if stacked:
                 del own[dim]
+            elif test and self.is_computed(part.name):
+                own[dim] = self.code.offset(own[dim], size)
             local = self.value(part.name, tuple(own), self.joined(condition, test))
             local = self.code.cast(local, self.values[part.name].dtype, out.dtype)
             found = local if found is None or not test else self.code.let(f"tl.where({test}, {local}, {found})")

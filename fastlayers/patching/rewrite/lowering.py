@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastlayers.ops.layer_norm import LAYER, RMS
 from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.executors import KEYS, excluding
-from fastlayers.patching.rewrite.fusable import base_of, is_fusable, operands, spelled
+from fastlayers.patching.rewrite.fusable import base_of, is_fusable, spelled
 from fastlayers.patching.rewrite.tape import Operation, Program, Tape, map_values, with_names
 
 __all__ = ["LOWERINGS", "lowered"]
@@ -140,30 +140,36 @@ def lowered(
     origins: dict[str, str] = {}
     parts: list[list[Operation]] = []
     for part in (program.forward, program.backward):
-        fusable = {name for operation in part if is_fusable(operation, values) for name in operation.makes}
-        read = {name for operation in part if is_fusable(operation, values) for name in operation.uses}
         producers = {name: operation for operation in part for name in operation.makes if name}
-        read = {base_of(name, producers, values) for name in read}
+        simple = [operation for operation in part if is_fusable(operation, values) or has_lowering(operation, refused)]
+        made_so = {name for operation in simple for name in operation.makes if name}
+        read_so = {base_of(name, producers, values) for operation in simple for name in operation.uses}
         made: list[Operation] = []
         for operation in part:
-            first = next((name for name in operation.makes if name), "")
-            near = not fusable.isdisjoint(base_of(name, producers, values) for name in operands(operation))
-            near |= not read.isdisjoint(operation.makes)
             steps = None
-            if (kernel_name(operation) or spelled(operation)) in LOWERINGS and first and first not in refused and near:
-                steps = steps_of(operation, values, fake)
-            if steps is None:
-                made.append(operation)
-                continue
-            made += steps
-            origins |= {name: first for step in steps for name in step.makes}
+            if has_lowering(operation, refused):
+                before = {base_of(name, producers, values) for name in operation.operands}
+                if not made_so.isdisjoint(before) or not read_so.isdisjoint(operation.makes):
+                    steps = steps_of(operation, values, fake)
+            made += [operation] if steps is None else steps
+            if steps is not None:
+                origins |= {name: first_result(operation) for step in steps for name in step.makes}
         parts.append(made)
     return replace(program, forward=parts[0], backward=parts[1]), origins
 
 
+def has_lowering(operation: Operation, refused: frozenset[str]) -> bool:
+    name = kernel_name(operation) or spelled(operation)
+    return name in LOWERINGS and first_result(operation) not in ("", *refused)
+
+
+def first_result(operation: Operation) -> str:
+    return next((name for name in operation.makes if name), "")
+
+
 def steps_of(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMode) -> list[Operation] | None:
     """The operations of torch that a kernel stands for; None if they would give another layout."""
-    given = operands(operation)
+    given = operation.operands
     with fake:
         known = {
             name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -187,7 +193,7 @@ def steps_of(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMo
         if tape.name(t) in names:  # A result that is an input, or two that are one.
             return None
         names[tape.name(t)] = name
-    first = next(name for name in operation.makes if name)
+    first = first_result(operation)
     for own, t in tape.values.items():
         if own not in names:
             names[own] = f"{first}_{own}"

@@ -60,6 +60,9 @@ FILLING = (
 
 aten = torch.ops.aten
 
+#: Operations that make a tensor like another one, and the same without that one.
+NEW = {aten.new_empty.default: aten.empty.memory_format, aten.new_zeros.default: aten.zeros.default}
+
 
 @dataclass(frozen=True)
 class Value:
@@ -80,7 +83,8 @@ class Operation:
         single: whether the call returns its only result, not a tuple of them.
         effect: whether the call matters even if no result is used.
         view: whether the result is in the memory of an argument.
-        uses: the names of the values among the arguments.
+        operands: the names of the values among the arguments, in their order.
+        uses: the same, each once.
     """
 
     function: Callable[..., Any]
@@ -90,12 +94,14 @@ class Operation:
     single: bool
     effect: bool
     view: bool = False
+    operands: tuple[str, ...] = field(init=False)
     uses: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         uses: list[Value] = []
         map_values((*self.args, *self.kwargs.values()), uses.append)
-        self.uses = frozenset(value.name for value in uses)
+        self.operands = tuple(value.name for value in uses)
+        self.uses = frozenset(self.operands)
 
 
 @dataclass
@@ -213,6 +219,8 @@ class Tape(TorchDispatchMode):
             self._unwritten.add(storage(out))
         if func is aten._to_copy.default and set(kwargs) == {"dtype"} and out.dtype is not args[0].dtype:
             func, call = aten.to.dtype, self.arguments((args[0], out.dtype), {})  # Python has a C function for it
+        if func in NEW:  # The first argument only says dtype and device, and would be kept for that.
+            func, call = NEW[func], self.arguments((list(args[1]),), {"dtype": out.dtype, "device": out.device})
         # In inference mode reshape and the like arrive whole, which may copy.
         is_view = is_view and isinstance(out, Tensor | tuple | list) and in_memory_of(out, args[0])
         if isinstance(out, Tensor) and is_view:
