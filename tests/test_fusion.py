@@ -317,6 +317,21 @@ def test_views_behind_an_offset(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_casts_of_parameters(device):
+    """One launch for all, in each one's layout; not for what is computed."""
+    x, v, w = (torch.randn(s, device=device) for s in ((3, 5), (7,), (2, 8, 3, 3)))
+    low, back = (torch.float64, torch.float64) if INTERPRETED else (torch.bfloat16, torch.float16)
+    w = w.to(memory_format=torch.channels_last)
+
+    def function(x, v, w):
+        return x.to(low), v.to(back), w.to(low), (x @ x.t()).to(low)
+
+    _, other = check(function, x, v, w)
+    assert [type(o.function) is Kernel for o in other.forward if not o.view].count(True) == 1
+    assert launches(other.forward) == 3
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_gather(device):
     """Of what is stored and of what is computed, with an index that is expanded; softmax is computed with it."""
     torch.manual_seed(0)

@@ -40,6 +40,7 @@ __all__ = [
     "Kernel",
     "Result",
     "accumulator_of",
+    "casts",
     "compile_together",
     "number",
     "pointwise",
@@ -431,9 +432,11 @@ class Kernel:
 
 
 def function_source(outputs: int, inputs: int, numbers: str, constants: str, lines: Sequence[str]) -> str:
-    arguments = [*(f"out{i}" for i in range(outputs)), *(f"in{i}" for i in range(inputs)), numbers]
+    arguments = [*(f"out{i}" for i in range(outputs)), *(f"in{i}" for i in range(inputs)), *numbers.split(", ")]
     arguments += [f"{name}: tl.constexpr" for name in constants.split()]
-    return f"@triton.jit\ndef kernel({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
+    return f"@triton.jit\ndef kernel({', '.join(filter(None, arguments))}):\n" + "".join(
+        f"    {line}\n" for line in lines
+    )
 
 
 def index_type(*extents: int) -> tl.dtype:
@@ -457,6 +460,26 @@ def pointwise(
     n = code.sizes["x"]
     source = function_source(len(results), len(dtypes), "n", "INDEX TILE", lines)
     return shared(source, tuple(results), tuple(dtypes), cdiv(n, TILE), (n,), (index_type(extent, n), TILE), device)
+
+
+def casts(
+    results: Sequence[Result], dtypes: Sequence[torch.dtype], counts: Sequence[int], device: torch.device
+) -> Kernel:
+    """A kernel that gives several tensors other dtypes, each in its own layout. A launch for each of them would take
+    longer than a small one itself."""
+    lines = ["program = tl.program_id(0)"]
+    first = 0
+    for i, count in enumerate(counts):
+        last = first + cdiv(count, TILE)
+        lines += [
+            f"if (program >= {first}) & (program < {last}):",
+            f"    x{i} = (program - {first}) * TILE + tl.arange(0, TILE)",
+            f"    y{i} = tl.load(in{i} + x{i}, mask=x{i} < {count}).to(out{i}.dtype.element_ty)",
+            f"    tl.store(out{i} + x{i}, y{i}, mask=x{i} < {count})",
+        ]
+        first = last
+    source = function_source(len(results), len(dtypes), "", "TILE", lines)
+    return shared(source, tuple(results), tuple(dtypes), first, (), (TILE,), device)
 
 
 def reduction(

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fastlayers.patching.rewrite.fusable import spelled, written_by
+from fastlayers.patching.rewrite.fusable import CASTS, spelled, written_by
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, renamed, storage
 
 __all__ = ["absorbed", "kernel_name"]
 
-CASTS = ("to.dtype", "_to_copy")
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 #: Kernels that round their first, float32 result to another dtype: the place of the argument that says which.
 ROUNDS = {"layer_norm_forward": 6, "add_layer_norm_forward": 7}

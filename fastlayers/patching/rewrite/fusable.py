@@ -25,6 +25,7 @@ from fastlayers.kernels.generated import (
 from fastlayers.patching.rewrite.tape import Operation, Value, map_values, storage
 
 __all__ = [
+    "CASTS",
     "CHOICES",
     "COPIES",
     "FILLED",
@@ -47,8 +48,10 @@ __all__ = [
 
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
-#: Operations that give their first argument another dtype or layout.
-COPIES = frozenset({"to.dtype", "_to_copy", "clone", "contiguous"})
+#: Operations that give their first argument another dtype,
+CASTS = frozenset({"to.dtype", "_to_copy"})
+#: or layout.
+COPIES = CASTS | {"clone", "contiguous"}
 #: Operations that give the elements of their arguments other places.
 MOVES = frozenset({"cat", "stack", "slice_backward", "select_backward", "constant_pad_nd", "roll"})
 #: Operations on conditions.

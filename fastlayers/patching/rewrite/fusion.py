@@ -24,12 +24,14 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.kernels.affine import Index
-from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, compile_together
+from fastlayers.kernels.generated import FORMULAS, ROWS, SUMS, Kernel, Result, casts, compile_together
 from fastlayers.patching.rewrite.absorption import absorbed
 from fastlayers.patching.rewrite.fusable import (
+    CASTS,
     CHOICES,
     COPIES,
     FILLED,
+    FLOATING,
     MOVES,
     WHOLE,
     base_of,
@@ -51,6 +53,8 @@ __all__ = ["fused"]
 BROADCAST = 8
 #: Bytes of a tensor whose sums down columns, or a copy into another layout, are worth a kernel by themselves.
 COLUMNS = 2**22
+#: Casts that one kernel does, and elements of a larger one, whose launch takes no time beside it.
+MOST_CASTS, LARGEST_CAST = 24, 2**24
 #: Launches of an operation of torch that has more than one.
 LAUNCHES = {"_safe_softmax": 4}
 
@@ -424,7 +428,7 @@ class Fusion:
                         break
             else:
                 merged.append(group)
-        merged = self.in_rows(merged)
+        merged = self.casts_together(self.in_rows(merged))
         # What two kernels compute is stored if reading it would be cheaper.
         readers: dict[int, int] = defaultdict(int)
         for group in merged:
@@ -462,6 +466,36 @@ class Fusion:
                         break
             i += 1
         return groups
+
+    def casts_together(self, groups: list[Group]) -> list[Group]:
+        """The groups, where casts of what the forward is given are one: those of the parameters, under autocast."""
+        found = [group for group in groups if self.is_parameters_cast(group)]
+        rest = [group for group in groups if group not in found]
+        for start in range(0, len(found), MOST_CASTS):
+            roots = [group.roots[0] for group in found[start : start + MOST_CASTS]]
+            names = [self.given[root].operands[0] for root in roots]
+            outs = [self.values[self.given[root].makes[0]] for root in roots]
+            results = [Result(tuple(t.shape), t.stride(), t.dtype) for t in outs]
+            dtypes = [self.values[name].dtype for name in names]
+            kernel = casts(results, dtypes, [t.numel() for t in outs], outs[0].device)
+            readers = dict.fromkeys(names, (min(roots), max(roots)))
+            rest.append(Group(roots, roots, (kernel,), tuple(names), frozenset(), frozenset(roots), readers))
+        return rest
+
+    def is_parameters_cast(self, group: Group) -> bool:
+        operation = self.given[group.roots[0]]
+        if len(group.roots) > 1 or self.again is not None or spelled(operation) not in CASTS:
+            return False
+        name, made = operation.operands[0], self.values[operation.makes[0]]
+        t = self.values[name]
+        return (
+            group.inputs == (name,)
+            and name not in self.places
+            and not self.is_written(name)
+            and t.stride() == made.stride()
+            and FLOATING.issuperset((t.dtype, made.dtype))
+            and t.numel() <= LARGEST_CAST
+        )
 
     def share_rows(self, a: Group, b: Group) -> bool:
         """Whether one kernel for both groups may have the rows that one of them needs, and reads what both read."""
