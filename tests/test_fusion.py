@@ -272,6 +272,7 @@ def test_sums_of_conditions(dim, device):
 )
 def test_rows(shape, dtype, device):
     """A softmax of scores and what surrounds it, forward and backward."""
+    torch.manual_seed(0)
     scores = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     bias = torch.randn(1, shape[1], 1, shape[-1], device=device, dtype=dtype, requires_grad=True)
     mask = torch.rand(shape[0], 1, shape[2], shape[-1], device=device) < 0.3
@@ -488,17 +489,17 @@ def test_what_norms_absorb(dtype, turned, norm):
     """The cast of a result, also of a view of it, that of a gradient, and the sum with a residual's gradient."""
     torch.manual_seed(0)
     x, residual, proj = (torch.randn(s, device="cuda", requires_grad=True) for s in ((4, 6, 64), (4, 6, 64), (64, 64)))
-    weight = torch.randn(64, device="cuda", requires_grad=True)
+    weight, bias = (torch.randn(64, device="cuda", requires_grad=True) for _ in range(2))
 
-    def function(x, residual, weight, proj):
+    def function(x, residual, weight, bias, proj):
         if norm == "added":
-            y, x = FL.add_layer_norm(x, residual, (64,), weight, weight)
+            y, x = FL.add_layer_norm(x, residual, (64,), weight, bias)
         else:
-            y = FL.layer_norm(x, (64,), weight, weight) if norm == "layer" else FL.rms_norm(x, (64,), weight)
+            y = FL.layer_norm(x, (64,), weight, bias) if norm == "layer" else FL.rms_norm(x, (64,), weight)
         y = y.transpose(0, 1) if turned else y
         return x + (y.to(dtype).reshape(-1, 64) @ proj.to(dtype)).float().view(y.shape).view(x.shape)
 
-    _, other = check(function, x, residual, weight, proj, tolerance=TOLERANCE[dtype])
+    _, other = check(function, x, residual, weight, bias, proj, tolerance=TOLERANCE[dtype])
     casts = [name for name in names(other.forward) if name in ("to", "_to_copy")]
     assert len(casts) == 1  # That of the other factor.
     (backward,) = (o for o in other.backward if plain_name(o.function) == "layer_norm_backward")

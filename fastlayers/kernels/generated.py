@@ -31,6 +31,7 @@ from fastlayers.kernels.launch import Launch, cdiv, multiprocessors
 __all__ = [
     "COMPARISONS",
     "FORMULAS",
+    "INTERPRETED",
     "LONGEST_ROW",
     "NAMES",
     "ROWS",
@@ -67,6 +68,8 @@ NAMES = {
     torch.int16: "tl.int16", torch.int8: "tl.int8", torch.uint8: "tl.uint8",
 }  # fmt: skip
 ROUNDED = (torch.float16, torch.bfloat16)
+#: Whether Triton interprets kernels, on a CPU.
+INTERPRETED = triton.knobs.runtime.interpret
 
 
 def accumulator_of(dtype: torch.dtype) -> torch.dtype:
@@ -81,7 +84,7 @@ _scope = {"tl": tl, "triton": triton, "libdevice": libdevice, "tanh": activation
 
 def call(name: str, x: str) -> str:
     """A function of one number, as accurate as torch's. The interpreter has no libdevice."""
-    if not triton.knobs.runtime.interpret:
+    if not INTERPRETED:
         return f"libdevice.{name}({x})"
     return f"tanh({x})" if name == "tanh" else f"tl.{name}({x})"
 
@@ -590,6 +593,6 @@ def shared(
 
 def compile_together(kernels: Sequence[Kernel]) -> None:
     """Compile kernels, several at the same time."""
-    if kernels and not triton.knobs.runtime.interpret:
+    if kernels and not INTERPRETED:
         with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
             list(pool.map(Kernel.compile, kernels))

@@ -302,6 +302,11 @@ class Group:
     members: frozenset[int]
     #: and for each input the first and the last of those that read it.
     readers: Mapping[str, tuple[int, int]]
+    #: The lengths of the rows that its roots need, 0 for such as no kernel has in registers,
+    lengths: frozenset[int] = frozenset()
+    #: what it reads, and that with its results.
+    read: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
 
     def calls(self, makes: tuple[str, ...]) -> list[Operation]:
         """The calls of its kernels. Of two, the second adds up what the first one leaves."""
@@ -447,25 +452,33 @@ class Fusion:
 
     def in_rows(self, groups: list[Group]) -> list[Group]:
         """The groups, where those that read the same rows of memory and need their sums are one."""
-        i = 0
         refused: set[tuple[int, ...]] = set()
-        while i < len(groups):
-            for j in range(i + 1, len(groups)):
-                roots = (*groups[i].roots, *groups[j].roots)
-                if roots not in refused and self.share_rows(groups[i], groups[j]):
-                    refused.add(roots)
-                    try:
-                        both = self.group(roots, in_rows=True)
-                    except NotFusableError:
-                        continue
-                    rest = [*groups[:j], *groups[j + 1 :]]
-                    rest[i] = both
-                    less = self.bytes_read(both) < self.bytes_read(groups[i]) + self.bytes_read(groups[j])
-                    if less and self.fits(both) and self.scheduled(rest) is not None:
-                        groups, i = rest, -1
-                        break
-            i += 1
+        before = 0
+        while before != len(groups):
+            before, i = len(groups), 0
+            while i < len(groups):
+                found = next((j for j in range(i + 1, len(groups)) if self.join_rows(groups, i, j, refused)), None)
+                i += found is None
         return groups
+
+    def join_rows(self, groups: list[Group], i: int, j: int, refused: set[tuple[int, ...]]) -> bool:
+        """Make one group of two, in place, if a kernel for both has rows in registers and reads less."""
+        a, b = groups[i], groups[j]
+        roots = (*a.roots, *b.roots)
+        lengths = a.lengths | b.lengths
+        if len(lengths) != 1 or 0 in lengths or (a.known & b.known).isdisjoint(a.read | b.read) or roots in refused:
+            return False
+        refused.add(roots)
+        try:
+            both = self.group(roots, in_rows=True)
+        except NotFusableError:
+            return False
+        rest = [*groups[:i], both, *groups[i + 1 : j], *groups[j + 1 :]]
+        less = self.bytes_read(both) < self.bytes_read(a) + self.bytes_read(b)
+        if not less or not self.fits(both) or self.scheduled(rest) is None:
+            return False
+        groups[:] = rest
+        return True
 
     def casts_together(self, groups: list[Group]) -> list[Group]:
         """The groups, where casts of what the forward is given are one: those of the parameters, under autocast."""
@@ -497,22 +510,8 @@ class Fusion:
             and t.numel() <= LARGEST_CAST
         )
 
-    def share_rows(self, a: Group, b: Group) -> bool:
-        """Whether one kernel for both groups may have the rows that one of them needs, and reads what both read."""
-        given = [self.given[root] for root in (*a.roots, *b.roots)]
-        whole = [operation for operation in given if spelled(operation) in WHOLE]
-        if not whole or len({row_length(operation, self.values) for operation in whole} | {0}) != 2:
-            return False
-        if not all(row_length(operation, self.values) for operation in whole):
-            return False
-        known = ({*group.inputs, *self.results(group)} for group in (a, b))
-        return not set.intersection(*known).isdisjoint({*a.inputs, *b.inputs})
-
     def bytes_read(self, group: Group) -> int:
         return sum(self.values[base].nbytes for base, _ in group.loads)
-
-    def results(self, group: Group) -> list[str]:
-        return [self.given[root].makes[0] for root in group.roots]
 
     def without_unread(self, group: Group, groups: Sequence[Group]) -> Group:
         """The group, where what nothing else reads is not stored."""
@@ -581,6 +580,7 @@ class Fusion:
             in_rows = any(spelled(self.given[root]) in ROWS for root in roots)
         writer = KernelWriter(self, roots, stores or roots, in_rows)
         kernels = writer.kernels()
+        given = [self.given[root] for root in roots]
         return Group(
             roots=list(roots),
             stores=list(writer.stores),
@@ -589,6 +589,9 @@ class Fusion:
             loads=frozenset(writer.loads),
             members=frozenset(writer.members | set(roots)),
             readers=writer.readers,
+            lengths=frozenset(row_length(o, self.values) for o in given if spelled(o) in WHOLE),
+            read=frozenset(writer.inputs),
+            known=frozenset(writer.inputs).union(o.makes[0] for o in given),
         )
 
     def fits(self, group: Group) -> bool:

@@ -19,7 +19,7 @@ from fastlayers.ops.layer_norm import LAYER, RMS
 from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.executors import KEYS, excluding
 from fastlayers.patching.rewrite.fusable import base_of, is_fusable, spelled
-from fastlayers.patching.rewrite.tape import Operation, Program, Tape, map_values, with_names
+from fastlayers.patching.rewrite.tape import Operation, Program, Tape, alive, map_values, with_names
 
 __all__ = ["LOWERINGS", "lowered"]
 
@@ -198,7 +198,7 @@ def steps_of(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMo
         if own not in names:
             names[own] = f"{first}_{own}"
             values[names[own]] = t
+    steps = alive(tape.operations, [tape.name(t) for t in results if t is not None])
     return [
-        replace(with_names(step, names), makes=tuple(names.get(name, name) for name in step.makes))
-        for step in tape.operations
+        replace(with_names(step, names), makes=tuple(names.get(name, name) for name in step.makes)) for step in steps
     ]
