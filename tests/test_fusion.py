@@ -165,6 +165,16 @@ CHAINS = {
         lambda x, y, w, b: (lambda s: (F.layer_norm(s, (6, 8), w, b) * 2, s))(x + y * w),
         [(4, 6, 8), (4, 6, 8), (6, 8), (6, 8)], (1, 6),
     ),
+    "norm in another order": (
+        lambda x, y: (lambda s: (((s - s.mean(-1, True)) * (s * s).mean(-1, True)).contiguous(), s))((x + y).mT),
+        [(4, 6, 8), (4, 6, 8)], (4, 1),
+    ),
+    "norm of turned rows": (
+        lambda x, y: (lambda s: (((s - s.mean(-1, True)) * (s * s).mean(-1, True)).contiguous(), s))(
+            x.transpose(0, 1) + y.transpose(0, 1)
+        ),
+        [(4, 6, 8), (4, 6, 8)], (1, 2),
+    ),
     "normalized": (lambda x: F.normalize(x, dim=-1) * 8, [(4, 64)], (1, 1)),
     "channels last": (
         lambda x, w: (x.to(memory_format=torch.channels_last) * w + 1).mean((2, 3)).sigmoid(),

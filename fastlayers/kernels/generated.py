@@ -552,13 +552,13 @@ def reduction(
 
 
 def rows(
-    code: Code, stores: Sequence[tuple[str, ...]], results: Sequence[Result], dtypes: Sequence[torch.dtype],
+    code: Code, stores: Sequence[tuple[int, str, str, bool]], results: Sequence[Result], dtypes: Sequence[torch.dtype],
     extent: int, device: torch.device,
 ) -> Kernel:  # fmt: skip
     """A kernel that has rows ``x`` of elements ``r`` in registers, and so may use their sums.
 
-    ``stores`` are, for each result, its local if it has an element for each element of the rows, lying in the same
-    order; or one or more locals that have one for each row.
+    ``stores`` are the number of a result, the source of a place in it, a local, and whether that has one element for
+    each row only.
     """
     kept, length = code.sizes["x"], code.sizes["r"]
     depth = triton.next_power_of_2(length)
@@ -571,11 +571,9 @@ def rows(
         "inside = inside_x & inside_r",
         *code.lines,
     ]
-    for i, (local, result) in enumerate(zip(stores, results, strict=True)):
-        whole = math.prod(result.sizes) == kept * length and len(local) == 1
-        for j, part in enumerate(local):
-            place, mask = ("x * end + r", "inside") if whole else (f"x + {j} * n + 0 * r", "inside & (r == 0)")
-            lines.append(f"tl.store(out{i} + {place}, ({part}).to(out{i}.dtype.element_ty), mask={mask})")
+    for i, place, local, of_row in stores:
+        place, mask = (f"({place}) + 0 * r", "inside & (r == 0)") if of_row else (f"({place})", "inside")
+        lines.append(f"tl.store(out{i} + {place}, ({local}).to(out{i}.dtype.element_ty), mask={mask})")
     source = function_source(len(results), len(dtypes), "n, end", "INDEX X R", lines)
     constants = index_type(extent, kept * length), width, depth
     warps = max(WARPS, depth * width // (32 * ELEMENTS))

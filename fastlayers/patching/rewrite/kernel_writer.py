@@ -183,23 +183,34 @@ class KernelWriter:
         row = next(o for o in (self.fusion.given[root] for root in self.roots) if row_length(o, self.values))
         count = self.values[row.operands[0]].numel() // length
         self.code = Code({"x": count, "r": length})
-        element = Index.of("x", count) * length + Index.of("r", length)
-        stores: list[tuple[str, ...]] = []
-        for root, operation, t in zip(self.stores, given, outs, strict=True):
+        row_of, element = Index.of("x", count), Index.of("x", count) * length + Index.of("r", length)
+        # Results of one shape may lie in memory in several orders; the rows are visited in that of one of them.
+        made = [self.values[self.fusion.given[root].makes[0]] for root in self.roots]
+        first = min((t for t in made if t.numel() == count * length), key=lambda t: not t.is_contiguous(), default=None)
+        in_order = None if first is None else unflatten(element, first.shape, first.stride())
+        stores: list[tuple[int, str, str, bool]] = []
+        for i, (root, operation, t) in enumerate(zip(self.stores, given, outs, strict=True)):
             if spelled(operation) == "stack" and argument(operation, 1, "dim", 0) == 0 and t[0].numel() == count:
                 self.members.add(root)  # The statistics of a norm: one number after the other, for all rows.
                 indices = indices_of("x", t.shape[1:], t.stride()[1:])
                 assert indices is not None
                 self._reader = root
-                stores.append(tuple(self.value(part.name, indices, "") for part in operation.args[0]))
+                for j, part in enumerate(operation.args[0]):
+                    stores.append((i, f"x + {j} * n", self.value(part.name, indices, ""), True))
                 continue
-            if t.numel() == count * length:
+            of_row, indices, place = t.numel() == count, None, element
+            if of_row:
+                indices, place = indices_of("x", t.shape, t.stride()), row_of
+            elif first is not None and t.shape == first.shape and in_order is not None:
+                indices, place = in_order, ZERO
+                for index, stride in zip(in_order, t.stride(), strict=True):
+                    place = place + index * stride
+            elif t.numel() == count * length:
                 indices = unflatten(element, t.shape, t.stride())
-            else:
-                indices = indices_of("x", t.shape, t.stride()) if t.numel() == count else None
             if indices is None:
                 raise NotFusableError(root)
-            stores.append((self.computed(operation.makes[0], root, operation, indices, ""),))
+            local = self.computed(operation.makes[0], root, operation, indices, "")
+            stores.append((i, place.source(self.code.sizes), local, of_row))
         self.check()
         return rows(self.code, stores, results, self.dtypes(), max(self.extent(outs), 1), outs[0].device)
 
