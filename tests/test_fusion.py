@@ -24,6 +24,7 @@ from fastlayers.kernels import generated
 from fastlayers.kernels.affine import Index, divide, indices_of, unflatten
 from fastlayers.kernels.generated import FORMULAS, Kernel
 from fastlayers.ops import reference
+from fastlayers.ops.activations import BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
 from fastlayers.patching.rewrite import executors
 from fastlayers.patching.rewrite.absorption import absorbed
@@ -439,6 +440,9 @@ def test_kernels_in_simple_operations(dtype):
     scaled = x.to(wide(dtype)) * weight * keep.view(-1, 1, 1) * 1.25
     same(LOWERINGS["scale_add"](x, weight, residual, keep, 1.25, dtype), (residual + scaled).to(dtype))
     same(LOWERINGS["scale_add"](x, None, None, None, 2.0, dtype), x * 2)
+    for act in BY_CODE.values():
+        gated = (act.function(x.to(wide(dtype))) * y).to(dtype)
+        same(LOWERINGS["gated_forward"](x, y, act.code), gated)
     for name, function in (("var", torch.var), ("std", torch.std)):
         for options in ({}, {"correction": 0, "keepdim": True}, {"correction": 1.5}):
             same(LOWERINGS[f"{name}.correction"](x, (0, 2), **options), function(x, (0, 2), **options))
@@ -469,6 +473,7 @@ NEIGHBOURS = {
     ),
     "norm alone": (lambda x, w: FL.layer_norm(x, (64,), w), [(4, 6, 64), (64,)], 1),
     "softmax": (lambda x, m: FL.softmax(x * 3, -1, scale=0.5, mask=m) * 2, [(4, 300, 64), (300, 64)], 1),
+    "gate, norm": (lambda x, y, w: FL.rms_norm(FL.swiglu(x, y), (64,), w), [(4, 6, 64), (4, 6, 64), (64,)], 1),
     "scale_add": (lambda x, y, g: FL.scale_add(x * 2, g, y) + 1, [(4, 6, 64), (4, 6, 64), (64,)], 1),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fastlayers.ops.activations import BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
 from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.executors import KEYS, excluding
@@ -88,6 +89,11 @@ def scale_add(
     return (y if residual is None else y + residual.to(wide)).to(dtype)
 
 
+def gated_forward(gate: Tensor, up: Tensor, act: int) -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return (BY_CODE[act].function(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
 def native_layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,6 +128,7 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "softmax_forward": softmax_forward,
     "softmax_backward": softmax_backward,
     "scale_add": scale_add,
+    "gated_forward": gated_forward,
     "native_layer_norm": native_layer_norm,
     "var.correction": lambda *args, **kwargs: var(*args, **kwargs)[0],
     "std.correction": lambda *args, **kwargs: var(*args, **kwargs)[0].sqrt(),
