@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastlayers.patching.rewrite.fusable import CASTS, spelled, written_by
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, renamed, storage
+from fastlayers.patching.rewrite.fusable import CASTS, is_dense, spelled, written_by
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, renamed, storage, with_names
 
 __all__ = ["absorbed", "kernel_name"]
 
@@ -24,12 +25,18 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 ROUNDS = {"layer_norm_forward": 6, "add_layer_norm_forward": 7}
 #: Kernels whose first argument may have 16 bits where the others have 32.
 WIDENS = frozenset({"layer_norm_backward"})
+#: Kernels that have their operands in contiguous memory.
+CONTIGUOUS = frozenset(
+    {"layer_norm_forward", "layer_norm_backward", "mlp_autocast_backward", "linear_autocast_backward"}
+)
+CLONE = torch.ops.aten.clone.default
 #: Kernels that add an argument to their first result: its place.
 ADDS = {"layer_norm_backward": 1}
 
 
-def absorbed(program: Program, values: dict[str, Tensor]) -> Program:
-    """The program with fewer casts and sums around the kernels of csrc. ``values`` gains those that are new."""
+def absorbed(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
+    """The program with fewer casts and sums around the kernels of csrc. ``values`` gains those that are new, without
+    memory."""
     place = 0
     while place < len(operations := (*program.forward, *program.backward)):
         name = kernel_name(operations[place])
@@ -40,7 +47,33 @@ def absorbed(program: Program, values: dict[str, Tensor]) -> Program:
         if name in ADDS:
             program = added(program, place, ADDS[name], values)
         place += 1
-    return program
+    return replace(
+        program,
+        forward=with_copies(program.forward, values, fake),
+        backward=with_copies(program.backward, values, fake),
+    )
+
+
+def with_copies(operations: list[Operation], values: dict[str, Tensor], fake: FakeTensorMode) -> list[Operation]:
+    """The operations, where kernels that would copy an operand into contiguous memory are given the copy: what makes
+    the operand can often write it so."""
+    copies: dict[str, str] = {}
+    found: list[Operation] = []
+    for operation in operations:
+        if kernel_name(operation) in CONTIGUOUS:
+            for name in operation.operands:
+                t = values[name]
+                if t.dim() < 3 or t.is_contiguous() or not is_dense(t):
+                    continue
+                if name not in copies:
+                    copies[name] = f"{name}_rows"
+                    with fake:
+                        values[copies[name]] = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+                    options = {"memory_format": torch.contiguous_format}
+                    found.append(Operation(CLONE, (Value(name),), options, (copies[name],), single=True, effect=False))
+                operation = with_names(operation, {name: copies[name]})
+        found.append(operation)
+    return found
 
 
 def kernel_name(operation: Operation) -> str:

@@ -51,6 +51,8 @@ __all__ = ["fused"]
 BROADCAST = 8
 #: Bytes of a tensor whose sums down columns, or a copy into another layout, are worth a kernel by themselves.
 COLUMNS = 2**22
+#: Operations with a tensor for a number, and with the number.
+SCALARS = {f"{name}.Tensor": getattr(torch.ops.aten, name).Scalar for name in ("add", "sub", "mul", "div")}
 #: Casts that one kernel does, and elements of a larger one, whose launch takes no time beside it.
 MOST_CASTS, LARGEST_CAST = 24, 2**24
 #: Launches of an operation of torch that has more than one.
@@ -62,8 +64,8 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
 
     ``values`` are those of its tape; a value that was written in place gets another name there after that.
     """
-    program = absorbed(without_repetitions(program, values), values)
     fake = FakeTensorMode()
+    program = absorbed(without_repetitions(with_numbers(program, values), values), values, fake)
     unfused: set[int] = set()
     refused: frozenset[str] = frozenset()
     while True:
@@ -86,6 +88,31 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
             compile_together(list(dict.fromkeys(kernels)))
             return done
         unfused |= left
+
+
+def with_numbers(program: Program, values: Mapping[str, Tensor]) -> Program:
+    """The program with numbers in place of tensors on the CPU that are the same in every call: ``x / torch.tensor(8)``.
+
+    A kernel cannot read those.
+    """
+    numbers = {name: values[name].item() for name in program.constants if values[name].dim() == 0}
+    parts: list[list[Operation]] = []
+    for part in (program.forward, program.backward):
+        made: list[Operation] = []
+        for operation in part:
+            scalar = SCALARS.get(spelled(operation))
+            if operation.uses and operation.uses <= numbers.keys() and operation.single and not operation.effect:
+                t = values[operation.makes[0]]
+                if t.dim() == 0 and t.device.type == "cpu":
+                    numbers[operation.makes[0]] = t.item()
+            elif scalar is not None and isinstance(operation.args[1], Value) and operation.args[1].name in numbers:
+                x, number = operation.args[:2]
+                if values[x.name].is_floating_point():
+                    operation = replace(operation, function=scalar, args=(x, numbers[number.name]))
+            made.append(operation)
+        parts.append(made)
+    needed = [*program.results, *program.kept]
+    return replace(program, forward=alive(parts[0], needed), backward=parts[1])
 
 
 def without_repetitions(program: Program, values: Mapping[str, Tensor]) -> Program:

@@ -7,7 +7,7 @@ the next operation reads once, costs a pass over memory that a kernel for both d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,6 +144,8 @@ def lowered(
     ``values`` gains those in between, which have no memory. Also returns, for each value that such an operation makes,
     the first result of the kernel that it stands for. Kernels with a first result in ``refused`` stay.
     """
+    needed = {name for operation in (*program.forward, *program.backward) for name in operation.uses}
+    needed.update(program.results, program.kept, filter(None, program.wanted))
     origins: dict[str, str] = {}
     parts: list[list[Operation]] = []
     for part in (program.forward, program.backward):
@@ -157,7 +159,7 @@ def lowered(
             if has_lowering(operation, refused):
                 before = {base_of(name, producers, values) for name in operation.operands}
                 if not made_so.isdisjoint(before) or not read_so.isdisjoint(operation.makes):
-                    steps = steps_of(operation, values, fake)
+                    steps = steps_of(operation, values, needed, fake)
             made += [operation] if steps is None else steps
             if steps is not None:
                 origins |= {name: first_result(operation) for step in steps for name in step.makes}
@@ -174,7 +176,9 @@ def first_result(operation: Operation) -> str:
     return next((name for name in operation.makes if name), "")
 
 
-def steps_of(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMode) -> list[Operation] | None:
+def steps_of(
+    operation: Operation, values: dict[str, Tensor], needed: Container[str], fake: FakeTensorMode
+) -> list[Operation] | None:
     """The operations of torch that a kernel stands for; None if they would give another layout."""
     given = operation.operands
     with fake:
@@ -192,9 +196,8 @@ def steps_of(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMo
         return None
     results = out if isinstance(out, tuple) else (out,)
     names = dict(zip(tape.inputs, known, strict=True))
-    for name, t in zip(operation.makes, results, strict=True):
-        if not name:
-            continue
+    wanted = [(name, t) for name, t in zip(operation.makes, results, strict=True) if name in needed]
+    for name, t in wanted:
         if t is None or t.stride() != values[name].stride() or t.dtype is not values[name].dtype:
             return None
         if tape.name(t) in names:  # A result that is an input, or two that are one.
@@ -205,7 +208,7 @@ def steps_of(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMo
         if own not in names:
             names[own] = f"{first}_{own}"
             values[names[own]] = t
-    steps = alive(tape.operations, [tape.name(t) for t in results if t is not None])
+    steps = alive(tape.operations, [tape.name(t) for _, t in wanted])
     return [
         replace(with_names(step, names), makes=tuple(names.get(name, name) for name in step.makes)) for step in steps
     ]

@@ -116,6 +116,7 @@ class Program:
         grads: the names of the gradients that the backward is given; empty if there is no backward.
         backward: its operations.
         wanted: the names of the gradients that it returns, None for a missing one.
+        constants: the inputs that are the same in every call.
     """
 
     inputs: tuple[str, ...]
@@ -125,6 +126,7 @@ class Program:
     grads: tuple[str, ...]
     backward: list[Operation]
     wanted: tuple[str | None, ...]
+    constants: tuple[str, ...] = ()
 
 
 class Tape(TorchDispatchMode):
@@ -353,6 +355,7 @@ class Tape(TorchDispatchMode):
             grads=tuple(grads),
             backward=[*views, *steps] if grads else [],
             wanted=tuple(wanted),
+            constants=tuple(self.name(t) for t in self.constants),
         )
 
 
@@ -382,12 +385,11 @@ def renamed(program: Program, names: Mapping[str, str]) -> Program:
     def of_operations(operations: Iterable[Operation]) -> list[Operation]:
         return [replace(with_names(o, names), makes=all_of(o.makes)) for o in operations]
 
-    return Program(
-        inputs=program.inputs,
+    return replace(
+        program,
         forward=of_operations(program.forward),
         results=all_of(program.results),
         kept=tuple(sorted({*all_of(program.kept)})),
-        grads=program.grads,
         backward=of_operations(program.backward),
         wanted=all_of(program.wanted),
     )
