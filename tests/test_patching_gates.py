@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 
 import pytest
 import torch
@@ -708,7 +709,7 @@ def test_rotary_of_transformers(name):
     config = getattr(transformers, f"{name.title()}Config")(**SIZES, num_key_value_heads=2, head_dim=8)
     model = getattr(transformers, f"{name.title()}ForCausalLM")(config)
     attention = model.model.layers[0].self_attn
-    scope = type(attention).forward.__globals__
+    scope = inspect.unwrap(type(attention).forward).__globals__
     names, rotate = set(scope), scope["apply_rotary_pos_emb"]
     assert fused(attention) == {"rotary": 1}
     undone(model, torch.randint(0, 60, (2, 7)))

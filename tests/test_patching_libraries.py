@@ -6,9 +6,11 @@ import copy
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 
 from fastlayers.patching import (
     fold_batch_norm,
@@ -19,6 +21,7 @@ from fastlayers.patching import (
     unpatch_model,
     verify_patch,
 )
+from fastlayers.patching.rewrite import regions
 
 
 def images(size=32):
@@ -175,3 +178,39 @@ def test_no_library_is_imported():
         "assert not {'timm', 'torchvision', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_arguments_by_their_former_names(monkeypatch):
+    """transformers lets some arguments be given by the names that they had; so do a rewritten forward and a region."""
+    deprecation = pytest.importorskip("transformers.utils.deprecation")
+    monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, 1))
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(4, 4)
+
+        @deprecation.deprecate_kwarg("scale", "99.0", new_name="gain")
+        def forward(self, x, gain=1.0, **kwargs):
+            return (torch.relu(self.proj(x)) + x) * gain
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scaled = Scaled()
+
+        def forward(self, x, **kwargs):
+            return self.scaled(x, **kwargs).tanh()
+
+    stock, x = Block(), torch.randn(3, 4)
+    model = patch_model(copy.deepcopy(stock))
+    assert type(model.scaled) is not Scaled
+    for _ in range(3):
+        for given in ({}, {"gain": 2.0}, {"scale": 3.0}, {"gain": 4.0, "other": 1}):
+            with pytest.warns(FutureWarning, match="gain") if "scale" in given else nullcontext():
+                expected = stock(x, **given)
+            with pytest.warns(FutureWarning, match="gain") if "scale" in given else nullcontext():
+                actual = model(x, **given)
+            torch.testing.assert_close(actual, expected)
+    unpatch_model(model)
+    assert type(model.scaled) is Scaled

@@ -14,7 +14,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Iterator, MappingView
+from collections.abc import Callable, Iterable, Iterator, MappingView
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -98,6 +98,7 @@ def read_by(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     lookups: frozenset[Any] = frozenset(),
+    undecorated: Callable[[Any, Iterable[str]], Any] = lambda forward, names: forward,
 ) -> Reads:
     """What a call of ``forward(module, *args, **kwargs)`` reads.
 
@@ -106,19 +107,20 @@ def read_by(
         forward: the forward of its original class.
         args, kwargs: tensors, plain values, and tuples, lists and dicts of them.
         lookups: functions that only look something up. Their results count as read.
+        undecorated: gives the forward inside of a library's decorators, for a call with such keywords.
 
     Raises:
         Refusal: the call does what a region cannot repeat.
     """
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
-    watch = Watch(module, lookups)
+    watch = Watch(module, lookups, undecorated)
     reads, original = watch.reads, original_class(module)
     watch.test(same(member(original, "forward", watch.bind), original.forward, watch.bind))
     try:
         with watch.fake_mode:
             args, kwargs = tree_map_only(Tensor, watch.fake, (args, kwargs))
-            watch.follow(forward, (module, *args), kwargs)
+            watch.follow(undecorated(forward, kwargs), (module, *args), kwargs)
         watch.check_lent()
     except Refusal:
         raise
@@ -156,10 +158,12 @@ _instrumented: WeakKeyDictionary[types.FunctionType, tuple[types.CodeType, str]]
 class Watch(Run):
     """One run of a module's forward on fake tensors."""
 
-    def __init__(self, module: nn.Module, lookups: frozenset[Any]) -> None:
+    def __init__(
+        self, module: nn.Module, lookups: frozenset[Any], undecorated: Callable[[Any, Iterable[str]], Any]
+    ) -> None:
         self.reads = Reads()
         super().__init__(module, self.reads.tests, self.reads.namespace, max_depth=24)
-        self.lookups = lookups
+        self.lookups, self.undecorated = lookups, undecorated
         self.fake_mode = FakeTensorMode()
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
         #: Expressions of modules and other objects, by identity; the objects themselves keep it unique.
@@ -373,7 +377,7 @@ class Watch(Run):
         forward = self.forward(module)
         if "forward" in module.__dict__ or not isinstance(forward, types.FunctionType):
             raise Refusal(Reason.FORWARD_REPLACED, origin)
-        return self.follow(forward, (module, *args), kwargs)
+        return self.follow(self.undecorated(forward, kwargs), (module, *args), kwargs)
 
     def forward(self, module: nn.Module) -> Any:
         """The forward of a module as it is written, not as it was patched."""

@@ -17,14 +17,14 @@ import functools
 import sys
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.reasons import Reason, Refusal
 
 
 @dataclass
@@ -56,6 +56,14 @@ class Adapter:
     def plain_forward(self, forward: Any) -> Any:
         """The forward inside of a wrapper that the library puts around the forwards of its classes."""
         return forward
+
+    def former_names(self, forward: Any) -> frozenset[str]:
+        """Keywords that a wrapper around a forward replaces by others."""
+        return frozenset()
+
+    def decorated(self, forward: Any, generated: Any) -> Any:
+        """A generated forward inside of those wrappers around the original one that change its arguments."""
+        return generated
 
     def may_subclass(self, cls: type) -> bool:
         """Whether ``__init_subclass__`` of a class of the library may run for a generated class."""
@@ -126,9 +134,31 @@ def adapters() -> Iterator[Adapter]:
             yield load()
 
 
-def plain_forward(cls: type[nn.Module]) -> Any:
-    """The forward of a class, without what its library wraps around it."""
-    forward: Any = cls.forward
+def undecorated(forward: Any, names: Iterable[str] = ()) -> Any:
+    """A forward without what a library wraps around it, for a call with such keywords.
+
+    Raises:
+        Refusal: the wrapper replaces one of them.
+    """
     for adapter in adapters():
+        former = adapter.former_names(forward).intersection(names)
+        if former:
+            raise Refusal(Reason.DECORATED, f"{forward.__qualname__} is given {', '.join(sorted(former))}")
         forward = adapter.plain_forward(forward)
     return forward
+
+
+def plain_forward(cls: type[nn.Module]) -> Any:
+    """The forward of a class, without what its library wraps around it."""
+    return undecorated(cls.forward)
+
+
+def takes_former_names(cls: type[nn.Module]) -> bool:
+    return any(adapter.former_names(cls.forward) for adapter in adapters())
+
+
+def decorated(cls: type[nn.Module], generated: Any) -> Any:
+    """A generated forward for a class, which takes the arguments that the library lets its own forward take."""
+    for adapter in adapters():
+        generated = adapter.decorated(cls.forward, generated)
+    return generated

@@ -41,7 +41,7 @@ def absorbed(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) 
     while place < len(operations := (*program.forward, *program.backward)):
         name = kernel_name(operations[place])
         if name in ROUNDS:
-            program = rounded(program, place, ROUNDS[name], values)
+            program = rounded(program, place, ROUNDS[name], values, fake)
         if name in WIDENS:
             program = narrowed(program, place, values)
         if name in ADDS:
@@ -49,14 +49,16 @@ def absorbed(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) 
         place += 1
     return replace(
         program,
-        forward=with_copies(program.forward, values, fake),
-        backward=with_copies(program.backward, values, fake),
+        forward=with_copies(program.forward, "rows", values, fake),
+        backward=with_copies(program.backward, "backward_rows", values, fake),
     )
 
 
-def with_copies(operations: list[Operation], values: dict[str, Tensor], fake: FakeTensorMode) -> list[Operation]:
+def with_copies(
+    operations: list[Operation], suffix: str, values: dict[str, Tensor], fake: FakeTensorMode
+) -> list[Operation]:
     """The operations, where kernels that would copy an operand into contiguous memory are given the copy: what makes
-    the operand can often write it so."""
+    the operand can often write it so. The names of the copies end in ``suffix``."""
     copies: dict[str, str] = {}
     found: list[Operation] = []
     for operation in operations:
@@ -66,7 +68,7 @@ def with_copies(operations: list[Operation], values: dict[str, Tensor], fake: Fa
                 if t.dim() < 3 or t.is_contiguous() or not is_dense(t):
                     continue
                 if name not in copies:
-                    copies[name] = f"{name}_rows"
+                    copies[name] = f"{name}_{suffix}"
                     with fake:
                         values[copies[name]] = torch.empty(t.shape, dtype=t.dtype, device=t.device)
                     options = {"memory_format": torch.contiguous_format}
@@ -104,7 +106,7 @@ def with_operations(program: Program, operations: Iterable[Operation | None]) ->
     return replace(program, forward=forward, backward=backward)
 
 
-def rounded(program: Program, place: int, argument: int, values: dict[str, Tensor]) -> Program:
+def rounded(program: Program, place: int, argument: int, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
     """The program, where a kernel rounds its result if all that reads it are casts to one dtype of 16 bits."""
     operations = [*program.forward, *program.backward]
     kernel = operations[place]
@@ -129,7 +131,8 @@ def rounded(program: Program, place: int, argument: int, values: dict[str, Tenso
     (dtype,) = dtypes
     narrow = {name: f"{name}_{str(dtype)[6:]}" for name in views}
     whole = values[result]
-    low = whole.to(dtype)
+    with fake:
+        low = torch.empty_strided(whole.shape, whole.stride(), dtype=dtype, device=whole.device)
     for name, new in narrow.items():
         t = values[name]
         values[new] = low.as_strided(t.shape, t.stride(), t.storage_offset() - whole.storage_offset())

@@ -107,7 +107,7 @@ def with_numbers(program: Program, values: Mapping[str, Tensor]) -> Program:
                     numbers[operation.makes[0]] = t.item()
             elif scalar is not None and isinstance(operation.args[1], Value) and operation.args[1].name in numbers:
                 x, number = operation.args[:2]
-                if values[x.name].is_floating_point():
+                if values[x.name].is_floating_point() and values[operation.makes[0]].dtype is values[x.name].dtype:
                     operation = replace(operation, function=scalar, args=(x, numbers[number.name]))
             made.append(operation)
         parts.append(made)

@@ -13,6 +13,7 @@ import textwrap
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from torch import nn
 from fastlayers.patching.capture.lookups import member, same
 from fastlayers.patching.capture.rebuild import arguments_source, show_source
 from fastlayers.patching.capture.recording import Name, Recording, add_names, binder
+from fastlayers.patching.libraries.adapters import decorated, takes_former_names
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
 from fastlayers.patching.runtime.checks import check_defaults, without_kernels
@@ -36,6 +38,8 @@ __all__ = [
 
 #: The variable of a generated forward for the result of its guards.
 HOLDS = "_fastlayers_holds"
+#: What puts the decorators of a library around a generated forward.
+DECORATED = "_fastlayers_decorated"
 
 
 #: A child of ``self``, as :func:`module_expression` writes it.
@@ -185,7 +189,10 @@ def class_source(
     while namespace.setdefault(base, present) is not present:
         base += "_"
     declared, handed = signature_source(present.forward, namespace)  # type: ignore[arg-type]
-    lines = [f"class {name}({base}):", f"    def forward{declared}:"]
+    lines = [f"class {name}({base}):"]
+    if takes_former_names(present):
+        lines.append(f"    @{DECORATED}")
+    lines.append(f"    def forward{declared}:")
     depth = 8
     first = first_parameter(present.forward)
     if gpu_only and first is not None:
@@ -227,7 +234,7 @@ def generate_class(
     key = (present, source, *sorted((name, id(value)) for name, value in namespace.items()))
     if key in known:
         return known[key]  # type: ignore[no-any-return]
-    scope = dict(namespace)
+    scope = namespace | {DECORATED: partial(decorated, original)}
     exec(compile(source, show_source(original.__qualname__, source), "exec"), scope)
     generated = scope[name]
     names = inspect.unwrap(generated.__dict__["forward"]).__code__.co_varnames

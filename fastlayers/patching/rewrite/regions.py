@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
@@ -33,7 +34,7 @@ from fastlayers.ops import dispatch
 from fastlayers.ops.autocast import Given
 from fastlayers.patching.capture.reads import is_value, load_fake_tensors, read_by
 from fastlayers.patching.capture.rebuild import arguments_source
-from fastlayers.patching.libraries.adapters import adapters, plain_forward
+from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
 from fastlayers.patching.rewrite.executors import (
@@ -381,7 +382,7 @@ class Region:
         self.asked[module] = self.asked.get(module, 0) + 1
         try:
             lookups = frozenset[Any]().union(*(adapter.lookups() for adapter in adapters()))
-            reads = read_by(module, plain_forward(original_class(module)), args, kwargs, lookups)
+            reads = read_by(module, original_class(module).forward, args, kwargs, lookups, undecorated)
             reader = Reader(reads)
             found = reader.read(module)
         except KeyError:
@@ -641,16 +642,19 @@ def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Mod
         "_off": region.off,
         "_is_compiling": torch.compiler.is_compiling,
         "_is_grad_enabled": torch.is_grad_enabled,
+        "_decorated": partial(decorated, original),
     }
     declared, _ = signature_source(present.forward, namespace)  # type: ignore[arg-type]
     check = ""
     if "=" in declared and present is original:  # A generated forward makes this test itself.
         namespace |= {"_stock": present.forward, "_check_defaults": check_defaults}
         check = "        if _present.forward is not _stock:\n            _check_defaults(_stock, _present.forward)\n"
+    decorator = "    @_decorated\n" if takes_former_names(original) else ""
     positional = arguments_source(p for p in parameters if p.kind not in BY_KEYWORD)
     keywords = arguments_source(p for p in parameters if p.kind in BY_KEYWORD)
     source = (
         f"class {name}(_present):\n"
+        f"{decorator}"
         f"    def forward{declared}:\n"
         f"{check}"
         "        if _is_compiling() or _off[_is_grad_enabled()]:\n"

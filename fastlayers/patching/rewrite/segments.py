@@ -32,7 +32,7 @@ from fastlayers.patching.capture.rebuild import arguments_source, rebuild, refus
 from fastlayers.patching.capture.syntax import Instrument, local_names, names_in, parse, tested_by_identity
 from fastlayers.patching.capture.trace import Segment, record_segment
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
-from fastlayers.patching.libraries.adapters import adapters, plain_forward
+from fastlayers.patching.libraries.adapters import adapters, decorated, plain_forward
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite.classes import check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
@@ -117,7 +117,8 @@ def fuse_segments(
         key = ("segments", original, source, *((name, id(value)) for name, value in rewritten.objects))
         if key not in known:
             made, _ = rebuild(forward, rewritten.tree, rewritten.bound)
-            known[key] = seal(type(f"Fused{original.__name__}", (original,), {"forward": made}), original, source)
+            members = {"forward": decorated(original, made)}
+            known[key] = seal(type(f"Fused{original.__name__}", (original,), members), original, source)
     except Refusal:
         return None
     return Fused(known[key], rewritten.rules, left=rewritten.left, absorbed=rewritten.absorbed)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import types
 from collections import Counter
 from typing import Any
 
 from torch import nn
 
+from fastlayers.patching.capture.rebuild import rewrap
 from fastlayers.patching.libraries.adapters import Adapter, RewrittenModel
 from fastlayers.patching.libraries.transformers.attention_masks import RULE, fuse_masks, leave_out_masks
 from fastlayers.patching.libraries.transformers.losses import fuse_losses
@@ -18,6 +20,8 @@ __all__ = ["TransformersAdapter"]
 #: The base class of layers. Creating a subclass wraps the forward once more, and only the outermost wrapper
 #: checkpoints: the wrapper of the generated class.
 CHECKPOINTING = ("transformers.modeling_layers", "GradientCheckpointingLayer")
+#: Where the decorator is that takes arguments by their former names.
+DEPRECATION = "transformers.utils.deprecation"
 #: A forward passes this function to the registry of attentions, which calls it if the configuration is "eager".
 EAGER_ATTENTION = "eager_attention_forward"
 
@@ -26,11 +30,21 @@ class TransformersAdapter(Adapter):
     """Layers with an activation checkpoint around their forward, models with a loss and with attention masks."""
 
     def plain_forward(self, forward: Any) -> Any:
-        while getattr(forward, "__globals__", {}).get("__name__") == CHECKPOINTING[0] and hasattr(
-            forward, "__wrapped__"
-        ):
+        while wrapped_by(forward) == CHECKPOINTING[0] or old_name(forward):
             forward = forward.__wrapped__
         return forward
+
+    def former_names(self, forward: Any) -> frozenset[str]:
+        found: set[str] = set()
+        while wrapped_by(forward) == CHECKPOINTING[0] or old_name(forward):
+            found.add(old_name(forward))
+            forward = forward.__wrapped__
+        return frozenset(found - {""})
+
+    def decorated(self, forward: Any, generated: Any) -> Any:
+        while wrapped_by(forward) == CHECKPOINTING[0]:
+            forward = forward.__wrapped__
+        return rewrap(forward, generated) if old_name(forward) else generated
 
     def may_subclass(self, cls: type) -> bool:
         return (cls.__module__, cls.__name__) == CHECKPOINTING
@@ -52,3 +66,15 @@ class TransformersAdapter(Adapter):
     def called_functions(self, module: nn.Module) -> frozenset[str]:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
         return frozenset({EAGER_ATTENTION}) if implementation == "eager" else frozenset()
+
+
+def wrapped_by(function: Any) -> str:
+    """The module of the decorator that returned a function; empty for a plain one."""
+    return str(function.__globals__["__name__"]) if hasattr(function, "__wrapped__") else ""
+
+
+def old_name(function: Any) -> str:
+    """The former name of an argument, if a decorator returned the function that lets it be given by that name."""
+    if wrapped_by(function) != DEPRECATION:
+        return ""
+    return str(inspect.getclosurevars(function).nonlocals.get("old_name", ""))

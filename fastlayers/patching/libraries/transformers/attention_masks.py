@@ -95,6 +95,7 @@ def is_needless(
     attention_mask: Any = None,
     encoder_hidden_states: Any = None,
     past_key_values: Any = None,
+    cache: Any = None,
     position_ids: Any = None,
     or_mask_function: Any = None,
     and_mask_function: Any = None,
@@ -117,8 +118,9 @@ def is_needless(
         return False
     if bidirectional or not getattr(config, "is_causal", True):
         return True  # for any length, and so for any cache
-    if past_key_values is not None:
-        return is_empty(library, past_key_values)
+    cache = past_key_values if cache is None else cache  # Its name until transformers 5.24.
+    if cache is not None:
+        return is_empty(library, cache)
     return position_ids is None or position_ids is counted
 
 
