@@ -205,10 +205,10 @@ class Ratio:
         mine = self.metric.of(rows, self.ours)
         if mine is None or not self.rivals:
             return mine
-        if any(rival not in rows for rival in self.rivals):
+        numbers = {rival: (self.against or self.metric).of_rival(rows, self.ours, rival) for rival in self.rivals}
+        if any(rival not in rows and number is None for rival, number in numbers.items()):
             return None
-        numbers = [(self.against or self.metric).of_rival(rows, self.ours, rival) for rival in self.rivals]
-        known = [number for number in numbers if number]
+        known = [number for number in numbers.values() if number]
         return mine / min(known) if known else None
 
 
@@ -390,10 +390,10 @@ RATIO_HEADS = ("network", "torch, ms")
 
 
 def ratio_lines(results: dict[str, Any]) -> list[Line]:
-    """One line for each network that torch has run: numbers as shares of torch's."""
+    """One line for each network that torch has run, if only in turn: numbers as shares of torch's."""
     found = []
     for rows in by_model(results).values():
-        ms = STEP.of(rows, "eager")
+        ms = STEP.of(rows, "eager") or STEP.of_rival(rows, "fastlayers", "eager")
         if ms is not None:
             first = next(iter(rows.values()))
             cells = {column.title: ratio_cell(rows, column) for column in COLUMNS}

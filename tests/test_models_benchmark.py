@@ -206,6 +206,11 @@ def test_what_was_measured_in_turn_is_compared():
     assert model_report.STEP_BAR.ratio.of(rows) == pytest.approx(0.9)
     assert model_report.STEP.ratio(rows, "fastlayers", "eager", "compile") == (pytest.approx(0.9), "eager")
     assert model_report.INFERENCE_BAR.ratio.of(rows) == 1.03
+    # A process of its own for eager torch is not needed for that.
+    assert model_report.STEP_BAR.ratio.of({"fastlayers": ours}) == pytest.approx(0.9)
+    assert model_report.INFERENCE_BAR.ratio.of({"fastlayers": ours}) is None
+    (line,) = model_report.ratio_lines({"rows": [ours]})
+    assert line.cells["fastlayers"] == "0.90"
 
 
 def test_memory_of_graphs_counts_between_replays():
