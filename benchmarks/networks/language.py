@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,13 +35,13 @@ class LanguageModel(Transformer):
         prompt = batch["input_ids"][:1, : self.size // 4]
         found = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
         cache, token = found.past_key_values, found.logits.argmax(-1)
-        length = cache.get_seq_length()
 
         def step() -> Tensor:
-            logits = model(input_ids=token, past_key_values=cache, use_cache=True).logits
-            # One length for all steps: for each new one cuDNN's attention prepares itself, in 50 ms.
-            cache.crop(length)
-            return logits
+            # All steps have one length: a new one takes 50 ms more, for which cuDNN's attention prepares itself. A cache
+            # gets new tensors for what it is given, so a copy of its layers is enough.
+            present = copy.copy(cache)
+            present.layers = [copy.copy(layer) for layer in cache.layers]
+            return model(input_ids=token, past_key_values=present, use_cache=True).logits
 
         return step
 
