@@ -37,8 +37,8 @@ class LanguageModel(Transformer):
         cache, token = found.past_key_values, found.logits.argmax(-1)
 
         def step() -> Tensor:
-            # All steps have one length: a new one takes 50 ms more, for which cuDNN's attention prepares itself. A cache
-            # gets new tensors for what it is given, so a copy of its layers is enough.
+            # All steps have one length: a new one takes 50 ms more, for which cuDNN's attention prepares itself. A
+            # cache gets new tensors for what it is given, so a copy of its layers is enough.
             present = copy.copy(cache)
             present.layers = [copy.copy(layer) for layer in cache.layers]
             return model(input_ids=token, past_key_values=present, use_cache=True).logits
