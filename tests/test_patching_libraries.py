@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -214,3 +215,13 @@ def test_arguments_by_their_former_names(monkeypatch):
             torch.testing.assert_close(actual, expected)
     unpatch_model(model)
     assert type(model.scaled) is Scaled
+
+
+def test_a_decorator_that_returns_no_function():
+    pytest.importorskip("transformers")
+    from fastlayers.patching.libraries.transformers.adapter import TransformersAdapter
+
+    adapter, cached = TransformersAdapter(), functools.cache(torch.relu)
+    assert adapter.plain_forward(cached) is cached
+    assert adapter.former_names(cached) == frozenset()
+    assert adapter.decorated(cached, torch.relu) is torch.relu

@@ -6,6 +6,7 @@ import ast
 import inspect
 import types
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -30,21 +31,16 @@ class TransformersAdapter(Adapter):
     """Layers with an activation checkpoint around their forward, models with a loss and with attention masks."""
 
     def plain_forward(self, forward: Any) -> Any:
-        while wrapped_by(forward) == CHECKPOINTING[0] or old_name(forward):
-            forward = forward.__wrapped__
+        for wrapper in wrappers(forward):
+            forward = wrapper.__wrapped__
         return forward
 
     def former_names(self, forward: Any) -> frozenset[str]:
-        found: set[str] = set()
-        while wrapped_by(forward) == CHECKPOINTING[0] or old_name(forward):
-            found.add(old_name(forward))
-            forward = forward.__wrapped__
-        return frozenset(found - {""})
+        return frozenset(map(old_name, wrappers(forward))) - {""}
 
     def decorated(self, forward: Any, generated: Any) -> Any:
-        while wrapped_by(forward) == CHECKPOINTING[0]:
-            forward = forward.__wrapped__
-        return rewrap(forward, generated) if old_name(forward) else generated
+        outermost = next(filter(old_name, wrappers(forward)), None)
+        return generated if outermost is None else rewrap(outermost, generated)
 
     def may_subclass(self, cls: type) -> bool:
         return (cls.__module__, cls.__name__) == CHECKPOINTING
@@ -68,9 +64,16 @@ class TransformersAdapter(Adapter):
         return frozenset({EAGER_ATTENTION}) if implementation == "eager" else frozenset()
 
 
+def wrappers(forward: Any) -> Iterator[Any]:
+    """The functions around a forward that decorators of the library returned, the outermost first."""
+    while wrapped_by(forward) == CHECKPOINTING[0] or old_name(forward):
+        yield forward
+        forward = forward.__wrapped__
+
+
 def wrapped_by(function: Any) -> str:
-    """The module of the decorator that returned a function; empty for a plain one."""
-    return str(function.__globals__["__name__"]) if hasattr(function, "__wrapped__") else ""
+    """The module of the decorator that returned a function; empty for a plain one, and for what is no function."""
+    return str(getattr(function, "__globals__", {}).get("__name__", "")) if hasattr(function, "__wrapped__") else ""
 
 
 def old_name(function: Any) -> str:
