@@ -215,6 +215,14 @@ class Processes:
             dist.init_process_group("gloo")
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
+    def leave(self) -> None:
+        if not dist.is_initialized():
+            return
+        # A thread of gloo that still holds a tensor of the last collective when Python ends aborts the process, and
+        # DTensor's caches keep those threads beyond destroy_process_group. While this one waits they let go.
+        dist.barrier()
+        dist.destroy_process_group()
+
     def share(self, rows: Tensor) -> Tensor:
         """The rows of the global batch that belong to this process."""
         return rows[self.rank :: self.world].to(self.device)
@@ -383,8 +391,7 @@ def main(
 
     console.rule("3. What it writes", align="left")
     console.print(sample(model, "def ", sampled), markup=False)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    processes.leave()
 
 
 if __name__ == "__main__":
