@@ -16,7 +16,6 @@ import os
 import types
 from collections.abc import Callable, Iterable, Iterator, MappingView
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from fastlayers.patching.capture.lookups import (
     same_method,
     same_tensor_method,
 )
-from fastlayers.patching.capture.syntax import Instrument, Run, compiled_with_hooks, hook, parse
+from fastlayers.patching.capture.syntax import Instrument, Run, hook, parse
 from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, PURE_BUILTINS, STRUCTURAL
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime.checks import original_class
@@ -152,11 +151,10 @@ class Concrete(Instrument):
         return node
 
 
-_instrumented: WeakKeyDictionary[types.FunctionType, tuple[types.CodeType, str]] = WeakKeyDictionary()
-
-
 class Watch(Run):
     """One run of a module's forward on fake tensors."""
+
+    instrument = Concrete
 
     def __init__(
         self, module: nn.Module, lookups: frozenset[Any], undecorated: Callable[[Any, Iterable[str]], Any]
@@ -422,13 +420,11 @@ class Watch(Run):
             raise Refusal(Reason.READS_STATE, what)
         return value
 
-    def code(self, function: types.FunctionType) -> tuple[types.CodeType, str]:
-        if function not in _instrumented:
-            tree = parse(function, decorated=True)
-            if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in ast.walk(tree)):
-                raise Refusal(Reason.SYNTAX, f"a yield in {function.__qualname__}")
-            _instrumented[function] = compiled_with_hooks(tree, Concrete)
-        return _instrumented[function]
+    def parsed(self, function: types.FunctionType) -> ast.FunctionDef:
+        tree = parse(function, decorated=True)
+        if any(isinstance(node, ast.Yield | ast.YieldFrom | ast.Await) for node in ast.walk(tree)):
+            raise Refusal(Reason.SYNTAX, f"a yield in {function.__qualname__}")
+        return tree
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", repr(function))

@@ -12,6 +12,7 @@ import textwrap
 import types
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -23,7 +24,6 @@ __all__ = [
     "INPLACE",
     "Instrument",
     "Run",
-    "compiled_with_hooks",
     "hook",
     "local_names",
     "names_in",
@@ -255,6 +255,11 @@ def compiled_with_hooks(tree: ast.FunctionDef, kind: type[Instrument]) -> tuple[
     return compile(code, f"<traced {tree.name}>", "exec"), tree.name
 
 
+_instrumented: WeakKeyDictionary[
+    types.FunctionType, dict[tuple[type[Instrument], types.CodeType], tuple[types.CodeType, str]]
+] = WeakKeyDictionary()
+
+
 class Run:
     """One run of instrumented source, which calls the ``hook_`` methods. Subclasses define what each step means.
 
@@ -264,6 +269,9 @@ class Run:
         namespace: gets the objects that these name.
         max_depth: functions that call functions are followed this deep.
     """
+
+    #: How the source is instrumented.
+    instrument: type[Instrument] = Instrument
 
     def __init__(self, module: nn.Module, tests: dict[str, None], namespace: dict[str, Any], max_depth: int) -> None:
         self.root = module
@@ -290,8 +298,16 @@ class Run:
     def closure_variable(self, cell: types.CellType, name: str) -> Any:
         raise NotImplementedError
 
+    def parsed(self, function: types.FunctionType) -> ast.FunctionDef:
+        return parse(function)
+
     def code(self, function: types.FunctionType) -> tuple[types.CodeType, str]:
-        return compiled_with_hooks(parse(function), Instrument)
+        """The instrumented code of a function, and its name there."""
+        known = _instrumented.setdefault(function, {})
+        key = self.instrument, function.__code__
+        if key not in known:
+            known[key] = compiled_with_hooks(self.parsed(function), self.instrument)
+        return known[key]
 
     def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the instrumented source of a Python function."""

@@ -24,6 +24,8 @@ import math
 import sys
 import types
 from collections.abc import Iterator, MappingView
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +47,7 @@ __all__ = [
     "PURE_BUILTINS",
     "STRUCTURAL",
     "Segment",
+    "noting_numbers",
     "record",
     "record_child",
     "record_segment",
@@ -70,6 +73,20 @@ PURE_BUILTINS = frozenset(
 )
 #: Built-ins that only arrange their arguments. Python runs them even on traced values.
 STRUCTURAL = frozenset({list, tuple, dict, set, zip, enumerate, reversed, range, slice, iter, next, map, filter})
+
+
+_numbers: ContextVar[set[str] | None] = ContextVar("_numbers", default=None)
+
+
+@contextmanager
+def noting_numbers() -> Iterator[set[str]]:
+    """Collect the names of the attributes of modules that traces read meanwhile, and that are numbers."""
+    read: set[str] = set()
+    token = _numbers.set(read)
+    try:
+        yield read
+    finally:
+        _numbers.reset(token)
 
 
 class Opaque:
@@ -255,6 +272,8 @@ class Trace(Run):
         if name in state:
             if isinstance(state[name], Tensor):
                 return self.record("get_attr", self.tensor_path(module, name), (), {})
+            if type(state[name]) in (int, float) and (noted := _numbers.get()) is not None:
+                noted.add(name)
             return self.constant(state[name], f"{origin}.{name}", what)
         for registry in ("_parameters", "_buffers"):
             if name in state[registry]:

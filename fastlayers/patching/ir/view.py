@@ -81,11 +81,13 @@ class View:
                 continue
             later = {user for user in op["input"].users if self.position[user] > self.position[node]}
             op["input"].replace_all_uses_with(node, lambda user, later=later: user in later)  # type: ignore[misc]
+            self.refresh()
 
     def refresh(self) -> None:
         """Call after an edit."""
         self.position = {node: i for i, node in enumerate(self.graph.nodes)}
         self._memory: dict[Node, frozenset[object]] = {}
+        self._ops: dict[tuple[Node, str | None], Op | None] = {}
 
     def between(self, first: Node, last: Node) -> list[Node]:
         return list(self.position)[self.position[first] + 1 : self.position[last]]
@@ -99,10 +101,17 @@ class View:
         """
         if not isinstance(node, Node):
             return None
-        found = self._layer(node) if node.op == "call_module" else self._function(node)
-        if found is None or name not in (None, found.name):
-            return DECOMPOSITIONS[name](self, node) if name in DECOMPOSITIONS else None
-        return found
+        if (node, name) not in self._ops:  # Each rule asks for each node.
+            found = self._ops.get((node, None)) or self._known(node)
+            if found is not None and name not in (None, found.name):
+                found = None
+            if found is None and name in DECOMPOSITIONS:
+                found = DECOMPOSITIONS[name](self, node)
+            self._ops[node, name] = found
+        return self._ops[node, name]
+
+    def _known(self, node: Node) -> Op | None:
+        return self._layer(node) if node.op == "call_module" else self._function(node)
 
     def _function(self, node: Node) -> Op | None:
         if node.op not in ("call_function", "call_method"):

@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import QUIET, PatchReport, Row
+from fastlayers.patching.rewrite.alike import Outcomes
 from fastlayers.patching.rewrite.classes import (
     absorbed_by,
     become,
@@ -255,7 +256,8 @@ def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: 
                 return plan_swap(module, row, rule, classes)
         if not has_own_forward(type(module)):
             raise Refusal(Reason.SUBCLASS if is_subclass(module) else Reason.NO_RULE)
-        outcome = fuse_forward(module, excluded, classes)
+        outcomes = classes.setdefault(Outcomes, Outcomes())
+        outcome = outcomes.find(module, excluded, lambda: fuse_forward(module, excluded, classes))
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
     return step_of(module, row, outcome)

@@ -1,0 +1,100 @@
+"""Modules that are alike: what was found for the forward of one holds for the others.
+
+The blocks of a model run the same code, on modules of the same classes with the same attributes. Recording that code
+again for each of them is most of the time that patching takes. Modules are alike if all that planning may read of them
+and of the modules inside is the same: classes, attributes, and what their tensors look like. Only numbers may differ
+that no forward looked at, such as the index of a layer.
+
+Nothing here decides what a model computes. A generated class tests on every call what it relies on, whichever module
+has it; were two modules alike that should not be, the original forward would run in one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastlayers.patching.capture.trace import PRIMITIVES, noting_numbers
+from fastlayers.patching.reasons import Refusal
+from fastlayers.patching.rewrite.engine import Fused
+
+__all__ = ["Outcomes"]
+
+
+class Outcomes:
+    """What was found for the forwards of the modules of one model. It must not be kept for longer than these."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[tuple[frozenset[str], Any, Fused | Refusal]]] = {}
+
+    def find(self, module: nn.Module, excluded: frozenset[str], make: Callable[[], Fused]) -> Fused:
+        """The outcome for a module that is alike, or what ``make`` returns.
+
+        Args:
+            excluded: paths of children that no fusion may absorb.
+
+        Raises:
+            Refusal: ``make`` raised it, now or for a module that is alike.
+        """
+        numbers: dict[str, list[Any]] = {}
+        known = self._known.setdefault((tuple(described(module, numbers)), excluded), [])
+        outcome = next((found for names, values, found in known if values == chosen(numbers, names)), None)
+        if outcome is None:
+            with noting_numbers() as read:
+                try:
+                    outcome = make()
+                except Refusal as refusal:  # Without its traceback, which holds the module.
+                    outcome = Refusal(refusal.reason, refusal.detail)
+            names = frozenset(read)
+            known.append((names, chosen(numbers, names), outcome))
+        if isinstance(outcome, Refusal):
+            raise Refusal(outcome.reason, outcome.detail)
+        return outcome
+
+
+def chosen(numbers: dict[str, list[Any]], names: frozenset[str]) -> list[Any]:
+    return [(name, numbers[name]) for name in sorted(names.intersection(numbers))]
+
+
+def described(module: nn.Module, numbers: dict[str, list[Any]]) -> Iterator[Any]:
+    """All that planning may read of a module and the modules inside; numbers go to ``numbers``, by attribute."""
+    seen: dict[int, int] = {}
+    pending = [module]
+    while pending:
+        present = pending.pop()
+        if id(present) in seen:  # shared by two parents
+            yield seen[id(present)]
+            continue
+        seen[id(present)] = len(seen)
+        yield type(present)
+        ours = not type(present).__module__.startswith("torch.")
+        for name, value in vars(present).items():
+            if ours and type(value) in (int, float):
+                numbers.setdefault(name, []).append((type(value), value))
+                yield name, type(value)
+            elif name != "_modules":
+                yield name, description(value, seen)
+        for name, child in present._modules.items():
+            yield name, child is None
+            if child is not None:
+                pending.append(child)
+
+
+def description(value: Any, seen: dict[int, int]) -> Any:
+    """Equal for values that planning cannot tell apart. Objects equal only themselves."""
+    if isinstance(value, Tensor):
+        if id(value) in seen:
+            return seen[id(value)]
+        seen[id(value)] = len(seen)
+        return type(value), value.shape, value.dtype, value.device, value.requires_grad
+    if value is None or isinstance(value, PRIMITIVES):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), *(description(item, seen) for item in value)
+    if isinstance(value, dict):
+        return type(value), *((description(key, seen), description(item, seen)) for key, item in value.items())
+    if isinstance(value, set | frozenset) and all(isinstance(item, str) for item in value):
+        return type(value), frozenset(value)
+    return id(value)
