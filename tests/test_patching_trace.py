@@ -12,6 +12,7 @@ import types
 import warnings
 from collections import namedtuple
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,13 @@ def fills_in_vain(values, x):
     with torch.no_grad():
         pass
 
+
+def handed(values):
+    return next(values)
+
+
+#: The same in a module where the name of the helper has another meaning.
+handed = types.FunctionType(handed.__code__, {"helper": None, "__builtins__": __builtins__})
 
 SHAPE = (3, 4)
 
@@ -260,13 +268,13 @@ class PositionalOnly(Base):
         return F.relu(x) + y * z
 
 
-@forwards(Reason.SIGNATURE)
+@forwards(None)
 class StarArgs(Base):
     def forward(self, x, y, *rest):
         return F.relu(x) + y
 
 
-@forwards(Reason.SIGNATURE)
+@forwards(None)
 class StarKwargs(Base):
     def forward(self, x, y, **rest):
         return F.relu(x) + y
@@ -1011,19 +1019,116 @@ class ATryBlock(Base):
             return x
 
 
-@forwards(Reason.SYNTAX)
+@forwards(None)
 class ALambda(Base):
     def forward(self, x, y):
         return (lambda a: F.relu(a) + y)(x)
 
 
-@forwards(Reason.SYNTAX)
+@forwards(None)
+class ALambdaWithADefault(Base):
+    def forward(self, x, y):
+        sums = [lambda a, n=n: F.relu(a) + y * n for n in range(3)]
+        return sums[0](x) + sums[2](x)
+
+
+@forwards(None)
+class AMappedLambda(Base):
+    def forward(self, x, y):
+        a, b = map(lambda t: t * 2, x.chunk(2, -1))  # noqa: C417
+        c, d = map(lambda s, t: F.relu(s) + t, (a, b), y.chunk(2, -1))
+        return torch.cat((c, d), -1)
+
+
+@forwards(None)
+class AMappedFunction(Base):
+    def forward(self, x, y):
+        (out,) = map(helper, (x,), (y,))
+        return out
+
+
+@forwards(None)
+class AMappedLayer(Base):
+    def forward(self, x, y):
+        a, b = map(self.fc, (x, y))
+        return F.relu(a) + b
+
+
+@forwards(None)
+class AKey(Base):
+    def forward(self, x, y):
+        first = max((1, -2), key=lambda n: n * n)
+        return F.relu(x) + y * first
+
+
+@forwards(None)
+class APartial(Base):
+    def forward(self, x, y):
+        act = functools.partial(helper, y=y)
+        return act(x) + sum(map(act, (x,)))
+
+
+@forwards(Reason.DATA_DEPENDENT)
+class AMapOfUnknownLength(Base):
+    def forward(self, x, y):
+        return F.relu(torch.cat([*map(lambda t: t * 2, x.chunk(2, -1))], -1)) + y  # noqa: C417
+
+
+@forwards(Reason.READS_STATE)
+class APartialOfSomethingElse(Base):
+    def forward(self, x, y):
+        return F.relu(x) + functools.partial(logger.info)(y)
+
+
+@forwards(None)
+class ALambdaThatIsCalledElsewhere(Base):
+    """By a function with other globals, in which ``helper`` is not this one."""
+
+    def forward(self, x, y):
+        return handed(map(lambda a: helper(a, y), (x,)))  # noqa: C417
+
+
+@forwards(None)
 class ANestedFunction(Base):
     def forward(self, x, y):
+        def inner(a: Tensor, factor: float = 2.0) -> Tensor:
+            return F.relu(a) + y * factor
+
+        return inner(x)
+
+
+@forwards(Reason.DECORATED)
+class ADecoratedNestedFunction(Base):
+    def forward(self, x, y):
+        @identity_decorator
         def inner(a):
             return F.relu(a) + y
 
         return inner(x)
+
+
+@forwards(None)
+class ANumberOfNumpy(Base):
+    """Its repr names numpy, which generated code does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = numpy.float64(1.5)
+
+    def forward(self, x, y):
+        return (F.relu(x) + y) / self.factor
+
+
+@forwards(None)
+class ListsOfLists(Base):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.ReLU()]) for _ in range(2))
+
+    def forward(self, x, y):
+        for layer, act in self.layers:
+            x = act(layer(x)) + y
+        return x
 
 
 @forwards(Reason.SYNTAX)
@@ -1329,6 +1434,27 @@ def test_planning_runs_no_side_effect(capsys):
 def test_nothing_to_patch_warns():
     with pytest.warns(PatchWarning, match="nothing in AForwardThatRaises was patched"):
         patch_model(AForwardThatRaises(), exclude=(nn.LayerNorm, nn.Linear, nn.Sequential))
+
+
+def test_more_arguments_than_were_recorded():
+    for module, args, kwargs in (
+        (StarArgs(), (torch.randn(SHAPE),), {}),
+        (StarKwargs(), (), {"z": torch.randn(SHAPE)}),
+    ):
+        expected = module(*arguments(), *args, **kwargs)
+        assert torch.equal(patch_model(module)(*arguments(), *args, **kwargs), expected)
+
+
+def test_a_list_of_lists_that_changes():
+    module = ListsOfLists()
+    x, y = arguments()
+    patch_model(module)
+    module.layers[1].append(nn.ReLU())
+    with pytest.raises(ValueError, match="too many values"):
+        module(x, y)
+    del module.layers[1]
+    expected = F.relu(module.layers[0][0](x)) + y
+    torch.testing.assert_close(module(x, y), expected)
 
 
 def register(function):

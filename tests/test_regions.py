@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import gc
 import inspect
 import pickle
@@ -13,6 +15,7 @@ import threading
 from contextlib import nullcontext
 from weakref import ref
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -277,6 +280,50 @@ class Spellings(nn.Module):
         return y, {"states": (y, y.sigmoid()), "bias": bias, "input": x}
 
 
+@dataclasses.dataclass
+class Intermediates:
+    scores: torch.Tensor
+    history: list = dataclasses.field(default_factory=list)
+    last: torch.Tensor | None = None
+
+
+class Idioms(nn.Module):
+    """What forwards of other libraries are written with: functions that are made on the way, lists of lists, objects
+    that hold results."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(2))
+        self.act = nn.Sigmoid()
+        self.factor, self.offset, self.heads = numpy.float64(0.5), numpy.float32(0.25), numpy.int64(2)
+
+    @torch.autocast("cpu", enabled=False)
+    def positions(self, x):
+        return torch.arange(x.shape[1]).to(x)[:, None] * self.offset
+
+    def forward(self, x, *rest, **options):
+        def squash(t: torch.Tensor, power: int = 2) -> torch.Tensor:
+            return t.tanh() ** power if callable(t.tanh) else t
+
+        def shift(t):
+            with torch.no_grad():
+                return t.mean() * self.factor
+
+        double = functools.partial(torch.mul, other=2)
+        x = x * 0.5
+        for first, second in self.layers:
+            a, b = map(lambda t: squash(t) + shift(x), (first(x), second(x)))  # noqa: C417
+            c, d = map(self.act, (a, b))
+            held = Intermediates(a * c)
+            held.last = held.scores + max((b, d), key=lambda t: t.dim())
+            held.history.append(double(held.last))
+            x = held.history[0] / self.factor * self.heads + self.positions(x)
+        out = x.clone()
+        out[:, 1:] += x[:, :-1]
+        out[..., 0] *= self.heads
+        return out
+
+
 class ChannelsLast(nn.Module):
     """A view of a view, with strides of its own in a dimension of one element."""
 
@@ -298,6 +345,7 @@ CASES = [
     (FlashBlock, lambda: (tokens(),)),
     (FlashBlock, lambda: (tokens(), torch.randn(5, 5))),
     (Spellings, lambda: (tokens(2, 3, 8),)),
+    (Idioms, lambda: (tokens(2, 3, 8),)),
     (Spellings, lambda: (tokens(2, 3, 8), tokens(8))),
 ]
 
@@ -568,6 +616,23 @@ def test_a_change_is_seen(change, runs):
         same(module, region, x)
     change(module), change(region)
     x = x.detach().to(module.gamma.dtype).requires_grad_()
+    for _ in range(2):
+        same(module, region, x)
+    assert runs[:2] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("factor", numpy.float64(0.75)), ("offset", numpy.float32(2.0)), ("heads", numpy.int64(3)), ("heads", 2)],
+)
+def test_a_number_of_numpy_that_changes(name, value, runs):
+    """Those of integers and of float32 are no Python numbers: a region kept what it had seen."""
+    module = Idioms()
+    region, x = in_regions(module), tokens(2, 3, 8)
+    for _ in range(2):
+        same(module, region, x)
+    for each in (module, region):
+        setattr(each, name, value)
     for _ in range(2):
         same(module, region, x)
     assert runs[:2] == [True, False]
@@ -1014,7 +1079,48 @@ class Numpy(Base):
         return y * float(y.detach().numpy().max())
 
 
-@pytest.mark.parametrize("kind", [Averages, Branches, Counts, Logs, Random, Writes, Passes, Views, Numpy])
+class Array(Base):
+    def __init__(self):
+        super().__init__()
+        self.values = numpy.ones(4, numpy.float32)
+
+    def forward(self, x):
+        self.values[0] += 1  # an item of something that is not of this call
+        return self.work(x) * torch.as_tensor(self.values)
+
+
+class Holder:
+    value = None
+
+
+class Keeps(Base):
+    def __init__(self):
+        super().__init__()
+        self.holder = Holder()
+
+    def forward(self, x):
+        self.holder.value = self.calls
+        return self.work(x)
+
+
+class Changed(Base):
+    def forward(self, x):
+        def count():
+            self.calls += 1
+            return self.calls
+
+        return self.work(x) * count()
+
+
+class Returns(Base):
+    def forward(self, x):
+        return Intermediates(self.work(x)).__dict__["scores"], Intermediates(x)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Averages, Branches, Counts, Logs, Random, Writes, Passes, Views, Numpy, Array, Keeps, Changed, Returns],
+)
 def test_what_a_region_cannot_repeat_runs_op_by_op(kind, runs):
     torch.manual_seed(0)
     module = kind()

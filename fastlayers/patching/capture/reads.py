@@ -10,16 +10,20 @@ could do anything else (writes, values of tensors, unknown functions) is refused
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import inspect
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, MappingView
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import autocast_decorator
+from torch.utils._contextlib import context_decorator
 from torch.utils._pytree import tree_map_only
 
 from fastlayers.patching.capture.lookups import (
@@ -33,7 +37,7 @@ from fastlayers.patching.capture.lookups import (
     same_method,
     same_tensor_method,
 )
-from fastlayers.patching.capture.syntax import Instrument, Run, hook, parse
+from fastlayers.patching.capture.syntax import CALL_BACK, Instrument, Run, hook, parse
 from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, PURE_BUILTINS, STRUCTURAL
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime.checks import original_class
@@ -48,6 +52,15 @@ REFUSED_FUNCTIONS = frozenset(
      "checkpoint", "register_hook", "retain_grad", "requires_grad_", "set_", "share_memory_", "item", "tolist", "numpy",
      "__dlpack__", "detach_", "resize_", "synchronize"}
 )  # fmt: skip
+#: The code of the functions that context managers of torch return as decorators.
+CONTEXT_DECORATORS = frozenset(
+    code
+    for maker in (autocast_decorator, context_decorator)
+    for code in maker.__code__.co_consts
+    if isinstance(code, types.CodeType) and "func" in code.co_freevars
+)
+#: Methods with which torch and operators would take an object for a number or a tensor.
+NUMERIC = ("__array__", "__float__", "__index__", "__torch_function__", "__rmul__", "__radd__")
 #: What f-strings do with a value before they format it.
 CONVERSIONS: dict[str, Any] = {"r": repr, "s": str, "a": ascii, "": lambda value: value}
 #: Classes whose objects are made as they are.
@@ -84,11 +97,33 @@ def load_fake_tensors() -> None:
 
 def is_value(value: Any) -> bool:
     """Whether a value can be compared, and is all that matters of itself."""
+    if type(value).__module__ == "numpy" and not hasattr(value, "__len__"):  # a number of numpy's; not an array
+        return True
     if type(value) in (tuple, frozenset, torch.Size):
         return all(map(is_value, value))
     return value is None or isinstance(
         value, (*PRIMITIVES, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
     )
+
+
+def in_context(function: types.FunctionType) -> tuple[Callable[[], AbstractContextManager[Any]], Any] | None:
+    """The context manager and the function of what ``@torch.autocast(...)`` or ``@torch.no_grad()`` returned."""
+    if function.__code__ not in CONTEXT_DECORATORS:
+        return None
+    held = inspect.getclosurevars(function).nonlocals
+    if "autocast_instance" in held:
+        return (lambda: held["autocast_instance"]), held["func"]
+    known = isinstance(getattr(held["ctx_factory"], "__self__", None), TRUSTED_CLASSES)
+    return (held["ctx_factory"], held["func"]) if known else None
+
+
+def only_holds(cls: Any) -> bool:
+    """Whether a class is a dataclass whose objects only hold what they are made of."""
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        return False
+    written = "__init__" in vars(cls) and vars(cls)["__init__"].__code__.co_filename == "<string>"
+    plain = all(getattr(cls, name) is getattr(object, name) for name in ("__new__", "__setattr__", "__getattribute__"))
+    return written and plain and type(cls) is type and not hasattr(cls, "__post_init__")
 
 
 def read_by(
@@ -150,6 +185,18 @@ class Concrete(Instrument):
         node.value, node.slice = hook("local", self.visit(node.value)), self.visit(node.slice)
         return node
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if isinstance(node.ctx, ast.Load):
+            return super().visit_Attribute(node)
+        node.value = hook("made", self.visit(node.value))
+        return node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
+        if isinstance(node.target, ast.Name):
+            return super().visit_AugAssign(node)
+        node.target, node.value = self.visit(node.target), self.visit(node.value)
+        return node
+
 
 class Watch(Run):
     """One run of a module's forward on fake tensors."""
@@ -166,6 +213,16 @@ class Watch(Run):
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
         #: Expressions of modules and other objects, by identity; the objects themselves keep it unique.
         self.origins: dict[int, tuple[str, Any]] = {id(module): ("self", module)}
+        #: Objects that the forward made.
+        self.made: list[Any] = []
+
+    def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = in_context(function)
+        if found is None:
+            return super().follow(function, args, kwargs)
+        context, inner = found
+        with context():
+            return self.follow(inner, args, kwargs)
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -196,6 +253,8 @@ class Watch(Run):
         if type(value) is dict and is_value(tuple(value.items())):
             self.reads.values[f"tuple({expression}.items())"] = tuple(value.items())
             return self.lend(expression, value)
+        if not isinstance(value, nn.Module) and any(hasattr(type(value), name) for name in NUMERIC):
+            raise Refusal(Reason.READS_STATE, f"{expression} is a {type(value).__name__}")
         self.reads.values[f"type({expression})"] = type(value)
         self.origins.setdefault(id(value), (expression, value))
         return value
@@ -303,6 +362,8 @@ class Watch(Run):
         for name, child in module._modules.items():
             if child is not None:
                 self.origins.setdefault(id(child), (f"{origin}._modules[{name!r}]", child))
+            if isinstance(child, nn.ModuleList):  # A loop may take it apart at once.
+                self.children(child)
 
     def hook_unpack(self, value: Any, count: int) -> Any:
         return value
@@ -333,12 +394,18 @@ class Watch(Run):
             raise Refusal(Reason.CHANGES_STATE, f"assigns an item of a {type(value).__name__}")
         return value
 
+    def hook_made(self, value: Any) -> Any:
+        """An object of which an attribute is assigned: it must have been made in this call."""
+        if not any(value is made for made in self.made):
+            raise Refusal(Reason.CHANGES_STATE, f"assigns an attribute of a {type(value).__name__}")
+        return value
+
     def hook_refuse(self, reason: str, detail: str) -> None:
         raise Refusal(Reason[reason], detail)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def hook_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, nn.Module):
             return self.call_module(function, args, kwargs)
         if isinstance(function, types.MethodType):
@@ -428,10 +495,10 @@ class Watch(Run):
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", repr(function))
-        if function is isinstance:
+        if function in (isinstance, callable):
             if isinstance(args[0], nn.Module):
                 self.kind(args[0], self.origin(args[0]) or "")
-            return isinstance(*args)
+            return function(*args)
         if function is getattr and isinstance(args[1], str):
             if len(args) > 2 and not hasattr(args[0], args[1]):
                 self.has(args[0], args[1])
@@ -440,12 +507,11 @@ class Watch(Run):
         if function is hasattr:
             return self.has(*args)
         if function in PURE_BUILTINS or function in STRUCTURAL or function in (print, type, repr):
-            for value in (*args, *kwargs.values()):
+            for value in (*(args[1:] if function in CALL_BACK else args), *kwargs.values()):
                 self.hook_container(value)
-                if isinstance(value, types.FunctionType | types.MethodType):
-                    raise Refusal(Reason.UNKNOWN_CALL, f"{name} with a function")
             if function is print or (function is type and len(args) != 1):
                 raise Refusal(Reason.UNKNOWN_CALL, name)
+            args, kwargs = self.called_back(function, args, kwargs)
             return function(*args, **kwargs)
         owner = getattr(function, "__self__", None)
         if (
@@ -465,6 +531,9 @@ class Watch(Run):
         known = module.split(".")[0] in TRUSTED or getattr(torch, name, None) is function
         if isinstance(function, types.BuiltinFunctionType) and known:
             return function(*args, **kwargs)
+        if only_holds(function):
+            self.made.append(function(*args, **kwargs))
+            return self.made[-1]
         if function in TRUSTED_CLASSES or isinstance(function, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
             return function(*args, **kwargs)
         raise Refusal(Reason.UNKNOWN_CALL, name)

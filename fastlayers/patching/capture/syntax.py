@@ -6,6 +6,7 @@ import ast
 import builtins
 import functools
 import inspect
+import itertools
 import linecache
 import operator
 import textwrap
@@ -21,6 +22,7 @@ from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.reasons import Reason, Refusal
 
 __all__ = [
+    "CALL_BACK",
     "INPLACE",
     "Instrument",
     "Run",
@@ -63,9 +65,14 @@ def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.Funct
 
 def strip_signature(tree: ast.FunctionDef) -> None:
     """Remove decorators and annotations from a function, and replace the default of each parameter by None."""
-    tree.decorator_list, tree.returns = [], None
+    tree.decorator_list = []
     tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
     tree.args.kw_defaults = [ast.Constant(None) if d is not None else None for d in tree.args.kw_defaults]
+    strip_annotations(tree)
+
+
+def strip_annotations(tree: ast.FunctionDef) -> None:
+    tree.returns = None
     for arg in ast.walk(tree.args):
         if isinstance(arg, ast.arg):
             arg.annotation = None
@@ -95,8 +102,6 @@ REFUSED_SYNTAX: dict[type[ast.AST], tuple[Reason, str]] = {
     ast.Nonlocal: (Reason.CHANGES_STATE, "nonlocal"),
     ast.Try: (Reason.SYNTAX, "try"),
     ast.While: (Reason.SYNTAX, "while"),
-    ast.Lambda: (Reason.SYNTAX, "lambda"),
-    ast.FunctionDef: (Reason.SYNTAX, "a nested function"),
     ast.AsyncFunctionDef: (Reason.SYNTAX, "a nested function"),
     ast.ClassDef: (Reason.SYNTAX, "a nested class"),
     ast.Import: (Reason.SYNTAX, "import"),
@@ -116,6 +121,10 @@ INPLACE: dict[str, Callable[[Any, Any], Any]] = {
     "BitAnd": operator.iand, "BitOr": operator.ior, "BitXor": operator.ixor, "LShift": operator.ilshift,
     "RShift": operator.irshift,
 }  # fmt: skip
+
+
+#: Built-in functions that call their first argument.
+CALL_BACK = frozenset({map, filter})
 
 
 def hook(name: str, *args: ast.expr) -> ast.Call:
@@ -147,6 +156,10 @@ class Instrument(ast.NodeTransformer):
             reason, what = refused
             raise Refusal(reason, f"{what} in line {getattr(node, 'lineno', '?')} of the forward")
         return super().visit(node)
+
+    def visit_body(self, tree: ast.FunctionDef) -> None:
+        found = [self.visit(statement) for statement in tree.body]
+        tree.body = [*itertools.chain.from_iterable(part if isinstance(part, list) else [part] for part in found)]
 
     def generic_visit(self, node: ast.AST) -> Any:
         super().generic_visit(node)
@@ -184,6 +197,17 @@ class Instrument(ast.NodeTransformer):
         node.args.insert(0, self.visit(node.func))
         node.func = ast.Name("__trace_call", ast.Load())
         return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        if node.decorator_list:
+            raise Refusal(Reason.DECORATED, f"the nested function {node.name}")
+        self.generic_visit(node)
+        strip_annotations(node)
+        return [node, ast.Assign([ast.Name(node.name, ast.Store())], hook("lambda", ast.Name(node.name, ast.Load())))]
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
+        self.generic_visit(node)
+        return hook("lambda", node)
 
     def visit_Starred(self, node: ast.Starred) -> ast.expr:
         self.generic_visit(node)
@@ -250,7 +274,7 @@ def compiled_with_hooks(tree: ast.FunctionDef, kind: type[Instrument]) -> tuple[
     """The code that defines the instrumented function, and its name there."""
     instrument = kind(local_names(tree))
     strip_signature(tree)
-    tree.body = [instrument.visit(statement) for statement in tree.body]
+    instrument.visit_body(tree)
     code = ast.fix_missing_locations(ast.Module([tree], []))
     return compile(code, f"<traced {tree.name}>", "exec"), tree.name
 
@@ -280,6 +304,8 @@ class Run:
         self.max_depth = max_depth
         self.depth = 0
         self.frames: list[tuple[types.FunctionType, Any]] = []
+        #: The lambdas and nested functions of the source, which are instrumented with it and are called as they are.
+        self.lambdas: list[Callable[..., Any]] = []
         #: What was read and could be changed: how to call it, the value, and the copy that the source got.
         self.lent: list[tuple[str, Any, Any]] = []
         hooks = [name for name in dir(self) if name.startswith("hook_")]
@@ -350,6 +376,47 @@ class Run:
             return getattr(builtins, name)
         raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
 
+    def hook_lambda(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A lambda or a nested function. Whoever calls it, its globals are those of the function that it is in."""
+        frame = self.frames[-1]
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            self.frames.append(frame)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.frames.pop()
+
+        self.lambdas.append(inside)
+        return inside
+
+    def hook_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call. Subclasses say what other calls do."""
+        if function is functools.partial:
+            return functools.partial(self.hook_call, *args, **kwargs)
+        partial = type(function) is functools.partial and function.func == self.hook_call
+        if partial or any(function is known for known in self.lambdas):
+            return function(*args, **kwargs)
+        return self.call(function, *args, **kwargs)
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def called_back(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a built-in function. A function that it calls is followed as if the source called it."""
+
+        def instead(place: int | str, value: Any) -> Any:
+            is_called = place == "key" or (place == 0 and function in CALL_BACK)
+            if is_called and isinstance(value, types.FunctionType | types.MethodType | nn.Module):
+                return functools.partial(self.hook_call, value)
+            if isinstance(value, types.FunctionType | types.MethodType):
+                raise Refusal(Reason.UNKNOWN_CALL, f"{function.__name__} with a function")
+            return value
+
+        return tuple(map(instead, itertools.count(), args)), {key: instead(key, value) for key, value in kwargs.items()}
+
     def hook_parent(self) -> Any:
         """What ``super()`` gives in a method."""
         function, owner = self.frames[-1]
@@ -362,9 +429,10 @@ class Run:
         return INPLACE[op](target, value)
 
 
-def local_names(tree: ast.FunctionDef) -> set[str]:
-    """The variables of a function, its parameters among them."""
-    return names_in(tree, ast.Store, ast.Del) | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+def local_names(tree: ast.AST) -> set[str]:
+    """The variables of a function, its parameters and nested functions among them."""
+    nested = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node is not tree}
+    return names_in(tree, ast.Store, ast.Del) | nested | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
 
 
 def names_in(tree: ast.AST, *contexts: type[ast.expr_context]) -> set[str]:

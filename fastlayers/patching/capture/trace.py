@@ -35,7 +35,7 @@ from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 
 from fastlayers.patching.capture.lookups import FUNCTIONS, global_variable, member, same, same_inherited, same_method
 from fastlayers.patching.capture.recording import Recording, equality, module_expression
-from fastlayers.patching.capture.syntax import INPLACE, Run
+from fastlayers.patching.capture.syntax import CALL_BACK, INPLACE, Run
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import original_class
@@ -106,6 +106,14 @@ class Opaque:
     ) = _refuse
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """``map(function, *args)`` of traced values, whose length is known when the result is unpacked."""
+
+    function: Any
+    args: tuple[Any, ...]
+
+
 #: Marks an argument of which a guard says that it is a tensor.
 IS_TENSOR = "fastlayers_is_tensor"
 
@@ -143,6 +151,8 @@ class Recorder(GraphAppendingTracer):
     def create_arg(self, a: Any) -> Any:
         if dataclasses.is_dataclass(a) and not isinstance(a, type):
             raise NotImplementedError(f"argument of type: {type(a)}")
+        if isinstance(a, float) and type(a) is not float:  # numpy's, whose repr names numpy
+            a = float(a)
         return super().create_arg(a)
 
 
@@ -305,12 +315,22 @@ class Trace(Run):
         if isinstance(value, CONTAINERS):
             if isinstance(value, nn.ParameterList | nn.ParameterDict):
                 raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
-            origin = self.module_origin(value)
-            self.test(f"tuple({origin}._modules) == {tuple(value._modules)!r}")
+            self.keep_children(value)
             return value
+        if isinstance(value, Mapped):
+            raise Refusal(Reason.DATA_DEPENDENT, "loops over a traced value")
         raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
 
+    def keep_children(self, container: nn.Module) -> None:
+        """A container must have the same names, and so must lists in it, which a loop may take apart at once."""
+        self.test(f"tuple({self.module_origin(container)}._modules) == {tuple(container._modules)!r}")
+        for child in container._modules.values():
+            if isinstance(child, nn.ModuleList):
+                self.keep_children(child)
+
     def hook_unpack(self, value: Any, count: int) -> Any:
+        if isinstance(value, Mapped):
+            return tuple(map(value.function, *(self.hook_unpack(arg, count) for arg in value.args)))
         if not isinstance(value, Proxy):
             return value
         items: Any = self.record("call_function", python.unpack, (value, count), {})
@@ -381,7 +401,7 @@ class Trace(Run):
 
     # -- hooks: calls --------------------------------------------------------------------------------------------
 
-    def hook_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, Proxy):
             return function(*args, **kwargs)
         if isinstance(function, nn.Module):
@@ -409,7 +429,7 @@ class Trace(Run):
     def method(self, function: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = function.__self__
         if isinstance(owner, nn.Module) and function.__func__ in MEMBERS:
-            self.test(f"tuple({self.module_origin(owner)}._modules) == {tuple(owner._modules)!r}")
+            self.keep_children(owner)
             return function(*args, **kwargs)
         if not isinstance(owner, nn.Module | type) or not isinstance(function.__func__, types.FunctionType):
             raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
@@ -454,13 +474,14 @@ class Trace(Run):
         arguments = [*args, *kwargs.values()]
         traced = any(isinstance(value, Proxy) for value in arguments)
         if function in STRUCTURAL or (function in PURE_BUILTINS and not traced):
-            for value in arguments:
+            for value in arguments[1:] if function in CALL_BACK else arguments:
                 if isinstance(value, nn.Module | Opaque):
                     self.hook_container(value)
             if function is range and traced:
                 raise Refusal(Reason.DATA_DEPENDENT, "loops over a traced range")
-            if any(isinstance(value, types.FunctionType | types.MethodType) for value in arguments):
-                raise Refusal(Reason.UNKNOWN_CALL, f"{name} with a function")
+            args, kwargs = self.called_back(function, args, kwargs)
+            if function is map and traced:
+                return Mapped(args[0], args[1:])
             return function(*args, **kwargs)
         if isinstance(function, types.BuiltinMethodType | types.MethodWrapperType):
             owner = function.__self__
@@ -527,7 +548,7 @@ class Trace(Run):
     def given(self, number: int) -> Proxy:
         return self.recorder.create_proxy("placeholder", f"{ARGUMENT}{number}", (), {})
 
-    def run(self, forward: types.FunctionType, tensors: frozenset[str]) -> Recording:
+    def run(self, forward: types.FunctionType, tensors: frozenset[str], bare: bool) -> Recording:
         """Record ``forward`` with the parameters named in ``tensors``, and those without a default, as proxies."""
         arguments: list[Any] = []
         keywords: dict[str, Any] = {}
@@ -538,7 +559,10 @@ class Trace(Run):
             if parameter.name == "self":
                 raise Refusal(Reason.SIGNATURE, "a parameter called self that is not the first")
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise Refusal(Reason.SIGNATURE, str(parameter))
+                if not bare:
+                    raise Refusal(Reason.SIGNATURE, str(parameter))
+                self.test(f"not {parameter.name}")
+                continue
             if parameter.default is parameter.empty or parameter.name in tensors:
                 value: Any = self.recorder.create_proxy("placeholder", parameter.name, (), {})
                 if parameter.name in tensors:
@@ -667,7 +691,7 @@ def record_child(
 
 
 def record(
-    module: nn.Module, forward: Any, *, training: bool | None, tensors: frozenset[str] = frozenset()
+    module: nn.Module, forward: Any, *, training: bool | None, tensors: frozenset[str] = frozenset(), bare: bool = False
 ) -> Recording:
     """Trace the forward of a module with its children as leaves.
 
@@ -677,6 +701,7 @@ def record(
         training: the value of ``self.training``. With None it is read on every call: enough for a forward that only
             passes it on, to ``F.dropout`` for example. A forward that branches on it is refused then.
         tensors: parameters with a default that the caller passes as tensors.
+        bare: whether to record calls that give nothing for ``*args`` and ``**kwargs``. Others are refused otherwise.
 
     Raises:
         Refusal: the forward cannot be recorded; it has the reason.
@@ -684,7 +709,7 @@ def record(
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
     try:
-        return Trace(module, training).run(forward, tensors)
+        return Trace(module, training).run(forward, tensors, bare)
     except TraceError as error:
         raise Refusal(Reason.DATA_DEPENDENT, str(error).splitlines()[0]) from None
     except Refusal:

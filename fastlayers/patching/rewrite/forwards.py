@@ -40,6 +40,7 @@ def fuse(
     rules: tuple[GraphRule, ...] | None = None,
     needed: str | None = None,
     prefix: str = "Fused",
+    bare: bool = False,
 ) -> Fused:
     """Trace a module, rewrite its graph, and generate its class.
 
@@ -50,6 +51,7 @@ def fuse(
         rules: the rules to apply; all graph rules by default.
         needed: a rule that a rewritten forward must have used.
         prefix: of the name of the class.
+        bare: whether to record calls that give nothing for ``*args`` and ``**kwargs``.
 
     Returns:
         The outcome, with a subclass of the present class of the module.
@@ -69,7 +71,7 @@ def fuse(
     written = fingerprint(original) if needed is None else None
     if written is not None:
         return fuse_handwritten_norm(module, written, known)
-    recordings, refusals = record_all(module, plain_forward(original))
+    recordings, refusals = record_all(module, plain_forward(original), bare)
     outcome = Fused(None)
     variants: list[tuple[Recording, str]] = []
     absorbed: list[frozenset[str]] = []
@@ -139,7 +141,7 @@ def unless_replaced(forward: Any, original: type[nn.Module]) -> Any:
     return wrapper
 
 
-def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[Refusal]]:
+def record_all(module: nn.Module, forward: Any, bare: bool) -> tuple[list[Recording], list[Refusal]]:
     """Recordings for each set of optional tensors and, if the forward branches on the mode, for both modes."""
     recordings: list[Recording] = []
     refusals: list[Refusal] = []
@@ -147,22 +149,22 @@ def record_all(module: nn.Module, forward: Any) -> tuple[list[Recording], list[R
     sizes = range(len(optional) + 1) if len(optional) <= ALL_COMBINATIONS else (0, 1, len(optional))
     for tensors in itertools.chain.from_iterable(itertools.combinations(optional, size) for size in sizes):
         try:
-            recordings.append(record(module, forward, training=None, tensors=frozenset(tensors)))
+            recordings.append(record(module, forward, training=None, tensors=frozenset(tensors), bare=bare))
         except Refusal as refusal:
             if refusal.reason is not Reason.DATA_DEPENDENT and refusal.reason is not Reason.IDENTITY_TEST:
                 refusals.append(refusal)
                 continue
-            recordings.extend(record_modes(module, forward, frozenset(tensors), refusals))
+            recordings.extend(record_modes(module, forward, frozenset(tensors), bare, refusals))
     return recordings, refusals
 
 
 def record_modes(
-    module: nn.Module, forward: Any, tensors: frozenset[str], refusals: list[Refusal]
+    module: nn.Module, forward: Any, tensors: frozenset[str], bare: bool, refusals: list[Refusal]
 ) -> Iterator[Recording]:
     """A recording for ``self.training`` and one for eval, each with the mode as its first guard."""
     for training in (True, False):
         try:
-            recording = record(module, forward, training=training, tensors=tensors)
+            recording = record(module, forward, training=training, tensors=tensors, bare=bare)
         except Refusal as refusal:
             refusals.append(refusal)
             continue

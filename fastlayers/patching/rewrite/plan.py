@@ -267,8 +267,10 @@ def fuse_forward(module: nn.Module, excluded: frozenset[str], classes: dict[Any,
     """Fuse a forward as a whole or, where it cannot be recorded or has nothing to fuse, segments of it."""
     try:
         outcome = fuse(module, excluded, classes)
-    except Refusal:
+    except Refusal as refusal:
         parts = fuse_segments(module, excluded, classes)
+        if parts is None and refusal.reason is Reason.SIGNATURE:
+            return fuse(module, excluded, classes, bare=True)
         if parts is None:
             raise
         return parts

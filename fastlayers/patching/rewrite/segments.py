@@ -257,8 +257,9 @@ class Cutter:
         """The variables that code reads before it sets them, those that it may set, and those that it always sets."""
         if isinstance(node, ast.If | ast.For | ast.With):
             return self.variables_of_block(node)
-        loops = [inner.target for inner in ast.walk(node) if isinstance(inner, ast.comprehension)]
-        variables = self.locals.difference(*map(names_in, loops))
+        own: list[ast.AST] = [inner.target for inner in ast.walk(node) if isinstance(inner, ast.comprehension)]
+        own += [inner.args for inner in ast.walk(node) if isinstance(inner, ast.Lambda)]
+        variables = self.locals.difference(*map(local_names, own))
         reads, stores = names_in(node, ast.Load) & variables, names_in(node, ast.Store) & variables
         if isinstance(node, ast.AugAssign):
             reads |= stores
@@ -291,7 +292,7 @@ class Cutter:
     def instrument(self, i: int) -> ast.stmt | None:
         """A statement, instrumented; None if it cannot be recorded."""
         statement = self.body[i]
-        unfit = (ast.Return, ast.Break, ast.Continue, ast.NamedExpr, ast.Delete)
+        unfit = (ast.Return, ast.Break, ast.Continue, ast.NamedExpr, ast.Delete, ast.FunctionDef)
         if any(isinstance(node, unfit) for node in ast.walk(statement)) or not self.reads[i] <= self.defined[i]:
             return None
         if names_in(statement) & {"super", "locals"} or self.itself in self.stores[i]:
