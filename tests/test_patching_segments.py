@@ -230,7 +230,7 @@ def test_instances_share_a_class_where_their_code_is_the_same():
 
 
 def test_an_excluded_child_is_not_absorbed():
-    assert plan_patch(Layer(), exclude=["norm"])[""].reason is Reason.SIGNATURE
+    assert plan_patch(Layer(), exclude=["norm"])[""].reason is Reason.EXCLUDED_CHILD
 
 
 def test_it_compiles():
