@@ -1131,12 +1131,32 @@ class ListsOfLists(Base):
         return x
 
 
-@forwards(Reason.SYNTAX)
+@forwards(None)
 class AnImport(Base):
     def forward(self, x, y):
         import math as m
 
-        return F.relu(x) + y * m.pi
+        import torch.nn.functional
+        from torch.nn.functional import relu as act
+
+        return act(x) + y * m.pi + torch.nn.functional.relu(y)
+
+
+@forwards(Reason.SYNTAX)
+class AnImportOfWhatIsNotLoaded(Base):
+    def forward(self, x, y):
+        import this  # would print
+
+        return F.relu(x) + y * this.c
+
+
+@forwards(None)
+class AListOrATensor(Base):
+    """As the layers of DenseNet: the features before, in a list but for the first layer."""
+
+    def forward(self, x, y):
+        parts = [x] if isinstance(x, Tensor) else x
+        return F.relu(torch.cat(parts, 1)) + y
 
 
 @forwards(Reason.SYNTAX)
@@ -1443,6 +1463,17 @@ def test_more_arguments_than_were_recorded():
     ):
         expected = module(*arguments(), *args, **kwargs)
         assert torch.equal(patch_model(module)(*arguments(), *args, **kwargs), expected)
+
+
+def test_a_list_where_there_was_a_tensor():
+    module = AListOrATensor()
+    x, y = arguments()
+    expected = module([x[:, :1], x[:, 1:]], y)
+    patch_model(module)
+    assert torch.equal(module([x[:, :1], x[:, 1:]], y), expected)
+    assert torch.equal(module(x, y), expected)
+    source = type(module).__fastlayers_source__
+    assert source.count("relu_add(") == 2, source
 
 
 def test_a_list_of_lists_that_changes():

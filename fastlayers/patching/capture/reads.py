@@ -60,7 +60,7 @@ CONTEXT_DECORATORS = frozenset(
     if isinstance(code, types.CodeType) and "func" in code.co_freevars
 )
 #: Methods with which torch and operators would take an object for a number or a tensor.
-NUMERIC = ("__array__", "__float__", "__index__", "__torch_function__", "__rmul__", "__radd__")
+NUMERIC = ("__array__", "__float__", "__index__", "__torch_function__")
 #: What f-strings do with a value before they format it.
 CONVERSIONS: dict[str, Any] = {"r": repr, "s": str, "a": ascii, "": lambda value: value}
 #: Classes whose objects are made as they are.
@@ -304,7 +304,8 @@ class Watch(Run):
             if hasattr(owner, "__dict__"):
                 self.test(f"{name!r} not in {origin}.__dict__")
             return getattr(owner, name)
-        if isinstance(owner, functools.partial) or name in getattr(owner, "__dict__", ()) or is_value(static):
+        held = name in getattr(owner, "__dict__", ()) or name in getattr(owner, "_fields", ())  # of a namedtuple
+        if isinstance(owner, functools.partial) or held or is_value(static):
             return self.read(f"{origin}.{name}", getattr(owner, name))
         raise Refusal(Reason.READS_STATE, f"{origin}.{name}")
 

@@ -20,11 +20,16 @@ __all__ = ["Name", "Recording", "add_names", "bind", "binder", "equality", "has_
 
 @dataclass
 class Recording:
-    """One run of a forward: its graph, the guards under which it holds, and the objects that these name."""
+    """One run of a forward: its graph, the guards under which it holds, and the objects that these name.
+
+    Attributes:
+        asked: parameters of which the forward asks whether they are tensors, and that were taken for some.
+    """
 
     graph: fx.Graph
     guards: dict[str, None] = field(default_factory=dict)
     namespace: dict[str, Any] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
 
 
 class Name(str):

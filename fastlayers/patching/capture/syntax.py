@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import importlib.util
 import inspect
 import itertools
 import linecache
 import operator
+import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -104,8 +106,6 @@ REFUSED_SYNTAX: dict[type[ast.AST], tuple[Reason, str]] = {
     ast.While: (Reason.SYNTAX, "while"),
     ast.AsyncFunctionDef: (Reason.SYNTAX, "a nested function"),
     ast.ClassDef: (Reason.SYNTAX, "a nested class"),
-    ast.Import: (Reason.SYNTAX, "import"),
-    ast.ImportFrom: (Reason.SYNTAX, "import"),
     ast.Yield: (Reason.SYNTAX, "yield"),
     ast.YieldFrom: (Reason.SYNTAX, "yield"),
     ast.Await: (Reason.SYNTAX, "await"),
@@ -129,6 +129,10 @@ CALL_BACK = frozenset({map, filter})
 
 def hook(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(f"__trace_{name}", ast.Load()), list(args), [])
+
+
+def assign(name: str, value: ast.expr) -> ast.stmt:
+    return ast.Assign([ast.Name(name, ast.Store())], value)
 
 
 #: The parts of syntax that go through a hook: what is iterated, and what is tested.
@@ -198,12 +202,20 @@ class Instrument(ast.NodeTransformer):
         node.func = ast.Name("__trace_call", ast.Load())
         return node
 
+    def visit_Import(self, node: ast.Import) -> list[ast.stmt]:
+        modules = [(a.asname, a.name) if a.asname else (a.name.partition(".")[0],) * 2 for a in node.names]
+        return [assign(name, hook("module", ast.Constant(module))) for name, module in modules]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> list[ast.stmt]:
+        module = hook("module", ast.Constant("." * node.level + (node.module or "")))
+        return [assign(a.asname or a.name, hook("attribute", module, ast.Constant(a.name))) for a in node.names]
+
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         if node.decorator_list:
             raise Refusal(Reason.DECORATED, f"the nested function {node.name}")
         self.generic_visit(node)
         strip_annotations(node)
-        return [node, ast.Assign([ast.Name(node.name, ast.Store())], hook("lambda", ast.Name(node.name, ast.Load())))]
+        return [node, assign(node.name, hook("lambda", ast.Name(node.name, ast.Load())))]
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
         self.generic_visit(node)
@@ -376,6 +388,14 @@ class Run:
             return getattr(builtins, name)
         raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
 
+    def hook_module(self, name: str) -> types.ModuleType:
+        """A module that the source imports, which must have been imported before."""
+        scope = self.frames[-1][0].__globals__
+        module = sys.modules.get(importlib.util.resolve_name(name, scope.get("__package__")))
+        if module is None:
+            raise Refusal(Reason.SYNTAX, f"imports {name}, which is not loaded")
+        return module
+
     def hook_lambda(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A lambda or a nested function. Whoever calls it, its globals are those of the function that it is in."""
         frame = self.frames[-1]
@@ -430,9 +450,16 @@ class Run:
 
 
 def local_names(tree: ast.AST) -> set[str]:
-    """The variables of a function, its parameters and nested functions among them."""
-    nested = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node is not tree}
-    return names_in(tree, ast.Store, ast.Del) | nested | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    """The variables of a function, its parameters, nested functions and imports among them."""
+    found = names_in(tree, ast.Store, ast.Del)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.FunctionDef) and node is not tree:
+            found.add(node.name)
+    return found
 
 
 def names_in(tree: ast.AST, *contexts: type[ast.expr_context]) -> set[str]:

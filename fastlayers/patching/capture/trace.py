@@ -46,6 +46,7 @@ __all__ = [
     "PRIMITIVES",
     "PURE_BUILTINS",
     "STRUCTURAL",
+    "Given",
     "Segment",
     "noting_numbers",
     "record",
@@ -175,6 +176,7 @@ class Trace(Run):
         self.subject = module
         self.training = training
         self.closed: frozenset[Any] = frozenset()
+        self.others: frozenset[str] = frozenset()
         self.statement = 0
         self.paths: dict[int, str] = {}
         for path, child in module.named_modules():
@@ -514,7 +516,13 @@ class Trace(Run):
             options = classes if isinstance(classes, tuple) else (classes,)
             if not all(option in (Tensor, tuple, list, dict, int, float, bool, str) for option in options):
                 raise Refusal(Reason.TYPE_TEST, f"of {value.node}")
+            name = str(value.node.target)
+            if value.node.op == "placeholder" and name in self.others and options == (Tensor,):
+                self.test(f"not isinstance({name}, {self.bind(Tensor, 'Tensor')})")
+                return False
             self.require_tensor(value)
+            if value.node.op == "placeholder" and options == (Tensor,):
+                self.recording.asked.add(name)
             return Tensor in options
         if isinstance(value, nn.Module) and value is not self.root:
             result = isinstance(value, classes)
@@ -548,8 +556,9 @@ class Trace(Run):
     def given(self, number: int) -> Proxy:
         return self.recorder.create_proxy("placeholder", f"{ARGUMENT}{number}", (), {})
 
-    def run(self, forward: types.FunctionType, tensors: frozenset[str], bare: bool) -> Recording:
-        """Record ``forward`` with the parameters named in ``tensors``, and those without a default, as proxies."""
+    def run(self, forward: types.FunctionType, given: Given) -> Recording:
+        """Record ``forward`` with the parameters that are given, and those without a default, as proxies."""
+        self.others = given.others
         arguments: list[Any] = []
         keywords: dict[str, Any] = {}
         itself, *parameters = inspect.signature(forward).parameters.values()
@@ -559,13 +568,13 @@ class Trace(Run):
             if parameter.name == "self":
                 raise Refusal(Reason.SIGNATURE, "a parameter called self that is not the first")
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                if not bare:
+                if not given.bare:
                     raise Refusal(Reason.SIGNATURE, str(parameter))
                 self.test(f"not {parameter.name}")
                 continue
-            if parameter.default is parameter.empty or parameter.name in tensors:
+            if parameter.default is parameter.empty or parameter.name in given.tensors:
                 value: Any = self.recorder.create_proxy("placeholder", parameter.name, (), {})
-                if parameter.name in tensors:
+                if parameter.name in given.tensors:
                     self.require_tensor(value)
             else:
                 value = parameter.default
@@ -690,18 +699,30 @@ def record_child(
         return None
 
 
-def record(
-    module: nn.Module, forward: Any, *, training: bool | None, tensors: frozenset[str] = frozenset(), bare: bool = False
-) -> Recording:
+@dataclass(frozen=True)
+class Given:
+    """What the calls give for which a recording holds.
+
+    Attributes:
+        tensors: parameters with a default for which they give tensors.
+        others: parameters without a default that are no tensors, if the forward asks.
+        bare: whether they give nothing for ``*args`` and ``**kwargs``. Forwards that have these are refused otherwise.
+    """
+
+    tensors: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    bare: bool = False
+
+
+def record(module: nn.Module, forward: Any, given: Given, training: bool | None) -> Recording:
     """Trace the forward of a module with its children as leaves.
 
     Args:
         module: it is not changed, and none of its code with a side effect runs.
         forward: the forward of its original class.
+        given: what a call gives.
         training: the value of ``self.training``. With None it is read on every call: enough for a forward that only
             passes it on, to ``F.dropout`` for example. A forward that branches on it is refused then.
-        tensors: parameters with a default that the caller passes as tensors.
-        bare: whether to record calls that give nothing for ``*args`` and ``**kwargs``. Others are refused otherwise.
 
     Raises:
         Refusal: the forward cannot be recorded; it has the reason.
@@ -709,7 +730,7 @@ def record(
     if not isinstance(forward, types.FunctionType):
         raise Refusal(Reason.DECORATED, f"{type(module).__name__}.forward is a {type(forward).__name__}")
     try:
-        return Trace(module, training).run(forward, tensors, bare)
+        return Trace(module, training).run(forward, given)
     except TraceError as error:
         raise Refusal(Reason.DATA_DEPENDENT, str(error).splitlines()[0]) from None
     except Refusal:

@@ -7,6 +7,7 @@ import itertools
 import types
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
@@ -14,7 +15,7 @@ from torch import fx, nn
 from fastlayers.patching.capture.lookups import inside_layer
 from fastlayers.patching.capture.recording import Recording, bind, binder
 from fastlayers.patching.capture.syntax import optional_parameters
-from fastlayers.patching.capture.trace import record
+from fastlayers.patching.capture.trace import Given, record
 from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
 from fastlayers.patching.libraries.adapters import RewrittenModel, adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
@@ -142,29 +143,37 @@ def unless_replaced(forward: Any, original: type[nn.Module]) -> Any:
 
 
 def record_all(module: nn.Module, forward: Any, bare: bool) -> tuple[list[Recording], list[Refusal]]:
-    """Recordings for each set of optional tensors and, if the forward branches on the mode, for both modes."""
+    """Recordings for each set of optional tensors, and for arguments that are no tensors if the forward asks."""
     recordings: list[Recording] = []
     refusals: list[Refusal] = []
     optional = optional_parameters(forward) if isinstance(forward, types.FunctionType) else []
     sizes = range(len(optional) + 1) if len(optional) <= ALL_COMBINATIONS else (0, 1, len(optional))
     for tensors in itertools.chain.from_iterable(itertools.combinations(optional, size) for size in sizes):
-        try:
-            recordings.append(record(module, forward, training=None, tensors=frozenset(tensors), bare=bare))
-        except Refusal as refusal:
-            if refusal.reason is not Reason.DATA_DEPENDENT and refusal.reason is not Reason.IDENTITY_TEST:
-                refusals.append(refusal)
-                continue
-            recordings.extend(record_modes(module, forward, frozenset(tensors), bare, refusals))
+        given = Given(frozenset(tensors), bare=bare)
+        found = record_given(module, forward, given, refusals)
+        asked = frozenset[str]().union(*(recording.asked for recording in found))
+        recordings += found
+        if asked:  # Most forwards refuse what is no tensor.
+            recordings += record_given(module, forward, replace(given, others=asked), [])
     return recordings, refusals
 
 
-def record_modes(
-    module: nn.Module, forward: Any, tensors: frozenset[str], bare: bool, refusals: list[Refusal]
-) -> Iterator[Recording]:
+def record_given(module: nn.Module, forward: Any, given: Given, refusals: list[Refusal]) -> list[Recording]:
+    """The recording for such calls or, if the forward branches on the mode, those for both modes."""
+    try:
+        return [record(module, forward, given, training=None)]
+    except Refusal as refusal:
+        if refusal.reason is Reason.DATA_DEPENDENT or refusal.reason is Reason.IDENTITY_TEST:
+            return list(record_modes(module, forward, given, refusals))
+        refusals.append(refusal)
+        return []
+
+
+def record_modes(module: nn.Module, forward: Any, given: Given, refusals: list[Refusal]) -> Iterator[Recording]:
     """A recording for ``self.training`` and one for eval, each with the mode as its first guard."""
     for training in (True, False):
         try:
-            recording = record(module, forward, training=training, tensors=tensors, bare=bare)
+            recording = record(module, forward, given, training)
         except Refusal as refusal:
             refusals.append(refusal)
             continue
