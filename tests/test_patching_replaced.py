@@ -407,3 +407,10 @@ def test_replaced_under_compile(case):
         with replaced(case, model):
             torch.testing.assert_close(compiled(x), stock(x))
         torch.testing.assert_close(compiled(x), before)
+
+
+def test_the_code_of_every_function_of_torch_is_read():
+    """That of torch.norm has an empty tuple among its constants."""
+    named = [f for scope in (torch, F, torch.functional) for f in vars(scope).values()]
+    for function in filter(lambda f: isinstance(f, types.FunctionType), named):
+        assert isinstance(read_code(function, None), tuple)

@@ -196,7 +196,7 @@ def named_by(function: types.FunctionType, kind: Any) -> Iterator[tuple[Any, str
     itself = next(iter(inspect.signature(function).parameters), None) if kind is not None else None
     for instruction in dis.get_instructions(function):
         opname, names = instruction.opname, instruction.argval
-        name = names[-1] if isinstance(names, tuple) else names
+        name = names[-1] if isinstance(names, tuple) and names else names
         if opname in ("LOAD_ATTR", "LOAD_METHOD") and owner is itself is not None:
             scope, value = None, method_of(kind, name)
             if getattr(value, "__module__", None) == nn.Module.__module__:
