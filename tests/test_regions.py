@@ -75,7 +75,8 @@ class Block(nn.Module):
 
     def forward(self, x, mask=None):
         x = x + self.drop(self.gamma * self.attn(self.norm1(x), mask))
-        return x + self.drop(self.mlp(self.norm2(x))) * (1 + self.index)
+        shared = 0.5 if self.norm1 is self.norm2 else 1.0
+        return x + self.drop(self.mlp(self.norm2(x))) * (shared + self.index)
 
 
 class Flash(Attention):
@@ -596,6 +597,10 @@ def renumber(block):
     block.index = 7
 
 
+def share(block):
+    block.norm2 = block.norm1
+
+
 def grow_dropout(block):
     block.mlp[2].p = 0.5
 
@@ -606,7 +611,7 @@ def own_forward(block):
 
 @pytest.mark.parametrize(
     "change",
-    [halve, freeze, widen, swap_child, swap_parameter, hook, backward_hook, renumber, grow_dropout, own_forward],
+    [halve, freeze, widen, swap_child, swap_parameter, hook, backward_hook, renumber, grow_dropout, own_forward, share],
 )
 def test_a_change_is_seen(change, runs):
     torch.manual_seed(0)
@@ -619,6 +624,35 @@ def test_a_change_is_seen(change, runs):
     for _ in range(2):
         same(module, region, x)
     assert runs[:2] == [True, False]
+
+
+class Optional(nn.Module):
+    """A list in which layers may be missing, as blocks of diffusers have it."""
+
+    def __init__(self, *there):
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(8, 8) for _ in there)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) if each else None for each in there)
+
+    def forward(self, x):
+        for layer, norm in zip(self.first, self.norms, strict=True):
+            x = layer(x).tanh()
+            if norm is not None:
+                x = norm(x) * 2
+        return x.sigmoid() * x
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_layers_that_are_missing_from_a_list(order, runs):
+    """A region that had been recorded for a module without a layer ran for one that has it."""
+    torch.manual_seed(0)
+    known, x = {}, tokens(2, 3, 8)
+    for there in [(False, False), (True, False), (True, True)][::order]:
+        module = Optional(*there)
+        region = in_regions(module, known)
+        for _ in range(2):
+            same(module, region, x)
+    assert runs == [True, False] * 3
 
 
 @pytest.mark.parametrize(

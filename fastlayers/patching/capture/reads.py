@@ -360,7 +360,8 @@ class Watch(Run):
     def children(self, module: nn.Module) -> None:
         origin = self.module_origin(module)
         self.reads.values[f"tuple({origin}._modules)"] = tuple(module._modules)
-        for name, child in module._modules.items():
+        for name, child in module._modules.items():  # None, or whatever has its place, is seen by what goes through.
+            self.reads.values[f"type({origin}._modules[{name!r}])"] = type(child)
             if child is not None:
                 self.origins.setdefault(id(child), (f"{origin}._modules[{name!r}]", child))
             if isinstance(child, nn.ModuleList):  # A loop may take it apart at once.
@@ -384,6 +385,9 @@ class Watch(Run):
         return "".join(map(show, parts))
 
     def hook_same(self, left: Any, right: Any) -> bool:
+        first, second = self.origin(left), self.origin(right)
+        if first is not None and second is not None:
+            self.reads.values[f"{first} is {second}"] = left is right
         return left is right
 
     def hook_contains(self, item: Any, container: Any) -> bool:
