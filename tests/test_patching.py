@@ -1131,6 +1131,38 @@ def test_verify_sees_nan_at_other_places():
     assert not verification.compare_values("x", nan, torch.tensor([1.0, float("nan"), -float("inf")]), nan).ok
 
 
+def test_verify_where_gradients_are_nothing_but_roundings():
+    """That of a bias before a norm is 0. What comes out is noise, which may be 0 in one of both orders of summation."""
+    zero, one = torch.zeros(3), torch.full((3,), 1e-8)
+    assert verification.compare_values("grad of bias", zero, one, zero, noise=1.0).ok
+    assert not verification.compare_values("grad of bias", zero, one, zero, noise=0.01).ok
+    assert not verification.compare_values("grad of bias", zero, torch.full((3,), 1e-6), zero, noise=1.0).ok
+    assert not verification.compare_values("output", zero, one, zero).ok
+    assert not verification.compare_values("grad of bias", one * 1e3, one, one * 1e3, noise=1.0).ok
+
+
+class Odd(nn.Module):
+    """Changes the list that it is given, has a sparse buffer, and an output whose length depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), nn.ReLU()
+        self.register_buffer("pairs", torch.eye(3).to_sparse())
+
+    def forward(self, parts):
+        for i, part in enumerate(parts):
+            parts[i] = self.act(self.fc(part)) + part
+        total = sum(parts)
+        return total, total[total > total.detach().median()]
+
+
+def test_verify_with_an_odd_model():
+    report = verify_patch(Odd(), [torch.randn(5, 4), torch.randn(5, 4)])
+    assert report, report
+    names = {comparison.name for comparison in report.comparisons}
+    assert names >= {"output 1", "grad of input 0", "grad of input 1", "buffer pairs"}
+
+
 def test_verify_looks_through_wrappers(net, x):
     assert verify_patch(nn.DataParallel(net), x)
     assert verify_patch(torch.compile(net, backend="eager"), x)

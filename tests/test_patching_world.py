@@ -778,6 +778,33 @@ def train(model, x):
     return torch.stack(losses)
 
 
+class Forwarding(nn.Module):
+    """Looks up in its model what it has not, as the models of peft do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.model, name)
+
+    def forward(self, x):
+        return self.model(x) * 2
+
+
+def test_a_copy_of_a_wrapper_is_a_wrapper():
+    """It was a copy of the model inside, whose class has a method for copies."""
+    wrapper = Forwarding(patch_model(mlp()))
+    copied = copy.deepcopy(wrapper)
+    assert type(copied) is Forwarding
+    assert type(copied.model) is type(wrapper.model)
+    assert copied.model is not wrapper.model
+    assert type(copy.deepcopy(wrapper.model)) is type(wrapper.model)
+
+
 def train_in_parallel(rank, store):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", PatchWarning)

@@ -8,6 +8,7 @@ import copy
 import copyreg
 import functools
 import inspect
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -167,6 +168,21 @@ def shown_name(cls: type[nn.Module]) -> str:
     return cls.__fastlayers_name__  # type: ignore[attr-defined, no-any-return]
 
 
+class OwnMethod:
+    """A method that no ``__getattr__`` hands on. Wrappers such as peft's look up in their model what they have not, and
+    a copy of the wrapper would be one of its model."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, owner: Any, cls: type) -> Any:
+        if owner is None:
+            return self.function
+        if sys._getframe(1).f_code.co_name == "__getattr__":
+            raise AttributeError(self.function.__name__)
+        return types.MethodType(self.function, owner)
+
+
 def seal(generated: type[nn.Module], original: type[nn.Module], source: str | None) -> type[nn.Module]:
     """Make a generated class undoable, copyable, and pickled as its original, so that a file loads without fastlayers.
 
@@ -219,7 +235,7 @@ def seal(generated: type[nn.Module], original: type[nn.Module], source: str | No
     for attribute, value in (
         ("__repr__", represent),
         ("__reduce_ex__", reduce_ex),
-        ("__deepcopy__", deepcopy),
+        ("__deepcopy__", OwnMethod(deepcopy)),
         ("__prepare_scriptable__", prepare_scriptable),
         ("__fastlayers_original__", original),
         ("__fastlayers_forward__", generated.forward),
