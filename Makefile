@@ -15,9 +15,10 @@ PY := $(VENV)/bin/python
 # One name for each content of pyproject.toml and each TORCH: the environment is made anew when either changes.
 ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum | cut -d' ' -f1)
 # The libraries whose models are the corpus, in an environment of their own.
-LIBRARIES := torch==2.14.1 torchvision==0.29.1 timm==1.0.31 transformers==5.23.0 diffusers==0.42.1 monai==1.6.1 pytest
+LIBRARIES := tests/corpus/requirements.txt
+PACKAGES := tests/corpus/packages.txt
 CORPUS := .venv-corpus
-CORPUS_ENV := $(CORPUS)/made-for-$(shell echo '$(LIBRARIES)' | cat - pyproject.toml | cksum | cut -d' ' -f1)
+CORPUS_ENV := $(CORPUS)/made-for-$(shell cat $(LIBRARIES) $(PACKAGES) pyproject.toml | cksum | cut -d' ' -f1)
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
@@ -73,7 +74,8 @@ test-corpus: test-libraries  ## and then patch every model of the corpus and com
 
 $(CORPUS_ENV):
 	$(PYTHON) -m venv $(CORPUS)
-	$(CORPUS)/bin/python -m pip install $(LIBRARIES)
+	$(CORPUS)/bin/python -m pip install -r $(LIBRARIES)
+	$(CORPUS)/bin/python -m pip install --quiet --no-deps -r $(PACKAGES)
 	FASTLAYERS_BUILD_EXT=0 $(CORPUS)/bin/python -m pip install --quiet --editable .
 	@rm -f $(CORPUS)/made-for-*
 	@touch $@

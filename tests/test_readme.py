@@ -134,9 +134,13 @@ def test_the_tables_are_those_of_the_committed_results():
 
 def test_versions_are_those_that_the_makefile_and_the_metadata_name():
     text = PAGES["docs/compatibility.md"]
-    makefile, metadata = ((ROOT / name).read_text() for name in ("Makefile", "pyproject.toml"))
-    pinned = re.search(r"^LIBRARIES := (.*)", makefile, re.MULTILINE)[1]
-    for name, version in re.findall(r"(\w+)==([\d.]+)", pinned):
+    libraries, packages, metadata = (
+        (ROOT / name).read_text()
+        for name in ("tests/corpus/requirements.txt", "tests/corpus/packages.txt", "pyproject.toml")
+    )
+    versions = dict(re.findall(r"^([\w-]+)==([\d.]+)", libraries + packages, re.MULTILINE))
+    for name in ("torch", "torchvision", "timm", "transformers", "diffusers", "monai"):
+        version = versions[name]
         assert re.search(rf"\b{name}\b.*\b{re.escape(version)}\b|test-corpus.*\b{re.escape(version)}\b", text), name
     python, torch = (
         re.search(r'requires-python = ">=([\d.]+)"', metadata)[1],

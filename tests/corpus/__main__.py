@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from corpus.check import Entry, check
-from corpus.models import build, names
+from corpus.models import PACKAGES, build, names
 from corpus.table import table, versions
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def main() -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     chosen = [
         name
-        for library in ("torchvision", "timm", "transformers")
+        for library in ("torchvision", "timm", "transformers", PACKAGES)
         for name in names(library)
         if any(fnmatchcase(name, pattern) for pattern in options.names or ["*"])
     ]
@@ -61,7 +61,7 @@ def main() -> int:
 def digest() -> str:
     """Another one for any other code of fastlayers, of the corpus, or version of a library."""
     code = hashlib.sha256(versions().encode())
-    for path in sorted((*(ROOT / "fastlayers").rglob("*"), *Path(__file__).parent.glob("*"))):
+    for path in sorted((*(ROOT / "fastlayers").rglob("*"), *Path(__file__).parent.rglob("*"))):
         if path.suffix in (".py", ".so"):
             code.update(path.read_bytes())
     return code.hexdigest()[:12]

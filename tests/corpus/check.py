@@ -13,22 +13,38 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_flatten
 
-from corpus.models import Sample
+from corpus.models import LISTS, PACKAGES, Sample
+from corpus.sites import Sites, fusable
 from fastlayers.patching import PatchReport, PatchWarning, Reason, patch_model, plan_patch, unpatch_model, verify_patch
 from fastlayers.patching.report import QUIET
 from fastlayers.patching.rewrite import regions
+from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 __all__ = ["Entry", "check"]
 
 
 @dataclass
 class Entry:
-    """A line of the table."""
+    """A line of the table.
+
+    Attributes:
+        modules, patched: their numbers.
+        fused: the number of fused places by rule.
+        sites: the fusable sites of the model by kind, and those that are left when it is patched: in regions, where
+            kernels are generated for them on a GPU, and elsewhere.
+        left: places that look fusable to a rule and are left alone, by reason.
+        unread: forwards that cannot be recorded, by reason.
+        stated: all reasons, with the class and what they refer to.
+        problems: what is wrong.
+    """
 
     name: str
     modules: int = 0
     patched: int = 0
     fused: dict[str, int] = field(default_factory=dict)
+    sites: dict[str, int] = field(default_factory=dict)
+    in_regions: dict[str, int] = field(default_factory=dict)
+    elsewhere: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     unread: dict[str, int] = field(default_factory=dict)
     stated: dict[str, int] = field(default_factory=dict)
@@ -36,17 +52,21 @@ class Entry:
 
     @property
     def library(self) -> str:
-        return self.name.partition(":")[0]
+        """Where it is in the table: under its library, or among the other packages."""
+        library = self.name.partition(":")[0]
+        return library if library in LISTS else PACKAGES
 
     def line(self) -> str:
         """All of it but long messages."""
         found = f"{self.name}: {self.patched} of {self.modules} modules, fused {self.fused}, left {dict(self.left)}"
-        return "\n  ".join([f"{found}, not read {dict(self.unread)}", *self.problems])
+        sites = f"sites {self.sites}, in regions {self.in_regions}, elsewhere {self.elsewhere}"
+        return "\n  ".join([f"{found}, not read {dict(self.unread)}", sites, *self.problems])
 
 
 def check(name: str, sample: Sample) -> Entry:
     """Patch a model, compare it with itself, take it back, and say what was found and what is wrong."""
-    with mock.patch.object(regions, "CALLS", 1):  # Each is called only a few times.
+    least = dict.fromkeys(regions.LEAST, min(regions.LEAST.values()))  # as if their C++ part had been built
+    with mock.patch.object(regions, "CALLS", 1), mock.patch.object(regions, "LEAST", least):  # few calls each
         return checked(name, sample)
 
 
@@ -58,6 +78,9 @@ def checked(name: str, sample: Sample) -> Entry:
     if not all(value.isfinite().all() for value in before if value.is_floating_point()):
         entry.problems.append("the unpatched model gives infinities or NaN, which compare with anything")
 
+    with Sites() as stock:
+        run(model, args, kwargs)
+    entry.sites = fusable(stock.found)
     pickles = can_pickle(model)
     plan = plan_patch(model)
     entry.modules, entry.patched = len(plan), len(plan.patched)
@@ -65,13 +88,17 @@ def checked(name: str, sample: Sample) -> Entry:
     entry.left, entry.unread, entry.stated = reasons(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error" if plan.patched else "ignore", PatchWarning)
-        warnings.filterwarnings("ignore", message=".*whose forward was replaced on the instance")  # timm's FasterNet
+        for what in ("whose forward was replaced on the instance", "is wrapped in", "holds quantised layers"):
+            warnings.filterwarnings("ignore", message=f".*{what}")  # timm's FasterNet, peft, pytorchvideo
         patch_model(model)
     expect(entry, list(model.state_dict()) == keys, "state-dict keys changed")
     for training in (True, False, True, False):  # the second time regions run, which the first one recorded
         report = verify_patch(model.train(training), *args, **kwargs)
         expect(entry, bool(report), str(report))
 
+    with Sites(regions_of(model, args, kwargs)) as rewritten, rewritten_everywhere():
+        run(model, args, kwargs)
+    entry.in_regions, entry.elsewhere = (fusable(rewritten.found, in_region) for in_region in (True, False))
     classes = [type(module) for module in model.modules()]
     patched = run(model, args, kwargs)
     copied = copy.deepcopy(model)
@@ -100,6 +127,20 @@ def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch
     with torch.no_grad():
         values = tree_flatten(model.eval()(*copy.deepcopy(args), **copy.deepcopy(kwargs)))[0]
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def regions_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Any]:
+    """The modules whose forwards run as regions."""
+    found = set()
+    code = regions.Region.run
+
+    def watched(region: Any, entry: Any, module: Any, *rest: Any) -> Any:
+        found.add(module)
+        return code(region, entry, module, *rest)
+
+    with mock.patch.object(regions.Region, "run", watched):
+        run(model, args, kwargs)
+    return found
 
 
 def can_pickle(model: Any) -> bool:

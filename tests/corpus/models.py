@@ -1,10 +1,11 @@
-"""The models of the corpus by name, small and with random weights: ``torchvision:resnet18``, ``timm:vit_tiny...``.
+"""The models of the corpus by name, small and with random weights: ``torchvision:resnet18``, ``vit-pytorch:CaiT``.
 
 No name is special to what is checked: a model is built, called, and that is all that is known of it here.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Sample", "build", "names"]
+__all__ = ["LISTS", "PACKAGES", "Sample", "build", "images", "names"]
+
+#: All packages whose models are listed by hand.
+PACKAGES = "packages"
 
 
 @dataclass
@@ -27,19 +31,29 @@ class Sample:
 
 
 def names(library: str) -> list[str]:
-    """The models of ``torchvision``, ``timm`` or ``transformers`` that the corpus has, with the library in front."""
+    """The models of ``torchvision``, ``timm``, ``transformers`` or other ``packages``, with the library in front."""
+    if library == PACKAGES:
+        return list(package_models())
     return [f"{library}:{name}" for name in LISTS[library]()]
 
 
 def build(name: str) -> Sample:
     """A model by such a name, the same one every time."""
-    library, _, name = name.partition(":")
+    library, _, rest = name.partition(":")
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sample = BUILDERS[library](name)
+        sample = BUILDERS[library](rest) if library in BUILDERS else package_models()[name]()
         scatter(sample.model, redraw=library == "transformers")
     return sample
+
+
+@functools.cache
+def package_models() -> dict[str, Callable[[], Sample]]:
+    """The models of other packages, by their whole names."""
+    from corpus.packages import images, sound_and_text, transformers_by_hand
+
+    return {**transformers_by_hand.MODELS, **images.MODELS, **sound_and_text.MODELS}
 
 
 def scatter(model: nn.Module, redraw: bool) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-
-import torch
+from importlib import metadata
+from pathlib import Path
 
 from corpus.check import Entry
-from corpus.models import families, families_left_out
+from corpus.models import PACKAGES, families, families_left_out
 
 __all__ = ["table"]
 
@@ -22,8 +23,12 @@ buffers of the patched model equal those of the unpatched one in training and in
 `unpatch_model` it computes the same to the bit as before. Models of transformers that take labels are given some, and
 their losses compared.
 
-*fused* counts places by rule; *left* are places that look fusable and are not, by reason; *not read* are forwards that
-cannot be recorded as a whole, by reason, whatever is in them: parts of them may be fused all the same.
+*fused* counts places by rule; *left* are places that look fusable to a rule and are not, by reason; *not read* are
+forwards that cannot be recorded as a whole, by reason, whatever is in them: parts of them may be fused all the same.
+
+*sites* are the norms, activations, softmaxes, losses, and sums and products of tensors of a forward in eval that are
+next to another one, so that a kernel could do both. Of these *rules* fuse most; *in regions* kernels are generated for
+the others on a GPU; *elsewhere* they stay as they are.
 """
 FAMILIES_HEAD = """\
 ## Families
@@ -49,9 +54,10 @@ FAMILIES = {
 
 def table(entries: list[Entry]) -> str:
     libraries = list(dict.fromkeys(entry.library for entry in entries))
-    lines = [HEAD, versions(), "", "| | models | err or differ | something fused | places fused |"]
+    lines = [HEAD, versions(), ""]
     lines += [
-        "|---|---:|---:|---:|---:|",
+        "| | models | err or differ | something fused | places fused | sites | by rules | in regions | elsewhere |",
+        f"|---|{'---:|' * 8}",
         *(bars(name, [e for e in entries if e.library == name]) for name in libraries),
     ]
     lines += [
@@ -65,24 +71,28 @@ def table(entries: list[Entry]) -> str:
     lines += ["", *left_out()]
     for library in libraries:
         group = [entry for entry in entries if entry.library == library]
-        lines += [f"## {library}", "", "| model | modules | patched | fused | left | not read |"]
-        lines += ["|---|---:|---:|---|---|---|", *map(row, group), ""]
+        lines += [f"## {library}", "", "| model | modules | patched | fused | sites | elsewhere | left | not read |"]
+        lines += ["|---|---:|---:|---|---:|---|---|---|", *map(row, group), ""]
     return "\n".join(lines)
 
 
 def versions() -> str:
-    found = [f"torch {torch.__version__}"]
-    for library in ("torchvision", "timm", "transformers"):
-        found.append(f"{library} {__import__(library).__version__}")
-    return ", ".join(found) + "."
+    here = Path(__file__).parent
+    pinned = (here / "requirements.txt").read_text() + (here / "packages.txt").read_text().partition("# What they")[0]
+    names = re.findall(r"^([\w-]+)==", pinned, re.MULTILINE)
+    return ", ".join(f"{name} {metadata.version(name)}" for name in names) + "."
 
 
 def bars(name: str, entries: list[Entry]) -> str:
     fused, left = (sum(sum(getattr(entry, kind).values()) for entry in entries) for kind in ("fused", "left"))
     some = sum(bool(entry.fused) for entry in entries)
     wrong = [entry.name for entry in entries if entry.problems]
-    cells = (name, len(entries), ", ".join(wrong) or 0, share(some, len(entries)), share(fused, fused + left))
-    return f"| {' | '.join(map(str, cells))} |"
+    sites, inside, outside = (
+        sum(sum(getattr(entry, kind).values()) for entry in entries) for kind in ("sites", "in_regions", "elsewhere")
+    )
+    parts = (f"{part / sites:.1%}" if sites else "-" for part in (sites - inside - outside, inside, outside))
+    cells = (name, len(entries), ", ".join(wrong) or 0, share(some, len(entries)), share(fused, fused + left), sites)
+    return f"| {' | '.join(map(str, (*cells, *parts)))} |"
 
 
 def share(part: int, whole: int) -> str:
@@ -115,8 +125,9 @@ def left_out() -> list[str]:
 
 
 def row(entry: Entry) -> str:
-    cells = (entry.name.partition(":")[2], str(entry.modules), str(entry.patched))
-    return f"| {' | '.join((*cells, *map(counted, (entry.fused, entry.left, entry.unread))))} |"
+    name = entry.name if entry.library == PACKAGES else entry.name.partition(":")[2]
+    cells = (name, entry.modules, entry.patched, counted(entry.fused), sum(entry.sites.values()))
+    return f"| {' | '.join(map(str, (*cells, *map(counted, (entry.elsewhere, entry.left, entry.unread)))))} |"
 
 
 def counted(counts: dict[str, int]) -> str:
