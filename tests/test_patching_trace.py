@@ -39,6 +39,13 @@ def identity_decorator(function):
     return wrapped
 
 
+def doubling(function):
+    def doubled(a):
+        return function(a) * 2
+
+    return doubled
+
+
 def doubling_decorator(function):
     def forward(self, x, y):
         return function(self, x, y) * 2
@@ -1097,14 +1104,25 @@ class ANestedFunction(Base):
         return inner(x)
 
 
-@forwards(Reason.DECORATED)
+@forwards(None)
 class ADecoratedNestedFunction(Base):
     def forward(self, x, y):
+        @doubling
         @identity_decorator
         def inner(a):
             return F.relu(a) + y
 
         return inner(x)
+
+
+@forwards(Reason.UNKNOWN_CALL)
+class ANestedFunctionInAContext(Base):
+    def forward(self, x, y):
+        @torch.no_grad()
+        def inner(a):
+            return a * 2
+
+        return F.relu(inner(x)) + y
 
 
 @forwards(None)

@@ -281,6 +281,23 @@ class Spellings(nn.Module):
         return y, {"states": (y, y.sigmoid()), "bias": bias, "input": x}
 
 
+def in_float32(function):
+    """A decorator as libraries write it."""
+
+    @functools.wraps(function)
+    def inner(*args, **kwargs):
+        device = next(arg.device for arg in args if torch.is_tensor(arg))
+        with torch.autocast(device.type, enabled=False):
+            return function(*(arg.float() if torch.is_tensor(arg) else arg for arg in args), **kwargs)
+
+    return inner
+
+
+@in_float32
+def rms(x, power=2):
+    return x * (x**power).mean(-1, keepdim=True).rsqrt()
+
+
 @dataclasses.dataclass
 class Intermediates:
     scores: torch.Tensor
@@ -319,7 +336,7 @@ class Idioms(nn.Module):
             held.last = held.scores + max((b, d), key=lambda t: t.dim())
             held.history.append(double(held.last))
             x = held.history[0] / self.factor * self.heads + self.positions(x)
-        out = x.clone()
+        out = rms(x, power=4).to(x)
         out[:, 1:] += x[:, :-1]
         out[..., 0] *= self.heads
         return out

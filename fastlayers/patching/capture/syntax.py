@@ -42,15 +42,15 @@ def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.Funct
     """The syntax tree of a function that can be followed.
 
     Args:
-        decorated: whether to accept any decorator, since the function is the one inside of them.
+        decorated: whether to accept any decorator, since the function is the one inside of them, or what they returned.
 
     Raises:
         Refusal: the source is not available, has changed, or the function has an unknown decorator.
     """
-    if hasattr(function, "__wrapped__"):
+    if hasattr(function, "__wrapped__") and not decorated:
         raise Refusal(Reason.DECORATED, function.__qualname__)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    try:  # Of the code, since the source of a wrapper would be that of what it wraps.
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         raise Refusal(Reason.NO_SOURCE, function.__qualname__) from None
     if not isinstance(tree, ast.FunctionDef) or tree.name != function.__code__.co_name:
@@ -210,12 +210,14 @@ class Instrument(ast.NodeTransformer):
         module = hook("module", ast.Constant("." * node.level + (node.module or "")))
         return [assign(a.asname or a.name, hook("attribute", module, ast.Constant(a.name))) for a in node.names]
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        if node.decorator_list:
-            raise Refusal(Reason.DECORATED, f"the nested function {node.name}")
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> list[ast.stmt]:
+        decorators, node.decorator_list = node.decorator_list, []
         self.generic_visit(node)
         strip_annotations(node)
-        return [node, assign(node.name, hook("lambda", ast.Name(node.name, ast.Load())))]
+        value = hook("lambda", ast.Name(node.name, ast.Load()))
+        for decorator in reversed(decorators):
+            value = hook("call", self.visit(decorator), value)
+        return [node, assign(node.name, value)]
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
         self.generic_visit(node)
@@ -289,6 +291,10 @@ def compiled_with_hooks(tree: ast.FunctionDef, kind: type[Instrument]) -> tuple[
     instrument.visit_body(tree)
     code = ast.fix_missing_locations(ast.Module([tree], []))
     return compile(code, f"<traced {tree.name}>", "exec"), tree.name
+
+
+def unchanged(value: Any) -> Any:
+    return value
 
 
 _instrumented: WeakKeyDictionary[
@@ -414,6 +420,10 @@ class Run:
         """A call. Subclasses say what other calls do."""
         if function is functools.partial:
             return functools.partial(self.hook_call, *args, **kwargs)
+        if function is functools.wraps:  # what it adds to a function changes no call
+            return functools.partial(self.hook_call, unchanged)
+        if function is unchanged:
+            return args[0]
         partial = type(function) is functools.partial and function.func == self.hook_call
         if partial or any(function is known for known in self.lambdas):
             return function(*args, **kwargs)
