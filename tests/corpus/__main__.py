@@ -1,7 +1,8 @@
 """The corpus: ``PYTHONPATH=.:tests python -m corpus [NAMES]``, where NAMES are patterns.
 
-The whole of it writes its table to TABLE.md beside this file. Ends with 1 where a model errs or differs. Results are
-kept in build/ for as long as the code is the same, so that a run that was interrupted goes on.
+The models of torchvision, timm and transformers are a table, TABLE.md beside this file, and those of the other packages
+another one, PACKAGES.md. Each is written when all of its models were chosen. Ends with 1 where a model errs or differs.
+Results are kept in build/ for as long as the code is the same, so that a run that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -24,7 +26,7 @@ from corpus.models import PACKAGES, build, names
 from corpus.table import table, versions
 
 ROOT = Path(__file__).parents[2]
-TABLE = Path(__file__).with_name("TABLE.md")
+TABLES = {"TABLE.md": ("torchvision", "timm", "transformers"), "PACKAGES.md": (PACKAGES,)}
 
 
 def main() -> int:
@@ -34,7 +36,7 @@ def main() -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     chosen = [
         name
-        for library in ("torchvision", "timm", "transformers", PACKAGES)
+        for library in itertools.chain(*TABLES.values())
         for name in names(library)
         if any(fnmatchcase(name, pattern) for pattern in options.names or ["*"])
     ]
@@ -51,8 +53,10 @@ def main() -> int:
         with results.open("a") as file:
             file.write(json.dumps(vars(entries[-1])) + "\n")
         gc.collect()
-    if not options.names:
-        TABLE.write_text(table(entries))
+    for file, libraries in TABLES.items():
+        rows = [entry for entry in entries if entry.library in libraries]
+        if len(rows) == sum(len(names(library)) for library in libraries):
+            Path(__file__).with_name(file).write_text(table(rows))
     wrong = [entry.name for entry in entries if entry.problems]
     print(f"{len(entries)} models, {len(wrong)} err or differ{': ' if wrong else ''}{' '.join(wrong)}")
     return bool(wrong)

@@ -60,15 +60,15 @@ def table(entries: list[Entry]) -> str:
         f"|---|{'---:|' * 8}",
         *(bars(name, [e for e in entries if e.library == name]) for name in libraries),
     ]
-    lines += [
-        bars("all", entries),
-        "",
-        FAMILIES_HEAD,
-        "| family | models | fused | left alone |",
-        "|---|---:|---:|---|",
-    ]
-    lines += [family(name, chosen(entries, patterns)) for name, patterns in FAMILIES.items()]
-    lines += ["", *left_out()]
+    if libraries == [PACKAGES]:
+        packages = dict.fromkeys(entry.name.partition(":")[0] for entry in entries)
+        lines += [bars(name, [e for e in entries if e.name.startswith(f"{name}:")]) for name in packages]
+    else:
+        lines += [bars("all", entries), "", FAMILIES_HEAD, "| family | models | fused | left alone |"]
+        lines += ["|---|---:|---:|---|"]
+        lines += [family(name, chosen(entries, patterns)) for name, patterns in FAMILIES.items()]
+        lines += ["", *left_out()]
+    lines.append("")
     for library in libraries:
         group = [entry for entry in entries if entry.library == library]
         lines += [f"## {library}", "", "| model | modules | patched | fused | sites | elsewhere | left | not read |"]
