@@ -789,7 +789,10 @@ class Forwarding(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.model, name)
+            return self.look_up(name)
+
+    def look_up(self, name):
+        return getattr(self.model, name)
 
     def forward(self, x):
         return self.model(x) * 2

@@ -178,8 +178,11 @@ class OwnMethod:
     def __get__(self, owner: Any, cls: type) -> Any:
         if owner is None:
             return self.function
-        if sys._getframe(1).f_code.co_name == "__getattr__":
-            raise AttributeError(self.function.__name__)
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") != copy.__name__:
+            if frame.f_code.co_name == "__getattr__":
+                raise AttributeError(self.function.__name__)
+            frame = frame.f_back
         return types.MethodType(self.function, owner)
 
 
