@@ -68,8 +68,8 @@ pytest: $(ENV)  ## the tests alone, on the build that is there
 test-libraries: $(CORPUS_ENV)  ## environment in .venv-corpus, then the tests that need its libraries too: minutes
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m pytest $(wildcard tests/test_patching*.py) tests/test_networks.py
 
-test-corpus: test-libraries  ## and then patch every model of the corpus and compare: an hour
-	@# Interrupted, it goes on where it was. The whole, not a part that ARGS choose, writes tests/corpus/TABLE.md.
+test-corpus: test-libraries  ## and then patch every model of the corpus and compare: two hours
+	@# Interrupted, it goes on where it was. The whole, not a part that ARGS choose, writes TABLE.md and PACKAGES.md.
 	PYTHONPATH=.:tests HF_HUB_OFFLINE=1 $(CORPUS)/bin/python -m corpus $(ARGS)
 
 $(CORPUS_ENV):

@@ -90,6 +90,8 @@ def bars(name: str, entries: list[Entry]) -> str:
     sites, inside, outside = (
         sum(sum(getattr(entry, kind).values()) for entry in entries) for kind in ("sites", "in_regions", "elsewhere")
     )
+    outside = min(outside, sites)
+    inside = min(inside, sites - outside)  # What is fused has neighbours that the model itself has not.
     parts = (f"{part / sites:.1%}" if sites else "-" for part in (sites - inside - outside, inside, outside))
     cells = (name, len(entries), ", ".join(wrong) or 0, share(some, len(entries)), share(fused, fused + left), sites)
     return f"| {' | '.join(map(str, (*cells, *parts)))} |"
