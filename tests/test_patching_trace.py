@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import random
+import sys
 import types
 import warnings
 from collections import namedtuple
@@ -1160,7 +1161,6 @@ class AnImport(Base):
         return act(x) + y * m.pi + torch.nn.functional.relu(y)
 
 
-@forwards(Reason.SYNTAX)
 class AnImportOfWhatIsNotLoaded(Base):
     def forward(self, x, y):
         import this  # would print
@@ -1481,6 +1481,12 @@ def test_more_arguments_than_were_recorded():
     ):
         expected = module(*arguments(), *args, **kwargs)
         assert torch.equal(patch_model(module)(*arguments(), *args, **kwargs), expected)
+
+
+def test_an_import_of_what_is_not_loaded(monkeypatch):
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    assert plan_patch(AnImportOfWhatIsNotLoaded())[""].reason is Reason.SYNTAX
+    assert "this" not in sys.modules
 
 
 def test_a_list_where_there_was_a_tensor():
