@@ -83,7 +83,7 @@ def test_blocks_that_are_alike_are_recorded_once(recorded, x):
     ],
     ids=["numbers", "layers", "None", "optional"],
 )
-def test_what_differs_is_planned_anew(others, x):
+def test_what_differs_is_planned_again(others, x):
     model = nn.Sequential(Block(), *(Block(1, **options) for options in others), Block(2))
     check(model, x)
     patch_model(model)

@@ -2,7 +2,7 @@
 
 A call is a site if it is about each element or each row of its tensors: a norm, an activation, a softmax, a loss, a sum
 or a product of two tensors. It is fusable if it is next to another one: if it takes the result of one, or one takes its
-own, perhaps in another shape or dtype. A relu between two convolutions is none; what it reads and writes stays.
+own, perhaps in another shape or dtype. A relu between two convolutions is not fusable: it has to read and to write.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Site:
 
 
 class Sites(TorchFunctionMode):
-    """Collects the sites of the forwards that run in it. What the functions of fastlayers call are none."""
+    """Collects the sites of the forwards that run in it, without those inside of functions of fastlayers."""
 
     def __init__(self, regions: Iterable[nn.Module] = ()) -> None:
         super().__init__()

@@ -330,8 +330,8 @@ class Watch(Run):
             return self.read(f"{origin}.{name}", static)
         raise Refusal(Reason.READS_STATE, f"{origin}.{name}")
 
-    def kind(self, module: nn.Module, origin: str) -> None:
-        """Write down that a module has this class."""
+    def kind(self, module: nn.Module | None, origin: str) -> None:
+        """Write down that a module has this class, or is None."""
         self.reads.values[f"type({origin})"] = type(module)
 
     def module_origin(self, module: nn.Module) -> str:
@@ -360,10 +360,11 @@ class Watch(Run):
     def children(self, module: nn.Module) -> None:
         origin = self.module_origin(module)
         self.reads.values[f"tuple({origin}._modules)"] = tuple(module._modules)
-        for name, child in module._modules.items():  # None, or whatever has its place, is seen by what goes through.
-            self.reads.values[f"type({origin}._modules[{name!r}])"] = type(child)
+        for name, child in module._modules.items():
+            place = f"{origin}._modules[{name!r}]"
+            self.kind(child, place)  # A loop sees which of them are None.
             if child is not None:
-                self.origins.setdefault(id(child), (f"{origin}._modules[{name!r}]", child))
+                self.origins.setdefault(id(child), (place, child))
             if isinstance(child, nn.ModuleList):  # A loop may take it apart at once.
                 self.children(child)
 

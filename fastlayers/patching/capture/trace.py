@@ -516,12 +516,12 @@ class Trace(Run):
             options = classes if isinstance(classes, tuple) else (classes,)
             if not all(option in (Tensor, tuple, list, dict, int, float, bool, str) for option in options):
                 raise Refusal(Reason.TYPE_TEST, f"of {value.node}")
-            name = str(value.node.target)
-            if value.node.op == "placeholder" and name in self.others and options == (Tensor,):
+            name, asks = str(value.node.target), value.node.op == "placeholder" and options == (Tensor,)
+            if asks and name in self.others:
                 self.test(f"not isinstance({name}, {self.bind(Tensor, 'Tensor')})")
                 return False
             self.require_tensor(value)
-            if value.node.op == "placeholder" and options == (Tensor,):
+            if asks:
                 self.recording.asked.add(name)
             return Tensor in options
         if isinstance(value, nn.Module) and value is not self.root:

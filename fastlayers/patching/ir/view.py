@@ -102,16 +102,14 @@ class View:
         if not isinstance(node, Node):
             return None
         if (node, name) not in self._ops:  # Each rule asks for each node.
-            found = self._ops.get((node, None)) or self._known(node)
-            if found is not None and name not in (None, found.name):
-                found = None
-            if found is None and name in DECOMPOSITIONS:
-                found = DECOMPOSITIONS[name](self, node)
-            self._ops[node, name] = found
+            self._ops[node, name] = self._find(node, name)
         return self._ops[node, name]
 
-    def _known(self, node: Node) -> Op | None:
-        return self._layer(node) if node.op == "call_module" else self._function(node)
+    def _find(self, node: Node, name: str | None) -> Op | None:
+        found = self._layer(node) if node.op == "call_module" else self._function(node)
+        if found is None or name not in (None, found.name):
+            return DECOMPOSITIONS[name](self, node) if name in DECOMPOSITIONS else None
+        return found
 
     def _function(self, node: Node) -> Op | None:
         if node.op not in ("call_function", "call_method"):

@@ -376,13 +376,14 @@ def compare_values(
         return Comparison(name, 0.0, 0.0, f"is {describe(actual)} instead of {describe(expected)}")
     if expected.numel() == 0:
         return Comparison(name, 0.0, 0.0)
-    if expected.layout is not torch.strided:
-        expected, actual, nudged = (value.to_dense() for value in (expected, actual, nudged))
+    expected, actual, nudged, exact = (  # Some are sparse.
+        value.to_dense() if isinstance(value, Tensor) else value for value in (expected, actual, nudged, exact)
+    )
     whole = not expected.is_floating_point() and not expected.is_complex()
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    # What is nudged may have another shape, as where a length is predicted.
-    same = isinstance(nudged, Tensor) and nudged.shape == expected.shape
-    a, b, c = (value.detach().to("cpu", wide) for value in (expected, actual, nudged if same else expected))
+    if not isinstance(nudged, Tensor) or nudged.shape != expected.shape:  # as where a model predicts a length
+        nudged = expected
+    a, b, c = (value.detach().to("cpu", wide) for value in (expected, actual, nudged))
     finite = a.isfinite()
     if not torch.equal(
         torch.where(finite, 0.0, a.nan_to_num(7.0)).real, torch.where(finite, 0.0, b.nan_to_num(7.0)).real

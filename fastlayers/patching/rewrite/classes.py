@@ -169,8 +169,11 @@ def shown_name(cls: type[nn.Module]) -> str:
 
 
 class OwnMethod:
-    """A method that no ``__getattr__`` hands on. Wrappers such as peft's look up in their model what they have not, and
-    a copy of the wrapper would be one of its model."""
+    """A method that a wrapper does not get through its ``__getattr__``.
+
+    Wrappers such as peft's look attributes up in their model. With this method, a copy of the wrapper would be a copy
+    of its model alone.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -150,7 +151,8 @@ def make_plan(
     filter_fn: FilterFn | None = None,
     folding: bool = False,
 ) -> Plan:
-    plan_one, done = (plan_folding, is_folded) if folding else (plan_module, stays_patched)
+    plan_one: Callable[..., Step] = plan_folding if folding else partial(plan_module, outcomes=Outcomes())
+    done = is_folded if folding else stays_patched
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     selection = Selection(include, exclude, filter_fn)
@@ -246,7 +248,9 @@ def already(row: Row, module: nn.Module) -> Row:
     return Row(row.fqn, row.was, became, fused, reason, detail, left=left, aliases=row.aliases)
 
 
-def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
+def plan_module(
+    module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any], outcomes: Outcomes
+) -> Step:
     try:
         refuse_kind(module)
         for rule in module_rules():
@@ -256,7 +260,6 @@ def plan_module(module: nn.Module, row: Row, excluded: frozenset[str], classes: 
                 return plan_swap(module, row, rule, classes)
         if not has_own_forward(type(module)):
             raise Refusal(Reason.SUBCLASS if is_subclass(module) else Reason.NO_RULE)
-        outcomes = classes.setdefault(Outcomes, Outcomes())
         outcome = outcomes.find(module, excluded, lambda: fuse_forward(module, excluded, classes))
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
@@ -269,11 +272,11 @@ def fuse_forward(module: nn.Module, excluded: frozenset[str], classes: dict[Any,
         outcome = fuse(module, excluded, classes)
     except Refusal as refusal:
         parts = fuse_segments(module, excluded, classes)
-        if parts is None and refusal.reason is Reason.SIGNATURE:
+        if parts is not None:
+            return parts
+        if refusal.reason is Reason.SIGNATURE:
             return fuse(module, excluded, classes, bare=True)
-        if parts is None:
-            raise
-        return parts
+        raise
     if outcome.cls is None:
         return fuse_segments(module, excluded, classes, recorded=True) or outcome
     return outcome

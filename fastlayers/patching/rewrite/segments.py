@@ -50,7 +50,10 @@ ORIGINAL, STOCK, CHECK = "_fastlayers_original", "_fastlayers_stock", "_fastlaye
 WITHOUT = "_fastlayers_without_kernels"
 #: The variable for one side of a sum.
 PART = "_fastlayers_part"
-IMPORTS = (ast.Import, ast.ImportFrom)
+#: What a statement that is recorded must not have in it.
+UNFIT = (
+    ast.Return, ast.Break, ast.Continue, ast.NamedExpr, ast.Delete, ast.FunctionDef, ast.Import, ast.ImportFrom,
+)  # fmt: skip
 #: Functions that call functions are followed this deep.
 MAX_DEPTH = 3
 
@@ -293,8 +296,7 @@ class Cutter:
     def instrument(self, i: int) -> ast.stmt | None:
         """A statement, instrumented; None if it cannot be recorded."""
         statement = self.body[i]
-        unfit = (ast.Return, ast.Break, ast.Continue, ast.NamedExpr, ast.Delete, ast.FunctionDef, *IMPORTS)
-        if any(isinstance(node, unfit) for node in ast.walk(statement)) or not self.reads[i] <= self.defined[i]:
+        if any(isinstance(node, UNFIT) for node in ast.walk(statement)) or not self.reads[i] <= self.defined[i]:
             return None
         if names_in(statement) & {"super", "locals"} or self.itself in self.stores[i]:
             return None

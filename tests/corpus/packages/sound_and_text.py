@@ -40,7 +40,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 def tokens(*shape: int) -> torch.Tensor:
-    """Numbers of 30 words, of which those for padding and the like are none."""
+    """Numbers of words out of 30. The first three, for padding and the like, do not occur."""
     return torch.randint(3, 30, shape)
 
 
@@ -67,6 +67,8 @@ WAVES: dict[str, Any] = {
     "encoder_dropout": 0.1,
     "encoder_layer_drop": 0.0,
 }
+TRANSFORMER: dict[str, Any] = {"input_dim": 32, "num_heads": 4, "ffn_dim": 64, "num_layers": 2}
+CONFORMER: dict[str, Any] = {**TRANSFORMER, "depthwise_conv_kernel_size": 7}
 #: A transducer of Emformers.
 TRANSDUCER: dict[str, Any] = {
     "input_dim": 16,
@@ -120,41 +122,26 @@ TORCHAUDIO: dict[str, Callable[[], Sample]] = {
         **WAVES,
     ),
     "Conformer": lambda: sample(
-        "torchaudio.models:Conformer",
-        noise(2, 32, 32),
-        lengths(32, 20),
-        input_dim=32,
-        num_heads=4,
-        ffn_dim=64,
-        num_layers=2,
-        depthwise_conv_kernel_size=7,
-        dropout=0.1,
+        "torchaudio.models:Conformer", noise(2, 32, 32), lengths(32, 20), dropout=0.1, **CONFORMER
     ),
     "Conformer/convolution_first": lambda: sample(
         "torchaudio.models:Conformer",
         noise(2, 32, 32),
         lengths(32, 20),
-        input_dim=32,
-        num_heads=4,
-        ffn_dim=64,
-        num_layers=2,
-        depthwise_conv_kernel_size=7,
         use_group_norm=True,
         convolution_first=True,
+        **CONFORMER,
     ),
     "Emformer": lambda: sample(
         "torchaudio.models:Emformer",
         noise(2, 36, 32),
         lengths(36, 24),
-        input_dim=32,
-        num_heads=4,
-        ffn_dim=64,
-        num_layers=2,
         segment_length=8,
         left_context_length=4,
         right_context_length=4,
         max_memory_size=2,
         dropout=0.1,
+        **TRANSFORMER,
     ),
     "RNNT": lambda: sample(
         "torchaudio.models:emformer_rnnt_model",
