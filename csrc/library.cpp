@@ -28,6 +28,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("convolution_autocast_backward(Tensor dy, Tensor x, Tensor low, int[] stride, int[] padding, int[] dilation, int groups, bool dx, bool dweight, bool dbias) -> (Tensor, Tensor, Tensor)");
   m.def("convolution_norm_autocast(Tensor x, Tensor weight, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, float eps, int act, bool bits, Tensor(c!)? num_batches_tracked, int[] stride, int[] padding, int[] dilation, int groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("convolution_norm_autocast_backward(Tensor dy, Tensor x, Tensor low, Tensor z, Tensor? residual, Tensor? bits, Tensor? norm_weight, Tensor? norm_bias, Tensor stats, int act, int[] stride, int[] padding, int[] dilation, int groups, bool dx, bool dweight, bool dresidual) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("gather_backward(Tensor dy, Tensor index, int columns) -> Tensor");
   m.def("column_sum(Tensor x, ScalarType dtype) -> Tensor");
   m.def("gated_forward(Tensor gate, Tensor up, int act) -> Tensor");
   m.def("gated_backward(Tensor dy, Tensor gate, Tensor up, int act) -> (Tensor, Tensor)");

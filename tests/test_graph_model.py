@@ -113,8 +113,8 @@ def assert_equal(actual, expected):
 def same_training(make=Net, xs=None, step=None, patch=False, **options):
     stock, graphed = pair(make, patch, **options)
     xs = inputs(8) if xs is None else xs
-    # Regions are recorded before: calls that run op by op add up in another order than generated kernels. The classes of
-    # the two models differ, so that each has regions of its own.
+    # Regions are recorded before: calls that run op by op add up in another order than generated kernels. The classes
+    # of the two models differ, so that each has regions of its own.
     for model in (stock, graphed) if patch else ():
         train(copy.deepcopy(model), xs[:3], step)
     assert_equal(train(graphed, xs, step), train(stock, xs, step))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 
@@ -56,6 +56,9 @@ def test_all_ops_of_csrc_are_declared():
 @pytest.mark.parametrize(("family", "op"), RAW)
 def test_triton_has_the_parameters_that_are_declared(family, op):
     pytest.importorskip("triton")
+    if FAMILIES[family].ops.keys() == set(FAMILIES[family].csrc_only):
+        assert importlib.util.find_spec(f"fastlayers.kernels.{family}") is None
+        return
     module = importlib.import_module(f"fastlayers.kernels.{family}")
     if op in FAMILIES[family].csrc_only:
         assert not hasattr(module, op)

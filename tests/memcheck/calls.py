@@ -52,6 +52,8 @@ for dtype in DTYPES:
                 elements = whole(ops.kl_div_elements(x, p, log_target, compute))
                 ops.kl_div_backward(elements, x, p, log_target, True, True)
                 ops.kl_div_backward(ops.kl_div_sum(x, p, log_target), None, p, log_target, True, False)
+            if n < 4096:
+                ops.gather_backward(x, torch.randint(-1, n + 1, (rows, n), device="cuda"), n)
             target = torch.randint(n, (rows,), device="cuda")
             for options in ((0.0, 0.0, 0.0), (0.1, 5.0, 0.1)):
                 loss, stats = ops.cross_entropy_forward(x, target, whole(weight.to(compute)), -100, 1, *options, dtype)

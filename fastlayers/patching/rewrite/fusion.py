@@ -43,6 +43,7 @@ from fastlayers.patching.rewrite.fusable import (
 )
 from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.rewrite.lowering import lowered
+from fastlayers.patching.rewrite.specialised import specialised
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, storage, with_names
 
 __all__ = ["fused"]
@@ -65,7 +66,8 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
     ``values`` are those of its tape; a value that was written in place gets another name there after that.
     """
     fake = FakeTensorMode()
-    program = absorbed(without_repetitions(with_numbers(program, values), values), values, fake)
+    program = without_repetitions(with_numbers(program, values), values)
+    program = absorbed(specialised(program, values, fake), values, fake)
     unfused: set[int] = set()
     refused: frozenset[str] = frozenset()
     while True:
