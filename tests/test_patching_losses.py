@@ -589,12 +589,12 @@ def test_verify_in_a_patch_that_is_wrong(monkeypatch):
 
 
 ENCODER = {name: value for name, value in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
-MASKED = {"Bert": 2, "Roberta": 2, "ModernBert": 2, "Electra": 1, "Albert": 1}
+MASKED = {"Bert": 2, "Roberta": 2, "ModernBert": 2, "DebertaV2": 2, "Electra": 1, "Albert": 1}
 
 
-def encoder(name, suffix="ForMaskedLM"):
+def encoder(name, suffix="ForMaskedLM", **options):
     transformers = pytest.importorskip("transformers")
-    config = ENCODER | ({"cls_token_id": 1, "sep_token_id": 2} if name == "ModernBert" else {})
+    config = ENCODER | options | ({"cls_token_id": 1, "sep_token_id": 2} if name == "ModernBert" else {})
     torch.manual_seed(0)
     return getattr(transformers, f"{name}{suffix}")(getattr(transformers, f"{name}Config")(**config)).train()
 
@@ -630,6 +630,21 @@ def test_a_head_of_several_layers(chunked):
         assert assert_same_step(model, twin).logits is not None
         [handle.remove() for handle in handles]
     assert assert_same_step(model, twin).logits is None
+
+
+def test_a_flag_that_chooses_the_head(chunked):
+    """As it was when the model was patched; of two models of one class each has its own."""
+    model = patch_model(encoder("DebertaV2"))
+    twin = unpatch_model(copy.deepcopy(model))
+    assert assert_same_step(model, twin).logits is None
+    other = encoder("DebertaV2", legacy=False)
+    assert dict(plan_patch(other)[""].fused) == {"cross_entropy": 1}
+    assert_same_step(patch_model(other), unpatch_model(copy.deepcopy(other)))
+    for each in (model, twin):
+        each.legacy = False
+        each.lm_predictions = copy.deepcopy(twin.cls)
+        each.lm_predictions.forward = lambda x, embeddings, cls=each.cls: cls(x) * 2
+    assert assert_same_step(model, twin).logits is not None
 
 
 @pytest.mark.parametrize("path", ["cls", "cls.predictions.decoder"])

@@ -11,7 +11,8 @@ decorators around it. If it computes logits by a linear layer and passes them to
 
 a training step with labels uses :class:`DeferredLogits` instead of the logits. The loss is computed from them chunk by
 chunk, and the output has None for the logits. Every other call computes the logits as before. The same applies if a
-masked language model uses ``loss_fct = CrossEntropyLoss()``, and if the layer is the last one of a head like BERT's.
+masked language model uses ``loss_fct = CrossEntropyLoss()``, if the layer is the last one of a head like BERT's, and if
+a flag of the model chooses the head: the forward is changed for calls that find the flag as it is now.
 
 ``model.loss_function`` is a property of the generated class: nothing is set on the model, and nothing of transformers
 changes. The function is compiled again too, with a fused ``fixed_cross_entropy``. If the user sets another one, that is
@@ -21,12 +22,14 @@ called with the logits.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
+import operator
 import sys
 import types
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -514,6 +517,28 @@ def is_attribute(value: ast.expr) -> bool:
     return is_same(value, "self")
 
 
+def take_branches(tree: ast.FunctionDef, module: nn.Module) -> str:
+    """Replace each test of a flag of the module, ``if self.legacy: ... else: ...``, by the branch that it takes now.
+
+    Returns:
+        The condition for that, as source; empty if there is no such test.
+    """
+    conditions, body = [], list[ast.stmt]()
+    for statement in tree.body:
+        test = statement.test if isinstance(statement, ast.If) else None
+        value: Any = None
+        if isinstance(test, ast.Attribute) and is_attribute(test):
+            with suppress(AttributeError):
+                value = operator.attrgetter(ast.unparse(test).removeprefix("self."))(module)
+        if not isinstance(statement, ast.If) or not isinstance(value, bool):
+            body.append(statement)
+            continue
+        conditions.append(f"{'' if value else 'not '}{ast.unparse(statement.test)}")
+        body += statement.body if value else statement.orelse
+    tree.body = body
+    return " and ".join(conditions)
+
+
 def defer_logits(tree: ast.FunctionDef, pair: Pair) -> None:
     """Change a forward so that it defers its logits if it computes a loss."""
     computing, hidden = tree.body[pair.start : pair.end], ast.unparse(pair.call.args[0])
@@ -605,6 +630,7 @@ def rewrite(
     own = set(stored(tree)) | {arg.arg for arg in ast.walk(tree.args) if isinstance(arg, ast.arg)}
     losses = Losses(inner.__globals__, own)
     losses.visit(tree)
+    whole, condition = copy.deepcopy(tree.body), take_branches(tree, module)
     pair, splits = None, dict[type[nn.Module], Split]()
     try:
         pair = find_pair(tree) if deferring or losses.count else None
@@ -615,12 +641,16 @@ def rewrite(
     except Refusal as refusal:
         found.left.append(refusal)
         pair = None
-    found.key = (original, theirs, pair is not None, *map(str, found.left))
+    found.key = (original, theirs, pair is not None and condition, *map(str, found.left))
     if pair is None and not losses.count:
         return
     if pair is not None:
         defer_logits(tree, pair)
         found.omits = frozenset({"logits"})
+    if pair is None:
+        tree.body = whole
+    elif condition:
+        tree.body = [ast.If(ast.parse(condition, mode="eval").body, tree.body, []), *whole]
     bound = {DEFER: defer, DEFERRED: DeferredLogits, KNOWN: (ours, splits), LOSS: fused_loss}
     rebuilt, found.source = rebuild(inner, tree, bound)
     wrapped = rewrap(forward, rebuilt)
