@@ -225,3 +225,37 @@ def test_a_decorator_that_returns_no_function():
     assert adapter.plain_forward(cached) is cached
     assert adapter.former_names(cached) == frozenset()
     assert adapter.decorated(cached, torch.relu) is torch.relu
+
+
+def never(input, weight, offs):
+    return False
+
+
+def test_a_layer_with_experts_is_a_region(monkeypatch):
+    """They are looked up in a registry, like attentions. torch's grouped product has no fake for float32."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    moe = pytest.importorskip("transformers.integrations.moe")
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", never)
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_experts=4, num_experts_per_tok=2, vocab_size=50, norm_topk_prob=True, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.set_experts_implementation("grouped_mm")
+    twin = copy.deepcopy(model)
+    patch_model(model)
+    tokens = torch.arange(12).view(2, 6)
+    for _ in range(4):
+        losses = [each(tokens, labels=tokens).loss for each in (model, twin)]
+        torch.testing.assert_close(*losses)
+        for each, loss in zip((model, twin), losses, strict=True):
+            each.zero_grad()
+            loss.backward()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+    entries = type(model.model.layers[0]).__fastlayers_region__.entries.values()
+    assert [entry.refusal for found in entries for entry in found] == [None]
+    model.set_experts_implementation("eager")  # has to be seen
+    twin.set_experts_implementation("eager")
+    torch.testing.assert_close(model(tokens).logits, twin(tokens).logits)

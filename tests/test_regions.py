@@ -305,9 +305,25 @@ class Intermediates:
     last: torch.Tensor | None = None
 
 
+@functools.lru_cache
+def is_at_least(version: str):
+    return tuple(map(int, torch.__version__.partition("+")[0].split(".")[:2])) >= tuple(map(int, version.split(".")))
+
+
+def steps(x):
+    try:
+        import math
+
+        power = math.sqrt(4.0) if is_at_least("2.0") else None
+    except ImportError:
+        return None
+    else:
+        return x**power
+
+
 class Idioms(nn.Module):
     """What forwards of other libraries are written with: functions that are made on the way, lists of lists, objects
-    that hold results."""
+    that hold results, errors that are caught and do not occur, functions that are cached."""
 
     def __init__(self):
         super().__init__()
@@ -339,7 +355,10 @@ class Idioms(nn.Module):
         out = rms(x, power=4).to(x)
         out[:, 1:] += x[:, :-1]
         out[..., 0] *= self.heads
-        return out
+        order = out[0, :, 0].argsort()
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        return steps(out)[:, inverse]
 
 
 class ChannelsLast(nn.Module):
@@ -1163,6 +1182,23 @@ class Changed(Base):
         return self.work(x) * count()
 
 
+class Catches(Base):
+    def forward(self, x):
+        try:
+            return self.work(x) * self.factor
+        except AttributeError:
+            return self.work(x) * 2
+
+
+class Mends(Base):
+    def forward(self, x):
+        try:
+            x = x * 2
+        finally:
+            x = x * 3
+        return self.work(x)
+
+
 class Returns(Base):
     def forward(self, x):
         return Intermediates(self.work(x)).__dict__["scores"], Intermediates(x)
@@ -1170,7 +1206,10 @@ class Returns(Base):
 
 @pytest.mark.parametrize(
     "kind",
-    [Averages, Branches, Counts, Logs, Random, Writes, Passes, Views, Numpy, Array, Keeps, Changed, Returns],
+    [
+        *(Averages, Branches, Counts, Logs, Random, Writes, Passes, Views, Numpy, Array, Keeps, Changed, Returns),
+        *(Catches, Mends),
+    ],
 )
 def test_what_a_region_cannot_repeat_runs_op_by_op(kind, runs):
     torch.manual_seed(0)
@@ -1185,6 +1224,26 @@ def test_what_a_region_cannot_repeat_runs_op_by_op(kind, runs):
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert (module.calls, module.log) == (region.calls, region.log)
     assert not runs
+
+
+def test_a_forward_that_fails_on_shapes_alone_says_nothing(runs, caplog, capfd):
+    """torch logs the errors of its own fake tensors with a traceback."""
+
+    class Quiet(Base):
+        def forward(self, x):
+            try:
+                x = x @ x
+            except RuntimeError:
+                x = x * 2
+            return self.work(x)
+
+    module, x = Quiet(), torch.randn(2, 4)
+    region = in_regions(module)
+    for _ in range(3):
+        assert torch.equal(region(x), module(x))
+    assert not runs
+    assert not caplog.records
+    assert not capfd.readouterr().err
 
 
 def test_a_failed_recording_leaves_no_trace(runs):

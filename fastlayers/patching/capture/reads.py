@@ -13,10 +13,11 @@ import ast
 import dataclasses
 import functools
 import inspect
+import logging
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, MappingView
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -88,6 +89,9 @@ class Reads:
         self.namespace: dict[str, Any] = {}
 
 
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
+
+
 @functools.cache
 def load_fake_tensors() -> None:
     """Import what the first fake mode imports. The frames of that import are garbage in a cycle, and with them those of
@@ -152,7 +156,7 @@ def read_by(
     reads, original = watch.reads, original_class(module)
     watch.test(same(member(original, "forward", watch.bind), original.forward, watch.bind))
     try:
-        with watch.fake_mode:
+        with watch.fake_mode, without_a_log_of_errors():
             args, kwargs = tree_map_only(Tensor, watch.fake, (args, kwargs))
             watch.follow(undecorated(forward, kwargs), (module, *args), kwargs)
         watch.check_lent()
@@ -165,6 +169,16 @@ def read_by(
     return reads
 
 
+@contextmanager
+def without_a_log_of_errors() -> Iterator[None]:
+    """torch logs what fails on fake tensors, with a traceback; here that is one reason among others for a refusal."""
+    before, _fake_log.disabled = _fake_log.disabled, True
+    try:
+        yield
+    finally:
+        _fake_log.disabled = before
+
+
 class Concrete(Instrument):
     """The instrumentation for a run on fake tensors: what only a proxy cannot do is allowed, and so is everything in a
     branch that is not taken."""
@@ -172,6 +186,10 @@ class Concrete(Instrument):
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.While | ast.With):
             return ast.NodeTransformer.generic_visit(self, node)
+        if isinstance(node, ast.Try) and not node.finalbody:  # An error ends the run: what a handler does is not seen.
+            body = ast.Module([*node.body, *node.orelse], [])
+            ast.NodeTransformer.generic_visit(self, body)
+            return body.body
         try:
             return super().visit(node)
         except Refusal as refusal:
@@ -426,9 +444,13 @@ class Watch(Run):
                 )
                 return self.hook_call(inner, *given, *args, **{**options, **kwargs})
         origin = self.origin(function)
-        if isinstance(function, torch.jit.ScriptFunction) and origin is not None:
+        # What is cached is the same each time.
+        cached = isinstance(function, functools._lru_cache_wrapper) and is_value((*args, *kwargs.values()))
+        if (isinstance(function, torch.jit.ScriptFunction) or cached) and origin is not None:
             self.test(same(origin, function, self.bind))
             return function(*args, **kwargs)
+        if isinstance(function, functools._lru_cache_wrapper):
+            return self.call(function.__wrapped__, *args, **kwargs)
         called = inspect.getattr_static(type(function), "__call__", None)
         if isinstance(called, types.FunctionType) and origin is not None:
             self.test(same(f"type({origin}).__call__", called, self.bind))

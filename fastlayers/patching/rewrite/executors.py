@@ -191,7 +191,7 @@ def write(operations: Sequence[Operation], needed: Iterable[str], scope: dict[st
     lines: list[str] = []
     later = set(needed)
     for operation in reversed(operations):
-        function = named(binding(operation.function), f"f_{plain_name(operation.function)}", scope)
+        function = named(binding(operation), f"f_{plain_name(operation.function)}", scope)
         parts = [spelled(argument, scope) for argument in operation.args]
         parts += [f"{name}={spelled(argument, scope)}" for name, argument in operation.kwargs.items()]
         call = f"{function}({', '.join(parts)})"
@@ -224,12 +224,14 @@ def named(value: Any, name: str, scope: dict[str, Any]) -> str:
     return name
 
 
-def binding(function: Any) -> Callable[..., Any]:
+def binding(operation: Operation) -> Callable[..., Any]:
     """The cheapest function that makes the same call."""
+    function = operation.function
     if not isinstance(function, OpOverload):
-        return function  # type: ignore[no-any-return]
+        return function
     namespace, name = function._schema.name.split("::")
-    for owner in BINDINGS if namespace == "aten" else ():
+    gaps = any(isinstance(arg, tuple | list) and None in arg for arg in operation.args)  # x[:, i] has one
+    for owner in BINDINGS if namespace == "aten" and not gaps else ():
         if hasattr(owner, name):
             return getattr(owner, name)  # type: ignore[no-any-return]
     return function._op  # type: ignore[no-any-return]

@@ -57,6 +57,8 @@ FILLING = (
     *("::fill_", "::zero_", "::copy_", "::bernoulli_", "::uniform_", "::normal_", "::random_"),
     *("::exponential_", "::geometric_", "::log_normal_", "::cauchy_"),
 )
+#: Those that write some of it, whatever was there: what they leave is garbage without a region, too.
+PLACING = ("::index_put_", "::index_copy_", "::scatter_")
 
 aten = torch.ops.aten
 
@@ -212,7 +214,7 @@ class Tape(TorchDispatchMode):
         is_view = not written and bool(schema.returns) and schema.returns[0].alias_info is not None
         is_view |= name == "aten::_unsafe_view"
         if not is_view and not name.endswith((*METADATA, *FILLING)):
-            self.check_read((*args, *kwargs.values()))
+            self.check_read((*args[name.endswith(PLACING) :], *kwargs.values()))
         self._unwritten -= {storage(t) for t in written if isinstance(t, Tensor)}
         call = self.arguments(args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags

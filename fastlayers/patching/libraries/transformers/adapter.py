@@ -55,9 +55,10 @@ class TransformersAdapter(Adapter):
         return Counter({RULE: count}), bound
 
     def lookups(self) -> frozenset[Any]:
-        from transformers import AttentionInterface
+        from transformers.utils.generic import GeneralInterface
 
-        return frozenset({AttentionInterface.get_interface})
+        interfaces = GeneralInterface.__subclasses__()  # Of attentions and of experts; users may add their own.
+        return frozenset(filter(None, (vars(interface).get("get_interface") for interface in interfaces)))
 
     def called_functions(self, module: nn.Module) -> frozenset[str]:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
