@@ -33,6 +33,7 @@ ARGUMENTS = {
     nn.BatchNorm2d: {"num_features": 6, "momentum": None},
     nn.BatchNorm3d: {"num_features": 6, "affine": False},
     nn.MaxPool2d: {"kernel_size": 3, "stride": 2},
+    nn.MultiheadAttention: {"embed_dim": 8, "num_heads": 2, "batch_first": True},
     nn.InstanceNorm1d: {"num_features": 6},
     nn.InstanceNorm2d: {"num_features": 6, "affine": True},
     nn.InstanceNorm3d: {"num_features": 6, "track_running_stats": True},
@@ -44,6 +45,7 @@ SHAPES = {
     nn.BatchNorm2d: (3, 6, 4, 2),
     nn.BatchNorm3d: (3, 6, 4, 2, 2),
     nn.MaxPool2d: (3, 6, 4, 5),
+    nn.MultiheadAttention: (3, 5, 8),
     nn.InstanceNorm1d: (3, 6, 4),
     nn.InstanceNorm2d: (3, 6, 4, 2),
     nn.InstanceNorm3d: (3, 6, 4, 2, 2),
@@ -56,6 +58,8 @@ TARGETS = {
     nn.CrossEntropyLoss: lambda shape: torch.arange(shape[0]),
     LinearCrossEntropyLoss: lambda shape: torch.arange(shape[0]),
 }
+#: And what of torch's modules is put together of several ops, which have rows of their own.
+COMPOSED = (fastlayers.FusedMultiheadAttention,)
 FUSED = {name: getattr(modules, name) for name in modules.__all__ if name.startswith("Fused")}
 BACKENDS = [
     pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda")
@@ -94,12 +98,14 @@ def test_module_info_samples(stock, fused, dtype, device):
         if sample.reference_fn is not None and dtype == torch.float32:  # some of torch's references compute in it
             given = sample.forward_input
             plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in given.args]
-            named = {name: a.detach() for name, a in given.kwargs.items()}
+            named = {name: a.detach() if isinstance(a, torch.Tensor) else a for name, a in given.kwargs.items()}
             assert_close(ours(*plain, **named), sample.reference_fn(ours, *plain, **named))
 
 
 def arguments_for(stock: type[nn.Module]) -> tuple[torch.Tensor, ...]:
     shape = SHAPES.get(stock, (3, 5))
+    if stock is nn.MultiheadAttention:
+        return (torch.randn(shape),) * 3
     return (torch.randn(shape), TARGETS[stock](shape)) if stock in TARGETS else (torch.randn(shape),)
 
 
@@ -195,7 +201,7 @@ def test_reprs():
 @pytest.mark.parametrize("name", FUSED)
 def test_every_layer_has_a_row(name):
     """Each fused layer is tested through the row of its op, and is public."""
-    assert any(type(layer.module) is FUSED[name] for _, layer in LAYERS)
+    assert any(type(layer.module) is FUSED[name] for _, layer in LAYERS) or FUSED[name] in COMPOSED
     assert getattr(fastlayers, name) is FUSED[name]
 
 

@@ -5,6 +5,7 @@ A layer that subclasses a torch layer of its name has that layer's constructor, 
 
 from torch import nn
 
+from fastlayers.modules.attention import FusedMultiheadAttention
 from fastlayers.modules.batch_norm import (
     FusedBatchNorm1d,
     FusedBatchNorm2d,
@@ -65,6 +66,7 @@ DROP_IN: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm2d: FusedInstanceNorm2d,
     nn.InstanceNorm3d: FusedInstanceNorm3d,
     nn.Linear: FusedLinear,
+    nn.MultiheadAttention: FusedMultiheadAttention,
     nn.MaxPool2d: FusedMaxPool2d,
     nn.GELU: FusedGELU,
     nn.Mish: FusedMish,
@@ -113,6 +115,7 @@ __all__ = [
     "FusedMaxPool2d",
     "FusedMish",
     "FusedMul",
+    "FusedMultiheadAttention",
     "FusedQuickGELU",
     "FusedRMSNorm",
     "FusedReGLU",
