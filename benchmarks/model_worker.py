@@ -28,6 +28,7 @@ from benchmarks.timing import device_events
 
 LEARNING_RATE = 1e-4
 LOSSES = 10  # steps whose losses are compared; they are the warm-up of the timed steps
+READY = 3  # calls after which all code is compiled: regions are recorded in the second
 WARM = 5  # calls before anything else is timed: graph_model captures in the fourth
 PROFILED = 2  # calls in a profile: their kernels take nearly the same time
 LEAST, MOST = 10, 200  # timed calls in a loop
@@ -65,7 +66,7 @@ def work(
     """The work of a process: write the row to the file ``result`` and what is printed to ``output``.
 
     Args:
-        compile_only: fill torch.compile's caches and time nothing.
+        compile_only: fill the caches of compiled code and time nothing.
         threads: the number of threads of torch.compile; None leaves the choice to torch.
     """
     os.setsid()  # one group with the processes that it starts, so that all can be ended together
@@ -223,7 +224,7 @@ def timed(
 
     The time is the median over the calls of one loop, as a training loop has it.
     """
-    first = [time_of(call, device) for _ in range(1 if compile_only else warm)]
+    first = [time_of(call, device) for _ in range(READY if compile_only else warm)]
     found: dict[str, Any] = {"first_s": round(first[0], 3)}
     if compile_only:
         return found

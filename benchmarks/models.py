@@ -1,8 +1,8 @@
 """Whole models: training step, inference and host time of each network in every mode.
 
 Each network and mode runs in a process of its own, one at a time. These processes are forks of one that has imported
-the libraries and done nothing else, so that nothing is imported while something is measured. Before networks that
-compile, other processes fill the caches of torch.compile in parallel, for a group of them at a time.
+the libraries and done nothing else, so that nothing is imported while something is measured. Before code is compiled in
+them, other processes fill the caches of torch.compile and of Triton in parallel, for a group of networks at a time.
 
 A run may be cut short and resumed: the rows that say most come first.
 """
@@ -27,7 +27,7 @@ import torch
 from benchmarks import model_worker
 from benchmarks.environment import environment, version
 from benchmarks.networks import MODES, NETWORKS, Network
-from benchmarks.networks.modes import COMPILED, OURS, STAGES, exists
+from benchmarks.networks.modes import AHEAD, OURS, STAGES, exists
 from benchmarks.result_file import write
 
 ROOT = Path(__file__).parents[1]
@@ -216,7 +216,7 @@ def run(
     results.skipped = [job.id for job in new]
     results.save()
     for group in grouped(new):
-        to_compile = [job for job in group if job.mode in COMPILED]
+        to_compile = [job for job in group if job.mode in AHEAD]
         if settings.device == "cuda" and len(to_compile) > 1:
             results.compile_s |= compile_ahead(to_compile, settings, late, report)
         for job in group:
@@ -230,7 +230,7 @@ def grouped(jobs: list[Job]) -> Iterator[list[Job]]:
     """The jobs in order: those that compile in groups, the others one by one."""
     group: list[Job] = []
     for job in jobs:
-        if group and (job.mode not in COMPILED or group[-1].mode not in COMPILED or len(group) == GROUP):
+        if group and (job.mode not in AHEAD or group[-1].mode not in AHEAD or len(group) == GROUP):
             yield group
             group = []
         group.append(job)
@@ -267,7 +267,7 @@ def place_in_tables(row: dict[str, Any]) -> tuple[int, int]:
 def compile_ahead(
     jobs: list[Job], settings: Settings, late: Callable[[], bool], report: Callable[[str], None]
 ) -> dict[str, float]:
-    """Fill the caches of torch.compile with processes in parallel, as many as fit in the GPU's memory.
+    """Fill the caches of compiled code with processes in parallel, as many as fit in the GPU's memory.
 
     Returns the seconds that each process took. A job that fails here fails again when it is measured.
     """

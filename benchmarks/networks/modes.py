@@ -37,9 +37,12 @@ PATCHED = ("fastlayers", "fastlayers_graph", "fastlayers_compile")
 GRAPHED = ("fastlayers_graph",)
 #: The modes whose results depend on this repository.
 OURS = (*PATCHED, "backend")
+#: The modes whose code is compiled before they are measured: by torch.compile, or by Triton.
+AHEAD = frozenset({*COMPILED, "fastlayers"})
 #: The order in which a run measures them: if it is cut short, the most useful rows are there.
 STAGES = (
-    ("eager", "fastlayers"),
+    ("fastlayers",),
+    ("eager",),
     GRAPHED,
     ("compile", "reduce_overhead"),
     ("liger",),
