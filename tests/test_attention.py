@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from harness import DEVICES, needs_gpu
 from torch import nn
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastlayers
@@ -154,7 +155,7 @@ def test_patching(kind, device):
 
 @needs_gpu
 def test_copies_are_saved():
-    """The forward has two products, an attention and a copy of its result, and nothing else."""
+    """One is left, that of the result into torch's layout."""
     from torch.profiler import ProfilerActivity, profile
 
     module = fastlayers.FusedMultiheadAttention(512, 8, batch_first=True, device="cuda", dtype=torch.bfloat16)
@@ -164,5 +165,4 @@ def test_copies_are_saved():
         with profile(activities=[ProfilerActivity.CUDA]) as run:
             module(x, x, x, need_weights=False)
             torch.cuda.synchronize()
-    kernels = [e.name for e in run.events() if "Mem" not in e.name]
-    assert len(kernels) == 4, kernels
+    assert sum("copy" in event.name for event in run.events() if event.device_type is DeviceType.CUDA) == 1

@@ -357,7 +357,7 @@ class Idioms(nn.Module):
         out[..., 0] *= self.heads
         order = out[0, :, 0].argsort()
         inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order))
+        inverse[order] = torch.arange(len(order), device=order.device)
         return steps(out)[:, inverse]
 
 
