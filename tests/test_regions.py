@@ -140,7 +140,7 @@ def from_the_first_call(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def any_size(request, monkeypatch):
     if "small" not in request.node.name:
-        monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, 1))
+        monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
 
 
 @pytest.fixture(autouse=True, params=["python", "native"])

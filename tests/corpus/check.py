@@ -65,7 +65,7 @@ class Entry:
 
 def check(name: str, sample: Sample) -> Entry:
     """Patch a model, compare it with itself, take it back, and say what was found and what is wrong."""
-    least = dict.fromkeys(regions.LEAST, min(regions.LEAST.values()))  # as if their C++ part had been built
+    least = dict.fromkeys(regions.LEAST, min(regions.LEAST.values()))  # As if their C++ part had been built.
     with mock.patch.object(regions, "CALLS", 1), mock.patch.object(regions, "LEAST", least):  # few calls each
         return checked(name, sample)
 

@@ -22,9 +22,9 @@ from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.libraries.adapters import adapters
 from fastlayers.patching.reasons import PatchError, Reason, Refusal
-from fastlayers.patching.rules import GPU_ONLY
+from fastlayers.patching.rules import idle_test
 from fastlayers.patching.rules.base import ModuleRule
-from fastlayers.patching.runtime.checks import original_class, without_kernels
+from fastlayers.patching.runtime.checks import original_class
 
 __all__ = [
     "absorbed_by",
@@ -135,21 +135,21 @@ def check_subclassing(original: type[nn.Module], harmless: tuple[type, ...] = ()
 
 def swap_class(rule: ModuleRule) -> type[nn.Module]:
     """The class with which a module rule replaces a layer: a subclass of the fused class."""
-    forward = swapped_forward(rule.fused.forward, rule.layer, rule.name in GPU_ONLY)  # type: ignore[arg-type]
+    forward = swapped_forward(rule.fused.forward, rule.layer, idle_test({rule.name}))  # type: ignore[arg-type]
     members = {"__doc__": rule.fused.__doc__, "forward": forward}
     return seal(type(rule.fused.__name__, (rule.fused,), members), rule.layer, None)
 
 
 @functools.lru_cache(maxsize=128)
-def swapped_forward(fused: Any, layer: Any, gpu_only: bool) -> Any:
+def swapped_forward(fused: Any, layer: Any, idle: Callable[[object], bool] | None) -> Any:
     """The forward of a fused class, but that of the layer if it is replaced, or something that it calls, and where no
-    kernel runs if it is ``gpu_only``."""
+    call is ``idle``."""
     bound: dict[str, Any] = {}
     bind = binder(bound)
     unchanged = " and ".join(inside_layer(layer, "self", bind))
-    if gpu_only:
+    if idle is not None:
         first = list(inspect.signature(fused).parameters)[1]
-        unchanged = f"not {bind(without_kernels, 'without_kernels')}({first}) and {unchanged}"
+        unchanged = f"not {bind(idle, idle.__name__)}({first}) and {unchanged}"
     stock = f"{bind(layer, layer.__name__)}.forward"
     try:
         tree = parse(fused)

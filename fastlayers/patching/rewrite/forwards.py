@@ -23,10 +23,10 @@ from fastlayers.patching.rewrite.classes import check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import body_source, generate_class
 from fastlayers.patching.rewrite.safety import scale_guards
-from fastlayers.patching.rules import GPU_ONLY, graph_rules
+from fastlayers.patching.rules import graph_rules, idle_test
 from fastlayers.patching.rules.base import GraphRule
 from fastlayers.patching.runtime import calls
-from fastlayers.patching.runtime.checks import original_class
+from fastlayers.patching.runtime.checks import original_class, without_kernels
 
 __all__ = ["fuse"]
 
@@ -92,8 +92,8 @@ def fuse(
     if not refusals:
         outcome.absorbed = frozenset.intersection(*absorbed)
     outcome.left.extend(refusals)  # The original forward runs in these modes, or with these optional arguments.
-    name, gpu_only = f"{prefix}{original.__name__}", outcome.rules.keys() <= GPU_ONLY
-    outcome.cls = generate_class(type(module), name, merge_modes(variants), known, gpu_only)
+    name, idle = f"{prefix}{original.__name__}", idle_test(outcome.rules)
+    outcome.cls = generate_class(type(module), name, merge_modes(variants), known, idle)
     return outcome
 
 
@@ -114,7 +114,8 @@ def fuse_handwritten_norm(module: nn.Module, found: Fingerprint, known: dict[Any
     guards.append(f"{bind(recording, calls.computes_norm)}({operands}, casting={body.casting!r}, same={body.same})")
     recording.guards = dict.fromkeys(guards)
     name = f"Fused{type(module).__name__}"
-    generated = generate_class(type(module), name, [(recording, body_source(recording, module))], known, gpu_only=True)
+    variants = [(recording, body_source(recording, module))]
+    generated = generate_class(type(module), name, variants, known, without_kernels)
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
 
 

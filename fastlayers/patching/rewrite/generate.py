@@ -12,7 +12,7 @@ import re
 import textwrap
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from fastlayers.patching.capture.recording import Name, Recording, add_names, bi
 from fastlayers.patching.libraries.adapters import decorated, takes_former_names
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
-from fastlayers.patching.runtime.checks import check_defaults, without_kernels
+from fastlayers.patching.runtime.checks import check_defaults
 
 __all__ = [
     "CHILD",
@@ -182,7 +182,7 @@ def class_source(
     name: str,
     present: type[nn.Module],
     variants: list[tuple[Recording, str]],
-    gpu_only: bool,
+    idle: Callable[[object], bool] | None,
     namespace: dict[str, Any],
 ) -> str:
     base = present.__name__ if present.__name__.isidentifier() else "Original"
@@ -195,9 +195,9 @@ def class_source(
     lines.append(f"    def forward{declared}:")
     depth = 8
     first = first_parameter(present.forward)
-    if gpu_only and first is not None:
-        namespace["_fastlayers_without_kernels"] = without_kernels
-        lines.append(f"        if not _fastlayers_without_kernels({first}):")
+    if idle is not None and first is not None:
+        namespace[f"_fastlayers_{idle.__name__}"] = idle
+        lines.append(f"        if not _fastlayers_{idle.__name__}({first}):")
         depth += 4
     for recording, body in variants:
         variant = (guards_source(recording, f"{HOLDS} ="), f"if {HOLDS}:", textwrap.indent(body, " " * 4))
@@ -214,12 +214,13 @@ def generate_class(
     name: str,
     variants: list[tuple[Recording, str]],
     known: dict[Any, Any],
-    gpu_only: bool = False,
+    idle: Callable[[object], bool] | None = None,
 ) -> type[nn.Module]:
     """Generate a subclass of the present class of a module, which may be a generated class itself.
 
     Args:
-        gpu_only: whether the rewritten forward gains nothing without kernels, so that the present one runs there.
+        idle: a test of the first argument of a call for which the rewritten forward gains nothing, so that the
+            present one runs.
     """
     original = present.__dict__.get("__fastlayers_original__", present)
     namespace: dict[str, Any] = {}
@@ -230,7 +231,7 @@ def generate_class(
     name = name if name.isidentifier() else "Fused"
     while name in namespace:
         name += "_"
-    source = class_source(name, present, variants, gpu_only, namespace)
+    source = class_source(name, present, variants, idle, namespace)
     key = (present, source, *sorted((name, id(value)) for name, value in namespace.items()))
     if key in known:
         return known[key]  # type: ignore[no-any-return]

@@ -37,8 +37,8 @@ from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rewrite.classes import check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import GUARD_BUILTINS, body_source, first_parameter, guards_source
-from fastlayers.patching.rules import GPU_ONLY, graph_rules
-from fastlayers.patching.runtime.checks import check_defaults, original_class, without_kernels
+from fastlayers.patching.rules import graph_rules, idle_test
+from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = ["fuse_segments"]
 
@@ -47,7 +47,7 @@ RESULT = "_fastlayers_result"
 #: The variables for the original class, for the forward that it had, and for what compares that with another one.
 ORIGINAL, STOCK, CHECK = "_fastlayers_original", "_fastlayers_stock", "_fastlayers_check_defaults"
 #: The variable for the test whether no kernel runs.
-WITHOUT = "_fastlayers_without_kernels"
+IDLE = "_fastlayers_idle"
 #: The variable for one side of a sum.
 PART = "_fastlayers_part"
 #: What a statement that is recorded must not have in it.
@@ -132,14 +132,15 @@ def defer_to_stock(rewritten: Rewritten, forward: types.FunctionType, original: 
     """Let a rewritten forward begin with a call of the forward of the original class: if that is replaced, and where
     the rewritten one gains nothing."""
     arguments = ", ".join(arguments_source(inspect.signature(forward).parameters.values()))
-    first = first_parameter(forward) if rewritten.rules.keys() <= GPU_ONLY else None
+    idle = idle_test(rewritten.rules)
+    first = first_parameter(forward) if idle is not None else None
     source = (
-        f"if {ORIGINAL}.forward is not {STOCK}{f' or {WITHOUT}({first})' if first else ''}:\n"
+        f"if {ORIGINAL}.forward is not {STOCK}{f' or {IDLE}({first})' if first else ''}:\n"
         f"    {CHECK}({STOCK}, {ORIGINAL}.forward)\n"
         f"    return {ORIGINAL}.forward({arguments})"
     )
     rewritten.tree.body[:0] = ast.parse(source).body
-    rewritten.bound |= {ORIGINAL: original, STOCK: original.forward, CHECK: check_defaults, WITHOUT: without_kernels}
+    rewritten.bound |= {ORIGINAL: original, STOCK: original.forward, CHECK: check_defaults, IDLE: idle}
 
 
 def rebuildable(function: Any) -> bool:

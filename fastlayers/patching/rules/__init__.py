@@ -10,7 +10,7 @@ else sees an in-place operation, no operand changes in between, and no hook of a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -32,10 +32,10 @@ from fastlayers.patching.rules import (
     softmax,
 )
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule, always
+from fastlayers.patching.runtime.checks import without_gradients, without_kernels
 
 __all__ = [
     "FOLDING_RULES",
-    "GPU_ONLY",
     "GRAPH_RULES",
     "MODULE_RULES",
     "Deferred",
@@ -43,6 +43,7 @@ __all__ = [
     "Match",
     "ModuleRule",
     "graph_rules",
+    "idle_test",
     "module_rules",
     "register_rule",
 ]
@@ -99,8 +100,22 @@ ANYWHERE = frozenset({"relu_add_bias", "add_relu", "relu_add", "linear_cross_ent
 #: The names of the others. Where no kernel of ours runs, a forward with only these runs as it was.
 GPU_ONLY = frozenset({rule.name for rule in GRAPH_RULES} | {rule.name for rule in MODULE_RULES}) - ANYWHERE
 
+#: The names of those that gain in a backward alone, but under autocast.
+TRAINING_ONLY = frozenset(
+    {"Linear"}
+    | {rule.name for rule in (linear.LINEAR, linear.SPLIT, *norm.FORKED_NORMS, convolution.FORKED_CONVOLUTION)}
+)
+
 #: The rules of :func:`fastlayers.fold_batch_norm`.
 FOLDING_RULES = batch_norm_folding.FOLD_BATCH_NORM
+
+
+def idle_test(names: Collection[str]) -> Callable[[object], bool] | None:
+    """A test of the first argument of a call for which rules of these names gain nothing; None if there is none."""
+    if set(names) <= TRAINING_ONLY:
+        return without_gradients
+    return without_kernels if set(names) <= GPU_ONLY else None
+
 
 _registered: OrderedDict[int, GraphRule | ModuleRule] = OrderedDict()
 

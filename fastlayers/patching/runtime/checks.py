@@ -36,6 +36,7 @@ __all__ = [
     "plain_any",
     "rewritten_everywhere",
     "untouched",
+    "without_gradients",
     "without_kernels",
 ]
 
@@ -44,6 +45,7 @@ GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backwa
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _rewritten_everywhere = False
+_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def without_kernels(x: object) -> bool:
@@ -55,6 +57,17 @@ def without_kernels(x: object) -> bool:
         and not x.is_cuda  # type: ignore[attr-defined]
         and not _rewritten_everywhere
         and backends.get_backend() is None
+    )
+
+
+def without_gradients(x: object) -> bool:
+    """Whether a call on ``x`` would run no kernel of ours that is for training. Under autocast a norm that is used
+    twice gains otherwise, too: it is cast as it is written."""
+    return without_kernels(x) or not (
+        torch.is_grad_enabled()
+        or _is_any_autocast_enabled()
+        or _rewritten_everywhere
+        or backends.get_backend() is not None
     )
 
 
