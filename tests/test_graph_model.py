@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlayers
 from fastlayers.graphs import module as graphs_module
-from fastlayers.graphs.results import Taken, put_together, take_apart
 from fastlayers.graphs.watch import Counter, Generators, State
 from fastlayers.patching.reasons import PatchError, Reason
 from fastlayers.patching.rewrite.regions import no_regions
+from fastlayers.patching.rewrite.results import Taken, put_together, take_apart
 
 gpu = needs_gpu
 pytestmark = pytest.mark.usefixtures("deterministic")

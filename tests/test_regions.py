@@ -1140,7 +1140,7 @@ class Passes(Base):
 class Views(Base):
     def forward(self, x):
         y = self.work(x)
-        return y, y[0]
+        return y[0], y  # two tensors in one memory, of which the first is not the larger one
 
 
 class Numpy(Base):
@@ -1201,7 +1201,11 @@ class Mends(Base):
 
 class Returns(Base):
     def forward(self, x):
-        return Intermediates(self.work(x)).__dict__["scores"], Intermediates(x)
+        return self.work(x), self.holder
+
+    def __init__(self):
+        super().__init__()
+        self.holder = Intermediates(torch.ones(4))
 
 
 @pytest.mark.parametrize(
@@ -1224,6 +1228,43 @@ def test_what_a_region_cannot_repeat_runs_op_by_op(kind, runs):
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert (module.calls, module.log) == (region.calls, region.log)
     assert not runs
+
+
+class Holding(Base):
+    """Returns an object that it makes, which holds views of other results and of an argument."""
+
+    def forward(self, x):
+        y = self.work(x)
+        held = Intermediates(y, [y[..., 1:].mT, y[0]], x.view(-1))
+        return self.work(y), {"held": held, "none": None, "again": (held, x)}
+
+
+@pytest.mark.parametrize("grads", [True, False])
+def test_objects_and_views_among_results(grads, runs):
+    torch.manual_seed(0)
+    module = Holding()
+    region = in_regions(module)
+    x = torch.randn(2, 4, requires_grad=True)
+    for _ in range(4):
+        found = []
+        for each in (module, region):
+            with torch.set_grad_enabled(grads):
+                out, rest = each(x)
+            held = rest["held"]
+            assert type(held) is Intermediates
+            assert rest["again"][0] is held
+            assert rest["again"][1] is x
+            assert held.last.data_ptr() == x.data_ptr()
+            assert held.scores.untyped_storage().data_ptr() == held.history[0].untyped_storage().data_ptr()
+            tensors = [out, held.scores, *held.history, held.last]
+            total = sum(t.square().sum() for t in tensors)
+            more = torch.autograd.grad(total, [x, *each.parameters()]) if grads else ()
+            found.append((tensors, more))
+        for a, b in zip(found[0][0], found[1][0], strict=True):
+            assert a.stride() == b.stride()
+            assert torch.equal(a, b)
+        torch.testing.assert_close(found[0][1], found[1][1])  # Those of views are added up in another order.
+    assert runs[0]
 
 
 def test_a_forward_that_fails_on_shapes_alone_says_nothing(runs, caplog, capfd):
@@ -1250,7 +1291,7 @@ def test_a_failed_recording_leaves_no_trace(runs):
     class Late(Bottleneck):
         def forward(self, x):
             y = F.dropout(super().forward(x), 0.5)
-            return y, y[0]
+            return y[0], y
 
     module = Late()
     region = in_regions(module)

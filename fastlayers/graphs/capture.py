@@ -11,10 +11,10 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from fastlayers.graphs.results import Taken, put_together, take_apart, tensors_in
 from fastlayers.graphs.watch import State, UncapturedError
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.patching.rewrite.regions import drawing, random_state, unflatten
+from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
 
 __all__ = ["Call", "Capture", "capturing"]
 
@@ -126,7 +126,10 @@ class Capture:
             torch.empty(kept, dtype=torch.uint8, device=self.device)
             out = self.present(module, *args, **(kwargs or {}))
         results = Taken()
-        self._parts = take_apart(out, results)
+        try:
+            self._parts = take_apart(out, results)
+        except OpaqueError as error:
+            raise UncapturedError(str(error)) from None
         self.results: list[Tensor] = results
         self._check(self.results, module)
         self._active = [t.requires_grad for t in self.results]

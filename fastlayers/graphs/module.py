@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fastlayers.graphs.capture import Capture, capturing
-from fastlayers.graphs.results import tensors_in
 from fastlayers.graphs.watch import Counter, Generators, State, UncapturedError, draw, waits
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import become, check_subclassing, seal
 from fastlayers.patching.rewrite.plan import refuse_kind
 from fastlayers.patching.rewrite.regions import NONE, flatten, random_state
+from fastlayers.patching.rewrite.results import tensors_in
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["Graphs", "Signature", "graph_module", "graphs_of", "is_graphed", "release_module"]

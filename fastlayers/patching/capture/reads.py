@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.autocast_mode import autocast_decorator
 from torch.utils._contextlib import context_decorator
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastlayers.patching.capture.lookups import (
     FUNCTIONS,
@@ -130,6 +130,18 @@ def only_holds(cls: Any) -> bool:
     return written and plain and type(cls) is type and not hasattr(cls, "__post_init__")
 
 
+def objects_in(value: Any) -> Iterator[Any]:
+    """The objects of a nested result that are neither tensors nor values, nor containers that torch takes apart."""
+    if isinstance(value, Tensor) or is_value(value):
+        return
+    leaves = tree_leaves(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        yield value
+        leaves = list(getattr(value, "__dict__", {}).values())
+    for leaf in leaves:
+        yield from objects_in(leaf)
+
+
 def read_by(
     module: nn.Module,
     forward: Any,
@@ -158,8 +170,11 @@ def read_by(
     try:
         with watch.fake_mode, without_a_log_of_errors():
             args, kwargs = tree_map_only(Tensor, watch.fake, (args, kwargs))
-            watch.follow(undecorated(forward, kwargs), (module, *args), kwargs)
+            result = watch.follow(undecorated(forward, kwargs), (module, *args), kwargs)
         watch.check_lent()
+        for value in objects_in(result):
+            if not any(value is made for made in watch.made):
+                raise Refusal(Reason.READS_STATE, f"it returns a {type(value).__name__} that it has not made")
     except Refusal:
         raise
     except Exception as error:  # An error of the forward itself, or what fake tensors cannot do.

@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from fastlayers import backends
 from fastlayers.ops import dispatch
 from fastlayers.ops.autocast import Given
-from fastlayers.patching.capture.reads import is_value, load_fake_tensors, read_by
+from fastlayers.patching.capture.reads import load_fake_tensors, read_by
 from fastlayers.patching.capture.rebuild import arguments_source
 from fastlayers.patching.libraries.adapters import adapters, decorated, takes_former_names, undecorated
 from fastlayers.patching.reasons import Reason, Refusal
@@ -49,6 +48,7 @@ from fastlayers.patching.rewrite.executors import (
 )
 from fastlayers.patching.rewrite.generate import signature_source
 from fastlayers.patching.rewrite.readers import Reader
+from fastlayers.patching.rewrite.results import OpaqueError, Place, Taken, put_together, take_apart
 from fastlayers.patching.rewrite.tape import Tape, plain_name, storage
 from fastlayers.patching.runtime.checks import check_defaults, original_class
 
@@ -74,9 +74,9 @@ MAX_SEEN = 4096
 #: Operations in the forward of a region, where views do not count, and a kernel of ours stands for two of torch's. With
 #: tiny tensors on a CPU the time of forward and backward in Python was 1.14x with 3 operations, 1.08x with 5, .92x with
 #: 10 and .90x with 12; that of inference 1.17x, 1.15x, .56x and .79x. In C++ it was .94x with 2 operations, .80x with 3
-#: and .64x with 5; that of inference 1.07x, .87x and .76x. But between other work, whose code and data displace those of
-#: a region, that of an MLP of 3 operations took 24 us longer than they do, that of one of 5 13 us: the second number is
-#: for calls without a backward.
+#: and .64x with 5; that of inference 1.07x, .87x and .76x. But between other work, which displaces it from the caches,
+#: that of an MLP of 3 operations took 24 us longer than they do, that of one of 5 13 us: the second number is for calls
+#: without a backward.
 LEAST = {PythonExecutor: (10, 10), NativeExecutor: (3, 6)}
 #: Roundings of the largest gradient, up to which two runs may differ in any other one.
 NOISE = 4
@@ -136,9 +136,7 @@ class Entry:
         order: brings the inputs into the order of the code, those that need a gradient first.
         facts: what the code has to know about a call.
         code: what runs such calls.
-        spec: the structure of the result; None for a tensor.
-        leaves: the leaves of the result: the number of a tensor among the results, or that of an input below 0, or None
-            and a value.
+        parts: the result, taken apart, of the inputs and the results of the code; None if it is the only one of these.
         constants: further inputs, the same in every call.
         changed: the places of buffers that the code changes.
         draws: whether the code draws random numbers.
@@ -151,8 +149,7 @@ class Entry:
     order: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple
     facts: Facts = field(default_factory=Facts)
     code: Executor | None = None
-    spec: Any = None
-    leaves: tuple[tuple[int | None, Any], ...] = ()
+    parts: Any = None
     constants: tuple[Tensor, ...] = ()
     changed: tuple[int, ...] = ()
     draws: bool = False
@@ -229,8 +226,9 @@ class Again(NamedTuple):
             args, kwargs = (unflatten(part, flat) for part in self.pattern)
             with drawing(self.random, inputs), self.reader.replaced(module, aliases[count:]), no_regions():
                 out = self.region.present.forward(module, *args, **(kwargs or {}))
-        tensors = tensors_among(pytree.tree_leaves(out), aliases)
-        results = [tensors[i] for i in self.entry.facts.active]
+        tensors = Taken(aliases)
+        take_apart(out, tensors)
+        results = [tensors[len(aliases) + i] for i in self.entry.facts.active]
         ordered = self.entry.order((*aliases, *self.entry.constants))
         wanted = [t for t, needed in zip(ordered, needs, strict=False) if needed]
         found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, allow_unused=True))
@@ -351,13 +349,7 @@ class Region:
             results = code.record(Again(entry, self, ref(module), reader, pattern, random), ordered, first)
         else:
             results = code.call(ordered) if first is None else first[0]
-        if entry.spec is None:
-            return results[0]
-        leaves = [
-            leaf if number is None else results[number] if number >= 0 else inputs[~number]
-            for number, leaf in entry.leaves
-        ]
-        return pytree.tree_unflatten(leaves, entry.spec)
+        return results[0] if entry.parts is None else put_together(entry.parts, (*inputs, *results))
 
     def failed(self) -> None:
         """Note that no region could be made for a call."""
@@ -490,9 +482,13 @@ class Region:
         with dispatch.observed(kernel_call), tape:
             out = self.present.forward(module, *args, **(kwargs or {}))
             split = len(tape.operations)
-            leaves, spec = pytree.tree_flatten(out)
-            results = tensors_among(leaves, inputs)
-            self.check_results(leaves, results, (*inputs, *tape.constants))
+            taken = Taken(inputs)
+            try:
+                parts = take_apart(out, taken)
+            except OpaqueError as error:
+                raise Refusal(Reason.READS_STATE, str(error)) from None
+            results = taken[len(inputs) :]
+            self.check_results(results, (*inputs, *tape.constants))
             tape.check_read(results)
             active = [i for i, t in enumerate(results) if records and t.requires_grad]
             if active:
@@ -529,9 +525,7 @@ class Region:
             with suppress(Exception):  # What was recorded runs as well if Triton cannot compile a kernel.
                 program = fused(program, tape.values)
                 entry.code = execute(program, entry.facts)
-        numbers = {id(t): i for i, t in enumerate(results)} | {id(t): ~i for i, t in enumerate(inputs)}
-        entry.leaves = tuple((numbers.get(id(leaf)), None if isinstance(leaf, Tensor) else leaf) for leaf in leaves)
-        entry.spec = None if isinstance(out, Tensor) else spec
+        entry.parts = None if parts == Place(len(inputs)) else parts
         own = dict(zip(program.results, (t.detach() for t in results), strict=True))
         own |= dict(zip(tape.inputs, entry.order((*real, *entry.constants)), strict=True))
         kept = tuple(own.get(name) for name in program.kept)
@@ -540,20 +534,12 @@ class Region:
         return tuple(own[name] for name in program.results), kept, grads, gradients, plain, rounding
 
     @staticmethod
-    def check_results(leaves: Sequence[Any], results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def check_results(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         own = {storage(t) for t in results}
         if len(own) < len(results) or not own.isdisjoint(map(storage, inputs)):
             raise Refusal(Reason.VISIBLE_MUTATION, "a result shares memory with another tensor")
-        if not all(isinstance(leaf, Tensor) or is_value(leaf) for leaf in leaves) or not results:
-            raise Refusal(Reason.READS_STATE, "the result")
-
-
-def tensors_among(leaves: Sequence[Any], known: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors among leaves, each once, without those that are known."""
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    for t in known:
-        found.pop(id(t), None)
-    return list(found.values())
+        if not results:
+            raise Refusal(Reason.READS_STATE, "it returns no tensor of its own")
 
 
 def remembered(refusal: Refusal) -> Refusal:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fastlayers.graphs.watch import UncapturedError
 from fastlayers.patching.capture.reads import is_value
 
-__all__ = ["Taken", "put_together", "take_apart", "tensors_in"]
+__all__ = ["OpaqueError", "Place", "Taken", "put_together", "take_apart", "tensors_in"]
+
+
+class OpaqueError(Exception):
+    """A result that cannot be taken apart: something in it might be different in each call."""
 
 
 class Place(NamedTuple):
@@ -32,10 +35,12 @@ class View(NamedTuple):
 
 
 class Taken(list[Tensor]):
-    """The tensors of a result, each once. ``views`` are further ones, with the number of what each is a view of."""
+    """Tensors that are known, and after them those of a result, each once. ``views`` are further ones, with the number
+    of what each is a view of."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__(known)
+        self.made: dict[int, Made] = {}
         self.views: list[tuple[int, Tensor]] = []
 
 
@@ -59,7 +64,7 @@ def take_apart(value: Any, tensors: Taken, inside: bool = False) -> Any:
     What has no tensors is the same object in each call, if it is ``inside`` of an object with some.
 
     Raises:
-        UncapturedError: something there might be different in each call.
+        OpaqueError: something there might be different in each call.
     """
     if isinstance(value, Tensor):
         return place(value, tensors)
@@ -68,14 +73,23 @@ def take_apart(value: Any, tensors: Taken, inside: bool = False) -> Any:
     leaves, spec = pytree.tree_flatten(value)
     if not (len(leaves) == 1 and leaves[0] is value):
         return Nested(spec, [take_apart(leaf, tensors, inside) for leaf in leaves])
+    if id(value) in tensors.made:
+        return tensors.made[id(value)]
     if hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-        before = len(tensors)
         attributes = {name: take_apart(attribute, tensors, inside=True) for name, attribute in vars(value).items()}
-        if len(tensors) > before:
-            return Made(value, attributes)
+        if any(map(holds_tensors, attributes.values())):
+            made = tensors.made[id(value)] = Made(value, attributes)
+            return made
     if not inside:
-        raise UncapturedError(f"it returns a {type(value).__name__}")
+        raise OpaqueError(f"it returns a {type(value).__name__}")
     return value
+
+
+def holds_tensors(parts: Any) -> bool:
+    """Whether parts of a value, which was taken apart, have tensors."""
+    if isinstance(parts, Nested):
+        return any(map(holds_tensors, parts.leaves))
+    return isinstance(parts, Place | View | Made)
 
 
 def place(t: Tensor, tensors: Taken) -> Place | View:
@@ -105,18 +119,22 @@ def is_view(t: Tensor, of: Tensor) -> bool:
     return first >= 0 and last < of.numel()
 
 
-def put_together(parts: Any, tensors: Sequence[Tensor]) -> Any:
-    """The value that :func:`take_apart` took apart, with these tensors."""
+def put_together(parts: Any, tensors: Sequence[Tensor], made: dict[int, Any] | None = None) -> Any:
+    """The value that :func:`take_apart` took apart, with these tensors. ``made`` are the objects made for it so far."""
     if isinstance(parts, Place):
         return tensors[parts.number]
     if isinstance(parts, View):
-        return tensors[parts.number].as_strided(parts.shape, parts.strides, parts.offset)
+        base = tensors[parts.number]
+        return base.as_strided(parts.shape, parts.strides, base.storage_offset() + parts.offset)
     if isinstance(parts, Nested):
-        return pytree.tree_unflatten([put_together(leaf, tensors) for leaf in parts.leaves], parts.spec)
+        made = {} if made is None else made
+        return pytree.tree_unflatten([put_together(leaf, tensors, made) for leaf in parts.leaves], parts.spec)
     if isinstance(parts, Made):
-        made = copy.copy(parts.value)
-        vars(made).update({name: put_together(part, tensors) for name, part in parts.attributes.items()})
-        return made
+        made = {} if made is None else made
+        if id(parts) not in made:
+            value = made[id(parts)] = copy.copy(parts.value)
+            vars(value).update({name: put_together(part, tensors, made) for name, part in parts.attributes.items()})
+        return made[id(parts)]
     return parts
 
 
@@ -125,6 +143,6 @@ def tensors_in(value: Any) -> Taken:
     tensors = Taken()
     try:
         take_apart(value, tensors)
-    except UncapturedError:
+    except OpaqueError:
         return Taken()
     return tensors
