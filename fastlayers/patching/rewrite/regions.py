@@ -293,6 +293,7 @@ class Region:
             return self.present.forward(module, *args, **kwargs)
         kinds = (*map(type, args), *map(type, kwargs.values()))
         if not self.strange.isdisjoint(kinds):
+            self.failed()
             return self.present.forward(module, *args, **kwargs)
         given: list[Tensor] = []
         pattern = flatten(args, given), flatten(kwargs, given) if kwargs else NONE
