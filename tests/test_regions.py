@@ -1199,6 +1199,16 @@ class Mends(Base):
         return self.work(x)
 
 
+@functools.cache
+def table(size):
+    return torch.arange(size, dtype=torch.float32)
+
+
+class Caches(Base):
+    def forward(self, x):
+        return self.work(x) * table(4)
+
+
 class Returns(Base):
     def forward(self, x):
         return self.work(x), self.holder
@@ -1212,7 +1222,7 @@ class Returns(Base):
     "kind",
     [
         *(Averages, Branches, Counts, Logs, Random, Writes, Passes, Views, Numpy, Array, Keeps, Changed, Returns),
-        *(Catches, Mends),
+        *(Catches, Mends, Caches),
     ],
 )
 def test_what_a_region_cannot_repeat_runs_op_by_op(kind, runs):
@@ -1265,6 +1275,8 @@ def test_objects_and_views_among_results(grads, runs):
             assert torch.equal(a, b)
         torch.testing.assert_close(found[0][1], found[1][1])  # Those of views are added up in another order.
     assert runs[0]
+    (entry,) = (e for found in type(region).__fastlayers_region__.entries.values() for e in found)
+    assert "tensor(" not in repr(entry.parts)  # What was recorded holds no result.
 
 
 def test_a_forward_that_fails_on_shapes_alone_says_nothing(runs, caplog, capfd):
@@ -1285,6 +1297,14 @@ def test_a_forward_that_fails_on_shapes_alone_says_nothing(runs, caplog, capfd):
     assert not runs
     assert not caplog.records
     assert not capfd.readouterr().err
+
+
+def test_a_cache_keeps_no_fake_tensor(monkeypatch):
+    monkeypatch.setattr(regions, "CALLS", 1)
+    table.cache_clear()
+    module, x = Caches(), torch.randn(2, 4)
+    assert torch.equal(in_regions(module)(x), module(x))
+    assert type(table(4)) is torch.Tensor
 
 
 def test_a_failed_recording_leaves_no_trace(runs):

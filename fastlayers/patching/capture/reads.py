@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.amp.autocast_mode import autocast_decorator
 from torch.utils._contextlib import context_decorator
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -459,18 +459,27 @@ class Watch(Run):
                 )
                 return self.hook_call(inner, *given, *args, **{**options, **kwargs})
         origin = self.origin(function)
-        # What is cached is the same each time.
-        cached = isinstance(function, functools._lru_cache_wrapper) and is_value((*args, *kwargs.values()))
-        if (isinstance(function, torch.jit.ScriptFunction) or cached) and origin is not None:
+        if isinstance(function, torch.jit.ScriptFunction) and origin is not None:
             self.test(same(origin, function, self.bind))
             return function(*args, **kwargs)
         if isinstance(function, functools._lru_cache_wrapper):
-            return self.call(function.__wrapped__, *args, **kwargs)
+            return self.cached(function, origin, args, kwargs)
         called = inspect.getattr_static(type(function), "__call__", None)
         if isinstance(called, types.FunctionType) and origin is not None:
             self.test(same(f"type({origin}).__call__", called, self.bind))
             return self.follow(called, (function, *args), kwargs)
         return self.builtin(function, args, kwargs)
+
+    def cached(self, function: Any, origin: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function with a cache. That of values is the same each time."""
+        if origin is None or not is_value((*args, *kwargs.values())):
+            return self.call(function.__wrapped__, *args, **kwargs)
+        self.test(same(origin, function, self.bind))
+        with unset_fake_temporarily():  # The cache would keep a fake tensor.
+            found = function(*args, **kwargs)
+        if not is_value(found):
+            raise Refusal(Reason.UNKNOWN_CALL, f"{function.__name__}, whose cache has a {type(found).__name__}")
+        return found
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         origin = self.origin(module)

@@ -78,7 +78,9 @@ def take_apart(value: Any, tensors: Taken, inside: bool = False) -> Any:
     if hasattr(value, "__dict__") and not isinstance(value, nn.Module):
         attributes = {name: take_apart(attribute, tensors, inside=True) for name, attribute in vars(value).items()}
         if any(map(holds_tensors, attributes.values())):
-            made = tensors.made[id(value)] = Made(value, attributes)
+            empty = copy.copy(value)  # What is kept of it must not hold the tensors of this call.
+            vars(empty).update(dict.fromkeys(attributes))
+            made = tensors.made[id(value)] = Made(empty, attributes)
             return made
     if not inside:
         raise OpaqueError(f"it returns a {type(value).__name__}")

@@ -45,7 +45,6 @@ GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backwa
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _rewritten_everywhere = False
-_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def without_kernels(x: object) -> bool:
@@ -65,7 +64,7 @@ def without_gradients(x: object) -> bool:
     twice gains otherwise, too: it is cast as it is written."""
     return without_kernels(x) or not (
         torch.is_grad_enabled()
-        or _is_any_autocast_enabled()
+        or torch.is_autocast_enabled("cuda")
         or _rewritten_everywhere
         or backends.get_backend() is not None
     )
