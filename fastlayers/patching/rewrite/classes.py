@@ -142,8 +142,8 @@ def swap_class(rule: ModuleRule) -> type[nn.Module]:
 
 @functools.lru_cache(maxsize=128)
 def swapped_forward(fused: Any, layer: Any, idle: Callable[[object], bool] | None) -> Any:
-    """The forward of a fused class, but that of the layer if it is replaced, or something that it calls, and where no
-    call is ``idle``."""
+    """The forward of a fused class, but that of the layer if it is replaced, or something that it calls, and for calls
+    that are ``idle``."""
     bound: dict[str, Any] = {}
     bind = binder(bound)
     unchanged = " and ".join(inside_layer(layer, "self", bind))

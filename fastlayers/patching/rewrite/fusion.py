@@ -44,7 +44,7 @@ from fastlayers.patching.rewrite.fusable import (
 from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.rewrite.lowering import lowered
 from fastlayers.patching.rewrite.specialised import specialised
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, storage, with_names
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage, with_names
 
 __all__ = ["fused"]
 
@@ -142,17 +142,12 @@ def without_repetitions(program: Program, values: Mapping[str, Tensor]) -> Progr
             there.update(operation.makes)
         else:
             forward.append(operation)
-    used = {name for operation in backward for name in operation.uses}
-    own = {name for operation in backward for name in operation.makes} | set(program.grads)
     wanted = tuple(name and same.get(name, name) for name in program.wanted)
-    used |= {name for name in wanted if name is not None}
-    kept = tuple(sorted(used - own)) if program.grads else program.kept
-    return replace(program, forward=forward, backward=backward, wanted=wanted, kept=kept)
+    return keeping(replace(program, forward=forward, backward=backward, wanted=wanted))
 
 
 def both_ways(program: Program, values: Mapping[str, Tensor]) -> tuple[Program, list[Fusion]]:
     """The program with the kernels of both directions, and how they were made."""
-    backward, kept = program.backward, program.kept
     fusions: list[Fusion] = []
     if program.grads:
         wanted = [name for name in program.wanted if name is not None]
@@ -165,11 +160,9 @@ def both_ways(program: Program, values: Mapping[str, Tensor]) -> tuple[Program, 
             if used.isdisjoint(again.computed):
                 break
             read |= used & again.computed  # An operation that was not fused after all.
-        own = {name for operation in backward for name in operation.makes} | set(program.grads)
-        kept = tuple(sorted(used - own))
-    fusions.append(Fusion(program.forward, values, [*program.results, *kept]))
-    forward = fusions[-1].operations()
-    return replace(program, forward=forward, backward=backward, kept=kept), fusions
+        program = keeping(replace(program, backward=backward))
+    fusions.append(Fusion(program.forward, values, [*program.results, *program.kept]))
+    return replace(program, forward=fusions[-1].operations()), fusions
 
 
 # -- operations --------------------------------------------------------------------------------------------------------

@@ -116,7 +116,8 @@ BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 TENSOR = Tensor
 #: What stands for None, which would say that there is no pattern.
 NONE = (type(None),)
-CONTAINERS = frozenset({tuple, list, dict, type(None)})
+#: Types of arguments that patterns contain besides tensors and values.
+NESTED = frozenset({tuple, list, dict, type(None)})
 #: Types of arguments that are compared by value.
 LEAVES = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.memory_format})
 
@@ -291,14 +292,13 @@ class Region:
             or _is_tracing()
         ):
             return self.present.forward(module, *args, **kwargs)
-        kinds = (*map(type, args), *map(type, kwargs.values()))
-        if not self.strange.isdisjoint(kinds):
+        if self.strange and not self.strange.isdisjoint(map(type, (*args, *kwargs.values()))):
             self.failed()
             return self.present.forward(module, *args, **kwargs)
         given: list[Tensor] = []
         pattern = flatten(args, given), flatten(kwargs, given) if kwargs else NONE
         if None in pattern or not given:
-            self.strange |= {kind for kind in kinds if kind not in (*LEAVES, *dispatch.PLAIN, *CONTAINERS)}
+            self.strange |= {*map(type, (*args, *kwargs.values()))}.difference(LEAVES, dispatch.PLAIN, NESTED)
             self.failed()
             return self.present.forward(module, *args, **kwargs)
         shape = given[0].shape

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastlayers import backends
 from fastlayers.ops.gather import COLUMNS
 from fastlayers.patching.rewrite.fusable import CASTS, FILLED, spelled, written_by
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, storage
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage
 
 __all__ = ["specialised"]
 
@@ -38,12 +38,8 @@ def specialised(program: Program, values: dict[str, Tensor], fake: FakeTensorMod
     part = Part(program, values, fake)
     forward = part.specialised(program.forward)
     backward = alive(part.specialised(program.backward), [name for name in program.wanted if name])
-    kept = program.kept
-    if program.grads:
-        own = {name for operation in backward for name in operation.makes} | set(program.grads)
-        used = {name for operation in backward for name in operation.uses} | set(filter(None, program.wanted))
-        kept = tuple(sorted(used - own))
-    return replace(program, forward=alive(forward, [*program.results, *kept]), backward=backward, kept=kept)
+    program = keeping(replace(program, backward=backward))
+    return replace(program, forward=alive(forward, [*program.results, *program.kept]))
 
 
 def is_served(t: Tensor) -> bool:

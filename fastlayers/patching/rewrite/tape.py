@@ -28,6 +28,7 @@ __all__ = [
     "Tape",
     "Value",
     "alive",
+    "keeping",
     "map_values",
     "plain_name",
     "renamed",
@@ -416,6 +417,15 @@ def key(t: Tensor) -> Key:
     if t.layout is not torch.strided or t.is_conj() or t.is_neg():
         raise Refusal(Reason.UNKNOWN_CALL, f"a {t.layout} tensor of {t.dtype}")
     return storage(t), int(t.storage_offset()), t.dtype, t.shape, t.stride()
+
+
+def keeping(program: Program) -> Program:
+    """The program, which keeps what its backward needs of the forward."""
+    if not program.grads:
+        return program
+    own = {name for operation in program.backward for name in operation.makes} | set(program.grads)
+    used = {name for operation in program.backward for name in operation.uses} | set(filter(None, program.wanted))
+    return replace(program, kept=tuple(sorted(used - own)))
 
 
 def alive(operations: Sequence[Operation], needed: Iterable[str]) -> list[Operation]:

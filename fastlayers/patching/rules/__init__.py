@@ -111,7 +111,7 @@ FOLDING_RULES = batch_norm_folding.FOLD_BATCH_NORM
 
 
 def idle_test(names: Collection[str]) -> Callable[[object], bool] | None:
-    """A test of the first argument of a call for which rules of these names gain nothing; None if there is none."""
+    """A test of a call's first argument that says whether rules of these names gain nothing; None if they always do."""
     if set(names) <= TRAINING_ONLY:
         return without_gradients
     return without_kernels if set(names) <= GPU_ONLY else None

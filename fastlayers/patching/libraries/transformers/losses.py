@@ -630,7 +630,7 @@ def rewrite(
     own = set(stored(tree)) | {arg.arg for arg in ast.walk(tree.args) if isinstance(arg, ast.arg)}
     losses = Losses(inner.__globals__, own)
     losses.visit(tree)
-    whole, condition = copy.deepcopy(tree.body), take_branches(tree, module)
+    whole, condition = tree.body, take_branches(tree, module)
     pair, splits = None, dict[type[nn.Module], Split]()
     try:
         pair = find_pair(tree) if deferring or losses.count else None
@@ -644,13 +644,14 @@ def rewrite(
     found.key = (original, theirs, pair is not None and condition, *map(str, found.left))
     if pair is None and not losses.count:
         return
-    if pair is not None:
-        defer_logits(tree, pair)
-        found.omits = frozenset({"logits"})
     if pair is None:
         tree.body = whole
-    elif condition:
-        tree.body = [ast.If(ast.parse(condition, mode="eval").body, tree.body, []), *whole]
+    else:
+        whole = copy.deepcopy(whole) if condition else []
+        defer_logits(tree, pair)
+        found.omits = frozenset({"logits"})
+        if condition:
+            tree.body = [ast.If(ast.parse(condition, mode="eval").body, tree.body, []), *whole]
     bound = {DEFER: defer, DEFERRED: DeferredLogits, KNOWN: (ours, splits), LOSS: fused_loss}
     rebuilt, found.source = rebuild(inner, tree, bound)
     wrapped = rewrap(forward, rebuilt)
