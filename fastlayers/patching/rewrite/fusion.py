@@ -43,6 +43,7 @@ from fastlayers.patching.rewrite.fusable import (
 )
 from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.rewrite.lowering import lowered
+from fastlayers.patching.rewrite.residuals import with_residuals
 from fastlayers.patching.rewrite.specialised import specialised
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage, with_names
 
@@ -67,7 +68,7 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
     """
     fake = FakeTensorMode()
     program = without_repetitions(with_numbers(program, values), values)
-    program = absorbed(specialised(program, values, fake), values, fake)
+    program = absorbed(with_residuals(specialised(program, values, fake), values), values, fake)
     unfused: set[int] = set()
     refused: frozenset[str] = frozenset()
     while True:
