@@ -400,6 +400,62 @@ def test_which_layers_are_swapped():
     assert [rows[name].reason.name for name in ("1", "2", "3")] == ["SAVES_NOTHING", "SUBCLASS", "PARAMETRIZED"]
 
 
+# -- a vocabulary of which a row is no whole number of words -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("features", [4100, 4098, 4097, 4103])
+@pytest.mark.parametrize("shape", [(1, 16), (3, 16), (2, 5, 16), (5, 4, 16)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_odd_product(features, shape, bias):
+    """As many as words have columns of different rows begin a word, whatever the number of rows."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(shape), torch.randn(features, 16), torch.randn(features) if bias else None
+    torch.testing.assert_close(linear.odd_product(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+    x, _ = x.transpose(0, 1).contiguous().transpose(0, 1), x
+    torch.testing.assert_close(linear.odd_product(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize(("features", "bias"), [(50257, False), (30522, True), (4100, True)])
+def test_an_odd_vocabulary(features, bias, autocast, dtype, monkeypatch):
+    """A head is as near to float64 as torch's, in a patched model too; with gradients it is torch's own."""
+    torch.manual_seed(0)
+    head = nn.Linear(256, features, bias=bias, device="cuda", dtype=torch.float32 if autocast else dtype)
+    x = torch.randn(3, 200, 256, device="cuda", dtype=torch.float32 if autocast else dtype)
+    exact = copy.deepcopy(head).double()(x.double())
+    patched = patch_model(nn.Sequential(copy.deepcopy(head)))
+    assert type(patched[0]).__name__ == "FusedLinear"
+    taken, product = [], linear.odd_product
+    monkeypatch.setattr(linear, "odd_product", lambda *args: taken.append(len(args)) or product(*args))
+    with torch.autocast("cuda", dtype, enabled=autocast):
+        with torch.no_grad():
+            ours, theirs = patched(x), head(x)
+        assert taken == [3]
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+        assert excess(ours, exact, greatest_error(theirs, exact)) is None
+        with torch.inference_mode():
+            assert same_bits(patched(x), ours)
+            assert same_bits(patched(x[:1, :8]), head(x[:1, :8]))
+        assert patched(x).requires_grad
+    assert taken == [3, 3]
+
+
+def test_which_heads_are_swapped():
+    """Those for which the product is faster, also without a bias."""
+    layers = [nn.Linear(8, 4099, bias=False), nn.Linear(8, 4096, bias=False), nn.Linear(12, 4099, bias=False)]
+    report = plan_patch(nn.Sequential(*layers))
+    assert [row.fused for row in report if row.fqn] == [(("odd_linear", 1),), (), ()]
+    head = patch_model(nn.Sequential(layers[0]))[0]
+    x = torch.randn(600, 8)
+    assert same_bits(head(x), layers[0](x))  # On a CPU it is torch's own.
+    with torch.no_grad():
+        assert same_bits(functional.linear(x, head.weight), F.linear(x, head.weight))
+        assert same_bits(functional.linear(x, head.weight[0]), F.linear(x, head.weight[0]))
+
+
 @needs_gpu
 @pytest.mark.parametrize("autocast", [False, True])
 def test_attention_on_a_gpu(autocast):

@@ -8,6 +8,7 @@ Under torch.compile these return torch's composition: Inductor has a reduction o
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ FAMILY = dispatch.Family("linear", Kernels)
 
 #: Elements of the result from which an unforced call lets the kernel sum the gradient of its bias: 1 MiB in 16 bits.
 LEAST = 2**19
+
+
+#: 16-bit elements in 16 bytes, at whose multiples rows have to begin for the fast kernels of cuBLAS. A vocabulary of
+#: 128,100 takes 6.7 ms, and its arithmetic 1.4 ms (4096 rows of 768 features, H100).
+WORD = 8
+#: Rows and features from which :func:`odd_product` gains.
+ODD_ROWS, ODD_FEATURES = 512, 4096
 
 
 class _BiasGradient(torch.autograd.Function):
@@ -85,10 +93,56 @@ def _serving(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> A
     return kernels
 
 
+def _is_odd(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether :func:`odd_product` takes this call, without gradients."""
+    features, width = weight.shape if weight.dim() == 2 else (0, 0)
+    return (
+        features % WORD != 0
+        and features >= ODD_FEATURES
+        and width % WORD == 0
+        and x.is_cuda
+        and autocast.dtype_of(x) in reference.LOW_PRECISION
+        and x.shape[-1:] == (width,)
+        and x.numel() >= ODD_ROWS * width
+        and all(dispatch.is_plain(t) and t.device == x.device for t in (x, weight, bias) if t is not None)
+        and autocast.dtype_of(weight) is autocast.dtype_of(x)
+        and (bias is None or (autocast.dtype_of(bias) is autocast.dtype_of(x) and bias.shape == (features,)))
+        and not torch.compiler.is_compiling()
+        and not dispatch.must_decompose()
+    )
+
+
+def odd_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear for features of which a row has no whole number of words, without gradients.
+
+    Every few rows the words of the result begin at the same column. The columns between the first and the last whole
+    word of such rows are a product whose rows are aligned; the others are in a product of a few columns.
+    """
+    features, width = weight.shape
+    low = autocast.dtype_of(x)
+    rows, weight = x.reshape(-1, width).to(low), weight.to(low)
+    beta = 0 if bias is None else 1
+    bias = weight.new_zeros(features) if bias is None else bias.to(low)
+    out = rows.new_empty((rows.shape[0], features))
+
+    def ends(t: Tensor) -> Tensor:
+        return torch.cat((t[:WORD], t[-WORD:]))
+
+    of_ends = F.linear(rows, ends(weight), ends(bias))
+    out[:, :WORD], out[:, -WORD:] = of_ends[:, :WORD], of_ends[:, WORD:]
+    alike = WORD // gcd(features, WORD)
+    for first in range(alike):
+        start = -first * features % WORD
+        inside = slice(start, start + (features - start) // WORD * WORD)
+        part, columns = (rows[first::alike], weight[inside].t()), out[first::alike, inside]
+        torch.addmm(bias[inside], *part, beta=beta, out=columns)
+    return out.view(*x.shape[:-1], features)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not torch.is_grad_enabled() and backends.get_backend() is None:  # Only the backward has kernels.
-        return reference.linear(x, weight, bias)
     try:
+        if not torch.is_grad_enabled() and backends.get_backend() is None:  # Only the backward has kernels.
+            return odd_product(x, weight, bias) if _is_odd(x, weight, bias) else reference.linear(x, weight, bias)
         y = autocast.linear(x, weight, bias)
         if y is not None:
             return y

@@ -253,11 +253,12 @@ def plan_module(
 ) -> Step:
     try:
         refuse_kind(module)
-        for rule in module_rules():
-            if type(module) is rule.layer:
-                if not rule.gains(module):
-                    raise Refusal(Reason.SAVES_NOTHING)
-                return plan_swap(module, row, rule, classes)
+        rules = [rule for rule in module_rules() if type(module) is rule.layer]
+        if rules:
+            gaining = next((rule for rule in rules if rule.gains(module)), None)
+            if gaining is None:
+                raise Refusal(Reason.SAVES_NOTHING)
+            return plan_swap(module, row, gaining, classes)
         if not has_own_forward(type(module)):
             raise Refusal(Reason.SUBCLASS if is_subclass(module) else Reason.NO_RULE)
         outcome = outcomes.find(module, excluded, lambda: fuse_forward(module, excluded, classes))

@@ -54,9 +54,12 @@ GAINS: dict[type[nn.Module], Callable[[Any], bool]] = {
     nn.GELU: lambda layer: layer.approximate == "none",  # torch's kernel for the other is at the memory limit
 }
 
-MODULE_RULES: tuple[ModuleRule, ...] = tuple(
-    ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused, GAINS.get(layer, always))
-    for layer, fused in DROP_IN.items()
+MODULE_RULES: tuple[ModuleRule, ...] = (
+    linear.ODD_LINEAR,
+    *(
+        ModuleRule(layer.__name__, f"{layer.__name__} -> {fused.__name__}", layer, fused, GAINS.get(layer, always))
+        for layer, fused in DROP_IN.items()
+    ),
 )
 
 #: Each rule runs over the whole graph before the next one, so the larger fusions come first.

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
 from torch.fx import Node
 
 from fastlayers import functional
+from fastlayers.modules.linear import FusedLinear
+from fastlayers.ops.linear import ODD_FEATURES, WORD
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rules.base import GraphRule, Match
+from fastlayers.patching.rules.base import GraphRule, Match, ModuleRule
 from fastlayers.patching.runtime import calls
 
-__all__ = ["LINEAR", "SPLIT"]
+__all__ = ["LINEAR", "ODD_LINEAR", "SPLIT"]
+
+
+def is_odd(layer: nn.Linear) -> bool:
+    """Whether a layer has as many features as a vocabulary, and no whole number of words in a row."""
+    return layer.out_features >= ODD_FEATURES and layer.out_features % WORD != 0 and layer.in_features % WORD == 0
 
 
 def find_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
@@ -50,5 +58,12 @@ def find_split(view: View, node: Node) -> Iterator[Match | Refusal]:
     yield Match((op,), getattr(calls, op.name), (op["input"],), given, (op["input"],))
 
 
+ODD_LINEAR = ModuleRule(
+    "odd_linear",
+    "Linear -> FusedLinear, whose product is faster for a vocabulary like 50257",
+    nn.Linear,
+    FusedLinear,
+    is_odd,
+)
 LINEAR = GraphRule("linear", "F.linear and torch.addmm with a bias, whose gradient a kernel sums", find_linear)
 SPLIT = GraphRule("split", "unbind, chunk, split of a product, whose backward writes one tensor", find_split)
