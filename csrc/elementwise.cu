@@ -43,22 +43,6 @@ __device__ __forceinline__ Vec<T, V> gated(Vec<T, V> w, unsigned kept) {
   return w;
 }
 
-// Where element i of the result finds its operands.
-template <int OPERANDS>
-__device__ __forceinline__ void locate(const Walk<OPERANDS>& walk, int64_t i, int64_t (&at)[OPERANDS]) {
-  unroll<OPERANDS>([&](int k) { at[k] = 0; });
-#pragma unroll
-  for (int d = kMaxDims - 1; d >= 0; --d) {
-    if (d >= walk.dims) continue;
-    const int64_t size = walk.size[d];
-    int64_t rest;
-    if ((i | size) >> 32 == 0) rest = static_cast<uint32_t>(i) / static_cast<uint32_t>(size);  // several times cheaper
-    else rest = i / size;
-    unroll<OPERANDS>([&](int k) { at[k] += (i - rest * size) * walk.stride[k][d]; });
-    i = rest;
-  }
-}
-
 // A tensor that broadcasts to the flat operands.
 struct Bias {
   const void* data = nullptr;

@@ -50,15 +50,10 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t start_row = static_cast<int64_t>(blockIdx.x) * block_rows;
   const int here = static_cast<int>(min(static_cast<int64_t>(block_rows), count - start_row));
   if (static_cast<int>(threadIdx.x) < here) {
-    int64_t row = start_row + threadIdx.x, of_dy = 0, of_index = 0;
-    for (int d = rows.dims - 1; d >= 0; --d) {
-      const int64_t at = row % rows.size[d];
-      row /= rows.size[d];
-      of_dy += at * rows.stride[0][d];
-      of_index += at * rows.stride[1][d];
-    }
-    first[0][threadIdx.x] = of_dy;
-    first[1][threadIdx.x] = of_index;
+    int64_t at[2];
+    locate(rows, start_row + threadIdx.x, at);
+    first[0][threadIdx.x] = at[0];
+    first[1][threadIdx.x] = at[1];
   }
   for (int i = threadIdx.x; i < block_rows * columns; i += kThreads) sums[i] = A(0);
   __syncthreads();

@@ -33,6 +33,22 @@ __device__ __forceinline__ void store_flat(T* p, int64_t i, int64_t n, const Vec
   }
 }
 
+// Where element i of those that a walk counts is in each operand.
+template <int OPERANDS>
+__device__ __forceinline__ void locate(const Walk<OPERANDS>& walk, int64_t i, int64_t (&at)[OPERANDS]) {
+  unroll<OPERANDS>([&](int k) { at[k] = 0; });
+#pragma unroll
+  for (int d = kMaxDims - 1; d >= 0; --d) {
+    if (d >= walk.dims) continue;
+    const int64_t size = walk.size[d];
+    int64_t rest;
+    if ((i | size) >> 32 == 0) rest = static_cast<uint32_t>(i) / static_cast<uint32_t>(size);  // several times cheaper
+    else rest = i / size;
+    unroll<OPERANDS>([&](int k) { at[k] += (i - rest * size) * walk.stride[k][d]; });
+    i = rest;
+  }
+}
+
 // First element of word u of this thread. A warp's words are neighbours, a block's unrolled words are kThreads apart.
 template <typename T, int UNROLL = kUnroll>
 __device__ __forceinline__ int64_t flat_index(int u) {
