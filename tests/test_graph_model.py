@@ -116,11 +116,11 @@ def assert_equal(actual, expected):
 def same_training(make=Net, xs=None, step=step_of, patch=False, **options):
     stock, graphed = pair(make, patch, **options)
     xs = inputs(8) if xs is None else xs
-    calls = itertools.count()
+    calls, watched = itertools.count(1), options.get("warmup", 3)
 
     def stock_step(model, x):
-        """A graphed model watches the operations of its first call, which regions leave to it then."""
-        with no_regions() if next(calls) == 0 else nullcontext():
+        """A graphed model watches the operations of its last call before the capture, and regions leave it alone."""
+        with no_regions() if next(calls) == watched else nullcontext():
             return step(model, x)
 
     # Regions are recorded before: calls that run op by op add up in another order than generated kernels. The classes
