@@ -38,7 +38,7 @@ GRAPHED = ("fastlayers_graph",)
 #: The modes whose results depend on this repository.
 OURS = (*PATCHED, "backend")
 #: The modes whose code is compiled before they are measured: by torch.compile, or by Triton.
-AHEAD = frozenset({*COMPILED, "fastlayers"})
+AHEAD = frozenset({*COMPILED, "fastlayers", *GRAPHED})
 #: The order in which a run measures them: if it is cut short, the most useful rows are there.
 STAGES = (
     ("fastlayers",),
