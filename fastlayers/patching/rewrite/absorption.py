@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastlayers.patching.rewrite.fusable import CASTS, is_dense, spelled, written_by
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, renamed, storage, with_names
 
-__all__ = ["absorbed", "kernel_name"]
+__all__ = ["absorbed", "kernel_name", "needed"]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 #: Kernels that round their first, float32 result to another dtype: the place of the argument that says which.
