@@ -11,6 +11,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.watch import State, UncapturedError
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.patching.rewrite.regions import drawing, random_state, unflatten
@@ -70,7 +71,7 @@ class Capture:
         pattern, given: the arguments, as :func:`fastlayers.patching.rewrite.regions.flatten` gives them.
         used: the numbers of the results that received a gradient in calls before.
         draws: whether the forward draws random numbers on the GPU.
-        kept: bytes that the forward leaves behind.
+        lends: whether the gradients are handed out in the memory of the graphs.
         state: of the module.
 
     Raises:
@@ -85,7 +86,7 @@ class Capture:
         given: Sequence[Tensor],
         used: set[int],
         draws: bool,
-        kept: int,
+        lends: bool,
         state: State,
     ) -> None:
         self.present, self.state = present, state
@@ -95,21 +96,19 @@ class Capture:
         self.stale = ""
         #: The results that received a gradient for which there is no backward.
         self.missed: set[int] = set()
-        self._draws = draws
+        self._draws, self.lends = draws, lends
         self._pending: ReferenceType[Call] | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._done = torch.cuda.Event()
         self.inputs = [like(t) for t in given]
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         with _lock, no_graphs(), torch.cuda.device(self.device):
-            torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
             parameters = [p for p in module.parameters() if p.requires_grad and torch.is_grad_enabled()]
             # Leaves of their own: those of the calls before belong to the streams of these.
             leaves = [nn.Parameter(p.detach()) for p in parameters]
             try:
                 with substituted(module, parameters, leaves):
-                    self._capture_forward(module, pattern, kept)
+                    self._capture_forward(module, pattern)
                     self._capture_backward(parameters, leaves, used)
             finally:
                 torch.clear_autocast_cache()
@@ -117,14 +116,20 @@ class Capture:
 
     # -- capturing -----------------------------------------------------------------------------------------------
 
-    def _capture_forward(self, module: nn.Module, pattern: Any, kept: int) -> None:
+    def _capture_forward(self, module: nn.Module, pattern: Any) -> None:
         flat = iter(self.inputs)
         args, kwargs = (unflatten(part, flat) for part in pattern)
-        self._forward = torch.cuda.CUDAGraph()
-        with captured(self._forward, self.device):
-            # The tensors then share one block; in blocks of their own sizes there are gaps that few of them fit into.
-            torch.empty(kept, dtype=torch.uint8, device=self.device)
-            out = self.present(module, *args, **(kwargs or {}))
+        kept, out = 0, None
+        for _ in range(2):  # The first one shows how much the forward leaves behind, as results and for its backward.
+            out = None
+            torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
+            self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
+            with captured(self._forward, self.device):
+                before = torch.cuda.memory_allocated(self.device)
+                # The tensors then share one block; in blocks of their own sizes are gaps that few of them fit into.
+                torch.empty(kept, dtype=torch.uint8, device=self.device)
+                out = self.present(module, *args, **(kwargs or {}))
+            kept = max(0, torch.cuda.memory_allocated(self.device) - before)
         results = Taken()
         try:
             self._parts = take_apart(out, results)
@@ -166,11 +171,18 @@ class Capture:
         #: The arguments, by their places, and the parameters that get a gradient.
         self.places = [i for i, there in zip(places, reached, strict=False) if there]
         self._parameters = [p for p, there in zip(parameters, reached[len(places) :], strict=True) if there]
-        self._grads = [grad for grad in grads if grad is not None]
+        found = [grad for grad in grads if grad is not None]
+        del grads
+        self._gradients = Gradients(found, self.lends)
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
     def holds(self) -> bool:
+        """Whether a call may be replayed. Afterwards nobody has a gradient in the memory of the graphs."""
+        if self._gradients.in_use():
+            self._wait()
+            self._gradients.move()
+            self.lends, self.stale = False, "its gradients are kept until the next forward"
         return not self.stale and self.state.holds()
 
     def busy(self) -> bool:
@@ -180,10 +192,7 @@ class Capture:
 
     def run(self, module: nn.Module, pattern: Any, given: Sequence[Tensor]) -> Any:
         """The result of a call."""
-        stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_event(self._done)  # The last replay may still use the memory of the graphs.
-        self._stream = stream
+        self._wait()
         with torch.no_grad():
             torch._foreach_copy_(self.inputs, list(given))
         self.replays += 1
@@ -194,11 +203,16 @@ class Capture:
         wanted = *(given[i] for i in self.places), *self._parameters
         return put_together(self._parts, Replay.apply(self, call, given, *wanted))
 
+    def _wait(self) -> None:
+        """Let the present stream wait for what uses the memory of the graphs on another one."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
     def forward(self) -> tuple[Tensor, ...]:
         self._forward.replay()
-        results = tuple(t.clone() for t in self.results)
-        self._done.record(self._stream)
-        return results
+        return tuple(t.clone() for t in self.results)
 
     def constant(self, results: Sequence[Tensor]) -> list[Tensor]:
         """The results that need no gradient."""
@@ -216,11 +230,7 @@ class Capture:
             else:
                 static.copy_(dy)
         self._backward.replay()
-        # Into memory of their own, since the next forward writes into that of the graphs.
-        grads = [torch.empty_like(grad) for grad in self._grads]
-        torch._foreach_copy_(grads, self._grads)
-        self._done.record(torch.cuda.current_stream(self.device))
-        return grads
+        return self._gradients.hand_out()
 
 
 class Replay(torch.autograd.Function):

@@ -45,7 +45,7 @@ class Signature:
         draws: whether random numbers are drawn on the GPU.
         chances: how many numbers are drawn on the CPU that decide nothing.
         waits: where a call waited for the GPU. Code that asks whether it is captured may do without.
-        kept: bytes that a forward leaves behind, for its backward and as results.
+        lends: whether the gradients are handed out in the memory of the graphs: until some are kept for longer.
         changes: how often the modules changed after a capture.
         state: of the modules when a call was last watched.
     """
@@ -59,7 +59,7 @@ class Signature:
         self.draws = False
         self.chances = 0
         self.waits = ""
-        self.kept = 0
+        self.lends = True
         self.changes = 0
         self.state: State | None = None
         self._past = 0
@@ -75,6 +75,7 @@ class Signature:
         self.captures.remove(capture)
         self._past += capture.replays
         self.used |= capture.missed
+        self.lends &= capture.lends
         self.changes += 1
 
     @property
@@ -106,7 +107,7 @@ class Graphs:
         reason, mode = unfit(pattern, given), other_modes()
         if reason or mode:
             if reason and reason not in self.refused:
-                self.descend(module, self.warmup)
+                self.descend(module)
             self.refuse(reason or mode)
             return self.present.forward(module, *args, **kwargs)
         if torch.cuda.is_current_stream_capturing():  # by somebody else, as a part of something larger
@@ -143,13 +144,14 @@ class Graphs:
         """Let the calls of a signature run as they are from now on. ``inside``: the children are to be tried."""
         signature.turn_off(reason)
         if inside:
-            self.descend(module, warmup=1)  # They ran in the calls of this one.
+            self.descend(module)
         elif self.inner and all(other.reason for other in self.signatures.values()):
             release_module(module)
 
-    def descend(self, module: nn.Module, warmup: int) -> None:
+    def descend(self, module: nn.Module) -> None:
         """Try the children. A child of which no call is captured costs nothing more then."""
-        graph_children(module, warmup, self.max_graphs)
+        # They need the calls before a capture themselves: those of this module may have been one region.
+        graph_children(module, self.warmup, self.max_graphs)
         if self.inner and all(other.reason for other in self.signatures.values()):
             release_module(module)
 
@@ -168,12 +170,10 @@ class Graphs:
             self.turn_off(signature, module, str(error))
             return self.present.forward(module, *args, **kwargs)
         on_cpu, on_gpu = Generators(), random_state(given)
-        before = torch.cuda.memory_allocated(given[0].device)
         with waits() as places, Counter() as counter:
             out = self.present.forward(module, *args, **kwargs)
         signature.draws = any(not torch.equal(a, b) for a, b in zip(on_gpu, random_state(given), strict=True))
         signature.chances = len(counter.chances)
-        signature.kept = max(0, torch.cuda.memory_allocated(given[0].device) - before)
         results = tensors_in(out)
         trains = any(t.requires_grad for t in results)
         if counter.count * (WITH_BACKWARD if trains else 1) < LEAST:
@@ -216,7 +216,7 @@ class Graphs:
                 given,
                 signature.used,
                 signature.draws,
-                signature.kept,
+                signature.lends,
                 signature.state,
             )
         except (UncapturedError, RuntimeError) as error:

@@ -371,7 +371,8 @@ class Watch(Run):
         origin = self.origin(module)
         if origin is None:
             raise Refusal(Reason.READS_STATE, f"a {type(module).__name__} that is not one of its submodules")
-        self.kind(module, origin)
+        if module is not self.root:  # Its class has this forward, or inherits it, as that of graph_model does.
+            self.kind(module, origin)
         return origin
 
     def hook_container(self, value: Any) -> Any:
