@@ -168,8 +168,11 @@ def views():
     yield torch.randn(2, 4, 3, 2, 3).to(memory_format=torch.channels_last_3d), 1
 
 
-@pytest.mark.parametrize("number", range(len(list(views()))))
+@pytest.mark.parametrize(
+    ("way", "number"), [(("whole", "split")[i % 2], i) for i in range(len(list(views())))], indirect=["way"]
+)
 def test_views(way, number):
+    """Each in one way: both read x, or the dense copy of it."""
     x, groups = list(views())[number]
     before = x.clone()
     y = torch.randn(x.shape)
