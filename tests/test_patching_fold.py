@@ -27,6 +27,7 @@ from fastlayers.patching import (
     unfold_batch_norm,
     unpatch_model,
 )
+from fastlayers.patching.rewrite.regions import CALLS, no_regions
 from fastlayers.patching.runtime import convolution, folded_layers
 
 
@@ -200,13 +201,49 @@ def test_weights_are_never_stale(net, change, patch):
     if patch:
         patch_model(net)
     fold_batch_norm(net)
-    infer(net, image())
+    for _ in range(CALLS + 1):
+        infer(net, image())
+    assert bool(regions_of(net)) is patch
     with torch.no_grad():
         CHANGES[change](net)
         torch.manual_seed(0)
-    actual = infer(net, image())
     expected = infer(unpatch_model(copy.deepcopy(net)), image())
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max() + 1))
+    for _ in range(CALLS + 1):
+        actual = infer(net, image())
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max() + 1))
+
+
+def regions_of(net):
+    """The code of the regions with folded weights."""
+    region = getattr(type(net), "__fastlayers_region__", None)
+    found = region.entries.items() if region else ()
+    return [e.code for key, several in found for e in several if e.code and "folded_weights" in key[0].source]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_region_uses_folded_weights(net, autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        unfolded = infer(patch_model(net), image())
+        fold_batch_norm(net)
+        with no_regions():
+            expected = infer(net, image())
+        for _ in range(CALLS + 1):
+            actual = infer(net, image())
+    assert regions_of(net)
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, unfolded)
+
+
+def test_a_region_with_frozen_folded_weights_is_differentiated_twice(net):
+    other = fold_batch_norm(patch_model(copy.deepcopy(net).requires_grad_(False)))
+    for _ in range(CALLS + 2):
+        found = []
+        for model in (net, other):
+            x = image().requires_grad_()
+            (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            found += [dx, *torch.autograd.grad(dx.square().sum(), x)]
+        torch.testing.assert_close(found[2:], found[:2], rtol=1e-4, atol=1e-4 * found[1].abs().max().item())
+    assert regions_of(other)
 
 
 @pytest.mark.parametrize("patch", [False, True])

@@ -13,14 +13,19 @@ from fastlayers.patching.capture.reads import Reads
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.generate import CHILD
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS
+from fastlayers.patching.runtime.folded_layers import folded_layer, folded_weights, may_fold
 
 __all__ = ["Reader"]
 
 
 class Reader:
-    """A function that reads, from a module, the state that Python decides by, and the tensors that it uses."""
+    """A function that reads, from a module, the state that Python decides by, and the tensors that it uses.
 
-    def __init__(self, reads: Reads) -> None:
+    Folded weights are among these where there are some: they follow the parameters that they are made of.
+    """
+
+    def __init__(self, reads: Reads, module: nn.Module) -> None:
+        pairs = folded_pairs(reads, module)
         names = {origin: f"m{i}" for i, origin in enumerate(module_origins(reads))}
         short = {origin: shortened(origin, {o: n for o, n in names.items() if o != origin}) for origin in names}
         lines = ["def read(self):"]
@@ -31,32 +36,50 @@ class Reader:
             tests.append(f"'forward' in {shortened(called, names)}.__dict__")
         lines.append(f"    if {' or '.join(tests)}:")
         lines.append("        return None")
-        if reads.tests:
-            lines.append(f"    if not ({' and '.join(shortened(test, names) for test in reads.tests)}):")
+        conditions = [shortened(test, names) for test in reads.tests]
+        layers = [shortened(origin, names) for pair in pairs for origin in pair]
+        conditions += [f"may_fold({', '.join(layers)})"] if layers else []
+        if conditions:
+            lines.append(f"    if not ({' and '.join(conditions)}):")
             lines.append("        raise KeyError")
         values = "".join(f"\n        {shortened(expression, names)}," for expression in reads.values)
         tensors = "".join(f"\n        {shortened(expression, names)}," for expression in reads.tensors)
+        for layer, norm in zip(layers[::2], layers[1::2], strict=True):
+            tensors += f"\n        *folded_weights({layer}, {norm}),"
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
         self.source = "\n".join(lines) + "\n"
         self.key = (self.source, *((name, id(value)) for name, value in sorted(reads.namespace.items())))
-        scope = {**reads.namespace, "global_hooks": GLOBAL_HOOKS}
+        scope = {
+            **reads.namespace,
+            "global_hooks": GLOBAL_HOOKS,
+            "may_fold": may_fold,
+            "folded_weights": folded_weights,
+        }
         exec(compile(self.source, "<fastlayers guard>", "exec"), scope)
         self.read: Callable[[nn.Module], tuple[tuple[Any, ...], tuple[Tensor, ...]] | None] = scope["read"]
-        #: The expressions of the owners of the tensors, and the names there.
-        self.places = [place(expression) for expression in reads.tensors]
+        #: The expressions of the owners of the tensors, and the names there; None for a folded weight.
+        self.places = [*map(place, reads.tensors), *(None for _ in layers)]
 
     @contextmanager
     def replaced(self, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Let the forward of a module read other tensors."""
-        owners = [eval(owner, {"self": module}) for owner, _ in self.places]
-        before = [owner[name] for owner, (_, name) in zip(owners, self.places, strict=True)]
+        chosen = [(*found, t) for found, t in zip(self.places, tensors, strict=True) if found is not None]
+        changes = [(eval(owner, {"self": module}), name, t) for owner, name, t in chosen]
+        before = [(owner, name, owner[name]) for owner, name, _ in changes]
         try:
-            for owner, (_, name), t in zip(owners, self.places, tensors, strict=True):
+            for owner, name, t in changes:
                 owner[name] = t
             yield
         finally:
-            for owner, (_, name), t in zip(owners, self.places, before, strict=True):
+            for owner, name, t in before:
                 owner[name] = t
+
+
+def folded_pairs(reads: Reads, module: nn.Module) -> list[tuple[str, str]]:
+    """The expressions of the layers and norms that were called and that there are folded weights for."""
+    called = {eval(origin, {**reads.namespace, "self": module}): origin for origin in reads.called}
+    pairs = [(folded_layer(norm), origin) for norm, origin in called.items()]
+    return [(called[layer], origin) for layer, origin in pairs if layer in called]
 
 
 def module_origins(reads: Reads) -> list[str]:

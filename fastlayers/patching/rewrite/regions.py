@@ -388,7 +388,7 @@ class Region:
         try:
             lookups = frozenset[Any]().union(*(adapter.lookups() for adapter in adapters()))
             reads = read_by(module, original_class(module).forward, args, kwargs, lookups, undecorated)
-            reader = Reader(reads)
+            reader = Reader(reads, module)
             found = reader.read(module)
         except KeyError:
             self.refused[pattern] = Refusal(Reason.UNKNOWN_CALL, "a function of torch that was replaced")

@@ -22,7 +22,7 @@ from fastlayers.patching.runtime.checks import no_hooks
 from fastlayers.patching.runtime.convolution import adds_bias, convolve, layer_and_more
 from fastlayers.patching.runtime.traits import fresh
 
-__all__ = ["folded", "folded_and_more", "folded_sum", "forget", "may_fold"]
+__all__ = ["folded", "folded_and_more", "folded_layer", "folded_sum", "folded_weights", "forget", "may_fold"]
 
 #: Children of a norm that its kernel may stand for, by the name of the activation.
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish"}
@@ -185,6 +185,12 @@ _folded: WeakKeyDictionary[nn.Module, Folded] = WeakKeyDictionary()
 def forget(norm: nn.Module) -> None:
     """Free the folded weights of a norm."""
     _folded.pop(norm, None)
+
+
+def folded_layer(norm: nn.Module) -> nn.Module | None:
+    """The layer that there are folded weights of this norm for."""
+    kept = _folded.get(norm)
+    return None if kept is None else kept.layer()
 
 
 def folded_weights(layer: Any, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
