@@ -21,6 +21,8 @@ from fastlayers.patching.runtime.checks import rewritten_everywhere
 torch.set_num_threads(1)
 
 NO_GPU = not torch.cuda.is_available()
+if NO_GPU:  # torch would keep each seed for a GPU that may come, with a stack trace: 1 ms, and that 30 times in a test.
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
 CACHED = 2**30
 #: The tests of these files wait for processes of their own, some for minutes; the first one named takes longest.
 LONGEST = ("test_triton_kernels[compiled]", "test_triton.py", "test_triton_interpreter.py", "test_examples.py")
