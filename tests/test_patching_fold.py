@@ -12,9 +12,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import needs_gpu
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
+from fastlayers import graph_model, graph_report
+from fastlayers.graphs import module as graphs
 from fastlayers.ops.activations import BY_CODE
 from fastlayers.patching import (
     PatchError,
@@ -232,6 +235,24 @@ def test_a_region_uses_folded_weights(net, autocast):
     assert regions_of(net)
     assert torch.equal(actual, expected)
     assert not torch.equal(actual, unfolded)
+
+
+@needs_gpu
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_graph_follows_the_parameters(net, mode, monkeypatch):
+    monkeypatch.setattr(graphs, "LEAST", 1)
+    x = image().cuda()
+    folded = graph_model(fold_batch_norm(patch_model(copy.deepcopy(net).cuda())))
+    for _ in range(2):
+        with mode():
+            for _ in range(6):
+                actual = folded(x)
+        torch.testing.assert_close(actual, infer(net.cuda(), x), rtol=1e-3, atol=1e-3)
+        for model in (net, folded):
+            with torch.no_grad():
+                model.block.conv1.weight.mul_(2)
+    (row,) = graph_report(folded).captured
+    assert row.replays == 9
 
 
 def test_a_region_with_frozen_folded_weights_is_differentiated_twice(net):

@@ -196,8 +196,10 @@ def folded_layer(norm: nn.Module) -> nn.Module | None:
 def folded_weights(layer: Any, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
     """The weight, as the layer uses it, and the bias of the folded layer; recomputed when a source has changed."""
     given, dtype = sources(layer, norm), computing_dtype(layer.weight)
-    if observed(given):
+    if traced():
         return fold(layer, norm, dtype)
+    if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # type: ignore[union-attr]
+        return fold_outside(layer, norm, dtype)  # A replay follows the parameters.
     kept = _folded.get(norm)
     if kept is None or not kept.fits(layer, norm, given):
         if any(tensor is not None and tensor.is_inference() for tensor in given):  # They have no version counters.
@@ -207,16 +209,19 @@ def folded_weights(layer: Any, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
         states = tuple((t._version, t.data_ptr(), t.dtype) if t is not None else None for t in given)
         kept = _folded[norm] = Folded(ref(layer), norm.eps, given, aliases, states)
     if dtype not in kept.weights:
-        with torch.no_grad(), torch.inference_mode(False):
-            kept.weights[dtype] = fold(layer, norm, dtype)
+        kept.weights[dtype] = fold_outside(layer, norm, dtype)
     return kept.weights[dtype]
 
 
-def observed(given: Sources) -> bool:
-    """Whether this call is traced, transformed or captured, so that its tensors must not outlive it."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
-        return True
-    return given[0].is_cuda and torch.cuda.is_current_stream_capturing()  # type: ignore[union-attr]
+def traced() -> bool:
+    """Whether this call is traced or transformed, so that its tensors must not outlive it."""
+    return bool(torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active())
+
+
+def fold_outside(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """:func:`fold` outside of inference mode: a region takes no other tensors than those that it was recorded with."""
+    with torch.no_grad(), torch.inference_mode(False):
+        return fold(layer, norm, dtype)
 
 
 def fold(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
