@@ -30,6 +30,7 @@ from fastlayers.patching import (
     unfold_batch_norm,
     unpatch_model,
 )
+from fastlayers.patching.rewrite import regions
 from fastlayers.patching.rewrite.regions import CALLS, no_regions
 from fastlayers.patching.runtime import convolution, folded_layers
 
@@ -253,6 +254,32 @@ def test_a_graph_follows_the_parameters(net, mode, monkeypatch):
                 model.block.conv1.weight.mul_(2)
     (row,) = graph_report(folded).captured
     assert row.replays == 9
+
+
+def test_a_region_of_a_folded_model_in_training(net):
+    """Weights that were folded for inference are none that its forward with gradients uses."""
+    fold_batch_norm(patch_model(net))
+    infer(net, image())
+    for _ in range(CALLS + 1):
+        net(image()).sum().backward()
+    entries = type(net).__fastlayers_region__.entries.values()
+    assert any(entry.facts.wanted for several in entries for entry in several)
+    assert not regions_of(net)
+    for _ in range(CALLS):
+        infer(net, image())
+    assert regions_of(net)
+
+
+def test_folded_norms_count_as_operations():
+    """A region pays for the calls that it saves, and a norm was one of them."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(2) for layer in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())]
+    net = warmed(nn.Sequential(nn.Sequential(*layers)), image())
+    fold_batch_norm(patch_model(net))
+    for _ in range(CALLS + 1):
+        infer(net, image())
+    execute = regions.executor_class()
+    assert bool(regions_of(net)) is (regions.LEAST[execute][1] <= 6)
 
 
 def test_a_region_with_frozen_folded_weights_is_differentiated_twice(net):

@@ -13,7 +13,7 @@ from fastlayers.patching.capture.reads import Reads
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.generate import CHILD
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS
-from fastlayers.patching.runtime.folded_layers import folded_layer, folded_weights, may_fold
+from fastlayers.patching.runtime.folded_layers import folded_layer, folded_tensors, may_fold
 
 __all__ = ["Reader"]
 
@@ -37,15 +37,14 @@ class Reader:
         lines.append(f"    if {' or '.join(tests)}:")
         lines.append("        return None")
         conditions = [shortened(test, names) for test in reads.tests]
-        layers = [shortened(origin, names) for pair in pairs for origin in pair]
-        conditions += [f"may_fold({', '.join(layers)})"] if layers else []
+        layers = ", ".join(shortened(origin, names) for pair in pairs for origin in pair)
+        conditions += [f"may_fold({layers})"] if pairs else []
         if conditions:
             lines.append(f"    if not ({' and '.join(conditions)}):")
             lines.append("        raise KeyError")
         values = "".join(f"\n        {shortened(expression, names)}," for expression in reads.values)
         tensors = "".join(f"\n        {shortened(expression, names)}," for expression in reads.tensors)
-        for layer, norm in zip(layers[::2], layers[1::2], strict=True):
-            tensors += f"\n        *folded_weights({layer}, {norm}),"
+        tensors += f"\n        *folded_weights({layers})," if pairs else ""
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
         self.source = "\n".join(lines) + "\n"
         self.key = (self.source, *((name, id(value)) for name, value in sorted(reads.namespace.items())))
@@ -53,12 +52,14 @@ class Reader:
             **reads.namespace,
             "global_hooks": GLOBAL_HOOKS,
             "may_fold": may_fold,
-            "folded_weights": folded_weights,
+            "folded_weights": folded_tensors,
         }
         exec(compile(self.source, "<fastlayers guard>", "exec"), scope)
         self.read: Callable[[nn.Module], tuple[tuple[Any, ...], tuple[Tensor, ...]] | None] = scope["read"]
         #: The expressions of the owners of the tensors, and the names there; None for a folded weight.
-        self.places = [*map(place, reads.tensors), *(None for _ in layers)]
+        self.places = [*map(place, reads.tensors), *(None for _ in (*pairs, *pairs))]
+        #: How many norms are folded.
+        self.folds = len(pairs)
 
     @contextmanager
     def replaced(self, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -76,10 +77,11 @@ class Reader:
 
 
 def folded_pairs(reads: Reads, module: nn.Module) -> list[tuple[str, str]]:
-    """The expressions of the layers and norms that were called and that there are folded weights for."""
-    called = {eval(origin, {**reads.namespace, "self": module}): origin for origin in reads.called}
-    pairs = [(folded_layer(norm), origin) for norm, origin in called.items()]
-    return [(called[layer], origin) for layer, origin in pairs if layer in called]
+    """The expressions of the layers and norms that are called and that use folded weights."""
+    called: dict[Any, str] = {eval(origin, {**reads.namespace, "self": module}): origin for origin in reads.called}
+    pairs = [(folded_layer(norm), norm) for norm in called]
+    used = [(layer, norm) for layer, norm in pairs if layer is not None and layer in called and may_fold(layer, norm)]
+    return [(called[layer], called[norm]) for layer, norm in used]
 
 
 def module_origins(reads: Reads) -> list[str]:

@@ -407,15 +407,22 @@ class Region:
         entry = Entry(TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None), GlobalStateGuard())
         entries.append(entry)
         try:
-            return entry, reader, inputs, self.record(entry, module, pattern, given, tensors)
+            return entry, reader, inputs, self.record(entry, module, pattern, given, tensors, reader.folds)
         except Refusal as refusal:
             entry.refusal = remembered(refusal)
             return None
 
     def record(
-        self, entry: Entry, module: nn.Module, pattern: Any, given: list[Tensor], tensors: tuple[Tensor, ...]
+        self,
+        entry: Entry,
+        module: nn.Module,
+        pattern: Any,
+        given: list[Tensor],
+        tensors: tuple[Tensor, ...],
+        folds: int,
     ) -> tuple[Any, ...]:
-        """Complete an entry from one run; returns the results, what is kept, and the random state before."""
+        """Complete an entry from one run; returns the results, what is kept, and the random state before. ``folds`` is
+        the number of folded norms, which are operations of torch, too."""
         real = (*given, *tensors)
         if not all(type(t) in dispatch.PLAIN and t.device.type in ("cpu", "cuda") for t in real):
             raise Refusal(Reason.READS_STATE, "a tensor of another type, or on another device")
@@ -426,7 +433,9 @@ class Region:
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
         try:
-            *recorded, grads, gradients, plain, rounding = self.recorded(entry, module, pattern, real, len(given))
+            *recorded, grads, gradients, plain, rounding = self.recorded(
+                entry, module, pattern, real, len(given), folds
+            )
             inputs = (*real, *entry.constants)
             changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
             written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]  # type: ignore[arg-type]
@@ -461,7 +470,7 @@ class Region:
             torch.set_autocast_cache_enabled(cached)
 
     def recorded(
-        self, entry: Entry, module: nn.Module, pattern: Any, real: tuple[Tensor, ...], count: int
+        self, entry: Entry, module: nn.Module, pattern: Any, real: tuple[Tensor, ...], count: int, folds: int
     ) -> tuple[Any, ...]:
         """The results, what is kept of inputs and results, and gradients of results and of inputs, of a run that gives
         the entry its code. The last items are the code as it was recorded, without generated kernels, and the largest
@@ -505,7 +514,7 @@ class Region:
                         [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
                     )
         execute = executor_class()
-        if tape.size(split) < LEAST[execute][not active]:
+        if tape.size(split) + folds < LEAST[execute][not active]:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])

@@ -22,7 +22,7 @@ from fastlayers.patching.runtime.checks import no_hooks
 from fastlayers.patching.runtime.convolution import adds_bias, convolve, layer_and_more
 from fastlayers.patching.runtime.traits import fresh
 
-__all__ = ["folded", "folded_and_more", "folded_layer", "folded_sum", "folded_weights", "forget", "may_fold"]
+__all__ = ["folded", "folded_and_more", "folded_layer", "folded_sum", "folded_tensors", "forget", "may_fold"]
 
 #: Children of a norm that its kernel may stand for, by the name of the activation.
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish"}
@@ -191,6 +191,11 @@ def folded_layer(norm: nn.Module) -> nn.Module | None:
     """The layer that there are folded weights of this norm for."""
     kept = _folded.get(norm)
     return None if kept is None else kept.layer()
+
+
+def folded_tensors(*layers: nn.Module) -> list[Tensor]:
+    """Weight and bias of each pair of a layer and its norm."""
+    return [t for layer, norm in zip(layers[::2], layers[1::2], strict=True) for t in folded_weights(layer, norm)]  # type: ignore[arg-type]
 
 
 def folded_weights(layer: Any, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
