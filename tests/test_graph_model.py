@@ -435,13 +435,9 @@ def test_gradients_that_are_kept():
     assert_equal(kept[1], kept[0])
 
 
-def lent(*tensors, lend=True):
-    return Gradients([*tensors], lend)
-
-
 def test_gradients_are_handed_out_without_a_copy():
     tensors = torch.randn(3, 4), torch.randn(5)
-    gradients = lent(*tensors)
+    gradients = Gradients(tensors, lend=True)
     parameters = [nn.Parameter(torch.zeros_like(t)) for t in tensors]
     for p, grad in zip(parameters, gradients.hand_out(), strict=True):
         p.grad = grad
@@ -455,7 +451,7 @@ def test_gradients_are_handed_out_without_a_copy():
 
 def test_a_gradient_in_use_gets_memory_of_its_own():
     tensors = torch.randn(3, 4), torch.randn(5)
-    gradients, before = lent(*tensors), [t.clone() for t in tensors]
+    gradients, before = Gradients(tensors, lend=True), [t.clone() for t in tensors]
     first, second = gradients.hand_out()
     row, address, other = first[1], tensors[0].data_ptr(), tensors[1].data_ptr()
     del first, second
@@ -470,7 +466,7 @@ def test_gradients_that_share_memory_are_copied(lend):
     """Autograd gives both terms of a sum one gradient; clipping would scale it twice."""
     one, two, part = torch.randn(3), torch.randn(3), torch.randn(6)[:4]
     shared = one, one.detach(), two, two, part
-    gradients = lent(*shared, torch.randn(2), lend=lend)
+    gradients = Gradients([*shared, torch.randn(2)], lend)
     own = {t.data_ptr() for t in shared}
     *copies, last = gradients.hand_out()
     assert [torch.equal(a, b) for a, b in zip(copies, shared, strict=True)] == [True] * len(shared)

@@ -221,7 +221,7 @@ def regions_of(net):
     """The code of the regions with folded weights."""
     region = getattr(type(net), "__fastlayers_region__", None)
     found = region.entries.items() if region else ()
-    return [e.code for key, several in found for e in several if e.code and "folded_weights" in key[0].source]
+    return [e.code for key, several in found for e in several if e.code and key[0].folds]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -257,7 +257,7 @@ def test_a_graph_follows_the_parameters(net, mode, monkeypatch):
 
 
 def test_a_region_of_a_folded_model_in_training(net):
-    """Weights that were folded for inference are none that its forward with gradients uses."""
+    """It runs on the weights of the layers, not on those that were folded for inference."""
     fold_batch_norm(patch_model(net))
     infer(net, image())
     for _ in range(CALLS + 1):

@@ -171,9 +171,7 @@ class Capture:
         #: The arguments, by their places, and the parameters that get a gradient.
         self.places = [i for i, there in zip(places, reached, strict=False) if there]
         self._parameters = [p for p, there in zip(parameters, reached[len(places) :], strict=True) if there]
-        found = [grad for grad in grads if grad is not None]
-        del grads
-        self._gradients = Gradients(found, self.lends)
+        self._gradients = Gradients([grad for grad in grads if grad is not None], self.lends)
 
     # -- replaying -----------------------------------------------------------------------------------------------
 

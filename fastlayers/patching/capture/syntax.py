@@ -29,6 +29,7 @@ __all__ = [
     "Instrument",
     "Run",
     "hook",
+    "lines_of",
     "local_names",
     "names_in",
     "optional_parameters",
@@ -50,7 +51,7 @@ def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.Funct
     if hasattr(function, "__wrapped__") and not decorated:
         raise Refusal(Reason.DECORATED, function.__qualname__)
     try:  # Of the code, since the source of a wrapper would be that of what it wraps.
-        tree = ast.parse(textwrap.dedent(source_of(function))).body[0]
+        tree = ast.parse(textwrap.dedent(lines_of(function))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         raise Refusal(Reason.NO_SOURCE, function.__qualname__) from None
     if not isinstance(tree, ast.FunctionDef) or tree.name != function.__code__.co_name:
@@ -65,7 +66,7 @@ def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.Funct
     return tree
 
 
-def source_of(function: types.FunctionType) -> str:
+def lines_of(function: types.FunctionType) -> str:
     """The lines of a function.
 
     As ``inspect.getsource`` finds them, but for its search of all modules for the one of this file: 4 ms a function

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import itertools
 import textwrap
 import types
@@ -16,7 +15,7 @@ from torch import Tensor
 from fastlayers import functional
 from fastlayers.patching.capture.lookups import inside_function
 from fastlayers.patching.capture.recording import binder
-from fastlayers.patching.capture.syntax import names_in
+from fastlayers.patching.capture.syntax import lines_of, names_in
 from fastlayers.patching.ir.spellings import Spelling
 
 __all__ = ["canonical", "fused_rotary", "is_rotary", "known_spelling", "source_of"]
@@ -90,7 +89,7 @@ def source_of(function: Any) -> str:
     if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__") or function.__closure__:
         return ""
     try:
-        return canonical(inspect.getsource(function))
+        return canonical(lines_of(function))
     except (OSError, TypeError, SyntaxError, IndexError):
         return ""
 

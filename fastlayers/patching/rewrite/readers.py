@@ -36,24 +36,19 @@ class Reader:
             tests.append(f"'forward' in {shortened(called, names)}.__dict__")
         lines.append(f"    if {' or '.join(tests)}:")
         lines.append("        return None")
-        conditions = [shortened(test, names) for test in reads.tests]
-        layers = ", ".join(shortened(origin, names) for pair in pairs for origin in pair)
-        conditions += [f"may_fold({layers})"] if pairs else []
+        layers = ", ".join(origin for pair in pairs for origin in pair)
+        conditions = [*reads.tests, *([f"may_fold({layers})"] if pairs else [])]
         if conditions:
-            lines.append(f"    if not ({' and '.join(conditions)}):")
+            lines.append(f"    if not ({' and '.join(shortened(test, names) for test in conditions)}):")
             lines.append("        raise KeyError")
         values = "".join(f"\n        {shortened(expression, names)}," for expression in reads.values)
-        tensors = "".join(f"\n        {shortened(expression, names)}," for expression in reads.tensors)
-        tensors += f"\n        *folded_weights({layers})," if pairs else ""
+        used = [*reads.tensors, *([f"*folded_tensors({layers})"] if pairs else [])]
+        tensors = "".join(f"\n        {shortened(expression, names)}," for expression in used)
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
         self.source = "\n".join(lines) + "\n"
         self.key = (self.source, *((name, id(value)) for name, value in sorted(reads.namespace.items())))
-        scope = {
-            **reads.namespace,
-            "global_hooks": GLOBAL_HOOKS,
-            "may_fold": may_fold,
-            "folded_weights": folded_tensors,
-        }
+        own = {"global_hooks": GLOBAL_HOOKS, "may_fold": may_fold, "folded_tensors": folded_tensors}
+        scope = {**reads.namespace, **own}
         exec(compile(self.source, "<fastlayers guard>", "exec"), scope)
         self.read: Callable[[nn.Module], tuple[tuple[Any, ...], tuple[Tensor, ...]] | None] = scope["read"]
         #: The expressions of the owners of the tensors, and the names there; None for a folded weight.

@@ -193,9 +193,9 @@ def folded_layer(norm: nn.Module) -> nn.Module | None:
     return None if kept is None else kept.layer()
 
 
-def folded_tensors(*layers: nn.Module) -> list[Tensor]:
+def folded_tensors(*layers: Any) -> list[Tensor]:
     """Weight and bias of each pair of a layer and its norm."""
-    return [t for layer, norm in zip(layers[::2], layers[1::2], strict=True) for t in folded_weights(layer, norm)]  # type: ignore[arg-type]
+    return [t for layer, norm in zip(layers[::2], layers[1::2], strict=True) for t in folded_weights(layer, norm)]
 
 
 def folded_weights(layer: Any, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
