@@ -540,6 +540,25 @@ def test_another_result_is_used():
     assert replays(graphed) > 6
 
 
+class LossAndLogits(Net):
+    def forward(self, x):
+        logits = super().forward(x)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+@gpu
+def test_a_result_that_another_comes_from_is_not_used():
+    """Else its gradient, zeros from outside, would take its memory, and a sum in each backward."""
+    graphed = same_training(LossAndLogits, step=lambda model, x: backward(model(x)["loss"]))
+    (signature,) = graphs_module.graphs_of(graphed).signatures.values()
+    assert [capture.used for capture in signature.captures] == [[0]]
+
+
+def backward(loss):
+    loss.backward()
+    return loss
+
+
 @gpu
 def test_twice_backward():
     stock, graphed = pair(lambda: Net(0.2))

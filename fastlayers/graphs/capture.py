@@ -119,17 +119,10 @@ class Capture:
     def _capture_forward(self, module: nn.Module, pattern: Any) -> None:
         flat = iter(self.inputs)
         args, kwargs = (unflatten(part, flat) for part in pattern)
-        kept, out = 0, None
-        for _ in range(2):  # The first one shows how much the forward leaves behind, as results and for its backward.
-            out = None
-            torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
-            self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
-            with captured(self._forward, self.device):
-                before = torch.cuda.memory_allocated(self.device)
-                # The tensors then share one block; in blocks of their own sizes are gaps that few of them fit into.
-                torch.empty(kept, dtype=torch.uint8, device=self.device)
-                out = self.present(module, *args, **(kwargs or {}))
-            kept = max(0, torch.cuda.memory_allocated(self.device) - before)
+        torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
+        self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
+        with captured(self._forward, self.device):
+            out = self.present(module, *args, **(kwargs or {}))
         results = Taken()
         try:
             self._parts = take_apart(out, results)
@@ -164,6 +157,8 @@ class Capture:
             results = [self.results[i] for i in self.used]
             with captured(self._backward, self.device, self._forward.pool()):
                 grads = torch.autograd.grad(results, wanted, self._dys, allow_unused=True)
+            # One that is a view would keep the tensor that it is a view of, and seem to share its memory.
+            grads = [None if grad is None else grad.detach() for grad in grads]
             del results
         self.results = [t.detach() for t in self.results]
         # Autograd need not reach what gets no gradient. Without a captured backward that is not known.

@@ -18,7 +18,7 @@ from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import become, check_subclassing, seal
 from fastlayers.patching.rewrite.plan import refuse_kind
 from fastlayers.patching.rewrite.regions import NONE, flatten, random_state
-from fastlayers.patching.rewrite.results import tensors_in
+from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["Graphs", "Signature", "graph_module", "graphs_of", "is_graphed", "release_module"]
@@ -174,7 +174,11 @@ class Graphs:
             out = self.present.forward(module, *args, **kwargs)
         signature.draws = any(not torch.equal(a, b) for a, b in zip(on_gpu, random_state(given), strict=True))
         signature.chances = len(counter.chances)
-        results = tensors_in(out)
+        results = Taken()
+        try:
+            parts = take_apart(out, results)
+        except OpaqueError:  # The capture will say so.
+            parts, results = out, Taken()
         trains = any(t.requires_grad for t in results)
         if counter.count * (WITH_BACKWARD if trains else 1) < LEAST:
             self.turn_off(signature, module, f"too small: {counter.count} operations", inside=False)
@@ -185,10 +189,12 @@ class Graphs:
         elif not state.holds():
             self.turn_off(signature, module, "changes attributes of its modules")
         signature.waits = places[0] if places else ""
-        for i, t in (*enumerate(results), *results.views):
+        # Other tensors than those of the module, which get a gradient in there too: logits that the loss comes from do.
+        outside = [t.view_as(t) if t.requires_grad else t for t in results]
+        for i, t in enumerate(outside):
             if t.requires_grad:
                 t.register_hook(functools.partial(note, signature.used, i))
-        return out
+        return put_together(parts, outside)
 
     def capture(self, signature: Signature, module: nn.Module, pattern: Any, given: list[Tensor]) -> Capture | None:
         """The graphs for a call; None if it has to run as it is."""
