@@ -17,7 +17,7 @@ QUICK = {
     "transformers:bert/eager": {"add_layer_norm": 5, "softmax": 2},
     "transformers:convnext": {"mlp": 8, "scale_add": 8},
     "transformers:gemma2": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2, "softmax": 2},
-    "transformers:gpt2": {"add_layer_norm": 2, "gelu": 2},
+    "transformers:gpt2": {"add_layer_norm": 2, "gelu_tanh": 2},
     "transformers:gpt2/eager": {"softmax": 2},
     "transformers:mt5": {"geglu": 4},
     "transformers:llama": {"add_rms_norm": 2, "gated_linear": 2, "rotary": 2},

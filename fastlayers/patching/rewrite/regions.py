@@ -113,6 +113,8 @@ backends.on_change(_forget_all)  # The recorded kernels are those of the backend
 
 
 BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+#: How the arguments of a parameter are spelled, one by one.
+EACH: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*{}", inspect.Parameter.VAR_KEYWORD: "*{}.values()"}
 
 
 #: What stands for a tensor in the pattern of a call.
@@ -294,9 +296,6 @@ class Region:
             or forward_ad._current_level >= 0
             or _is_tracing()
         ):
-            return self.present.forward(module, *args, **kwargs)
-        if self.strange and not self.strange.isdisjoint(map(type, (*args, *kwargs.values()))):
-            self.failed()
             return self.present.forward(module, *args, **kwargs)
         given: list[Tensor] = []
         pattern = flatten(args, given), flatten(kwargs, given) if kwargs else NONE
@@ -651,6 +650,7 @@ def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Mod
         "_present": present,
         "_region": region,
         "_off": region.off,
+        "_strange": region.strange,
         "_is_compiling": torch.compiler.is_compiling,
         "_is_grad_enabled": torch.is_grad_enabled,
         "_decorated": partial(decorated, original),
@@ -663,13 +663,15 @@ def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Mod
     decorator = "    @_decorated\n" if takes_former_names(original) else ""
     positional = arguments_source(p for p in parameters if p.kind not in BY_KEYWORD)
     keywords = arguments_source(p for p in parameters if p.kind in BY_KEYWORD)
+    each = items(EACH.get(p.kind, "{}").format(p.name) for p in parameters)
+    strange = f" or (_strange and not _strange.isdisjoint(map(type, {each})))"
     source = (
         f"class {name}(_present):\n"
         f"{decorator}"
         f"    def forward{declared}:\n"
         f"{check}"
-        "        if _is_compiling() or _off[_is_grad_enabled()]:\n"
-        f"            return super().forward({', '.join((*positional, *keywords))})\n"
+        f"        if _is_compiling() or _off[_is_grad_enabled()]{strange}:\n"
+        f"            return _present.forward(self, {', '.join((*positional, *keywords))})\n"
         f"        return _region(self, {items(positional)}, dict({', '.join(keywords)}))\n"
     )
     exec(compile(source, f"<fastlayers {name}>", "exec"), namespace)

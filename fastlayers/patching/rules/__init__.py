@@ -32,7 +32,7 @@ from fastlayers.patching.rules import (
     softmax,
 )
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule, always
-from fastlayers.patching.runtime.checks import without_gradients, without_kernels
+from fastlayers.patching.runtime.checks import with_little, without_gradients, without_kernels
 
 __all__ = [
     "FOLDING_RULES",
@@ -109,6 +109,14 @@ TRAINING_ONLY = frozenset(
     | {rule.name for rule in (linear.LINEAR, linear.SPLIT, *norm.FORKED_NORMS, convolution.FORKED_CONVOLUTION)}
 )
 
+#: The names of those that run one kernel where torch runs one or two: they gain where memory is the limit. With few
+#: elements the host is, and a call of a fused op takes some 20 us of it, the launch of a kernel 5 us.
+MEMORY_ONLY = TRAINING_ONLY | {
+    *("LayerNorm", "GroupNorm", "GELU", "ELU", "GLU", "Mish", "Softplus", "Softmax", "LogSoftmax"),
+    *("layer_norm", "add_layer_norm", "group_norm", "gelu", "mish", "glu", "swiglu", "geglu", "reglu", "gated_linear"),
+    *("linear_act", "mlp", "dropout_add", "scale_add"),
+}
+
 #: The rules of :func:`fastlayers.fold_batch_norm`.
 FOLDING_RULES = batch_norm_folding.FOLD_BATCH_NORM
 
@@ -117,6 +125,8 @@ def idle_test(names: Collection[str]) -> Callable[[object], bool] | None:
     """A test of a call's first argument that says whether rules of these names gain nothing; None if they always do."""
     if set(names) <= TRAINING_ONLY:
         return without_gradients
+    if set(names) <= MEMORY_ONLY:
+        return with_little
     return without_kernels if set(names) <= GPU_ONLY else None
 
 

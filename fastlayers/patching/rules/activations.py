@@ -17,15 +17,15 @@ from fastlayers.patching.runtime import calls
 __all__ = ["ACTIVATIONS"]
 
 
-def find_activation(name: str) -> Find:
+def find_activation(name: str, written_out: bool = False) -> Find:
     def find(view: View, node: Node) -> Iterator[Match | Refusal]:
         op = view.op(node, name)
-        if op is None or op.child is not None or op.inplace:  # The module rules replace layers.
-            return
+        if op is None or op.child is not None or op.inplace or bool(op.parts) is not written_out:
+            return  # The module rules replace layers.
         if op["handwritten"] is not None:
             yield Match((op,), calls.handwritten_activation, (op["input"], op["handwritten"]), {}, (op["input"],))
             return
-        if op["approximate"] == "tanh" and not op.parts:
+        if op["approximate"] == "tanh" and not written_out:
             yield Refusal(Reason.SAVES_NOTHING, "torch's kernel for tanh is at the memory limit")
             return
         options: dict[str, Any] = {k: v for k, v in op.operands.items() if k not in ("input", "inplace")}
@@ -34,8 +34,9 @@ def find_activation(name: str) -> Find:
     return find
 
 
-#: The activations whose layers are in DROP_IN, and one without a function in torch.
+#: The activations whose layers are in DROP_IN, and those that libraries write out.
 ACTIVATIONS = (
     *(GraphRule(name, f"F.{name}", find_activation(name)) for name in ("gelu", "mish", "glu")),
-    GraphRule("quick_gelu", "x * sigmoid(1.702 * x)", find_activation("quick_gelu")),
+    GraphRule("gelu_tanh", "0.5 * x * (1 + tanh(...)), written out", find_activation("gelu", written_out=True)),
+    GraphRule("quick_gelu", "x * sigmoid(1.702 * x)", find_activation("quick_gelu", written_out=True)),
 )

@@ -36,6 +36,7 @@ __all__ = [
     "plain_any",
     "rewritten_everywhere",
     "untouched",
+    "with_little",
     "without_gradients",
     "without_kernels",
 ]
@@ -43,7 +44,10 @@ __all__ = [
 #: The hooks on all modules, and the attributes with those of one module.
 GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Elements that a kernel reads and writes in some 2 us, while the host takes 20 us to call it.
+LITTLE = 2**18
 
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _rewritten_everywhere = False
 
 
@@ -62,11 +66,19 @@ def without_kernels(x: object) -> bool:
 def without_gradients(x: object) -> bool:
     """Whether a call on ``x`` would run no kernel of ours that is for training. Under autocast a norm that is used
     twice gains otherwise, too: it is cast as it is written."""
-    return without_kernels(x) or not (
-        torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cuda")
-        or _rewritten_everywhere
-        or backends.get_backend() is not None
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+        return without_kernels(x)
+    return not _rewritten_everywhere and backends.get_backend() is None
+
+
+def with_little(x: object) -> bool:
+    """Whether a call on ``x`` is one that the host takes longer for than the GPU. Calls that are recorded for a region
+    are not: there a kernel may become a part of a larger one."""
+    return without_kernels(x) or (
+        type(x) in PLAIN
+        and x.numel() <= LITTLE  # type: ignore[attr-defined]
+        and without_gradients(x)
+        and not _dispatch_modes()
     )
 
 
