@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fastlayers
 from fastlayers.graphs import module as graphs_module
 from fastlayers.graphs.gradients import Gradients
+from fastlayers.graphs.pool import Call, Pool
 from fastlayers.graphs.watch import Counter, Generators, State
 from fastlayers.patching.reasons import PatchError, Reason
 from fastlayers.patching.rewrite.regions import no_regions
@@ -355,6 +356,48 @@ def test_children_have_a_warm_up_of_their_own():
     assert not fastlayers.graph_report(graphed).captured
     assert_equal(train(graphed, xs[6:]), train(stock, xs[6:]))
     assert fastlayers.graph_report(graphed).captured
+
+
+class Layers(nn.Module):
+    """Not captured itself, but its layers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x, order="first second"):
+        x = x * torch.tensor(2.0).pin_memory().to(x.device, non_blocking=True)
+        return [getattr(self, name)(x) for name in order.split()]
+
+
+@gpu
+@pytest.mark.parametrize("order", ["first second", "second first"])
+@pytest.mark.parametrize("together", [True, False])
+def test_layers_that_share_memory(order, together):
+    """Whatever the order of forwards and backwards, none may find that another one wrote over what it kept."""
+    stock, graphed = pair(Layers)
+    for i, x in enumerate(inputs(12)):
+        for model in (stock, graphed):
+            model.zero_grad()
+            losses = [y.square().mean() for y in model(x, order if i > 8 else "first second")]
+            for loss in [sum(losses)] if together else losses:
+                loss.backward()
+        assert_equal([p.grad for p in graphed.parameters()], [p.grad for p in stock.parameters()])
+    first, second = (graphs_module.graphs_of(layer) for layer in (graphed.first, graphed.second))
+    assert first.pool is second.pool
+    assert all(row.replays >= 5 for row in fastlayers.graph_report(graphed).captured)
+
+
+def test_what_graphs_that_share_memory_write_over():
+    pool, calls = Pool(shared=True), [Call(nn.Identity(), (), []) for _ in range(3)]
+    numbers = [pool.number() for _ in calls]
+    for number, call in zip(numbers, calls, strict=True):
+        pool.overwrite(number)
+        pool.expect(number, call)
+    pool.overwrite(numbers[2])
+    assert not any(call.done for call in calls)
+    pool.overwrite(numbers[1])
+    assert [call.done for call in calls] == [False, False, True]
 
 
 def test_a_region_stays_that_of_a_graphed_module(monkeypatch):

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fastlayers.graphs.gradients import Gradients
+from fastlayers.graphs.pool import Call, Pool
 from fastlayers.graphs.watch import State, UncapturedError
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.patching.rewrite.regions import drawing, random_state, unflatten
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
 
-__all__ = ["Call", "Capture", "capturing"]
+__all__ = ["Capture", "capturing"]
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 _lock = threading.RLock()
@@ -45,23 +46,6 @@ def no_graphs() -> Iterator[None]:
         _thread.capturing = before
 
 
-class Call:
-    """A replayed forward whose backward may come.
-
-    Attributes:
-        module: a weak reference; a module that keeps its result would be kept by it.
-        pattern: of the arguments.
-        random: the states of the generators before.
-        done: whether its backward was replayed, so that what it kept is gone.
-    """
-
-    def __init__(self, module: nn.Module, pattern: Any, random: list[Tensor]) -> None:
-        self.module: ReferenceType[nn.Module] = ref(module)
-        self.pattern = pattern
-        self.random = random
-        self.done = False
-
-
 class Capture:
     """The graphs of calls with one signature.
 
@@ -71,8 +55,9 @@ class Capture:
         pattern, given: the arguments, as :func:`fastlayers.patching.rewrite.regions.flatten` gives them.
         used: the numbers of the results that received a gradient in calls before.
         draws: whether the forward draws random numbers on the GPU.
-        lends: whether the gradients are handed out in the memory of the graphs.
+        lends: whether the gradients may be handed out in the memory of the graphs.
         state: of the module.
+        pool: the memory of the graphs.
 
     Raises:
         UncapturedError: the call cannot be captured.
@@ -88,8 +73,9 @@ class Capture:
         draws: bool,
         lends: bool,
         state: State,
+        pool: Pool,
     ) -> None:
-        self.present, self.state = present, state
+        self.present, self.state, self.pool = present, state, pool
         self.device = given[0].device
         self.replays = 0
         #: Why no further call may be replayed; empty as long as that is not so.
@@ -97,8 +83,8 @@ class Capture:
         #: The results that received a gradient for which there is no backward.
         self.missed: set[int] = set()
         self._draws, self.lends = draws, lends
+        self._number = pool.number()
         self._pending: ReferenceType[Call] | None = None
-        self._stream: torch.cuda.Stream | None = None
         self.inputs = [like(t) for t in given]
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
@@ -121,7 +107,7 @@ class Capture:
         args, kwargs = (unflatten(part, flat) for part in pattern)
         torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
         self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
-        with captured(self._forward, self.device):
+        with captured(self._forward, self.device, self.pool):
             out = self.present(module, *args, **(kwargs or {}))
         results = Taken()
         try:
@@ -155,8 +141,11 @@ class Capture:
         self._backward = torch.cuda.CUDAGraph()
         if self.used:
             results = [self.results[i] for i in self.used]
-            with captured(self._backward, self.device, self._forward.pool()):
-                grads = torch.autograd.grad(results, wanted, self._dys, allow_unused=True)
+            # What autograd kept stays, so that no other graph that is captured into the same memory writes there.
+            keep = self.pool.shared
+            with captured(self._backward, self.device, self.pool):
+                grads = torch.autograd.grad(results, wanted, self._dys, retain_graph=keep, allow_unused=True)
+            self._kept = [t.grad_fn for t in results] if keep else []
             # One that is a view would keep the tensor that it is a view of, and seem to share its memory.
             grads = [None if grad is None else grad.detach() for grad in grads]
             del results
@@ -166,14 +155,15 @@ class Capture:
         #: The arguments, by their places, and the parameters that get a gradient.
         self.places = [i for i, there in zip(places, reached, strict=False) if there]
         self._parameters = [p for p, there in zip(parameters, reached[len(places) :], strict=True) if there]
-        self._gradients = Gradients([grad for grad in grads if grad is not None], self.lends)
+        lends = self.lends and not self.pool.shared
+        self._gradients = Gradients([grad for grad in grads if grad is not None], lends)
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
     def holds(self) -> bool:
         """Whether a call may be replayed. Afterwards nobody has a gradient in the memory of the graphs."""
         if self._gradients.in_use():
-            self._wait()
+            self.pool.write(self._number, self.device)
             self._gradients.move()
             self.lends, self.stale = False, "its gradients are kept until the next forward"
         return not self.stale and self.state.holds()
@@ -185,7 +175,7 @@ class Capture:
 
     def run(self, module: nn.Module, pattern: Any, given: Sequence[Tensor]) -> Any:
         """The result of a call."""
-        self._wait()
+        self.pool.write(self._number, self.device)
         with torch.no_grad():
             torch._foreach_copy_(self.inputs, list(given))
         self.replays += 1
@@ -193,15 +183,9 @@ class Capture:
             return put_together(self._parts, self.forward())
         call = Call(module, pattern, random_state(given) if self._draws else [])
         self._pending = ref(call)
+        self.pool.expect(self._number, call)
         wanted = *(given[i] for i in self.places), *self._parameters
         return put_together(self._parts, Replay.apply(self, call, given, *wanted))
-
-    def _wait(self) -> None:
-        """Let the present stream wait for what uses the memory of the graphs on another one."""
-        stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
 
     def forward(self) -> tuple[Tensor, ...]:
         self._forward.replay()
@@ -216,14 +200,16 @@ class Capture:
         return all(dy is None or i in self.used for i, dy in enumerate(dys))
 
     def backward(self, dys: Sequence[Tensor | None]) -> list[Tensor]:
-        for static, i in zip(self._dys, self.used, strict=True):
-            dy = dys[i]
-            if dy is None:
-                static.zero_()
-            else:
-                static.copy_(dy)
-        self._backward.replay()
-        return self._gradients.hand_out()
+        with self.pool.lock:
+            self.pool.write(self._number, self.device)
+            for static, i in zip(self._dys, self.used, strict=True):
+                dy = dys[i]
+                if dy is None:
+                    static.zero_()
+                else:
+                    static.copy_(dy)
+            self._backward.replay()
+            return self._gradients.hand_out()
 
 
 class Replay(torch.autograd.Function):
@@ -284,7 +270,7 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
 
 
 @contextmanager
-def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None) -> Iterator[None]:
+def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> Iterator[None]:
     """Capture what runs inside.
 
     Raises:
@@ -294,7 +280,7 @@ def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None
         _streams[device] = torch.cuda.Stream(device)
     present, stream = torch.cuda.current_stream(device), _streams[device]
     # What other threads do, such as one that pins the memory of batches, does not end the capture.
-    capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    capture = torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local")
     try:
         with capture:
             yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fastlayers.graphs.capture import Capture, capturing
+from fastlayers.graphs.pool import Pool
 from fastlayers.graphs.watch import Counter, Generators, State, UncapturedError, draw, waits
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import become, check_subclassing, seal
@@ -90,16 +90,16 @@ class Graphs:
     Args:
         present: the class of the module without graphs.
         inner: whether it is tried since a larger module could not be captured.
+        pool: the memory of graphs that it shares with others of the model.
     """
 
-    def __init__(self, present: type[nn.Module], warmup: int, max_graphs: int, inner: bool) -> None:
+    def __init__(self, present: type[nn.Module], warmup: int, max_graphs: int, inner: bool, pool: Pool) -> None:
         self.present: Any = present
-        self.inner = inner
+        self.inner, self.pool = inner, pool
         self.warmup, self.max_graphs = warmup, max_graphs
         self.signatures: dict[Any, Signature] = {}
         #: Reasons that hold for calls of any signature.
         self.refused: dict[str, int] = {}
-        self._lock = threading.RLock()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given: list[Tensor] = []
@@ -123,7 +123,9 @@ class Graphs:
             return self.present.forward(module, *args, **kwargs)
         if signature.calls == self.warmup:
             return self.watched(signature, module, args, kwargs, given)
-        with self._lock:  # Another thread must not replay between the copy of the arguments and that of the results.
+        with (
+            self.pool.lock
+        ):  # Another thread must not replay between the copy of the arguments and that of the results.
             capture = self.capture(signature, module, pattern, given)
             if capture is not None:
                 draw(signature.chances)
@@ -151,7 +153,7 @@ class Graphs:
     def descend(self, module: nn.Module) -> None:
         """Try the children. A child of which no call is captured costs nothing more then."""
         # They need the calls before a capture themselves: those of this module may have been one region.
-        graph_children(module, self.warmup, self.max_graphs)
+        graph_children(module, self.warmup, self.max_graphs, self.pool)
         if self.inner and all(other.reason for other in self.signatures.values()):
             release_module(module)
 
@@ -224,6 +226,8 @@ class Graphs:
                 signature.draws,
                 signature.lends,
                 signature.state,
+                # Memory of its own takes less where there is one backward: its gradients need not be copied.
+                self.pool if self.inner or not torch.is_grad_enabled() else Pool(shared=False),
             )
         except (UncapturedError, RuntimeError) as error:
             waits = signature.waits and f"waits for the GPU at {signature.waits}"
@@ -298,8 +302,8 @@ def graphs_of(module: nn.Module) -> Graphs | None:
     return _graphs.get(module)
 
 
-def graph_module(module: nn.Module, warmup: int, max_graphs: int, inner: bool = False) -> None:
-    """Let the calls of a module be captured.
+def graph_module(module: nn.Module, warmup: int, max_graphs: int, outer: Pool | None = None) -> None:
+    """Let the calls of a module be captured; into the memory of the ``outer`` module, if that cannot be.
 
     Raises:
         Refusal: its class cannot be swapped.
@@ -307,8 +311,10 @@ def graph_module(module: nn.Module, warmup: int, max_graphs: int, inner: bool = 
     refuse_kind(module)
     original = original_class(module)
     check_subclassing(original, harmless=original.__mro__)
-    if not become(module, graphed_class(type(module), warmup, max_graphs, inner)):
+    present, inner = type(module), outer is not None
+    if not become(module, graphed_class(present, warmup, max_graphs, inner)):
         raise Refusal(Reason.FORWARD_REPLACED)
+    _graphs[module] = Graphs(present, warmup, max_graphs, inner, outer or Pool(shared=True))
 
 
 def release_module(module: nn.Module) -> bool:
@@ -317,16 +323,16 @@ def release_module(module: nn.Module) -> bool:
     return not is_graphed(module) or become(module, type(module).__fastlayers_graphed__)  # type: ignore[attr-defined]
 
 
-def graph_children(module: nn.Module, warmup: int, max_graphs: int) -> None:
+def graph_children(module: nn.Module, warmup: int, max_graphs: int, pool: Pool) -> None:
     """Let the calls of the children be captured; of containers without a forward, those of what they hold."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            graph_children(child, warmup, max_graphs)
+            graph_children(child, warmup, max_graphs, pool)
         elif not is_graphed(child) and any(True for _ in child.children()):
             try:
-                graph_module(child, warmup, max_graphs, inner=True)
+                graph_module(child, warmup, max_graphs, pool)
             except Refusal:
-                graph_children(child, warmup, max_graphs)
+                graph_children(child, warmup, max_graphs, pool)
 
 
 class Unregistered(nn.Module):
@@ -348,7 +354,7 @@ def graphed_class(present: type[nn.Module], warmup: int, max_graphs: int, inner:
             return plain(self, *args, **kwargs)
         graphs = _graphs.get(self)
         if graphs is None or graphs.present is not present:
-            graphs = _graphs[self] = Graphs(present, warmup, max_graphs, inner)
+            graphs = _graphs[self] = Graphs(present, warmup, max_graphs, inner, Pool(shared=True))
         return graphs(self, args, kwargs)
 
     metaclass: Any = type(present)

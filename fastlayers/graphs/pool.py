@@ -1,0 +1,81 @@
+"""The memory of captured graphs, and whose it is at present."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+
+__all__ = ["Call", "Pool"]
+
+
+class Call:
+    """A replayed forward whose backward may come.
+
+    Attributes:
+        module: a weak reference; a module that keeps its result would be kept by it.
+        pattern: of the arguments.
+        random: the states of the generators before.
+        done: whether what it kept is gone: its backward was replayed, or another graph that shares its memory.
+    """
+
+    def __init__(self, module: nn.Module, pattern: Any, random: list[torch.Tensor]) -> None:
+        self.module: ReferenceType[nn.Module] = ref(module)
+        self.pattern = pattern
+        self.random = random
+        self.done = False
+
+
+class Pool:
+    """Memory that graphs are captured into.
+
+    Where several share it, the layers of one model, each keeps what its forward leaves for its backward, and the rest
+    is free for those that are captured later. So a graph writes only over what graphs that were captured later keep:
+    in a backward, which runs from the last layer to the first, over nothing that is needed.
+
+    Args:
+        shared: whether graphs of several modules or signatures are captured into it.
+    """
+
+    def __init__(self, shared: bool) -> None:
+        self.shared = shared
+        self.lock = threading.RLock()
+        self._handle: tuple[int, int] | None = None
+        self._graphs = 0
+        self._calls: list[tuple[int, ReferenceType[Call]]] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def handle(self) -> Any:
+        """What torch knows it by."""
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def number(self) -> int:
+        """The number of a new capture."""
+        self._graphs += 1
+        return self._graphs
+
+    def expect(self, number: int, call: Call) -> None:
+        """Note that what a graph has just left is needed until the backward of its call."""
+        self._calls.append((number, ref(call)))
+
+    def write(self, number: int, device: torch.device) -> None:
+        """Note that a graph is about to be replayed, on the present stream."""
+        stream = torch.cuda.current_stream(device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        self.overwrite(number)
+
+    def overwrite(self, number: int) -> None:
+        """Note that the memory is gone that a graph with this number writes over."""
+        calls = [(other, each, each()) for other, each in self._calls]
+        for other, _, call in calls:
+            if call is not None and other > number:
+                call.done = True
+        self._calls = [(other, each) for other, each, call in calls if call is not None and not call.done]
