@@ -421,7 +421,7 @@ def test_odd_product(features, shape, bias):
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize(("features", "bias"), [(50257, False), (30522, True), (4100, True)])
 def test_an_odd_vocabulary(features, bias, autocast, dtype, monkeypatch):
-    """A head is as near to float64 as torch's, in a patched model too; with gradients it is torch's own."""
+    """A head is as near to float64 as torch's, in a patched model too, and so are its gradients."""
     torch.manual_seed(0)
     head = nn.Linear(256, features, bias=bias, device="cuda", dtype=torch.float32 if autocast else dtype)
     monkeypatch.setattr(linear, "ODD_LEAST", 512 * 256 * features)
@@ -440,8 +440,28 @@ def test_an_odd_vocabulary(features, bias, autocast, dtype, monkeypatch):
         with torch.inference_mode():
             assert same_bits(patched(x), ours)
             assert same_bits(patched(x[:1, :8]), head(x[:1, :8]))
-        assert patched(x).requires_grad
     assert taken == [3, 3]
+
+    def answer(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        out = module(x)
+        return out, *torch.autograd.grad(out.float().sin().sum(), [x, *module.parameters()])
+
+    with torch.autocast("cuda", dtype, enabled=autocast):
+        ours, theirs = answer(patched, x), answer(head, x)
+    assert taken == [3, 3, 3]
+    for mine, stock, true in zip(ours, theirs, answer(copy.deepcopy(head).double(), x.double()), strict=True):
+        assert (mine.dtype, mine.stride()) == (stock.dtype, stock.stride())
+        assert excess(mine.detach(), true.detach(), greatest_error(stock.detach(), true.detach())) is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_an_odd_product(bias):
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 8).double().requires_grad_(), torch.randn(11, 8).double().requires_grad_()
+    bias = torch.randn(11).double().requires_grad_() if bias else None
+    assert torch.autograd.gradcheck(linear._OddProduct.apply, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(linear._OddProduct.apply, (x, weight, bias))
 
 
 def test_which_heads_are_swapped():

@@ -96,7 +96,7 @@ def _serving(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> A
 
 
 def _is_odd(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether :func:`odd_product` takes this call, without gradients."""
+    """Whether :func:`odd_product` takes this call."""
     features, width = weight.shape if weight.dim() == 2 else (0, 0)
     return (
         features % WORD != 0
@@ -115,7 +115,7 @@ def _is_odd(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def odd_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear for features of which a row has no whole number of words, without gradients.
+    """F.linear for features of which a row has no whole number of words. Autograd does not see it.
 
     Every few rows the words of the result begin at the same column. The columns between the first and the last whole
     word of such rows are a product whose rows are aligned; the others are in a product of a few columns.
@@ -141,10 +141,53 @@ def odd_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*x.shape[:-1], features)
 
 
+class _OddProduct(torch.autograd.Function):
+    """:func:`odd_product` of rows and a weight of one dtype. Keeps both.
+
+    The backward copies the gradient into rows that are a whole number of words. With 4096 rows of 768 features and a
+    vocabulary of 50265 that takes .5 ms of an H100, and its two products .4 ms each, 2.4 and 2.2 without it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return odd_product(rows, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
+        rows, weight = ctx.saved_tensors
+        features = dy.shape[1]
+        missing = -features % WORD
+        aligned = dy.new_empty((dy.shape[0], features + missing))
+        aligned[:, :features], aligned[:, features:] = dy, 0
+        for_rows, for_weight, for_bias = ctx.needs_input_grad
+        return (
+            aligned @ F.pad(weight, (0, 0, 0, missing)) if for_rows else None,
+            (aligned.t() @ rows)[:features] if for_weight else None,
+            dy.sum(0) if for_bias else None,
+        )
+
+
+def _odd_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear by :class:`_OddProduct`, with a kernel for the gradient of the bias where there is one."""
+    kernels = _serving(x, weight, bias, weight.shape[0])
+    low = autocast.dtype_of(x)
+    rows = x.reshape(-1, x.shape[-1]).to(low)
+    added = None if bias is None else (bias if kernels is None else bias.detach()).to(low)
+    y: Tensor = _OddProduct.apply(rows, weight.to(low), added)
+    if kernels is not None:
+        assert bias is not None
+        y = _record(y, dispatch.unwrap(bias), kernels)
+    return y.view(*x.shape[:-1], y.shape[1])
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     try:
-        if not torch.is_grad_enabled() and backends.get_backend() is None:  # Only the backward has kernels.
-            return odd_product(x, weight, bias) if _is_odd(x, weight, bias) else reference.linear(x, weight, bias)
+        if backends.get_backend() is None:
+            if _is_odd(x, weight, bias):
+                return (_odd_linear if torch.is_grad_enabled() else odd_product)(x, weight, bias)
+            if not torch.is_grad_enabled():  # Only the backward has kernels.
+                return reference.linear(x, weight, bias)
         y = autocast.linear(x, weight, bias)
         if y is not None:
             return y
