@@ -746,9 +746,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Under autocast with float32 parameters the result is torch's to the bit, too, and the layer is one node of autograd.
     The gradients of the parameters leave the product and the sum in float32, where torch rounds them to 16 bits.
 
-    Without gradients, the rows of a 16-bit result with a vocabulary like 50257 do not all begin at a multiple of 16
-    bytes, for which cuBLAS has only slow kernels. From 512 rows and 4096 features the result is then a product for
-    each kind of row, of the columns that are aligned there, and one of the few columns at the ends.
+    The rows of a 16-bit result with a vocabulary like 50257 do not all begin at a multiple of 16 bytes, for which
+    cuBLAS has only slow kernels. From 4096 features and some hundred rows on, the result is then a product for each
+    kind of row, of the columns that are aligned there, and one of the few columns at the ends. The backward makes a
+    copy of the gradient in aligned rows, which is as large as the result.
 
     Args:
         input: (..., in_features). The kernel takes contiguous gradients of two dimensions or more, but not of float32,
