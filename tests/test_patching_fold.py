@@ -25,6 +25,7 @@ from fastlayers.patching import (
     Reason,
     fold_batch_norm,
     patch_model,
+    patch_report,
     plan_fold,
     plan_patch,
     unfold_batch_norm,
@@ -254,6 +255,121 @@ def test_a_graph_follows_the_parameters(net, mode, monkeypatch):
                 model.block.conv1.weight.mul_(2)
     (row,) = graph_report(folded).captured
     assert row.replays == 9
+
+
+ORDERS = [(patch_model, fold_batch_norm), (fold_batch_norm, patch_model)]
+
+
+@pytest.fixture
+def block(net, monkeypatch):
+    """A block with norms of its own to fold, on which no region of a larger module lies."""
+    monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
+    return net.block
+
+
+@pytest.mark.parametrize("steps", ORDERS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_folded_block_runs_as_a_region(block, steps, mode):
+    stock, x = copy.deepcopy(block), features()
+    for step in steps:
+        step(block)
+    assert repr(block).startswith("FoldedBlock(")
+    with mode():
+        with no_regions():
+            expected = block(x)
+        for _ in range(CALLS + 1):
+            assert torch.equal(block(x), expected)
+        (code,) = regions_of(block)
+        torch.testing.assert_close(expected, stock(x))
+        with torch.profiler.profile() as run:
+            block(x)
+    assert "aten::batch_norm" not in {event.name for event in run.events()}
+    assert regions_of(block) == [code]
+
+
+@pytest.mark.parametrize("steps", ORDERS)
+@pytest.mark.parametrize("undo", [unfold_batch_norm, unpatch_model])
+def test_a_folded_block_with_a_region_is_undone(block, steps, undo):
+    stock, plain = infer(block, features()), {name: kind for name, (_, kind) in state(block).items()}
+    if steps[0] is patch_model:
+        patch_model(block)
+    kind, unfolded = type(block), infer(block, features())
+    for step in steps:
+        step(block)
+    for _ in range(CALLS + 1):
+        expected = infer(block, features())
+    copied, loaded = copy.deepcopy(block), pickle.loads(pickle.dumps(block))
+    assert regions_of(block)
+    assert torch.equal(infer(copied, features()), expected)
+    assert {name: kind for name, (_, kind) in state(loaded).items()} == plain
+    for model in (block, copied):
+        undo(model)
+        if undo is unfold_batch_norm:
+            assert type(model) is kind
+            assert torch.equal(infer(model, features()), unfolded)
+        unpatch_model(unfold_batch_norm(model))
+        assert {name: kind for name, (_, kind) in state(model).items()} == plain
+        assert torch.equal(infer(model, features()), stock)
+
+
+def test_a_report_on_a_folded_region(block):
+    patch_model(fold_batch_norm(block))
+    assert type(block).__fastlayers_region__
+    for report in (plan_fold(block), patch_report(block)):
+        assert (report[""].became, report[""].fused) == ("FoldedBlock", (("fold_batch_norm", 2),))
+        assert report[""].left == ((Reason.FOLDED, ""),)
+
+
+BLOCK_CHANGES = {
+    "weight": lambda block: block.conv1.weight.mul_(2),
+    "mean": lambda block: block.bn2.running_mean.add_(1),
+    "new weight": lambda block: setattr(block.conv1, "weight", nn.Parameter(block.conv1.weight * 2)),
+    "data": lambda block: setattr(block.conv1.weight, "data", block.conv1.weight.data * 2),
+    "no bias": lambda block: setattr(block.conv2, "bias", None),
+    "eps": lambda block: setattr(block.bn1, "eps", 0.5),
+    "another activation": lambda block: setattr(block, "relu", nn.Tanh()),
+    "a hook": lambda block: block.conv1.register_forward_hook(lambda module, args, out: out * 2),
+    "a hook of its own": lambda block: block.register_forward_hook(lambda module, args, out: out * 2),
+    "a forward": lambda block: setattr(block.bn1, "forward", lambda x: x * 3),
+    "training": lambda block: block.train(),
+    "one in training": lambda block: block.bn2.train(),
+    "dtype": lambda block: block.double(),
+}
+
+
+@pytest.mark.parametrize("change", BLOCK_CHANGES)
+@pytest.mark.parametrize("steps", ORDERS)
+def test_a_folded_region_sees_what_changes(block, steps, change):
+    stock = copy.deepcopy(block)
+    for step in steps:
+        step(block)
+    x = features()
+    for _ in range(CALLS + 1):
+        infer(block, x)
+    assert regions_of(block)
+    with torch.no_grad():
+        for model in (block, stock):
+            BLOCK_CHANGES[change](model)
+    x = x.to(block.conv1.weight.dtype)
+    for _ in range(CALLS + 2):
+        torch.testing.assert_close(infer(block, x), infer(stock, x), rtol=1e-4, atol=1e-4)
+        assert torch.equal(block.bn2.running_mean, stock.bn2.running_mean)
+    torch.testing.assert_close(infer(block.eval(), x), infer(stock.eval(), x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", ORDERS)
+def test_a_folded_region_trains_as_the_block(block, steps):
+    stock = copy.deepcopy(block)
+    for step in steps:
+        step(block)
+    for _ in range(CALLS + 1):
+        infer(block, features())
+        for model in (block, stock):
+            model.train()(features()).square().mean().backward()
+            model.eval()(features()).square().mean().backward()
+        torch.testing.assert_close(infer(block, features()), infer(stock, features()), rtol=1e-4, atol=1e-4)
+    for (name, a), b in zip(block.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
 
 
 def test_a_region_of_a_folded_model_in_training(net):

@@ -29,6 +29,7 @@ from fastlayers.patching.runtime.checks import original_class
 __all__ = [
     "absorbed_by",
     "become",
+    "below_region",
     "called_by_class",
     "check_subclassing",
     "is_folded",
@@ -80,6 +81,12 @@ def working(model: nn.Module) -> list[nn.Module]:
 
 def is_folded(module: nn.Module) -> bool:
     return "__fastlayers_unfolded__" in type(module).__dict__
+
+
+def below_region(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class whose forward runs where the region of a class does not; the class itself if it has no region."""
+    region: Any = vars(cls).get("__fastlayers_region__")
+    return cls if region is None else region.present  # type: ignore[no-any-return]
 
 
 def become(module: nn.Module, cls: type[nn.Module]) -> bool:

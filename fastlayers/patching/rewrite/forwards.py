@@ -19,7 +19,7 @@ from fastlayers.patching.capture.trace import Given, record
 from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
 from fastlayers.patching.libraries.adapters import RewrittenModel, adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rewrite.classes import check_subclassing, seal
+from fastlayers.patching.rewrite.classes import below_region, check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import body_source, generate_class
 from fastlayers.patching.rewrite.safety import scale_guards
@@ -55,7 +55,7 @@ def fuse(
         bare: whether to record calls that give nothing for ``*args`` and ``**kwargs``.
 
     Returns:
-        The outcome, with a subclass of the present class of the module.
+        The outcome, with a subclass of the present class of the module, or of the one below its region.
 
     Raises:
         Refusal: the forward cannot be recorded.
@@ -93,7 +93,7 @@ def fuse(
         outcome.absorbed = frozenset.intersection(*absorbed)
     outcome.left.extend(refusals)  # The original forward runs in these modes, or with these optional arguments.
     name, idle = f"{prefix}{original.__name__}", idle_test(outcome.rules)
-    outcome.cls = generate_class(type(module), name, merge_modes(variants), known, idle)
+    outcome.cls = generate_class(below_region(type(module)), name, merge_modes(variants), known, idle)
     return outcome
 
 

@@ -28,6 +28,7 @@ from fastlayers.patching.rewrite.alike import Outcomes
 from fastlayers.patching.rewrite.classes import (
     absorbed_by,
     become,
+    below_region,
     called_by_class,
     check_subclassing,
     is_folded,
@@ -201,7 +202,6 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
             or any(other.row.reason in CLOSED or id(other.module) in banned for other in inside)
             or step.row.reason is Reason.NOT_SELECTED
             or "__fastlayers_region__" in vars(type(module))
-            or is_folded(module)
             or not has_own_forward(original)
             or (not step.row.fqn and takes_any_keyword(original))
         ):
@@ -212,9 +212,11 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
             cls = region_class(step.cls or type(module), classes)
         except Refusal:
             continue
-        cls.__fastlayers_rules__ = step.row.fused  # type: ignore[attr-defined]
-        cls.__fastlayers_left__ = step.row.left  # type: ignore[attr-defined]
-        cls.__fastlayers_reason__ = step.row.reason, step.row.detail  # type: ignore[attr-defined]
+        if step.row.became is None:
+            cls.__fastlayers_left__ = step.row.left  # type: ignore[attr-defined]
+            cls.__fastlayers_reason__ = step.row.reason, step.row.detail  # type: ignore[attr-defined]
+        if is_folded(module):
+            cls.__fastlayers_unfolded__ = type(module).__fastlayers_unfolded__  # type: ignore[attr-defined]
         step.cls = cls
 
 
@@ -284,18 +286,21 @@ def fuse_forward(module: nn.Module, excluded: frozenset[str], classes: dict[Any,
 
 
 def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes: dict[Any, Any]) -> Step:
-    """:func:`plan_module` for folding BatchNorms. A patched module stays patched where nothing is folded."""
-    original = original_class(module)
+    """:func:`plan_module` for folding BatchNorms. A patched module stays patched where nothing is folded, and what ran
+    as a region runs as one with its folded norms."""
+    present, original = type(module), original_class(module)
     try:
         refuse_kind(module)
         if not has_own_forward(original):
             raise Refusal(Reason.NO_RULE)
         rules = (*FOLDING_RULES, *(graph_rules() if is_patched(module) else ()))
         outcome = fuse(module, excluded, classes, rules, needed=FOLDING_RULES[0].name, prefix="Folded")
+        if outcome.cls is not None and below_region(present) is not present:
+            outcome.cls = region_class(outcome.cls, classes)
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
     if outcome.cls is not None:
-        outcome.cls.__fastlayers_unfolded__ = type(module)  # type: ignore[attr-defined]
+        outcome.cls.__fastlayers_unfolded__ = present  # type: ignore[attr-defined]
     return step_of(module, row, outcome)
 
 

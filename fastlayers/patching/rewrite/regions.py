@@ -645,7 +645,7 @@ def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Mod
     if backends.problem("triton") is None:
         import_module("fastlayers.patching.rewrite.fusion")  # In a call its imports would keep tensors as well.
     original = present.__dict__.get("__fastlayers_original__", present)
-    name, region = f"Fused{original.__name__}", Region(present)
+    name, region = getattr(present, "__fastlayers_name__", f"Fused{original.__name__}"), Region(present)
     namespace: dict[str, Any] = {
         "_present": present,
         "_region": region,
