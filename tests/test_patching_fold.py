@@ -372,6 +372,39 @@ def test_a_folded_region_trains_as_the_block(block, steps):
         torch.testing.assert_close(a.grad, b.grad, msg=name)
 
 
+def test_a_layer_that_a_folded_region_also_calls_alone(monkeypatch):
+    """Its weight is an input of the region, or there is none."""
+    monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
+
+    class Twice(Block):
+        def forward(self, x):
+            x = self.relu(self.bn1(self.conv1(x)))
+            return self.conv2(self.relu(self.bn2(self.conv2(x))).repeat(1, 2, 1, 1)[:, :6])
+
+    torch.manual_seed(0)
+    model = warmed(Twice(), features())
+    folded = fold_batch_norm(patch_model(copy.deepcopy(model)))
+    for scale in (1, 2, 3):
+        for _ in range(CALLS + 1):
+            torch.testing.assert_close(infer(folded, features()), infer(model, features()), rtol=1e-4, atol=1e-4)
+        for other in (model, folded):
+            other.conv2.weight = nn.Parameter(other.conv2.weight * scale)
+
+
+def test_a_guard_asks_once_for_a_pair(block, monkeypatch):
+    """Folding looks the parameters of a pair up; a region takes no others of them."""
+    fold_batch_norm(patch_model(block))
+    for _ in range(CALLS + 1):
+        infer(block, features())
+    (reader,) = [reader for reader, *_ in type(block).__fastlayers_region__.entries if reader.folds]
+    asked, sources = [], folded_layers.sources
+    monkeypatch.setattr(folded_layers, "sources", lambda *pair: (asked.append(pair), sources(*pair))[1])
+    with torch.no_grad():
+        _, tensors = reader.read(block)
+    assert len(asked) == 2
+    assert len(tensors) == 4
+
+
 def test_a_region_of_a_folded_model_in_training(net):
     """It runs on the weights of the layers, not on those that were folded for inference."""
     fold_batch_norm(patch_model(net))
@@ -408,6 +441,21 @@ def test_a_region_with_frozen_folded_weights_is_differentiated_twice(net):
             found += [dx, *torch.autograd.grad(dx.square().sum(), x)]
         torch.testing.assert_close(found[2:], found[:2], rtol=1e-4, atol=1e-4 * found[1].abs().max().item())
     assert regions_of(other)
+
+
+def test_a_region_with_folded_weights_is_differentiated_twice_after_a_change(block):
+    """The forward runs again for it, on the parameters that the first one saw."""
+    patch_model(fold_batch_norm(block.requires_grad_(False)))
+    found = []
+    for change in (*[False] * (CALLS + 1), True):
+        x = features().requires_grad_()
+        y = block(x)
+        if change:
+            block.conv1.weight = nn.Parameter(block.conv1.weight * 2, requires_grad=False)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), x)[0])
+    assert regions_of(block)
+    torch.testing.assert_close(found[-1], found[0])
 
 
 @pytest.mark.parametrize("patch", [False, True])

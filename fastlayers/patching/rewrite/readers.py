@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastlayers.patching.capture.reads import Reads
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.generate import CHILD
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS
-from fastlayers.patching.runtime.folded_layers import folded_layer, folded_tensors, may_fold
+from fastlayers.patching.runtime.folded_layers import folded_layer, folded_tensors, may_fold, sources
 
 __all__ = ["Reader"]
 
@@ -21,38 +22,41 @@ __all__ = ["Reader"]
 class Reader:
     """A function that reads, from a module, the state that Python decides by, and the tensors that it uses.
 
-    Folded weights are among these where there are some: they follow the parameters that they are made of.
+    Folded weights are among these where there are some: they follow the parameters that they are made of. Those are
+    only read where a backward may be differentiated, which needs them to run the forward again.
     """
 
     def __init__(self, reads: Reads, module: nn.Module) -> None:
-        pairs = folded_pairs(reads, module)
+        called: dict[Any, str] = {eval(origin, {**reads.namespace, "self": module}): origin for origin in reads.called}
+        pairs = folded_pairs(called)
+        folded = {id(t) for pair in pairs for t in sources(*pair)[:-1] if not torch.is_grad_enabled()}
+        used = [expression for expression, t in reads.tensors.items() if id(t) not in folded]
         names = {origin: f"m{i}" for i, origin in enumerate(module_origins(reads))}
         short = {origin: shortened(origin, {o: n for o, n in names.items() if o != origin}) for origin in names}
         lines = ["def read(self):"]
         lines += [f"    {names[origin]} = {short[origin]}" for origin in names]
         tests = [*(f"global_hooks[{i}]" for i in range(len(GLOBAL_HOOKS)))]
-        for called in reads.called:
-            tests += [f"{shortened(called, names)}.{hook}" for hook in HOOKS]
-            tests.append(f"'forward' in {shortened(called, names)}.__dict__")
+        for origin in reads.called:
+            tests += [f"{shortened(origin, names)}.{hook}" for hook in HOOKS]
+            tests.append(f"'forward' in {shortened(origin, names)}.__dict__")
         lines.append(f"    if {' or '.join(tests)}:")
         lines.append("        return None")
-        layers = ", ".join(origin for pair in pairs for origin in pair)
-        conditions = [*reads.tests, *([f"may_fold({layers})"] if pairs else [])]
-        if conditions:
-            lines.append(f"    if not ({' and '.join(shortened(test, names) for test in conditions)}):")
+        if reads.tests:
+            lines.append(f"    if not ({' and '.join(shortened(test, names) for test in reads.tests)}):")
             lines.append("        raise KeyError")
+        if pairs:
+            layers = ", ".join(shortened(called[layer], names) for pair in pairs for layer in pair)
+            lines += [f"    folded = folded_tensors({layers})", "    if folded is None:", "        raise KeyError"]
         values = "".join(f"\n        {shortened(expression, names)}," for expression in reads.values)
-        used = [*reads.tensors, *([f"*folded_tensors({layers})"] if pairs else [])]
-        tensors = "".join(f"\n        {shortened(expression, names)}," for expression in used)
+        tensors = "".join(f"\n        {shortened(e, names)}," for e in (*used, *(["*folded"] if pairs else [])))
         lines.append(f"    return ({values}\n    ), ({tensors}\n    )")
         self.source = "\n".join(lines) + "\n"
         self.key = (self.source, *((name, id(value)) for name, value in sorted(reads.namespace.items())))
-        own = {"global_hooks": GLOBAL_HOOKS, "may_fold": may_fold, "folded_tensors": folded_tensors}
-        scope = {**reads.namespace, **own}
+        scope = {**reads.namespace, "global_hooks": GLOBAL_HOOKS, "folded_tensors": folded_tensors}
         exec(compile(self.source, "<fastlayers guard>", "exec"), scope)
         self.read: Callable[[nn.Module], tuple[tuple[Any, ...], tuple[Tensor, ...]] | None] = scope["read"]
         #: The expressions of the owners of the tensors, and the names there; None for a folded weight.
-        self.places = [*map(place, reads.tensors), *(None for _ in (*pairs, *pairs))]
+        self.places = [*map(place, used), *(None for _ in (*pairs, *pairs))]
         #: How many norms are folded.
         self.folds = len(pairs)
 
@@ -71,12 +75,10 @@ class Reader:
                 owner[name] = t
 
 
-def folded_pairs(reads: Reads, module: nn.Module) -> list[tuple[str, str]]:
-    """The expressions of the layers and norms that are called and that use folded weights."""
-    called: dict[Any, str] = {eval(origin, {**reads.namespace, "self": module}): origin for origin in reads.called}
+def folded_pairs(called: Collection[Any]) -> list[tuple[Any, Any]]:
+    """The layers and norms among these modules that use folded weights."""
     pairs = [(folded_layer(norm), norm) for norm in called]
-    used = [(layer, norm) for layer, norm in pairs if layer is not None and layer in called and may_fold(layer, norm)]
-    return [(called[layer], called[norm]) for layer, norm in used]
+    return [(layer, norm) for layer, norm in pairs if layer is not None and layer in called and may_fold(layer, norm)]
 
 
 def module_origins(reads: Reads) -> list[str]:

@@ -8,6 +8,7 @@ and where no gradient of the folded parameters is needed. In training the model 
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -22,13 +23,14 @@ from fastlayers.patching.runtime.checks import no_hooks
 from fastlayers.patching.runtime.convolution import adds_bias, convolve, layer_and_more
 from fastlayers.patching.runtime.traits import fresh
 
-__all__ = ["folded", "folded_and_more", "folded_layer", "folded_sum", "folded_tensors", "forget", "may_fold"]
+__all__ = ["folded", "folded_and_more", "folded_layer", "folded_sum", "folded_tensors", "forget", "may_fold", "sources"]
 
 #: Children of a norm that its kernel may stand for, by the name of the activation.
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish"}
 
-#: weight and bias of the layer, then of the norm, its running mean and variance, and the count that training raises.
-Sources: TypeAlias = tuple[Tensor | None, ...]
+#: weight and bias of the layer, then of the norm, its running mean and variance, and the count that training raises:
+#: tensors, or None where there is none.
+Sources: TypeAlias = tuple[Any, ...]
 
 
 def sources(layer: nn.Module, norm: _BatchNorm) -> Sources:
@@ -41,7 +43,7 @@ def sources(layer: nn.Module, norm: _BatchNorm) -> Sources:
         )  # fmt: skip
     except KeyError:  # FSDP, say, keeps plain tensors there
         kept = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        return layer.weight, layer.bias, norm.weight, norm.bias, *kept  # type: ignore[return-value]
+        return layer.weight, layer.bias, norm.weight, norm.bias, *kept
 
 
 def may_fold(*layers: nn.Module) -> bool:
@@ -50,22 +52,21 @@ def may_fold(*layers: nn.Module) -> bool:
     Every pair is tested, since one in training forgets its weights: training may update running statistics without
     incrementing their version counters.
     """
-    may = [pair_may_fold(layer, norm) for layer, norm in zip(layers[::2], layers[1::2], strict=True)]
-    return all(may)
+    return None not in [foldable_sources(layer, norm) for layer, norm in zip(layers[::2], layers[1::2], strict=True)]
 
 
-def pair_may_fold(layer: Any, norm: Any) -> bool:
+def foldable_sources(layer: Any, norm: Any) -> Sources | None:
+    """The :func:`sources` of a pair that can use folded weights; None if it cannot."""
     given = sources(layer, norm)
     weight, _, _, _, mean, variance, _ = given
     if norm.training or mean is None or variance is None:
         if not torch.compiler.is_compiling():  # Compiled code increments the counters.
             forget(norm)
-        return False
+        return None
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
-        return False
-    assert weight is not None
+        return None
     groups = layer.groups if isinstance(layer, _ConvTransposeNd) else 0
-    return bool((weight.shape[1] * groups if groups else weight.shape[0]) == norm.num_features)
+    return given if (weight.shape[1] * groups if groups else weight.shape[0]) == norm.num_features else None
 
 
 @fresh
@@ -86,7 +87,7 @@ def folded(
     """
     if x.dim() != layer.weight.dim():  # BatchNorm would take other channels.
         return join(norm(layer(x)), residual, act, overwritten)
-    weight, bias = folded_weights(layer, norm)
+    weight, bias = folded_weights(layer, norm, sources(layer, norm))
     return layer_and_more(layer, x, weight, bias, residual, act, overwritten)
 
 
@@ -125,8 +126,8 @@ def folded_sum(
     overwritten: str | None = None,
 ) -> Tensor:
     """act(norm(layer(x)) + other_norm(other_layer(other_x))), in eval: where a kernel adds the biases, it adds both."""
-    weight, bias = folded_weights(layer, norm)
-    other_weight, other_bias = folded_weights(other_layer, other_norm)
+    weight, bias = folded_weights(layer, norm, sources(layer, norm))
+    other_weight, other_bias = folded_weights(other_layer, other_norm, sources(other_layer, other_norm))
     if adds_bias(layer, x, weight, bias) and adds_bias(other_layer, other_x, other_weight, other_bias):
         residual = convolve(other_layer, other_x, other_weight, None)
         return layer_and_more(layer, x, weight, bias + other_bias, residual, act, overwritten)
@@ -164,19 +165,17 @@ class Folded:
     eps: float
     sources: Sources
     aliases: Sources
-    #: The version counter, the address and the dtype of each source.
-    states: tuple[tuple[int, int, torch.dtype] | None, ...]
+    states: list[tuple[int, int, torch.dtype]]
     weights: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def fits(self, layer: nn.Module, norm: _BatchNorm, given: Sources) -> bool:
-        if self.layer() is not layer or self.eps != norm.eps:
-            return False
-        for tensor, source, known in zip(given, self.sources, self.states, strict=True):
-            if tensor is not source:
-                return False
-            if tensor is not None and (tensor._version, tensor.data_ptr(), tensor.dtype) != known:
-                return False
-        return True
+        same = self.layer() is layer and self.eps == norm.eps and all(map(operator.is_, given, self.sources))
+        return same and self.states == states(given)
+
+
+def states(given: Sources) -> list[tuple[int, int, torch.dtype]]:
+    """The version counter, the address and the dtype of each source that is there."""
+    return [(t._version, t.data_ptr(), t.dtype) for t in given if t is not None]
 
 
 _folded: WeakKeyDictionary[nn.Module, Folded] = WeakKeyDictionary()
@@ -193,17 +192,21 @@ def folded_layer(norm: nn.Module) -> nn.Module | None:
     return None if kept is None else kept.layer()
 
 
-def folded_tensors(*layers: Any) -> list[Tensor]:
-    """Weight and bias of each pair of a layer and its norm."""
-    return [t for layer, norm in zip(layers[::2], layers[1::2], strict=True) for t in folded_weights(layer, norm)]
+def folded_tensors(*layers: Any) -> list[Tensor] | None:
+    """Weight and bias of each pair of a layer and its norm; None where :func:`may_fold` is False."""
+    pairs = list(zip(layers[::2], layers[1::2], strict=True))
+    found: list[Any] = [foldable_sources(layer, norm) for layer, norm in pairs]
+    if None in found:
+        return None
+    return [t for pair, given in zip(pairs, found, strict=True) for t in folded_weights(*pair, given)]
 
 
-def folded_weights(layer: Any, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+def folded_weights(layer: Any, norm: _BatchNorm, given: Sources) -> tuple[Tensor, Tensor]:
     """The weight, as the layer uses it, and the bias of the folded layer; recomputed when a source has changed."""
-    given, dtype = sources(layer, norm), computing_dtype(layer.weight)
+    dtype = computing_dtype(given[0])
     if traced():
         return fold(layer, norm, dtype)
-    if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # type: ignore[union-attr]
+    if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return fold_outside(layer, norm, dtype)  # A replay follows the parameters.
     kept = _folded.get(norm)
     if kept is None or not kept.fits(layer, norm, given):
@@ -211,8 +214,7 @@ def folded_weights(layer: Any, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
             return fold(layer, norm, dtype)
         with torch.no_grad(), torch.inference_mode(False):
             aliases = tuple(tensor.detach() if tensor is not None else None for tensor in given)
-        states = tuple((t._version, t.data_ptr(), t.dtype) if t is not None else None for t in given)
-        kept = _folded[norm] = Folded(ref(layer), norm.eps, given, aliases, states)
+        kept = _folded[norm] = Folded(ref(layer), norm.eps, given, aliases, states(given))
     if dtype not in kept.weights:
         kept.weights[dtype] = fold_outside(layer, norm, dtype)
     return kept.weights[dtype]
@@ -232,9 +234,6 @@ def fold_outside(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tupl
 def fold(layer: nn.Module, norm: _BatchNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The folded weight, in that dtype, and bias, computed in float32 or wider and rounded once."""
     weight, bias, gain, shift, mean, variance, _ = sources(layer, norm)
-    assert weight is not None
-    assert mean is not None
-    assert variance is not None  # may_fold says so
     wide = torch.promote_types(weight.dtype, torch.float32)
     scale = torch.rsqrt(variance.to(wide) + norm.eps)
     if gain is not None:
