@@ -26,6 +26,7 @@ from fastlayers.patching import (
     fold_batch_norm,
     patch_model,
     patch_report,
+    patched,
     plan_fold,
     plan_patch,
     unfold_batch_norm,
@@ -310,6 +311,15 @@ def test_a_folded_block_with_a_region_is_undone(block, steps, undo):
         unpatch_model(unfold_batch_norm(model))
         assert {name: kind for name, (_, kind) in state(model).items()} == plain
         assert torch.equal(infer(model, features()), stock)
+
+
+def test_a_folded_block_that_is_patched_for_a_while_stays_folded(block):
+    before = state(fold_batch_norm(block))
+    with patched(block):
+        assert type(block).__fastlayers_region__
+    assert state(block) == before
+    plan_patch(block, example_inputs=features())
+    assert state(block) == before
 
 
 def test_a_report_on_a_folded_region(block):

@@ -161,7 +161,8 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():
         forget(module)
-    warn_of_stuck(model, restore(model.modules()), stacklevel=2)
+    originals = [(module, original_class(module)) for module in model.modules()]
+    warn_of_stuck(model, restore(originals), stacklevel=2)
     return model
 
 

@@ -381,8 +381,8 @@ def plan_warnings(report: PatchReport, steps: list[Step], done: str) -> list[str
     return messages
 
 
-def carry_out(plan: Plan, strict: bool, stacklevel: int = 3) -> list[nn.Module]:
-    """Carry out a plan, and return the modules that changed. A warning points ``stacklevel`` frames up, to the user."""
+def carry_out(plan: Plan, strict: bool, stacklevel: int = 3) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Carry out a plan, and return what :func:`swap` does. A warning points ``stacklevel`` frames up, to the user."""
     problems = [*plan.warnings, *(f"{row.fqn or '(model)'}: {row.outcome()}" for row in plan.report.refused)]
     problems += [f"{row.fqn or '(model)'}: {note}" for row in plan.report.patched for note in row.notes()]
     if strict and problems:
@@ -392,13 +392,13 @@ def carry_out(plan: Plan, strict: bool, stacklevel: int = 3) -> list[nn.Module]:
     return swap(plan)
 
 
-def swap(plan: Plan) -> list[nn.Module]:
-    """Give the modules of a plan their classes, and return those that changed."""
+def swap(plan: Plan) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Give the modules of a plan their classes, and return those that changed, with the classes that they had."""
     changed = []
     for step in plan.steps:
         if step.cls is not None:
+            changed.append((step.module, type(step.module)))
             become(step.module, step.cls)
-            changed.append(step.module)
     return changed
 
 
@@ -407,12 +407,12 @@ def stays_patched(module: nn.Module) -> bool:
     return hasattr(type(module), "__fastlayers_original__")
 
 
-def restore(changed: Iterable[nn.Module]) -> list[nn.Module]:
+def restore(changed: Iterable[tuple[nn.Module, type[nn.Module]]]) -> list[nn.Module]:
     """Undo :func:`swap`, and return the modules where that is impossible."""
     return [
         module
-        for module in changed
-        if stays_patched(module) and not (is_patched(module) and become(module, original_class(module)))
+        for module, before in changed
+        if stays_patched(module) and not (is_patched(module) and become(module, before))
     ]
 
 
