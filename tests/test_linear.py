@@ -460,8 +460,25 @@ def test_gradients_of_an_odd_product(bias):
     torch.manual_seed(0)
     x, weight = torch.randn(6, 8).double().requires_grad_(), torch.randn(11, 8).double().requires_grad_()
     bias = torch.randn(11).double().requires_grad_() if bias else None
-    assert torch.autograd.gradcheck(linear._OddProduct.apply, (x, weight, bias))
-    assert torch.autograd.gradgradcheck(linear._OddProduct.apply, (x, weight, bias))
+    assert torch.autograd.gradcheck(linear._OddProduct.apply, (x, weight, bias, None))
+    assert torch.autograd.gradgradcheck(linear._OddProduct.apply, (x, weight, bias, None))
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
+@pytest.mark.parametrize("served", [True, False])
+def test_an_odd_result_can_be_overwritten(shape, served, monkeypatch):
+    """As that of torch can, and the kernel sums the gradient of what was written."""
+    monkeypatch.setattr(linear, "_is_odd", lambda *args: True)
+    kernels = SimpleNamespace(column_sum=lambda dy, dtype: dy.sum(0).to(dtype))
+    monkeypatch.setattr(linear, "_serving", lambda *args: kernels if served else None)
+    torch.manual_seed(0)
+    x, weight, bias = (t.requires_grad_() for t in (torch.randn(shape), torch.randn(11, 8), torch.randn(11)))
+    answers = []
+    for function in (functional.linear, F.linear):
+        out = function(x, weight, bias).mul_(2)
+        answers.append([out, *torch.autograd.grad(out.sin().sum(), [x, weight, bias])])
+    for ours, theirs in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_which_heads_are_swapped():

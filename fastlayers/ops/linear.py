@@ -56,14 +56,17 @@ class _BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Gradients:
-        if dispatch.needs_double_backward(dy) or not dy.is_contiguous():
-            dbias = dy.sum(0).to(ctx.dtype)
-        else:
-            dbias = ctx.kernels.column_sum(dy, ctx.dtype)
-        return dy if ctx.needs_input_grad[0] else None, dbias, None
+        return dy if ctx.needs_input_grad[0] else None, _sum_of_rows(dy, ctx.dtype, ctx.kernels), None
 
 
 _record = dispatch.record_of(_BiasGradient)
+
+
+def _sum_of_rows(dy: Tensor, dtype: torch.dtype, kernels: Any) -> Tensor:
+    """The gradient of a bias; ``kernels`` may be None."""
+    if kernels is None or dispatch.needs_double_backward(dy) or not dy.is_contiguous():
+        return dy.sum(0).to(dtype)
+    return kernels.column_sum(dy, dtype)  # type: ignore[no-any-return]
 
 
 def _unsupported(x: Tensor, weight: Tensor, bias: Tensor, features: int) -> str | None:
@@ -138,7 +141,7 @@ def odd_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         inside = slice(start, start + (features - start) // WORD * WORD)
         part, columns = (rows[first::alike], weight[inside].t()), out[first::alike, inside]
         torch.addmm(bias[inside], *part, beta=beta, out=columns)
-    return out.view(*x.shape[:-1], features)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], features)
 
 
 class _OddProduct(torch.autograd.Function):
@@ -149,8 +152,9 @@ class _OddProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, kernels: Any) -> Tensor:
         ctx.save_for_backward(rows, weight)
+        ctx.dtype, ctx.kernels = None if bias is None else bias.dtype, kernels
         return odd_product(rows, weight, bias)
 
     @staticmethod
@@ -160,11 +164,12 @@ class _OddProduct(torch.autograd.Function):
         missing = -features % WORD
         aligned = dy.new_empty((dy.shape[0], features + missing))
         aligned[:, :features], aligned[:, features:] = dy, 0
-        for_rows, for_weight, for_bias = ctx.needs_input_grad
+        for_rows, for_weight, for_bias, _ = ctx.needs_input_grad
         return (
             aligned @ F.pad(weight, (0, 0, 0, missing)) if for_rows else None,
             (aligned.t() @ rows)[:features] if for_weight else None,
-            dy.sum(0) if for_bias else None,
+            _sum_of_rows(dy, ctx.dtype, ctx.kernels) if for_bias else None,
+            None,
         )
 
 
@@ -172,12 +177,7 @@ def _odd_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear by :class:`_OddProduct`, with a kernel for the gradient of the bias where there is one."""
     kernels = _serving(x, weight, bias, weight.shape[0])
     low = autocast.dtype_of(x)
-    rows = x.reshape(-1, x.shape[-1]).to(low)
-    added = None if bias is None else (bias if kernels is None else bias.detach()).to(low)
-    y: Tensor = _OddProduct.apply(rows, weight.to(low), added)
-    if kernels is not None:
-        assert bias is not None
-        y = _record(y, dispatch.unwrap(bias), kernels)
+    y: Tensor = _OddProduct.apply(x.reshape(-1, x.shape[-1]).to(low), weight.to(low), bias, kernels)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
