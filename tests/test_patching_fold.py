@@ -415,6 +415,34 @@ def test_a_guard_asks_once_for_a_pair(block, monkeypatch):
     assert len(tensors) == 4
 
 
+class OneOrder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.bn1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.b, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return F.relu(self.bn2(self.b(F.relu(self.bn1(self.a(x)))))) + x
+
+
+class OtherOrder(OneOrder):
+    def forward(self, x):
+        return F.relu(self.bn2(self.a(F.relu(self.bn1(self.b(x)))))) + x
+
+
+def test_norms_that_follow_other_layers_elsewhere(monkeypatch):
+    """The guard of the first Sequential is asked about the second one. It must not fold its norms into other layers."""
+    monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
+    net = warmed(nn.Sequential(nn.Sequential(OneOrder()), nn.Sequential(OtherOrder())), torch.randn(2, 8, 6, 6))
+    expected = infer(net, torch.ones(2, 8, 6, 6))
+    monkeypatch.setattr("fastlayers.patching.rewrite.plan.MAX_MODULES", 6)
+    fold_batch_norm(patch_model(net))
+    for _ in range(CALLS + 1):
+        torch.testing.assert_close(infer(net, torch.ones(2, 8, 6, 6)), expected)
+    monkeypatch.setattr(folded_layers, "fold", None)  # Each pair was folded once.
+    infer(net, torch.ones(2, 8, 6, 6))
+
+
 def test_a_region_of_a_folded_model_in_training(net):
     """It runs on the weights of the layers, not on those that were folded for inference."""
     fold_batch_norm(patch_model(net))

@@ -87,7 +87,7 @@ def folded(
     """
     if x.dim() != layer.weight.dim():  # BatchNorm would take other channels.
         return join(norm(layer(x)), residual, act, overwritten)
-    weight, bias = folded_weights(layer, norm, sources(layer, norm))
+    weight, bias = folded_weights(layer, norm)
     return layer_and_more(layer, x, weight, bias, residual, act, overwritten)
 
 
@@ -126,8 +126,8 @@ def folded_sum(
     overwritten: str | None = None,
 ) -> Tensor:
     """act(norm(layer(x)) + other_norm(other_layer(other_x))), in eval: where a kernel adds the biases, it adds both."""
-    weight, bias = folded_weights(layer, norm, sources(layer, norm))
-    other_weight, other_bias = folded_weights(other_layer, other_norm, sources(other_layer, other_norm))
+    weight, bias = folded_weights(layer, norm)
+    other_weight, other_bias = folded_weights(other_layer, other_norm)
     if adds_bias(layer, x, weight, bias) and adds_bias(other_layer, other_x, other_weight, other_bias):
         residual = convolve(other_layer, other_x, other_weight, None)
         return layer_and_more(layer, x, weight, bias + other_bias, residual, act, overwritten)
@@ -193,22 +193,35 @@ def folded_layer(norm: nn.Module) -> nn.Module | None:
 
 
 def folded_tensors(*layers: Any) -> list[Tensor] | None:
-    """Weight and bias of each pair of a layer and its norm; None where :func:`may_fold` is False."""
+    """Weight and bias of each pair of a layer and its norm, outside of traces and transforms; None where
+    :func:`may_fold` is False, and where a norm follows another layer: the guard of one block is asked about others,
+    which may have the same names in another order."""
     pairs = list(zip(layers[::2], layers[1::2], strict=True))
     found: list[Any] = [foldable_sources(layer, norm) for layer, norm in pairs]
     if None in found:
         return None
-    return [t for pair, given in zip(pairs, found, strict=True) for t in folded_weights(*pair, given)]
+    tensors: list[Tensor] = []
+    for (layer, norm), given in zip(pairs, found, strict=True):
+        kept = _folded.get(norm)
+        if kept is not None and kept.layer() is not layer:
+            return None
+        tensors += kept_weights(layer, norm, given, kept)
+    return tensors
 
 
-def folded_weights(layer: Any, norm: _BatchNorm, given: Sources) -> tuple[Tensor, Tensor]:
-    """The weight, as the layer uses it, and the bias of the folded layer; recomputed when a source has changed."""
-    dtype = computing_dtype(given[0])
+def folded_weights(layer: Any, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """The weight, as the layer uses it, and the bias of the folded layer."""
+    given = sources(layer, norm)
     if traced():
-        return fold(layer, norm, dtype)
+        return fold(layer, norm, computing_dtype(given[0]))
+    return kept_weights(layer, norm, given, _folded.get(norm))
+
+
+def kept_weights(layer: Any, norm: _BatchNorm, given: Sources, kept: Folded | None) -> tuple[Tensor, Tensor]:
+    """:func:`folded_weights`, recomputed when a source has changed."""
+    dtype = computing_dtype(given[0])
     if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return fold_outside(layer, norm, dtype)  # A replay follows the parameters.
-    kept = _folded.get(norm)
     if kept is None or not kept.fits(layer, norm, given):
         if any(tensor is not None and tensor.is_inference() for tensor in given):  # They have no version counters.
             return fold(layer, norm, dtype)
