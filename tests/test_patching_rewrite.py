@@ -613,8 +613,8 @@ def test_a_maker_that_is_replaced():
 # -- activations that a library wrote out -----------------------------------------------------------------------------
 
 WRITTEN_OUT = {
-    "0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))": "gelu",
-    "0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))": "gelu",
+    "0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))": "gelu_tanh",
+    "0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))": "gelu_tanh",
     "x * torch.sigmoid(1.702 * x)": "quick_gelu",
 }
 
