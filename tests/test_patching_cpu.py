@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import needs_gpu
 from torch import nn
 
 import fastlayers
@@ -66,7 +67,7 @@ def test_the_stock_forward_runs(make, asked):
     assert asked
 
 
-@pytest.mark.gpu
+@needs_gpu
 def test_little_is_left_to_torch(asked):
     """Where a call takes the host longer than the GPU, a kernel that stands for one of torch's gains nothing."""
     model, x = fastlayers.patch_model(nn.LayerNorm(512).cuda()), torch.randn(1024, 512, device="cuda")

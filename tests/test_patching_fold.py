@@ -383,7 +383,7 @@ def test_a_folded_region_trains_as_the_block(block, steps):
 
 
 def test_a_layer_that_a_folded_region_also_calls_alone(monkeypatch):
-    """Its weight is an input of the region, or there is none."""
+    """Its weight has to be an input of the region, else no region is made."""
     monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
 
     class Twice(Block):

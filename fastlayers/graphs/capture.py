@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -155,8 +156,12 @@ class Capture:
         #: The arguments, by their places, and the parameters that get a gradient.
         self.places = [i for i, there in zip(places, reached, strict=False) if there]
         self._parameters = [p for p, there in zip(parameters, reached[len(places) :], strict=True) if there]
-        lends = self.lends and not self.pool.shared
-        self._gradients = Gradients([grad for grad in grads if grad is not None], lends)
+        self._grads = [grad for grad in grads if grad is not None]
+
+    @cached_property
+    def _gradients(self) -> Gradients:
+        """Made after the capture: autograd's thread may keep a gradient for a moment after it has returned it."""
+        return Gradients(self._grads, self.lends and not self.pool.shared)
 
     # -- replaying -----------------------------------------------------------------------------------------------
 

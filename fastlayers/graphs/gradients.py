@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import compress
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 __all__ = ["Gradients"]
 
@@ -26,36 +26,22 @@ class Gradients:
     """
 
     def __init__(self, grads: Sequence[Tensor], lend: bool) -> None:
-        self._grads, self._lend = grads, lend
-        self._lent: list[bool] = []
-        self._storages: list[UntypedStorage] = []
-        self._addresses: list[int] = []
-        self._idle: list[int] = []
-
-    def _choose(self) -> None:
-        """Find those that share their memory with no other tensor.
-
-        Not before they are handed out: autograd's thread may keep one for a moment after it has returned it.
-        """
-        grads = self._grads
+        self._grads = grads
         (alone,) = uses([torch.empty(1)])
         often = Counter(map(id, grads))
         self._lent = [
-            self._lend and n == alone and often[id(t)] == 1 and whole(t)
-            for n, t in zip(uses(grads), grads, strict=True)
+            lend and n == alone and often[id(t)] == 1 and whole(t) for n, t in zip(uses(grads), grads, strict=True)
         ]
+        self._copied = [t for t, lent in zip(grads, self._lent, strict=True) if not lent]
         self._storages = [t.untyped_storage() for t in compress(grads, self._lent)]
         self._addresses = [storage._cdata for storage in self._storages]
         self._idle = [*map(_uses, self._addresses)]
 
     def hand_out(self) -> list[Tensor]:
         """The gradients of the last replay."""
-        if not self._lent:
-            self._choose()
-        copied = [t for t, lent in zip(self._grads, self._lent, strict=True) if not lent]
-        copies = [torch.empty_like(t) for t in copied]
+        copies = [torch.empty_like(t) for t in self._copied]
         if copies:
-            torch._foreach_copy_(copies, copied)
+            torch._foreach_copy_(copies, self._copied)
         copy = iter(copies)
         return [t.detach() if lent else next(copy) for t, lent in zip(self._grads, self._lent, strict=True)]
 

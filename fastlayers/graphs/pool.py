@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -43,17 +44,14 @@ class Pool:
     def __init__(self, shared: bool) -> None:
         self.shared = shared
         self.lock = threading.RLock()
-        self._handle: tuple[int, int] | None = None
         self._graphs = 0
         self._calls: list[tuple[int, ReferenceType[Call]]] = []
         self._stream: torch.cuda.Stream | None = None
 
-    @property
+    @cached_property
     def handle(self) -> Any:
-        """What torch knows it by."""
-        if self._handle is None:
-            self._handle = torch.cuda.graph_pool_handle()
-        return self._handle
+        """What torch knows it by, if it has a GPU."""
+        return torch.cuda.graph_pool_handle()
 
     def number(self) -> int:
         """The number of a new capture."""

@@ -29,7 +29,7 @@ class Reader:
     def __init__(self, reads: Reads, module: nn.Module) -> None:
         called: dict[Any, str] = {eval(origin, {**reads.namespace, "self": module}): origin for origin in reads.called}
         pairs = folded_pairs(called)
-        folded = {id(t) for pair in pairs for t in sources(*pair)[:-1] if not torch.is_grad_enabled()}
+        folded = set() if torch.is_grad_enabled() else {id(t) for pair in pairs for t in sources(*pair)[:-1]}
         used = [expression for expression, t in reads.tensors.items() if id(t) not in folded]
         names = {origin: f"m{i}" for i, origin in enumerate(module_origins(reads))}
         short = {origin: shortened(origin, {o: n for o, n in names.items() if o != origin}) for origin in names}

@@ -47,7 +47,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 #: Elements that a kernel reads and writes in some 2 us, while the host takes 20 us to call it.
 LITTLE = 2**18
 
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _rewritten_everywhere = False
 
 
@@ -78,7 +77,7 @@ def with_little(x: object) -> bool:
         type(x) in PLAIN
         and x.numel() <= LITTLE  # type: ignore[attr-defined]
         and without_gradients(x)
-        and not _dispatch_modes()
+        and not torch._C._len_torch_dispatch_stack()
     )
 
 

@@ -29,7 +29,7 @@ __all__ = ["folded", "folded_and_more", "folded_layer", "folded_sum", "folded_te
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish"}
 
 #: weight and bias of the layer, then of the norm, its running mean and variance, and the count that training raises:
-#: tensors, or None where there is none.
+#: a tensor, or None if it is missing.
 Sources: TypeAlias = tuple[Any, ...]
 
 
