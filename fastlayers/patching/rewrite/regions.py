@@ -369,8 +369,15 @@ class Region:
         """Record a call, and return its result."""
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return self.present.forward(module, *args, **kwargs)
-        with _lock, no_regions(), saved_tensors_hooks(dispatch.kept_as_is, dispatch.kept_as_is):
-            found = self.prepared(module, args, kwargs, given, pattern)
+        # One thread at a time. To wait for it could be to wait for oneself: it needs the thread of autograd, which a
+        # checkpoint makes run a forward.
+        if not _lock.acquire(blocking=False):
+            return self.present.forward(module, *args, **kwargs)
+        try:
+            with no_regions(), saved_tensors_hooks(dispatch.kept_as_is, dispatch.kept_as_is):
+                found = self.prepared(module, args, kwargs, given, pattern)
+        finally:
+            _lock.release()
         if found is None:  # Smaller regions inside of this one may apply.
             self.failed()
             return self.present.forward(module, *args, **kwargs)
@@ -449,7 +456,7 @@ class Region:
                             t.copy_(old)
                     restore_random_state(random, real)
                     results, kept = code.forward(*entry.order(inputs))
-                    found = code.backward(grads, list(kept)) if grads else ()
+                    found = in_backward(partial(code.backward, grads, list(kept)), grads[0].device) if grads else ()
                 same = agree(found, gradients if grads else (), rounding, kinks=code is not plain)
                 if not agree(results, recorded[0], 0) or not same:
                     raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
@@ -596,6 +603,38 @@ def agree(run: Sequence[Tensor | None], known: Sequence[Tensor | None], rounding
 
 def largest_of(t: Tensor) -> float:
     return t.detach().nan_to_num(0, 0, 0).abs().max().item() if t.is_floating_point() and t.numel() else 0.0
+
+
+class Backward(torch.autograd.Function):
+    """Calls a function where a gradient would be computed."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return start.view_as(start)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        ctx.call()
+        return None, None
+
+
+def in_backward(function: Callable[[], Sequence[Tensor | None]], device: torch.device) -> Sequence[Tensor | None]:
+    """The result of a raw backward, called in the thread in which autograd calls those of this device.
+
+    cuDNN's plans are kept by thread, and to make one for the backward of a depthwise convolution takes up to half a
+    second.
+    """
+    found: list[Sequence[Tensor | None]] = []
+
+    def call() -> None:
+        with torch.no_grad(), excluding(KEYS):
+            found.append(function())
+
+    with torch.enable_grad():
+        start = torch.zeros((), device=device, requires_grad=True)
+        torch.autograd.grad(Backward.apply(start, call), start, allow_unused=True)
+    return found[0]
 
 
 @contextmanager
