@@ -35,6 +35,7 @@ from fastlayers.ops import vocab_parallel as _vocab_parallel
 from fastlayers.renamed import REQUIRED, formerly, renamed
 
 __all__ = [
+    "ada_layer_norm",
     "add_layer_norm",
     "add_relu",
     "add_rms_norm",
@@ -371,6 +372,37 @@ def add_layer_norm(
     if training and dropout:
         x = F.dropout(x, dropout)
     return _layer_norm.add_layer_norm(x, residual, normalized_shape, weight, bias, eps, dtype)
+
+
+def ada_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Layer normalisation modulated for each sample (AdaLN): the start of a block of a diffusion transformer.
+
+    .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot (1 + \text{scale}) + \text{shift}
+
+    Stands for ``F.layer_norm(input, normalized_shape, eps=eps) * (1 + scale) + shift``, rounded once. See "Scalable
+    Diffusion Models with Transformers" (Peebles and Xie, 2023).
+
+    Args:
+        input: any shape that ends with ``normalized_shape``: (N, T, C) with tokens.
+        normalized_shape: sizes of the dimensions that are normalised together. The kernel takes rows of at most 8192
+            elements, 2048 of float64.
+        scale, shift: broadcast against the input. The kernel takes one row for each index of the leading dimensions:
+            (N, 1, C), or slices of a projection, ``projection(c).unsqueeze(1).chunk(6, -1)``; in one dtype.
+        eps: added to the variance.
+
+    Returns:
+        A contiguous tensor of the dtype that the composition has.
+
+    Keeps: input, scale, and the mean and rstd of each row. The backward is one kernel, which adds up the gradients of
+    scale and shift on the way.
+    """
+    return _layer_norm.ada_layer_norm(input, normalized_shape, scale, shift, eps)
 
 
 def add_rms_norm(

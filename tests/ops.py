@@ -1100,6 +1100,80 @@ ADD_RMS_NORM = Op(
 )
 
 
+def ada_layer_norm(
+    x: Tensor, shape: tuple[int, ...], scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    y = F.layer_norm(x, shape, eps=eps) * (1 + scale)
+    return y if shift is None else y + shift
+
+
+def half_of_a_projection(t: Tensor) -> Tensor:
+    """Rows that are slices of rows of twice the length, as those of ``chunk(2, -1)``."""
+    return torch.cat((t, t), -1)[..., : t.shape[-1]]
+
+
+def modulated(
+    name: str, shape: tuple[int, ...], of: tuple[int, ...], row: int = 1, shift: Any = ..., **options: Any
+) -> Sample:
+    """A call with scale and shift of a shape; ``row``: the dimensions of a row."""
+    scale = Input(of, options.pop("of_scale", contiguous), dtype=options.pop("to", None))
+    x = Input(shape, options.pop("layout", contiguous), options.pop("values", normal))
+    given = scale if shift is ... else shift
+    return Sample(name, (x, shape[len(shape) - row :], scale, given), **options)
+
+
+AND_CSRC = ("triton", "cuda", "cpu")
+ADA_LAYER_NORM = Op(
+    "ada_layer_norm",
+    functional.ada_layer_norm,
+    ada_layer_norm,
+    kernels=("triton",),
+    samples=(
+        modulated("tokens", (3, 5, 37), (3, 1, 37), smooth=True),
+        *(modulated(f"length {n}", (2, 3, n), (2, 1, n)) for n in ROW_LENGTHS if n <= 2048),
+        modulated("length 2049", (2, 3, 2049), (2, 1, 2049), dtypes=FLOATING[:3]),
+        modulated("long rows", (2, 3, 8000), (2, 1, 8000), gpu_only=True, dtypes=FLOATING[:3]),
+        modulated("too long rows", (2, 3, 8200), (2, 1, 8200), gpu_only=True, refused=AND_CSRC),
+        modulated("many tokens", (3, 1500, 40), (3, 1, 40)),
+        modulated("many samples", (700, 2, 24), (700, 1, 24)),
+        modulated("one token for each", (40, 24), (40, 24)),
+        modulated("one for all", (3, 5, 37), (37,)),
+        modulated("one for all, with ones", (3, 5, 37), (1, 1, 37)),
+        modulated("two dims of samples", (2, 3, 4, 24), (2, 3, 1, 24)),
+        modulated("two dims a row", (3, 4, 5, 6), (3, 1, 5, 6), row=2, smooth=True),
+        modulated("no shift", (3, 5, 37), (3, 1, 37), shift=None, smooth=True),
+        modulated("of a projection", (3, 5, 64), (3, 1, 64), of_scale=half_of_a_projection),
+        modulated("of a transposed projection", (3, 5, 64), (3, 1, 64), of_scale=transposed),
+        modulated("expanded scale", (3, 5, 64), (3, 1, 64), of_scale=expanded(0)),
+        modulated("misaligned", (3, 6, 64), (3, 1, 64), layout=misaligned, of_scale=misaligned),
+        modulated("transposed", (3, 24, 33), (3, 1, 33), layout=transposed),
+        modulated("expanded tokens", (3, 6, 40), (3, 1, 40), layout=expanded(1)),
+        modulated("NaN", (3, 5, 40), (3, 1, 40), values=with_nan),
+        modulated("infinities", (3, 5, 40), (3, 1, 40), values=with_infinities),
+        modulated("large mean", (3, 5, 40), (3, 1, 40), values=shifted, dtypes=(torch.float32, torch.float64)),
+        modulated("float32 scale", (3, 5, 37), (3, 1, 37), to=torch.float32, dtypes=HALF),
+        modulated("16-bit scale", (3, 5, 37), (3, 1, 37), to=torch.bfloat16, dtypes=(torch.float32,)),
+        modulated("empty", (0, 5, 7), (0, 1, 7), refused=AND_CSRC),
+        modulated("scale of each token", (3, 5, 37), (5, 37), refused=AND_CSRC),
+        modulated("scale of a column", (3, 5, 37), (3, 5, 1), refused=AND_CSRC),
+        modulated("scale that widens", (5, 37), (3, 5, 37), refused=AND_CSRC),
+        modulated("shift of another shape", (3, 5, 37), (3, 1, 37), shift=Input((37,)), refused=AND_CSRC),
+    ),
+    saved_bytes=lambda call, out: (
+        nbytes(call.args[0]) + nbytes(call.args[2]) + row_statistics(call, call.args[0].shape, len(call.args[1]), 2)
+    ),
+    mistakes=(
+        Sample("shape of another length", (Input((2, 3)), (4,), Input((2, 3)))),
+        Sample("scale that does not broadcast", (Input((2, 3)), (3,), Input((4,)))),
+        Sample("shift that does not broadcast", (Input((2, 3)), (3,), Input((3,)), Input((4,)))),
+        Sample("not a tensor", ([1.0, 2.0], (2,), Input((2,)))),
+        Sample("integers", (torch.arange(3), (3,), Input((3,)))),
+    ),
+    layers=(Layer(fastlayers.FusedAdaLayerNorm(37), modulated("of a layer", (3, 5, 37), (3, 1, 37)), (0, 2, 3)),),
+    matrix=lambda x: (x, x.shape[1:], replace(x, shape=x.shape[1:])),
+)
+
+
 def channel_norm(name: str, shape: tuple[int, ...] = IMAGE, layout: Any = contiguous, **options: Any) -> Sample:
     return Sample(name, (Input(shape, layout), Input(shape[1:2]), Input(shape[1:2])), **options)
 
@@ -2479,7 +2553,7 @@ JS_DIV_LOGITS = replace(
 
 OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, SQUEEZE_EXCITE, MAX_POOL2D, DROPOUT_ADD, SCALE_ADD,
-    LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, CHANNEL_LAYER_NORM,
+    LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, ADA_LAYER_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
     BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, LINEAR, GATED_LINEAR, GLU, ROTARY, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,
     KL_DIV, KL_DIV_LOGITS, JS_DIV_LOGITS,

@@ -51,6 +51,14 @@ def eager_channel_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return eager_layer_norm(x.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
 
 
+def fused_ada_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return functional.ada_layer_norm(x, x.shape[-1:], scale, shift, EPS)
+
+
+def eager_ada_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=EPS) * (1 + scale) + shift
+
+
 # Liger's casting "gemma" computes as torch does: everything in float32, rounded once.
 LAYER_NORM = Op(
     "layer_norm", "layer_norm", fused_layer_norm, eager_layer_norm, liger=liger("liger_layer_norm", eps=EPS)
@@ -70,6 +78,7 @@ ADD_RMS_NORM = Op(
     eager_add_rms_norm,
     liger=liger("liger_fused_add_rms_norm", eps=EPS, casting_mode="gemma"),
 )
+ADA_LAYER_NORM = Op("ada_layer_norm", "layer_norm", fused_ada_layer_norm, eager_ada_layer_norm)
 CHANNEL_LAYER_NORM = Op("channel_layer_norm", "layer_norm", functional.channel_layer_norm, eager_channel_layer_norm)
 
 #: The number of parameters: a weight, or a weight and a bias.
@@ -104,6 +113,16 @@ def added(op: Op, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, 
     return Case(op, (x, x, *parameters(op, columns)), dtype, "4b", "4b", **fields)
 
 
+def modulated(samples: int, tokens: int, columns: int, **fields) -> Case:
+    """Scale and shift of each sample are read and their gradients written once, and not counted."""
+    of_sample = Input((samples, 1, columns))
+    inputs = (Input((samples, tokens, columns)), of_sample, of_sample)
+    return Case(
+        ADA_LAYER_NORM, inputs, torch.bfloat16, "2b", "3b",
+        contestants=("eager", "compile", "fastlayers", "triton"), **fields,
+    )  # fmt: skip
+
+
 def over_channels(*shape: int, nhwc: bool) -> Case:
     inputs = (Input(shape, channels_last=nhwc), *parameters(CHANNEL_LAYER_NORM, shape[1]))
     return Case(CHANNEL_LAYER_NORM, inputs, torch.bfloat16, "2b", "3b", label="NHWC" if nhwc else "NCHW")
@@ -124,6 +143,11 @@ CASES = [
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for op in (ADD_LAYER_NORM, ADD_RMS_NORM)
         for shape, bars in ADD_BARS.items()
+    ),
+    # DiT-S/2, DiT-XL/2 and a video: channels of 384, 1152 and 3072.
+    *(
+        modulated(*shape, bars={"forward": 0.9, "backward": 0.85})
+        for shape in ((256, 256, 384), (64, 256, 1152), (2, 4096, 3072))
     ),
     *(over_channels(64, 96, 56, 56, nhwc=nhwc) for nhwc in (True, False)),
     *(row(op, *shape, host=True, bars=HOST) for op in (LAYER_NORM, RMS_NORM) for shape in ((8, 64), (256, 256))),

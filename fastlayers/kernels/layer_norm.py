@@ -12,7 +12,8 @@ registers do not hold the sums of dweight and dbias besides, ``_column_sums`` re
 One-dimensional grids: program = group of rows, or (row, split), or (part of the rows, block of columns).
 
 ``kind``: 0 layer_norm, 1 rms_norm as torch has it, 2 as Llama has it (x * rstd is rounded before weight), 3 as Gemma
-has it (1 + weight).
+has it (1 + weight), 4 layer_norm with 1 + weight. ``tokens``: so many neighbouring rows share a weight and a bias of
+their own, which are ``stride`` elements from the next ones; None where all rows share one.
 """
 
 from __future__ import annotations
@@ -88,12 +89,20 @@ def _normed(x_ptr, sum_ptr, residual_ptr, offset, inside, ACC: tl.constexpr):
 
 
 @triton.jit
+def _load_weight(pointer, group, column, inside, tokens, stride, ACC: tl.constexpr):
+    """Weight or bias of some columns: of a group of rows, where each has its own."""
+    if tokens is not None:
+        column += group * stride
+    return _load(pointer, column, inside, ACC)
+
+
+@triton.jit
 def _scaled(normal, weight, bias, KIND: tl.constexpr, INNER: tl.constexpr, PRODUCT: tl.constexpr, ACC: tl.constexpr):
     """y of (x - mean) * rstd. Llama's kind rounds to INNER, the dtype of x, and the product to PRODUCT."""
     if KIND == 2:
         normal = normal.to(INNER).to(ACC)
     if weight is not None:
-        normal = normal * (weight + 1.0 if KIND == 3 else weight)
+        normal = normal * (weight + 1.0 if KIND > 2 else weight)
         if KIND == 2:
             normal = normal.to(PRODUCT).to(ACC)
     return normal if bias is None else normal + bias
@@ -101,7 +110,7 @@ def _scaled(normal, weight, bias, KIND: tl.constexpr, INNER: tl.constexpr, PRODU
 
 @triton.jit
 def _whole_forward(
-    y_ptr, sum_ptr, stats_ptr, x_ptr, residual_ptr, weight_ptr, bias_ptr, rows, units, eps: tl.float64,
+    y_ptr, sum_ptr, stats_ptr, x_ptr, residual_ptr, weight_ptr, bias_ptr, rows, units, tokens, stride, eps: tl.float64,
     KIND: tl.constexpr, INNER: tl.constexpr, PRODUCT: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
     INDEX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -114,20 +123,22 @@ def _whole_forward(
     x = _normed(x_ptr, sum_ptr, residual_ptr, offset, inside, ACC)
     if sum_ptr is not None:
         tl.store(sum_ptr + offset, x.to(sum_ptr.dtype.element_ty), mask=inside)
-    if KIND == 0:
+    if KIND % 4 == 0:
         mean = tl.sum(x, 1, keep_dims=True) / n
         x = tl.where(column < n, x - mean, 0.0)
         rest = tl.sum(x, 1, keep_dims=True) / n  # what the rounding of a sum of large values has left out
         mean += rest
         x = tl.where(column < n, x - rest, 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / n + tl.full((), eps, ACC))
-    if KIND == 0:
+    if KIND % 4 == 0:
         tl.store(stats_ptr + row, mean, mask=row < rows)
         tl.store(stats_ptr + rows + row, rstd, mask=row < rows)
     else:
         tl.store(stats_ptr + row, rstd, mask=row < rows)
-    weight = None if weight_ptr is None else _load(weight_ptr, column, column < n, ACC)
-    bias = None if bias_ptr is None else _load(bias_ptr, column, column < n, ACC)
+    group = None if tokens is None else row // tokens
+    there = column < n if tokens is None else inside
+    weight = None if weight_ptr is None else _load_weight(weight_ptr, group, column, there, tokens, stride, ACC)
+    bias = None if bias_ptr is None else _load_weight(bias_ptr, group, column, there, tokens, stride, ACC)
     y = _scaled(x * rstd, weight, bias, KIND, INNER, PRODUCT, ACC)
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -208,7 +219,7 @@ def _statistics(stats_ptr, row, rows, inside, KIND: tl.constexpr):
     """(mean, rstd) of rows."""
     rstd = tl.load(stats_ptr + row, mask=inside, other=0.0)
     mean = tl.zeros_like(rstd)
-    if KIND == 0:
+    if KIND % 4 == 0:
         mean = rstd
         rstd = tl.load(stats_ptr + rows + row, mask=inside, other=0.0)
     return mean, rstd
@@ -218,36 +229,50 @@ def _statistics(stats_ptr, row, rows, inside, KIND: tl.constexpr):
 def _times_weight(dy, weight, KIND: tl.constexpr):
     """The gradient of what weight multiplies."""
     if weight is not None:
-        dy = dy * (weight + 1.0 if KIND == 3 else weight)
+        dy = dy * (weight + 1.0 if KIND > 2 else weight)
     return dy
 
 
 @triton.jit
 def _whole_backward(
-    dx_ptr, partial_ptr, dy_ptr, dsum_ptr, x_ptr, stats_ptr, weight_ptr, rows, units, KIND: tl.constexpr,
-    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dx_ptr, partial_ptr, dy_ptr, dsum_ptr, x_ptr, stats_ptr, weight_ptr, rows, units, tokens, stride,
+    KIND: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
+    INDEX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx for whole rows, ROWS at a time: dy, x (and dsum) in, dx out.
 
-    Each program leaves its sums of dweight and dbias, as far as they are wanted, in partial[which, program].
+    Each program leaves its sums of dweight and dbias, as far as they are wanted, in partial[which, program]. Where
+    groups of rows have weights of their own, a program has rows of one group.
     """
     n = units * UNIT
     programs = tl.num_programs(0)
+    program = tl.program_id(0).to(INDEX)
+    group = None
+    start = program * ROWS
+    stop = rows
+    step = programs * ROWS
+    if tokens is not None:
+        parts = programs // (rows // tokens)
+        group = program // parts
+        start = group * tokens + program % parts * ROWS
+        stop = (group + 1) * tokens
+        step = parts * ROWS
     column = tl.arange(0, BLOCK)[None, :]
-    weight = None if weight_ptr is None else _load(weight_ptr, column, column < n, ACC)
+    weight = None
+    if weight_ptr is not None:
+        weight = _load_weight(weight_ptr, group, column, column < n, tokens, stride, ACC)
     dweight = tl.full((ROWS, BLOCK), 0.0, ACC)
     dbias = tl.full((ROWS, BLOCK), 0.0, ACC)
-    for first in range(tl.program_id(0).to(INDEX) * ROWS, rows, programs * ROWS):
+    for first in range(start, stop, step):
         row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < n)
+        inside = (row < stop)[:, None] & (column < n)
         offset = row[:, None] * n + column
         x = _load(x_ptr, offset, inside, ACC)
         dy = _load(dy_ptr, offset, inside, ACC)
         dsum = None if dsum_ptr is None else tl.load(dsum_ptr + offset, mask=inside, other=0.0)
-        mean, rstd = _statistics(stats_ptr, row, rows, row < rows, KIND)
+        mean, rstd = _statistics(stats_ptr, row, rows, row < stop, KIND)
         rstd = rstd[:, None]
-        if KIND == 0:
+        if KIND % 4 == 0:
             rstd = tl.where(n > 1, rstd, 0.0)  # one element is its mean: exactly no gradient
         normal = (x - mean[:, None]) * rstd
         if DWEIGHT:
@@ -256,13 +281,12 @@ def _whole_backward(
             dbias += dy
         dy = _times_weight(dy, weight, KIND)
         dx = dy - normal * (tl.sum(dy * normal, 1, keep_dims=True) / n)
-        if KIND == 0:
+        if KIND % 4 == 0:
             dx -= tl.sum(dy, 1, keep_dims=True) / n
         dx *= rstd
         if dsum is not None:
             dx += dsum.to(ACC)
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    program = tl.program_id(0).to(INDEX)
     if DWEIGHT:
         tl.store(partial_ptr + program * n + column, tl.sum(dweight, 0, keep_dims=True), mask=column < n)
         program += programs
@@ -430,7 +454,7 @@ def _forward_plan(
     if tile is None:
         block = LONG_FORWARD // LONG_SHARE[sum_dtype.itemsize]
         return _long_plan(_long_forward, n, rows, block, (eps,), constants, (acc_dtype, sum_dtype), device)
-    scalars = (rows, n // unit(n), eps)
+    scalars = (rows, n // unit(n), None, None, eps)
     launch = Launch(_whole_forward, cdiv(rows, tile.rows), scalars, (*constants, tile.rows, tile.block), tile.warps)
     return Plan(rows, acc_dtype, sum_dtype, (launch,), long=False)
 
@@ -500,7 +524,7 @@ def _dx_plan(
         long = (kind, unit(n), acc, index_type(numel))
         return _long_plan(_long_backward, n, rows, block, (), long, (acc_dtype, x), device)
     constants = (kind, False, False, unit(n), acc, index_type(numel), tile.rows, tile.block)
-    launch = Launch(_whole_backward, cdiv(rows, tile.rows), (rows, n // unit(n)), constants, tile.warps)
+    launch = Launch(_whole_backward, cdiv(rows, tile.rows), (rows, n // unit(n), None, None), constants, tile.warps)
     return Plan(rows, acc_dtype, x, (launch,), long=False)
 
 
@@ -522,7 +546,7 @@ def _sums_plan(
         resident = max(THREADS_PER_MULTIPROCESSOR // (32 * tile.warps), 1) * multiprocessors(device)
         programs = min(cdiv(rows, tile.rows), resident)
         constants = (kind, dweight, dbias, unit(n), acc, index_type(numel, 2 * programs * n), tile.rows, tile.block)
-        launch = Launch(_whole_backward, programs, (rows, n // unit(n)), constants, tile.warps)
+        launch = Launch(_whole_backward, programs, (rows, n // unit(n), None, None), constants, tile.warps)
         return SumsPlan(Plan(rows, acc_dtype, x, (launch,), long=False), None, (outputs, programs, n))
     blocks = cdiv(n, SUM_COLUMNS)
     chunk = cdiv(rows, cdiv(SUM_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), blocks))
@@ -572,3 +596,91 @@ def layer_norm_backward(
     else:
         sum_rows(partial, for_bias)
     return dx, for_weight, for_bias
+
+
+# ---------------------------------------------------------------------------------------------------- for each sample
+
+
+def _modulation(scale: Tensor, shift: Tensor | None, dims: int) -> tuple[Tensor, Tensor | None, int, int]:
+    """(scale, shift, groups, stride): both with whole rows of neighbouring elements, ``stride`` of them apart."""
+    n = math.prod(scale.shape[scale.dim() - dims :])
+    scale = scale.reshape(-1, n)
+    shift = None if shift is None else shift.reshape(-1, n)
+    for t in (scale, shift):
+        if t is not None and (t.stride() != scale.stride() or t.stride(1) != 1 < n):
+            return scale.contiguous(), None if shift is None else shift.contiguous(), scale.shape[0], n
+    return scale, shift, scale.shape[0], scale.stride(0)
+
+
+@lru_cache(KEPT)
+def _modulated_forward_launch(
+    rows: int, n: int, tokens: int, stride: int, eps: float, dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    """``dtypes``: of x and y."""
+    tile = tile_for(n, FORWARD, dtypes[0].itemsize)
+    assert tile is not None
+    acc = accumulator(dtypes[0])[0]
+    constants = (4, _TL[dtypes[0]], _TL[dtypes[1]], unit(n), acc, index_type(rows * n, rows // tokens * stride + n))
+    return Launch(
+        _whole_forward, cdiv(rows, tile.rows), (rows, n // unit(n), tokens, stride, eps),
+        (*constants, tile.rows, tile.block), tile.warps,
+    )  # fmt: skip
+
+
+def ada_layer_norm_forward(
+    x: Tensor, scale: Tensor, shift: Tensor | None, dims: int, eps: float, dtype: torch.dtype, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """(y, stats): layer_norm(x)·(1 + scale) + shift, contiguous and of ``dtype``, with stats as of a layer_norm.
+
+    scale and shift have a row for each of the groups that the rows of x make up, in their order.
+    """
+    x = x.contiguous()
+    n = math.prod(x.shape[x.dim() - dims :])
+    rows = x.numel() // n
+    scale, shift, groups, stride = _modulation(scale, shift, dims)
+    y = torch.empty_like(x, dtype=dtype)
+    stats = torch.empty((2, rows), dtype=accumulator(x.dtype)[1], device=x.device)
+    launch = _modulated_forward_launch(rows, n, rows // groups, stride, float(eps), (x.dtype, dtype), x.device)
+    launch(y, None, stats, x, None, scale, shift)
+    return y, stats if keep else stats.new_empty(0)
+
+
+@lru_cache(KEPT)
+def _modulated_backward_launch(
+    rows: int, n: int, tokens: int, stride: int, dtype: torch.dtype, dscale: bool, dshift: bool, device: torch.device
+) -> tuple[Launch, int]:
+    """The launch, and how many programs share a group."""
+    tile = tile_for(n, BACKWARD, dtype.itemsize)
+    assert tile is not None
+    groups = rows // tokens
+    own = min(tile.rows, triton.next_power_of_2(tokens))
+    resident = max(THREADS_PER_MULTIPROCESSOR // (32 * tile.warps), 1) * multiprocessors(device)
+    parts = min(cdiv(tokens, own), cdiv(resident, groups))
+    index = index_type(rows * n, 2 * groups * parts * n, groups * stride + n)
+    constants = (4, dscale, dshift, unit(n), accumulator(dtype)[0], index, own, tile.block)
+    return Launch(
+        _whole_backward, groups * parts, (rows, n // unit(n), tokens, stride), constants, tile.warps
+    ), parts  # fmt: skip
+
+
+def ada_layer_norm_backward(
+    dy: Tensor, x: Tensor, scale: Tensor, stats: Tensor, dims: int, dscale: bool, dshift: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dscale, dshift), the latter two as scale is, and empty where they are not wanted."""
+    dy, x = dy.contiguous(), x.contiguous()
+    n = math.prod(x.shape[x.dim() - dims :])
+    rows = x.numel() // n
+    flat, _, groups, stride = _modulation(scale, None, dims)
+    launch, parts = _modulated_backward_launch(rows, n, rows // groups, stride, x.dtype, dscale, dshift, x.device)
+    dx = torch.empty_like(x)
+    partial = None
+    if dscale or dshift:
+        partial = torch.empty((dscale + dshift, groups, parts, n), dtype=accumulator(x.dtype)[1], device=x.device)
+    launch(dx, partial, dy, None, x, stats, flat)
+    found = [x.new_empty(0, dtype=scale.dtype) for _ in range(2)]
+    if partial is not None:
+        sums = (partial.sum(2) if parts > 1 else partial.squeeze(2)).to(scale.dtype)
+        for which, place in enumerate(place for place, wanted in enumerate((dscale, dshift)) if wanted):
+            found[place] = sums[which].view(scale.shape)
+    return dx, found[0], found[1]

@@ -38,6 +38,7 @@ from fastlayers.modules.group_norm import (
 )
 from fastlayers.modules.kl_div import FusedJSDivLogitsLoss, FusedKLDivLogitsLoss, FusedKLDivLoss
 from fastlayers.modules.layer_norm import (
+    FusedAdaLayerNorm,
     FusedAddLayerNorm,
     FusedAddRMSNorm,
     FusedLayerNorm,
@@ -81,6 +82,7 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # torch 2.13
 
 __all__ = [
     "DROP_IN",
+    "FusedAdaLayerNorm",
     "FusedAddLayerNorm",
     "FusedAddRMSNorm",
     "FusedAddReLU",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,6 +63,23 @@ class FusedAddLayerNorm(OwnOptions, nn.LayerNorm):
             x, residual, self.normalized_shape, self.weight, self.bias, self.eps,
             dropout=self.dropout, training=self.training,
         )  # fmt: skip
+
+
+class FusedAdaLayerNorm(nn.LayerNorm):
+    """Layer normalisation modulated for each sample, see :func:`fastlayers.functional.ada_layer_norm`.
+
+    Args:
+        normalized_shape: sizes of the dimensions that are normalised together.
+        eps: added to the variance.
+
+    Shape: (N, T, C) with a scale and a shift of (N, 1, C), or whatever broadcasts; it has no parameters.
+    """
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-5) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine=False)  # type: ignore[arg-type]
+
+    def forward(self, input: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return functional.ada_layer_norm(input, self.normalized_shape, scale, shift, self.eps)
 
 
 class FusedAddRMSNorm(OwnOptions, nn.RMSNorm):

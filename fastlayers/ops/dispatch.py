@@ -11,7 +11,7 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
@@ -182,13 +182,22 @@ class Family(Generic[K]):
         declared: the class that declares the raw ops.
         cpu: whether ``csrc`` has the family for CPU tensors.
         csrc_only: names of raw ops without a Triton kernel. Their callers ask for the backend "cuda".
+        triton_only: names of raw ops that csrc does not have. Those of Triton serve the backend "cuda" as well.
     """
 
-    def __init__(self, name: str, declared: type[K], *, cpu: bool = False, csrc_only: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        declared: type[K],
+        *,
+        cpu: bool = False,
+        csrc_only: tuple[str, ...] = (),
+        triton_only: tuple[str, ...] = (),
+    ) -> None:
         self.name = name
         self.ops: dict[str, Callable[..., Any]] = {}
         self._cpu = cpu
-        self.csrc_only = csrc_only
+        self.csrc_only, self.triton_only = csrc_only, triton_only
         self._by_device: dict[torch.device, K | None] = {}
         self._in_graphs: dict[bool, K] = {}
         _families.append(self)
@@ -233,17 +242,22 @@ class Family(Generic[K]):
         backend = backends.choose(device)
         kernels: Any = None
         if backend == "triton":
-            module = importlib.import_module(f"fastlayers.kernels.{self.name}")
-            ops = {op: observable(getattr(module, op)) for op in self.ops if op not in self.csrc_only}
-            kernels = SimpleNamespace(backend=backend, **ops)
+            kernels = SimpleNamespace(backend=backend, **self._of_triton(set(self.ops).difference(self.csrc_only)))
         elif backend == "cuda" or (backend == "cpu" and self._cpu):
             # What an OpOverload calls, without the Python call around it: 0.3 us.
-            packets = {op: getattr(torch.ops.fastlayers, op).default._op for op in self.ops}
+            in_csrc = set(self.ops).difference(self.triton_only)
+            packets = {op: getattr(torch.ops.fastlayers, op).default._op for op in in_csrc}
+            if self.triton_only and backends.problem("triton", device) is None:
+                packets |= self._of_triton(self.triton_only)
             kernels = SimpleNamespace(backend=backend, **packets)
         elif backend == "cpu":
             backends.refuse(f"csrc has no {self.name} for CPU tensors; torch's own serves them")
         self._by_device[device] = kernels
         return kernels
+
+    def _of_triton(self, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+        module = importlib.import_module(f"fastlayers.kernels.{self.name}")
+        return {op: observable(getattr(module, op)) for op in names}
 
     def in_graphs(self) -> K:
         """The raw ops as graphs of torch.compile hold them: those of ``csrc``, or opaque ops of Triton kernels."""
@@ -251,7 +265,7 @@ class Family(Generic[K]):
         if csrc not in self._in_graphs:
             found: Any = SimpleNamespace(backend="cuda" if csrc else "triton")
             for op, fake in self.ops.items():
-                if csrc:
+                if csrc and op not in self.triton_only:
                     setattr(found, op, getattr(torch.ops.fastlayers, op).default)
                 elif op not in self.csrc_only and not op.endswith("_"):  # no graph holds an op that writes its input
                     module = importlib.import_module(f"fastlayers.kernels.{self.name}")

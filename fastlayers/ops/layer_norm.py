@@ -44,13 +44,30 @@ class Kernels(dispatch.Kernels):
         parameters = [like.new_empty(shape if wanted and weight is not None else 0) for wanted in (dweight, dbias)]
         return x.new_empty(x.shape), parameters[0], parameters[1]
 
+    @staticmethod
+    def ada_layer_norm_forward(
+        x: Tensor, scale: Tensor, shift: Tensor | None, dims: int, eps: float, dtype: torch.dtype, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        return x.new_empty(x.shape, dtype=dtype), _empty_stats(x, dims, LAYER, keep)
+
+    @staticmethod
+    def ada_layer_norm_backward(
+        dy: Tensor, x: Tensor, scale: Tensor, stats: Tensor, dims: int, dscale: bool, dshift: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = (scale.new_empty(scale.shape if wanted else 0) for wanted in (dscale, dshift))
+        return x.new_empty(x.shape), first, second
+
 
 def _empty_stats(x: Tensor, dims: int, kind: int, keep: bool) -> Tensor:
     shape = (2 if kind == LAYER else 1, math.prod(x.shape[: x.dim() - dims])) if keep else (0,)
     return x.new_empty(shape, dtype=dispatch.accumulator(x))
 
 
-FAMILY = dispatch.Family("layer_norm", Kernels)
+MODULATED = ("ada_layer_norm_forward", "ada_layer_norm_backward")
+FAMILY = dispatch.Family("layer_norm", Kernels, triton_only=MODULATED)
+
+#: Elements of a row up to which the kernel of a modulated norm holds it in registers, and of float64.
+LONGEST, LONGEST_DOUBLE = 8192, 2048
 
 
 def _rms_kind(casting: str) -> int:
@@ -347,3 +364,76 @@ def add_rms_norm(
         s = x if residual is None else x + residual
         return rms_norm(s, shape, weight, eps, casting, dtype), s
     return _cast(both[0], dtype), both[1]
+
+
+# ---- with a scale and a shift for each sample ------------------------------------------------------------------------
+
+
+class AdaLayerNorm(dispatch.Pair, inputs=3):
+    """Keeps x, the scale, and the mean and rstd of each row."""
+
+    @staticmethod
+    def forward(
+        kernels: Kernels, needs: Needs, x: Tensor, scale: Tensor, shift: Tensor | None, dims: int, eps: float,
+        dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
+        y, stats = kernels.ada_layer_norm_forward(x, scale, shift, dims, eps, dtype, bool(needs))
+        return y, (x, scale, stats), (dims, eps)
+
+    @staticmethod
+    def backward(
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, scale: Tensor, stats: Tensor, dims: int, eps: float
+    ) -> Gradients:
+        return kernels.ada_layer_norm_backward(dy, x, scale, stats, dims, *needs[1:])
+
+    @staticmethod
+    def differentiable_backward(
+        needs: Needs, dy: Tensor, x: Tensor, scale: Tensor, stats: Tensor, dims: int, eps: float
+    ) -> Gradients:
+        def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+            wide = [t.to(dispatch.accumulator(x)) for t in (x, scale, shift)]
+            return reference.ada_layer_norm(wide[0], x.shape[-dims:], wide[1], wide[2], eps)
+
+        tensors = (x, scale, torch.zeros_like(scale))
+        return dispatch.differentiate(modulated, tensors, needs, dy.to(dispatch.accumulator(x)))
+
+
+def unsupported_modulation(x: Tensor, shape: tuple[int, ...], scale: Tensor, shift: Tensor | None) -> str | None:
+    """Why no kernel takes this call of a modulated norm, None where one does."""
+    problem = unsupported(x, x.dtype, shape, None, None, LAYER)
+    if problem is not None:
+        return problem
+    longest = LONGEST_DOUBLE if x.dtype == torch.float64 else LONGEST
+    if math.prod(shape) > longest:
+        return f"rows of {math.prod(shape)} elements; the kernel holds up to {longest} of {x.dtype}"
+    for t in (scale, shift):
+        if t is not None:
+            if not dispatch.is_plain(t):
+                return f"scale or shift is a {type(t).__name__}; the kernel takes plain tensors"
+            if t.dtype is not x.dtype and not {t.dtype, x.dtype} <= {torch.float32, *reference.LOW_PRECISION}:
+                return f"scale or shift is {t.dtype} beside {x.dtype}"
+            if t.get_device() != x.get_device():
+                return f"scale or shift is on {t.device}, and the input on {x.device}"
+            if t.shape != scale.shape or t.dtype is not scale.dtype:
+                return f"scale has shape {tuple(scale.shape)} and {scale.dtype}, shift {tuple(t.shape)} and {t.dtype}"
+    rows, own = tuple(x.shape[: x.dim() - len(shape)]), tuple(scale.shape[: max(scale.dim() - len(shape), 0)])
+    own = (1,) * (len(rows) - len(own)) + own
+    leading = next((d for d, (size, of_x) in enumerate(zip(own, rows, strict=False)) if size == 1 != of_x), len(rows))
+    if scale.shape[-len(shape) :] != shape or own != (*rows[:leading], *(1,) * (len(rows) - leading)):
+        return f"scale has shape {tuple(scale.shape)}, the input {tuple(x.shape)}: no group of neighbours for each row"
+    return None
+
+
+def ada_layer_norm(x: Tensor, shape: Shape, scale: Tensor, shift: Tensor | None, eps: float) -> Tensor:
+    kernels = FAMILY.kernels_for(x)
+    shape = tuple(shape)
+    if kernels is not None:
+        problem = unsupported_modulation(x, shape, scale, shift)
+        if kernels.backend == "cuda":
+            backends.refuse("csrc has no kernel of a modulated norm")
+        if problem is not None:
+            backends.refuse(problem)
+        elif hasattr(kernels, MODULATED[0]):
+            own = x.dtype if x.dtype not in reference.LOW_PRECISION else result_dtype(LAYER, x, None)
+            return AdaLayerNorm.run(kernels, x, scale, shift, len(shape), eps, torch.promote_types(own, scale.dtype))
+    return dispatch.call_reference(reference.ada_layer_norm, x, shape, scale, shift, eps)

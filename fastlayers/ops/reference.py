@@ -124,6 +124,11 @@ def layer_norm(x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | No
     return F.layer_norm(x, shape, weight, bias, eps)  # type: ignore[arg-type]
 
 
+def ada_layer_norm(x: Tensor, shape: Shape, scale: Tensor, shift: Tensor | None, eps: float) -> Tensor:
+    y = F.layer_norm(x, shape, None, None, eps) * (1 + scale)  # type: ignore[arg-type]
+    return y if shift is None else y + shift
+
+
 def rms_norm(x: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str) -> Tensor:
     if casting == "torch":
         if _mixed("rms_norm", x, weight, None):  # torch takes it too, with a warning

@@ -12,6 +12,7 @@ and tiles. What is optional (a residual, weights, a mask) is there or not for on
 that takes most registers.
 """
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -291,6 +292,17 @@ def test_layer_norm(compiled, dtype, kind):
             compile_layer_norm(x, None, weight.float(), None if bias is None else bias.float(), kind, F32)
             compile_layer_norm(x, None, None, None, kind, BF16)
     assert set(compiled) <= LAYER_NORM
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ada_layer_norm(compiled, dtype):
+    for n in (100, 768, 1152, 3072, 8192) if dtype == BF16 else (1152,):
+        x, both = meta(32, 256, n, dtype=dtype), meta(32, 1, 2 * n, dtype=dtype)
+        scale, shift = both.chunk(2, -1)
+        y, stats = layer_norm.ada_layer_norm_forward(x, scale, shift, 1, 1e-6, dtype, True)
+        for dscale, dshift in itertools.product((False, True), repeat=2):
+            layer_norm.ada_layer_norm_backward(y, x, scale, stats, 1, dscale, dshift)
+    assert set(compiled) == {"_whole_forward", "_whole_backward"}
 
 
 def test_layer_norm_of_few_long_rows(compiled):
