@@ -63,6 +63,7 @@ __all__ = [
     "max_pool2d",
     "mish",
     "mul",
+    "qk_norm_rotary",
     "quick_gelu",
     "reglu",
     "relu2",
@@ -910,6 +911,41 @@ def rotary(
         ValueError: rotary_dim is neither the number of columns of the tables nor twice that.
     """
     return _rotary.rotary(q, k, cos, sin, interleaved, rotary_dim, dtype)
+
+
+def qk_norm_rotary(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float | None = 1e-6,
+    interleaved: bool = False,
+    *,
+    casting: str = "torch",
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Rotary position embedding of queries and keys whose heads are normalised before: Qwen3, Gemma 3, FLUX.
+
+    .. math:: q \mapsto \operatorname{rotary}\left(\frac{q}{\sqrt{\mathrm{E}[q^2] + \epsilon}} \cdot
+        \text{q\_weight}\right)
+
+    and the same of k. Stands for ``rms_norm`` of each, over the elements of a head, and the composition of
+    :func:`rotary`: a kernel for each norm, and one for each rotation.
+
+    Args:
+        q, k, cos, sin, interleaved, rotary_dim: as for :func:`rotary`.
+        q_weight, k_weight: (head_dim,), or None.
+        eps, casting: as for :func:`rms_norm`.
+
+    Returns:
+        (q, k), in the memory order of the torch composition. A norm copies what is not contiguous, as torch does: pass
+        (batch, seq, heads, head_dim), before the transposition.
+
+    Keeps: q, k, the weights, an rstd for each head of each token; cos and sin.
+    """
+    return _rotary.qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, eps, interleaved, casting, rotary_dim)
 
 
 # ---- residuals -------------------------------------------------------------------------------------------------------

@@ -2077,6 +2077,66 @@ ROTARY = Op(
     matrix=None,
 )
 
+
+def qk_norm_rotary(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    eps: float | None = 1e-6, interleaved: bool = False, *, casting: str = "torch", **kwargs: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k = (rms_norm(x, x.shape[-1:], w, eps, casting=casting) for x, w in ((q, q_weight), (k, k_weight)))
+    return rotary(q, k, cos, sin, interleaved, **kwargs)
+
+
+def normed_rotations() -> tuple[Sample, ...]:
+    """Calls with heads before the sequence, or after it as a projection gives them."""
+
+    def sample(
+        name: str, q: tuple[int, ...] = (2, 5, 3, 8), *, kv_heads: int | None = None, layout: Any = contiguous,
+        table: Any = ..., weight: Any = ..., kwargs: Any = None, **options: Any,
+    ) -> Sample:  # fmt: skip
+        given = Input((q[-1],)) if weight is ... else weight
+        tables = Input((q[1], 1, q[-1]), grad=False) if table is ... else table
+        keys = Input((*q[:2], kv_heads or q[2], q[-1]), layout)
+        return Sample(name, (Input(q, layout), keys, given, given, tables, tables), kwargs or {}, **options)
+
+    return (
+        sample("heads last", smooth=True),
+        sample("neighbours", kwargs={"interleaved": True}, smooth=True),
+        sample("part", table=Input((5, 1, 4), grad=False), smooth=True),
+        sample("half tables", table=Input((5, 1, 4), grad=False), kwargs={"rotary_dim": 8}),
+        sample("no weights", weight=None),
+        *(sample(f"head_dim {n}", (2, 5, 4, n), kv_heads=2) for n in (2, 20, 64, 128)),
+        sample("many tokens", (2, 300, 4, 64), kv_heads=1),
+        sample("float32 weights", (2, 5, 4, 32), weight=Input((32,), dtype=torch.float32), dtypes=HALF),
+        sample("gemma", (2, 5, 4, 32), kwargs={"casting": "gemma"}),
+        sample("llama", (2, 5, 4, 32), kwargs={"casting": "llama"}),
+        sample("heads first in shape", (2, 3, 5, 8), layout=heads_last_in_memory,
+               table=Input((5, 8), grad=False)),
+        sample("row slice", (2, 5, 4, 32), layout=row_slice),
+        sample("misaligned", (2, 5, 4, 32), layout=misaligned),
+        sample("expanded batch", (2, 5, 4, 32), layout=expanded(0)),
+    )  # fmt: skip
+
+
+NORMED_ROTATIONS = normed_rotations()
+QK_NORM_ROTARY = Op(
+    "qk_norm_rotary",
+    functional.qk_norm_rotary,
+    qk_norm_rotary,
+    kernels=GPU_KERNELS,
+    samples=NORMED_ROTATIONS,
+    saved_bytes=lambda call, out: (
+        sum(map(nbytes, call.tensors())) + sum(row_statistics(call, x.shape, 1, 1) for x in call.args[:2])
+    ),
+    mistakes=(
+        Sample("tables of another sequence",
+               (*(Input((2, 5, 3, 8)),) * 2, None, None, *(Input((4, 1, 8), grad=False),) * 2)),
+        Sample("weight of another size",
+               (*(Input((2, 5, 3, 8)),) * 2, Input((4,)), None, *(Input((5, 1, 8), grad=False),) * 2)),
+    ),
+    layers=(Layer(fastlayers.FusedQKNormRotary(8), NORMED_ROTATIONS[4], (0, 1, 4, 5)),),  # without weights
+    matrix=None,
+)  # fmt: skip
+
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
@@ -2555,7 +2615,8 @@ OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, SQUEEZE_EXCITE, MAX_POOL2D, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, ADA_LAYER_NORM, CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
-    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, LINEAR, GATED_LINEAR, GLU, ROTARY, CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,
+    BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, LINEAR, GATED_LINEAR, GLU, ROTARY, QK_NORM_ROTARY,
+    CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,
     KL_DIV, KL_DIV_LOGITS, JS_DIV_LOGITS,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

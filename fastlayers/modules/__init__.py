@@ -49,7 +49,7 @@ from fastlayers.modules.linear import FusedLinear
 from fastlayers.modules.linear_cross_entropy import FusedLinearCrossEntropyLoss
 from fastlayers.modules.max_pool2d import FusedMaxPool2d
 from fastlayers.modules.residual import FusedDropoutAdd, FusedScaleAdd
-from fastlayers.modules.rotary import FusedRotary
+from fastlayers.modules.rotary import FusedQKNormRotary, FusedRotary
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
 
 #: Torch classes that one fused class replaces, layer for layer. A fused class here adds no attribute to the torch
@@ -118,6 +118,7 @@ __all__ = [
     "FusedMish",
     "FusedMul",
     "FusedMultiheadAttention",
+    "FusedQKNormRotary",
     "FusedQuickGELU",
     "FusedRMSNorm",
     "FusedReGLU",

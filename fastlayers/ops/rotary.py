@@ -17,6 +17,7 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 from fastlayers.ops.dispatch import Gradients, Needs
+from fastlayers.ops.layer_norm import rms_norm
 
 Sizes: TypeAlias = tuple[int, ...]
 #: Shape, strides and dtype of a tensor.
@@ -252,3 +253,17 @@ def rotary(
                 return Rotary.run(kernels, q, k, cos, sin, interleaved, rotated, chosen)
         backends.refuse(reason)
     return dispatch.call_reference(reference.rotary, q, k, cos, sin, interleaved, rotated, dtype)
+
+
+def qk_norm_rotary(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    eps: float | None, interleaved: bool, casting: str, rotary_dim: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    for x in (q, k):
+        if not isinstance(x, Tensor):
+            raise dispatch.expected_tensor(x)
+    q = rms_norm(q, q.shape[-1:], q_weight, eps, casting)
+    k = rms_norm(k, k.shape[-1:], k_weight, eps, casting)
+    q, rotated = rotary(q, k, cos, sin, interleaved, rotary_dim, None)
+    assert rotated is not None
+    return q, rotated
