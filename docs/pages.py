@@ -33,6 +33,7 @@ FAMILIES = {
     "layer_norm": "LayerNorm and RMSNorm",
     "batch_norm": "BatchNorm",
     "group_norm": "GroupNorm and InstanceNorm",
+    "response_norm": "Response norm",
     "elementwise": "Elementwise",
     "squeeze_excite": "Squeeze-and-excite",
     "max_pool2d": "Pooling",

@@ -1174,6 +1174,80 @@ ADA_LAYER_NORM = Op(
 )
 
 
+def global_response_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6, channels_last: bool = True
+) -> Tensor:
+    """timm's."""
+    space, channel = (tuple(range(1, x.dim() - 1)), -1) if channels_last else (tuple(range(2, x.dim())), 1)
+    shape = (-1,) if channels_last else (-1, *[1] * (x.dim() - 2))
+    norm = x.norm(p=2, dim=space, keepdim=True)
+    relative = norm / (norm.mean(dim=channel, keepdim=True) + eps)
+    return x + torch.addcmul(bias.view(shape), weight.view(shape), x * relative)
+
+
+def response(name: str, shape: tuple[int, ...], last: bool = True, *, to: Any = None, **options: Any) -> Sample:
+    x = Input(shape, options.pop("layout", contiguous), options.pop("values", normal))
+    parameter = Input((shape[-1 if last else 1],), dtype=to)
+    kwargs = options.pop("kwargs", {}) | ({} if last else {"channels_last": False})
+    return Sample(name, (x, parameter, parameter), kwargs, **options)
+
+
+#: A layer begins with zeros.
+NEW_RESPONSE = Sample("of a layer", (Input((2, 3, 4, 5)), *(Input((5,), values=constant(0.0)),) * 2))
+
+
+def with_a_channel_of_zeros(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    values = normal(shape, generator)
+    values[..., 1] = 0
+    return values
+
+
+GLOBAL_RESPONSE_NORM = Op(
+    "global_response_norm",
+    functional.global_response_norm,
+    global_response_norm,
+    kernels=("triton",),
+    samples=(
+        response("channels last", (2, 3, 4, 5), smooth=True),
+        response("channels first", (2, 5, 3, 4), False, smooth=True),
+        response("channels_last in memory", (2, 8, 5, 6), False, layout=channels_last),
+        response("one pixel", (3, 1, 1, 8)),
+        response("one channel", (3, 4, 5, 1)),
+        *(response(f"{c} channels", (2, 7, 7, c)) for c in (33, 64, 100, 384, 1030)),
+        response("many pixels", (2, 61, 50, 24)),
+        response("many pixels, channels first", (2, 24, 61, 50), False),
+        response("tokens", (2, 50, 24)),
+        response("volume", (2, 3, 4, 5, 8)),
+        response("volume, channels first", (2, 8, 3, 4, 5), False),
+        response("volume, channels_last in memory", (2, 8, 3, 4, 5), False, layout=channels_last_3d),
+        response("eps", (2, 3, 4, 5), kwargs={"eps": 0.1}),
+        response("misaligned", (2, 3, 4, 8), layout=misaligned),
+        response("a channel of zeros", (2, 3, 4, 5), values=with_a_channel_of_zeros),
+        response("zeros", (2, 3, 4, 5), values=constant(0.0)),
+        response("NaN", (2, 3, 4, 5), values=with_nan),
+        response("infinities", (2, 3, 4, 5), values=with_infinities),
+        response("float32 weight", (2, 3, 4, 8), to=torch.float32, dtypes=HALF),
+        response("too many channels", (2, 2, 2, 8200), gpu_only=True, refused=AND_CSRC),
+        response("transposed", (2, 3, 4, 8), layout=transposed, refused=AND_CSRC),
+        response("row slice", (2, 3, 4, 8), layout=row_slice, refused=AND_CSRC),
+        response("expanded", (2, 3, 4, 8), layout=expanded(0), refused=AND_CSRC),
+        response("empty", (0, 3, 4, 8), refused=AND_CSRC),
+    ),
+    saved_bytes=lambda call, out: (
+        nbytes(call.args[0])
+        + nbytes(call.args[1])
+        + call.args[0].shape[0] * call.args[1].shape[0] * (8 if call.args[0].dtype == torch.float64 else 4)
+    ),
+    mistakes=(
+        Sample("weight of another size", (Input((2, 3, 4, 5)), Input((4,)), Input((4,)))),
+        Sample("not a tensor", ([1.0, 2.0], Input((2,)), Input((2,)))),
+        Sample("integers", (torch.arange(24).view(2, 3, 4), Input((4,)), Input((4,)))),
+    ),
+    layers=(Layer(fastlayers.FusedGlobalResponseNorm(5), NEW_RESPONSE, 1),),
+    matrix=None,
+)
+
+
 def channel_norm(name: str, shape: tuple[int, ...] = IMAGE, layout: Any = contiguous, **options: Any) -> Sample:
     return Sample(name, (Input(shape, layout), Input(shape[1:2]), Input(shape[1:2])), **options)
 
@@ -2613,7 +2687,8 @@ JS_DIV_LOGITS = replace(
 
 OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, SQUEEZE_EXCITE, MAX_POOL2D, DROPOUT_ADD, SCALE_ADD,
-    LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, ADA_LAYER_NORM, CHANNEL_LAYER_NORM,
+    LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, ADA_LAYER_NORM, GLOBAL_RESPONSE_NORM,
+    CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
     BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, LINEAR, GATED_LINEAR, GLU, ROTARY, QK_NORM_ROTARY,
     CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,

@@ -49,6 +49,7 @@ from fastlayers.modules.linear import FusedLinear
 from fastlayers.modules.linear_cross_entropy import FusedLinearCrossEntropyLoss
 from fastlayers.modules.max_pool2d import FusedMaxPool2d
 from fastlayers.modules.residual import FusedDropoutAdd, FusedScaleAdd
+from fastlayers.modules.response_norm import FusedGlobalResponseNorm
 from fastlayers.modules.rotary import FusedQKNormRotary, FusedRotary
 from fastlayers.modules.softmax import FusedLogSoftmax, FusedSoftmax
 
@@ -99,6 +100,7 @@ __all__ = [
     "FusedGEGLU",
     "FusedGELU",
     "FusedGLU",
+    "FusedGlobalResponseNorm",
     "FusedGroupNorm",
     "FusedGroupNormAct",
     "FusedHardswish",

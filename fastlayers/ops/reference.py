@@ -93,9 +93,12 @@ def glu(x: Tensor, dim: int, act: str | None, gate_first: bool) -> Tensor:
 
 Shape = Sequence[int]
 
-_WITH_AUTOCAST = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "softplus")
+_WITH_AUTOCAST = (
+    *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "softplus"),
+    "linalg_vector_norm",
+)
 #: The norms and activations that autocast runs in float32, by device; they are the same in no two versions of torch.
-#: CUDA: layer_norm, group_norm and softplus, since 2.13 rms_norm as well. CPU: none.
+#: CUDA: layer_norm, group_norm, softplus and linalg_vector_norm, since 2.13 rms_norm as well. CPU: none.
 FLOAT32_UNDER_AUTOCAST: dict[str, frozenset[str]] = {
     device: frozenset(op for op in _WITH_AUTOCAST if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key))
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
@@ -127,6 +130,14 @@ def layer_norm(x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | No
 def ada_layer_norm(x: Tensor, shape: Shape, scale: Tensor, shift: Tensor | None, eps: float) -> Tensor:
     y = F.layer_norm(x, shape, None, None, eps) * (1 + scale)  # type: ignore[arg-type]
     return y if shift is None else y + shift
+
+
+def global_response_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, channels_last: bool) -> Tensor:
+    space, channel = (tuple(range(1, x.dim() - 1)), -1) if channels_last else (tuple(range(2, x.dim())), 1)
+    shape = (-1,) if channels_last else (-1, *[1] * (x.dim() - 2))
+    norm = torch.linalg.vector_norm(x, 2, space, keepdim=True)
+    relative = norm / (norm.mean(channel, keepdim=True) + eps)
+    return x + torch.addcmul(bias.view(shape), weight.view(shape), x * relative)
 
 
 def rms_norm(x: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, casting: str) -> Tensor:

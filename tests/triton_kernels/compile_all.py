@@ -37,6 +37,7 @@ from fastlayers.kernels import (
     launch,
     layer_norm,
     max_pool2d,
+    response_norm,
     rotary,
     softmax,
     squeeze_excite,
@@ -455,3 +456,14 @@ def test_images(compiled, dtype, channels_last):
         squeeze_excite.spatial_sum(x, x, 1.0)
         squeeze_excite.scale_shift(x, gates, gates, 0.5)
     assert set(compiled) == {"_max_pool2d", "_max_pool2d_backward", "_spatial_sum", "_scale_shift"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_response_norm(compiled, dtype):
+    for shape in [(128, 784, 768), (128, 49, 3072), (8, 100, 8192)] if dtype == BF16 else [(128, 784, 768)]:
+        x = meta(*shape, dtype=dtype)
+        for last in (True, False):
+            parameter = meta(shape[2] if last else shape[1], dtype=dtype)
+            y, norm = response_norm.response_norm_forward(x, parameter, parameter, 1e-6, last, dtype)
+            response_norm.response_norm_backward(y, x, parameter, norm, 1e-6, last)
+    assert set(compiled) == {"_sums", "_factors", "_gradients", "_apply", "_sum_rows"}

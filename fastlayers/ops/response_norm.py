@@ -1,0 +1,107 @@
+"""global_response_norm: the choice between kernel and reference, and autograd.
+
+Under torch.compile this returns its reference, which Inductor fuses with its neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlayers import backends
+from fastlayers.ops import dispatch, reference
+from fastlayers.ops.dispatch import Gradients, Needs
+
+
+class Kernels(dispatch.Kernels):
+    @staticmethod
+    def response_norm_forward(
+        x: Tensor, weight: Tensor, bias: Tensor, eps: float, channels_last: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        norm = x.new_empty((x.shape[0], weight.shape[0]), dtype=dispatch.accumulator(x))
+        return torch.empty_like(x, dtype=dtype), norm
+
+    @staticmethod
+    def response_norm_backward(
+        dy: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float, channels_last: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+
+
+OPS = ("response_norm_forward", "response_norm_backward")
+FAMILY = dispatch.Family("response_norm", Kernels, triton_only=OPS)
+
+#: Channels that a program holds in registers.
+MOST_CHANNELS = 8192
+
+
+class ResponseNorm(dispatch.Pair, inputs=3):
+    """Keeps x, the weight, and the norm of each channel of each sample."""
+
+    @staticmethod
+    def forward(
+        kernels: Kernels, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor, eps: float, channels_last: bool,
+        dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
+        y, norm = kernels.response_norm_forward(x, weight, bias, eps, channels_last, dtype)
+        return y, (x, weight, norm), (eps, channels_last)
+
+    @staticmethod
+    def backward(
+        kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float,
+        channels_last: bool,
+    ) -> Gradients:  # fmt: skip
+        return kernels.response_norm_backward(dy, x, weight, norm, eps, channels_last)
+
+    @staticmethod
+    def differentiable_backward(
+        needs: Needs, dy: Tensor, x: Tensor, weight: Tensor, norm: Tensor, eps: float, channels_last: bool
+    ) -> Gradients:
+        def normed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            wide = [t.to(dispatch.accumulator(x)) for t in (x, weight, bias)]
+            return reference.global_response_norm(wide[0], wide[1], wide[2], eps, channels_last)
+
+        return dispatch.differentiate(normed, (x, weight, torch.zeros_like(weight)), needs, dy.to(norm.dtype))
+
+
+def _unsupported(x: Tensor, weight: Tensor, bias: Tensor, channels_last: bool) -> str | None:
+    """Why no kernel takes this call, None where one does."""
+    if x.dtype not in dispatch.FLOATING:
+        return f"no kernel for {x.dtype}"
+    if x.dim() < 3 or x.numel() == 0:
+        return f"no sample with space and channels in shape {tuple(x.shape)}"
+    if not x.is_contiguous() and (channels_last or not dispatch.is_image(x)):
+        return f"an input with strides {x.stride()}; the kernel takes dense ones"
+    channels = x.shape[-1 if channels_last else 1]
+    if channels > MOST_CHANNELS:
+        return f"{channels} channels; the kernel takes up to {MOST_CHANNELS}"
+    for parameter in (weight, bias):
+        problem = dispatch.parameter_problem(parameter, x.get_device(), x.dtype, (channels,))
+        if problem is not None:
+            return problem
+    return None if bias.dtype == weight.dtype else f"the weight is {weight.dtype}, and the bias {bias.dtype}"
+
+
+def global_response_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, channels_last: bool) -> Tensor:
+    if isinstance(x, Tensor) and x.dim() < 3:
+        raise ValueError(
+            f"input has shape {tuple(x.shape)}; expected samples, channels and at least one dimension of space"
+        )
+    kernels = FAMILY.kernels_for(x)
+    if kernels is not None:
+        problem = _unsupported(x, weight, bias, channels_last)
+        if kernels.backend == "cuda":
+            backends.refuse("csrc has no kernel of a response norm")
+        if problem is not None:
+            backends.refuse(problem)
+        elif hasattr(kernels, OPS[0]):
+            dtype = torch.promote_types(reference.norm_dtype("linalg_vector_norm", x), weight.dtype)
+            if channels_last:
+                return ResponseNorm.run(kernels, x.flatten(1, -2), weight, bias, eps, True, dtype).view(x.shape)
+            if x.is_contiguous():
+                return ResponseNorm.run(kernels, x.flatten(2), weight, bias, eps, False, dtype).view(x.shape)
+            y = global_response_norm(x.movedim(1, -1), weight, bias, eps, True)
+            return y.movedim(-1, 1)
+    return dispatch.call_reference(reference.global_response_norm, x, weight, bias, eps, channels_last)
