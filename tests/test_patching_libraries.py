@@ -7,15 +7,18 @@ import functools
 import pickle
 import subprocess
 import sys
+import types
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fastlayers.patching import (
     fold_batch_norm,
     patch_model,
+    patch_report,
     plan_fold,
     plan_patch,
     unfold_batch_norm,
@@ -215,6 +218,86 @@ def test_arguments_by_their_former_names(monkeypatch):
             torch.testing.assert_close(actual, expected)
     unpatch_model(model)
     assert type(model.scaled) is Scaled
+
+
+def rotate_half(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    """Before transformers 5 it has position ids that it does not use."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+#: A registry of transformers, in a test that has one.
+ATTENTIONS = None
+
+
+def eager_attention(module, q, k, v, **kwargs):
+    return torch.softmax(q @ k.mT, -1) @ v
+
+
+def plain_attention(module, q, k, v, **kwargs):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def other_attention(module, q, k, v, **kwargs):
+    return v * 2
+
+
+def test_an_attention_of_transformers_4(monkeypatch):
+    """Its forward takes arguments by former names, and subscripts the registry of attentions."""
+    pytest.importorskip("transformers")
+    from transformers.modeling_utils import AttentionInterface
+    from transformers.utils.deprecation import deprecate_kwarg
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+            self.config = types.SimpleNamespace(attention="plain")
+
+        @deprecate_kwarg("past_key_value", "99.0", new_name="past_key_values")
+        def forward(self, x, position_embeddings, past_key_values=None, **kwargs):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+            cos, sin = position_embeddings
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            attend = eager_attention
+            if self.config.attention != "eager":
+                attend = ATTENTIONS[self.config.attention]
+            return self.proj(attend(self, q, k, v, **kwargs).transpose(1, 2).flatten(2))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.attention = nn.LayerNorm(16), Attention()
+
+        def forward(self, x, position_embeddings):
+            return x + self.attention(self.norm(x), position_embeddings)
+
+    registry = AttentionInterface()
+    registry["plain"] = plain_attention
+    monkeypatch.setitem(globals(), "ATTENTIONS", registry)
+    monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
+    monkeypatch.setattr(regions, "CALLS", 1)
+    stock, x = Block(), torch.randn(2, 5, 16)
+    tables = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    model = patch_model(copy.deepcopy(stock))
+    assert dict(patch_report(model)["attention"].fused)["rotary"] == 1
+    for _ in range(2):
+        torch.testing.assert_close(model(x, tables), stock(x, tables))
+    (entries,) = type(model).__fastlayers_region__.entries.values()
+    assert [entry.refusal for entry in entries] == [None]
+    registry["plain"] = other_attention
+    torch.testing.assert_close(model(x, tables), stock(x, tables))
+    monkeypatch.setattr(AttentionInterface, "__getitem__", lambda self, key: eager_attention)
+    torch.testing.assert_close(model(x, tables), stock(x, tables))
 
 
 def test_a_decorator_that_returns_no_function():

@@ -231,6 +231,18 @@ class Concrete(Instrument):
         return node
 
 
+class Subscripted:
+    """What a subscript sees of an object whose ``__getitem__`` only looks something up."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __getitem__(self, key: Any) -> Any:
+        if not is_value(key):
+            raise Refusal(Reason.READS_STATE, f"looks up a {type(key).__name__}")
+        return self.read(key)
+
+
 class Watch(Run):
     """One run of a module's forward on fake tensors."""
 
@@ -386,6 +398,10 @@ class Watch(Run):
         if origin is not None and isinstance(value, list | tuple):  # of objects: each by its place
             self.reads.values[f"len({origin})"] = len(value)
             return type(value)(self.read(f"{origin}[{i}]", item) for i, item in enumerate(value))
+        lookup = getattr(type(value), "__getitem__", None)
+        if origin is not None and lookup in self.lookups:
+            self.test(same(f"type({origin}).__getitem__", lookup, self.bind))
+            return Subscripted(lambda key: self.read(f"{origin}[{self.bind(key, 'value')}]", value[key]))
         collections = Tensor | list | tuple | dict | set | range | Iterator | MappingView | types.MappingProxyType
         if isinstance(value, collections) or is_value(value):
             return value

@@ -120,6 +120,8 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed
 """
+#: Before transformers 5 it has a parameter that it does not use.
+HALVES_BEFORE = HALVES.replace("unsqueeze_dim=1", "position_ids=None, unsqueeze_dim=1")
 
 
 ROTATE_HALF = """
@@ -132,7 +134,8 @@ def rotate_half(x):
 
 def is_rotary(function: Any) -> bool:
     """Whether a function is Llama's apply_rotary_pos_emb, whatever its name."""
-    if source_of(function) != canonical(HALVES) or function.__defaults__ != (1,):
+    defaults = {canonical(HALVES): (1,), canonical(HALVES_BEFORE): (None, 1)}.get(source_of(function))
+    if defaults is None or function.__defaults__ != defaults:
         return False
     scope = function.__globals__
     return source_of(scope.get("rotate_half")) == canonical(ROTATE_HALF) and scope.get("torch") is torch
@@ -144,12 +147,14 @@ def fused_rotary(scope: dict[str, Any], name: str, original: Any) -> Any:
     called = (original, original.__globals__["rotate_half"])
     tests = itertools.chain.from_iterable(inside_function(function, binder(names)) for function in called)
     unchanged = eval(f"lambda: {' and '.join(tests)}", names)
+    optional = len(original.__defaults__)
 
-    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
         present = scope[name]
         same = present is original and unchanged()
         if not same or not q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]:
-            return present(q, k, cos, sin, unsqueeze_dim)
-        return functional.rotary(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+            return present(q, k, cos, sin, *rest, **named)
+        dim = rest[-1] if len(rest) == optional else named.get("unsqueeze_dim", 1)
+        return functional.rotary(q, k, cos.unsqueeze(dim), sin.unsqueeze(dim))
 
     return rotary

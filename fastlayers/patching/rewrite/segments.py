@@ -113,7 +113,8 @@ def fuse_segments(
         return None
     try:
         check_subclassing(original)
-        rewritten = rewrite(forward, module, excluded, known, cut=not recorded)
+        unwrapped = forward is not original.forward
+        rewritten = rewrite(forward, module, excluded, known, cut=not recorded, unwrapped=unwrapped)
         if rewritten is None:
             return None
         defer_to_stock(rewritten, forward, original)
@@ -158,9 +159,12 @@ def rewrite(
     known: dict[Any, Any],
     depth: int = 0,
     cut: bool = True,
+    unwrapped: bool = False,
 ) -> Rewritten | None:
-    """Rewrite a forward, or a function without a module; None if nothing was fused."""
-    tree = parse(function)
+    """Rewrite a forward, or a function without a module; None if nothing was fused. ``unwrapped``: it is what a
+    library's decorators were taken from."""
+    tree = parse(function, decorated=unwrapped)
+    tree.decorator_list = []
     refuse_private_names(tree)
     rewritten = Rewritten(tree)
     names = replaced_names(function, tree, module, known, depth)

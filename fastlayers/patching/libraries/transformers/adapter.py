@@ -57,8 +57,10 @@ class TransformersAdapter(Adapter):
     def lookups(self) -> frozenset[Any]:
         from transformers.utils.generic import GeneralInterface
 
-        interfaces = GeneralInterface.__subclasses__()  # Of attentions and of experts; users may add their own.
-        return frozenset(filter(None, (vars(interface).get("get_interface") for interface in interfaces)))
+        # Of attentions and of experts; users may add their own. Before transformers 5 they are subscripted.
+        interfaces = (GeneralInterface, *GeneralInterface.__subclasses__())
+        names = ("get_interface", "__getitem__")
+        return frozenset(filter(None, (vars(interface).get(name) for interface in interfaces for name in names)))
 
     def called_functions(self, module: nn.Module) -> frozenset[str]:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
