@@ -2174,8 +2174,8 @@ def normed_rotations() -> tuple[Sample, ...]:
 
     return (
         sample("heads last", smooth=True),
-        sample("neighbours", kwargs={"interleaved": True}, smooth=True),
-        sample("part", table=Input((5, 1, 4), grad=False), smooth=True),
+        sample("neighbours", kwargs={"interleaved": True}),
+        sample("part", table=Input((5, 1, 4), grad=False)),
         sample("half tables", table=Input((5, 1, 4), grad=False), kwargs={"rotary_dim": 8}),
         sample("no weights", weight=None),
         *(sample(f"head_dim {n}", (2, 5, 4, n), kv_heads=2) for n in (2, 20, 64, 128)),
