@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -89,6 +90,43 @@ def test_what_differs_is_planned_again(others, x):
     patch_model(model)
     assert type(model[0]) is type(model[-1])
     assert all(type(block) is not type(model[0]) for block in model[1:-1])
+
+
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
+
+
+class Holding(nn.Module):
+    """A block that holds a partial function, and an object with a number."""
+
+    def __init__(self, factor=2.0, dim=1):
+        super().__init__()
+        self.bn, self.scale = nn.BatchNorm2d(4), Scale(factor)
+        self.weigh = functools.partial(torch.softmax, dim=dim)
+
+    def forward(self, x):
+        return torch.relu(self.bn(x) + x) + self.weigh(x) * self.scale.factor
+
+
+@pytest.mark.parametrize(("other", "alike"), [({}, True), ({"factor": 3.0}, False), ({"dim": 2}, False)])
+def test_objects_that_hold_the_same(other, alike, recorded, x):
+    """x-transformers gives each layer its own: a decoder of 24 layers was recorded 62 times, in 7 s."""
+    model = nn.Sequential(Holding(), Holding(**other))
+    check(model, x)
+    recorded.clear()
+    patch_model(model)
+    assert recorded == [nn.Sequential, *[Holding] * (1 if alike else 2)]
+    assert (type(model[0]) is type(model[1])) or not alike
+    assert type(model[0]) is not Holding
+
+
+def test_an_object_that_holds_itself(recorded, x):
+    model = nn.Sequential(Holding(), Holding())
+    for block in model:
+        block.scale.owner = block.scale
+    patch_model(model)
+    assert recorded == [nn.Sequential, Holding]
 
 
 def test_a_shared_child_is_not_two_children(x):

@@ -11,6 +11,7 @@ has it; were two modules alike that should not be, the original forward would ru
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,7 +84,7 @@ def described(module: nn.Module, numbers: dict[str, list[Any]]) -> Iterator[Any]
 
 
 def description(value: Any, seen: dict[int, int]) -> Any:
-    """Equal for values that planning cannot tell apart. Objects equal only themselves."""
+    """Equal for values that planning cannot tell apart. An object with more than attributes equals only itself."""
     if isinstance(value, Tensor):
         if id(value) in seen:
             return seen[id(value)]
@@ -97,4 +98,21 @@ def description(value: Any, seen: dict[int, int]) -> Any:
         return type(value), *((description(key, seen), description(item, seen)) for key, item in value.items())
     if isinstance(value, set | frozenset) and all(isinstance(item, str) for item in value):
         return type(value), frozenset(value)
+    if isinstance(value, functools.partial):
+        return type(value), *(description(part, seen) for part in (value.func, value.args, value.keywords))
+    if is_plain_object(value):
+        if id(value) in seen:
+            return seen[id(value)]
+        seen[id(value)] = len(seen)
+        return type(value), description(vars(value), seen)
     return id(value)
+
+
+class Plain:
+    """An object of this class has attributes, and nothing else."""
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether all that an object has are its attributes: it has no slots, and no room for what an extension keeps."""
+    fits = type(value).__basicsize__ == Plain.__basicsize__ and hasattr(value, "__dict__")
+    return fits and not isinstance(value, nn.Module)
