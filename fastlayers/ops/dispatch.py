@@ -265,7 +265,9 @@ class Family(Generic[K]):
         if csrc not in self._in_graphs:
             found: Any = SimpleNamespace(backend="cuda" if csrc else "triton")
             for op, fake in self.ops.items():
-                if csrc and op not in self.triton_only:
+                if op in self.triton_only:  # Graphs hold their references.
+                    continue
+                if csrc:
                     setattr(found, op, getattr(torch.ops.fastlayers, op).default)
                 elif op not in self.csrc_only and not op.endswith("_"):  # no graph holds an op that writes its input
                     module = importlib.import_module(f"fastlayers.kernels.{self.name}")
