@@ -25,6 +25,7 @@ from fastlayers.patching import (
     unpatch_model,
     verify_patch,
 )
+from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
 from fastlayers.patching.rewrite import regions
 
 
@@ -233,6 +234,28 @@ def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     q_embed = (q * cos) + (rotate_half(q) * sin)
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed
+
+
+def rotate_both(q, k, cos, sin, position_ids=None, dim=1):
+    cos = cos.unsqueeze(dim)
+    sin = sin.unsqueeze(dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+@pytest.mark.parametrize(
+    ("args", "named"), [((), {}), ((None, 2), {}), ((None,), {"dim": 2}), ((), {"position_ids": None, "dim": 2})]
+)
+def test_a_rotary_function_with_names_of_its_own(args, named):
+    assert is_rotary(rotate_both)
+    fused = fused_rotary(globals(), "rotate_both", rotate_both)
+    q, k = torch.randn(2, 5, 5, 8), torch.randn(2, 5, 5, 8)
+    tables = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    torch.testing.assert_close(fused(q, k, *tables, *args, **named), rotate_both(q, k, *tables, *args, **named))
+    for wrong in ({"unsqueeze_dim": 2}, {"k": k}):
+        with pytest.raises(TypeError):
+            fused(q, k, *tables, **wrong)
 
 
 #: A registry of transformers, in a test that has one.

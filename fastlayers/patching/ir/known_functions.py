@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import textwrap
 import types
@@ -10,7 +11,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from fastlayers import functional
 from fastlayers.patching.capture.lookups import inside_function
@@ -147,14 +147,17 @@ def fused_rotary(scope: dict[str, Any], name: str, original: Any) -> Any:
     called = (original, original.__globals__["rotate_half"])
     tests = itertools.chain.from_iterable(inside_function(function, binder(names)) for function in called)
     unchanged = eval(f"lambda: {' and '.join(tests)}", names)
-    optional = len(original.__defaults__)
+    parameters = list(inspect.signature(original).parameters)  # the dimension is the last, whatever its name
 
-    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
+    def rotary(*args: Any, **named: Any) -> Any:
         present = scope[name]
-        same = present is original and unchanged()
-        if not same or not q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]:
-            return present(q, k, cos, sin, *rest, **named)
-        dim = rest[-1] if len(rest) == optional else named.get("unsqueeze_dim", 1)
+        expected = 4 <= len(args) <= len(parameters) and named.keys() <= set(parameters[len(args) :])
+        if not (expected and present is original and unchanged()):
+            return present(*args, **named)
+        q, k, cos, sin, *rest = args
+        if not q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]:
+            return present(*args, **named)
+        dim = rest[-1] if len(args) == len(parameters) else named.get(parameters[-1], 1)
         return functional.rotary(q, k, cos.unsqueeze(dim), sin.unsqueeze(dim))
 
     return rotary
