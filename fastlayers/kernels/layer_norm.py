@@ -54,6 +54,10 @@ SUM_COLUMNS, SUM_ROWS, SUM_WARPS, SUM_PROGRAMS_PER_MULTIPROCESSOR = 128, 16, 4, 
 MAX_SPLITS = 1024
 
 
+# The kind of LayerNorm with 1 + weight.
+MODULATED = 4
+
+
 @dataclass(frozen=True)
 class Tile:
     rows: int
@@ -528,6 +532,11 @@ def _dx_plan(
     return Plan(rows, acc_dtype, x, (launch,), long=False)
 
 
+def _resident(tile: Tile, device: torch.device) -> int:
+    """Programs that walk the rows in a backward with sums."""
+    return max(THREADS_PER_MULTIPROCESSOR // (32 * tile.warps), 1) * multiprocessors(device)
+
+
 @lru_cache(KEPT)
 def _sums_plan(
     shape: torch.Size, dims: int, kind: int, dtypes: tuple[torch.dtype | None, ...], dweight: bool, dbias: bool,
@@ -543,7 +552,7 @@ def _sums_plan(
     outputs = dweight + dbias
     tile = tile_for(n, BACKWARD, x.itemsize)
     if tile is not None:
-        resident = max(THREADS_PER_MULTIPROCESSOR // (32 * tile.warps), 1) * multiprocessors(device)
+        resident = _resident(tile, device)
         programs = min(cdiv(rows, tile.rows), resident)
         constants = (kind, dweight, dbias, unit(n), acc, index_type(numel, 2 * programs * n), tile.rows, tile.block)
         launch = Launch(_whole_backward, programs, (rows, n // unit(n), None, None), constants, tile.warps)
@@ -621,7 +630,14 @@ def _modulated_forward_launch(
     tile = tile_for(n, FORWARD, dtypes[0].itemsize)
     assert tile is not None
     acc = accumulator(dtypes[0])[0]
-    constants = (4, _TL[dtypes[0]], _TL[dtypes[1]], unit(n), acc, index_type(rows * n, rows // tokens * stride + n))
+    constants = (
+        MODULATED,
+        _TL[dtypes[0]],
+        _TL[dtypes[1]],
+        unit(n),
+        acc,
+        index_type(rows * n, rows // tokens * stride + n),
+    )
     return Launch(
         _whole_forward, cdiv(rows, tile.rows), (rows, n // unit(n), tokens, stride, eps),
         (*constants, tile.rows, tile.block), tile.warps,
@@ -655,10 +671,10 @@ def _modulated_backward_launch(
     assert tile is not None
     groups = rows // tokens
     own = min(tile.rows, triton.next_power_of_2(tokens))
-    resident = max(THREADS_PER_MULTIPROCESSOR // (32 * tile.warps), 1) * multiprocessors(device)
+    resident = _resident(tile, device)
     parts = min(cdiv(tokens, own), cdiv(resident, groups))
     index = index_type(rows * n, 2 * groups * parts * n, groups * stride + n)
-    constants = (4, dscale, dshift, unit(n), accumulator(dtype)[0], index, own, tile.block)
+    constants = (MODULATED, dscale, dshift, unit(n), accumulator(dtype)[0], index, own, tile.block)
     return Launch(
         _whole_backward, groups * parts, (rows, n // unit(n), tokens, stride), constants, tile.warps
     ), parts  # fmt: skip
@@ -678,9 +694,6 @@ def ada_layer_norm_backward(
     if dscale or dshift:
         partial = torch.empty((dscale + dshift, groups, parts, n), dtype=accumulator(x.dtype)[1], device=x.device)
     launch(dx, partial, dy, None, x, stats, flat)
-    found = [x.new_empty(0, dtype=scale.dtype) for _ in range(2)]
-    if partial is not None:
-        sums = (partial.sum(2) if parts > 1 else partial.squeeze(2)).to(scale.dtype)
-        for which, place in enumerate(place for place, wanted in enumerate((dscale, dshift)) if wanted):
-            found[place] = sums[which].view(scale.shape)
-    return dx, found[0], found[1]
+    sums = iter(() if partial is None else (partial.sum(2) if parts > 1 else partial.squeeze(2)).to(scale.dtype))
+    of_scale, of_shift = (next(sums).view(scale.shape) if wanted else scale.new_empty(0) for wanted in (dscale, dshift))
+    return dx, of_scale, of_shift

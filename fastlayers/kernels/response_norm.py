@@ -14,50 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlayers.kernels.flat import shares
+from fastlayers.kernels.flat import WARPS
 from fastlayers.kernels.indexing import index_type
 from fastlayers.kernels.launch import KEPT, Launch, cdiv
 from fastlayers.kernels.reductions import accumulator, sum_rows
+from fastlayers.kernels.spatial import Sizes, partial_sums, tile_of
 
-# Elements of a tile: positions x channels. Channels last, 64 of them are 128 contiguous bytes of 16-bit elements.
-TILE, COLUMNS, WARPS = 2048, 64, 4
 # Channels of a sample in the registers of one program.
 FACTOR_WARPS = 8
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def _sums(
-    partial_ptr, x_ptr, dy_ptr, space, columns, chunks, chunk, sums,
-    ACC: tl.constexpr, INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Sums of x², or of dy·x and of dy, over ``chunk`` positions to partial[which, outer, chunk, column]."""
-    blocks = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0).to(INDEX)
-    part = program // blocks  # = outer * chunks + index of the chunk
-    outer = part // chunks
-    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    start = part % chunks * chunk
-    stop = tl.minimum(start + chunk, space)
-    products = tl.full((ROWS, COLUMNS), 0.0, ACC)
-    plain = tl.full((ROWS, COLUMNS), 0.0, ACC)
-    for first in range(start, stop, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < stop)[:, None] & (column < columns)[None, :]
-        offset = (outer * space + row)[:, None] * columns + column[None, :]
-        x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(ACC)
-        if dy_ptr is None:
-            products += x * x
-        else:
-            dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(ACC)
-            products += dy * x
-            plain += dy
-    place = part * columns + column
-    tl.store(partial_ptr + place, tl.sum(products, 0), mask=column < columns)
-    if dy_ptr is not None:
-        tl.store(partial_ptr + (place + sums), tl.sum(plain, 0), mask=column < columns)
 
 
 @triton.jit
@@ -143,30 +110,11 @@ def _apply(
 
 # ------------------------------------------------------------------------------------------------------------- wrappers
 
-Sizes = tuple[int, int, int]
-
 
 def _sizes(x: Tensor, channels_last: bool) -> tuple[Sizes, int]:
     """(outer, space, columns) and the number of channels."""
     samples, first, second = x.shape
     return ((samples, first, second), second) if channels_last else ((samples * first, second, 1), first)
-
-
-def _tile(space: int, columns: int) -> tuple[int, int]:
-    wide = 1 if columns == 1 else COLUMNS
-    return min(TILE // wide, triton.next_power_of_2(space)), wide
-
-
-@lru_cache(KEPT)
-def _sum_launch(sizes: Sizes, dtypes: tuple[torch.dtype, ...], device: torch.device) -> tuple[Launch, int]:
-    """The launch, and the number of chunks. ``dtypes`` are of x, and in a backward of dy."""
-    outer, space, columns = sizes
-    rows, wide = _tile(space, columns)
-    blocks = cdiv(columns, wide)
-    chunks, chunk = shares(space, rows, outer * blocks, device)
-    constants = (accumulator(dtypes[0])[0], index_type(outer * space * columns), rows, wide)
-    scalars = (space, columns, chunks, chunk, outer * chunks * columns)
-    return Launch(_sums, outer * chunks * blocks, scalars, constants, WARPS), chunks
 
 
 @lru_cache(KEPT)
@@ -185,7 +133,7 @@ def _sample_launch(
 def _apply_launch(sizes: Sizes, channels: int, dtypes: tuple[torch.dtype, ...]) -> Launch:
     """``dtypes`` tell launches apart: those of all tensors but the factors."""
     outer, space, columns = sizes
-    rows, wide = _tile(space, columns)
+    rows, wide = tile_of(space, columns)
     constants = (accumulator(dtypes[0])[0], index_type(outer * space * columns), rows, wide)
     programs = outer * cdiv(space, rows) * cdiv(columns, wide)
     return Launch(_apply, programs, (space, columns, channels), constants, WARPS)
@@ -197,12 +145,12 @@ def response_norm_forward(
     """(y, norm): x + weight·x·norm / (mean of norm + eps) + bias, and the norm over space of each channel, (N, C)."""
     sizes, channels = _sizes(x, channels_last)
     samples, acc = x.shape[0], accumulator(x.dtype)[1]
-    launch, chunks = _sum_launch(sizes, (x.dtype,), x.device)
-    partial = torch.empty((sizes[0], chunks, sizes[2]), dtype=acc, device=x.device)
-    launch(partial, x, None)
-    norm, factor = torch.empty((2, samples, channels), dtype=acc, device=x.device)
+    partial = partial_sums(x, x, sizes)
+    # Apart: the norm is kept, and the factor is not.
+    norm, factor = (torch.empty((samples, channels), dtype=acc, device=x.device) for _ in range(2))
     dtypes = (x.dtype, weight.dtype)
-    _sample_launch(_factors, samples, channels, sizes[2], chunks, (float(eps),), dtypes)(factor, norm, partial, weight)
+    launch = _sample_launch(_factors, samples, channels, sizes[2], partial.shape[2], (float(eps),), dtypes)
+    launch(factor, norm, partial, weight)
     y = torch.empty_like(x, dtype=dtype)
     _apply_launch(sizes, channels, (x.dtype, dtype, bias.dtype))(y, x, None, factor, bias)
     return y, norm
@@ -215,13 +163,11 @@ def response_norm_backward(
     dy = dy.contiguous()
     sizes, channels = _sizes(x, channels_last)
     samples, acc = x.shape[0], accumulator(x.dtype)[1]
-    launch, chunks = _sum_launch(sizes, (x.dtype, dy.dtype), x.device)
-    partial = torch.empty((2, sizes[0], chunks, sizes[2]), dtype=acc, device=x.device)
-    launch(partial, x, dy)
+    partial = partial_sums(dy, x, sizes, both=True)
     factor, along = torch.empty((2, samples, channels), dtype=acc, device=x.device)
     of_parameters = torch.empty((2, samples, channels), dtype=acc, device=x.device)
-    scalars = (sizes[0] * chunks * sizes[2], float(eps))
-    launch = _sample_launch(_gradients, samples, channels, sizes[2], chunks, scalars, (x.dtype, weight.dtype))
+    scalars = (partial[0].numel(), float(eps))
+    launch = _sample_launch(_gradients, samples, channels, sizes[2], partial.shape[2], scalars, (x.dtype, weight.dtype))
     launch(factor, along, of_parameters, partial, norm, weight)
     dx = torch.empty_like(x)
     _apply_launch(sizes, channels, (dy.dtype, x.dtype))(dx, dy, x, factor, along)

@@ -14,42 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlayers.kernels.flat import TILE, WARPS, Sizes, shares
+from fastlayers.kernels.flat import TILE, WARPS
 from fastlayers.kernels.indexing import index_type
 from fastlayers.kernels.launch import KEPT, Launch, cdiv
 from fastlayers.kernels.reductions import accumulator
-
-# Elements of a program's tile: rows of the repeat x columns. Channels last, 64 columns are 128 contiguous bytes of
-# 16-bit elements.
-SUM_TILE, SUM_COLUMNS = 2048, 64
+from fastlayers.kernels.spatial import Sizes, partial_sums
 
 # -------------------------------------------------------------------------------------------------------------- kernels
-
-
-@triton.jit
-def _spatial_sum(
-    partial_ptr, x_ptr, y_ptr, repeat, columns, chunks, chunk, factor: tl.float64,
-    ACC: tl.constexpr, INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Sums of x·factor, or of x·y if y_ptr is given, over ``chunk`` rows to partial[outer, chunk, column]."""
-    blocks = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0).to(INDEX)
-    part = program // blocks  # = outer * chunks + index of the chunk
-    outer = part // chunks
-    column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    start = part % chunks * chunk
-    stop = tl.minimum(start + chunk, repeat)
-    total = tl.full((ROWS, COLUMNS), 0.0, ACC)
-    for first in range(start, stop, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < stop)[:, None] & (column < columns)[None, :]
-        offset = (outer * repeat + row)[:, None] * columns + column[None, :]
-        x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(ACC)
-        if y_ptr is not None:
-            total += x * tl.load(y_ptr + offset, mask=inside, other=0.0).to(ACC)
-        else:
-            total += x * tl.full((), factor, ACC)
-    tl.store(partial_ptr + part * columns + column, tl.sum(total, 0), mask=column < columns)
 
 
 @triton.jit
@@ -77,28 +48,10 @@ def _in_memory(x: Tensor) -> Sizes:
     return (n * channels, height * width, 1) if x.is_contiguous() else (n, height * width, channels)
 
 
-@lru_cache(KEPT)
-def _sum_launch(
-    sizes: Sizes, factor: float, dtype: torch.dtype, device: torch.device, product: bool
-) -> tuple[Launch, int]:
-    """The launch, and the number of chunks. ``product`` only tells launches apart."""
-    outer, repeat, columns = sizes
-    wide = 1 if columns == 1 else SUM_COLUMNS
-    rows = min(SUM_TILE // wide, triton.next_power_of_2(repeat))
-    blocks = cdiv(columns, wide)
-    chunks, chunk = shares(repeat, rows, outer * blocks, device)
-    constants = (accumulator(dtype)[0], index_type(outer * repeat * columns), rows, wide)
-    arguments = (repeat, columns, chunks, chunk, float(factor))
-    return Launch(_spatial_sum, outer * chunks * blocks, arguments, constants, WARPS), chunks
-
-
 def spatial_sum(x: Tensor, y: Tensor | None, factor: float) -> Tensor:
     """The sums over space, (N, C, 1, 1), of x·factor or of x·y, for a y that lies as x does."""
-    sizes = outer, _, columns = _in_memory(x)
-    launch, chunks = _sum_launch(sizes, factor, x.dtype, x.device, y is not None)
-    partial = torch.empty((outer, chunks, columns), dtype=accumulator(x.dtype)[1], device=x.device)
-    launch(partial, x, y)
-    return (partial.sum(1) if chunks > 1 else partial).to(x.dtype).view(*x.shape[:2], 1, 1)
+    (partial,) = partial_sums(x, y, _in_memory(x), factor)
+    return (partial.sum(1) if partial.shape[1] > 1 else partial).to(x.dtype).view(*x.shape[:2], 1, 1)
 
 
 @lru_cache(KEPT)

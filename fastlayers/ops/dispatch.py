@@ -238,6 +238,14 @@ class Family(Generic[K]):
         except KeyError:
             return self._find(x.device)  # type: ignore[attr-defined]
 
+    def triton_kernels_for(self, x: object) -> K | None:
+        """:meth:`kernels_for` for the raw ops that csrc does not have; None where there is no Triton either."""
+        kernels = self.kernels_for(x)
+        if kernels is None or kernels.backend == "triton":
+            return kernels
+        backends.refuse(f"csrc has no kernels named {', '.join(self.triton_only)}")
+        return kernels if hasattr(kernels, self.triton_only[0]) else None
+
     def _find(self, device: torch.device) -> K | None:
         backend = backends.choose(device)
         kernels: Any = None

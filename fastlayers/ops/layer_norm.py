@@ -63,8 +63,7 @@ def _empty_stats(x: Tensor, dims: int, kind: int, keep: bool) -> Tensor:
     return x.new_empty(shape, dtype=dispatch.accumulator(x))
 
 
-MODULATED = ("ada_layer_norm_forward", "ada_layer_norm_backward")
-FAMILY = dispatch.Family("layer_norm", Kernels, triton_only=MODULATED)
+FAMILY = dispatch.Family("layer_norm", Kernels, triton_only=("ada_layer_norm_forward", "ada_layer_norm_backward"))
 
 #: Elements of a row up to which the kernel of a modulated norm holds it in registers, and of float64.
 LONGEST, LONGEST_DOUBLE = 8192, 2048
@@ -418,22 +417,19 @@ def unsupported_modulation(x: Tensor, shape: tuple[int, ...], scale: Tensor, shi
                 return f"scale has shape {tuple(scale.shape)} and {scale.dtype}, shift {tuple(t.shape)} and {t.dtype}"
     rows, own = tuple(x.shape[: x.dim() - len(shape)]), tuple(scale.shape[: max(scale.dim() - len(shape), 0)])
     own = (1,) * (len(rows) - len(own)) + own
-    leading = next((d for d, (size, of_x) in enumerate(zip(own, rows, strict=False)) if size == 1 != of_x), len(rows))
-    if scale.shape[-len(shape) :] != shape or own != (*rows[:leading], *(1,) * (len(rows) - leading)):
+    grouped = any(own == rows[:d] + (1,) * (len(rows) - d) for d in range(len(rows) + 1))
+    if scale.shape[-len(shape) :] != shape or not grouped:
         return f"scale has shape {tuple(scale.shape)}, the input {tuple(x.shape)}: no group of neighbours for each row"
     return None
 
 
 def ada_layer_norm(x: Tensor, shape: Shape, scale: Tensor, shift: Tensor | None, eps: float) -> Tensor:
-    kernels = FAMILY.kernels_for(x)
+    kernels = FAMILY.triton_kernels_for(x)
     shape = tuple(shape)
     if kernels is not None:
         problem = unsupported_modulation(x, shape, scale, shift)
-        if kernels.backend == "cuda":
-            backends.refuse("csrc has no kernel of a modulated norm")
-        if problem is not None:
-            backends.refuse(problem)
-        elif hasattr(kernels, MODULATED[0]):
-            own = x.dtype if x.dtype not in reference.LOW_PRECISION else result_dtype(LAYER, x, None)
-            return AdaLayerNorm.run(kernels, x, scale, shift, len(shape), eps, torch.promote_types(own, scale.dtype))
+        if problem is None:
+            dtype = torch.promote_types(result_dtype(LAYER, x, None), scale.dtype)
+            return AdaLayerNorm.run(kernels, x, scale, shift, len(shape), eps, dtype)
+        backends.refuse(problem)
     return dispatch.call_reference(reference.ada_layer_norm, x, shape, scale, shift, eps)

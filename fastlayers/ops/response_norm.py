@@ -30,8 +30,7 @@ class Kernels(dispatch.Kernels):
         return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
 
 
-OPS = ("response_norm_forward", "response_norm_backward")
-FAMILY = dispatch.Family("response_norm", Kernels, triton_only=OPS)
+FAMILY = dispatch.Family("response_norm", Kernels, triton_only=("response_norm_forward", "response_norm_backward"))
 
 #: Channels that a program holds in registers.
 MOST_CHANNELS = 8192
@@ -89,19 +88,16 @@ def global_response_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, ch
         raise ValueError(
             f"input has shape {tuple(x.shape)}; expected samples, channels and at least one dimension of space"
         )
-    kernels = FAMILY.kernels_for(x)
+    kernels = FAMILY.triton_kernels_for(x)
     if kernels is not None:
         problem = _unsupported(x, weight, bias, channels_last)
-        if kernels.backend == "cuda":
-            backends.refuse("csrc has no kernel of a response norm")
-        if problem is not None:
-            backends.refuse(problem)
-        elif hasattr(kernels, OPS[0]):
+        if problem is None:
+            moves = not channels_last and not x.is_contiguous()  # channels_last in memory
+            if moves:
+                x, channels_last = x.movedim(1, -1), True
+            flat = x.flatten(1, -2) if channels_last else x.flatten(2)
             dtype = torch.promote_types(reference.norm_dtype("linalg_vector_norm", x), weight.dtype)
-            if channels_last:
-                return ResponseNorm.run(kernels, x.flatten(1, -2), weight, bias, eps, True, dtype).view(x.shape)
-            if x.is_contiguous():
-                return ResponseNorm.run(kernels, x.flatten(2), weight, bias, eps, False, dtype).view(x.shape)
-            y = global_response_norm(x.movedim(1, -1), weight, bias, eps, True)
-            return y.movedim(-1, 1)
+            y = ResponseNorm.run(kernels, flat, weight, bias, eps, channels_last, dtype).view(x.shape)
+            return y.movedim(-1, 1) if moves else y
+        backends.refuse(problem)
     return dispatch.call_reference(reference.global_response_norm, x, weight, bias, eps, channels_last)

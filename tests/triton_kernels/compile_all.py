@@ -466,4 +466,4 @@ def test_response_norm(compiled, dtype):
             parameter = meta(shape[2] if last else shape[1], dtype=dtype)
             y, norm = response_norm.response_norm_forward(x, parameter, parameter, 1e-6, last, dtype)
             response_norm.response_norm_backward(y, x, parameter, norm, 1e-6, last)
-    assert set(compiled) == {"_sums", "_factors", "_gradients", "_apply", "_sum_rows"}
+    assert set(compiled) == {"_spatial_sum", "_factors", "_gradients", "_apply", "_sum_rows"}
