@@ -1458,6 +1458,17 @@ def test_a_kernel_of_ours_is_seen():
     assert not kept
 
 
+def test_a_kernel_of_ours_does_not_keep_who_saw_it():
+    tape = Tape([torch.ones(4)], [])
+    with dispatch.observed(tape.kernel):
+        seen = dispatch.observable(torch.neg)
+    known = ref(tape)
+    del tape
+    gc.collect()
+    assert known() is None
+    assert seen(torch.ones(())) == -1
+
+
 def test_statistics_that_are_inference_tensors(runs):
     with torch.inference_mode():
         module = Bottleneck()

@@ -320,7 +320,13 @@ def is_observed() -> bool:
 
 def observable(kernel: Callable[..., R]) -> Callable[..., R]:
     """A Triton kernel as it is to be called now."""
-    return kernel if _observer is None else partial(_observer, kernel)
+    return kernel if _observer is None else partial(_observe, kernel)
+
+
+def _observe(kernel: Callable[..., Any], *args: Any) -> Any:
+    # A node of autograd keeps its kernels. If these kept the observer, which keeps the results of the node, none of them
+    # would ever be freed: Python's collector does not see that a tensor keeps its node.
+    return kernel(*args) if _observer is None else _observer(kernel, *args)
 
 
 _LIBRARY = torch.library.Library("fastlayers", "FRAGMENT")
