@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlayers
 from fastlayers.graphs import module as graphs_module
+from fastlayers.graphs import pool as graphs_pool
 from fastlayers.graphs.gradients import Gradients
-from fastlayers.graphs.pool import Call, Pool
+from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.watch import Counter, Generators, State
 from fastlayers.patching.reasons import PatchError, Reason
 from fastlayers.patching.rewrite.regions import no_regions
@@ -1082,3 +1083,63 @@ def test_wrong_arguments(arguments, error, message):
     model, *options = arguments
     with pytest.raises(error, match=message):
         fastlayers.graph_model(model, **dict(*options))
+
+
+# -- one segment -------------------------------------------------------------------------------------------------------
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """The settings of torch's allocator, which this test may change, with a device that has virtual memory."""
+    before = graphs_pool.settings()
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(graphs_pool, "has_virtual_memory", lambda device: True)
+    yield graphs_pool.set_settings
+    graphs_pool.set_settings("expandable_segments:False")
+    graphs_pool.set_settings(before)
+
+
+@pytest.mark.parametrize("before", ["", "garbage_collection_threshold:0.8"])
+def test_segments_grow_while_graphs_are_captured(allocator, before):
+    allocator(before)
+    with in_one_segment(GPU):
+        assert graphs_pool.settings().split(",") == [*filter(None, [before]), "expandable_segments:True"]
+    assert graphs_pool.settings() == before
+
+
+def test_segments_are_fixed_after_a_capture_that_failed(allocator):
+    allocator("")
+    with pytest.raises(RuntimeError, match="not permitted"), in_one_segment(GPU):
+        raise RuntimeError("operation not permitted when stream is capturing")
+    assert graphs_pool.settings() == ""
+
+
+@pytest.mark.parametrize("value", ["True", "False"])
+def test_what_the_user_chose_for_segments_holds(allocator, value):
+    allocator(f"expandable_segments:{value}")
+    with in_one_segment(GPU):
+        assert graphs_pool.settings() == f"expandable_segments:{value}"
+    assert graphs_pool.settings() == f"expandable_segments:{value}"
+
+
+def test_a_device_without_virtual_memory_has_fixed_segments(allocator, monkeypatch):
+    allocator("")
+    monkeypatch.setattr(graphs_pool, "has_virtual_memory", lambda device: False)
+    with in_one_segment(GPU):
+        assert graphs_pool.settings() == ""
+
+
+@gpu
+def test_graphs_are_in_one_segment():
+    _, graphed = pair()
+    for _ in range(6):
+        graphed(tokens()).sum().backward()
+    ((capture,),) = (signature.captures for signature in graphs_module.graphs_of(graphed).signatures.values())
+    x = torch.empty(2**26, device="cuda")
+    found = torch.cuda.memory_snapshot()
+    of_graphs = [s["is_expandable"] for s in found if tuple(s["segment_pool_id"]) == capture.pool.handle]
+    assert of_graphs
+    assert all(of_graphs)
+    assert not any(s["is_expandable"] for s in found if s["address"] == x.data_ptr())

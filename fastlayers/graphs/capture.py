@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlayers.graphs.gradients import Gradients
-from fastlayers.graphs.pool import Call, Pool
+from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.watch import State, UncapturedError
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.patching.rewrite.regions import drawing, random_state, unflatten
@@ -287,7 +287,7 @@ def captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Pool) -> I
     # What other threads do, such as one that pins the memory of batches, does not end the capture.
     capture = torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local")
     try:
-        with capture:
+        with in_one_segment(device), capture:
             yield
     except Exception as error:
         torch.cuda.set_stream(present)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
-from functools import cached_property
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
 
-__all__ = ["Call", "Pool"]
+__all__ = ["Call", "Pool", "in_one_segment"]
+
+#: The setting of torch's allocator for segments that grow.
+GROWING = "expandable_segments"
+#: Of the CUDA driver: whether a device has virtual memory, which such segments are made of.
+VIRTUAL_MEMORY = 102
 
 
 class Call:
@@ -77,3 +86,43 @@ class Pool:
             if call is not None and other > number:
                 call.done = True
         self._calls = [(other, each) for other, each, call in calls if call is not None and not call.done]
+
+
+@contextmanager
+def in_one_segment(device: torch.device) -> Iterator[None]:
+    """Let torch take new memory for a pool from one segment that grows, and not from one for each large tensor.
+
+    What is freed there becomes one block with its neighbours, which a tensor of any size may use. The graphs of a
+    ResNet-50 reserve 1.02x of what a step without graphs allocates at its peak, with segments 1.16x; those of a 3-D
+    U-Net 1.15x and 1.37x. Where the user has chosen, or the device cannot, nothing changes.
+    """
+    before = settings()
+    if GROWING in before or torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(device):
+        yield
+        return
+    set_settings(",".join(filter(None, (before, f"{GROWING}:True"))))
+    try:
+        yield
+    finally:
+        set_settings(f"{GROWING}:False")  # It stays as it is where a setting does not mention it.
+        set_settings(before)
+
+
+def settings() -> str:
+    """The settings of torch's allocator, as PYTORCH_ALLOC_CONF spells them."""
+    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get is not None:
+        return str(get())
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def set_settings(text: str) -> None:
+    put = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (put or torch.cuda.memory._set_allocator_settings)(text)
+
+
+@cache
+def has_virtual_memory(device: torch.device) -> bool:
+    found = ctypes.c_int(0)
+    failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(found), VIRTUAL_MEMORY, device.index)
+    return not failed and bool(found.value)

@@ -324,8 +324,8 @@ def observable(kernel: Callable[..., R]) -> Callable[..., R]:
 
 
 def _observe(kernel: Callable[..., Any], *args: Any) -> Any:
-    # A node of autograd keeps its kernels. If these kept the observer, which keeps the results of the node, none of them
-    # would ever be freed: Python's collector does not see that a tensor keeps its node.
+    # A node of autograd keeps its kernels. If these kept the observer, which keeps the results of the node, none of
+    # them would ever be freed: Python's collector does not see that a tensor keeps its node.
     return kernel(*args) if _observer is None else _observer(kernel, *args)
 
 
