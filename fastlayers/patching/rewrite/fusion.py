@@ -316,7 +316,8 @@ class Group:
 
     roots: list[int]
     stores: list[int]
-    kernels: tuple[Kernel, ...]
+    #: The calls of its kernels. Of two, the second adds up what the first one leaves.
+    calls: list[Operation]
     inputs: tuple[str, ...]
     loads: frozenset[tuple[str, Index]]
     #: The places of the operations that it stands for,
@@ -329,14 +330,15 @@ class Group:
     read: frozenset[str] = frozenset()
     known: frozenset[str] = frozenset()
 
-    def calls(self, makes: tuple[str, ...]) -> list[Operation]:
-        """The calls of its kernels. Of two, the second adds up what the first one leaves."""
-        parts = [tuple(f"{name}_parts" for name in makes), makes][2 - len(self.kernels) :]
-        takes = [self.inputs, parts[0]]
-        return [
-            Operation(kernel, tuple(map(Value, taken)), {}, made, single=False, effect=False)
-            for kernel, taken, made in zip(self.kernels, takes[: len(parts)], parts, strict=True)
-        ]
+
+def calls_of(kernels: Sequence[Kernel], inputs: tuple[str, ...], makes: tuple[str, ...]) -> list[Operation]:
+    """The calls of one kernel, or of two."""
+    parts = [tuple(f"{name}_parts" for name in makes), makes][2 - len(kernels) :]
+    takes = [inputs, parts[0]]
+    return [
+        Operation(kernel, tuple(map(Value, taken)), {}, made, single=False, effect=False)
+        for kernel, taken, made in zip(kernels, takes[: len(parts)], parts, strict=True)
+    ]
 
 
 class Fusion:
@@ -365,6 +367,7 @@ class Fusion:
         }  # fmt: skip
         self.stored: set[int] = set()
         self.made: list[Group] = []
+        self._groups: dict[Any, Group] = {}
 
     def base(self, name: str) -> str:
         name = base_of(name, self.producers, self.values)
@@ -513,7 +516,8 @@ class Fusion:
             dtypes = [self.values[name].dtype for name in names]
             kernel = casts(results, dtypes, [t.numel() for t in outs], outs[0].device)
             readers = dict.fromkeys(names, (min(roots), max(roots)))
-            rest.append(Group(roots, roots, (kernel,), tuple(names), frozenset(), frozenset(roots), readers))
+            calls = calls_of([kernel], tuple(names), tuple(self.given[root].makes[0] for root in roots))
+            rest.append(Group(roots, roots, calls, tuple(names), frozenset(), frozenset(roots), readers))
         return rest
 
     def is_parameters_cast(self, group: Group) -> bool:
@@ -599,16 +603,31 @@ class Fusion:
     # -- one kernel ----------------------------------------------------------------------------------------------
 
     def group(self, roots: Sequence[int], stores: Sequence[int] = (), in_rows: bool | None = None) -> Group:
+        """The group of these roots; most are asked for again after another value was found to be stored.
+
+        Raises:
+            NotFusableError: one kernel cannot compute them.
+        """
         if in_rows is None:
             in_rows = any(spelled(self.given[root]) in ROWS for root in roots)
+        key = (*roots,), (*stores,), in_rows
+        if key not in self._groups or not self.is_up_to_date(self._groups[key]):
+            self._groups[key] = self.new_group(roots, stores, in_rows)
+        return self._groups[key]
+
+    def is_up_to_date(self, group: Group) -> bool:
+        """Whether what a kernel computes for itself is still fusable, and not stored."""
+        return group.members <= self.fusable and self.stored.isdisjoint(group.members.difference(group.roots))
+
+    def new_group(self, roots: Sequence[int], stores: Sequence[int], in_rows: bool) -> Group:
         writer = KernelWriter(self, roots, stores or roots, in_rows)
         kernels = writer.kernels()
-        given = [self.given[root] for root in roots]
+        inputs, given = tuple(writer.inputs), [self.given[root] for root in roots]
         return Group(
             roots=list(roots),
             stores=list(writer.stores),
-            kernels=kernels,
-            inputs=tuple(writer.inputs),
+            calls=calls_of(kernels, inputs, tuple(self.given[root].makes[0] for root in writer.stores)),
+            inputs=inputs,
             loads=frozenset(writer.loads),
             members=frozenset(writer.members | set(roots)),
             readers=writer.readers,
@@ -640,8 +659,7 @@ class Fusion:
             if i not in self.fusable:
                 units[i] = [operation], operation.uses
         for i, group in enumerate(groups):
-            calls = group.calls(tuple(self.given[root].makes[0] for root in group.stores))
-            units[count + i] = calls, group.inputs
+            units[count + i] = group.calls, group.inputs
         makers = {name: unit for unit, (calls, _) in units.items() for name in calls[-1].makes if name}
         before: dict[int, set[int]] = {unit: set() for unit in units}
         previous = None
@@ -651,7 +669,7 @@ class Fusion:
                 if previous is not None:
                     before[unit].add(previous)
                 previous = unit
-            for name in uses:
+            for name in uses if self.writers else ():
                 first, last = (unit, unit) if unit < count else groups[unit - count].readers[name]
                 for writer in self.writers.get(storage(self.values[name]), ()):
                     if writer < first:
