@@ -12,7 +12,9 @@ import random
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from contextlib import nullcontext
+from typing import NamedTuple
 from weakref import ref
 
 import numpy
@@ -31,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 import fastlayers
 from fastlayers import backends
 from fastlayers.ops import dispatch, elementwise, squeeze_excite
-from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rewrite import executors, regions
+from fastlayers.patching.reasons import PatchWarning, Refusal
+from fastlayers.patching.rewrite import executors, plan, regions
 from fastlayers.patching.rewrite.executors import Facts, executor_class
 from fastlayers.patching.rewrite.regions import MAX_RECORDINGS, Region, no_regions, region_class
 from fastlayers.patching.rewrite.tape import Tape
@@ -361,6 +363,54 @@ class Idioms(nn.Module):
         return steps(out)[:, inverse]
 
 
+class Halves(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Plain(nn.Module):
+    """More of that: numbers of numpy, lambdas, named tuples, the first of its parameters, attributes of its class."""
+
+    scale = None
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.join = lambda x, y: x + y.tanh()
+        self.hooks, self.sizes = OrderedDict(), OrderedDict(first=2, second=4)
+
+    def forward(self, x):
+        dtype = next(self.parameters()).dtype
+        count = int(numpy.ceil(x.shape[0] / 2)) * numpy.prod([1, 2])
+        halves = Halves(*self.a(x.to(dtype)).chunk(2, -1))
+        y = torch.cat([self.join(halves.second, halves.first), halves.first], -1)
+        for hook in self.hooks.values():
+            y = hook(y)
+        if torch.is_tensor(self.b):
+            return y
+        return self.b(y * count + len([*self.buffers()])) * sum(self.sizes.values()) if self.scale is None else y
+
+
+class Cross(nn.Module):
+    """Attention with a query and a memory, which may be one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, query, memory, pair=()):
+        k, v = self.kv(memory * 2).chunk(2, -1)  # Autocast caches casts of leaves, not of this.
+        y = self.out((self.q(query) @ k.mT).softmax(-1) @ v) + memory.tanh()
+        for t in pair:
+            y = y * t.sigmoid()
+        return y if query is memory else y + query
+
+
+def itself():
+    x = tokens(2, 3, 8)
+    return x, x, (x, tokens(8))
+
+
 class ChannelsLast(nn.Module):
     """A view of a view, with strides of its own in a dimension of one element."""
 
@@ -384,6 +434,8 @@ CASES = [
     (Spellings, lambda: (tokens(2, 3, 8),)),
     (Idioms, lambda: (tokens(2, 3, 8),)),
     (Spellings, lambda: (tokens(2, 3, 8), tokens(8))),
+    (Plain, lambda: (tokens(2, 3, 8),)),
+    (Cross, itself),
 ]
 
 
@@ -393,7 +445,10 @@ CASES = [
 def test_bit_equal(make, inputs, mode, device, runs, deterministic):
     torch.manual_seed(0)
     module = make().train(mode in ("train", "autocast")).to(device)
-    region, args = in_regions(module), [t.detach().to(device).requires_grad_(t.requires_grad) for t in inputs()]
+    region, moved = in_regions(module), {}
+    args = torch.utils._pytree.tree_map(
+        lambda t: moved.setdefault(id(t), t.detach().to(device).requires_grad_(t.requires_grad)), inputs()
+    )
     context = {
         "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
         "autocast": lambda: torch.autocast(device, torch.bfloat16),
@@ -863,6 +918,66 @@ def test_second_derivatives(make, device):
         found[-1] += tuple(kind.buffers())
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_one_tensor_given_twice(runs):
+    torch.manual_seed(0)
+    module = Cross()
+    region = in_regions(module)
+    x, y = tokens(2, 3, 8), tokens(2, 3, 8)
+    for given in ((x, x), (x, y), (x, x), (x, y), (x, x, (y, y)), (x, y, (x, y)), (x, x, (y, y)), (x, y, (x, y))):
+        same(module, region, *given)
+    assert runs == [True, True, False, False, True, True, False, False]
+
+
+def test_a_second_derivative_for_one_tensor_given_twice():
+    torch.manual_seed(0)
+    module = Cross().double()
+    region = in_regions(module)
+    x = tokens(2, 3, 8, dtype=torch.float64)
+    for _ in range(2):
+        assert torch.autograd.gradgradcheck(lambda x: region(x, x, (x,)), (x,))
+
+
+def add_parameter(module):
+    module.register_parameter("first", nn.Parameter(torch.ones(1)))
+    module._parameters = {"first": module._parameters.pop("first"), **module._parameters}
+
+
+def add_hook(module):
+    module.hooks["double"] = lambda y: 2 * y
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        add_parameter,
+        add_hook,
+        lambda module: setattr(module, "scale", 1.0),
+        lambda module: module.sizes.update(second=5),
+        lambda module: setattr(module, "join", lambda x, y: x - y),
+        lambda module: module.register_buffer("extra", torch.ones(1)),
+    ],
+)
+def test_a_change_of_what_is_read_by_the_way(change, runs):
+    torch.manual_seed(0)
+    module = Plain()
+    region = in_regions(module)
+    same(module, region, tokens(2, 3, 8))
+    change(module)
+    change(region)
+    same(module, region, tokens(2, 3, 8))
+    assert runs[0]
+
+
+def test_two_lambdas_in_a_line(runs):
+    torch.manual_seed(0)
+    module = Plain()
+    module.join, _ = lambda x, y: x - y, lambda x, y: x * y
+    region = in_regions(module)
+    for _ in range(2):
+        same(module, region, tokens(2, 3, 8))
+    assert not runs
 
 
 class Tied(nn.Module):
@@ -1647,3 +1762,35 @@ def test_the_first_recording_of_a_process_leaves_no_garbage(tmp_path):
     script.write_text(FIRST_RECORDING)
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert found.stdout == "0\n"
+
+
+class Waves(nn.Module):
+    """No rule has anything for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(8, 8)), nn.Identity()
+
+    def forward(self, x):
+        return self.last(torch.sin(x @ self.weight).cos() @ self.weight)
+
+
+def test_which_modules_become_regions(monkeypatch):
+    def is_region(module):
+        return hasattr(type(module), "__fastlayers_region__")
+
+    with pytest.warns(PatchWarning, match="nothing"):
+        alone = fastlayers.patch_model(nn.Sequential(Waves(), nn.Identity()))
+    assert not any(map(is_region, alone.modules()))
+    waves = nn.Sequential(*(Waves() for _ in range(8)))
+    size = len([*waves.modules()])
+    for most in ("MAX_MODULES", "MAX_MODEL"):
+        monkeypatch.setattr(plan, most, size)
+    large = nn.Sequential(waves, Block(8))
+    fastlayers.patch_model(model := nn.Sequential(large))
+    assert [*map(is_region, (model, large, waves, waves[0], large[1]))] == [False, False, True, True, True]
+    for limit in (size, size - 1):
+        monkeypatch.setattr(plan, "MAX_MODEL", limit)
+        whole = nn.Sequential(nn.LayerNorm(8), *(Waves() for _ in range(7)), nn.Identity())
+        assert len([*whole.modules()]) == size
+        assert is_region(fastlayers.patch_model(whole)) is (limit == size)

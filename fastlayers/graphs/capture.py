@@ -16,7 +16,7 @@ from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.watch import State, UncapturedError
 from fastlayers.ops.dispatch import PLAIN
-from fastlayers.patching.rewrite.regions import drawing, random_state, unflatten
+from fastlayers.patching.rewrite.regions import Flat, drawing, random_state, unflatten
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
 
 __all__ = ["Capture", "capturing"]
@@ -104,7 +104,7 @@ class Capture:
     # -- capturing -----------------------------------------------------------------------------------------------
 
     def _capture_forward(self, module: nn.Module, pattern: Any) -> None:
-        flat = iter(self.inputs)
+        flat = Flat(self.inputs)
         args, kwargs = (unflatten(part, flat) for part in pattern)
         torch.clear_autocast_cache()  # A cast that was made before would be memory of somebody else.
         self._forward: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
@@ -258,7 +258,7 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     buffers = list(module.buffers())  # Their values are those after the forward.
     with torch.enable_grad(), no_graphs(), substituted(module, buffers, [t.clone() for t in buffers]):
         aliases = [t.view_as(t) for t in given]  # An argument may itself depend on another one.
-        flat = iter(aliases)
+        flat = Flat(aliases)
         args, kwargs = (unflatten(part, flat) for part in call.pattern)
         with drawing(call.random, given):
             out = capture.present(module, *args, **(kwargs or {}))

@@ -16,6 +16,7 @@ import inspect
 import logging
 import os
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MappingView
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -66,6 +67,10 @@ NUMERIC = ("__array__", "__float__", "__index__", "__torch_function__")
 CONVERSIONS: dict[str, Any] = {"r": repr, "s": str, "a": ascii, "": lambda value: value}
 #: Classes whose objects are made as they are.
 TRUSTED_CLASSES = (torch.Size, torch.device, torch.finfo, torch.iinfo, torch.autocast, torch.no_grad, torch.enable_grad)
+#: Methods that give the tensors of a module, and where it holds them.
+REGISTRIES: dict[Any, str] = {nn.Module.parameters: "_parameters", nn.Module.buffers: "_buffers"}
+#: What a class does not have.
+MISSING = object()
 #: Attributes of tensors that depend on more than their geometry.
 REFUSED_ATTRIBUTES = frozenset({"grad", "grad_fn", "is_leaf", "_version", "_base", "name", "_backward_hooks"})
 
@@ -110,6 +115,15 @@ def is_value(value: Any) -> bool:
     )
 
 
+def are_values(value: Any) -> bool:
+    return is_value(tuple(value) if type(value) is list else value)
+
+
+def from_numpy(function: Any) -> bool:
+    """Whether a function is one of numpy's, such as ``np.prod``: of numbers it gives the same each time."""
+    return type(function).__module__.split(".")[0] == "numpy" and callable(function)
+
+
 def in_context(function: types.FunctionType) -> tuple[Callable[[], AbstractContextManager[Any]], Any] | None:
     """The context manager and the function of what ``@torch.autocast(...)`` or ``@torch.no_grad()`` returned."""
     if function.__code__ not in CONTEXT_DECORATORS:
@@ -128,6 +142,13 @@ def only_holds(cls: Any) -> bool:
     written = "__init__" in vars(cls) and vars(cls)["__init__"].__code__.co_filename == "<string>"
     plain = all(getattr(cls, name) is getattr(object, name) for name in ("__new__", "__setattr__", "__getattribute__"))
     return written and plain and type(cls) is type and not hasattr(cls, "__post_init__")
+
+
+def is_named_tuple(cls: Any) -> bool:
+    """Whether a class is a named tuple that is made as ``collections.namedtuple`` has written it."""
+    if not (isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")):
+        return False
+    return cls.__init__ is object.__init__ and cls.__new__.__module__ == f"namedtuple_{cls.__name__}"
 
 
 def objects_in(value: Any) -> Iterator[Any]:
@@ -295,7 +316,7 @@ class Watch(Run):
         if type(value) is list and is_value(tuple(value)):
             self.reads.values[f"tuple({expression})"] = tuple(value)
             return self.lend(expression, value)
-        if type(value) is dict and is_value(tuple(value.items())):
+        if type(value) in (dict, OrderedDict) and is_value(tuple(value.items())):
             self.reads.values[f"tuple({expression}.items())"] = tuple(value.items())
             return self.lend(expression, value)
         if not isinstance(value, nn.Module) and any(hasattr(type(value), name) for name in NUMERIC):
@@ -356,7 +377,7 @@ class Watch(Run):
 
     def module_attribute(self, module: nn.Module, name: str) -> Any:
         origin = self.module_origin(module)
-        static = inspect.getattr_static(type(module), name, None)
+        static = inspect.getattr_static(type(module), name, MISSING)
         state = module.__dict__
         if isinstance(static, property) and static.fget is not None:
             return self.read_property(static, origin, module, name)
@@ -371,7 +392,7 @@ class Watch(Run):
             if isinstance(static, types.FunctionType):
                 return types.MethodType(found, module)
             return found
-        if is_value(static) and static is not None:
+        if is_value(static):
             return self.read(f"{origin}.{name}", static)
         raise Refusal(Reason.READS_STATE, f"{origin}.{name}")
 
@@ -417,6 +438,21 @@ class Watch(Run):
                 self.origins.setdefault(id(child), (place, child))
             if isinstance(child, nn.ModuleList):  # A loop may take it apart at once.
                 self.children(child)
+
+    def tensors_of(self, module: nn.Module, registry: str, seen: set[int]) -> Iterator[Tensor]:
+        """The parameters or buffers of a module and those inside, of which only those count as read that are taken:
+        ``next(self.parameters()).dtype`` takes the first."""
+        origin = self.module_origin(module)
+        held = module.__dict__[registry]
+        self.reads.values[f"tuple({origin}.{registry})"] = tuple(held)
+        for name, t in held.items():
+            if t is not None and id(t) not in seen:
+                seen.add(id(t))
+                yield self.read(f"{origin}.{registry}[{name!r}]", t)
+        self.children(module)
+        for child in module._modules.values():
+            if child is not None:
+                yield from self.tensors_of(child, registry, seen)
 
     def hook_unpack(self, value: Any, count: int) -> Any:
         return value
@@ -528,6 +564,8 @@ class Watch(Run):
         if isinstance(owner, nn.Module) and function in MEMBERS:
             self.children(owner)
             return method(*args, **kwargs)
+        if isinstance(owner, nn.Module) and function in REGISTRIES and not args and not kwargs:
+            return self.tensors_of(owner, REGISTRIES[function], set())
         if isinstance(owner, Tensor):
             return self.builtin(method, args, kwargs)
         if not isinstance(function, types.FunctionType):
@@ -545,6 +583,8 @@ class Watch(Run):
         if function is inspect.signature:
             return function(*args, **kwargs)
         if package(function) in TRUSTED:
+            if function is torch.is_tensor:
+                return function(*args)
             if function.__name__ in REFUSED_FUNCTIONS or any(isinstance(arg, nn.Module) for arg in args):
                 raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
             self.test(*inside_function(function, self.bind))
@@ -600,7 +640,13 @@ class Watch(Run):
         known = module.split(".")[0] in TRUSTED or getattr(torch, name, None) is function
         if isinstance(function, types.BuiltinFunctionType) and known:
             return function(*args, **kwargs)
-        if only_holds(function):
+        if from_numpy(function) and all(map(are_values, (*args, *kwargs.values()))):
+            origin = self.origin(function)
+            self.test(*([same(origin, function, self.bind)] if origin else []))
+            found = function(*args, **kwargs)
+            if is_value(found):
+                return found
+        if only_holds(function) or is_named_tuple(function):
             self.made.append(function(*args, **kwargs))
             return self.made[-1]
         if function in TRUSTED_CLASSES or isinstance(function, torch._ops.OpOverloadPacket | torch._ops.OpOverload):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import functools
 import importlib.util
 import inspect
@@ -50,6 +51,8 @@ def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.Funct
     """
     if hasattr(function, "__wrapped__") and not decorated:
         raise Refusal(Reason.DECORATED, function.__qualname__)
+    if function.__code__.co_name == "<lambda>":
+        return parse_lambda(function)
     try:  # Of the code, since the source of a wrapper would be that of what it wraps.
         tree = ast.parse(textwrap.dedent(lines_of(function))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
@@ -64,6 +67,33 @@ def parse(function: types.FunctionType, *, decorated: bool = False) -> ast.Funct
         if not known and not is_compiled_from_file(function):
             raise Refusal(Reason.DECORATED, f"@{ast.unparse(decorator)}")
     return tree
+
+
+def parse_lambda(function: types.FunctionType) -> ast.FunctionDef:
+    """The syntax tree of a function with the arguments and the result of a lambda.
+
+    Its lines are part of a statement, which may have several lambdas. It is found by its line in the whole file.
+
+    Raises:
+        Refusal: the source is not available or has changed, or another lambda begins in its line.
+    """
+    found = [node for node in lambdas(file_of(function)) if node.lineno == function.__code__.co_firstlineno]
+    if len(found) != 1 or not is_compiled_from_file(function):
+        raise Refusal(Reason.NO_SOURCE, function.__qualname__)
+    node = copy.deepcopy(found[0])
+    return ast.FunctionDef("lambda_", node.args, [ast.copy_location(ast.Return(node.body), node)], [])
+
+
+@functools.lru_cache(maxsize=16)
+def lambdas(source: str) -> tuple[ast.Lambda, ...]:
+    try:
+        return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Lambda))
+    except SyntaxError:
+        return ()
+
+
+def file_of(function: types.FunctionType) -> str:
+    return "".join(linecache.getlines(function.__code__.co_filename, function.__globals__))
 
 
 def lines_of(function: types.FunctionType) -> str:
@@ -100,8 +130,7 @@ def strip_annotations(tree: ast.FunctionDef) -> None:
 
 def is_compiled_from_file(function: types.FunctionType) -> bool:
     """Whether a function has the code that its source compiles to, so its decorators returned it unchanged."""
-    source = "".join(linecache.getlines(function.__code__.co_filename, function.__globals__))
-    return function.__code__ in compiled(source)
+    return function.__code__ in compiled(file_of(function))
 
 
 @functools.lru_cache(maxsize=16)

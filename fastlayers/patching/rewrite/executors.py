@@ -232,8 +232,9 @@ def binding(operation: Operation) -> Callable[..., Any]:
     namespace, name = function._schema.name.split("::")
     gaps = any(isinstance(arg, tuple | list) and None in arg for arg in operation.args)  # x[:, i] has one
     for owner in BINDINGS if namespace == "aten" and not gaps else ():
-        if hasattr(owner, name):
-            return getattr(owner, name)  # type: ignore[no-any-return]
+        found = getattr(owner, name, None)
+        if callable(found):  # mT is an attribute of a tensor
+            return found  # type: ignore[no-any-return]
     return function._op  # type: ignore[no-any-return]
 
 

@@ -72,7 +72,9 @@ QUANTIZED = (
 )
 
 #: Modules in a region at most. Modules that are alike share its code, and blocks are alike where models are not.
-MAX_MODULES = 40
+MAX_MODULES = 80
+#: The same for a whole model, whose gradients all come at the end of its backward: DDP sends the first ones before.
+MAX_MODEL = 40
 #: Why a module must be called as it is, also from inside a region.
 CLOSED = frozenset({Reason.SCRIPTED, Reason.GRAPH_MODULE, Reason.QUANTIZED, Reason.WRAPPER, Reason.FORWARD_REPLACED})
 
@@ -191,14 +193,18 @@ def make_plan(
 
 
 def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) -> None:
-    """Let forwards run as regions: those of the modules, not too large, in which something is fused."""
+    """Let forwards run as regions: those of the modules that are not too large, if something is fused in the model.
+
+    Where a rule fuses nothing, a region still saves the host's time, and kernels are generated for what is in it.
+    """
+    if all(step.cls is None for step in steps):
+        return
     by_module = {id(step.module): step for step in steps}
     for step in steps:
         module, original = step.module, original_class(step.module)
         inside = [by_module[id(child)] for child in module.modules()]
         if (
-            not 2 <= len(inside) <= MAX_MODULES
-            or all(other.cls is None for other in inside)
+            not 2 <= len(inside) <= (MAX_MODULES if step.row.fqn else MAX_MODEL)
             or any(other.row.reason in CLOSED or id(other.module) in banned for other in inside)
             or step.row.reason is Reason.NOT_SELECTED
             or "__fastlayers_region__" in vars(type(module))

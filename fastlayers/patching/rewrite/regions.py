@@ -54,6 +54,7 @@ from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = [
     "NONE",
+    "Flat",
     "Region",
     "attentions",
     "drawing",
@@ -189,17 +190,51 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     return (kind, value) if kind in LEAVES else None
 
 
-def unflatten(pattern: Any, tensors: Iterator[Tensor]) -> Any:
+class Repeat(NamedTuple):
+    """What stands for a tensor that is in a call before, by its number."""
+
+    number: int
+
+
+def without_repeats(pattern: Any, given: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    """The pattern of a call, and its tensors, each once: ``attention(x, x, x)`` has one tensor."""
+    numbers: dict[int, int] = {}
+    every, once = iter(given), list[Tensor]()
+
+    def walk(part: Any) -> Any:
+        if part is TENSOR:
+            t = next(every)
+            if id(t) in numbers:
+                return Repeat(numbers[id(t)])
+            numbers[id(t)] = len(once)
+            once.append(t)
+            return TENSOR
+        return tuple(map(walk, part)) if type(part) is tuple and part is not NONE else part
+
+    return walk(pattern), once
+
+
+class Flat:
+    """The tensors of a call, in their order, for :func:`unflatten`."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.taken = tensors, 0
+
+
+def unflatten(pattern: Any, flat: Flat) -> Any:
     """The value of which :func:`flatten` made a pattern, with other tensors."""
     if pattern is TENSOR:
-        return next(tensors)
+        flat.taken += 1
+        return flat.tensors[flat.taken - 1]
+    if type(pattern) is Repeat:
+        return flat.tensors[pattern.number]
     if pattern is NONE:
         return None
     kind, *parts = pattern
     if kind is dict:
-        return dict(zip(parts[0], unflatten(parts[1], tensors), strict=True))
+        return dict(zip(parts[0], unflatten(parts[1], flat), strict=True))
     if kind in (tuple, list):
-        return kind(unflatten(part, tensors) for part in parts)
+        return kind(unflatten(part, flat) for part in parts)
     return parts[0]
 
 
@@ -228,7 +263,7 @@ class Again(NamedTuple):
             # Of aliases: an argument may itself depend on another one. What is written is a copy.
             aliases = [t.clone() if i in self.entry.changed else t.view_as(t) for i, t in enumerate(inputs)]
             count = len(inputs) - len(self.reader.places)
-            flat = iter(aliases[:count])
+            flat = Flat(aliases[:count])
             args, kwargs = (unflatten(part, flat) for part in self.pattern)
             with drawing(self.random, inputs), self.reader.replaced(module, aliases[count:]), no_regions():
                 out = self.region.present.forward(module, *args, **(kwargs or {}))
@@ -303,6 +338,8 @@ class Region:
             self.strange |= {*map(type, (*args, *kwargs.values()))}.difference(LEAVES, dispatch.PLAIN, NESTED)
             self.failed()
             return self.present.forward(module, *args, **kwargs)
+        if len(given) > 1 and len({*map(id, given)}) < len(given):
+            pattern, given = without_repeats(pattern, given)
         shape = given[0].shape
         try:
             for reader in self.readers:
@@ -494,7 +531,7 @@ class Region:
         def kernel_call(kernel: Callable[..., Any], *call: Any) -> Any:
             return tape.kernel(kernel, *call) if _get_current_dispatch_mode() is tape else kernel(*call)
 
-        flat = iter(aliases)
+        flat = Flat(aliases)
         args, kwargs = (unflatten(part, flat) for part in pattern)
         grads: tuple[Tensor, ...] = ()
         gradients: tuple[Tensor | None, ...] = ()
