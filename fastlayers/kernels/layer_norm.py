@@ -13,7 +13,7 @@ One-dimensional grids: program = group of rows, or (row, split), or (part of the
 
 ``kind``: 0 layer_norm, 1 rms_norm as torch has it, 2 as Llama has it (x * rstd is rounded before weight), 3 as Gemma
 has it (1 + weight), 4 layer_norm with 1 + weight. ``tokens``: so many neighbouring rows share a weight and a bias of
-their own, which are ``stride`` elements from the next ones; None where all rows share one.
+their own, which are ``strides`` units from the next ones; None where all rows share one.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def _normed(x_ptr, sum_ptr, residual_ptr, offset, inside, ACC: tl.constexpr):
 
 
 @triton.jit
-def _load_weight(pointer, group, column, inside, tokens, stride, ACC: tl.constexpr):
+def _load_weight(pointer, group, column, inside, tokens, strides, UNIT: tl.constexpr, ACC: tl.constexpr):
     """Weight or bias of some columns: of a group of rows, where each has its own."""
     if tokens is not None:
-        column += group * stride
+        column += group * (strides * UNIT)
     return _load(pointer, column, inside, ACC)
 
 
@@ -114,7 +114,7 @@ def _scaled(normal, weight, bias, KIND: tl.constexpr, INNER: tl.constexpr, PRODU
 
 @triton.jit
 def _whole_forward(
-    y_ptr, sum_ptr, stats_ptr, x_ptr, residual_ptr, weight_ptr, bias_ptr, rows, units, tokens, stride, eps: tl.float64,
+    y_ptr, sum_ptr, stats_ptr, x_ptr, residual_ptr, weight_ptr, bias_ptr, rows, units, tokens, strides, eps: tl.float64,
     KIND: tl.constexpr, INNER: tl.constexpr, PRODUCT: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
     INDEX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -141,8 +141,8 @@ def _whole_forward(
         tl.store(stats_ptr + row, rstd, mask=row < rows)
     group = None if tokens is None else row // tokens
     there = column < n if tokens is None else inside
-    weight = None if weight_ptr is None else _load_weight(weight_ptr, group, column, there, tokens, stride, ACC)
-    bias = None if bias_ptr is None else _load_weight(bias_ptr, group, column, there, tokens, stride, ACC)
+    weight = None if weight_ptr is None else _load_weight(weight_ptr, group, column, there, tokens, strides, UNIT, ACC)
+    bias = None if bias_ptr is None else _load_weight(bias_ptr, group, column, there, tokens, strides, UNIT, ACC)
     y = _scaled(x * rstd, weight, bias, KIND, INNER, PRODUCT, ACC)
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -239,7 +239,7 @@ def _times_weight(dy, weight, KIND: tl.constexpr):
 
 @triton.jit
 def _whole_backward(
-    dx_ptr, partial_ptr, dy_ptr, dsum_ptr, x_ptr, stats_ptr, weight_ptr, rows, units, tokens, stride,
+    dx_ptr, partial_ptr, dy_ptr, dsum_ptr, x_ptr, stats_ptr, weight_ptr, rows, units, tokens, strides,
     KIND: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
     INDEX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -264,7 +264,7 @@ def _whole_backward(
     column = tl.arange(0, BLOCK)[None, :]
     weight = None
     if weight_ptr is not None:
-        weight = _load_weight(weight_ptr, group, column, column < n, tokens, stride, ACC)
+        weight = _load_weight(weight_ptr, group, column, column < n, tokens, strides, UNIT, ACC)
     dweight = tl.full((ROWS, BLOCK), 0.0, ACC)
     dbias = tl.full((ROWS, BLOCK), 0.0, ACC)
     for first in range(start, stop, step):
@@ -611,12 +611,13 @@ def layer_norm_backward(
 
 
 def _modulation(scale: Tensor, shift: Tensor | None, dims: int) -> tuple[Tensor, Tensor | None, int, int]:
-    """(scale, shift, groups, stride): both with whole rows of neighbouring elements, ``stride`` of them apart."""
+    """(scale, shift, groups, stride): both with whole rows of neighbouring elements, ``stride`` of them apart, which is
+    a multiple of the unit of their length."""
     n = math.prod(scale.shape[scale.dim() - dims :])
     scale = scale.reshape(-1, n)
     shift = None if shift is None else shift.reshape(-1, n)
     for t in (scale, shift):
-        if t is not None and (t.stride() != scale.stride() or t.stride(1) != 1 < n):
+        if t is not None and (t.stride() != scale.stride() or t.stride(1) != 1 < n or t.stride(0) % unit(n)):
             return scale.contiguous(), None if shift is None else shift.contiguous(), scale.shape[0], n
     return scale, shift, scale.shape[0], scale.stride(0)
 
@@ -639,7 +640,7 @@ def _modulated_forward_launch(
         index_type(rows * n, rows // tokens * stride + n),
     )
     return Launch(
-        _whole_forward, cdiv(rows, tile.rows), (rows, n // unit(n), tokens, stride, eps),
+        _whole_forward, cdiv(rows, tile.rows), (rows, n // unit(n), tokens, stride // unit(n), eps),
         (*constants, tile.rows, tile.block), tile.warps,
     )  # fmt: skip
 
@@ -676,7 +677,7 @@ def _modulated_backward_launch(
     index = index_type(rows * n, 2 * groups * parts * n, groups * stride + n)
     constants = (MODULATED, dscale, dshift, unit(n), accumulator(dtype)[0], index, own, tile.block)
     return Launch(
-        _whole_backward, groups * parts, (rows, n // unit(n), tokens, stride), constants, tile.warps
+        _whole_backward, groups * parts, (rows, n // unit(n), tokens, stride // unit(n)), constants, tile.warps
     ), parts  # fmt: skip
 
 
