@@ -89,6 +89,29 @@ def _rewritten_everywhere() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _a_launch_serves_one_dtype() -> Iterator[None]:
+    """A launch of a Triton kernel is compiled for its first tensors: others would be read as if of their dtype."""
+    if backends.problem("triton") is not None and not backends.triton_interprets():
+        yield
+        return
+    from fastlayers.kernels.launch import Launch  # needs Triton
+
+    call: Any = Launch.__call__
+    known: dict[int, tuple[Launch, dict[int, torch.dtype]]] = {}
+
+    def checked(self: Launch, *tensors: torch.Tensor | None) -> None:
+        _, dtypes = known.setdefault(id(self), (self, {}))
+        for i, t in enumerate(tensors):
+            if t is not None and dtypes.setdefault(i, t.dtype) is not t.dtype:
+                raise AssertionError(f"argument {i} of a launch of {self.function} is {t.dtype}, and was {dtypes[i]}")
+        call(self, *tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "__call__", checked)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _depends_on_no_other_test() -> Iterator[None]:
     """Every test draws the same random numbers in any order, and fails itself where it would change its neighbours."""

@@ -1143,3 +1143,28 @@ def test_graphs_are_in_one_segment():
     assert of_graphs
     assert all(of_graphs)
     assert not any(s["is_expandable"] for s in found if s["address"] == x.data_ptr())
+
+
+@gpu
+@pytest.mark.parametrize("end", [fastlayers.ungraph_model, lambda model: model.zero_grad()])
+def test_memory_that_is_in_use_is_not_given_back(end):
+    """A graph may still run when it is deleted, and its gradients be in use."""
+    stock, graphed = pair()
+    for x in inputs(6):
+        for model in (stock, graphed):
+            model.zero_grad()
+            model(x).square().mean().backward()
+    torch.cuda._sleep(50_000_000)  # some 25 ms
+    x = tokens()
+    for model in (stock, graphed):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    grads = [p.grad for p in graphed.parameters()]
+    expected = [p.grad for p in stock.parameters()]
+    end(graphed)
+    del graphed, model
+    gc.collect()
+    torch.cuda.empty_cache()
+    other = torch.ones(2**22, device="cuda")
+    assert_equal(grads, expected)
+    assert other.sum() == 2**22

@@ -210,7 +210,7 @@ def has_kernel(module: nn.Module, inputs) -> bool:
         return False
     if isinstance(module, nn.CrossEntropyLoss) and inputs[1].is_floating_point():
         return False
-    if isinstance(module, nn.Linear) and any(t.dim() == 1 for t in inputs):
+    if isinstance(module, nn.Linear):  # torch's own sum of a bias has the smaller error in float32.
         return False
     # torch updates those itself
     return not (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats)

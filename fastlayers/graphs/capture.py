@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -191,6 +192,21 @@ class Capture:
         self.pool.expect(self._number, call)
         wanted = *(given[i] for i in self.places), *self._parameters
         return put_together(self._parts, Replay.apply(self, call, given, *wanted))
+
+    def __del__(self) -> None:
+        """Wait for the GPU before the memory of the graphs may be given back.
+
+        torch unmaps a segment that grows when the stream is done which it was captured on, and graphs are replayed on
+        others. For the same reason gradients that are in use get memory of their own.
+        """
+        if not vars(self).get("replays") or sys.is_finalizing():
+            return
+        with suppress(RuntimeError):  # An error of the GPU is not one of this object.
+            if not torch.cuda.is_current_stream_capturing():  # Before a capture torch has waited for all replays.
+                torch.cuda.synchronize(self.device)
+                if self._gradients.in_use():
+                    self._gradients.move()
+                    torch.cuda.synchronize(self.device)
 
     def forward(self) -> tuple[Tensor, ...]:
         self._forward.replay()

@@ -624,10 +624,9 @@ def _modulation(scale: Tensor, shift: Tensor | None, dims: int) -> tuple[Tensor,
 
 @lru_cache(KEPT)
 def _modulated_forward_launch(
-    rows: int, n: int, tokens: int, stride: int, eps: float, dtypes: tuple[torch.dtype, torch.dtype],
-    device: torch.device,
-) -> Launch:  # fmt: skip
-    """``dtypes``: of x and y."""
+    rows: int, n: int, tokens: int, stride: int, eps: float, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> Launch:
+    """``dtypes``: of x, y and scale."""
     tile = tile_for(n, FORWARD, dtypes[0].itemsize)
     assert tile is not None
     acc = accumulator(dtypes[0])[0]
@@ -658,16 +657,19 @@ def ada_layer_norm_forward(
     scale, shift, groups, stride = _modulation(scale, shift, dims)
     y = torch.empty_like(x, dtype=dtype)
     stats = torch.empty((2, rows), dtype=accumulator(x.dtype)[1], device=x.device)
-    launch = _modulated_forward_launch(rows, n, rows // groups, stride, float(eps), (x.dtype, dtype), x.device)
+    dtypes = x.dtype, dtype, scale.dtype
+    launch = _modulated_forward_launch(rows, n, rows // groups, stride, float(eps), dtypes, x.device)
     launch(y, None, stats, x, None, scale, shift)
     return y, stats if keep else stats.new_empty(0)
 
 
 @lru_cache(KEPT)
 def _modulated_backward_launch(
-    rows: int, n: int, tokens: int, stride: int, dtype: torch.dtype, dscale: bool, dshift: bool, device: torch.device
-) -> tuple[Launch, int]:
-    """The launch, and how many programs share a group."""
+    rows: int, n: int, tokens: int, stride: int, dtypes: tuple[torch.dtype, ...], dscale: bool, dshift: bool,
+    device: torch.device,
+) -> tuple[Launch, int]:  # fmt: skip
+    """The launch, and how many programs share a group. ``dtypes``: of x, dy and scale."""
+    dtype = dtypes[0]
     tile = tile_for(n, BACKWARD, dtype.itemsize)
     assert tile is not None
     groups = rows // tokens
@@ -689,7 +691,8 @@ def ada_layer_norm_backward(
     n = math.prod(x.shape[x.dim() - dims :])
     rows = x.numel() // n
     flat, _, groups, stride = _modulation(scale, None, dims)
-    launch, parts = _modulated_backward_launch(rows, n, rows // groups, stride, x.dtype, dscale, dshift, x.device)
+    dtypes = x.dtype, dy.dtype, scale.dtype
+    launch, parts = _modulated_backward_launch(rows, n, rows // groups, stride, dtypes, dscale, dshift, x.device)
     dx = torch.empty_like(x)
     partial = None
     if dscale or dshift:

@@ -405,14 +405,14 @@ def unsupported_modulation(x: Tensor, shape: tuple[int, ...], scale: Tensor, shi
     longest = LONGEST_DOUBLE if x.dtype == torch.float64 else LONGEST
     if math.prod(shape) > longest:
         return f"rows of {math.prod(shape)} elements; the kernel holds up to {longest} of {x.dtype}"
-    for t in (scale, shift):
-        if t is not None:
+    for name, t in (("scale", scale), ("shift", shift)):
+        if t is not None or name == "scale":
             if not dispatch.is_plain(t):
-                return f"scale or shift is a {type(t).__name__}; the kernel takes plain tensors"
+                return f"{name} is a {type(t).__name__}; the kernel takes plain tensors"
             if t.dtype is not x.dtype and not {t.dtype, x.dtype} <= {torch.float32, *reference.LOW_PRECISION}:
-                return f"scale or shift is {t.dtype} beside {x.dtype}"
+                return f"{name} is {t.dtype} beside {x.dtype}"
             if t.get_device() != x.get_device():
-                return f"scale or shift is on {t.device}, and the input on {x.device}"
+                return f"{name} is on {t.device}, and the input on {x.device}"
             if t.shape != scale.shape or t.dtype is not scale.dtype:
                 return f"scale has shape {tuple(scale.shape)} and {scale.dtype}, shift {tuple(t.shape)} and {t.dtype}"
     rows, own = tuple(x.shape[: x.dim() - len(shape)]), tuple(scale.shape[: max(scale.dim() - len(shape), 0)])

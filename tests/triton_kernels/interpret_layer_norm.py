@@ -227,3 +227,20 @@ def test_launch_rule(table, itemsize):
             assert tile.block >= n
             assert tile.rows >= 1
             assert tile.rows * tile.block * max(itemsize, 4) <= 128 * 32 * tile.warps
+
+
+@pytest.mark.parametrize("scaled", DTYPES[:3])
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_modulation_of_one_shape_in_all_dtypes(dtype, scaled):
+    """A launch is compiled for the dtypes of its first tensors; tests/conftest.py sees to it that no others come."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 3, 5, 37).to(dtype)
+    scale, shift = torch.randn(2, 3, 1, 37).to(scaled)
+    y, stats = layer_norm.ada_layer_norm_forward(x, scale, shift, 1, EPS, torch.promote_types(dtype, scaled), keep=True)
+    dx, *others = layer_norm.ada_layer_norm_backward(dy.to(y.dtype), x, scale, stats, 1, dscale=True, dshift=True)
+    wide = [t.double().requires_grad_() for t in (x, scale, shift)]
+    expected = torch.nn.functional.layer_norm(wide[0], (37,), eps=EPS) * (1 + wide[1]) + wide[2]
+    grads = torch.autograd.grad(expected, wide, dy.double())
+    least = max(dtype, scaled, key=lambda d: torch.finfo(d).eps)
+    for actual, exact in zip((y, dx, *others), (expected, *grads), strict=True):
+        assert_close(actual, exact.detach(), actual.dtype, of=least)
