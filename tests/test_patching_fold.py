@@ -435,7 +435,7 @@ def test_norms_that_follow_other_layers_elsewhere(monkeypatch):
     monkeypatch.setattr(regions, "LEAST", dict.fromkeys(regions.LEAST, (1, 1)))
     net = warmed(nn.Sequential(nn.Sequential(OneOrder()), nn.Sequential(OtherOrder())), torch.randn(2, 8, 6, 6))
     expected = infer(net, torch.ones(2, 8, 6, 6))
-    for most in ("MAX_MODULES", "MAX_MODEL"):
+    for most in ("MAX_MODULES", "MAX_WHOLE"):
         monkeypatch.setattr(f"fastlayers.patching.rewrite.plan.{most}", 6)
     fold_batch_norm(patch_model(net))
     for _ in range(CALLS + 1):

@@ -1784,13 +1784,44 @@ def test_which_modules_become_regions(monkeypatch):
     assert not any(map(is_region, alone.modules()))
     waves = nn.Sequential(*(Waves() for _ in range(8)))
     size = len([*waves.modules()])
-    for most in ("MAX_MODULES", "MAX_MODEL"):
+    for most in ("MAX_MODULES", "MAX_WHOLE"):
         monkeypatch.setattr(plan, most, size)
     large = nn.Sequential(waves, Block(8))
     fastlayers.patch_model(model := nn.Sequential(large))
     assert [*map(is_region, (model, large, waves, waves[0], large[1]))] == [False, False, True, True, True]
     for limit in (size, size - 1):
-        monkeypatch.setattr(plan, "MAX_MODEL", limit)
+        monkeypatch.setattr(plan, "MAX_WHOLE", limit)
         whole = nn.Sequential(nn.LayerNorm(8), *(Waves() for _ in range(7)), nn.Identity())
         assert len([*whole.modules()]) == size
         assert is_region(fastlayers.patch_model(whole)) is (limit == size)
+        inner = fastlayers.patch_model(nn.Sequential(nn.LayerNorm(8), nn.Sequential(whole, Listed(whole))))[1]
+        assert [*map(is_region, inner)] == [limit == size, False]
+    monkeypatch.setattr(plan, "MAX_MODULES", size + 2)
+    inner = fastlayers.patch_model(nn.Sequential(nn.LayerNorm(8), nn.Sequential(whole, Listed(whole))))[1]
+    assert [*map(is_region, inner)] == [False, True]
+
+
+class Listed(nn.Module):
+    """Calls layers one after the other, as a Sequential does, and does something itself."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_region_of_too_many_operations_is_left_to_smaller_ones(monkeypatch):
+    torch.manual_seed(0)
+    stock = nn.Sequential(Block(8), Block(8))
+    model = fastlayers.patch_model(copy.deepcopy(stock))
+    regions_made = [type(each).__fastlayers_region__ for each in (model, model[0])]
+    x = tokens(2, 3, 8)
+    monkeypatch.setattr(regions, "MOST", 150)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), stock(x))
+    found = [[entry.refusal for several in region.entries.values() for entry in several] for region in regions_made]
+    assert [bool(refusal) for (refusal,) in found] == [True, False]

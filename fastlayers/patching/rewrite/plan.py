@@ -73,8 +73,9 @@ QUANTIZED = (
 
 #: Modules in a region at most. Modules that are alike share its code, and blocks are alike where models are not.
 MAX_MODULES = 80
-#: The same for a whole model, whose gradients all come at the end of its backward: DDP sends the first ones before.
-MAX_MODEL = 40
+#: The same for a whole model, whose gradients all come at the end of its backward: DDP sends the first ones before. And
+#: for a Sequential, which computes nothing itself.
+MAX_WHOLE = 40
 #: Why a module must be called as it is, also from inside a region.
 CLOSED = frozenset({Reason.SCRIPTED, Reason.GRAPH_MODULE, Reason.QUANTIZED, Reason.WRAPPER, Reason.FORWARD_REPLACED})
 
@@ -203,8 +204,9 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
     for step in steps:
         module, original = step.module, original_class(step.module)
         inside = [by_module[id(child)] for child in module.modules()]
+        whole = not step.row.fqn or original.forward is nn.Sequential.forward
         if (
-            not 2 <= len(inside) <= (MAX_MODULES if step.row.fqn else MAX_MODEL)
+            not 2 <= len(inside) <= (MAX_WHOLE if whole else MAX_MODULES)
             or any(other.row.reason in CLOSED or id(other.module) in banned for other in inside)
             or step.row.reason is Reason.NOT_SELECTED
             or "__fastlayers_region__" in vars(type(module))

@@ -79,6 +79,9 @@ MAX_SEEN = 4096
 #: that of an MLP of 3 operations took 24 us longer than they do, that of one of 5 13 us: the second number is for calls
 #: without a backward.
 LEAST = {PythonExecutor: (10, 10), NativeExecutor: (3, 6)}
+#: Operations in a region at most, forward and backward: the time of the search for kernels grows with their square.
+#: 6 blocks of a Swin-T at once, 873 operations, took 5.6 s where one block took .5 s, and its code serves all of them.
+MOST = 600
 #: Roundings of the largest gradient, up to which two runs may differ in any other one.
 NOISE = 4
 #: The norm of what a few elements may differ by, as a share of all: of a batch norm of 16 bits, its residual and a ReLU
@@ -559,6 +562,8 @@ class Region:
         execute = executor_class()
         if tape.size(split) + folds < LEAST[execute][not active]:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
+        if len(tape.operations) > MOST:
+            raise Refusal(Reason.NOTHING_TO_FUSE, "too large for a region")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
         attends = any("attention" in plain_name(operation.function) for operation in tape.operations)
