@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fastlayers import functional
 from fastlayers.patching import (
     fold_batch_norm,
     patch_model,
@@ -256,6 +257,55 @@ def test_a_rotary_function_with_names_of_its_own(args, named):
     for wrong in ({"unsqueeze_dim": 2}, {"k": k}):
         with pytest.raises(TypeError):
             fused(q, k, *tables, **wrong)
+
+
+def rotate_part(q, k, cos, sin, unsqueeze_dim=1):
+    """GPT-NeoX's: the rest of a head passes through."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    rotary_dim = cos.shape[-1]
+    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
+    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
+    q_embed = torch.cat([q_embed, q_pass], dim=-1)
+    k_embed = torch.cat([k_embed, k_pass], dim=-1)
+    return q_embed, k_embed
+
+
+@pytest.mark.parametrize(("width", "runs"), [(4, True), (2, True), (8, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotary_function_of_a_part_of_each_head(width, runs, dtype, monkeypatch):
+    assert is_rotary(rotate_part)
+    calls = []
+    monkeypatch.setattr(functional, "rotary", lambda *args, plain=functional.rotary: calls.append(1) or plain(*args))
+    fused = fused_rotary(globals(), "rotate_part", rotate_part)
+    q = torch.randn(2, 5, 3, 8, dtype=dtype, requires_grad=True)
+    k = torch.randn(2, 5, 1, 8, dtype=dtype, requires_grad=True)
+    tables = torch.randn(2, 5, width), torch.randn(2, 5, width)
+    found = []
+    for function in (rotate_part, fused):
+        out = function(q.transpose(1, 2), k.transpose(1, 2), *tables)
+        grads = torch.autograd.grad([t.float().square().sum() for t in out], (q, k))
+        found.append([*out, *grads])
+    for a, b in zip(*found, strict=True):
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+        torch.testing.assert_close(a, b)
+    assert bool(calls) is runs
+
+
+def test_the_attention_of_gpt_neox():
+    """Its rotary function has a kernel for a token with a cache, too."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTNeoXConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    model = transformers.GPTNeoXForCausalLM(config)
+    patched = patch_model(copy.deepcopy(model))
+    rows = [row for row in patch_report(patched).patched if row.was == "GPTNeoXAttention"]
+    assert [dict(row.fused)["rotary"] for row in rows] == [1, 1]
+    ids = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(patched(ids, labels=ids).loss, model(ids, labels=ids).loss)
 
 
 #: A registry of transformers, in a test that has one.

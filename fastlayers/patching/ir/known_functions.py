@@ -121,7 +121,21 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     return q_embed, k_embed
 """
 #: Before transformers 5 it has a parameter that it does not use.
-HALVES_BEFORE = HALVES.replace("unsqueeze_dim=1", "position_ids=None, unsqueeze_dim=1")
+BEFORE = "unsqueeze_dim=1", "position_ids=None, unsqueeze_dim=1"
+#: That of heads of which only a part rotates, as in GPT-NeoX and GLM.
+PARTIAL = """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    rotary_dim = cos.shape[-1]
+    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
+    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
+    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
+    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
+    q_embed = torch.cat([q_embed, q_pass], dim=-1)
+    k_embed = torch.cat([k_embed, k_pass], dim=-1)
+    return q_embed, k_embed
+"""
 
 
 ROTATE_HALF = """
@@ -132,10 +146,18 @@ def rotate_half(x):
 """
 
 
+#: What they are called with, by their source: the defaults, and whether only a part of a head rotates.
+ROTARY = {
+    canonical(source.replace(*BEFORE) if before else source): ((None, 1) if before else (1,), source is PARTIAL)
+    for source in (HALVES, PARTIAL)
+    for before in (False, True)
+}
+
+
 def is_rotary(function: Any) -> bool:
-    """Whether a function is Llama's apply_rotary_pos_emb, whatever its name."""
-    defaults = {canonical(HALVES): (1,), canonical(HALVES_BEFORE): (None, 1)}.get(source_of(function))
-    if defaults is None or function.__defaults__ != defaults:
+    """Whether a function is transformers' apply_rotary_pos_emb, whatever its name."""
+    found = ROTARY.get(source_of(function))
+    if found is None or function.__defaults__ != found[0]:
         return False
     scope = function.__globals__
     return source_of(scope.get("rotate_half")) == canonical(ROTATE_HALF) and scope.get("torch") is torch
@@ -143,6 +165,7 @@ def is_rotary(function: Any) -> bool:
 
 def fused_rotary(scope: dict[str, Any], name: str, original: Any) -> Any:
     """A function that replaces a rotary function. It calls the global itself if that is another one by now."""
+    _, partial = ROTARY[source_of(original)]
     names: dict[str, Any] = {}
     called = (original, original.__globals__["rotate_half"])
     tests = itertools.chain.from_iterable(inside_function(function, binder(names)) for function in called)
@@ -155,7 +178,9 @@ def fused_rotary(scope: dict[str, Any], name: str, original: Any) -> Any:
         if not (expected and present is original and unchanged()):
             return present(*args, **named)
         q, k, cos, sin, *rest = args
-        if not q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]:
+        width = cos.shape[-1]
+        fits = width < min(q.shape[-1], k.shape[-1]) if partial else q.shape[-1] == k.shape[-1] == width
+        if not fits or width % 2 or sin.shape[-1] != width:
             return present(*args, **named)
         dim = rest[-1] if len(args) == len(parameters) else named.get(parameters[-1], 1)
         return functional.rotary(q, k, cos.unsqueeze(dim), sin.unsqueeze(dim))
