@@ -1821,7 +1821,31 @@ def test_a_region_of_too_many_operations_is_left_to_smaller_ones(monkeypatch):
     regions_made = [type(each).__fastlayers_region__ for each in (model, model[0])]
     x = tokens(2, 3, 8)
     monkeypatch.setattr(regions, "MOST", 150)
+    monkeypatch.setattr(regions, "FEW_MODULES", 12)
     for _ in range(3):
         torch.testing.assert_close(model(x), stock(x))
     found = [[entry.refusal for several in region.entries.values() for entry in several] for region in regions_made]
     assert [bool(refusal) for (refusal,) in found] == [True, False]
+
+
+def test_a_sequential_is_tried_where_another_one_was_too_small():
+    """Both are of one class, and have nothing else in common."""
+    torch.manual_seed(0)
+    small, large = nn.Sequential(nn.Identity(), nn.Identity()), nn.Sequential(*(Waves() for _ in range(3)))
+    model = fastlayers.patch_model(nn.Sequential(nn.LayerNorm(8), Apart(small), Apart(small), Apart(large)))
+    for _ in range(8):
+        model(tokens(2, 3, 8)).sum().backward()
+    region = type(large).__fastlayers_region__
+    assert region is not type(small).__fastlayers_region__
+    assert any(entry.refusal is None for several in region.entries.values() for entry in several)
+
+
+class Apart(nn.Module):
+    """No region, since it depends on values."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) if bool(x.isfinite().all()) else x

@@ -38,7 +38,7 @@ from fastlayers.patching.rewrite.classes import (
 )
 from fastlayers.patching.rewrite.engine import Fused
 from fastlayers.patching.rewrite.forwards import fuse
-from fastlayers.patching.rewrite.regions import region_class
+from fastlayers.patching.rewrite.regions import FEW_MODULES, region_class
 from fastlayers.patching.rewrite.segments import fuse_segments
 from fastlayers.patching.rules import FOLDING_RULES, graph_rules, module_rules
 from fastlayers.patching.rules.base import ModuleRule
@@ -75,7 +75,7 @@ QUANTIZED = (
 MAX_MODULES = 80
 #: The same for a whole model, whose gradients all come at the end of its backward: DDP sends the first ones before. And
 #: for a Sequential, which computes nothing itself.
-MAX_WHOLE = 40
+MAX_WHOLE = FEW_MODULES
 #: Why a module must be called as it is, also from inside a region.
 CLOSED = frozenset({Reason.SCRIPTED, Reason.GRAPH_MODULE, Reason.QUANTIZED, Reason.WRAPPER, Reason.FORWARD_REPLACED})
 
@@ -204,7 +204,8 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
     for step in steps:
         module, original = step.module, original_class(step.module)
         inside = [by_module[id(child)] for child in module.modules()]
-        whole = not step.row.fqn or original.forward is nn.Sequential.forward
+        contains = original.forward is nn.Sequential.forward
+        whole = contains or not step.row.fqn
         if (
             not 2 <= len(inside) <= (MAX_WHOLE if whole else MAX_MODULES)
             or any(other.row.reason in CLOSED or id(other.module) in banned for other in inside)
@@ -217,7 +218,8 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
         try:
             refuse_kind(module)
             check_subclassing(original)
-            cls = region_class(step.cls or type(module), classes)
+            kind = tuple(map(original_class, module.modules())) if contains else None
+            cls = region_class(step.cls or type(module), classes, kind)
         except Refusal:
             continue
         if step.row.became is None:

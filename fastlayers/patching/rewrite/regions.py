@@ -53,6 +53,7 @@ from fastlayers.patching.rewrite.tape import Tape, plain_name, storage
 from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = [
+    "FEW_MODULES",
     "NONE",
     "Flat",
     "Region",
@@ -79,7 +80,9 @@ MAX_SEEN = 4096
 #: that of an MLP of 3 operations took 24 us longer than they do, that of one of 5 13 us: the second number is for calls
 #: without a backward.
 LEAST = {PythonExecutor: (10, 10), NativeExecutor: (3, 6)}
-#: Operations in a region at most, forward and backward: the time of the search for kernels grows with their square.
+#: What is larger may consist of alike blocks,
+FEW_MODULES = 40
+#: and has so many operations at most, forward and backward: the time of the search for kernels grows with their square.
 #: 6 blocks of a Swin-T at once, 873 operations, took 5.6 s where one block took .5 s, and its code serves all of them.
 MOST = 600
 #: Roundings of the largest gradient, up to which two runs may differ in any other one.
@@ -562,7 +565,7 @@ class Region:
         execute = executor_class()
         if tape.size(split) + folds < LEAST[execute][not active]:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too small for a region")
-        if len(tape.operations) > MOST:
+        if len(tape.operations) > MOST and len([*module.modules()]) > FEW_MODULES:
             raise Refusal(Reason.NOTHING_TO_FUSE, "too large for a region")
         names = [tape.name(t) for t in results]
         program = tape.program(split, names, dys, [None if t is None else tape.name(t) for t in gradients])
@@ -710,13 +713,19 @@ def drawing(states: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Iterat
         yield
 
 
-def region_class(present: type[nn.Module], known: dict[Any, Any]) -> type[nn.Module]:
+def region_class(present: type[nn.Module], known: dict[Any, Any], kind: Any = None) -> type[nn.Module]:
     """A subclass whose forward runs as a region where it can.
+
+    Args:
+        present: the class of the module.
+        known: the classes generated so far.
+        kind: tells modules of this class apart that have nothing in common but their forward. A class of which no
+            region can be made is not tried any more.
 
     Raises:
         Refusal: the forward has parameters that a generated one could not have.
     """
-    key = ("region", present)
+    key = ("region", present, kind)
     if key in known:
         return known[key]  # type: ignore[no-any-return]
     _, *parameters = inspect.signature(present.forward).parameters.values()
