@@ -204,7 +204,7 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
     for step in steps:
         module, original = step.module, original_class(step.module)
         inside = [by_module[id(child)] for child in module.modules()]
-        contains = original.forward is nn.Sequential.forward
+        contains = isinstance(module, nn.Sequential) and original.forward is nn.Sequential.forward
         whole = contains or not step.row.fqn
         if (
             not 2 <= len(inside) <= (MAX_WHOLE if whole else MAX_MODULES)
