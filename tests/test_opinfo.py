@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastlayers import backends, functional
+from fastlayers.patching.rewrite.regions import largest_of
 
 pytest.importorskip("expecttest", reason="torch.testing._internal imports it")
 from torch.testing._internal import common_utils
@@ -116,10 +117,6 @@ def errors_of_torch(info: OpInfo, sample: SampleInput, dtype: torch.dtype) -> li
     return [scale * greatest_error(t, true) for t, true in zip(run(info.op, sample, narrow), exact, strict=True)]
 
 
-def largest(t: Tensor) -> float:
-    return t.nan_to_num(0, 0, 0).abs().max().item() if t.is_floating_point() and t.numel() else 0.0
-
-
 def same_values(ours: Tensor, stock: Tensor) -> bool:
     return bool(((ours == stock) | ((ours != ours) & (stock != stock))).all())
 
@@ -141,7 +138,7 @@ def check(function: Callable[..., Any], info: OpInfo, device: str, dtype: torch.
         precise = run(exactly(info), sample, torch.float64)
         exact, allowed = precise[i], errors_of_torch(info, sample, dtype)[i]
         if dtype == torch.float64:  # No wider type judges it: what cancels is rounding of the largest numbers.
-            allowed = max(allowed, torch.finfo(dtype).eps * max(largest(t) for t in precise))
+            allowed = max(allowed, torch.finfo(dtype).eps * max(map(largest_of, precise)))
         problem = excess(mine, exact, allowed)
         draws = iter(range(1, DRAWS))  # of few elements, one draw says little about torch's error
         while problem is not None and (draw := next(draws, None)) is not None:

@@ -641,8 +641,8 @@ class Watch(Run):
         if isinstance(function, types.BuiltinFunctionType) and known:
             return function(*args, **kwargs)
         if from_numpy(function) and all(map(are_values, (*args, *kwargs.values()))):
-            origin = self.origin(function)
-            self.test(*([same(origin, function, self.bind)] if origin else []))
+            if (origin := self.origin(function)) is not None:
+                self.test(same(origin, function, self.bind))
             found = function(*args, **kwargs)
             if is_value(found):
                 return found

@@ -122,7 +122,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 """
 #: Before transformers 5 it has a parameter that it does not use.
 BEFORE = "unsqueeze_dim=1", "position_ids=None, unsqueeze_dim=1"
-#: That of heads of which only a part rotates, as in GPT-NeoX and GLM.
+#: That of heads of which only a part rotates, as in GPT-NeoX.
 PARTIAL = """
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     cos = cos.unsqueeze(unsqueeze_dim)
