@@ -47,10 +47,15 @@ class Metric:
         return self.value(rows[mode]) if mode in rows and rows[mode]["status"] == "ok" else None
 
     def of_rival(self, rows: Rows, ours: str, rival: str) -> float | None:
-        """The number of a rival beside ours: what was taken in turn says how many times ours eager torch's is."""
-        pair = rows[ours].get("in_turn", {}).get(self.in_turn) if rival == "eager" and ours in rows else None
-        mine = self.of(rows, ours)
-        return self.of(rows, rival) if pair is None or mine is None else mine * pair[0] / pair[1]
+        """The number of a rival beside ours.
+
+        Eager torch's is what ours, or fastlayers', was taken in turn with: times how many times ours it was.
+        """
+        for mode in (ours, "fastlayers") if rival == "eager" else ():
+            pair, timed = rows.get(mode, {}).get("in_turn", {}).get(self.in_turn), self.of(rows, mode)
+            if pair is not None and timed is not None:
+                return timed * pair[0] / pair[1]
+        return self.of(rows, rival)
 
     def ratio(self, rows: Rows, ours: str, *rivals: str) -> tuple[float, str] | None:
         """Our number divided by that of the best rival, and its mode; None if one of the numbers is missing."""

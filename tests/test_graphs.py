@@ -112,10 +112,10 @@ def test_inductor_is_shown_the_ops_that_graphs_hold(monkeypatch):
 
 
 @needs_gpu
-def test_a_compiled_network_runs_raw_ops_and_keeps_its_statistics(monkeypatch):
+@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # torch's own tests forbid to set the flag itself
+def test_a_compiled_network_runs_raw_ops_and_keeps_its_statistics():
     from torch._inductor.utils import run_and_get_code
 
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     torch._dynamo.reset()
     layers = nn.Conv2d(3, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten(2), nn.LayerNorm(49)

@@ -211,6 +211,10 @@ def test_what_was_measured_in_turn_is_compared():
     assert model_report.INFERENCE_BAR.ratio.of({"fastlayers": ours}) is None
     (line,) = model_report.ratio_lines({"rows": [ours]})
     assert line.cells["fastlayers"] == "0.90"
+    # Nor for the other modes, which have no turns of their own.
+    graphs = row("vit", "fastlayers_graph", 93.0)
+    ratio, rival = model_report.STEP.ratio({"fastlayers": ours, "fastlayers_graph": graphs}, "fastlayers_graph", "eager")
+    assert (round(ratio, 3), rival) == (round(93 / (103 / 0.9), 3), "eager")
 
 
 def test_memory_of_graphs_counts_between_replays():
