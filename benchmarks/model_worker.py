@@ -359,7 +359,7 @@ def kinds_of(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
 
 def kind(name: str, fused: frozenset[str]) -> str:
     """The kind of a kernel by its name. ``fused`` are the names of the Triton kernels of fastlayers and Liger."""
-    if "fastlayers::" in name or name in fused:
+    if "fastlayers" in name or name in fused:
         return FUSED
     return next((kind for kind, pattern in PATTERNS.items() if pattern.search(name)), OTHER)
 

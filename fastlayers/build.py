@@ -358,20 +358,27 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     cuda_sources = sorted(csrc.glob("*.cu")) if nvcc else []
     cxx = find_compiler()
     tools = f"torch {torch.version}, {info.compiler}, nvcc {info.nvcc}"
-    common = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-std=c++17", "-O3", f"-I{torch.root / 'include'}"]
+    common = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-std=c++17", f"-I{torch.root / 'include'}"]
 
     def compile_step(source: Path, *command: str) -> Step:
         output = objects / f"{source.name}.o"
         stamp = output.with_suffix(".stamp")
         return Step((*command, *common, "-c", str(source)), (source, *headers), output, stamp, tools)
 
-    steps = [compile_step(source, *cxx, "-fPIC", "-fvisibility=hidden") for source in sources]
+    steps = [compile_step(source, *cxx, "-O3", "-fPIC", "-fvisibility=hidden") for source in sources]
     if nvcc is not None:
         assert info.nvcc is not None
         # One source takes far longer than the others, so each may use every core for its architectures.
         threads = min(_jobs(), len(info.cuda_archs))
         host = ["-ccbin", cxx[-1]] if os.environ.get("CXX") else []
-        flags = [*host, "-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr", f"--threads={threads}"]
+        # The level is one of the code for the host, a tenth of the time; that for GPUs is compiled with the highest.
+        flags = [
+            *host,
+            "-O2",
+            "-Xcompiler=-fPIC,-fvisibility=hidden",
+            "--expt-relaxed-constexpr",
+            f"--threads={threads}",
+        ]
         flags += _code_flags(info.cuda_archs, info.nvcc)
         steps += [compile_step(source, nvcc, *flags) for source in cuda_sources]
     link = [*cxx, "-shared", *(str(step.output) for step in steps), f"-L{torch.root / 'lib'}"]

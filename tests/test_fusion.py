@@ -964,6 +964,16 @@ def test_gradients_of_nothing_but_rounding(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_the_name_of_a_kernel_says_what_it_does(device):
+    x = torch.randn(64, 32, device=device)
+    _, pointwise = check(lambda x: (x * 2).sigmoid() + 1, x)
+    _, summed = check(lambda x: (x * 2).sum(0), x)
+    names = [o.function.launch.function.__name__ for program in (pointwise, summed) for o in program.forward]
+    assert names[0] == "fastlayers_pointwise_mul_sigmoid_add"
+    assert set(names[1:]) == {"fastlayers_reduction_mul_sum"}
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_a_kernel_that_cannot_be_compiled(device, monkeypatch):
     def fails(*args):
         raise RuntimeError("no compiler")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import linecache
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -61,6 +61,8 @@ LONGEST_ROW = 4096
 PROGRAMS = 2
 #: and the steps that each of those that share one makes at least.
 LEAST = 4
+#: Letters of a kernel's name.
+LONGEST_NAME = 80
 
 NAMES = {
     torch.float64: "tl.float64", torch.float32: "tl.float32", torch.float16: "tl.float16",
@@ -279,7 +281,12 @@ class Code:
     def __init__(self, sizes: dict[str, int]) -> None:
         self.sizes = sizes
         self.lines: list[str] = []
+        self.operations: dict[str, None] = {}
         self._known: dict[str, str] = {}
+
+    def stands_for(self, operation: str) -> None:
+        """Note an operation of torch that this computes, for the name of the kernel, which profilers show."""
+        self.operations[operation.partition(".")[0].strip("_")] = None
 
     def let(self, expression: str) -> str:
         """A local of this value."""
@@ -367,7 +374,8 @@ def compiled(source: str) -> Any:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope = dict(_scope)
     exec(compile(source, filename, "exec"), scope)
-    return scope["kernel"]
+    (name,) = scope.keys() - _scope.keys() - {"__builtins__"}
+    return scope[name]
 
 
 class Kernel:
@@ -434,12 +442,17 @@ class Kernel:
         return found.function, programs, 32 * metadata.num_warps, metadata.shared, [n for n, _ in kept], wide
 
 
-def function_source(outputs: int, inputs: int, numbers: str, constants: str, lines: Sequence[str]) -> str:
+def function_source(name: str, outputs: int, inputs: int, numbers: str, constants: str, lines: Sequence[str]) -> str:
     arguments = [*(f"out{i}" for i in range(outputs)), *(f"in{i}" for i in range(inputs)), *numbers.split(", ")]
     arguments += [f"{name}: tl.constexpr" for name in constants.split()]
-    return f"@triton.jit\ndef kernel({', '.join(filter(None, arguments))}):\n" + "".join(
+    return f"@triton.jit\ndef {name}({', '.join(filter(None, arguments))}):\n" + "".join(
         f"    {line}\n" for line in lines
     )
+
+
+def name_of(kind: str, operations: Iterable[str]) -> str:
+    """The name of a kernel, as a profiler shows it."""
+    return "_".join(("fastlayers", kind, *operations))[:LONGEST_NAME].rstrip("_")
 
 
 def index_type(*extents: int) -> tl.dtype:
@@ -461,7 +474,8 @@ def pointwise(
         *(f"tl.store(out{i} + x, ({t}).to(out{i}.dtype.element_ty), mask=inside)" for i, t in enumerate(stores)),
     ]
     n = code.sizes["x"]
-    source = function_source(len(results), len(dtypes), "n", "INDEX TILE", lines)
+    name = name_of("pointwise", code.operations)
+    source = function_source(name, len(results), len(dtypes), "n", "INDEX TILE", lines)
     return shared(source, tuple(results), tuple(dtypes), cdiv(n, TILE), (n,), (index_type(extent, n), TILE), device)
 
 
@@ -481,7 +495,7 @@ def casts(
             f"    tl.store(out{i} + x{i}, y{i}, mask=x{i} < {count})",
         ]
         first = last
-    source = function_source(len(results), len(dtypes), "", "TILE", lines)
+    source = function_source(name_of("casts", ()), len(results), len(dtypes), "", "TILE", lines)
     return shared(source, tuple(results), tuple(dtypes), first, (), (TILE,), device)
 
 
@@ -536,13 +550,15 @@ def reduction(
             for i, total in enumerate(totals)
         ),
     ]
-    source = function_source(len(results), len(dtypes), "n, chunk, end", "INDEX X R", lines)
+    name = name_of("reduction", code.operations)
+    source = function_source(name, len(results), len(dtypes), "n, chunk, end", "INDEX X R", lines)
     made = results if shares == 1 else [Result((shares, kept), (kept, 1), wide) for _ in results]
     constants = index_type(extent, kept * reduced), width, depth
     first = shared(source, tuple(made), tuple(dtypes), blocks * shares, (kept, chunk, reduced), constants, device)
     if shares == 1:
         return (first,)
     second = Code({"x": kept, "r": shares})
+    second.operations = code.operations
     place = Index.of("r", shares) * kept + Index.of("x", kept)
     parts = [second.load(f"in{i}", place, "", wide) for i in places]
     texts = [text.replace("{count}", str(float(reduced))) for text in finished]
@@ -574,7 +590,8 @@ def rows(
     for i, place, local, of_row in stores:
         place, mask = (f"({place}) + 0 * r", "inside & (r == 0)") if of_row else (f"({place})", "inside")
         lines.append(f"tl.store(out{i} + {place}, ({local}).to(out{i}.dtype.element_ty), mask={mask})")
-    source = function_source(len(results), len(dtypes), "n, end", "INDEX X R", lines)
+    name = name_of("rows", code.operations)
+    source = function_source(name, len(results), len(dtypes), "n, end", "INDEX X R", lines)
     constants = index_type(extent, kept * length), width, depth
     warps = max(WARPS, depth * width // (32 * ELEMENTS))
     return shared(source, tuple(results), tuple(dtypes), cdiv(kept, width), (kept, length), constants, device, warps)

@@ -154,6 +154,7 @@ class KernelWriter:
             each, total = SUMS[spelled(operation)]
             summed.append(self.code.let(each.format(x=local)))
             finished.append(total)
+            self.code.stands_for(spelled(operation))
         self.check()
         extent = max(self.extent(outs), 1)
         return reduction(self.code, summed, finished, results, self.dtypes(), extent, is_along(x, dims), x.device)
@@ -293,6 +294,7 @@ class KernelWriter:
                 self._known[key] = self.whole(operation, self.values[name], indices, place)
             else:
                 self._known[key] = self.compute(operation, self.values[name], indices, condition)
+            self.code.stands_for(spelled(operation))
             self._reader = before
         return self._known[key]
 
