@@ -963,6 +963,49 @@ def test_gradients_of_nothing_but_rounding(device):
     assert entry.refusal is None
 
 
+def heads(x, w, scale=1.0):
+    y = x @ w if scale == 1 else x @ w * scale
+    return y.view(*x.shape[:2], 2, -1).transpose(1, 2).contiguous()
+
+
+def attends(x, y, wq, wk, wv, wo):
+    """As BART, Whisper and others write it."""
+    q, k, v = heads(x, wq, 0.25), heads(y, wk), heads(y, wv)
+    out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+    return out.transpose(1, 2).reshape(x.shape) @ wo
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", PLACES)
+def test_attention_takes_and_gives_tokens_in_order(device, dtype):
+    tensors = [torch.randn(2, n, 32, device=device, dtype=dtype, requires_grad=True) for n in (24, 40)]
+    tensors += [(torch.randn(32, 32, device=device, dtype=dtype) / 6).requires_grad_() for _ in range(4)]
+    program, other = check(attends, *tensors)
+    copies = [[o for o in part if plain_name(o.function) == "clone"] for part in (program.forward, program.backward)]
+    assert len(copies[0]) >= 3
+    left = [plain_name(o.function) for part in (other.forward, other.backward) for o in part if not o.view]
+    assert "clone" not in left
+    # Four projections, the attention, and the factor of q.
+    assert launches(other.forward) == 6
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_copy_that_may_be_told_from_its_source(device):
+    """Of an input, of a result, as a result, and of what is written later: all are copies."""
+    x = torch.randn(8, 4, device=device, requires_grad=True)
+
+    def moved(t):
+        return t.t().clone(memory_format=torch.contiguous_format).t().clone(memory_format=torch.contiguous_format)
+
+    _, of_input = check(lambda x: moved(x) @ x.t(), x)
+    _, of_result = check(lambda x: (y := x @ x.t(), moved(y) @ x), x)
+    _, as_result = check(lambda x: moved(x @ x.t()), x)
+    _, of_written = check(lambda x: (y := x.detach() @ x.detach().t(), moved(y) @ x, y.add_(1))[1], x)
+    _, of_neither = check(lambda x: moved(x @ x.t()) @ x, x)
+    assert [launches(program.forward) for program in (of_input, of_result, as_result, of_neither)] == [2, 3, 2, 2]
+    assert launches(of_written.forward) > 2
+
+
 @pytest.mark.parametrize("device", PLACES)
 def test_the_name_of_a_kernel_says_what_it_does(device):
     x = torch.randn(64, 32, device=device)

@@ -42,6 +42,7 @@ from fastlayers.patching.rewrite.fusable import (
     written_by,
 )
 from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError, row_length
+from fastlayers.patching.rewrite.layouts import with_given_layouts
 from fastlayers.patching.rewrite.lowering import lowered
 from fastlayers.patching.rewrite.residuals import with_residuals
 from fastlayers.patching.rewrite.specialised import specialised
@@ -55,6 +56,8 @@ BROADCAST = 8
 COLUMNS = 2**22
 #: Operations with a tensor for a number, and with the number.
 SCALARS = {f"{name}.Tensor": getattr(torch.ops.aten, name).Scalar for name in ("add", "sub", "mul", "div")}
+#: Operations that give each element as it is.
+PLAIN_COPIES = frozenset({"clone", "contiguous"})
 #: Casts that one kernel does, and elements of a larger one, whose launch takes no time beside it.
 MOST_CASTS, LARGEST_CAST = 24, 2**24
 #: Launches of an operation of torch that has more than one.
@@ -68,7 +71,8 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
     """
     fake = FakeTensorMode()
     program = without_repetitions(with_numbers(program, values), values)
-    program = absorbed(with_residuals(specialised(program, values, fake), values), values, fake)
+    program = with_given_layouts(specialised(program, values, fake), values, fake)
+    program = absorbed(with_residuals(program, values), values, fake)
     unfused: set[int] = set()
     refused: frozenset[str] = frozenset()
     while True:
@@ -155,14 +159,14 @@ def both_ways(program: Program, values: Mapping[str, Tensor]) -> tuple[Program, 
         read: set[str] = set()
         while True:
             again = Recomputed(program, values, read)
-            fusions = [Fusion(program.backward, values, wanted, again)]
+            fusions = [Fusion(program.backward, values, wanted, wanted, again)]
             backward = fusions[0].operations()
             used = frozenset().union(*(operation.uses for operation in backward), wanted)
             if used.isdisjoint(again.computed):
                 break
             read |= used & again.computed  # An operation that was not fused after all.
         program = keeping(replace(program, backward=backward))
-    fusions.append(Fusion(program.forward, values, [*program.results, *program.kept]))
+    fusions.append(Fusion(program.forward, values, [*program.results, *program.kept], program.results))
     return replace(program, forward=fusions[-1].operations()), fusions
 
 
@@ -330,6 +334,11 @@ class Group:
     read: frozenset[str] = frozenset()
     known: frozenset[str] = frozenset()
 
+    @property
+    def is_view(self) -> bool:
+        """Whether there is nothing to compute."""
+        return self.calls[0].view
+
 
 def calls_of(kernels: Sequence[Kernel], inputs: tuple[str, ...], makes: tuple[str, ...]) -> list[Operation]:
     """The calls of one kernel, or of two."""
@@ -346,7 +355,8 @@ class Fusion:
 
     Args:
         values: the tensors that the names stand for, of which the geometry is read.
-        needed: the names of the values that are needed after these operations.
+        needed: the names of the values that are needed after these operations,
+        returned: and of those that are returned, in memory of their own.
         again: what may be computed of other operations.
     """
 
@@ -355,9 +365,11 @@ class Fusion:
         operations: Sequence[Operation],
         values: Mapping[str, Tensor],
         needed: Iterable[str],
+        returned: Iterable[str],
         again: Recomputed | None = None,
     ) -> None:
         self.given, self.values, self.needed, self.again = list(operations), values, list(needed), again
+        self.returned = {storage(values[name]) for name in returned}
         self.producers = {name: operation for operation in operations for name in operation.makes if name}
         self.places = {name: i for i, operation in enumerate(operations) for name in operation.makes if name}
         self.writers = written_by(operations, values)
@@ -554,6 +566,8 @@ class Fusion:
         return storage(self.values[name]) in self.writers
 
     def belong_together(self, a: Group, b: Group) -> bool:
+        if a.is_view or b.is_view:
+            return False
         first, second = (self.given[g.roots[0]] for g in (a, b))
         if not ROWS.keys().isdisjoint(map(spelled, (first, second))):
             return False
@@ -573,6 +587,8 @@ class Fusion:
 
     def pays(self, group: Group) -> bool:
         """Whether a kernel saves a launch, or is faster than the one of torch."""
+        if group.is_view:
+            return True
         names = [spelled(self.given[member]) for member in group.members]
         launches = sum(LAUNCHES.get(name, 1) for name in names if name not in FILLED)
         first = self.given[group.roots[0]]
@@ -623,10 +639,12 @@ class Fusion:
         writer = KernelWriter(self, roots, stores or roots, in_rows)
         kernels = writer.kernels()
         inputs, given = tuple(writer.inputs), [self.given[root] for root in roots]
+        makes = tuple(self.given[root].makes[0] for root in writer.stores)
+        alias = self.alias(writer, makes)
         return Group(
             roots=list(roots),
             stores=list(writer.stores),
-            calls=calls_of(kernels, inputs, tuple(self.given[root].makes[0] for root in writer.stores)),
+            calls=calls_of(kernels, inputs, makes) if alias is None else [alias],
             inputs=inputs,
             loads=frozenset(writer.loads),
             members=frozenset(writer.members | set(roots)),
@@ -635,6 +653,20 @@ class Fusion:
             read=frozenset(writer.inputs),
             known=frozenset(writer.inputs).union(o.makes[0] for o in given),
         )
+
+    def alias(self, writer: KernelWriter, makes: Sequence[str]) -> Operation | None:
+        """The view of a value that a result is, if to compute it is to copy that value in the order of its memory."""
+        if len(makes) > 1 or len(writer.loads) != 1 or writer.code.operations.keys() - PLAIN_COPIES:
+            return None
+        ((base, place),) = writer.loads
+        x, made = self.values[base], self.values[makes[0]]
+        same = x.dtype is made.dtype and x.numel() == made.numel() and place == Index.of("x", made.numel())
+        shared = {storage(x), storage(made)}
+        # Others may write to what comes from elsewhere.
+        if not same or base not in self.producers or not shared.isdisjoint(self.returned | self.writers.keys()):
+            return None
+        args = Value(base), tuple(made.shape), made.stride(), x.storage_offset()
+        return Operation(torch.ops.aten.as_strided.default, args, {}, (makes[0],), single=True, effect=False, view=True)
 
     def fits(self, group: Group) -> bool:
         """Whether nothing writes to what a kernel reads between the operations that read it."""
