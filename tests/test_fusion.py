@@ -581,6 +581,14 @@ def test_kernels_in_simple_operations(dtype):
     same(total, x + residual)
     same(found, F.layer_norm(x + residual, (4, 8), weight, bias))
     same(LOWERINGS["native_layer_norm"](x, (4, 8), weight, bias, 1e-5)[0], F.layer_norm(x, (4, 8), weight, bias))
+    image, moments = torch.randn(3, 4, 8, 2).to(dtype), (torch.randn(4), torch.rand(4) + 0.5)
+    affine = torch.randn(4), torch.randn(4)
+    for act in BY_CODE.values():
+        found, *_ = LOWERINGS["batch_norm_eval"](image, *moments, *affine, 1e-3, image * 2, act.code, False, False)
+        normed = F.batch_norm(image.to(wide(dtype)), *(t.to(wide(dtype)) for t in (*moments, *affine)), eps=1e-3)
+        same(found, act.function(normed + 2 * image).to(dtype))
+    found, *_ = LOWERINGS["batch_norm_eval"](image, *moments, None, None, 1e-3, None, 0, False, False)
+    same(found, F.batch_norm(image.to(wide(dtype)), *(t.to(wide(dtype)) for t in moments), eps=1e-3).to(dtype))
     softmax, backward = LOWERINGS["softmax_forward"], LOWERINGS["softmax_backward"]
     mask = torch.randn(4, 1).to(dtype)
     same(softmax(x, 2, 0.5, mask, dtype, False), F.softmax((x * 0.5 + mask), 2))
@@ -625,6 +633,12 @@ NEIGHBOURS = {
     "norm alone": (lambda x, w: FL.layer_norm(x, (64,), w), [(4, 6, 64), (64,)], 1),
     "softmax": (lambda x, m: FL.softmax(x * 3, -1, scale=0.5, mask=m) * 2, [(4, 300, 64), (300, 64)], 1),
     "gate, norm": (lambda x, y, w: FL.rms_norm(FL.swiglu(x, y), (64,), w), [(4, 6, 64), (4, 6, 64), (64,)], 1),
+    "cat, batch norm": (
+        lambda x, y, w: FL.batch_norm(
+            torch.cat((x, y), 1), torch.zeros_like(w), torch.ones_like(w), w.detach(), w.detach(), act="relu"
+        ) * 2,
+        [(4, 6, 9, 9), (4, 10, 9, 9), (16,)], 1,
+    ),
     "scale_add": (lambda x, y, g: FL.scale_add(x * 2, g, y) + 1, [(4, 6, 64), (4, 6, 64), (64,)], 1),
 }  # fmt: skip
 

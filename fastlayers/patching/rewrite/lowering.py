@@ -56,6 +56,20 @@ def add_layer_norm_forward(
     return y, s, stats
 
 
+def batch_norm_eval(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    residual: Tensor | None, act: int, bits: bool, keep: bool,
+) -> tuple[Tensor, None, None]:  # fmt: skip
+    channels = (-1, *(1 for _ in x.shape[2:]))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    factor = torch.rsqrt(var.to(wide) + eps)
+    factor = factor if weight is None else factor * weight.to(wide)
+    y = (x.to(wide) - mean.to(wide).view(channels)) * factor.view(channels)
+    y = y if bias is None else y + bias.to(wide).view(channels)
+    y = y if residual is None else y + residual.to(wide)
+    return BY_CODE[act].function(y).to(x.dtype), None, None
+
+
 def softmax_forward(x: Tensor, dim: int, scale: float, mask: Tensor | None, dtype: torch.dtype, log: bool) -> Tensor:
     if log or (mask is not None and mask.dtype is torch.bool):
         raise NotImplementedError
@@ -125,6 +139,7 @@ def var(
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "layer_norm_forward": layer_norm_forward,
     "add_layer_norm_forward": add_layer_norm_forward,
+    "batch_norm_eval": batch_norm_eval,
     "softmax_forward": softmax_forward,
     "softmax_backward": softmax_backward,
     "scale_add": scale_add,
