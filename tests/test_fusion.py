@@ -581,6 +581,16 @@ def test_kernels_in_simple_operations(dtype):
     same(total, x + residual)
     same(found, F.layer_norm(x + residual, (4, 8), weight, bias))
     same(LOWERINGS["native_layer_norm"](x, (4, 8), weight, bias, 1e-5)[0], F.layer_norm(x, (4, 8), weight, bias))
+    of_norm = LOWERINGS["layer_norm_backward"]
+    rows = x.to(wide(dtype)).requires_grad_()
+    for kind, stats in (
+        (LAYER, torch.stack((mean, rstd))),
+        (RMS["torch"], (x.to(wide(dtype)).flatten(1).square().mean(1) + 1e-5).rsqrt()[None]),
+    ):
+        normed = F.layer_norm(rows, (4, 8)) if kind == LAYER else reference.rms_norm(rows, (4, 8), None, 1e-5, "torch")
+        (expected,) = torch.autograd.grad(normed, rows, y.to(wide(dtype)))
+        same(of_norm(y, None, x, 2, None, stats, kind, False, False)[0], expected.to(dtype))
+        same(of_norm(y, residual, x, 2, None, stats, kind, False, False)[0], (expected + residual).to(dtype))
     image, moments = torch.randn(3, 4, 8, 2).to(dtype), (torch.randn(4), torch.rand(4) + 0.5)
     affine = torch.randn(4), torch.randn(4)
     for act in BY_CODE.values():
@@ -611,6 +621,7 @@ def test_kernels_in_simple_operations(dtype):
         lambda: softmax(x, 2, 1.0, None, dtype, True),
         lambda: softmax(x, 2, 1.0, mask > 0, dtype, False),
         lambda: backward(y, x, 2, 1.0, mask, dtype, False),
+        lambda: of_norm(y, None, x, 2, weight, stats, LAYER, True, False),
         lambda: LOWERINGS["var.correction"](x, (2,), correction=8),
     ):
         with pytest.raises(NotImplementedError):
@@ -629,6 +640,9 @@ NEIGHBOURS = {
     "norm, turned": (
         lambda x, w: FL.layer_norm(x, (64,), w).view(2, 2, 3, 2, 64).transpose(1, 2).reshape(4, 6, 64),
         [(4, 6, 64), (64,)], 1,
+    ),
+    "norm, modulation": (
+        lambda x, s, t: FL.layer_norm(x, (64,)) * (1 + s[:, None]) + t[:, None], [(4, 6, 64), (4, 64), (4, 64)], 1,
     ),
     "norm alone": (lambda x, w: FL.layer_norm(x, (64,), w), [(4, 6, 64), (64,)], 1),
     "softmax": (lambda x, m: FL.softmax(x * 3, -1, scale=0.5, mask=m) * 2, [(4, 300, 64), (300, 64)], 1),
@@ -758,6 +772,21 @@ def test_less_is_kept(device):
     other = fused(program, tape.values)
     assert len(program.kept) > 1
     assert other.kept == ("x0",)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_value_is_computed_of_one_that_is_kept(device):
+    """Not of the three that this one was computed of."""
+    x, y, z, g = (torch.randn(16, 16, device=device, requires_grad=True) for _ in range(4))
+    w = torch.randn(16, 16, device=device, requires_grad=True)
+
+    def function(x, y, z, g, w):
+        total = x * y.detach() + z
+        return total @ w + g * torch.sigmoid(total * 2)
+
+    program, other = check(function, x, y, z, g, w)
+    assert len(program.kept) - len(other.kept) == 1
+    assert sum(name.startswith("v") for name in other.kept) == 1  # the total
 
 
 @pytest.mark.parametrize("device", PLACES)

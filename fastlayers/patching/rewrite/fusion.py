@@ -166,7 +166,8 @@ def both_ways(program: Program, values: Mapping[str, Tensor]) -> tuple[Program, 
                 break
             read |= used & again.computed  # An operation that was not fused after all.
         program = keeping(replace(program, backward=backward))
-    fusions.append(Fusion(program.forward, values, [*program.results, *program.kept], program.results))
+    needed = [*program.results, *program.kept]
+    fusions.append(Fusion(alive(program.forward, needed), values, needed, program.results))
     return replace(program, forward=fusions[-1].operations()), fusions
 
 
@@ -258,28 +259,36 @@ class Recomputed:
         self.values = values
         self.outer = {name: operation for operation in program.forward for name in operation.makes if name}
         self.written = written_by([*program.forward, *program.backward], values)
-        self.known: dict[str, frozenset[str] | None] = {}
-        #: The values that are there in the backward,
-        self.available = {*program.grads, *program.kept}
-        #: and those that are not read but computed.
-        self.computed: set[str] = set()
         outside = {
             name for operation in program.backward
             if not is_followed(operation, values) and not is_fusable(operation, values) for name in operation.uses
         } | set(program.wanted) | read  # fmt: skip
         own = {name: operation for operation in program.backward for name in operation.makes if name}
         outside = {base_of(name, own, values) for name in outside if name is not None}
-        given = {storage(values[name]) for name in (*program.inputs, *program.results)}
-        for name in sorted(program.kept, key=lambda name: (-values[name].nbytes, name)):
-            leaves = self.leaves(name) if name not in outside and name not in program.inputs else None
-            if leaves is None or not reads_less(leaves, name, values):
-                continue
-            more = leaves - self.available
-            if not given.isdisjoint(storage(values[leaf]) for leaf in more):
-                continue
-            if sum(values[leaf].nbytes for leaf in more) <= values[name].nbytes:
-                self.available |= more
-                self.computed.add(name)
+        self.given = {storage(values[name]) for name in (*program.inputs, *program.results)}
+        self.known: dict[str, frozenset[str] | None] = {}
+        #: The values that are there in the backward,
+        self.available = {*program.grads, *program.kept}
+        #: those that are not read but computed,
+        self.computed: set[str] = set()
+        #: and those that are kept, whatever may be computed of them.
+        self.stays = outside.union(program.inputs).intersection(program.kept)
+        for name in self.outer:  # What is computed of another value comes after it.
+            if name in program.kept and name not in self.stays and not self.takes(name):
+                self.stays.add(name)
+
+    def takes(self, name: str) -> bool:
+        """Note that a value is computed again, if that pays."""
+        leaves = self.leaves(name)
+        if leaves is None or not reads_less(leaves, name, self.values):
+            return False
+        more = leaves - self.available
+        own = self.given.isdisjoint(storage(self.values[leaf]) for leaf in more)
+        if not own or sum(self.values[leaf].nbytes for leaf in more) > self.values[name].nbytes:
+            return False
+        self.available |= more
+        self.computed.add(name)
+        return True
 
     def operation(self, name: str, own: Mapping[str, Operation]) -> Operation | None:
         """The operation that makes a value of the forward, if it is computed again."""
@@ -300,6 +309,8 @@ class Recomputed:
                 if storage(self.values[base]) in self.written:
                     return None
                 more = self.leaves(base)
+                if more is not None and base in self.stays and not reads_less(more, base, self.values):
+                    more = None
                 found |= {base} if more is None else more
             self.known[name] = found
         return self.known[name]

@@ -56,6 +56,22 @@ def add_layer_norm_forward(
     return y, s, stats
 
 
+def layer_norm_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, dims: int, weight: Tensor | None, stats: Tensor, kind: int,
+    dweight: bool, dbias: bool,
+) -> tuple[Tensor, None, None]:  # fmt: skip
+    if weight is not None:  # The kernel of the norm sums the gradients of its parameters while it has the rows.
+        raise NotImplementedError
+    row = tuple(range(-dims, 0))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    of_rows = stats.view(-1, *x.shape[:-dims], *(1 for _ in row))
+    y = (x.to(wide) - of_rows[0] if kind == LAYER else x.to(wide)) * of_rows[-1]
+    d = dy.to(wide)
+    dx = d - y * (d * y).mean(row, keepdim=True)
+    dx = (dx - d.mean(row, keepdim=True) if kind == LAYER else dx) * of_rows[-1]
+    return (dx if dsum is None else dx + dsum.to(wide)).to(x.dtype).contiguous(), None, None
+
+
 def batch_norm_eval(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
     residual: Tensor | None, act: int, bits: bool, keep: bool,
@@ -139,6 +155,7 @@ def var(
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "layer_norm_forward": layer_norm_forward,
     "add_layer_norm_forward": add_layer_norm_forward,
+    "layer_norm_backward": layer_norm_backward,
     "batch_norm_eval": batch_norm_eval,
     "softmax_forward": softmax_forward,
     "softmax_backward": softmax_backward,
