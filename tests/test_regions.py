@@ -970,6 +970,35 @@ def test_a_change_of_what_is_read_by_the_way(change, runs):
     assert runs[0]
 
 
+class Moves(nn.Module):
+    """Assigns what is there already, unless the tensors are somewhere else or the batch has another size."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.size = nn.LayerNorm(8), 0
+        self.register_buffer("table", torch.randn(8))
+        self.rows = torch.randn(8)
+
+    def forward(self, x):
+        self.table, self.rows = self.table.to(x.device), self.rows.to(x.dtype)
+        self.size = x.shape[0]
+        return self.norm(x * self.table + self.rows).tanh() * self.size
+
+
+def test_an_assignment_of_what_is_there(runs, monkeypatch):
+    monkeypatch.setattr(regions, "CALLS", 2)  # as users have it: the first call assigns
+    torch.manual_seed(0)
+    module = Moves()
+    region = in_regions(module)
+    for x in (tokens(2, 8), tokens(2, 8), tokens(2, 8), tokens(3, 8), tokens(3, 8)):
+        same(module, region, x)
+        assert region.size == len(x)
+    assert runs == [True, False, True]
+    region.double()
+    assert region(tokens(3, 8).double()).dtype is torch.float64
+    assert region.rows.dtype is torch.float64
+
+
 def test_two_lambdas_in_a_line(runs):
     torch.manual_seed(0)
     module = Plain()
@@ -1286,6 +1315,29 @@ class Counts(Base):
         return self.work(x) * self.calls
 
 
+class Measures(Base):
+    size = 0
+
+    def forward(self, x):
+        self.size = float(len(x)) + self.calls
+        self.calls += 1
+        return self.work(x)
+
+
+class Observed(Base):
+    @property
+    def seen(self):
+        return None
+
+    @seen.setter
+    def seen(self, value):
+        self.log.append(value)
+
+    def forward(self, x):
+        self.seen = None
+        return self.work(x)
+
+
 class Logs(Base):
     def forward(self, x):
         self.log.append(x.shape)
@@ -1392,7 +1444,23 @@ class Returns(Base):
 @pytest.mark.parametrize(
     "kind",
     [
-        *(Averages, Branches, Counts, Logs, Random, Writes, Passes, Views, Numpy, Array, Keeps, Changed, Returns),
+        *(
+            Averages,
+            Branches,
+            Counts,
+            Measures,
+            Observed,
+            Logs,
+            Random,
+            Writes,
+            Passes,
+            Views,
+            Numpy,
+            Array,
+            Keeps,
+            Changed,
+            Returns,
+        ),
         *(Catches, Mends, Caches),
     ],
 )

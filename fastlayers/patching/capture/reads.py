@@ -264,6 +264,24 @@ class Subscripted:
         return self.read(key)
 
 
+class Unchanged:
+    """What an assignment sees of a module: it may assign what is there, as ``self.table = self.table.to(x.device)``."""
+
+    def __init__(self, module: nn.Module, read: Callable[[nn.Module, str], Any]) -> None:
+        vars(self).update(module=module, read=read)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = vars(self)["module"]
+        known = name in vars(module) or any(name in vars(module)[r] for r in ("_parameters", "_buffers", "_modules"))
+        known = known and not isinstance(inspect.getattr_static(type(module), name, None), property)
+        present = vars(self)["read"](module, name) if known else MISSING
+        if value is not present and not (is_value(value) and type(value) is type(present) and value == present):
+            raise Refusal(Reason.CHANGES_STATE, f"assigns {name} of a {type(module).__name__}")
+
+    def __getattr__(self, name: str) -> Any:  # of self.count += 1
+        raise Refusal(Reason.CHANGES_STATE, f"assigns {name} of a {type(vars(self)['module']).__name__}")
+
+
 class Watch(Run):
     """One run of a module's forward on fake tensors."""
 
@@ -487,7 +505,9 @@ class Watch(Run):
         return value
 
     def hook_made(self, value: Any) -> Any:
-        """An object of which an attribute is assigned: it must have been made in this call."""
+        """An object of which an attribute is assigned: it was made in this call, or is a module that has this value."""
+        if isinstance(value, nn.Module) and type(value).__setattr__ is nn.Module.__setattr__:
+            return Unchanged(value, self.module_attribute)
         if not any(value is made for made in self.made):
             raise Refusal(Reason.CHANGES_STATE, f"assigns an attribute of a {type(value).__name__}")
         return value
