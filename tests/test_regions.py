@@ -999,6 +999,38 @@ def test_an_assignment_of_what_is_there(runs, monkeypatch):
     assert region.rows.dtype is torch.float64
 
 
+class Makes(nn.Module):
+    """Makes layers without parameters while it runs, and calls a function that calls another one."""
+
+    def __init__(self, layer=nn.ReLU):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(8), layer
+
+    def forward(self, x):
+        act = getattr(self, "act", nn.Identity())
+        x = functools.reduce(lambda y, n: y * n + self.norm.weight, (2, 3), nn.ZeroPad2d((1, 0, 0, 0))(x)[..., 1:])
+        return act(self.layer()(self.norm(x)).tanh())
+
+
+def test_layers_that_are_made_in_a_forward(runs, monkeypatch):
+    torch.manual_seed(0)
+    module = Makes()
+    region = in_regions(module)
+    for x in (tokens(2, 8), tokens(2, 8)):
+        same(module, region, x)
+    assert runs == [True, False]
+    for each in (module, region):
+        each.act = nn.Tanh()
+    same(module, region, tokens(2, 8))
+    assert runs == [True, False, True]
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: x * 2)
+    same(module, region, tokens(2, 8))
+    calls = len(runs)
+    draws, x = in_regions(Makes(functools.partial(nn.Linear, 8, 8))), tokens(2, 8)  # each time other weights
+    assert not torch.equal(draws(x), draws(x))
+    assert len(runs) == calls
+
+
 def test_two_lambdas_in_a_line(runs):
     torch.manual_seed(0)
     module = Plain()

@@ -69,6 +69,8 @@ CONVERSIONS: dict[str, Any] = {"r": repr, "s": str, "a": ascii, "": lambda value
 TRUSTED_CLASSES = (torch.Size, torch.device, torch.finfo, torch.iinfo, torch.autocast, torch.no_grad, torch.enable_grad)
 #: Methods that give the tensors of a module, and where it holds them.
 REGISTRIES: dict[Any, str] = {nn.Module.parameters: "_parameters", nn.Module.buffers: "_buffers"}
+#: The files of torch.nn.modules whose layers have no parameters, but for PReLU and MultiheadAttention.
+STATELESS = frozenset({"activation", "dropout", "flatten", "padding", "pixelshuffle", "pooling", "upsampling"})
 #: What a class does not have.
 MISSING = object()
 #: Attributes of tensors that depend on more than their geometry.
@@ -151,6 +153,15 @@ def is_named_tuple(cls: Any) -> bool:
     return cls.__init__ is object.__init__ and cls.__new__.__module__ == f"namedtuple_{cls.__name__}"
 
 
+def is_stateless_layer(cls: Any, arguments: Iterable[Any]) -> bool:
+    """Whether a class is a layer of torch without parameters, such as ``nn.ReLU`` or ``nn.ZeroPad2d``, which a forward
+    may make each time."""
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__.startswith("torch.nn.modules.")):
+        return False
+    stateless = cls is nn.Identity or cls.__module__.rpartition(".")[2] in STATELESS
+    return stateless and cls not in (nn.PReLU, nn.MultiheadAttention) and all(map(are_values, arguments))
+
+
 def objects_in(value: Any) -> Iterator[Any]:
     """The objects of a nested result that are neither tensors nor values, nor containers that torch takes apart."""
     if isinstance(value, Tensor) or is_value(value):
@@ -194,7 +205,7 @@ def read_by(
             result = watch.follow(undecorated(forward, kwargs), (module, *args), kwargs)
         watch.check_lent()
         for value in objects_in(result):
-            if not any(value is made for made in watch.made):
+            if not watch.is_made(value):
                 raise Refusal(Reason.READS_STATE, f"it returns a {type(value).__name__} that it has not made")
     except Refusal:
         raise
@@ -359,6 +370,9 @@ class Watch(Run):
             return value
         return self.read(global_variable(function.__globals__, name, self.bind), value)
 
+    def is_made(self, value: Any) -> bool:
+        return any(value is made for made in self.made)
+
     def hook_attribute(self, owner: Any, name: str) -> Any:
         if isinstance(owner, Tensor):
             if name in REFUSED_ATTRIBUTES:
@@ -366,7 +380,7 @@ class Watch(Run):
             self.test(*same_tensor_method(name, self.bind))
             return getattr(owner, name)
         if isinstance(owner, nn.Module):
-            return self.module_attribute(owner, name)
+            return getattr(owner, name) if self.is_made(owner) else self.module_attribute(owner, name)
         if isinstance(owner, types.ModuleType):
             return self.read(member(owner, name, self.bind), getattr(owner, name))
         if isinstance(owner, super):
@@ -506,11 +520,11 @@ class Watch(Run):
 
     def hook_made(self, value: Any) -> Any:
         """An object of which an attribute is assigned: it was made in this call, or is a module that has this value."""
+        if self.is_made(value):
+            return value
         if isinstance(value, nn.Module) and type(value).__setattr__ is nn.Module.__setattr__:
             return Unchanged(value, self.module_attribute)
-        if not any(value is made for made in self.made):
-            raise Refusal(Reason.CHANGES_STATE, f"assigns an attribute of a {type(value).__name__}")
-        return value
+        raise Refusal(Reason.CHANGES_STATE, f"assigns an attribute of a {type(value).__name__}")
 
     def hook_refuse(self, reason: str, detail: str) -> None:
         raise Refusal(Reason[reason], detail)
@@ -555,6 +569,8 @@ class Watch(Run):
         return found
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_made(module):
+            return self.follow(self.forward(module), (module, *args), kwargs)
         origin = self.origin(module)
         if origin is None or isinstance(module, torch.jit.ScriptModule):
             raise Refusal(Reason.UNKNOWN_CALL, f"a {type(module).__name__} that is not one of its submodules")
@@ -666,7 +682,7 @@ class Watch(Run):
             found = function(*args, **kwargs)
             if is_value(found):
                 return found
-        if only_holds(function) or is_named_tuple(function):
+        if only_holds(function) or is_named_tuple(function) or is_stateless_layer(function, (*args, *kwargs.values())):
             self.made.append(function(*args, **kwargs))
             return self.made[-1]
         if function in TRUSTED_CLASSES or isinstance(function, torch._ops.OpOverloadPacket | torch._ops.OpOverload):

@@ -171,7 +171,7 @@ INPLACE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 #: Built-in functions that call their first argument.
-CALL_BACK = frozenset({map, filter})
+CALL_BACK = frozenset({map, filter, functools.reduce})
 
 
 def hook(name: str, *args: ast.expr) -> ast.Call:

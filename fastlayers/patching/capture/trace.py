@@ -73,7 +73,9 @@ PURE_BUILTINS = frozenset(
     {abs, all, any, divmod, len, max, min, pow, round, sorted, sum, math.prod, float, int, bool, str, complex}
 )
 #: Built-ins that only arrange their arguments. Python runs them even on traced values.
-STRUCTURAL = frozenset({list, tuple, dict, set, zip, enumerate, reversed, range, slice, iter, next, map, filter})
+STRUCTURAL = frozenset(
+    {list, tuple, dict, set, zip, enumerate, reversed, range, slice, iter, next, map, filter, functools.reduce}
+)
 
 
 _numbers: ContextVar[set[str] | None] = ContextVar("_numbers", default=None)
