@@ -207,8 +207,11 @@ def test_views(number):
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
-@pytest.mark.parametrize("shape", [(24, 6, 5, 6), (600, 3), (3, 2, 1100), (3, 3, 700)])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((24, 6, 5, 6), last), ((24, 6, 5, 6), torch.Tensor.contiguous), ((600, 3), torch.Tensor.contiguous),
+     ((3, 2, 1100), torch.Tensor.contiguous), ((3, 3, 700), last)],
+)  # fmt: skip
 def test_several_tiles_and_splits(shape, layout, monkeypatch):
     for plan in (batch_norm._forward_plan, batch_norm._backward_plan):
         plan.cache_clear()

@@ -118,8 +118,10 @@ SHAPES = [
 @pytest.mark.parametrize("layout", [torch.Tensor.contiguous, last])
 @pytest.mark.parametrize(("shape", "groups"), SHAPES)
 def test_shapes(way, shape, groups, layout):
-    """Every shape in float32, and in one of the dtypes in turn."""
-    for dtype in dict.fromkeys((torch.float32, DTYPES[SHAPES.index((shape, groups)) % len(DTYPES)])):
+    """Every shape in float32, and in one layout in one of the dtypes in turn."""
+    number = SHAPES.index((shape, groups))
+    others = [DTYPES[number % len(DTYPES)]] if (layout is last) == (number // len(DTYPES) % 2) else []
+    for dtype in dict.fromkeys((torch.float32, *others)):
         x = layout(torch.randn(shape).to(dtype))
         # Activations in other dtypes, and without parameters: below.
         check(x, groups, SILU if dtype is torch.float32 else 0, dtype)
@@ -131,7 +133,7 @@ def test_activations(way, act):
     layout = (torch.Tensor.contiguous, last)[act // 2 % 2]
     others = [(torch.bfloat16, torch.float32), (torch.float64, None)]
     for dtype, parameters in [(torch.float32, torch.float32), others[act % 2]]:
-        check(layout(torch.randn(2, 20, 4, 5).to(dtype)) * 2, 2, act, parameters)
+        check(layout(torch.randn(1, 12, 4, 5).to(dtype)) * 2, 2, act, parameters)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
