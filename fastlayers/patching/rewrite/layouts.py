@@ -1,4 +1,4 @@
-"""Attention that is given its operands as they lie in memory.
+"""The order of tensors in memory: attention that is given its operands as they lie, and results of rows.
 
 Models write ``q.transpose(1, 2).contiguous()``, but torch's attention reads any strides in which the elements of a head
 are next to each other, and gives its result and its gradients the layout of what it was given. Without the copies they
@@ -15,10 +15,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.patching.rewrite.executors import KEYS, excluding
-from fastlayers.patching.rewrite.fusable import spelled, written_by
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, map_values, storage, with_names
+from fastlayers.patching.rewrite.fusable import is_dense, spelled, written_by
+from fastlayers.patching.rewrite.tape import (
+    Operation,
+    Program,
+    Tape,
+    Value,
+    alive,
+    is_kernel,
+    keeping,
+    map_values,
+    storage,
+    with_names,
+)
 
-__all__ = ["with_given_layouts"]
+__all__ = ["in_rows", "with_given_layouts"]
 
 ATTENTIONS = frozenset(
     f"_scaled_dot_product_{kind}" for kind in
@@ -94,7 +105,7 @@ def sources_of(program: Program, attention: Operation, values: dict[str, Tensor]
             map(storage, (t, values[name]))
         )
         aligned = t.stride(-1) == 1 and all(n % ALIGNED == 0 for n in (*t.stride()[:-1], t.storage_offset()))
-        if safe and aligned and torch.ops.aten.is_non_overlapping_and_dense(t):
+        if safe and aligned and is_dense(t):
             found[name] = source
     return found
 
@@ -119,3 +130,21 @@ def is_as_recorded(operation: Operation, values: dict[str, Tensor], fake: FakeTe
         for name, t in zip(operation.makes, results_of(operation, values, fake), strict=True)
         if name and name in values
     )
+
+
+def in_rows(tape: Tape, t: Tensor) -> Tensor:
+    """A result of tokens in contiguous memory, if torch had to choose between the layouts of two operands.
+
+    Tokens that are made of an image or a sound, as in ``conv(x).flatten(2).mT + positions``, lie channel by channel,
+    and torch lets every sum with them lie so, in all layers that follow: each norm and each sum reads across the rows.
+    """
+    if t.dim() != 3 or t.is_contiguous() or not is_dense(t):
+        return t
+    name = tape.name(t)
+    maker = next((operation for operation in reversed(tape.operations) if name in operation.makes), None)
+    if maker is None or maker.view or maker.effect:
+        return t
+    pointwise = is_kernel(maker.function) or torch.Tag.pointwise in getattr(maker.function, "tags", ())
+    operands = [tape.values[operand] for operand in maker.operands]
+    differ = any(u.dim() > 1 and u.shape[-2:] == t.shape[-2:] and u.is_contiguous() for u in operands)
+    return t.contiguous() if pointwise and differ else t

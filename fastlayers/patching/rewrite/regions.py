@@ -539,18 +539,24 @@ class Region:
 
         flat = Flat(aliases)
         args, kwargs = (unflatten(part, flat) for part in pattern)
+        generates = backends.generates_kernels(inputs[0].device)
         grads: tuple[Tensor, ...] = ()
         gradients: tuple[Tensor | None, ...] = ()
         dys: list[str] = []
         with dispatch.observed(kernel_call), tape:
             out = self.present.forward(module, *args, **(kwargs or {}))
-            split = len(tape.operations)
             taken = Taken(inputs)
             try:
                 parts = take_apart(out, taken)
             except OpaqueError as error:
                 raise Refusal(Reason.READS_STATE, str(error)) from None
             results = taken[len(inputs) :]
+            if generates:
+                from fastlayers.patching.rewrite.layouts import in_rows  # needs Triton
+
+                viewed = {number - len(inputs) for number, _ in taken.views}
+                results = [t if i in viewed else in_rows(tape, t) for i, t in enumerate(results)]
+            split = len(tape.operations)
             self.check_results(results, (*inputs, *tape.constants))
             tape.check_read(results)
             active = [i for i, t in enumerate(results) if records and t.requires_grad]
@@ -584,7 +590,7 @@ class Region:
             strides=tuple(results[i].stride() for i in active),
         )
         entry.code = plain = execute(program, entry.facts)
-        if backends.generates_kernels(inputs[0].device):
+        if generates:
             from fastlayers.patching.rewrite.fusion import fused  # needs Triton
 
             with suppress(Exception):  # What was recorded runs as well if Triton cannot compile a kernel.
