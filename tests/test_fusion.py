@@ -611,6 +611,10 @@ def test_kernels_in_simple_operations(dtype):
     same(LOWERINGS["scale_add"](x, weight, residual, keep, 1.25, dtype), (residual + scaled).to(dtype))
     same(LOWERINGS["scale_add"](x, None, None, None, 2.0, dtype), x * 2)
     for act in BY_CODE.values():
+        parameters = tuple(act.parameters.values())
+        biased = act.function(x.to(wide(dtype)) + bias.to(wide(dtype)), *parameters).to(dtype)
+        same(LOWERINGS["bias_act_forward"](x, bias, act.code, *(*parameters, 0.0, 0.0)[:2]), biased)
+        same(LOWERINGS["bias_act_forward"](x, None, 1, 0.0, 0.0), F.relu(x))
         gated = (act.function(x.to(wide(dtype))) * y).to(dtype)
         same(LOWERINGS["gated_forward"](x, y, act.code), gated)
     for name, function in (("var", torch.var), ("std", torch.std)):
@@ -653,6 +657,10 @@ NEIGHBOURS = {
             torch.cat((x, y), 1), torch.zeros_like(w), torch.ones_like(w), w.detach(), w.detach(), act="relu"
         ) * 2,
         [(4, 6, 9, 9), (4, 10, 9, 9), (16,)], 1,
+    ),
+    "activation, norm of columns": (
+        lambda x, b: (lambda h: h * torch.linalg.vector_norm(h, 2, (1, 2), keepdim=True))(FL.bias_act(x, b, "gelu")),
+        [(2, 8, 8, 64), (64,)], 2,
     ),
     "scale_add": (lambda x, y, g: FL.scale_add(x * 2, g, y) + 1, [(4, 6, 64), (4, 6, 64), (64,)], 1),
 }  # fmt: skip

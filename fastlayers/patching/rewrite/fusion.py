@@ -309,8 +309,9 @@ class Recomputed:
                 if storage(self.values[base]) in self.written:
                     return None
                 more = self.leaves(base)
-                if more is not None and base in self.stays and not reads_less(more, base, self.values):
-                    more = None
+                if more is not None and base in self.stays:
+                    there = more <= self.available and reads_less(more, base, self.values)
+                    more = more if there else None
                 found |= {base} if more is None else more
             self.known[name] = found
         return self.known[name]

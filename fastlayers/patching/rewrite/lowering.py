@@ -119,6 +119,13 @@ def scale_add(
     return (y if residual is None else y + residual.to(wide)).to(dtype)
 
 
+def bias_act_forward(x: Tensor, bias: Tensor | None, act: int, first: float, second: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
+    kind = BY_CODE[act]
+    return kind.function(z, *(first, second)[: len(kind.parameters)]).to(x.dtype)
+
+
 def gated_forward(gate: Tensor, up: Tensor, act: int) -> Tensor:
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (BY_CODE[act].function(gate.to(wide)) * up.to(wide)).to(gate.dtype)
@@ -160,6 +167,7 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "softmax_forward": softmax_forward,
     "softmax_backward": softmax_backward,
     "scale_add": scale_add,
+    "bias_act_forward": bias_act_forward,
     "gated_forward": gated_forward,
     "native_layer_norm": native_layer_norm,
     "var.correction": lambda *args, **kwargs: var(*args, **kwargs)[0],
