@@ -32,7 +32,8 @@ demo: build  ## environment, build, and the main examples: a network that is tra
 	$(PY) examples/patch_minilm.py $(ARGS)
 
 test: build  ## environment, build, lint, types and tests
-	@$(MAKE) --no-print-directory --keep-going lint types pytest
+	@# mypy has one core: the tests begin beside it.
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint types pytest
 
 env: $(ENV)  ## the environment in .venv
 

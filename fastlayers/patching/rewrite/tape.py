@@ -28,6 +28,7 @@ __all__ = [
     "Tape",
     "Value",
     "alive",
+    "is_kernel",
     "keeping",
     "map_values",
     "plain_name",
