@@ -259,27 +259,15 @@ def test_a_rotary_function_with_names_of_its_own(args, named):
             fused(q, k, *tables, **wrong)
 
 
-def rotate_part(q, k, cos, sin, unsqueeze_dim=1):
-    """GPT-NeoX's: the rest of a head passes through."""
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    rotary_dim = cos.shape[-1]
-    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
-    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
-    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
-    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
-    q_embed = torch.cat([q_embed, q_pass], dim=-1)
-    k_embed = torch.cat([k_embed, k_pass], dim=-1)
-    return q_embed, k_embed
-
-
 @pytest.mark.parametrize(("width", "runs"), [(4, True), (2, True), (8, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rotary_function_of_a_part_of_each_head(width, runs, dtype, monkeypatch):
+    modeling = pytest.importorskip("transformers.models.gpt_neox.modeling_gpt_neox")
+    rotate_part = modeling.apply_rotary_pos_emb  # the rest of a head passes through
     assert is_rotary(rotate_part)
     calls = []
     monkeypatch.setattr(functional, "rotary", lambda *args, plain=functional.rotary: calls.append(1) or plain(*args))
-    fused = fused_rotary(globals(), "rotate_part", rotate_part)
+    fused = fused_rotary(vars(modeling), "apply_rotary_pos_emb", rotate_part)
     q = torch.randn(2, 5, 3, 8, dtype=dtype, requires_grad=True)
     k = torch.randn(2, 5, 1, 8, dtype=dtype, requires_grad=True)
     tables = torch.randn(2, 5, width), torch.randn(2, 5, width)

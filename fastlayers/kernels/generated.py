@@ -442,17 +442,16 @@ class Kernel:
         return found.function, programs, 32 * metadata.num_warps, metadata.shared, [n for n, _ in kept], wide
 
 
-def function_source(name: str, outputs: int, inputs: int, numbers: str, constants: str, lines: Sequence[str]) -> str:
+def function_source(
+    kind: str, operations: Iterable[str], outputs: int, inputs: int, numbers: str, constants: str, lines: Sequence[str]
+) -> str:
+    """The function of a kernel, which profilers show by its kind and what it computes."""
+    name = "_".join(("fastlayers", kind, *operations))[:LONGEST_NAME].rstrip("_")
     arguments = [*(f"out{i}" for i in range(outputs)), *(f"in{i}" for i in range(inputs)), *numbers.split(", ")]
-    arguments += [f"{name}: tl.constexpr" for name in constants.split()]
+    arguments += [f"{constant}: tl.constexpr" for constant in constants.split()]
     return f"@triton.jit\ndef {name}({', '.join(filter(None, arguments))}):\n" + "".join(
         f"    {line}\n" for line in lines
     )
-
-
-def name_of(kind: str, operations: Iterable[str]) -> str:
-    """The name of a kernel, as a profiler shows it."""
-    return "_".join(("fastlayers", kind, *operations))[:LONGEST_NAME].rstrip("_")
 
 
 def index_type(*extents: int) -> tl.dtype:
@@ -474,8 +473,7 @@ def pointwise(
         *(f"tl.store(out{i} + x, ({t}).to(out{i}.dtype.element_ty), mask=inside)" for i, t in enumerate(stores)),
     ]
     n = code.sizes["x"]
-    name = name_of("pointwise", code.operations)
-    source = function_source(name, len(results), len(dtypes), "n", "INDEX TILE", lines)
+    source = function_source("pointwise", code.operations, len(results), len(dtypes), "n", "INDEX TILE", lines)
     return shared(source, tuple(results), tuple(dtypes), cdiv(n, TILE), (n,), (index_type(extent, n), TILE), device)
 
 
@@ -495,7 +493,7 @@ def casts(
             f"    tl.store(out{i} + x{i}, y{i}, mask=x{i} < {count})",
         ]
         first = last
-    source = function_source(name_of("casts", ()), len(results), len(dtypes), "", "TILE", lines)
+    source = function_source("casts", (), len(results), len(dtypes), "", "TILE", lines)
     return shared(source, tuple(results), tuple(dtypes), first, (), (TILE,), device)
 
 
@@ -550,8 +548,9 @@ def reduction(
             for i, total in enumerate(totals)
         ),
     ]
-    name = name_of("reduction", code.operations)
-    source = function_source(name, len(results), len(dtypes), "n, chunk, end", "INDEX X R", lines)
+    source = function_source(
+        "reduction", code.operations, len(results), len(dtypes), "n, chunk, end", "INDEX X R", lines
+    )
     made = results if shares == 1 else [Result((shares, kept), (kept, 1), wide) for _ in results]
     constants = index_type(extent, kept * reduced), width, depth
     first = shared(source, tuple(made), tuple(dtypes), blocks * shares, (kept, chunk, reduced), constants, device)
@@ -590,8 +589,7 @@ def rows(
     for i, place, local, of_row in stores:
         place, mask = (f"({place}) + 0 * r", "inside & (r == 0)") if of_row else (f"({place})", "inside")
         lines.append(f"tl.store(out{i} + {place}, ({local}).to(out{i}.dtype.element_ty), mask={mask})")
-    name = name_of("rows", code.operations)
-    source = function_source(name, len(results), len(dtypes), "n, end", "INDEX X R", lines)
+    source = function_source("rows", code.operations, len(results), len(dtypes), "n, end", "INDEX X R", lines)
     constants = index_type(extent, kept * length), width, depth
     warps = max(WARPS, depth * width // (32 * ELEMENTS))
     return shared(source, tuple(results), tuple(dtypes), cdiv(kept, width), (kept, length), constants, device, warps)

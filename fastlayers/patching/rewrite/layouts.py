@@ -24,9 +24,10 @@ from fastlayers.patching.rewrite.tape import (
     alive,
     is_kernel,
     keeping,
-    map_values,
+    operands_like,
     storage,
     with_names,
+    with_tensors,
 )
 
 __all__ = ["in_rows", "with_given_layouts"]
@@ -93,7 +94,7 @@ def sources_of(program: Program, attention: Operation, values: dict[str, Tensor]
     """What the operands of an attention are copies of, which nobody else can write to."""
     makers = {name: operation for operation in program.forward for name in operation.makes}
     written = written_by((*program.forward, *program.backward), values)
-    given = {storage(values[name]) for name in (*program.inputs, *program.results)}
+    others = {storage(values[name]) for name in (*program.inputs, *program.results)} | written.keys()
     found: dict[str, str] = {}
     for name in attention.operands[:3]:
         copy = makers.get(name)
@@ -101,9 +102,7 @@ def sources_of(program: Program, attention: Operation, values: dict[str, Tensor]
             continue
         (source,) = copy.operands
         t = values[source]
-        safe = given.isdisjoint(map(storage, (t, values[name]))) and written.keys().isdisjoint(
-            map(storage, (t, values[name]))
-        )
+        safe = others.isdisjoint(map(storage, (t, values[name])))
         aligned = t.stride(-1) == 1 and all(n % ALIGNED == 0 for n in (*t.stride()[:-1], t.storage_offset()))
         if safe and aligned and is_dense(t):
             found[name] = source
@@ -113,12 +112,7 @@ def sources_of(program: Program, attention: Operation, values: dict[str, Tensor]
 def results_of(operation: Operation, values: dict[str, Tensor], fake: FakeTensorMode) -> Sequence[Tensor]:
     """The results of an operation, without memory."""
     with fake, torch.no_grad(), excluding(KEYS):
-        known = {
-            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-            for name, t in ((name, values[name]) for name in operation.operands)
-        }
-        args = map_values(operation.args, lambda value: known[value.name])
-        kwargs = {key: map_values(arg, lambda value: known[value.name]) for key, arg in operation.kwargs.items()}
+        args, kwargs = with_tensors(operation, operands_like(operation, values))
         out = operation.function(*args, **kwargs)
     return out if isinstance(out, tuple | list) else (out,)
 

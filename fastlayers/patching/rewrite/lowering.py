@@ -20,7 +20,7 @@ from fastlayers.ops.layer_norm import LAYER, RMS
 from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.executors import KEYS, excluding
 from fastlayers.patching.rewrite.fusable import base_of, is_fusable, spelled
-from fastlayers.patching.rewrite.tape import Operation, Program, Tape, alive, map_values, with_names
+from fastlayers.patching.rewrite.tape import Operation, Program, Tape, alive, operands_like, with_names, with_tensors
 
 __all__ = ["LOWERINGS", "lowered"]
 
@@ -220,14 +220,9 @@ def steps_of(
     operation: Operation, values: dict[str, Tensor], needed: Container[str], fake: FakeTensorMode
 ) -> list[Operation] | None:
     """The operations of torch that a kernel stands for; None if they would give another layout."""
-    given = operation.operands
     with fake:
-        known = {
-            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-            for name, t in ((name, values[name]) for name in given)
-        }
-    args = map_values(operation.args, lambda value: known[value.name])
-    kwargs = {key: map_values(arg, lambda value: known[value.name]) for key, arg in operation.kwargs.items()}
+        known = operands_like(operation, values)
+    args, kwargs = with_tensors(operation, known)
     tape = Tape(list(known.values()), ())
     try:
         with torch.no_grad(), excluding(KEYS), tape:

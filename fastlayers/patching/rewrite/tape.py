@@ -31,10 +31,12 @@ __all__ = [
     "is_kernel",
     "keeping",
     "map_values",
+    "operands_like",
     "plain_name",
     "renamed",
     "storage",
     "with_names",
+    "with_tensors",
 ]
 
 #: What tells a value from others while all are alive: memory, dtype and geometry.
@@ -368,6 +370,20 @@ def map_values(argument: Any, function: Callable[[Value], Any]) -> Any:
     if isinstance(argument, tuple | list):
         return type(argument)(map_values(item, function) for item in argument)
     return function(argument) if isinstance(argument, Value) else argument
+
+
+def operands_like(operation: Operation, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Empty tensors as an operation's operands; without memory where a fake mode is on."""
+    return {
+        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        for name, t in ((name, values[name]) for name in operation.operands)
+    }
+
+
+def with_tensors(operation: Operation, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operation with tensors in place of its values."""
+    args = map_values(operation.args, lambda value: tensors[value.name])
+    return args, {key: map_values(arg, lambda value: tensors[value.name]) for key, arg in operation.kwargs.items()}
 
 
 def with_names(operation: Operation, names: Mapping[str, str]) -> Operation:
