@@ -232,8 +232,11 @@ std::tuple<Tensor, Tensor, MaybeTensor> bias_act_gradients(const Tensor& dy_in, 
   const bool wide = dtype && *dtype != x_in.scalar_type();
   FASTLAYERS_CHECK(!wide || (x_in.element_size() == 2 && *dtype == ScalarType::Float), op,
                    "expected the gradient of the bias in x's dtype, or in float32 if x has 16 bits, but got ", toString(*dtype));
-  Tensor db = empty_contiguous({dbias ? x_in.size(x_in.dim() - 1) : 0}, wide ? *dtype : x_in.scalar_type(), x_in);
-  Operand operand(x_in, bias_in ? bias : dbias ? MaybeTensor(db) : std::nullopt, op);
+  const int64_t columns = dbias ? x_in.size(x_in.dim() - 1) : 0;
+  Tensor db = empty_contiguous({columns}, wide ? *dtype : x_in.scalar_type(), x_in);
+  MaybeTensor like = bias;  // what says that the last dimension has columns of their own
+  if (!bias_in && dbias) like = wide ? empty_contiguous({columns}, x_in.scalar_type(), x_in) : db;
+  Operand operand(x_in, like, op);
   const Tensor dy = with_strides(dy_in, operand.sizes, operand.strides);
   Tensor dx = operand.empty();
   MaybeTensor activated;

@@ -155,7 +155,7 @@ __device__ __forceinline__ void round_batch(Type type, Vec<A, kBatch>& v) {
 template <typename A>
 struct SplitArgs {
   Operand x, residual, sum, weight, bias, y;  // forward
-  Operand dy, dsum, dx;                       // backward; x is the sum where there is one
+  Operand dy, dsum, dx, narrow;               // backward; x is the sum where there is one
   A *stats, *partial;
   int64_t rows, n, piece;  // elements of a piece
   int pieces, kind;

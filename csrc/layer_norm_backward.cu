@@ -20,7 +20,7 @@ template <typename A>
 struct BackwardArgs {
   const void *dy, *dsum, *x, *weight;  // dsum and weight may be null
   const A* stats;
-  void* dx;
+  void *dx, *narrow;  // narrow may be null: dx once more, of 16 bits where x has 32
   A* partial;       // [2, blocks or clusters, n]: their sums for dweight and for dbias
   int64_t rows;
   int n;
@@ -29,7 +29,7 @@ struct BackwardArgs {
   int groups;       // of all blocks; each takes every groups-th row
   int stages;       // rows of a group in shared memory
   bool wide_weight, small_weight;  // float32 for x of 16 bits; 16 bits for x of float32
-  bool bfloat;      // whether a small weight is bfloat16
+  bool bfloat, narrow_bfloat;  // whether a small weight, and narrow, are bfloat16
   bool stage_wide;  // keep the weight, or 1 + weight, in float32: the 16 bits of x may not hold it
   bool gemma, want_weight, want_bias;
 
@@ -43,6 +43,15 @@ struct BackwardArgs {
       else w = convert<A>(static_cast<const X*>(weight)[column]);
     }
     return gemma ? w + A(1) : w;
+  }
+
+  template <typename X, int V>
+  __device__ __forceinline__ void store_narrow(int64_t at, const Vec<A, V>& r) const {
+    if constexpr (sizeof(X) == 4) {
+      if (narrow == nullptr) return;
+      if (narrow_bfloat) store_vec<__nv_bfloat16, V>(static_cast<__nv_bfloat16*>(narrow) + at, pack<__nv_bfloat16>(r));
+      else store_vec<__half, V>(static_cast<__half*>(narrow) + at, pack<__half>(r));
+    }
   }
 };
 
@@ -293,11 +302,13 @@ __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_ba
         unroll<V>([&](int j) { r.v[j] += d.v[j]; });
       }
       store_vec<X, V>(dx + element(i), pack<X>(r));
+      a.template store_narrow<X>(row * n + element(i), r);
     });
     if (has_single) {
       A r = gradient(single_x, single_dy * single_weight);
       if (a.dsum != nullptr) r += convert<A>(static_cast<const X*>(a.dsum)[row * n + single]);
       dx[single] = convert<X>(r);
+      a.template store_narrow<X>(row * n + single, Vec<A, 1>{{r}});
     }
     stage += stage_bytes;
     if (stage == end) stage = memory;
@@ -419,6 +430,7 @@ __global__ void __launch_bounds__(kSplitThreads) layer_norm_split_dx(const Split
     const Vec<A, kBatch> d = load_batch(a.dsum, piece.base, e, piece.end, A(0));
     unroll<kBatch>([&](int j) { g.v[j] = rstd * (g.v[j] - g_mean - x.v[j] * gx) + d.v[j]; });
     store_batch(a.dx, piece.base, e, piece.end, g);
+    store_batch(a.narrow, piece.base, e, piece.end, g);
   });
 }
 
@@ -640,9 +652,10 @@ void split_backward(SplitArgs<A>& args, const WeightGradients& gradients, const 
   gradients.sum<A>(partial, static_cast<int>(slabs), args.n, on);
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const MaybeTensor& dsum_in, const Tensor& x_in, int64_t dims,
-                                                       const MaybeTensor& weight_in, const Tensor& stats_in, int64_t kind, bool want_weight,
-                                                       bool want_bias) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const MaybeTensor& dsum_in, const Tensor& x_in,
+                                                               int64_t dims, const MaybeTensor& weight_in, const Tensor& stats_in,
+                                                               int64_t kind, bool want_weight, bool want_bias,
+                                                               std::optional<ScalarType> narrow_dtype) {
   const char* op = "layer_norm_backward";
   const Shape s = shape_of(x_in, dims, op);
   check_kind(kind, want_bias, op);
@@ -658,8 +671,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, cons
   const bool small_weight = x_dtype == ScalarType::Float && is_low_precision(weight_dtype);
   if (!small_weight) check_dtype(x_dtype, weight_dtype, op, "weight");
 
+  FASTLAYERS_CHECK(!narrow_dtype || (x_dtype == ScalarType::Float && is_low_precision(*narrow_dtype)), op,
+                   "expected x of float32 and a narrow gradient of 16 bits");
+
   const Launch on(x_in);
   Tensor dx = empty_result(x_in, x_dtype);
+  Tensor narrow = narrow_dtype ? empty_result(x_in, *narrow_dtype) : empty_contiguous({0}, x_dtype, x_in);
   const auto gradient = [&](bool wanted) {
     if (!wanted) return empty_contiguous({0}, weight_dtype, x_in);
     return weight ? empty_result(*weight, weight_dtype) : empty_contiguous({s.n}, weight_dtype, x_in);
@@ -669,7 +686,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, cons
   if (s.rows == 0 || s.n == 0) {
     torch::stable::zero_(gradients.dweight);
     torch::stable::zero_(gradients.dbias);
-    return {dx, gradients.dweight, gradients.dbias};
+    return {dx, gradients.dweight, gradients.dbias, narrow};
   }
   const Tensor x = dense(x_in), dy = dense(dy_in), stats = dense(stats_in);
   const MaybeTensor dsum = dsum_in ? MaybeTensor(dense(*dsum_in)) : std::nullopt;
@@ -684,6 +701,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, cons
     args.weight = pointer<const void>(weight);
     args.stats = pointer<const A>(stats);
     args.dx = pointer<void>(dx);
+    args.narrow = narrow_dtype ? pointer<void>(narrow) : nullptr;
+    args.narrow_bfloat = narrow_dtype == ScalarType::BFloat16;
     args.rows = s.rows;
     args.wide_weight = sizeof(X) == 2 && weight_dtype == ScalarType::Float;
     args.small_weight = small_weight;
@@ -699,13 +718,14 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, cons
     split.dy = operand(dy);
     split.dsum = operand(dsum);
     split.dx = operand(dx);
+    if (narrow_dtype) split.narrow = operand(narrow);
     split.stats = const_cast<A*>(args.stats);
     split.rows = s.rows;
     split.n = s.n;
     split.kind = static_cast<int>(kind);
     split_backward(split, gradients, on, x);
   });
-  return {dx, gradients.dweight, gradients.dbias};
+  return {dx, gradients.dweight, gradients.dbias, narrow};
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastlayers, m) {
   m.def("glu_backward(Tensor dy, Tensor x, int dim, int act, bool gate_first) -> Tensor");
   m.def("layer_norm_forward(Tensor x, int dims, Tensor? weight, Tensor? bias, float eps, int kind, ScalarType dtype, bool keep) -> (Tensor, Tensor)");
   m.def("add_layer_norm_forward(Tensor x, Tensor residual, int dims, Tensor? weight, Tensor? bias, float eps, int kind, ScalarType dtype, bool keep) -> (Tensor, Tensor, Tensor)");
-  m.def("layer_norm_backward(Tensor dy, Tensor? dsum, Tensor x, int dims, Tensor? weight, Tensor stats, int kind, bool dweight, bool dbias) -> (Tensor, Tensor, Tensor)");
+  m.def("layer_norm_backward(Tensor dy, Tensor? dsum, Tensor x, int dims, Tensor? weight, Tensor stats, int kind, bool dweight, bool dbias, ScalarType? narrow=None) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("batch_norm_train(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight, Tensor? bias, float momentum, float eps, Tensor? residual, int act, bool bits, Tensor(c!)? num_batches_tracked=None) -> (Tensor, Tensor, Tensor)");
   m.def("batch_norm_moments(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? residual, int act) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("batch_norm_update_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches_tracked, Tensor moments, float momentum) -> ()");

@@ -568,9 +568,10 @@ def _sums_plan(
 
 def layer_norm_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, dims: int, weight: Tensor | None, stats: Tensor, kind: int,
-    dweight: bool, dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx, dweight, dbias), the latter two of weight's dtype, and empty where they are not wanted or have no weight.
+    dweight: bool, dbias: bool, narrow: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dweight, dbias, low): the second and third of weight's dtype, and empty where they are not wanted or have no
+    weight; low is dx in the dtype ``narrow``, and empty without one.
 
     x is what was normalised: after :func:`add_layer_norm_forward` the sum, with ``dsum`` as its other gradient.
     """
@@ -588,7 +589,7 @@ def layer_norm_backward(
             plan.run(dx, dy, dsum, x, stats, weight)
         else:
             plan.run(dx, None, dy, dsum, x, stats, weight)
-        return dx, nothing, nothing.clone()
+        return dx, nothing, nothing.clone(), nothing.clone() if narrow is None else dx.to(narrow)
     sums = _sums_plan(*key, dweight, dbias, x.device)
     partial = torch.empty(sums.partial, dtype=sums.rows.accumulator, device=x.device)
     if sums.rows.long:
@@ -604,7 +605,7 @@ def layer_norm_backward(
         sum_rows(partial, for_weight, for_bias if dbias else None)
     else:
         sum_rows(partial, for_bias)
-    return dx, for_weight, for_bias
+    return dx, for_weight, for_bias, nothing.clone() if narrow is None else dx.to(narrow)
 
 
 # ---------------------------------------------------------------------------------------------------- for each sample

@@ -37,12 +37,13 @@ class Kernels(dispatch.Kernels):
     @staticmethod
     def layer_norm_backward(
         dy: Tensor, dsum: Tensor | None, x: Tensor, dims: int, weight: Tensor | None, stats: Tensor, kind: int,
-        dweight: bool, dbias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dweight: bool, dbias: bool, narrow: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         like = x if weight is None else weight
         shape = x.shape[x.dim() - dims :]
         parameters = [like.new_empty(shape if wanted and weight is not None else 0) for wanted in (dweight, dbias)]
-        return x.new_empty(x.shape), parameters[0], parameters[1]
+        low = x.new_empty(0) if narrow is None else x.new_empty(x.shape, dtype=narrow)
+        return x.new_empty(x.shape), parameters[0], parameters[1], low
 
     @staticmethod
     def ada_layer_norm_forward(
@@ -145,7 +146,8 @@ class LayerNorm(dispatch.Pair, inputs=3):
         kernels: Kernels, needs: Needs, dy: Tensor, x: Tensor, weight: Tensor | None, stats: Tensor, dims: int,
         eps: float, kind: int,
     ) -> Gradients:  # fmt: skip
-        return kernels.layer_norm_backward(dy, None, x, dims, weight, stats, kind, *needs[1:])
+        _, for_weight, for_bias = needs
+        return kernels.layer_norm_backward(dy, None, x, dims, weight, stats, kind, for_weight, for_bias)[:3]
 
     @staticmethod
     def differentiable_backward(
@@ -184,7 +186,9 @@ class AddLayerNorm(dispatch.Pair, inputs=4, materialize=False):
     ) -> Gradients:  # fmt: skip
         if dy is None:
             return _of_summands(dtype, ds)
-        return _of_summands(dtype, *kernels.layer_norm_backward(dy, ds, s, dims, weight, stats, kind, *needs[2:]))
+        _, _, for_weight, for_bias = needs
+        gradients = kernels.layer_norm_backward(dy, ds, s, dims, weight, stats, kind, for_weight, for_bias)
+        return _of_summands(dtype, *gradients[:3])
 
     @staticmethod
     def differentiable_backward(

@@ -1,4 +1,4 @@
-"""What hand-written kernels absorb of a program: casts of their results and operands, and a sum with a gradient.
+"""What hand-written kernels absorb of a program: casts of their results and operands, and sums with or of a gradient.
 
 A rule sees a forward, and replaces what it knows there. What stands around the replaced call is known only after
 autocast and autograd: a norm whose float32 result is cast to bfloat16 at once, a gradient that is cast to float32 for
@@ -15,7 +15,15 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastlayers.patching.rewrite.fusable import CASTS, is_dense, spelled, written_by
+from fastlayers.patching.rewrite.fusable import (
+    CASTS,
+    base_of,
+    is_dense,
+    is_followed,
+    is_fusable,
+    spelled,
+    written_by,
+)
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, renamed, storage, with_names
 
 __all__ = ["absorbed", "kernel_name", "needed"]
@@ -30,8 +38,12 @@ CONTIGUOUS = frozenset(
     {"layer_norm_forward", "layer_norm_backward", "mlp_autocast_backward", "linear_autocast_backward"}
 )
 CLONE = torch.ops.aten.clone.default
+AS_STRIDED = torch.ops.aten.as_strided.default
 #: Kernels that add an argument to their first result: its place.
 ADDS = {"layer_norm_backward": 1}
+#: Kernels that write their first, float32 result in 16 bits as well: the places of the argument that says which, and of
+#: the result.
+REPEATS = {"layer_norm_backward": (9, 3)}
 
 
 def absorbed(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
@@ -46,6 +58,10 @@ def absorbed(program: Program, values: dict[str, Tensor], fake: FakeTensorMode) 
             program = narrowed(program, place, values)
         if name in ADDS:
             program = added(program, place, ADDS[name], values)
+        if name == "bias_act_backward":
+            program = summed(program, place, values)
+        if name in REPEATS:
+            program = repeated(program, place, *REPEATS[name], values)
         place += 1
     return replace(
         program,
@@ -195,3 +211,59 @@ def added(program: Program, place: int, argument: int, values: Mapping[str, Tens
     args = (*kernel.args[:argument], Value(other), *kernel.args[argument + 1 :])
     operations[place] = replace(kernel, args=args, makes=(total.makes[0], *kernel.makes[1:]))
     return with_operations(program, (o for i, o in enumerate(operations) if i != reader))
+
+
+def repeated(program: Program, place: int, argument: int, result: int, values: dict[str, Tensor]) -> Program:
+    """The program, where a kernel writes what a cast makes of its first result, or of a view of that, for something
+    that is not fused with the cast."""
+    operations, split = [*program.forward, *program.backward], len(program.forward)
+    kernel = operations[place]
+    wide = values[kernel.makes[0]] if kernel.makes[0] else None
+    if wide is None or wide.dtype is not torch.float32 or any(arg is not None for arg in kernel.args[argument:]):
+        return program
+    makers = {name: o for o in operations for name in o.makes if name}
+    for i in range(place + 1, split if place < split else len(operations)):
+        cast = operations[i]
+        if not is_cast(cast, values) or values[cast.makes[0]].dtype not in LOW_PRECISION:
+            continue
+        source = cast.args[0].name
+        if base_of(source, makers, values) != kernel.makes[0] or storage(wide) in written_by(operations, values):
+            continue
+        own = cast.makes[0]
+        readers = [o for o in operations[i:] if any(base_of(n, makers, values) == own for n in o.uses)]
+        if all(is_fusable(o, values) or is_followed(o, values) for o in readers) and own not in needed(program):
+            continue
+        low = own
+        if source != kernel.makes[0]:  # The same elements, in the shape of the view.
+            if values[source].numel() != wide.numel():
+                continue
+            low = f"{own}_whole"
+            values[low] = values[own].as_strided(wide.shape, wide.stride())
+            view = values[source]
+            args = Value(low), tuple(view.shape), view.stride(), view.storage_offset()
+            operations[i] = replace(cast, function=AS_STRIDED, args=args, kwargs={}, view=True)
+        args = (*kernel.args, *(None for _ in range(argument - len(kernel.args))), values[low].dtype)
+        makes = (*kernel.makes[:result], low, *kernel.makes[result + 1 :])
+        operations[place] = replace(kernel, args=args, makes=makes)
+        return with_operations(program, (o for o in operations if o is not cast or low != own))
+    return program
+
+
+def summed(program: Program, place: int, values: Mapping[str, Tensor]) -> Program:
+    """The program, where the gradient of an activation is summed by its own kernel, for the bias of the linear layer
+    before it."""
+    operations = [*program.forward, *program.backward]
+    kernel = operations[place]
+    makers = {name: o for o in operations for name in o.makes if name}
+    dx, like = kernel.makes[0], values[kernel.makes[0]]
+    for i, layer in enumerate(operations):
+        if kernel_name(layer) != "linear_autocast_backward" or base_of(layer.args[0].name, makers, values) != dx:
+            continue
+        dy, (*others, dbias) = values[layer.args[0].name], layer.makes
+        if kernel.args[2] is not None or kernel.args[6] or not dbias or dy.shape[-1] != like.shape[-1]:
+            continue
+        operations[i] = replace(layer, args=(*layer.args[:5], False), makes=(*others, ""))
+        args = (*kernel.args[:6], True, values[dbias].dtype)
+        operations[place] = replace(kernel, args=args, makes=(dx, dbias))
+        return with_operations(program, operations)
+    return program

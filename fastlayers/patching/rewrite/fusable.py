@@ -13,10 +13,12 @@ from torch._ops import OpOverload
 
 from fastlayers.kernels.generated import (
     COMPARISONS,
+    FAST,
     FORMULAS,
     INTERPRETED,
     LONGEST_ROW,
     NAMES,
+    ROUNDED,
     ROWS,
     SUMS,
     TESTS,
@@ -41,6 +43,7 @@ __all__ = [
     "is_followed",
     "is_fusable",
     "reduced_dims",
+    "rounded_later",
     "row_dim",
     "spelled",
     "written",
@@ -54,7 +57,7 @@ CASTS = frozenset({"to.dtype", "_to_copy"})
 #: or layout.
 COPIES = CASTS | {"clone", "contiguous"}
 #: Operations that give the elements of their arguments other places.
-MOVES = frozenset({"cat", "stack", "slice_backward", "select_backward", "constant_pad_nd", "roll"})
+MOVES = frozenset({"cat", "stack", "slice_backward", "select_backward", "constant_pad_nd", "roll", "repeat"})
 #: Operations on conditions.
 LOGICAL = {
     "logical_not": "({0} == 0)", "bitwise_not": "({0} == 0)", "logical_and": "({0} & {1})",
@@ -158,15 +161,16 @@ def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     return formula(operation, [f"t{i}" for i in range(len(given))], accumulator_of(out.dtype)) is not None
 
 
-def formula(operation: Operation, locals_: Sequence[str], acc: torch.dtype) -> str | None:
-    """The source of a pointwise operation on locals."""
+def formula(operation: Operation, locals_: Sequence[str], acc: torch.dtype, fast: bool = False) -> str | None:
+    """The source of a pointwise operation on locals; ``fast``, for a result that is rounded to 16 bits."""
     given = iter(locals_)
     args = map_values(operation.args, lambda _: next(given))
     kwargs = {name: map_values(value, lambda _: next(given)) for name, value in operation.kwargs.items()}
     if spelled(operation) == "div.Tensor" and not isinstance(operation.args[1], Value):
         return FORMULAS["div.Scalar"](acc, *args)
     args = tuple(number(arg, acc) if is_second(operation, i) else arg for i, arg in enumerate(args))
-    return FORMULAS[spelled(operation)](acc, *args, **kwargs)
+    name = spelled(operation)
+    return (FAST if fast and name in FAST and acc is torch.float32 else FORMULAS)[name](acc, *args, **kwargs)
 
 
 def is_second(operation: Operation, place: int) -> bool:
@@ -219,3 +223,21 @@ def is_followed(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     if not isinstance(source, Value):
         return False
     return all(values[name].dtype is values[source.name].dtype for name in operation.makes if name)
+
+
+def rounded_later(
+    operations: Sequence[Operation], values: Mapping[str, Tensor], needed: Iterable[str | None]
+) -> frozenset[str]:
+    """The values of which only what is rounded to 16 bits is seen: by casts, or by results of formulas."""
+    seen_whole = set(needed)
+    found: set[str] = set()
+    for operation in reversed(operations):
+        made = [name for name in operation.makes if name]
+        found.update(name for name in made if name not in seen_whole)
+        rounds = all(values[name].dtype in ROUNDED or name in found for name in made)
+        pointwise = is_followed(operation, values) or (
+            is_fusable(operation, values) and spelled(operation) not in WHOLE
+        )
+        if not (rounds and pointwise):
+            seen_whole |= operation.uses
+    return frozenset(found - seen_whole)

@@ -14,6 +14,7 @@ from fastlayers.kernels.generated import (
     COMPARISONS,
     LONGEST_ROW,
     NAMES,
+    ROUNDED,
     ROWS,
     SUMS,
     TESTS,
@@ -84,6 +85,7 @@ class Source(Protocol):
     values: Mapping[str, Tensor]
     places: dict[str, int]
     stored: set[int]
+    narrow: frozenset[str]
 
     def base(self, name: str) -> str:
         """The value of whose memory another one is a view."""
@@ -183,7 +185,7 @@ class KernelWriter:
         length = self.length
         row = next(o for o in (self.fusion.given[root] for root in self.roots) if row_length(o, self.values))
         count = self.values[row.operands[0]].numel() // length
-        self.code = Code({"x": count, "r": length})
+        self.code = Code({"x": count, "r": length}, in_rows=True)
         row_of, element = Index.of("x", count), Index.of("x", count) * length + Index.of("r", length)
         # Results of one shape may lie in memory in several orders; the rows are visited in that of one of them.
         made = [self.values[self.fusion.given[root].makes[0]] for root in self.roots]
@@ -347,7 +349,8 @@ class KernelWriter:
         )
         if any(self.values[n].dtype is torch.float64 for n in operation.operands) and out.dtype is not torch.float64:
             raise NotFusableError
-        text = formula(operation, locals_, acc)
+        fast = out.dtype in ROUNDED or operation.makes[0] in self.fusion.narrow
+        text = formula(operation, locals_, acc, fast)
         assert text is not None
         return self.code.rounded(text, out.dtype)
 
@@ -375,6 +378,8 @@ class KernelWriter:
             return self.concatenated(args[0], out, dim % out.dim(), name == "stack", indices, condition)
         if name == "roll":
             return self.rolled(operation, out, indices, condition)
+        if name == "repeat":
+            return self.repeated(args[0].name, out, indices, condition)
         own = list(indices)
         tests: list[str] = []
         fill: Any = 0
@@ -414,6 +419,17 @@ class KernelWriter:
         local = self.value(args[0].name, tuple(own), both)
         here = self.joined("", *tests)
         return self.code.let(f"tl.where({here}, {local}, {number(fill)})") if here else local
+
+    def repeated(self, name: str, out: Tensor, indices: tuple[Index, ...], condition: str) -> str:
+        """An element of several copies side by side."""
+        shape = self.values[name].shape
+        own = []
+        for size, index in zip(shape, indices[out.dim() - len(shape) :], strict=True):
+            steps = divide(index, size)
+            if steps is None:
+                raise NotFusableError(self._reader)
+            own.append(steps[1])
+        return self.value(name, tuple(own), condition)
 
     def gathered(self, operation: Operation, out: Tensor, indices: tuple[Index, ...], condition: str) -> str:
         """An element that an index of another tensor chooses along a dimension; NaN where that is out of range, which

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastlayers.ops.activations import BY_CODE
+from fastlayers.ops.activations import ACTIVATIONS, BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
 from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.executors import KEYS, excluding
 from fastlayers.patching.rewrite.fusable import base_of, is_fusable, spelled
 from fastlayers.patching.rewrite.tape import Operation, Program, Tape, alive, operands_like, with_names, with_tensors
 
-__all__ = ["LOWERINGS", "lowered"]
+__all__ = ["DERIVATIVES", "IN_PLACE", "LOWERINGS", "lowered"]
 
 
 def layer_norm_forward(
@@ -58,8 +58,8 @@ def add_layer_norm_forward(
 
 def layer_norm_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, dims: int, weight: Tensor | None, stats: Tensor, kind: int,
-    dweight: bool, dbias: bool,
-) -> tuple[Tensor, None, None]:  # fmt: skip
+    dweight: bool, dbias: bool, narrow: torch.dtype | None = None,
+) -> tuple[Tensor, None, None, Tensor | None]:  # fmt: skip
     if weight is not None:  # The kernel of the norm sums the gradients of its parameters while it has the rows.
         raise NotImplementedError
     row = tuple(range(-dims, 0))
@@ -69,7 +69,8 @@ def layer_norm_backward(
     d = dy.to(wide)
     dx = d - y * (d * y).mean(row, keepdim=True)
     dx = (dx - d.mean(row, keepdim=True) if kind == LAYER else dx) * of_rows[-1]
-    return (dx if dsum is None else dx + dsum.to(wide)).to(x.dtype).contiguous(), None, None
+    dx = (dx if dsum is None else dx + dsum.to(wide)).to(x.dtype).contiguous()
+    return dx, None, None, None if narrow is None else dx.to(narrow)
 
 
 def batch_norm_eval(
@@ -84,6 +85,13 @@ def batch_norm_eval(
     y = y if bias is None else y + bias.to(wide).view(channels)
     y = y if residual is None else y + residual.to(wide)
     return BY_CODE[act].function(y).to(x.dtype), None, None
+
+
+def channel_bias_act(x: Tensor, bias: Tensor, residual: Tensor | None, act: int) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide) + bias.to(wide).view(-1, *(1 for _ in x.shape[2:]))
+    y = y if residual is None else y + residual.to(wide)
+    return BY_CODE[act].function(y).to(x.dtype)
 
 
 def softmax_forward(x: Tensor, dim: int, scale: float, mask: Tensor | None, dtype: torch.dtype, log: bool) -> Tensor:
@@ -126,6 +134,20 @@ def bias_act_forward(x: Tensor, bias: Tensor | None, act: int, first: float, sec
     return kind.function(z, *(first, second)[: len(kind.parameters)]).to(x.dtype)
 
 
+def bias_act_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, act: int, first: float, second: float, dbias: bool,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if act not in DERIVATIVES:
+        raise NotImplementedError
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
+    dx = DERIVATIVES[act](dy.to(wide), z).to(x.dtype)
+    if not dbias:
+        return dx, None
+    return dx, dx.sum(tuple(range(x.dim() - 1)), dtype=wide).to(dtype or x.dtype)
+
+
 def gated_forward(gate: Tensor, up: Tensor, act: int) -> Tensor:
     wide = torch.promote_types(gate.dtype, torch.float32)
     return (BY_CODE[act].function(gate.to(wide)) * up.to(wide)).to(gate.dtype)
@@ -158,22 +180,35 @@ def var(
     return found.to(x.dtype), mean.to(x.dtype) if keepdim else mean.reshape(found.shape).to(x.dtype)
 
 
+aten = torch.ops.aten
+#: What multiplies a gradient, for the activations of which torch has that as an operation. That of relu is given its
+#: result.
+DERIVATIVES: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+    ACTIVATIONS["relu"].code: lambda dy, y: aten.threshold_backward(dy, y, 0),
+    ACTIVATIONS["silu"].code: aten.silu_backward,
+    ACTIVATIONS["gelu"].code: aten.gelu_backward,
+    ACTIVATIONS["gelu_tanh"].code: lambda dy, z: aten.gelu_backward(dy, z, approximate="tanh"),
+}
 #: Kernels and reductions in torch's pointwise operations and sums, with the arguments of the operation.
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "layer_norm_forward": layer_norm_forward,
     "add_layer_norm_forward": add_layer_norm_forward,
     "layer_norm_backward": layer_norm_backward,
     "batch_norm_eval": batch_norm_eval,
+    "channel_bias_act_": channel_bias_act,
     "softmax_forward": softmax_forward,
     "softmax_backward": softmax_backward,
     "scale_add": scale_add,
     "bias_act_forward": bias_act_forward,
+    "bias_act_backward": bias_act_backward,
     "gated_forward": gated_forward,
     "native_layer_norm": native_layer_norm,
     "var.correction": lambda *args, **kwargs: var(*args, **kwargs)[0],
     "std.correction": lambda *args, **kwargs: var(*args, **kwargs)[0].sqrt(),
     "var_mean.correction": var,
 }
+#: Those that write over their first argument; their lowerings return a tensor.
+IN_PLACE = frozenset({"channel_bias_act_"})
 
 
 def lowered(
@@ -202,7 +237,8 @@ def lowered(
                     steps = steps_of(operation, values, needed, fake)
             made += [operation] if steps is None else steps
             if steps is not None:
-                origins |= {name: first_result(operation) for step in steps for name in step.makes}
+                first = first_result(operation)  # What the others need besides may be in other kernels.
+                origins |= {name: first for step in alive(steps, [first]) for name in step.makes}
         parts.append(made)
     return replace(program, forward=parts[0], backward=parts[1]), origins
 

@@ -4,6 +4,9 @@
 - A product of two float32 tensors that are casts of 16-bit ones, as scaled_dot_product_attention without a kernel of
   its own computes it, reads those: the product of two 16-bit numbers is exact in float32, and tensor cores add such
   products up in float32.
+- A convolution with a bias, which torch adds in a kernel of its own, is one without and a sum, which can be fused with
+  what follows.
+- An activation has a kernel of csrc, which sums the gradient of a bias before it as well.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers import backends
+from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.ops.gather import COLUMNS
-from fastlayers.patching.rewrite.fusable import CASTS, FILLED, spelled, written_by
+from fastlayers.patching.rewrite.absorption import kernel_name
+from fastlayers.patching.rewrite.fusable import CASTS, FILLED, base_of, is_dense, is_fusable, spelled, written_by
+from fastlayers.patching.rewrite.lowering import LOWERINGS
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage
 
 __all__ = ["specialised"]
@@ -26,6 +32,14 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 #: Products, with those that write float32 from 16-bit operands, which not every torch has.
 WIDE = {name: getattr(getattr(torch.ops.aten, name), "dtype", None) for name in ("mm", "bmm")}
 MUL = torch.ops.aten.mul.Scalar
+ADD = torch.ops.aten.add.Tensor
+#: Activations by their operation, and which approximation that is given.
+ACTS = {("gelu", "none"): "gelu", ("gelu", "tanh"): "gelu_tanh", ("silu", "none"): "silu"}
+CONVOLUTION = torch.ops.aten.convolution.default
+TO_DTYPE = torch.ops.aten.to.dtype
+VIEW = torch.ops.aten.view.default
+#: Bytes of a result to which a kernel of ours adds a bias in less time than torch's, which takes element by element.
+LARGE = 2**22
 #: Operations that multiply by a number, which a product may do as well.
 FACTORS: dict[str, Callable[[float], float]] = {
     **dict.fromkeys(("mul.Scalar", "mul.Tensor"), lambda number: number),
@@ -65,7 +79,7 @@ class Part:
 
     def __init__(self, program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> None:
         self.values, self.fake = values, fake
-        operations = (*program.forward, *program.backward)
+        self.operations = operations = (*program.forward, *program.backward)
         self.makers = {name: operation for operation in operations for name in operation.makes if name}
         self.written = written_by(operations, values)
         # Others may write to these, which is an error only for what autograd keeps.
@@ -80,9 +94,81 @@ class Part:
                 columns = self.values[operation.makes[0]].shape[-1]
                 kernel = torch.ops.fastlayers.gather_backward.default
                 found.append(replace(operation, function=kernel, args=(dy, index, columns)))
+            elif WIDE.get(name) is not None:
+                found += self.of_narrow(operation) or [operation]
             else:
-                found += (self.of_narrow(operation) if WIDE.get(name) is not None else None) or [operation]
+                found += self.without_bias(operation) or [self.activation(operation) or operation]
         return found
+
+    def without_bias(self, operation: Operation) -> list[Operation] | None:
+        """A convolution, and the sum of its result and its bias; None for another operation, where torch has a kernel
+        for both, and where a sum of its own would gain nothing."""
+        under_autocast = kernel_name(operation) == "convolution_autocast"
+        if not under_autocast and spelled(operation) != "convolution":
+            return None
+        (out, *others), (x, weight, bias, *options) = operation.makes, operation.args
+        if bias is None or operation.kwargs or not out or not self.gains(out, options[-1]):
+            return None
+        y = self.values[out]
+        steps: list[Operation] = []
+        if under_autocast:
+            low, low_bias = others[0] or f"{out}_weight", f"{out}_bias"
+            steps += [self.cast(weight.name, low, y.dtype), self.cast(bias.name, low_bias, y.dtype)]
+            weight, bias = Value(low), Value(low_bias)
+            options = [*options[:3], False, [0] * (y.dim() - 2), options[3]]
+        sizes = (-1, *(1 for _ in y.shape[2:]))
+        product, channels = f"{out}_product", f"{out}_channels"
+        self.values[product], self.values[channels] = y, self.values[bias.name].view(sizes)
+        return [
+            *steps,
+            Operation(CONVOLUTION, (x, weight, None, *options), {}, (product,), single=True, effect=False),
+            Operation(VIEW, (bias, sizes), {}, (channels,), single=True, effect=False, view=True),
+            Operation(ADD, (Value(product), Value(channels)), {}, (out,), single=True, effect=False),
+        ]
+
+    def cast(self, name: str, low: str, dtype: torch.dtype) -> Operation:
+        t = self.values[name]
+        if low not in self.values:
+            with self.fake:
+                self.values[low] = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
+        return Operation(TO_DTYPE, (Value(name), dtype), {}, (low,), single=True, effect=False)
+
+    def activation(self, operation: Operation) -> Operation | None:
+        """The kernel of an activation or its gradient; None for another operation, where torch's is as fast, and where
+        it can be fused with what stands around it."""
+        base, _, suffix = spelled(operation).partition("_")
+        act = ACTS.get((base, operation.kwargs.get("approximate", "none")))
+        if act is None or suffix not in ("", "backward") or len(operation.operands) != len(operation.args):
+            return None
+        given = [self.values[name] for name in operation.operands]
+        like = given[0]
+        same = all((t.shape, t.dtype) == (like.shape, like.dtype) and t.is_contiguous() for t in given)
+        if not same or not is_served(like) or like.dtype not in LOW_PRECISION or like.nbytes < LARGE:
+            return None
+        makers = [self.makers.get(base_of(name, self.makers, self.values)) for name in operation.operands]
+        if self.joins(operation.makes[0]) or any(o is not None and is_fusable(o, self.values) for o in makers):
+            return None
+        kernels, entry = torch.ops.fastlayers, ACTIVATIONS[act]
+        args = (*operation.args, None, entry.code, *entry.defaults)
+        if not suffix:
+            return replace(operation, function=kernels.bias_act_forward.default, args=args, kwargs={})
+        function, makes = kernels.bias_act_backward.default, (*operation.makes, "")
+        return replace(operation, function=function, args=(*args, False), kwargs={}, makes=makes, single=False)
+
+    def joins(self, name: str) -> bool:
+        """Whether something that reads a value, or a view of it, can be part of a generated kernel."""
+        return any(
+            name in (base_of(n, self.makers, self.values) for n in o.uses)
+            and (kernel_name(o) in LOWERINGS or is_fusable(o, self.values))
+            for o in self.operations
+        )
+
+    def gains(self, name: str, groups: int) -> bool:
+        """Whether a convolution's result and its bias are better added by a kernel of their own."""
+        y = self.values[name]
+        if not is_served(y) or not is_dense(y) or (groups > 1 and y.is_contiguous()):
+            return False  # torch convolves each channel with kernels of its own where these are not innermost.
+        return y.nbytes >= LARGE or self.joins(name)
 
     def is_gradient_of_rows(self, operation: Operation) -> bool:
         """Whether a scatter_add adds to zeros, along rows of a length that there is a kernel for."""
