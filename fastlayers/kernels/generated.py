@@ -30,10 +30,12 @@ from fastlayers.kernels.launch import Launch, cdiv, multiprocessors
 
 __all__ = [
     "COMPARISONS",
+    "FAST",
     "FORMULAS",
     "INTERPRETED",
     "LONGEST_ROW",
     "NAMES",
+    "ROUNDED",
     "ROWS",
     "SUMS",
     "TESTS",
@@ -51,8 +53,10 @@ __all__ = [
 
 #: Elements of a program, 8 a thread: a 16-byte access of 16-bit elements.
 TILE, WARPS = 1024, 4
-#: Elements of the tile of a reduction, and along what is contiguous.
+#: Elements of the tile of a reduction, and along what is contiguous. With as many inputs as the last number says it takes
+#: 166 to 217 of 255 registers, which leaves a multiprocessor 8 to 12 warps: then half of it.
 REDUCED_TILE, CONTIGUOUS = 4096, 128
+MANY_INPUTS = 3
 #: Elements of the rows that a program has in registers, and those of a thread for each value of an expression,
 ROW_TILE, ELEMENTS = 2048, 16
 #: and of the longest row.
@@ -550,12 +554,13 @@ def reduction(
         shared_out: whether several programs may share a sum.
     """
     kept, reduced = code.sizes["x"], code.sizes["r"]
+    tile = REDUCED_TILE if len(dtypes) < MANY_INPUTS else REDUCED_TILE // 2
     if along:
-        depth = min(triton.next_power_of_2(reduced), REDUCED_TILE)
-        width = min(triton.next_power_of_2(kept), REDUCED_TILE // depth)
+        depth = min(triton.next_power_of_2(reduced), tile)
+        width = min(triton.next_power_of_2(kept), tile // depth)
     else:
         width = min(triton.next_power_of_2(kept), CONTIGUOUS)
-        depth = min(triton.next_power_of_2(reduced), REDUCED_TILE // width)
+        depth = min(triton.next_power_of_2(reduced), tile // width)
     blocks = cdiv(kept, width)
     wanted = cdiv(PROGRAMS * multiprocessors(device), blocks) if shared_out else 1
     chunk = cdiv(reduced, max(1, min(wanted, cdiv(reduced, LEAST * depth))))

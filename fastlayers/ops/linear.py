@@ -121,26 +121,23 @@ def odd_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear for features of which a row has no whole number of words. Autograd does not see it.
 
     Every few rows the words of the result begin at the same column. The columns between the first and the last whole
-    word of such rows are a product whose rows are aligned; the others are in a product of a few columns.
+    word of such rows are a product whose rows are aligned; the others are in a product of a few columns. The bias is
+    one more feature of the weight: torch would copy it into every row of the result, and read that again.
     """
     features, width = weight.shape
     low = autocast.dtype_of(x)
     rows, weight = x.reshape(-1, width).to(low), weight.to(low)
-    beta = 0 if bias is None else 1
-    bias = weight.new_zeros(features) if bias is None else bias.to(low)
+    if bias is not None:
+        weight = torch.cat((weight, bias.to(low)[:, None], weight.new_zeros((features, WORD - 1))), 1)
+        rows = F.pad(F.pad(rows, (0, 1), value=1.0), (0, WORD - 1))
     out = rows.new_empty((rows.shape[0], features))
-
-    def ends(t: Tensor) -> Tensor:
-        return torch.cat((t[:WORD], t[-WORD:]))
-
-    of_ends = F.linear(rows, ends(weight), ends(bias))
+    of_ends = F.linear(rows, torch.cat((weight[:WORD], weight[-WORD:])))
     out[:, :WORD], out[:, -WORD:] = of_ends[:, :WORD], of_ends[:, WORD:]
     alike = WORD // gcd(features, WORD)
     for first in range(alike):
         start = -first * features % WORD
         inside = slice(start, start + (features - start) // WORD * WORD)
-        part, columns = (rows[first::alike], weight[inside].t()), out[first::alike, inside]
-        torch.addmm(bias[inside], *part, beta=beta, out=columns)
+        torch.mm(rows[first::alike], weight[inside].t(), out=out[first::alike, inside])
     return out if x.dim() == 2 else out.view(*x.shape[:-1], features)
 
 

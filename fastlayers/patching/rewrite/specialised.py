@@ -26,7 +26,7 @@ from fastlayers.patching.rewrite.fusable import CASTS, FILLED, base_of, is_dense
 from fastlayers.patching.rewrite.lowering import LOWERINGS
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage
 
-__all__ = ["specialised"]
+__all__ = ["FACTORS", "specialised"]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 #: Products, with those that write float32 from 16-bit operands, which not every torch has.

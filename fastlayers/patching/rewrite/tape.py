@@ -64,6 +64,9 @@ FILLING = (
 #: Those that write some of it, whatever was there: what they leave is garbage without a region, too.
 PLACING = ("::index_put_", "::index_copy_", "::scatter_")
 
+#: Those that update running statistics.
+STATISTICS = ("batch_norm", "batch_norm_impl_index", "batch_norm_with_update", "instance_norm")
+
 aten = torch.ops.aten
 
 #: Operations that make a tensor like another one, and the same without that one.
@@ -233,9 +236,10 @@ class Tape(TorchDispatchMode):
         is_view = is_view and isinstance(out, Tensor | tuple | list) and in_memory_of(out, args[0])
         if isinstance(out, Tensor) and is_view:
             func, call = self._view(args[0], out) or (func, call)
-        # Not every operation of torch declares that it updates running statistics.
-        given = {storage(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
-        changes = bool(written) or not self._state.isdisjoint(given)
+        changes = bool(written)
+        if func.namespace != "aten" or name.endswith(STATISTICS):  # These need not declare what they update.
+            given = {storage(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
+            changes |= not self._state.isdisjoint(given)
         self.add(func, *call, out, changes or draws, is_view)
         return out
 
