@@ -25,7 +25,7 @@ from fastlayers import backends
 from fastlayers import functional as FL
 from fastlayers.kernels import generated
 from fastlayers.kernels.affine import Index, divide, indices_of, unflatten
-from fastlayers.kernels.generated import FAST, FORMULAS, Kernel
+from fastlayers.kernels.generated import FAST, FORMULAS, Kernel, balanced
 from fastlayers.ops import reference
 from fastlayers.ops.activations import BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
@@ -297,6 +297,13 @@ def test_repeats(device, monkeypatch):
     monkeypatch.setattr(fusion, "COLUMNS", 1)
     _, other = check(lambda x: x.detach().repeat(2, 2, 2), x)
     assert type(other.forward[0].function) is Kernel
+
+
+@pytest.mark.parametrize(("blocks", "steps", "shares"), [
+    (288, 8, 2), (2000, 8, 1), (192, 98, 2), (9, 256, 39), (1, 1, 1), (264, 3, 1), (1, 1000, 264),
+])  # fmt: skip
+def test_programs_that_share_a_sum(blocks, steps, shares):
+    assert balanced(blocks, steps, 132) == shares
 
 
 def test_what_reads_a_buffer_can_be_fused():
