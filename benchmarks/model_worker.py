@@ -351,10 +351,24 @@ def kinds_of(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     for event in events:
         kinds[kind(event.name, fused)] += event.duration_us / 1e3 / PROFILED
     return {
+        "tflops": rounded(product_tflops(device)),
         "gpu_ms": rounded(sum(kinds.values())),
         "kinds": {name: rounded(ms) for name, ms in kinds.items()},
         "kernels": len(events) // PROFILED,
     }
+
+
+def product_tflops(device: torch.device, size: int = 8192, calls: int = 8) -> float:
+    """What a product of bfloat16 reaches now: a GPU may be throttled, and what is measured then says nothing."""
+    a, b = torch.empty((2, size, size), dtype=torch.bfloat16, device=device).normal_(std=0.1)
+    out = a @ b
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        torch.mm(a, b, out=out)
+    end.record()
+    end.synchronize()
+    return 2e-9 * calls * size**3 / start.elapsed_time(end)
 
 
 def kind(name: str, fused: frozenset[str]) -> str:

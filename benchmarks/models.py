@@ -43,6 +43,11 @@ LIBRARIES = ("transformers", "timm", "torchvision", "diffusers", "monai", "liger
 SAME = ("device", "driver", "torch", "triton", "libraries")
 
 
+#: A share of the fastest products of a file, below which a GPU counts as throttled. One had .3 to .8 of its speed for
+#: half an hour, and the rows of 38 networks were useless.
+THROTTLED = 0.85
+
+
 @dataclass(frozen=True)
 class Job:
     network: Network
@@ -87,7 +92,8 @@ class Results:
         write(self.path, {name: value for name, value in asdict(self).items() if name != "path"})
 
     def keep(self, earlier: dict[str, Any]) -> None:
-        """Keep the rows of an earlier run, but for those that failed, and those that another commit may change.
+        """Keep the rows of an earlier run, but for those that failed, were measured on a throttled GPU, or that another
+        commit may change.
 
         Raises:
             ValueError: the earlier run has another machine, other versions or settings, or the commit is not known.
@@ -100,10 +106,12 @@ class Results:
             if there.get(name) != value:
                 raise ValueError(f"{self.path} is of a run with {name} {there.get(name)!r}; expected {value!r}")
         prints = {network.name: fingerprint(network) for network in NETWORKS}
+        of_earlier = replace(self, rows=earlier["rows"])
         self.rows = [
             row
             for row in earlier["rows"]
             if row["status"] != "failed"
+            and not of_earlier.throttled(row)
             and row["network"] == prints.get(row["model"])
             and (row["mode"] not in OURS or row["commit"] == self.environment["commit"])
         ]
@@ -111,6 +119,11 @@ class Results:
 
     def row(self, job: Job) -> dict[str, Any] | None:
         return next((row for row in self.rows if (row["model"], row["mode"]) == (job.network.name, job.mode)), None)
+
+    def throttled(self, row: dict[str, Any]) -> bool:
+        """Whether a row was measured while the GPU was slower than for another one."""
+        speed = tflops(row)
+        return speed is not None and speed < THROTTLED * max(tflops(other) or 0.0 for other in (row, *self.rows))
 
     def put(self, job: Job, row: dict[str, Any]) -> None:
         earlier = self.row(job)
@@ -201,7 +214,10 @@ def run(
 
     def measured(job: Job) -> dict[str, Any]:
         row = labels(job, settings, results.environment) | Process(job, settings).finish(settings.run_limit)
-        report(f"{job.id}: {row['took_s']:.0f} s" + (f", {row['status']}: {row['reason']}" if row["reason"] else ""))
+        failed = f", {row['status']}: {row['reason']}" if row["reason"] else ""
+        speed = tflops(row)
+        slow = "" if speed is None else f", {speed:.0f} TFLOPS" + (" (throttled)" if results.throttled(row) else "")
+        report(f"{job.id}: {row['took_s']:.0f} s{slow}{failed}")
         return row
 
     def late() -> bool:
@@ -258,6 +274,13 @@ def fingerprint(network: Network) -> str:
     """Tells whether a network was changed since it was measured."""
     measured = replace(network, title="", gib=0)
     return hashlib.sha1(repr(measured).encode()).hexdigest()[:10]
+
+
+def tflops(row: dict[str, Any]) -> float | None:
+    """The speed of the GPU when a row was measured, None where that is not known."""
+    return min(
+        (row[part]["tflops"] for part in ("training", "inference") if "tflops" in row.get(part, {})), default=None
+    )
 
 
 def place_in_tables(row: dict[str, Any]) -> tuple[int, int]:

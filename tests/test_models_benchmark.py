@@ -443,6 +443,24 @@ def test_what_a_commit_cannot_change_is_kept_over_commits(tmp_path, measured, mo
     assert (commits["vit", "eager"], commits["vit", "fastlayers"]) == ("first", "second")
 
 
+def test_rows_of_a_throttled_gpu_are_measured_again(tmp_path, measured, monkeypatch):
+    path, speeds, lines = tmp_path / "r.json", iter((650.0, 640.0, 300.0, 650.0, 650.0)), []
+
+    def finish(self, limit):
+        return {"status": "ok", "reason": None, "took_s": 1.0, "training": {"tflops": next(speeds)}, "inference": {}}
+
+    monkeypatch.setattr(Measured, "finish", finish)
+    models.run(STOPPED, path, TINY, report=lines.append)
+    assert [line for line in lines if "throttled" in line] == ["vit/compile: 1 s, 300 TFLOPS (throttled)"]
+    measured.clear()
+    speeds = iter([645.0])
+    models.run(STOPPED, path, TINY, resume=True, report=str)
+    assert measured == ["vit/compile"]
+    measured.clear()
+    models.run(STOPPED, path, TINY, resume=True, report=str)
+    assert measured == []
+
+
 def test_other_networks_and_failures_are_measured_again(tmp_path, measured):
     path = tmp_path / "r.json"
     models.run(STOPPED, path, TINY, report=str)
