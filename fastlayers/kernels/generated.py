@@ -54,10 +54,11 @@ __all__ = [
 
 #: Elements of a program, 8 a thread: a 16-byte access of 16-bit elements.
 TILE, WARPS = 1024, 4
-#: Elements of the tile of a reduction, and along what is contiguous. With as many inputs as the last number says it
-#: takes 166 to 217 of 255 registers, which leaves a multiprocessor 8 to 12 warps: then half of it.
+#: Elements of the tile of a reduction, and along what is contiguous. Half of it from as many inputs and stores as the
+#: first number says, and a quarter from the second one: with all of it 4 inputs take 217 of 255 registers, which leaves
+#: a multiprocessor 8 warps; with half of it 8 inputs and 4 stores take 233.
 REDUCED_TILE, CONTIGUOUS = 4096, 128
-MANY_INPUTS = 3
+MANY = (3, 8)
 #: Elements of the rows that a program has in registers, and those of a thread for each value of an expression,
 ROW_TILE, ELEMENTS = 2048, 16
 #: and of the longest row.
@@ -543,6 +544,7 @@ def casts(
 def reduction(
     code: Code, summed: Sequence[str], finished: Sequence[str], results: Sequence[Result],
     dtypes: Sequence[torch.dtype], extent: int, along: bool, device: torch.device, shared_out: bool = True,
+    stores: Sequence[tuple[str, str, Result]] = (),
 ) -> tuple[Kernel, ...]:  # fmt: skip
     """Kernels that sum expressions over the variable ``r`` for each value of ``x``, an element of the results.
 
@@ -554,9 +556,10 @@ def reduction(
         finished: what is made of each ``total`` of ``count`` elements.
         along: whether neighbouring elements of memory belong to one sum.
         shared_out: whether several programs may share a sum.
+        stores: what is stored of each element that is summed: the source of its place, a local, and the result.
     """
     kept, reduced = code.sizes["x"], code.sizes["r"]
-    tile = REDUCED_TILE if len(dtypes) < MANY_INPUTS else REDUCED_TILE // 2
+    tile = REDUCED_TILE >> sum(len(dtypes) + len(stores) >= limit for limit in MANY)
     if along:
         depth = min(triton.next_power_of_2(reduced), tile)
         width = min(triton.next_power_of_2(kept), tile // depth)
@@ -585,6 +588,10 @@ def reduction(
         "    inside = inside_x & inside_r",
         *(f"    {line}" for line in code.lines),
         *(f"    sum{i} += tl.where(inside, {local}, 0.0)" for i, local in enumerate(summed)),
+        *(
+            f"    tl.store(out{i} + ({place}), ({local}).to(out{i}.dtype.element_ty), mask=inside)"
+            for i, (place, local, _) in enumerate(stores, len(summed))
+        ),
         *(f"total{i} = tl.sum(sum{i}, 1)" for i in places),
         *(
             f"tl.store(out{i} + share * n + column, ({total}).to(out{i}.dtype.element_ty), mask=column < n)"
@@ -592,9 +599,10 @@ def reduction(
         ),
     ]
     source = function_source(
-        "reduction", code.operations, len(results), len(dtypes), "n, chunk, end", "INDEX X R", lines
+        "reduction", code.operations, len(results) + len(stores), len(dtypes), "n, chunk, end", "INDEX X R", lines
     )
-    made = results if shares == 1 else [Result((shares, kept), (kept, 1), wide) for _ in results]
+    made = list(results) if shares == 1 else [Result((shares, kept), (kept, 1), wide) for _ in results]
+    made += [result for *_, result in stores]
     constants = index_type(extent, kept * reduced), width, depth
     first = shared(source, tuple(made), tuple(dtypes), blocks * shares, (kept, chunk, reduced), constants, device)
     if shares == 1:

@@ -358,13 +358,16 @@ class Group:
 
 
 def calls_of(kernels: Sequence[Kernel], inputs: tuple[str, ...], makes: tuple[str, ...]) -> list[Operation]:
-    """The calls of one kernel, or of two."""
-    parts = [tuple(f"{name}_parts" for name in makes), makes][2 - len(kernels) :]
-    takes = [inputs, parts[0]]
-    return [
-        Operation(kernel, tuple(map(Value, taken)), {}, made, single=False, effect=False)
-        for kernel, taken, made in zip(kernels, takes[: len(parts)], parts, strict=True)
-    ]
+    """The calls of one kernel, or of two, of which the second adds up the first results."""
+    if len(kernels) == 1:
+        return [call_of(kernels[0], inputs, makes)]
+    summed = len(kernels[1].results)
+    parts = tuple(f"{name}_parts" for name in makes[:summed])
+    return [call_of(kernels[0], inputs, (*parts, *makes[summed:])), call_of(kernels[1], parts, makes[:summed])]
+
+
+def call_of(kernel: Kernel, inputs: tuple[str, ...], makes: tuple[str, ...]) -> Operation:
+    return Operation(kernel, tuple(map(Value, inputs)), {}, makes, single=False, effect=False)
 
 
 class Fusion:
@@ -489,7 +492,7 @@ class Fusion:
                         break
             else:
                 merged.append(group)
-        merged = self.casts_together(self.in_rows(merged))
+        merged = self.casts_together(self.with_sums(self.in_rows(merged)))
         # What two kernels compute is stored if reading it would be cheaper.
         readers: dict[int, int] = defaultdict(int)
         for group in merged:
@@ -535,6 +538,30 @@ class Fusion:
             return False
         groups[:] = rest
         return True
+
+    def with_sums(self, groups: list[Group]) -> list[Group]:
+        """The groups, where sums are computed by the kernel that stores what they are sums of, or that reads the same
+        elements."""
+        pairs = [
+            (group, other) for group in groups for other in groups
+            if group is not other and group.lengths == {0} and other.lengths <= {0} and not other.is_view
+        ]  # fmt: skip
+        for group, other in pairs:
+            if not self.has_all(group.read & (other.known | other.read), group):
+                continue
+            try:
+                both = self.group([*group.roots, *other.roots])
+            except NotFusableError:
+                continue
+            rest = [each for each in groups if each is not group and each is not other]
+            if self.fits(both) and self.scheduled([*rest, both]) is not None:
+                return self.with_sums([*rest, both])
+        return groups
+
+    def has_all(self, names: Iterable[str], group: Group) -> bool:
+        """Whether one of these values has as many elements as the group sums."""
+        size = self.values[self.given[group.roots[0]].operands[0]].numel()
+        return any(self.values[name].numel() >= size for name in names)
 
     def casts_together(self, groups: list[Group]) -> list[Group]:
         """The groups, where casts of what the forward is given are one: those of the parameters, under autocast."""
@@ -715,7 +742,7 @@ class Fusion:
                 units[i] = [operation], operation.uses
         for i, group in enumerate(groups):
             units[count + i] = group.calls, group.inputs
-        makers = {name: unit for unit, (calls, _) in units.items() for name in calls[-1].makes if name}
+        makers = {name: unit for unit, (calls, _) in units.items() for call in calls for name in call.makes if name}
         before: dict[int, set[int]] = {unit: set() for unit in units}
         previous = None
         for unit, (calls, uses) in units.items():

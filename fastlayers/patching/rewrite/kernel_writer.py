@@ -105,7 +105,7 @@ class KernelWriter:
     """
 
     def __init__(self, fusion: Source, roots: Sequence[int], stores: Sequence[int], in_rows: bool) -> None:
-        self.fusion, self.values, self.roots, self.stores = fusion, fusion.values, roots, stores
+        self.fusion, self.values, self.roots = fusion, fusion.values, roots
         self.inputs: dict[str, str] = {}
         self.loads: set[tuple[str, Index]] = set()
         self.members: set[int] = set()
@@ -113,7 +113,9 @@ class KernelWriter:
         self._reader = roots[0]
         self._known: dict[Any, str] = {}
         given = [fusion.given[root] for root in roots]
-        self.reduction = not in_rows and all(spelled(operation) in SUMS for operation in given)
+        self.reduction = not in_rows and any(spelled(operation) in SUMS for operation in given)
+        #: Sums come first: another kernel may have to add up what each program has found of them.
+        self.stores = sorted(stores, key=lambda root: self.reduction and spelled(fusion.given[root]) not in SUMS)
         #: The elements of a row that a program has in registers; 0 if it has none.
         self.length = max(row_length(operation, self.values) for operation in given) if in_rows else 0
 
@@ -137,6 +139,7 @@ class KernelWriter:
         return (pointwise(self.code, stores, results, self.dtypes(), extent, outs[0].device),)
 
     def sums(self, given: list[Operation], outs: list[Tensor], results: list[Result]) -> tuple[Kernel, ...]:
+        """The kernel of sums over the same dimensions, which may store values of what is summed on its way."""
         x, out = self.values[given[0].operands[0]], outs[0]
         dims = reduced_dims(given[0], x)
         count = math.prod(x.shape[d] for d in dims)
@@ -145,13 +148,24 @@ class KernelWriter:
         indices = None if places is None else self.summands(x, dims, places)
         if indices is None:
             raise NotFusableError(self.roots[0])
-        summed, finished = [], []
-        for operation in given:
+        summed, finished, stored = [], [], []
+        for root, operation, t, result in zip(self.stores, given, outs, results, strict=True):
+            made = operation.makes[0]
+            if spelled(operation) not in SUMS:
+                if t.shape != x.shape:
+                    raise NotFusableError(root)
+                place = ZERO
+                for index, stride in zip(indices, t.stride(), strict=True):
+                    place = place + index * stride
+                local = self.computed(made, root, operation, indices, "")
+                stored.append((place.source(self.code.sizes), local, result))
+                continue
             name = operation.operands[0]
-            self._reader = self.fusion.places[operation.makes[0]]
+            if self.values[name].shape != x.shape or reduced_dims(operation, self.values[name]) != dims:
+                raise NotFusableError(root)
+            self._reader = self.fusion.places[made]
             local = self.value(name, indices, "")
-            out = self.values[operation.makes[0]]
-            wide = torch.float64 if out.dtype is torch.float64 else torch.float32
+            wide = torch.float64 if t.dtype is torch.float64 else torch.float32
             local = self.code.cast(local, self.values[name].dtype, wide)
             each, total = SUMS[spelled(operation)]
             summed.append(self.code.let(each.format(x=local)))
@@ -159,7 +173,10 @@ class KernelWriter:
             self.code.stands_for(spelled(operation))
         self.check()
         extent = max(self.extent(outs), 1)
-        return reduction(self.code, summed, finished, results, self.dtypes(), extent, is_along(x, dims), x.device)
+        return reduction(
+            self.code, summed, finished, results[: len(summed)], self.dtypes(), extent, is_along(x, dims), x.device,
+            stores=stored,
+        )  # fmt: skip
 
     def summands(self, x: Tensor, dims: Sequence[int], places: Sequence[Index]) -> tuple[Index, ...] | None:
         """The indices of the elements ``r`` of a sum over some dimensions, from those of its result.
@@ -270,8 +287,8 @@ class KernelWriter:
         found = self.fusion.producer(base)
         if found is not None and (found[0] in self.roots or found[0] not in self.fusion.stored):
             number_, operation = found
-            if self.reduction and number_ in self.roots:  # A sum that another one needs has to be stored before.
-                raise NotFusableError
+            if self.reduction and number_ in self.roots and spelled(operation) in SUMS:
+                raise NotFusableError  # A sum that another one needs has to be stored before.
             if base != name:
                 inner = unflatten(place, b.shape, b.stride())
                 if inner is None:
