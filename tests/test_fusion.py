@@ -809,6 +809,21 @@ def test_the_bias_of_a_convolution_is_added_in_the_norm_after_it(dtype, autocast
     assert launches(other.forward) <= launches(program.forward)
 
 
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_bias_of_a_convolution_and_what_is_written_over_their_sum(device, transposed, monkeypatch):
+    monkeypatch.setattr(specialised, "is_served", lambda t: True)
+    x, kernel, bias = (torch.randn(s, device=device) for s in ((2, 4, 6, 6), (4, 4, 3, 3), (4,)))
+    convolve = F.conv_transpose2d if transposed else F.conv2d
+    _, other = check(
+        lambda *t: torch.relu_(convolve(*t)), x.contiguous(memory_format=torch.channels_last), kernel, bias
+    )
+    assert names(other.forward) == ["convolution", "generated"]
+    # Nothing joins the sum, which is small: torch adds the bias.
+    _, other = check(lambda x, k, b: F.max_pool2d(convolve(x, k, b), 2), x, kernel, bias)
+    assert [o.args[2] is None for o in other.forward if plain_name(o.function) == "convolution"] == [False]
+
+
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "options"), [("gelu", {}), ("gelu", {"approximate": "tanh"}), ("silu", {})])

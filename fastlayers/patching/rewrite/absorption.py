@@ -255,12 +255,14 @@ def summed(program: Program, place: int, values: Mapping[str, Tensor]) -> Progra
     operations = [*program.forward, *program.backward]
     kernel = operations[place]
     makers = {name: o for o in operations for name in o.makes if name}
-    dx, like = kernel.makes[0], values[kernel.makes[0]]
+    dx = kernel.makes[0]
+    if not dx or kernel.args[2] is not None or kernel.args[6]:
+        return program
     for i, layer in enumerate(operations):
         if kernel_name(layer) != "linear_autocast_backward" or base_of(layer.args[0].name, makers, values) != dx:
             continue
         dy, (*others, dbias) = values[layer.args[0].name], layer.makes
-        if kernel.args[2] is not None or kernel.args[6] or not dbias or dy.shape[-1] != like.shape[-1]:
+        if not dbias or dy.shape[-1] != values[dx].shape[-1]:
             continue
         operations[i] = replace(layer, args=(*layer.args[:5], False), makes=(*others, ""))
         args = (*kernel.args[:6], True, values[dbias].dtype)

@@ -39,6 +39,7 @@ __all__ = [
     "argument",
     "base_of",
     "formula",
+    "in_new_memory",
     "is_dense",
     "is_followed",
     "is_fusable",
@@ -159,6 +160,20 @@ def is_fusable(operation: Operation, values: Mapping[str, Tensor]) -> bool:
     if name not in FORMULAS or not floating or not all(t.dtype in FLOATING or t.dtype is torch.bool for t in given):
         return False
     return formula(operation, [f"t{i}" for i in range(len(given))], accumulator_of(out.dtype)) is not None
+
+
+def in_new_memory(operation: Operation) -> OpOverload | None:
+    """The operation that returns what a pointwise one writes over its first argument."""
+    name = spelled(operation)
+    base, dot, overload = name.partition(".")
+    if (
+        not base.endswith("_")
+        or not operation.effect
+        or any(operation.makes)
+        or f"{base[:-1]}{dot}{overload}" not in (*FORMULAS, *CHOICES)
+    ):
+        return None
+    return getattr(getattr(torch.ops.aten, base[:-1]), overload or "default")  # type: ignore[no-any-return]
 
 
 def formula(operation: Operation, locals_: Sequence[str], acc: torch.dtype, fast: bool = False) -> str | None:

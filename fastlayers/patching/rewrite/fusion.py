@@ -28,11 +28,11 @@ from fastlayers.patching.rewrite.absorption import absorbed, kernel_name
 from fastlayers.patching.rewrite.attention import with_given_layouts, with_scales
 from fastlayers.patching.rewrite.fusable import (
     CASTS,
-    CHOICES,
     FILLED,
     FLOATING,
     WHOLE,
     base_of,
+    in_new_memory,
     is_dense,
     is_followed,
     is_fusable,
@@ -217,18 +217,7 @@ def functionalized(
 def functional_of(operation: Operation) -> Any:
     """The operation that returns what a pointwise one writes over its first argument. That of a kernel is only there to
     be lowered."""
-    if kernel_name(operation) in IN_PLACE:
-        return operation.function
-    name = spelled(operation)
-    base, dot, overload = name.partition(".")
-    if (
-        not base.endswith("_")
-        or not operation.effect
-        or any(operation.makes)
-        or f"{base[:-1]}{dot}{overload}" not in (*FORMULAS, *CHOICES)
-    ):
-        return None
-    return getattr(getattr(torch.ops.aten, base[:-1]), overload or "default")
+    return operation.function if kernel_name(operation) in IN_PLACE else in_new_memory(operation)
 
 
 def owns_its_memory(

@@ -22,7 +22,16 @@ from fastlayers import backends
 from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.ops.gather import COLUMNS
 from fastlayers.patching.rewrite.absorption import kernel_name
-from fastlayers.patching.rewrite.fusable import CASTS, FILLED, base_of, is_dense, is_fusable, spelled, written_by
+from fastlayers.patching.rewrite.fusable import (
+    CASTS,
+    FILLED,
+    base_of,
+    in_new_memory,
+    is_dense,
+    is_fusable,
+    spelled,
+    written_by,
+)
 from fastlayers.patching.rewrite.lowering import LOWERINGS
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage
 
@@ -118,7 +127,9 @@ class Part:
             options = [*options[:3], False, [0] * (y.dim() - 2), options[3]]
         sizes = (-1, *(1 for _ in y.shape[2:]))
         product, channels = f"{out}_product", f"{out}_channels"
-        self.values[product], self.values[channels] = y, self.values[bias.name].view(sizes)
+        with self.fake:
+            self.values[product] = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
+        self.values[channels] = self.values[bias.name].view(sizes)
         return [
             *steps,
             Operation(CONVOLUTION, (x, weight, None, *options), {}, (product,), single=True, effect=False),
@@ -159,7 +170,7 @@ class Part:
         """Whether something that reads a value, or a view of it, can be part of a generated kernel."""
         return any(
             name in (base_of(n, self.makers, self.values) for n in o.uses)
-            and (kernel_name(o) in LOWERINGS or is_fusable(o, self.values))
+            and (kernel_name(o) in LOWERINGS or is_fusable(o, self.values) or in_new_memory(o) is not None)
             for o in self.operations
         )
 
