@@ -949,6 +949,24 @@ def test_absorption_by_names():
     assert names(found.backward) == ["to", "_to_copy", "layer_norm_backward"]
     assert found.backward[2].args[:2] == (Value("dlow"), dy)
     assert found.backward[2].makes[0] == found.wanted[0]
+    # Also through what only moves its elements, but not if a moved value is needed as it is.
+    moving = [
+        forward[0],
+        Operation(torch.ops.aten.roll.default, (Value("y"), [1], [0]), {}, made("rolled", 4, 8), True, False),
+        Operation(torch.ops.aten.view.default, (Value("rolled"), [8, 4]), {}, ("viewed",), True, False, True),
+        Operation(torch.ops.aten.clone.default, (Value("viewed"),), {}, made("copy", 8, 4), True, False),
+        replace(forward[1], args=(Value("copy"), torch.bfloat16), makes=made("low2", 8, 4, dtype=torch.bfloat16)),
+        replace(forward[2], args=(Value("low2"),)),
+    ]
+    values["viewed"] = values["rolled"].view(8, 4)
+    moved = replace(program, forward=moving, kept=("x0", "x1", "stats", "low2"))
+    last = absorbed(moved, values, fake).forward
+    assert names(last) == ["layer_norm_forward", "roll", "clone", "relu"]
+    assert last[0].args[6] is torch.bfloat16
+    assert {values[o.makes[0]].dtype for o in last} == {torch.bfloat16}
+    assert values[last[2].makes[0]].shape == (8, 4)
+    kept = replace(moved, results=("out", "rolled"))
+    assert names(absorbed(kept, values, fake).forward) == ["layer_norm_forward", "roll", "clone", "to", "relu"]
     # As float32 something else reads it, or it is kept so; or the sum is one of what comes later.
     assert names(absorbed(replace(program, kept=(*program.kept, "y")), values, fake).forward) == names(forward)
     assert names(absorbed(replace(program, results=("out", "y")), values, fake).forward) == names(forward)

@@ -31,6 +31,8 @@ __all__ = ["absorbed", "kernel_name", "needed"]
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 #: Kernels that round their first, float32 result to another dtype: the place of the argument that says which.
 ROUNDS = {"layer_norm_forward": 6, "add_layer_norm_forward": 7}
+#: Operations that give the elements of their only operand other places, in any dtype.
+MOVES_ONE = frozenset({"clone", "contiguous", "roll", "constant_pad_nd"})
 #: Kernels whose first argument may have 16 bits where the others have 32.
 WIDENS = frozenset({"layer_norm_backward"})
 #: Kernels that have their operands in contiguous memory.
@@ -123,35 +125,41 @@ def with_operations(program: Program, operations: Iterable[Operation | None]) ->
 
 
 def rounded(program: Program, place: int, argument: int, values: dict[str, Tensor], fake: FakeTensorMode) -> Program:
-    """The program, where a kernel rounds its result if all that reads it are casts to one dtype of 16 bits."""
+    """The program, where a kernel rounds its result if all that reads it are casts to one dtype of 16 bits: of it, of
+    views, or of what only moves its elements."""
     operations = [*program.forward, *program.backward]
     kernel = operations[place]
     result = kernel.makes[0]
     if kernel.args[argument] is not torch.float32 or not result:
         return program
-    views = {result}
+    wide = {result: result}  # Values of float32, with those of whose memory they are views.
     casts: dict[str, str] = {}
     for operation in operations:
-        if views.isdisjoint(operation.uses):
+        if wide.keys().isdisjoint(operation.uses):
             continue
         made = [name for name in operation.makes if name]
+        source = next(name for name in operation.operands if name in wide)
         if operation.view and all(values[name].dtype is torch.float32 for name in made):
-            views.update(made)
+            wide |= dict.fromkeys(made, wide[source])
         elif is_cast(operation, values):
             casts[operation.makes[0]] = operation.args[0].name
+        elif spelled(operation) in MOVES_ONE and operation.uses == {source} and is_dense(values[made[0]]):
+            wide[made[0]] = made[0]
         else:
             return program
     dtypes = {values[name].dtype for name in casts}
-    if len(dtypes) != 1 or not dtypes.issubset(LOW_PRECISION) or not views.isdisjoint(needed(program)):
+    if len(dtypes) != 1 or not dtypes.issubset(LOW_PRECISION) or not wide.keys().isdisjoint(needed(program)):
         return program
     (dtype,) = dtypes
-    narrow = {name: f"{name}_{str(dtype)[6:]}" for name in views}
-    whole = values[result]
-    with fake:
-        low = torch.empty_strided(whole.shape, whole.stride(), dtype=dtype, device=whole.device)
-    for name, new in narrow.items():
-        t = values[name]
-        values[new] = low.as_strided(t.shape, t.stride(), t.storage_offset() - whole.storage_offset())
+    narrow = {name: f"{name}_{str(dtype)[6:]}" for name in wide}
+    for name, base in wide.items():
+        t, whole = values[name], values[base]
+        if name == base:
+            with fake:
+                values[narrow[name]] = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
+        else:
+            offset = t.storage_offset() - whole.storage_offset()
+            values[narrow[name]] = values[narrow[base]].as_strided(t.shape, t.stride(), offset)
     args = (*kernel.args[:argument], dtype, *kernel.args[argument + 1 :])
     operations[place] = replace(kernel, args=args)
     program = with_operations(program, (None if casts.keys() & set(o.makes) else o for o in operations))
