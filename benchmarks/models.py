@@ -215,9 +215,9 @@ def run(
     def measured(job: Job) -> dict[str, Any]:
         row = labels(job, settings, results.environment) | Process(job, settings).finish(settings.run_limit)
         failed = f", {row['status']}: {row['reason']}" if row["reason"] else ""
-        speed = tflops(row)
-        slow = "" if speed is None else f", {speed:.0f} TFLOPS" + (" (throttled)" if results.throttled(row) else "")
-        report(f"{job.id}: {row['took_s']:.0f} s{slow}{failed}")
+        reached, slow = tflops(row), " (throttled)" if results.throttled(row) else ""
+        speed = "" if reached is None else f", {reached:.0f} TFLOPS{slow}"
+        report(f"{job.id}: {row['took_s']:.0f} s{speed}{failed}")
         return row
 
     def late() -> bool:

@@ -284,6 +284,13 @@ def test_formulas_for_16_bits(name, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_a_condition_that_all_rows_share(device):
+    x, mask = torch.randn(6, 64, device=device, requires_grad=True), torch.arange(64, device=device) % 3 > 0
+    _, other = check(lambda x, m: torch.softmax(torch.where(m, x * 2, -1e4), -1) * m, x, mask)
+    assert launches(other.forward) == 1
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_repeats(device, monkeypatch):
     x = torch.randn(3, 4, 5, device=device, requires_grad=True)
     for repeats in ((2, 3, 1), (2, 1, 3, 1), (1, 1, 1), (3, 1, 1)):

@@ -73,7 +73,7 @@ def fast_normal_cdf(z):
 
 
 @triton.jit
-def _twice_inner(z):
+def twice_inner(z):
     """Twice what gelu_tanh takes the tanh of: (1 + tanh(u)) / 2 = sigmoid(2u)."""
     return 1.5957691216057307 * (z + 0.044715 * z * z * z)
 
@@ -119,7 +119,7 @@ def activate(z, ACT: tl.constexpr, first=None, second=None):
     elif ACT == 3:
         z = z * _normal_cdf(z)
     elif ACT == 4:
-        z = z * _sigmoid(_twice_inner(z))
+        z = z * _sigmoid(twice_inner(z))
     elif ACT == 5:
         gate = tl.where(z <= -3, 0.0, tl.where(z >= 3, 6.0, z + 3.0))
         z = z * gate * 0.16666666666666666
@@ -157,7 +157,7 @@ def activate_backward(dy, z, ACT: tl.constexpr, first=None, second=None):
     elif ACT == 3:
         dy = dy * (_normal_cdf(z) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z))
     elif ACT == 4:
-        s, rest = _sigmoid_pair(_twice_inner(z))
+        s, rest = _sigmoid_pair(twice_inner(z))
         dy = dy * (s + z * s * rest * (1.5957691216057307 + 0.2140644488178007 * z * z))
     elif ACT == 5:
         dy = tl.where(z <= -3, 0.0, tl.where(z < 3, dy * (z * 0.3333333333333333 + 0.5), dy))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["ZERO", "Atom", "Index", "divide", "indices_of", "unflatten"]
+__all__ = ["ZERO", "Atom", "Index", "divide", "flatten", "indices_of", "unflatten"]
 
 
 class Atom(NamedTuple):
@@ -105,6 +105,14 @@ def divide(index: Index, stride: int) -> tuple[Index, Index] | None:
             return None
     found = Index(merged(quotient), index.constant // stride), Index(merged(rest), index.constant % stride)
     return found if found[1].least >= 0 and found[1].most < stride else None
+
+
+def flatten(indices: Sequence[Index], strides: Sequence[int]) -> Index:
+    """The offset of an element of a tensor, from its index in each dimension."""
+    place = ZERO
+    for index, stride in zip(indices, strides, strict=True):
+        place = place + index * stride
+    return place
 
 
 def unflatten(place: Index, sizes: Sequence[int], strides: Sequence[int]) -> tuple[Index, ...] | None:

@@ -88,8 +88,9 @@ def accumulator_of(dtype: torch.dtype) -> torch.dtype:
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
 
-_scope = {"tl": tl, "triton": triton, "libdevice": libdevice, "tanh": activations.tanh}
-_scope |= {name: getattr(activations, name) for name in ("fast_exp", "fast_normal_cdf", "fast_sigmoid")}
+_scope = {"tl": tl, "triton": triton, "libdevice": libdevice} | {
+    name: getattr(activations, name) for name in ("fast_exp", "fast_normal_cdf", "fast_sigmoid", "tanh", "twice_inner")
+}
 
 
 def call(name: str, x: str) -> str:
@@ -235,24 +236,18 @@ FORMULAS: dict[str, Callable[..., str | None]] = {
 
 
 def fast_gelu(acc: torch.dtype, x: str, approximate: str = "none") -> str:
-    share = f"fast_normal_cdf({x})" if approximate == "none" else f"fast_sigmoid({twice_inner_of_gelu(x)})"
+    share = f"fast_normal_cdf({x})" if approximate == "none" else f"fast_sigmoid(twice_inner({x}))"
     return f"({x} * {share})"
 
 
 def fast_gelu_backward(acc: torch.dtype, dy: str, x: str, approximate: str = "none") -> str:
     if approximate == "none":
         return f"({dy} * (fast_normal_cdf({x}) + {x} * {1 / math.sqrt(2 * math.pi)} * fast_exp(-0.5 * {x} * {x})))"
-    share = f"fast_sigmoid({twice_inner_of_gelu(x)})"
-    slope = f"{TWICE_ROOT} * (1.0 + {3 * 0.044715} * {x} * {x})"
+    share = f"fast_sigmoid(twice_inner({x}))"
+    slope = f"{2 * math.sqrt(2 / math.pi)} * (1.0 + {3 * 0.044715} * {x} * {x})"
     return f"({dy} * ({share} + {x} * {share} * (1.0 - {share}) * {slope}))"
 
 
-def twice_inner_of_gelu(x: str) -> str:
-    """Twice what gelu takes the tanh of: (1 + tanh(u)) / 2 = sigmoid(2u)."""
-    return f"{TWICE_ROOT} * ({x} + 0.044715 * {x} * {x} * {x})"
-
-
-TWICE_ROOT = 2 * math.sqrt(2 / math.pi)
 #: Formulas for results that are rounded to 16 bits, in fewer instructions.
 FAST: dict[str, Callable[..., str]] = {
     "div.Tensor": lambda acc, a, b: f"({a} / {b})",
@@ -337,12 +332,11 @@ class Code:
 
     def load(self, pointer: str, place: Index, condition: str, dtype: torch.dtype) -> str:
         """An element, in the dtype of its computation; 0 where the condition does not hold."""
-        mask = f"inside & {condition}" if condition else self.within(place)
+        mask, at = f"inside & {condition}" if condition else self.within(place), place.source(self.sizes)
         if mask == "inside_r" and self.in_rows:
             # In the shape of the rows: Triton computes in the layout of what is read, and one row alone has another.
-            loaded = f"tl.load({pointer} + ({place.source(self.sizes)} + 0 * x), mask=inside, other=0)"
-            return self.let(f"{loaded}.to({NAMES[accumulator_of(dtype)]})")
-        loaded = f"tl.load({pointer} + ({place.source(self.sizes)}), mask={mask}, other=0)"
+            mask, at = "inside", f"{at} + 0 * x"
+        loaded = f"tl.load({pointer} + ({at}), mask={mask}, other=0)"
         if not place.terms:
             loaded = f"tl.load({pointer} + {place.constant})"
         if dtype is torch.bool:

@@ -24,7 +24,7 @@ from fastlayers.patching.rewrite.fusable import (
     spelled,
     written_by,
 )
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, renamed, storage, with_names
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, empty_as, renamed, storage, with_names
 
 __all__ = ["absorbed", "kernel_name", "needed"]
 
@@ -156,7 +156,7 @@ def rounded(program: Program, place: int, argument: int, values: dict[str, Tenso
         t, whole = values[name], values[base]
         if name == base:
             with fake:
-                values[narrow[name]] = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
+                values[narrow[name]] = empty_as(t, dtype)
         else:
             offset = t.storage_offset() - whole.storage_offset()
             values[narrow[name]] = values[narrow[base]].as_strided(t.shape, t.stride(), offset)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastlayers.kernels.affine import ZERO, Index, divide, indices_of, unflatten
+from fastlayers.kernels.affine import ZERO, Index, divide, flatten, indices_of, unflatten
 from fastlayers.kernels.generated import (
     COMPARISONS,
     LONGEST_ROW,
@@ -154,11 +154,8 @@ class KernelWriter:
             if spelled(operation) not in SUMS:
                 if t.shape != x.shape:
                     raise NotFusableError(root)
-                place = ZERO
-                for index, stride in zip(indices, t.stride(), strict=True):
-                    place = place + index * stride
                 local = self.computed(made, root, operation, indices, "")
-                stored.append((place.source(self.code.sizes), local, result))
+                stored.append((flatten(indices, t.stride()).source(self.code.sizes), local, result))
                 continue
             name = operation.operands[0]
             if self.values[name].shape != x.shape or reduced_dims(operation, self.values[name]) != dims:
@@ -222,9 +219,7 @@ class KernelWriter:
             if of_row:
                 indices, place = indices_of("x", t.shape, t.stride()), row_of
             elif first is not None and t.shape == first.shape and in_order is not None:
-                indices, place = in_order, ZERO
-                for index, stride in zip(in_order, t.stride(), strict=True):
-                    place = place + index * stride
+                indices, place = in_order, flatten(in_order, t.stride())
             elif t.numel() == count * length:
                 indices = unflatten(element, t.shape, t.stride())
             if indices is None:
@@ -281,9 +276,8 @@ class KernelWriter:
         t = self.values[name]
         base = self.fusion.base(name)
         b = self.values[base]
-        place = ZERO + (int(t.storage_offset() - b.storage_offset()) if base != name else 0)
-        for index, stride in zip(indices, t.stride(), strict=True):
-            place = place + index * stride
+        start = int(t.storage_offset() - b.storage_offset()) if base != name else 0
+        place = flatten(indices, t.stride()) + start
         found = self.fusion.producer(base)
         if found is not None and (found[0] in self.roots or found[0] not in self.fusion.stored):
             number_, operation = found

@@ -33,7 +33,7 @@ from fastlayers.patching.rewrite.fusable import (
     written_by,
 )
 from fastlayers.patching.rewrite.lowering import LOWERINGS
-from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, empty_as, keeping, storage
 
 __all__ = ["FACTORS", "specialised"]
 
@@ -128,7 +128,7 @@ class Part:
         sizes = (-1, *(1 for _ in y.shape[2:]))
         product, channels = f"{out}_product", f"{out}_channels"
         with self.fake:
-            self.values[product] = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
+            self.values[product] = empty_as(y)
         self.values[channels] = self.values[bias.name].view(sizes)
         return [
             *steps,
@@ -141,7 +141,7 @@ class Part:
         t = self.values[name]
         if low not in self.values:
             with self.fake:
-                self.values[low] = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
+                self.values[low] = empty_as(t, dtype)
         return Operation(TO_DTYPE, (Value(name), dtype), {}, (low,), single=True, effect=False)
 
     def activation(self, operation: Operation) -> Operation | None:
@@ -243,7 +243,7 @@ class Part:
             self.values[new] = low.as_strided(wide.shape, wide.stride(), wide.storage_offset() + shift)
         else:
             with self.fake:
-                self.values[new] = torch.empty_strided(wide.shape, wide.stride(), dtype=low.dtype, device=low.device)
+                self.values[new] = empty_as(wide, low.dtype)
         if kind == "as_strided":  # Its offset is one in the memory of what it views.
             args = (*args[:3], args[3] + shift)
         step = replace(maker, args=args, makes=(new,))

@@ -28,6 +28,7 @@ __all__ = [
     "Tape",
     "Value",
     "alive",
+    "empty_as",
     "is_kernel",
     "keeping",
     "map_values",
@@ -378,10 +379,12 @@ def map_values(argument: Any, function: Callable[[Value], Any]) -> Any:
 
 def operands_like(operation: Operation, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Empty tensors as an operation's operands; without memory where a fake mode is on."""
-    return {
-        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-        for name, t in ((name, values[name]) for name in operation.operands)
-    }
+    return {name: empty_as(values[name]) for name in operation.operands}
+
+
+def empty_as(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of the same strides; without memory where a fake mode is on, which ``empty_like`` refuses."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=dtype or t.dtype, device=t.device)
 
 
 def with_tensors(operation: Operation, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
