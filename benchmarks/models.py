@@ -44,7 +44,7 @@ SAME = ("device", "driver", "torch", "triton", "libraries")
 
 
 #: A share of the fastest products of a file, below which a GPU counts as throttled. One had .3 to .8 of its speed for
-#: half an hour, and the rows of 38 networks were useless.
+#: 30 minutes, and the rows of 38 networks were useless.
 THROTTLED = 0.85
 
 
