@@ -640,6 +640,9 @@ def test_bars_count_models():
         "training step at most 1.02x torch's: 2 of 2, bar 2 met",
         "in the geometric mean at most 0.80x: 0.80 of 2, bar met",
         "inference at most 1.02x torch's: 2 of 2, bar 2 met",
+        "GPU time of a training step at most 1.00x torch.compile's: 1 of 2, bar 2 MISSED: ViT-B/16 1.10",
+        "at most 0.90x of it, on half: 1 of 2, bar 1 met",
+        "GPU time of inference at most 1.00x torch.compile's, on 90 %: 1 of 2, bar 2 MISSED: ViT-B/16 1.10",
         "compiled, a training step no slower than torch.compile's: 1 of 1, bar 1 met",
         "training step at most 0.90x of Liger's: 0 of 1, bar 1 MISSED: Llama 1.2B 0.96",
         "no more peak memory than Liger: 0 of 1, bar 1 MISSED: Llama 1.2B 1.25",
@@ -662,6 +665,7 @@ def graphs(model, ms, rival, broken=False, **training):
     if broken:
         ours = {**row(model, "fastlayers_graph", 1.0), "status": "failed", "reason": "why"}
     rivals = (row(model, "compile", rival), row(model, "reduce_overhead", 2 * rival))
+    rivals[0]["training"]["gpu_ms"] = rival
     return [row(model, "eager", 200.0), row(model, "fastlayers", 104.0), *rivals, ours]
 
 
@@ -672,9 +676,10 @@ def judged(*rows):
 
 def test_graphs_have_bars_of_their_own():
     fast, slow = graphs("llama", 104.0, 105.0), graphs("vit", 110.0, 100.0, ready_s=6.0, peak_bytes=12 * 2**30)
-    assert judged(*fast) == ["1 of 1, bar 0 met", "1 of 1, bar 1 met", "1 of 1, bar 1 met", "1 of 1, bar 1 met"]
+    assert judged(*fast) == ["1 of 1, bar 0 met", *["1 of 1, bar 1 met"] * 4]
     assert judged(*fast, *slow) == [
         "1 of 2, bar 0 met",
+        "1 of 2, bar 2 MISSED: ViT-B/16 1.10",
         "1 of 2, bar 2 MISSED: ViT-B/16 1.10",
         "1 of 2, bar 2 MISSED: ViT-B/16 6.00",
         "1 of 2, bar 2 MISSED: ViT-B/16 1.20",
@@ -682,7 +687,16 @@ def test_graphs_have_bars_of_their_own():
 
 
 def test_what_failed_misses_its_bars():
-    assert judged(*graphs("vit", 1.0, 100.0, broken=True))[1:] == ["0 of 1, bar 1 MISSED: ViT-B/16 inf"] * 3
+    assert judged(*graphs("vit", 1.0, 100.0, broken=True))[1:] == ["0 of 1, bar 1 MISSED: ViT-B/16 inf"] * 4
+
+
+def test_a_verdict_names_the_worst_six():
+    names = ("vit", "bert", "gpt2", "llama", "resnet50", "convnext", "swin", "clip")
+    rows = (one for name in names for one in graphs(name, 110.0, 100.0, peak_bytes=12 * 2**30))
+    peak = judged(*rows)[-1]
+    assert peak.startswith("0 of 8, bar 8 MISSED: ")
+    assert peak.endswith(" and 2 more")
+    assert peak.count("1.20") == 6
 
 
 def test_a_verdict_waits_for_all_rivals_but_those_that_failed():
@@ -707,6 +721,8 @@ def test_cells_that_lose_are_marked():
         "inference": "**1.03**",
         "compiled": "0.80",
         "peak": "1.00",
+        "GPU / compiled": "**1.29**",
+        "inference: GPU / compiled": "**1.29**",
     }
     [line] = model_report.ratio_lines(results(*graphs("vit", 1.0, 100.0, broken=True)))
     assert line.cells["+ graph_model"] == line.cells["graph: peak"] == "**FAILED**"
