@@ -256,6 +256,7 @@ struct Region : torch::CustomClassHolder {
   Numbers written;                        // the inputs whose versions the forward raises
   Numbers active;                         // the results that have gradients
   std::vector<Numbers> strides;           // of these gradients, as they were recorded
+  std::vector<Numbers> reached;           // for each wanted gradient those of these that it is computed from
   std::mutex mutex;
   std::map<std::vector<bool>, Program> pruned;
 
@@ -311,9 +312,9 @@ struct Region : torch::CustomClassHolder {
 
   void finish(
       Numbers results_, Numbers kept_, Numbers grads_, Numbers wanted_, int64_t size_, int64_t count_, Numbers written_,
-      Numbers active_, std::vector<Numbers> strides_) {
+      Numbers active_, std::vector<Numbers> strides_, std::vector<Numbers> reached_) {
     results = results_, kept = kept_, grads = grads_, wanted = wanted_, size = size_, count = count_;
-    written = written_, active = active_, strides = strides_;
+    written = written_, active = active_, strides = strides_, reached = reached_;
     auto needed = results;
     needed.insert(needed.end(), kept.begin(), kept.end());
     forward = alive(forward, needed);
@@ -359,7 +360,9 @@ struct RegionBackward final : autograd::Node {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
     std::vector<bool> asked(num_outputs());
-    for (size_t i = 0; i < asked.size(); ++i) asked[i] = task_should_compute_output(i) && region->wanted[i] >= 0;
+    for (size_t i = 0; i < asked.size(); ++i) {
+      asked[i] = task_should_compute_output(i) && region->wanted[i] >= 0 && has_source(grads, region->reached[i]);
+    }
     if (must_be_differentiable(grads)) return differentiate(grads, asked);
 
     Registers registers(region->size);
@@ -396,6 +399,11 @@ struct RegionBackward final : autograd::Node {
       if (t.defined() && (t.key_set().has_any(wrapped) || autograd::isFwGradDefined(t))) return true;
     }
     return false;
+  }
+
+  // Whether a gradient is there that one of the inputs is computed from. Where none is, autograd gives none: zeros would let weights decay.
+  static bool has_source(const autograd::variable_list& grads, const Numbers& reached) {
+    return reached.empty() || std::any_of(reached.begin(), reached.end(), [&](auto i) { return grads[i].defined(); });
   }
 
   Tensor as_recorded(Tensor grad, size_t i) const {

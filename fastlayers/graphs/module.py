@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from fastlayers.graphs.capture import Capture, capturing
 from fastlayers.graphs.pool import Pool
 from fastlayers.graphs.watch import Counter, Generators, State, UncapturedError, draw, waits
+from fastlayers.patching.capture.syntax import containers_in, contents, same_items
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import become, check_subclassing, seal
 from fastlayers.patching.rewrite.plan import refuse_kind
@@ -172,6 +173,8 @@ class Graphs:
             self.turn_off(signature, module, str(error))
             return self.present.forward(module, *args, **kwargs)
         on_cpu, on_gpu = Generators(), random_state(given)
+        containers = [*containers_in((*args, *kwargs.values()))]
+        held = [contents(container) for container in containers]
         with waits() as places, Counter() as counter:
             out = self.present.forward(module, *args, **kwargs)
         signature.draws = any(not torch.equal(a, b) for a, b in zip(on_gpu, random_state(given), strict=True))
@@ -190,6 +193,10 @@ class Graphs:
             self.turn_off(signature, module, "draws random numbers on the CPU")
         elif not state.holds():
             self.turn_off(signature, module, "changes attributes of its modules")
+        elif any(not same_items(contents(each), before) for each, before in zip(containers, held, strict=True)):
+            self.turn_off(signature, module, "changes a list or a dict that it is given")
+        elif any(each is container for each in containers_in(out) for container in containers):
+            self.turn_off(signature, module, "returns a list or a dict that it is given")
         signature.waits = places[0] if places else ""
         # Other tensors than those of the module, which get a gradient in there too: logits that the loss comes from do.
         outside = [t.view_as(t) if t.requires_grad else t for t in results]

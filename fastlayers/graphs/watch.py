@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import random
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlayers.ops.dispatch import PLAIN
+from fastlayers.patching.capture.lookups import package
 from fastlayers.patching.rewrite.regions import attentions
-from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS
+from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, original_class
 
 __all__ = ["Counter", "Generators", "State", "UncapturedError", "draw", "waits"]
 
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)
 
+#: Packages whose functions nobody replaces but in torch.nn.functional.
+KNOWN = frozenset({"torch", "fastlayers", "builtins"})
+#: Lists, dicts and sets that are compared at most.
+MOST_CONTAINERS = 10_000
 #: What every module has and no forward reads.
 UNREAD = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 
@@ -46,20 +56,24 @@ class State:
         for each in modules:
             found[id(vars(each))] = vars(each)
             for name, value in vars(each).items():  # What may be changed in place: parameters, a configuration.
-                inner = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
-                if (
-                    isinstance(inner, (list, dict))
-                    and not isinstance(value, (nn.Module, Tensor))
-                    and name not in UNREAD
-                ):
-                    found[id(inner)] = inner
-        self.dicts = list(found.values())
+                if name not in UNREAD:
+                    note_containers(value, found)
+        kinds = dict.fromkeys(map(type, modules))
+        self.functions: dict[types.FunctionType, tuple[Any, ...]] = {}
+        self.globals: list[tuple[dict[str, Any], str]] = []
+        for kind in dict.fromkeys(map(original_class, modules)):
+            self.note_forward(kind)
+        self.values = [scope.get(name) for scope, name in self.globals]
+        named = [value for value in self.values if isinstance(value, type) and package(value) not in KNOWN]
+        classes = dict.fromkeys(cls for kind in (*kinds, *named) for cls in kind.__mro__[:-1])
+        for value in (*self.values, *map(vars, self.functions), *map(list, (vars(cls).values() for cls in named))):
+            note_containers(value, found)
+        #: What may be changed: containers, and the members of classes and of torch.nn.functional.
+        self.dicts = [*found.values(), *map(vars, classes), vars(F)]
         self.copies = [value.copy() for value in self.dicts]
         self.hooks = [*GLOBAL_HOOKS, *(vars(each)[name] for each in modules for name in HOOKS)]
         self.inner = modules[1:]
         self.kinds = [*map(type, self.inner)]
-        self.classes: list[Any] = [*dict.fromkeys(map(type, modules))]
-        self.forwards = [cls.forward for cls in self.classes]
         self.tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
         for name, t in (*module.named_parameters(), *module.named_buffers()):
             if type(t) not in PLAIN:
@@ -77,10 +91,28 @@ class State:
         self.flags = GlobalStateGuard()
         self.attentions = attentions()
 
+    def note_forward(self, kind: type[nn.Module]) -> None:
+        """Add the functions and methods that the forward of a class calls, and the global variables that they read."""
+        pending = [inspect.unwrap(kind.forward)]
+        while pending:
+            function = pending.pop()
+            if not isinstance(function, types.FunctionType) or function in self.functions or package(function) in KNOWN:
+                continue
+            self.functions[function] = parts_of(function)
+            scope = function.__globals__
+            names, attributes = names_of(function.__code__)
+            self.globals += [(scope, name) for name in names]
+            pending += [scope.get(name) for name in names]
+            pending += [getattr(kind, name, None) for name in attributes]
+
     def holds(self) -> bool:
         """Whether everything still is as it was."""
         try:
-            same = self.dicts == self.copies
+            same = (
+                self.dicts == self.copies
+                and [scope.get(name) for scope, name in self.globals] == self.values
+                and all(parts_of(function) == parts for function, parts in self.functions.items())
+            )
         except Exception:  # What cannot be compared is another tensor or array.
             return False
         return (
@@ -89,10 +121,43 @@ class State:
             and [t.data_ptr() for t in self.tensors] == self.addresses
             and (self.guard is None or self.guard.check(*self.tensors))
             and [*map(type, self.inner)] == self.kinds
-            and [cls.forward for cls in self.classes] == self.forwards
             and self.flags.check()
             and attentions() == self.attentions
         )
+
+
+def note_containers(value: Any, found: dict[int, Any], depth: int = 4) -> None:
+    """Add the lists, dicts and sets in a value, those of the attributes of objects among them."""
+    if isinstance(value, (nn.Module, Tensor, type, types.FunctionType, types.ModuleType)) or not depth:
+        return
+    if isinstance(value, functools.partial):
+        value = [value.func, value.args, value.keywords]
+    inner = value if isinstance(value, (list, tuple, dict, set)) else getattr(value, "__dict__", None)
+    if not isinstance(inner, (list, tuple, dict, set)) or id(inner) in found or len(found) >= MOST_CONTAINERS:
+        return
+    found[id(inner)] = inner if not isinstance(inner, tuple) else list(inner)
+    for item in inner.values() if isinstance(inner, dict) else inner:
+        note_containers(item, found, depth - 1)
+
+
+def parts_of(function: types.FunctionType) -> tuple[Any, ...]:
+    """What someone may replace of a function."""
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The global variables that code reads, and the names of attributes in it."""
+    own, attributes = set[str](), set(code.co_names)
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            own.add(instruction.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            more, other = names_of(inner)
+            own |= more
+            attributes |= other
+    return frozenset(own), frozenset(attributes)
 
 
 class Counter(TorchDispatchMode):

@@ -30,6 +30,7 @@ __all__ = [
     "inside_function",
     "inside_layer",
     "member",
+    "not_shadowed",
     "package",
     "same",
     "same_forward",
@@ -96,18 +97,27 @@ def same_method(origin: str, kind: type, name: str, bind: Bind) -> Iterator[str]
 
 
 def same_inherited(parent: Any, name: str, bind: Bind) -> Iterator[str]:
-    """The test that ``super()``, which is ``parent``, finds the same method."""
+    """The tests that ``super()``, which is ``parent``, finds the same method."""
     order = parent.__self_class__.__mro__
     for cls in order[order.index(parent.__thisclass__) + 1 :]:
         if name in vars(cls):
             yield same(member(cls, name, bind), getattr(cls, name), bind)
             return
+        yield f"{name!r} not in {bind(cls, cls.__name__)}.__dict__"
 
 
 def same_tensor_method(name: str, bind: Bind) -> Iterator[str]:
     """The test that tensors have the same method."""
     if callable(method := getattr(Tensor, name, None)):
         yield same(member(Tensor, name, bind), method, bind)
+
+
+def not_shadowed(origin: str, kind: type[nn.Module], name: str, bind: Bind) -> Iterator[str]:
+    """The tests that neither a module nor a class of someone else than torch has an attribute called as a child is."""
+    yield f"{name!r} not in {origin}.__dict__"
+    for cls in kind.__mro__[:-1]:
+        if cls not in STOCK_CLASSES:
+            yield f"{name!r} not in {bind(cls, cls.__name__)}.__dict__"
 
 
 def inside_function(function: Any, bind: Bind) -> Iterator[str]:
@@ -131,6 +141,7 @@ def inside_layer(layer: type[nn.Module], origin: str, bind: Bind) -> Iterator[st
         bind: gives names.
     """
     yield same_forward(layer, bind)
+    yield same(member(layer, "__call__", bind), method_of(layer, "__call__"), bind)
     stock = layer in STOCK_CLASSES
     forward = method_of(layer, "forward")
     if not isinstance(forward, types.FunctionType):

@@ -33,26 +33,36 @@ from fastlayers.patching.capture.lookups import (
     global_variable,
     inside_function,
     member,
+    not_shadowed,
     package,
     same,
     same_inherited,
     same_method,
     same_tensor_method,
 )
-from fastlayers.patching.capture.syntax import CALL_BACK, Instrument, Run, hook, parse
+from fastlayers.patching.capture.syntax import (
+    CALL_BACK,
+    TRUSTED,
+    Instrument,
+    Run,
+    containers_in,
+    contents,
+    hook,
+    parse,
+    same_items,
+)
 from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, PURE_BUILTINS, STRUCTURAL
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["Reads", "is_value", "load_fake_tensors", "read_by"]
 
-#: Packages whose functions are called as they are: what they do follows from their arguments and torch's global state.
-TRUSTED = frozenset({"torch", "fastlayers", "einops", "math", "_operator"})
 #: Functions of torch that read or change what no guard knows.
 REFUSED_FUNCTIONS = frozenset(
     {"manual_seed", "seed", "set_grad_enabled", "set_default_dtype", "compile", "save", "load", "backward", "grad",
      "checkpoint", "register_hook", "retain_grad", "requires_grad_", "set_", "share_memory_", "item", "tolist", "numpy",
-     "__dlpack__", "detach_", "resize_", "synchronize"}
+     "__dlpack__", "detach_", "resize_", "synchronize", "data_ptr", "storage_offset", "untyped_storage", "is_inference",
+     "is_pinned", "is_shared", "_is_view"}
 )  # fmt: skip
 #: The code of the functions that context managers of torch return as decorators.
 CONTEXT_DECORATORS = frozenset(
@@ -73,6 +83,10 @@ REGISTRIES: dict[Any, str] = {nn.Module.parameters: "_parameters", nn.Module.buf
 STATELESS = frozenset({"activation", "dropout", "flatten", "padding", "pixelshuffle", "pooling", "upsampling"})
 #: What a class does not have.
 MISSING = object()
+#: Dicts of objects with more items are not read one by one.
+MAX_ITEMS = 64
+#: Packages with the classes of context managers that change nothing but how torch computes.
+OF_TORCH = ("torch.autograd.", "torch.amp.", "torch.cuda.amp.", "torch.cpu.amp.", "torch.nn.attention")
 #: Attributes of tensors that depend on more than their geometry.
 REFUSED_ATTRIBUTES = frozenset({"grad", "grad_fn", "is_leaf", "_version", "_base", "name", "_backward_hooks"})
 
@@ -112,6 +126,8 @@ def is_value(value: Any) -> bool:
         return True
     if type(value) in (tuple, frozenset, torch.Size):
         return all(map(is_value, value))
+    if type(value) is range:
+        return True
     return value is None or isinstance(
         value, (*PRIMITIVES, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
     )
@@ -174,6 +190,12 @@ def objects_in(value: Any) -> Iterator[Any]:
         yield from objects_in(leaf)
 
 
+def computes_alike(context: Any) -> bool:
+    """Whether a context manager is one of torch's that only says how to compute, such as ``torch.no_grad()``."""
+    maker = getattr(context, "func", None)  # of what @contextmanager decorates
+    return f"{(maker or type(context)).__module__}.".startswith(OF_TORCH)
+
+
 def read_by(
     module: nn.Module,
     forward: Any,
@@ -202,8 +224,11 @@ def read_by(
     try:
         with watch.fake_mode, without_a_log_of_errors():
             args, kwargs = tree_map_only(Tensor, watch.fake, (args, kwargs))
+            for given in containers_in((*args, *kwargs.values())):
+                watch.keep("an argument", given)
             result = watch.follow(undecorated(forward, kwargs), (module, *args), kwargs)
         watch.check_lent()
+        watch.check_result(result)
         for value in objects_in(result):
             if not watch.is_made(value):
                 raise Refusal(Reason.READS_STATE, f"it returns a {type(value).__name__} that it has not made")
@@ -232,7 +257,7 @@ class Concrete(Instrument):
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.While | ast.With):
-            return ast.NodeTransformer.generic_visit(self, node)
+            return ast.NodeTransformer.visit(self, node)
         if isinstance(node, ast.Try) and not node.finalbody:  # An error ends the run: what a handler does is not seen.
             body = ast.Module([*node.body, *node.orelse], [])
             ast.NodeTransformer.generic_visit(self, body)
@@ -243,6 +268,33 @@ class Concrete(Instrument):
             if not isinstance(node, ast.stmt):
                 raise
             return ast.Expr(hook("refuse", ast.Constant(refusal.reason.name), ast.Constant(refusal.detail)))
+
+    def visit_While(self, node: ast.While) -> ast.stmt:
+        self.generic_visit(node)
+        node.test = hook("test", node.test)
+        return node
+
+    def visit_withitem(self, node: ast.withitem) -> ast.withitem:
+        self.generic_visit(node)
+        node.context_expr = hook("context", node.context_expr)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        node.left, node.right = hook("operand", node.left), hook("operand", node.right)
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        super().visit_UnaryOp(node)
+        node.operand = node.operand if isinstance(node.op, ast.Not) else hook("operand", node.operand)
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        found = super().visit_Compare(node)
+        if found is node:
+            node.left = hook("operand", node.left)
+            node.comparators = [hook("operand", part) for part in node.comparators]
+        return found
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         if isinstance(node.ctx, ast.Load):
@@ -341,6 +393,8 @@ class Watch(Run):
             return value
         if is_value(value):
             self.reads.values[expression] = value
+            if type(value) in (int, float):  # 2 == 2.0, but a product with it has another dtype
+                self.test(f"type({expression}) is {type(value).__name__}")
             return value
         if type(value) is list and is_value(tuple(value)):
             self.reads.values[f"tuple({expression})"] = tuple(value)
@@ -356,8 +410,17 @@ class Watch(Run):
 
     def lend(self, expression: str, value: Any) -> Any:
         """A copy of a list or dict, which must not be changed."""
-        self.lent.append((expression, value, value.copy()))
-        return self.lent[-1][-1]
+        return self.keep(expression, value.copy())
+
+    def keep(self, what: str, container: Any) -> Any:
+        """A list or dict that must not be changed."""
+        self.lent.append((what, contents(container), container))
+        return container
+
+    def check_lent(self) -> None:
+        for what, before, container in self.lent:
+            if not same_items(contents(container), before):
+                raise Refusal(Reason.CHANGES_STATE, f"changes {what}")
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
@@ -375,7 +438,7 @@ class Watch(Run):
 
     def hook_attribute(self, owner: Any, name: str) -> Any:
         if isinstance(owner, Tensor):
-            if name in REFUSED_ATTRIBUTES:
+            if name in REFUSED_ATTRIBUTES or not hasattr(Tensor, name):
                 raise Refusal(Reason.READS_STATE, f"a tensor's {name}")
             self.test(*same_tensor_method(name, self.bind))
             return getattr(owner, name)
@@ -385,10 +448,12 @@ class Watch(Run):
             return self.read(member(owner, name, self.bind), getattr(owner, name))
         if isinstance(owner, super):
             self.test(*same_inherited(owner, name, self.bind))
-        if isinstance(owner, type) and isinstance(getattr(owner, name), types.FunctionType):
-            self.test(same(member(owner, name, self.bind), getattr(owner, name), self.bind))
+        if isinstance(owner, type):
+            return self.class_attribute(owner, name)
+        if isinstance(owner, types.FunctionType):
+            return self.function_attribute(owner, name)
         origin = self.origin(owner)
-        if origin is not None and not isinstance(owner, type | types.FunctionType):
+        if origin is not None:
             return self.object_attribute(origin, owner, name)
         return getattr(owner, name)
 
@@ -417,6 +482,8 @@ class Watch(Run):
             return self.read(f"{origin}.{name}", state[name])
         for registry in ("_parameters", "_buffers", "_modules"):
             if name in state[registry]:
+                if registry == "_modules":
+                    self.test(*not_shadowed(origin, original_class(module), name, self.bind))
                 return self.read(f"{origin}.{registry}[{name!r}]", state[registry][name])
         if isinstance(static, types.FunctionType | staticmethod | classmethod):
             self.test(*same_method(origin, type(module), name, self.bind))
@@ -450,7 +517,12 @@ class Watch(Run):
         origin = self.origin(value)
         if origin is not None and isinstance(value, list | tuple):  # of objects: each by its place
             self.reads.values[f"len({origin})"] = len(value)
-            return type(value)(self.read(f"{origin}[{i}]", item) for i, item in enumerate(value))
+            items = [self.read(f"{origin}[{i}]", item) for i, item in enumerate(value)]
+            return self.keep(origin, items) if isinstance(value, list) else tuple(items)
+        if origin is not None and isinstance(value, dict | set | frozenset):
+            return self.items_of(origin, value)
+        if origin is not None and isinstance(value, Iterator | MappingView):
+            raise Refusal(Reason.CHANGES_STATE, f"goes on with {origin}, a {type(value).__name__}")
         lookup = getattr(type(value), "__getitem__", None)
         if origin is not None and lookup in self.lookups:
             self.test(same(f"type({origin}).__getitem__", lookup, self.bind))
@@ -459,6 +531,18 @@ class Watch(Run):
         if isinstance(value, collections) or is_value(value):
             return value
         raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
+
+    def items_of(self, origin: str, value: Any) -> Any:
+        """A copy of a dict or a set that was read, whose items count as read, in their order."""
+        keys = tuple(value)
+        if not is_value(keys) or len(keys) > MAX_ITEMS:
+            raise Refusal(Reason.READS_STATE, f"goes through {origin}, a {type(value).__name__}")
+        self.reads.values[f"tuple({origin})"] = keys
+        if not isinstance(value, dict):
+            return frozenset(keys)
+        places = [repr(key) if type(key) in (str, int) else self.bind(key, "key") for key in keys]
+        items = {key: self.read(f"{origin}[{place}]", value[key]) for key, place in zip(keys, places, strict=True)}
+        return self.keep(origin, items)
 
     def children(self, module: nn.Module) -> None:
         origin = self.module_origin(module)
@@ -490,6 +574,27 @@ class Watch(Run):
         return value
 
     def hook_test(self, value: Any) -> Any:
+        if isinstance(value, CONTAINERS) or (self.origin(value) is not None and hasattr(type(value), "__len__")):
+            self.hook_container(value)  # It is true if it is not empty.
+        elif self.origin(value) is not None and hasattr(type(value), "__bool__"):
+            raise Refusal(Reason.READS_STATE, f"tests {self.origin(value)}, a {type(value).__name__}")
+        return value
+
+    def hook_operand(self, value: Any) -> Any:
+        origin = self.origin(value)
+        if origin is None or isinstance(value, nn.Module):
+            return value
+        if isinstance(value, list | tuple | dict | set | frozenset):
+            return self.hook_container(value)
+        raise Refusal(Reason.READS_STATE, f"computes with {origin}, a {type(value).__name__}")
+
+    def hook_inplace(self, op: str, target: Any, value: Any) -> Any:
+        return super().hook_inplace(op, self.hook_operand(target), self.hook_operand(value))
+
+    def hook_context(self, value: Any) -> Any:
+        """A context manager of a with statement, which replays do not enter: what it does is in what torch computes."""
+        if self.origin(value) is not None or not computes_alike(value):
+            raise Refusal(Reason.CONTEXT_MANAGER, f"a {type(value).__name__}")
         return value
 
     def hook_string(self, *parts: Any) -> str:
@@ -579,6 +684,7 @@ class Watch(Run):
         if type(module).__call__ is not nn.Module.__call__:
             raise Refusal(Reason.UNKNOWN_CALL, f"{type(module).__name__}.__call__")
         self.kind(module, origin)
+        self.test(same(member(type(module), "__call__", self.bind), nn.Module.__call__, self.bind))
         self.reads.called[origin] = None
         forward = self.forward(module)
         if "forward" in module.__dict__ or not isinstance(forward, types.FunctionType):
@@ -623,6 +729,10 @@ class Watch(Run):
                 return function(*args)
             if function.__name__ in REFUSED_FUNCTIONS or any(isinstance(arg, nn.Module) for arg in args):
                 raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
+            if function.__module__.startswith("torch.backends"):  # a flag that no guard of torch compares
+                if args or kwargs:
+                    raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
+                return self.read(f"{self.bind(function, function.__name__)}()", function())
             self.test(*inside_function(function, self.bind))
             return function(*args, **kwargs)
         return self.follow(function, args, kwargs)
@@ -640,6 +750,8 @@ class Watch(Run):
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", repr(function))
+        if function in (isinstance, callable, type) and self.is_parameter(args[0]):
+            raise Refusal(Reason.READS_STATE, "tests the type of a parameter")  # A recording has it as a tensor.
         if function in (isinstance, callable):
             if isinstance(args[0], nn.Module):
                 self.kind(args[0], self.origin(args[0]) or "")
@@ -689,7 +801,13 @@ class Watch(Run):
             return function(*args, **kwargs)
         raise Refusal(Reason.UNKNOWN_CALL, name)
 
+    def is_parameter(self, value: Any) -> bool:
+        """Whether a value stands for a parameter of torch or of the caller."""
+        return any(fake is value and type(t) is not Tensor for t, fake in self.fakes.values())
+
     def has(self, owner: Any, name: str) -> bool:
+        if isinstance(owner, Tensor) and not hasattr(Tensor, name):  # Its fake tensor lacks what someone gave it.
+            raise Refusal(Reason.READS_STATE, f"a tensor's {name}")
         found = hasattr(owner, name)
         origin = self.origin(owner)
         if origin is not None:

@@ -11,30 +11,35 @@ import inspect
 import itertools
 import linecache
 import operator
+import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from fastlayers.patching.capture.lookups import same
+from fastlayers.patching.capture.lookups import member, same
 from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.reasons import Reason, Refusal
 
 __all__ = [
     "CALL_BACK",
     "INPLACE",
+    "TRUSTED",
     "Instrument",
     "Run",
+    "containers_in",
+    "contents",
     "hook",
     "lines_of",
     "local_names",
     "names_in",
     "optional_parameters",
     "parse",
+    "same_items",
     "strip_signature",
     "tested_by_identity",
 ]
@@ -170,6 +175,8 @@ INPLACE: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+#: Packages whose functions are called as they are: what they do follows from their arguments and torch's global state.
+TRUSTED = frozenset({"torch", "fastlayers", "einops", "math", "_operator"})
 #: Built-in functions that call their first argument.
 CALL_BACK = frozenset({map, filter, functools.reduce})
 
@@ -349,6 +356,24 @@ _instrumented: WeakKeyDictionary[
 ] = WeakKeyDictionary()
 
 
+def containers_in(value: Any) -> Iterator[Any]:
+    """The lists and dicts of a nested value."""
+    if isinstance(value, list | dict):
+        yield value
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from containers_in(item)
+
+
+def contents(container: Any) -> list[Any]:
+    """What a list or a dict holds, for a comparison by identity."""
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+
+
+def same_items(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(map(operator.is_, first, second))
+
+
 class Run:
     """One run of instrumented source, which calls the ``hook_`` methods. Subclasses define what each step means.
 
@@ -361,6 +386,8 @@ class Run:
 
     #: How the source is instrumented.
     instrument: type[Instrument] = Instrument
+    #: What may not have changed of a function that is followed.
+    compared = ("__code__", "__defaults__", "__kwdefaults__")  # A notebook that reloads a file changes the code.
 
     def __init__(self, module: nn.Module, tests: dict[str, None], namespace: dict[str, Any], max_depth: int) -> None:
         self.root = module
@@ -404,6 +431,10 @@ class Run:
         """Run the instrumented source of a Python function."""
         if self.depth >= self.max_depth:
             raise Refusal(Reason.UNKNOWN_CALL, f"{function.__qualname__}: calls are nested too deeply")
+        for part in self.compared:
+            if (held := getattr(function, part)) is not None:
+                name = self.bind(function, re.sub(r"\W+", "_", function.__qualname__))
+                self.test(same(f"{name}.{part}", held, self.bind))
         bound = inspect.signature(function).bind(*args, **kwargs)
         given = set(bound.arguments)
         bound.apply_defaults()
@@ -421,6 +452,25 @@ class Run:
             self.frames.pop()
             self.depth -= 1
 
+    def read(self, expression: str, value: Any) -> Any:
+        """Write a read down, and return what the source gets."""
+        raise NotImplementedError
+
+    def class_attribute(self, owner: type, name: str) -> Any:
+        value = getattr(owner, name)
+        if isinstance(value, types.MethodType) and value.__self__ is owner:  # A function is made a method each time.
+            self.test(same(f"{member(owner, name, self.bind)}.__func__", value.__func__, self.bind))
+            return value
+        if isinstance(value, types.FunctionType) or owner.__module__.split(".")[0] not in ("builtins", *TRUSTED):
+            return self.read(member(owner, name, self.bind), value)
+        return value
+
+    def function_attribute(self, function: types.FunctionType, name: str) -> Any:
+        if name not in function.__dict__:
+            return getattr(function, name)
+        named = self.bind(function, re.sub(r"\W+", "_", function.__qualname__))
+        return self.read(f"{named}.{name}", function.__dict__[name])
+
     def read_property(self, static: property, origin: str, owner: Any, name: str) -> Any:
         self.test(same(f"type({origin}).{name}", static, self.bind))
         return self.follow(static.fget, (owner,), {})  # type: ignore[arg-type]
@@ -430,6 +480,11 @@ class Run:
             if before != lent:
                 raise Refusal(Reason.CHANGES_STATE, f"changes {what}")
 
+    def check_result(self, result: Any) -> None:
+        """A list that was read or given would be another one in each call."""
+        if any(value is lent for value in containers_in(result) for _, _, lent in self.lent):
+            raise Refusal(Reason.READS_STATE, "it returns a list or a dict that it has not made")
+
     def hook_name(self, name: str) -> Any:
         function, _ = self.frames[-1]
         if name in function.__code__.co_freevars:
@@ -438,6 +493,7 @@ class Run:
         if name in function.__globals__:
             return self.global_variable(function, name)
         if hasattr(builtins, name):
+            self.test(f"{name!r} not in {self.bind(function.__globals__, 'globals')}")
             return getattr(builtins, name)
         raise Refusal(Reason.TRACE_FAILED, f"the name {name} is not defined")
 

@@ -33,7 +33,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy, TraceError
 
-from fastlayers.patching.capture.lookups import FUNCTIONS, global_variable, member, same, same_inherited, same_method
+from fastlayers.patching.capture.lookups import (
+    FUNCTIONS,
+    global_variable,
+    member,
+    not_shadowed,
+    same,
+    same_inherited,
+    same_method,
+)
 from fastlayers.patching.capture.recording import Recording, equality, module_expression
 from fastlayers.patching.capture.syntax import CALL_BACK, INPLACE, Run
 from fastlayers.patching.reasons import Reason, Refusal
@@ -222,6 +230,9 @@ class Trace(Run):
             raise Refusal(Reason.READS_STATE, f"{what} is a {type(value).__name__}")
         return Opaque(value, origin)
 
+    def read(self, expression: str, value: Any) -> Any:
+        return self.constant(value, expression, expression)
+
     # -- hooks: names, attributes, containers ------------------------------------------------------------------
 
     def closure_variable(self, cell: types.CellType, name: str) -> Any:
@@ -251,11 +262,11 @@ class Trace(Run):
             package = owner.__name__.partition(".")[0]
             fixed = package in ("torch", "math") and (isinstance(value, types.ModuleType | type) or is_primitive(value))
             return self.constant(value, None if fixed else member(owner, name, self.bind), f"{owner.__name__}.{name}")
-        if isinstance(owner, type) and isinstance(getattr(owner, name), types.FunctionType):
-            self.test(same(member(owner, name, self.bind), getattr(owner, name), self.bind))
-        if is_primitive(owner) or isinstance(
-            owner, type | types.FunctionType | list | tuple | dict | set | torch.finfo | torch.iinfo
-        ):
+        if isinstance(owner, type):
+            return self.class_attribute(owner, name)
+        if isinstance(owner, types.FunctionType):
+            return self.function_attribute(owner, name)
+        if is_primitive(owner) or isinstance(owner, list | tuple | dict | set | torch.finfo | torch.iinfo):
             return getattr(owner, name)
         if isinstance(owner, Opaque):
             return self.object_attribute(owner, name)
@@ -299,6 +310,7 @@ class Trace(Run):
             child = state["_modules"][name]
             if child is None:
                 self.test(f"{origin}._modules[{name!r}] is None")
+            self.test(*not_shadowed(origin, original_class(module), name, self.bind))
             return child
         if isinstance(static, types.FunctionType | staticmethod | classmethod):
             self.test(*same_method(origin, type(module), name, self.bind))
@@ -472,6 +484,8 @@ class Trace(Run):
         if function is isinstance:
             return self.is_instance(*args)
         if function is getattr and isinstance(args[1], str):
+            if isinstance(args[0], Proxy) and len(args) > 2:
+                return self.record("call_function", function, args, kwargs)
             return self.hook_attribute(args[0], args[1])
         if function is hasattr and isinstance(args[0], nn.Module) and isinstance(args[1], str):
             return self.has_attribute(*args)
@@ -588,6 +602,7 @@ class Trace(Run):
             else:
                 arguments.append(value)
         result = self.follow(forward, (self.root, *arguments), keywords)
+        self.check_result(result)
         self.recorder.create_node("output", "output", (self.recorder.create_arg(result),), {})
         self.check_lent()
         return self.recording
@@ -624,6 +639,7 @@ class Trace(Run):
         self.frames.pop()
         self.statement = len(segment.statements)  # A failure from here on is due to the segment as a whole.
         written = tuple(name for name in segment.writes if name in found)
+        self.check_result([found[name] for name in written])
         self.recorder.create_node("output", "output", (self.recorder.create_arg(tuple(found[n] for n in written)),), {})
         self.check_lent()
         return written

@@ -65,15 +65,18 @@ class Facts(NamedTuple):
         wanted: the number of inputs that need a gradient, the first ones.
         written: the numbers of the inputs whose version the operations raise.
         active: the numbers of the results that need a gradient,
-        constant: those of the others,
-        strides: and those of the gradients of the active results.
+        constant: those of the others.
+        gradients: shape, strides, dtype and device of the gradients of the active results.
+        reached: for each wanted input the places of the active results that its gradient is computed from. If none of
+            these has a gradient, the input gets none, as autograd gives it none: zeros would let weights decay.
     """
 
     wanted: int = 0
     written: tuple[int, ...] = ()
     active: tuple[int, ...] = ()
     constant: tuple[int, ...] = ()
-    strides: tuple[tuple[int, ...], ...] = ()
+    gradients: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...] = ()
+    reached: tuple[tuple[int, ...], ...] = ()
 
 
 def executor_class() -> type[Executor]:
@@ -150,6 +153,7 @@ class Node(torch.autograd.Function):
                 given.versions[i] = t._version
         else:
             results, kept = first
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept)
         ctx.executor, ctx.again, ctx.given = executor, again, given
         if executor.facts.constant:
@@ -157,26 +161,33 @@ class Node(torch.autograd.Function):
         return results if len(results) > 1 else results[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         facts = ctx.executor.facts
         active = tuple(grads[i] for i in facts.active)
-        if dispatch.needs_double_backward(grads[0]):
+        if any(dispatch.needs_double_backward(dy) for dy in active if dy is not None):
             if ctx.given is None:
                 raise RuntimeError(
                     "Trying to backward through the graph a second time: a patched forward has let go of its inputs. "
                     "Specify retain_graph=True in the first backward"
                 )
             return *(None,) * 5, *ctx.again.differentiate(ctx.given, active, ctx.needs_input_grad[5:])
-        active = tuple(
-            dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
-            for dy, strides in zip(active, facts.strides, strict=True)
-        )
+        dys = tuple(map(as_recorded, active, facts.gradients))
         kept = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         if not _retains_graph():
             ctx.given = None  # A loss that outlives its backward would hold the inputs of all regions.
         with excluding(KEYS):
-            return *(None,) * 5, *ctx.executor.backward(active, kept)
+            found = ctx.executor.backward(dys, kept)
+        reaches = (not places or any(active[i] is not None for i in places) for places in facts.reached)
+        return *(None,) * 5, *(t if reached else None for t, reached in zip(found, reaches, strict=True))
+
+
+def as_recorded(dy: Tensor | None, like: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]) -> Tensor:
+    """The gradient of a result as it was when the backward was recorded; zeros for None."""
+    shape, strides, dtype, device = like
+    if dy is None:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+    return dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
 
 
 _record = dispatch.record_of(Node)
@@ -288,7 +299,8 @@ class NativeExecutor:
                     _native.kernel(self._address, bool(of_backward), call, numbers(uses), made, launch)
         region.finish(
             numbers(program.results), numbers(program.kept), numbers(program.grads), numbers(program.wanted),
-            len(registers), facts.wanted, list(facts.written), list(facts.active), [list(s) for s in facts.strides],
+            len(registers), facts.wanted, list(facts.written), list(facts.active),
+            [list(strides) for _, strides, *_ in facts.gradients], [list(places) for places in facts.reached],
         )  # fmt: skip
 
     def forward(self, *inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

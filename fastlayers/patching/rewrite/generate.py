@@ -20,7 +20,7 @@ from torch import nn
 
 from fastlayers.patching.capture.lookups import member, same
 from fastlayers.patching.capture.rebuild import arguments_source, show_source
-from fastlayers.patching.capture.recording import Name, Recording, add_names, binder
+from fastlayers.patching.capture.recording import Name, Recording, add_names, bind, binder
 from fastlayers.patching.libraries.adapters import decorated, takes_former_names
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import seal
@@ -138,7 +138,12 @@ def body_source(recording: Recording, module: nn.Module) -> str:
     """The statements of a recorded graph. The objects that they name go to the namespace of the recording."""
     code = recording.graph.python_code("self")
     function = next(node for node in ast.parse(code.src).body if isinstance(node, ast.FunctionDef))
-    add_names(recording.namespace, code.globals)
+    # Python changes names with two underscores in the body of a class, such as those of objects of __main__.
+    changed = {name: bind(recording, value, name) for name, value in code.globals.items() if name.startswith("__")}
+    add_names(recording.namespace, {name: value for name, value in code.globals.items() if name not in changed})
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            node.id = changed.get(node.id, node.id)
     by_registry = ByRegistry(module)
     return "\n".join(ast.unparse(by_registry.visit(statement)) for statement in function.body)
 

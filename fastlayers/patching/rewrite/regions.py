@@ -49,7 +49,7 @@ from fastlayers.patching.rewrite.executors import (
 from fastlayers.patching.rewrite.generate import signature_source
 from fastlayers.patching.rewrite.readers import Reader
 from fastlayers.patching.rewrite.results import OpaqueError, Place, Taken, put_together, take_apart
-from fastlayers.patching.rewrite.tape import Tape, plain_name, storage
+from fastlayers.patching.rewrite.tape import Tape, plain_name, reached, storage
 from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = [
@@ -275,10 +275,12 @@ class Again(NamedTuple):
                 out = self.region.present.forward(module, *args, **(kwargs or {}))
         tensors = Taken(aliases)
         take_apart(out, tensors)
-        results = [tensors[len(aliases) + i] for i in self.entry.facts.active]
+        every = [tensors[len(aliases) + i] for i in self.entry.facts.active]
+        results = [t for t, dy in zip(every, grads, strict=True) if dy is not None]
         ordered = self.entry.order((*aliases, *self.entry.constants))
         wanted = [t for t, needed in zip(ordered, needs, strict=False) if needed]
-        found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, allow_unused=True))
+        dys = [dy for dy in grads if dy is not None]
+        found = iter(torch.autograd.grad(results, wanted, dys, create_graph=True, allow_unused=True))
         return [next(found) if needed else None for needed in needs]
 
 
@@ -587,7 +589,8 @@ class Region:
             written=tuple(k for k, i in enumerate(places) if id(every[i]) in written),
             active=tuple(active),
             constant=tuple(i for i in range(len(results)) if i not in active),
-            strides=tuple(results[i].stride() for i in active),
+            gradients=tuple((t.shape, t.stride(), t.dtype, t.device) for t in (results[i] for i in active)),
+            reached=reached(program) if active else (),
         )
         entry.code = plain = execute(program, entry.facts)
         if generates:

@@ -34,6 +34,7 @@ __all__ = [
     "map_values",
     "operands_like",
     "plain_name",
+    "reached",
     "renamed",
     "storage",
     "with_names",
@@ -368,6 +369,16 @@ class Tape(TorchDispatchMode):
             wanted=tuple(wanted),
             constants=tuple(self.name(t) for t in self.constants),
         )
+
+
+def reached(program: Program) -> tuple[tuple[int, ...], ...]:
+    """For each wanted gradient the places of those gradients among the given ones that it is computed from."""
+    sources = {name: {i} for i, name in enumerate(program.grads)}
+    for operation in program.backward:
+        found = set[int]().union(*(sources.get(name, ()) for name in operation.uses))
+        for name in (*operation.makes, *(operation.uses if operation.effect else ())):
+            sources[name] = found | sources.get(name, set())
+    return tuple(tuple(sorted(sources.get(name or "", ()))) for name in program.wanted)
 
 
 def map_values(argument: Any, function: Callable[[Value], Any]) -> Any:

@@ -1,0 +1,424 @@
+"""What a patched forward and a graph take for granted: whatever changes, they compute what the stock forward would."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import linecache
+import sys
+import types
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastlayers
+from fastlayers.graphs.watch import State
+from fastlayers.patching.rewrite import executors, regions
+from fastlayers.patching.rewrite.regions import Region, no_regions
+from fastlayers.patching.runtime.checks import original_class, rewritten_everywhere
+
+SCALE = 2.0
+
+
+class Settings:
+    scale = 2.0
+    nested = types.SimpleNamespace(value=2.0)
+
+    @classmethod
+    def twice(cls):
+        return cls.scale * 2
+
+    @staticmethod
+    def half(x):
+        return x * 0.5
+
+
+class Thing:
+    """An object that Python asks for its truth, its equality and its product."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __bool__(self):
+        return self.value > 1
+
+    def __eq__(self, other):
+        return self.value == other
+
+    __hash__ = None
+
+    def __rmul__(self, other):
+        return other * self.value
+
+
+class Counting:
+    """A context manager that counts."""
+
+    entered = 0
+
+    def __enter__(self):
+        self.entered += 1
+
+    def __exit__(self, *error):
+        return None
+
+
+def helper(x, scale=2.0, *, shift=1.0):
+    return x * scale + shift
+
+
+helper.factor = 2.0
+
+
+def doubled(x, scale=2.0, *, shift=1.0):
+    return 2 * (x * scale + shift)
+
+
+def checked(x):
+    with torch.autograd.profiler.record_function("checked"):  # which no trace follows
+        return x * 2
+
+
+class Body(nn.Module):
+    """Enough operations for a region."""
+
+    kind = 2.0
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.norm, self.up, self.down, self.act = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16), nn.GELU()
+        vars(self).update(attributes)
+
+    def body(self, x):
+        return self.down(self.act(self.up(self.norm(x)))) + x
+
+    def middle(self, x):
+        return self.body(x) * 2
+
+
+class Middle(Body):
+    pass
+
+
+def made(result, base=Body, module=__name__, **attributes):
+    """A module with such a result, in a file and a namespace of its own; ``x`` is what its body gives."""
+    source = f"class Made(base):\n    def forward(self, x, *rest):\n        x = self.body(x)\n        return {result}\n"
+    file = f"<{result} of {base.__name__}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    scope = {**globals(), "base": base, "__name__": module}
+    exec(compile(source, file, "exec"), scope)
+    return scope["Made"](**attributes)
+
+
+def run(m, x):
+    x = x.clone().requires_grad_(torch.is_grad_enabled())
+    m.zero_grad()
+    out = m(x)
+    if not torch.is_grad_enabled():
+        return [out]
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in m.parameters())]
+
+
+def agree(stock, patched):
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
+    for a, b in zip(run(stock, x), run(patched, x), strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The regions that ran, one for each call."""
+    found, run = [], Region.run
+    monkeypatch.setattr(Region, "run", lambda self, *args: found.append(self) or run(self, *args))
+    return found
+
+
+@contextmanager
+def other_code(function, other):
+    before, function.__code__ = function.__code__, other.__code__
+    yield
+    function.__code__ = before
+
+
+@contextmanager
+def without_flash():
+    torch.backends.cuda.enable_flash_sdp(False)
+    yield
+    torch.backends.cuda.enable_flash_sdp(True)
+
+
+def globals_of(m):
+    return original_class(m).forward.__globals__
+
+
+#: What is changed: the result of a forward, attributes of the module, and a change, which may be a context manager.
+CHANGES = {
+    "an attribute of a class": ("F.gelu(x) * Settings.scale", {}, lambda m: patch.object(Settings, "scale", 9.0)),
+    "an object of a class": (
+        "F.gelu(x) * Settings.nested.value", {}, lambda m: patch.object(Settings.nested, "value", 9.0),
+    ),
+    "a class method": (
+        "F.gelu(x) * Settings.twice()", {}, lambda m: patch.object(Settings, "twice", classmethod(lambda cls: 9.0)),
+    ),
+    "what a class method reads": ("F.gelu(x) * Settings.twice()", {}, lambda m: patch.object(Settings, "scale", 9.0)),
+    "a static method": (
+        "F.gelu(Settings.half(x))", {}, lambda m: patch.object(Settings, "half", staticmethod(lambda x: x * 9)),
+    ),
+    "an attribute of its class": ("F.gelu(x) * Body.kind", {}, lambda m: patch.object(Body, "kind", 9.0)),
+    "an attribute of a function": ("F.gelu(x) * helper.factor", {}, lambda m: patch.object(helper, "factor", 9.0)),
+    "defaults": ("helper(F.gelu(x))", {}, lambda m: patch.object(helper, "__defaults__", (9.0,))),
+    "keyword defaults": ("helper(F.gelu(x))", {}, lambda m: patch.object(helper, "__kwdefaults__", {"shift": 9.0})),
+    "code": ("helper(F.gelu(x))", {}, lambda m: other_code(helper, doubled)),
+    "a class between, for super()": (
+        "super().middle(F.gelu(x))", {"base": Middle},
+        lambda m: patch.object(Middle, "middle", lambda self, x: x * 9, create=True),
+    ),
+    "a global that hides a built-in function": (
+        "F.gelu(x) * max(1.0, 2.0)", {}, lambda m: globals_of(m).update(max=lambda *args: 9.0),
+    ),
+    "the call of a layer": (
+        "F.gelu(x)", {}, lambda m: patch.object(nn.Linear, "__call__", lambda self, x: nn.Module.__call__(self, x) * 9),
+    ),
+    "a set": ("F.gelu(x) * (9.0 if 'b' in self.names else 1.0)", {"names": {"a"}}, lambda m: m.names.add("b")),
+    "truth of a set": ("F.gelu(x) * (9.0 if self.names else 1.0)", {"names": {"a"}}, lambda m: m.names.clear()),
+    "a list in a dict": (
+        "F.gelu(x) * self.config['scales'][0]", {"config": {"scales": [2.0], "more": None}},
+        lambda m: m.config["scales"].__setitem__(0, 9.0),
+    ),
+    "an object in a dict": (
+        "F.gelu(x) * self.config['a'].value", {"config": {"a": types.SimpleNamespace(value=2.0)}},
+        lambda m: setattr(m.config["a"], "value", 9.0),
+    ),
+    "another object in a dict": (
+        "F.gelu(x) * self.config['a'].value", {"config": {"a": types.SimpleNamespace(value=2.0)}},
+        lambda m: m.config.update(a=types.SimpleNamespace(value=9.0)),
+    ),
+    "a defaultdict": (
+        "F.gelu(x) * self.config['a']", {"config": defaultdict(float, a=2.0)}, lambda m: m.config.update(a=9.0),
+    ),
+    "truth of a list of objects": (
+        "F.gelu(x) * (9.0 if self.things else 1.0)", {"things": [types.SimpleNamespace()]}, lambda m: m.things.clear(),
+    ),
+    "the number of children": ("F.gelu(x) * len(self._modules)", {}, lambda m: m.add_module("more", nn.Identity())),
+    "a number of another type": (
+        "F.gelu(x) + torch.full((4, 16), self.number) / 4", {"number": 2}, lambda m: setattr(m, "number", 2.0),
+    ),
+    "a flag behind a function": (
+        "F.gelu(x) * (9.0 if torch.backends.cuda.flash_sdp_enabled() else 1.0)", {}, lambda m: without_flash(),
+    ),
+    "a child that an attribute hides": ("F.gelu(x)", {}, lambda m: vars(m).update(act=F.relu)),
+    "a child that its class hides": (
+        "F.gelu(x)", {}, lambda m: patch.object(Body, "act", staticmethod(F.relu), create=True),
+    ),
+    # Of these there are no regions.
+    "truth of an object": (
+        "F.gelu(x) * (9.0 if self.thing else 1.0)", {"thing": Thing(2)}, lambda m: setattr(m.thing, "value", 0),
+    ),
+    "equality of an object": (
+        "F.gelu(x) * (9.0 if self.thing == 2 else 1.0)", {"thing": Thing(2)}, lambda m: setattr(m.thing, "value", 0),
+    ),
+    "the product of an object": ("F.gelu(x) * self.thing", {"thing": Thing(2)}, lambda m: setattr(m.thing, "value", 9)),
+    "an attribute of a parameter": (
+        "F.gelu(x) * (9.0 if hasattr(self.up.weight, 'scaled') else 1.0)", {},
+        lambda m: setattr(m.up.weight, "scaled", True),
+    ),
+}  # fmt: skip
+REFUSED = [*CHANGES][-4:]
+
+
+@pytest.mark.parametrize("op_by_op", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_later_change_is_honoured(what, trains, op_by_op, ran):
+    result, attributes, change = CHANGES[what]
+    torch.manual_seed(0)
+    stock = made(result, **copy.deepcopy(attributes)).train(trains)
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    with torch.set_grad_enabled(trains), rewritten_everywhere(op_by_op), no_regions() if op_by_op else nullcontext():
+        for _ in range(4):
+            agree(stock, patched)
+        assert bool(ran) == (not op_by_op and what not in REFUSED)
+        changed = change(stock)
+        if not hasattr(changed, "__enter__"):
+            change(patched)
+            changed = nullcontext()
+        with changed:
+            for _ in range(4):
+                agree(stock, patched)
+
+
+@pytest.mark.parametrize("what", [what for what in CHANGES if what not in ("a number of another type", *REFUSED[:-1])])
+def test_a_graph_sees_the_change(what):
+    result, attributes, change = CHANGES[what]
+    for is_patched in (False, True):
+        m = made(result, **copy.deepcopy(attributes))
+        state = State(fastlayers.patch_model(m) if is_patched else m, torch.device("cpu"))
+        assert state.holds()
+        changed = change(m)
+        with changed if hasattr(changed, "__enter__") else nullcontext():
+            seen = not state.holds()
+        assert seen or what in ("an attribute of a parameter", "a flag behind a function")
+
+
+def test_lists_and_dicts_of_the_caller_are_filled(ran):
+    class Block(Body):
+        def forward(self, x, skips, cache):
+            h = self.body(x)
+            skips.append(h)
+            if "k" in cache:
+                h = h + cache["k"]
+            cache["k"] = h.detach()
+            return F.gelu(h)
+
+    torch.manual_seed(0)
+    stock, x = Block(), torch.randn(4, 16)
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    found = []
+    for m in (stock, patched):
+        cache, results = {}, []
+        for _ in range(4):
+            skips = []
+            results.append(m(x, skips, cache))
+            assert len(skips) == 1
+        found.append(results)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.parametrize("result", ["[F.gelu(x)] + rest[0]", "rest[0]", "(F.gelu(x), rest[0])", "self.results"])
+def test_a_list_that_is_returned_is_the_same_one(result):
+    patched = fastlayers.patch_model(made(result, results=[1.0, 2.0]))
+    given, x = [torch.ones(4, 16)], torch.randn(4, 16)
+    for _ in range(4):
+        out = patched(x, given)
+        out = out[1] if isinstance(out, tuple) else out
+        assert (out is given) == ("+" not in result and "self" not in result)
+        assert (out is patched.results) == ("self" in result)
+
+
+def test_a_list_that_is_only_read(ran):
+    stock = made("F.gelu(x) + rest[0][0]")
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    for i in range(4):
+        torch.testing.assert_close(patched(torch.ones(4, 16), [i * torch.ones(16)]), stock(torch.ones(4, 16), [i]))
+    assert ran
+
+
+class Two(nn.Module):
+    """Two results with layers of their own, on layers that they share."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.main, self.aside = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = F.gelu(self.fc(self.norm(x))) + x
+        return self.main(h), F.gelu(self.aside(h))
+
+
+@pytest.mark.parametrize("executor", [executors.PythonExecutor, executors.NativeExecutor])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_parameters_of_a_result_without_a_gradient_have_none(used, twice, executor, monkeypatch, ran):
+    """Zeros would let weights decay, and an optimizer count the step."""
+    if executor is executors.NativeExecutor and executors.problem:
+        pytest.skip(executors.problem)
+    monkeypatch.setattr(regions, "executor_class", lambda: executor)
+    monkeypatch.setitem(regions.LEAST, executor, (1, 1))
+    torch.manual_seed(0)
+    stock, x = Two(), torch.randn(8, 16)
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    for _ in range(4):
+        found = []
+        for m in (stock, patched):
+            m.zero_grad()
+            inner = x.clone().requires_grad_()
+            loss = sum(m(inner)[i].square().sum() for i in used)
+            if twice:
+                (dx,) = torch.autograd.grad(loss, inner, create_graph=True)
+                loss = dx.square().sum()
+            loss.backward()
+            found.append([inner.grad, *(p.grad for p in m.parameters())])
+        for a, b in zip(*found, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(b, a)
+    assert ran
+
+
+def test_an_iterator_goes_on():
+    stock, patched = (made("F.gelu(x) * next(self.steps)", steps=itertools.count()) for _ in range(2))
+    patched = fastlayers.patch_model(patched)
+    patched.load_state_dict(stock.state_dict())
+    for _ in range(5):
+        agree(stock, patched)
+    assert next(patched.steps) == next(stock.steps) == 5
+
+
+def test_a_context_manager_is_entered_in_each_call():
+    class With(Body):
+        def forward(self, x):
+            with self.context:
+                return F.gelu(self.body(x))
+
+    patched = fastlayers.patch_model(With(context=Counting()))
+    for _ in range(5):
+        patched(torch.randn(4, 16))
+    assert patched.context.entered == 5
+
+
+class Quiet(Body):
+    def forward(self, x):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            scale = self.body(x)
+        return F.gelu(self.body(x)) * scale
+
+
+def test_a_context_manager_of_torch_is_followed(ran):
+    torch.manual_seed(0)
+    stock = Quiet()
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    for _ in range(4):
+        agree(stock, patched)
+    assert ran
+
+
+@pytest.mark.parametrize(
+    "scale",
+    ["x.scale if hasattr(given, 'scale') else 1", "getattr(given, 'scale', 1.0)", "2 + given.storage_offset()",
+     "2 if isinstance(given, nn.Parameter) else 3", "2 if type(given) is nn.Parameter else 3",
+     "2 if given._is_view() else 3"],
+)  # fmt: skip
+def test_what_an_argument_is(scale):
+    """Its geometry and its dtype are those of the recording; what else it is may be another thing in each call."""
+    stock = made(f"F.gelu(x) * ({scale.replace('x.scale', 'given.scale').replace('given', 'rest[0]')})")
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    storage, marked = torch.randn(5, 16), torch.randn(4, 16)
+    marked.scale = 3.0
+    for given in (marked, storage[:4], storage[1:], nn.Parameter(storage[:4]), storage[:4].clone()):
+        for _ in range(4):
+            torch.testing.assert_close(patched(marked, given), stock(marked, given))
+
+
+def test_a_default_of_getattr_in_a_rewritten_forward():
+    stock = made("F.gelu(x) * getattr(rest[0], 'scale', 2.0)")
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    x = torch.randn(4, 16)
+    with rewritten_everywhere():
+        torch.testing.assert_close(patched(x, x), stock(x, x))
+
+
+def test_a_function_of_main_that_is_not_followed():
+    """torch.fx calls it ``__main___checked``, which Python would change in the body of a class."""
+    stock = made("checked(F.gelu(x))", module="__main__")
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    x = torch.randn(4, 16)
+    with patch.object(sys.modules[__name__].checked, "__module__", "__main__"), rewritten_everywhere():
+        torch.testing.assert_close(patched(x), stock(x))
