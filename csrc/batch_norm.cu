@@ -1043,8 +1043,7 @@ Grid share_out_planes(const Operand& x, int vector, int64_t resident, int proces
   g.channels = g.columns = x.channels;
   g.copies = 1;
   g.plane = x.plane;
-  const bool ragged = x.plane % vector != 0;
-  const int64_t words = ceil_div(x.plane + (ragged ? vector - 1 : 0), vector);
+  const int64_t words = words_covered(x.plane, x.plane % vector != 0, vector);
   g.words = Divider(static_cast<uint32_t>(words));
   g.items = x.images * words;
   FASTLAYERS_CHECK(g.items < INT32_MAX - (1 << 16), "batch_norm", x.count(), " elements a channel are more than the kernels take");

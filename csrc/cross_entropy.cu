@@ -567,10 +567,10 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T, PLAIN>) cross
       });
     }
   }
-  merge_down(p, reinterpret_cast<Pair<A>*>(memory), a, [](Pair<A> u, Pair<A> v) { return merge<FAST>(u, v); });
+  combine_down(p, reinterpret_cast<Pair<A>*>(memory), a, [](Pair<A> u, Pair<A> v) { return merge<FAST>(u, v); });
   if constexpr (!PLAIN) {
     __syncthreads();
-    merge_down(linear, reinterpret_cast<A*>(memory), a, [](A u, A v) { return u + v; });
+    combine_down(linear, reinterpret_cast<A*>(memory), a, [](A u, A v) { return u + v; });
   }
   if (!active || first != 0) return;
   unroll<V>([&](int j) {
@@ -1018,7 +1018,7 @@ bool run_held(const Tensor& logits, compute_t<T>* losses, const Scale<compute_t<
   const int64_t n = logits.size(1);
   if (!aligned(logits.const_data_ptr())) return false;
   const HeldArgs<compute_t<T>> args{logits.mutable_data_ptr(), logits.size(0), static_cast<int>(n), n % V != 0, losses, scale, terms};
-  const int64_t words = ceil_div(n + (args.ragged ? V - 1 : 0), V);
+  const int64_t words = words_covered(n, args.ragged, V);
   bool held = false;
   dispatch_plain(terms, [&](auto plain) { held = launch_held<cross_entropy_held<T, plain.value>>(args, words, kVectorBytes, launch); });
   return held;

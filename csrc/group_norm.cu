@@ -127,10 +127,6 @@ __device__ __forceinline__ void copy_word(Vec<T, V>* shared, const T* global) {
     copy_async<kVectorBytes>(reinterpret_cast<char*>(shared) + i, reinterpret_cast<const char*>(global) + i);
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-
 template <Act ACT, typename Out, typename A, int V>
 __device__ __forceinline__ Vec<Out, V> activated(Vec<A, V> z) {
   unroll<V>([&](int j) { z.v[j] = act_value<ACT, sizeof(Out) == 2>(z.v[j]); });
@@ -1075,10 +1071,6 @@ HoldArgs<In> make_hold(const Args<In>& args) {
   return a;
 }
 
-// Words that a group may cover.
-template <int V>
-int64_t group_words(int64_t n) { return ceil_div(n + (n % V != 0 ? V - 1 : 0), V); }
-
 // The two passes over a contiguous tensor: its channels are cut where there are too few of them to fill the GPU, or into parts
 // that blocks of even size can share, of `most` words a thread.
 template <typename In>
@@ -1174,7 +1166,7 @@ std::tuple<Tensor, Tensor> group_norm_forward(const Tensor& x_in, int64_t groups
     args.eps = static_cast<A>(eps);
     if (!x.channels_last && n <= kMostHeld) {
       HoldArgs<In> a = make_hold(args);
-      const int64_t words = group_words<kVector<In>>(n);
+      const int64_t words = words_covered(n, n % kVector<In> != 0, kVector<In>);
       if (launch_block<In, Out>(a, words, launch)) return;
       if constexpr (!std::is_same_v<In, double>) {
         if (launch_team<In, Out>(a, words, launch, x.x)) return;
@@ -1226,7 +1218,7 @@ bool backward_held(const Args<In>& args, Gradients<In>& gradients, const Launch&
   const DeviceTraits& device = device_traits(launch.device());
   const int64_t total = args.samples * args.groups, n = args.depth * args.pixels;
   if (total > INT32_MAX || n > kMostHeld) return false;
-  const int64_t channel_words = group_words<V>(args.pixels);
+  const int64_t channel_words = words_covered(args.pixels, args.pixels % V != 0, V);
   const auto parts = [&](int words) { return ceil_div(channel_words, 32 * words); };
   const auto item_lanes = [&](int words) { return std::min<int64_t>(32, next_power_of_2(ceil_div(channel_words, words))); };
   const auto group_threads = [&](int words) { return args.depth * parts(words) * item_lanes(words); };

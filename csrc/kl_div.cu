@@ -600,9 +600,6 @@ struct Rowed {
 };
 
 template <typename In>
-int64_t words_of_row(const RowArgs<compute_t<In>>& a) { return ceil_div(a.n + (a.ragged ? kVector<In> - 1 : 0), kVector<In>); }
-
-template <typename In>
 unsigned share_out(RowArgs<compute_t<In>>& a, const RowLaunch& shape, const char* op) {
   const int64_t blocks = shape.blocks(a.rows);
   FASTLAYERS_CHECK(blocks <= INT32_MAX && shape.each <= INT32_MAX, op, a.rows, " rows of ", a.n, " are more than one launch takes");
@@ -616,7 +613,7 @@ unsigned share_out(RowArgs<compute_t<In>>& a, const RowLaunch& shape, const char
 template <typename In, Divergence KIND>
 void run_forward(RowArgs<compute_t<In>> a, compute_t<In>* losses, compute_t<In>* stats, const Launch& launch) {
   const char* op = "divergence_forward";
-  const int64_t words = words_of_row<In>(a);
+  const int64_t words = words_covered(a.n, a.ragged, kVector<In>);
   const RowLaunch shape = row_launch(words, cluster_size<In, KIND>(a.rows, words, launch), kForwardWords<In>);
   const unsigned blocks = share_out<In>(a, shape, op);
   const auto kernel = shape.parts == 1 ? &divergence_forward<In, KIND, false> : &divergence_forward<In, KIND, true>;
@@ -664,7 +661,7 @@ std::tuple<Tensor, Tensor> divergence_backward_op(const Tensor& dlosses, const T
     using In = decltype(zero);
     using A = compute_t<In>;
     RowArgs<A> a = pair.args<In>(labels, ignore_index, beta, temperature);
-    const int64_t words = words_of_row<In>(a);
+    const int64_t words = words_covered(a.n, a.ragged, kVector<In>);
     const RowLaunch shape = row_launch(words, ceil_div(words, kThreads * kBackwardWords), kBackwardWords);
     const unsigned blocks = share_out<In>(a, shape, op);
     auto kernel = &divergence_backward<In, Divergence::jensen_shannon>;

@@ -58,9 +58,9 @@ struct BackwardArgs {
 // ---- shared memory ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void await_copies(int ahead) {  // all but those of the last `ahead` rows
-  if (ahead == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-  else if (ahead == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
-  else asm volatile("cp.async.wait_group 3;" ::: "memory");
+  if (ahead == 1) wait_copies<1>();
+  else if (ahead == 2) wait_copies<2>();
+  else wait_copies<3>();
 }
 
 // The K words of one operand that a thread has in shared memory. Words of more than 16 bytes lie in parts, so that the threads of a
@@ -142,100 +142,256 @@ __device__ __forceinline__ void add_groups(A* shared, A* out, int64_t step, int 
   }
 }
 
+// Where a thread stands: its group of threads, and with it the rows; its words, `lanes` apart, and with them the columns.
+template <int V, bool RAGGED, int K, bool CLUSTER>
+struct Columns {
+  int group, first, group_of_block = 0, lanes;
+  int before = 0, single = -1, words;  // single elements before the whole words; the thread's single element
+
+  template <typename A>
+  __device__ __forceinline__ explicit Columns(const BackwardArgs<A>& a) : group(blockIdx.x), first(threadIdx.x), lanes(a.lanes) {
+    if constexpr (CLUSTER) {
+      auto cluster = this_cluster();
+      group /= cluster.num_blocks();
+      first += static_cast<int>(cluster.block_rank()) * K * a.lanes;
+    } else {
+      group_of_block = first / a.lanes;
+      first -= group_of_block * a.lanes;
+      group = group * (blockDim.x / a.lanes) + group_of_block;
+    }
+    const int n = a.n;
+    words = n / V;
+    if constexpr (RAGGED) {
+      before = min(n, static_cast<int>(-(group * static_cast<int64_t>(n)) & (V - 1)));
+      words = static_cast<unsigned>(n - before) / V;
+      const int singles = n - words * V;
+      if (first < singles) single = first < before ? first : first + words * V;
+    }
+  }
+  __device__ __forceinline__ bool has(int i) const { return first + i * lanes < words; }
+  __device__ __forceinline__ int element(int i) const { return before + (first + i * lanes) * V; }
+};
+
+// The rows of x, dy and dsum in one stage of shared memory.
+template <typename X, typename D, int V, int K>
+struct Stage {
+  using OfX = Staged<X, V, K>;
+  using OfDy = Staged<D, V, K>;
+  OfX x, dsum;
+  OfDy dy;
+
+  __device__ __forceinline__ explicit Stage(char* base)
+      : x{base}, dsum{base + blockDim.x * (OfX::kThread + OfDy::kThread)}, dy{base + blockDim.x * OfX::kThread} {}
+  template <typename A>
+  static __device__ __forceinline__ int bytes(const BackwardArgs<A>& a) {
+    return static_cast<int>(blockDim.x) * (OfX::kThread * (a.dsum != nullptr ? 2 : 1) + OfDy::kThread);
+  }
+  // Requests a row, if there is one.
+  template <typename A, typename C>
+  __device__ __forceinline__ void request(const BackwardArgs<A>& a, const C& columns, int64_t row) const {
+    if (row < a.rows) {
+      const int64_t start = row * a.n;
+      unroll<K>([&](int i) {
+        if (!columns.has(i)) return;
+        x.request(i, static_cast<const X*>(a.x) + start + columns.element(i));
+        dy.request(i, static_cast<const D*>(a.dy) + start + columns.element(i));
+        if (a.dsum != nullptr) dsum.request(i, static_cast<const X*>(a.dsum) + start + columns.element(i));
+      });
+    }
+    commit_copies();
+  }
+};
+
+// The weight of a thread's columns in shared memory: in x's type where that holds it, else in float32.
+template <typename X, bool RAGGED, int V, int K>
+struct StagedWeight {
+  using A = compute_t<X>;
+  Staged<X, V, K> narrow;
+  Staged<A, V, K> wide;
+  A single = 0;
+
+  template <typename C>
+  __device__ __forceinline__ StagedWeight(const BackwardArgs<A>& a, const C& columns, char* base) : narrow{base}, wide{base} {
+    const auto weight_at = [&](int column) { return a.template weight_at<X>(column); };
+    unroll<K>([&](int i) {
+      if (!columns.has(i)) return;
+      if (a.weight != nullptr && !a.stage_wide && !a.small_weight && !a.gemma) {
+        const auto w = load_weights<!RAGGED, X, V>(static_cast<const X*>(a.weight), columns.element(i));
+        narrow.store(i, *reinterpret_cast<const Vec<X, V>*>(w.words));
+        return;
+      }
+      Vec<A, V> w;
+      unroll<V>([&](int j) { w.v[j] = weight_at(columns.element(i) + j); });
+      if (a.stage_wide) wide.store(i, w);
+      else narrow.store(i, pack<X>(w));
+    });
+    if (columns.single >= 0) single = weight_at(columns.single);
+  }
+  // g = dy·weight
+  __device__ __forceinline__ Vec<A, V> times(const BackwardArgs<A>& a, int i, const Vec<A, V>& dy) const {
+    Vec<A, V> w = sizeof(X) < sizeof(A) && a.stage_wide ? wide.load(i) : unpack<A>(narrow.load(i));
+    unroll<V>([&](int j) { w.v[j] *= dy.v[j]; });
+    return w;
+  }
+};
+
+// The sums of dy·x̂ and of dy of a thread's columns over the rows of its group.
+template <typename A, bool LAYER, int V, int K>
+struct ColumnSums {
+  Vec<A, V> dweight[K], dbias[LAYER ? K : 1];
+  A single_dweight = 0, single_dbias = 0;
+
+  __device__ __forceinline__ ColumnSums() {
+    unroll<K>([&](int i) { dweight[i] = filled<A, V>(A(0)); });
+    if constexpr (LAYER) {
+      unroll<K>([&](int i) { dbias[i] = filled<A, V>(A(0)); });
+    }
+  }
+};
+
+// What a thread reads of a row besides its words: the statistics, and its single element.
+template <typename A>
+struct RowScalars {
+  A mean = 0, rstd = 0, x = 0, dy = 0;
+
+  template <typename X, typename D, bool LAYER, bool RAGGED, typename C>
+  __device__ __forceinline__ void load(const BackwardArgs<A>& a, const C& columns, int64_t row) {
+    if (row >= a.rows) return;
+    if constexpr (LAYER) mean = a.stats[row];
+    rstd = a.stats[LAYER ? a.rows + row : row];
+    if (RAGGED && columns.single >= 0) {
+      x = convert<A>(static_cast<const X*>(a.x)[row * a.n + columns.single]);
+      dy = convert<A>(static_cast<const D*>(a.dy)[row * a.n + columns.single]);
+    }
+  }
+};
+
+// Adds a row to the sums of columns, and gives the thread's part of the sums of g·x̂ and of g over the row.
+template <bool LAYER, int V, int K, typename A, typename S, typename W, typename C>
+__device__ __forceinline__ RowSums<A> add_row(
+    const BackwardArgs<A>& a, const C& columns, const S& stage, const W& weight, const RowScalars<A>& row, A rstd, bool live,
+    bool has_single, ColumnSums<A, LAYER, V, K>& to) {
+  const auto normal = [&](A x) { return LAYER ? (x - row.mean) * rstd : x * rstd; };
+  A gx[2] = {}, g_sum[2] = {};
+  unroll<K>([&](int i) {
+    if (!live || !columns.has(i)) return;
+    const Vec<A, V> x = unpack<A>(stage.x.load(i)), dy = unpack<A>(stage.dy.load(i)), g = weight.times(a, i, dy);
+    unroll<V>([&](int j) {
+      const A hat = normal(x.v[j]);
+      to.dweight[i].v[j] += dy.v[j] * hat;
+      gx[j & 1] += g.v[j] * hat;
+      if constexpr (LAYER) {
+        to.dbias[i].v[j] += dy.v[j];
+        g_sum[j & 1] += g.v[j];
+      }
+    });
+  });
+  RowSums<A> sums{gx[0] + gx[1], g_sum[0] + g_sum[1]};
+  if (has_single) {
+    const A hat = normal(row.x), g = row.dy * weight.single;
+    to.single_dweight += row.dy * hat;
+    to.single_dbias += row.dy;
+    sums.first += g * hat;
+    sums.second += g;
+  }
+  return sums;
+}
+
+// dx = rstd·(g - mean(g) - x̂·mean(g·x̂)), plus dsum.
+template <typename X, bool LAYER, int V, int K, typename A, typename S, typename W, typename C>
+__device__ __forceinline__ void write_row(
+    const BackwardArgs<A>& a, const C& columns, const S& stage, const W& weight, const RowScalars<A>& scalars, A rstd,
+    const RowSums<A>& sums, int64_t row, bool live, bool has_single) {
+  // 16 bits do not show the rounding of the product of mean and the second term.
+  const A mean = scalars.mean;
+  const A along = -sums.first * a.inverse_n * rstd * rstd, level = LAYER ? -sums.second * a.inverse_n * rstd : A(0), constant = level - along * mean;
+  const auto gradient = [&](A x, A g) {
+    if constexpr (LAYER && sizeof(X) != 2) return fma(g, rstd, fma(x - mean, along, level));
+    else return fma(g, rstd, LAYER ? fma(x, along, constant) : x * along);
+  };
+  X* dx = static_cast<X*>(a.dx) + row * a.n;
+  unroll<K>([&](int i) {
+    if (!live || !columns.has(i)) return;
+    const Vec<A, V> x = unpack<A>(stage.x.load(i)), dy = unpack<A>(stage.dy.load(i));
+    Vec<A, V> r = weight.times(a, i, dy);
+    unroll<V>([&](int j) { r.v[j] = gradient(x.v[j], r.v[j]); });
+    if (a.dsum != nullptr) {
+      const Vec<A, V> d = unpack<A>(stage.dsum.load(i));
+      unroll<V>([&](int j) { r.v[j] += d.v[j]; });
+    }
+    store_vec<X, V>(dx + columns.element(i), pack<X>(r));
+    a.template store_narrow<X>(row * a.n + columns.element(i), r);
+  });
+  if (has_single) {
+    A r = gradient(scalars.x, scalars.dy * weight.single);
+    if (a.dsum != nullptr) r += convert<A>(static_cast<const X*>(a.dsum)[row * a.n + columns.single]);
+    dx[columns.single] = convert<X>(r);
+    a.template store_narrow<X>(row * a.n + columns.single, Vec<A, 1>{{r}});
+  }
+}
+
+// Writes the sums of a block, added up over its groups.
+template <bool LAYER, bool RAGGED, int V, int K, bool CLUSTER, typename A, typename C>
+__device__ __forceinline__ void write_sums(
+    const BackwardArgs<A>& a, const C& columns, const ColumnSums<A, LAYER, V, K>& sums, char* memory) {
+  const int n = a.n;
+  const int64_t blocks = CLUSTER ? a.groups : gridDim.x;
+  A* out = a.partial + (CLUSTER ? columns.group : static_cast<int64_t>(blockIdx.x)) * n;
+  const int groups_of_block = CLUSTER ? 1 : blockDim.x / a.lanes;
+  const auto write_columns = [&](const auto& of_words, A of_single, A* to) {
+    unroll<K>([&](int i) {
+      if (!columns.has(i)) return;
+      if constexpr (!RAGGED) {
+        *reinterpret_cast<Vec<A, V>*>(to + columns.element(i)) = of_words[i];
+      } else {
+        unroll<V>([&](int j) { to[columns.element(i) + j] = of_words[i].v[j]; });
+      }
+    });
+    if (RAGGED && columns.single >= 0) to[columns.single] = of_single;
+  };
+  const bool want_bias = LAYER && a.want_bias;
+  A* const first_out = a.want_weight ? out : out + blocks * n;
+  if (groups_of_block == 1) {
+    if (a.want_weight) write_columns(sums.dweight, sums.single_dweight, out);
+    if constexpr (LAYER) {
+      if (want_bias) write_columns(sums.dbias, sums.single_dbias, out + blocks * n);
+    }
+  } else if (a.want_weight || want_bias) {
+    A* const shared = reinterpret_cast<A*>(memory);
+    A* to = shared + columns.group_of_block * n;
+    __syncthreads();  // the stages are done with
+    if (a.want_weight) write_columns(sums.dweight, sums.single_dweight, to), to += groups_of_block * n;
+    if constexpr (LAYER) {
+      if (want_bias) write_columns(sums.dbias, sums.single_dbias, to);
+    }
+    constexpr int C4 = kVectorBytes / sizeof(A);
+    const int arrays = (a.want_weight ? 1 : 0) + (want_bias ? 1 : 0);
+    if (n % C4 == 0) add_groups<C4>(shared, first_out, blocks * n, arrays, groups_of_block, n);
+    else add_groups<1>(shared, first_out, blocks * n, arrays, groups_of_block, n);
+  }
+}
+
 // D: dy's type. RAGGED: rows may be so. K: words of a thread.
 template <typename X, typename D, bool LAYER, bool RAGGED, int K, bool CLUSTER>
 __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_backward_rows(const BackwardArgs<compute_t<X>> a) {
   using A = compute_t<X>;
   constexpr int V = kVectorBytes / sizeof(X);
   constexpr int kSlots = kResidentThreads / 32 * (CLUSTER ? kMaxCluster : 1);
+  using OneStage = Stage<X, D, V, K>;
   __shared__ RowSums<A> slots[2][kSlots];
   extern __shared__ __align__(16) char memory[];
   if constexpr (CLUSTER) this_cluster().barrier_arrive();
 
-  // Where the thread stands: the group, and with it the rows; the words, `lanes` apart, and with them the columns.
-  int group = blockIdx.x, first = threadIdx.x, group_of_block = 0;
-  if constexpr (CLUSTER) {
-    auto cluster = this_cluster();
-    group /= cluster.num_blocks();
-    first += static_cast<int>(cluster.block_rank()) * K * a.lanes;
-  } else {
-    group_of_block = first / a.lanes;
-    first -= group_of_block * a.lanes;
-    group = group * (blockDim.x / a.lanes) + group_of_block;
-  }
-  const int n = a.n;
-  int before = 0, single = -1, words = n / V;  // single elements before the whole words; the thread's single element
-  if constexpr (RAGGED) {
-    before = min(n, static_cast<int>(-(group * static_cast<int64_t>(n)) & (V - 1)));
-    words = static_cast<unsigned>(n - before) / V;
-    const int singles = n - words * V;
-    if (first < singles) single = first < before ? first : first + words * V;
-  }
-  const auto has = [&](int i) { return first + i * a.lanes < words; };
-  const auto element = [&](int i) { return before + (first + i * a.lanes) * V; };
-
-  using StagedX = Staged<X, V, K>;
-  using StagedDy = Staged<D, V, K>;
-  const int threads = blockDim.x;
-  const int stage_bytes = threads * (StagedX::kThread * (a.dsum != nullptr ? 2 : 1) + StagedDy::kThread);
-  const auto request = [&](int64_t row, char* stage) {
-    const StagedX x{stage}, dsum{stage + threads * (StagedX::kThread + StagedDy::kThread)};
-    const StagedDy dy{stage + threads * StagedX::kThread};
-    if (row < a.rows) {
-      const int64_t start = row * n;
-      unroll<K>([&](int i) {
-        if (!has(i)) return;
-        x.request(i, static_cast<const X*>(a.x) + start + element(i));
-        dy.request(i, static_cast<const D*>(a.dy) + start + element(i));
-        if (a.dsum != nullptr) dsum.request(i, static_cast<const X*>(a.dsum) + start + element(i));
-      });
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
+  const Columns<V, RAGGED, K, CLUSTER> columns(a);
+  const int group = columns.group, stage_bytes = OneStage::bytes(a);
   char* const end = memory + a.stages * stage_bytes;
-  for (int i = 0; i + 1 < a.stages; ++i) request(group + static_cast<int64_t>(i) * a.groups, memory + i * stage_bytes);
-
-  // The weight of the thread's columns, in x's type where that holds it, else in float32.
-  const StagedX weight{end};
-  const Staged<A, V, K> wide_weight{end};
-  const auto weight_at = [&](int column) { return a.template weight_at<X>(column); };
-  unroll<K>([&](int i) {
-    if (!has(i)) return;
-    if (a.weight != nullptr && !a.stage_wide && !a.small_weight && !a.gemma) {
-      const auto w = load_weights<!RAGGED, X, V>(static_cast<const X*>(a.weight), element(i));
-      weight.store(i, *reinterpret_cast<const Vec<X, V>*>(w.words));
-      return;
-    }
-    Vec<A, V> w;
-    unroll<V>([&](int j) { w.v[j] = weight_at(element(i) + j); });
-    if (a.stage_wide) wide_weight.store(i, w);
-    else weight.store(i, pack<X>(w));
-  });
-  const A single_weight = single >= 0 ? weight_at(single) : A(0);
-  const auto load_g = [&](int i, const Vec<A, V>& dy) {
-    Vec<A, V> w = sizeof(X) < sizeof(A) && a.stage_wide ? wide_weight.load(i) : unpack<A>(weight.load(i));
-    unroll<V>([&](int j) { w.v[j] *= dy.v[j]; });
-    return w;
-  };
-
-  Vec<A, V> dweight[K], dbias[LAYER ? K : 1];
-  unroll<K>([&](int i) { dweight[i] = filled<A, V>(A(0)); });
-  if constexpr (LAYER) {
-    unroll<K>([&](int i) { dbias[i] = filled<A, V>(A(0)); });
+  for (int i = 0; i + 1 < a.stages; ++i) {
+    OneStage(memory + i * stage_bytes).request(a, columns, group + static_cast<int64_t>(i) * a.groups);
   }
-  A single_dweight = 0, single_dbias = 0;
-
-  A next_mean = 0, next_rstd = 0, next_x = 0, next_dy = 0;
-  const auto load_next = [&](int64_t row) {
-    if (row >= a.rows) return;
-    if constexpr (LAYER) next_mean = a.stats[row];
-    next_rstd = a.stats[LAYER ? a.rows + row : row];
-    if (RAGGED && single >= 0) {
-      next_x = convert<A>(static_cast<const X*>(a.x)[row * n + single]);
-      next_dy = convert<A>(static_cast<const D*>(a.dy)[row * n + single]);
-    }
-  };
-  load_next(group);
+  const StagedWeight<X, RAGGED, V, K> weight(a, columns, end);
+  ColumnSums<A, LAYER, V, K> of_columns;
+  RowScalars<A> next;
+  next.template load<X, D, LAYER, RAGGED>(a, columns, group);
   if constexpr (CLUSTER) this_cluster().barrier_wait();  // every block has started: its memory may be written
 
   char* stage = memory;
@@ -245,110 +401,25 @@ __global__ void __launch_bounds__(kThreadsOf<X, LAYER, RAGGED>, 1) layer_norm_ba
   int64_t row = group;
   for (int steps = warp_rows > 0 ? static_cast<int>((warp_rows + a.groups - 1) / a.groups) : 0; steps > 0; --steps, row += a.groups) {
     // Into the stage that the row before this one has left.
-    request(row + static_cast<int64_t>(a.stages - 1) * a.groups, (stage == memory ? end : stage) - stage_bytes);
-    const A mean = next_mean, rstd = LAYER && n == 1 ? A(0) : next_rstd;  // one element is its mean: exactly no gradient
-    const A single_x = next_x, single_dy = next_dy;
-    load_next(row + a.groups);
+    OneStage((stage == memory ? end : stage) - stage_bytes).request(a, columns, row + static_cast<int64_t>(a.stages - 1) * a.groups);
+    const RowScalars<A> scalars = next;
+    const A rstd = LAYER && a.n == 1 ? A(0) : scalars.rstd;  // one element is its mean: exactly no gradient
+    next.template load<X, D, LAYER, RAGGED>(a, columns, row + a.groups);
     await_copies(a.stages - 1);
-    const bool live = row < a.rows;
-    const StagedX staged_x{stage}, staged_dsum{stage + threads * (StagedX::kThread + StagedDy::kThread)};
-    const StagedDy staged_dy{stage + threads * StagedX::kThread};
-    const auto normal = [&](A x) { return LAYER ? (x - mean) * rstd : x * rstd; };
-
-    A gx[2] = {}, g_sum[2] = {};
-    unroll<K>([&](int i) {
-      if (!live || !has(i)) return;
-      const Vec<A, V> x = unpack<A>(staged_x.load(i)), dy = unpack<A>(staged_dy.load(i)), g = load_g(i, dy);
-      unroll<V>([&](int j) {
-        const A hat = normal(x.v[j]);
-        dweight[i].v[j] += dy.v[j] * hat;
-        gx[j & 1] += g.v[j] * hat;
-        if constexpr (LAYER) {
-          dbias[i].v[j] += dy.v[j];
-          g_sum[j & 1] += g.v[j];
-        }
-      });
-    });
-    RowSums<A> sums{gx[0] + gx[1], g_sum[0] + g_sum[1]};  // of g·x̂ and of g, where g = dy·weight
-    const bool has_single = RAGGED && single >= 0 && live;
-    if (has_single) {
-      const A hat = normal(single_x), g = single_dy * single_weight;
-      single_dweight += single_dy * hat;
-      single_dbias += single_dy;
-      sums.first += g * hat;
-      sums.second += g;
-    }
+    const bool live = row < a.rows, has_single = RAGGED && columns.single >= 0 && live;
+    const OneStage staged(stage);
+    RowSums<A> sums = add_row(a, columns, staged, weight, scalars, rstd, live, has_single, of_columns);
     add_lanes<LAYER>(sums, a.lanes < 32 ? a.lanes : 32);
     if (CLUSTER || a.lanes > 32) {
-      add_warps<LAYER, CLUSTER>(sums, slots[turn] + group_of_block * (a.lanes >> 5), a.lanes, group_of_block);
+      add_warps<LAYER, CLUSTER>(sums, slots[turn] + columns.group_of_block * (a.lanes >> 5), a.lanes, columns.group_of_block);
       turn ^= 1;
     }
-
-    // dx = rstd·(g - mean(g) - x̂·mean(g·x̂))
-    // 16 bits do not show the rounding of the product of mean and the second term.
-    const A along = -sums.first * a.inverse_n * rstd * rstd, level = LAYER ? -sums.second * a.inverse_n * rstd : A(0), constant = level - along * mean;
-    const auto gradient = [&](A x, A g) {
-      if constexpr (LAYER && sizeof(X) != 2) return fma(g, rstd, fma(x - mean, along, level));
-      else return fma(g, rstd, LAYER ? fma(x, along, constant) : x * along);
-    };
-    X* dx = static_cast<X*>(a.dx) + row * n;
-    unroll<K>([&](int i) {
-      if (!live || !has(i)) return;
-      const Vec<A, V> x = unpack<A>(staged_x.load(i)), dy = unpack<A>(staged_dy.load(i));
-      Vec<A, V> r = load_g(i, dy);
-      unroll<V>([&](int j) { r.v[j] = gradient(x.v[j], r.v[j]); });
-      if (a.dsum != nullptr) {
-        const Vec<A, V> d = unpack<A>(staged_dsum.load(i));
-        unroll<V>([&](int j) { r.v[j] += d.v[j]; });
-      }
-      store_vec<X, V>(dx + element(i), pack<X>(r));
-      a.template store_narrow<X>(row * n + element(i), r);
-    });
-    if (has_single) {
-      A r = gradient(single_x, single_dy * single_weight);
-      if (a.dsum != nullptr) r += convert<A>(static_cast<const X*>(a.dsum)[row * n + single]);
-      dx[single] = convert<X>(r);
-      a.template store_narrow<X>(row * n + single, Vec<A, 1>{{r}});
-    }
+    write_row<X, LAYER, V, K>(a, columns, staged, weight, scalars, rstd, sums, row, live, has_single);
     stage += stage_bytes;
     if (stage == end) stage = memory;
   }
-
-  const int64_t blocks = CLUSTER ? a.groups : gridDim.x;
-  A* out = a.partial + (CLUSTER ? group : static_cast<int64_t>(blockIdx.x)) * n;
-  const int groups_of_block = CLUSTER ? 1 : blockDim.x / a.lanes;
-  const auto write_columns = [&](const auto& sums, A of_single, A* to) {
-    unroll<K>([&](int i) {
-      if (!has(i)) return;
-      if constexpr (!RAGGED) {
-        *reinterpret_cast<Vec<A, V>*>(to + element(i)) = sums[i];
-      } else {
-        unroll<V>([&](int j) { to[element(i) + j] = sums[i].v[j]; });
-      }
-    });
-    if (RAGGED && single >= 0) to[single] = of_single;
-  };
   asm volatile("cp.async.wait_all;" ::: "memory");
-  const bool want_bias = LAYER && a.want_bias;
-  A* const first_out = a.want_weight ? out : out + blocks * n;
-  if (groups_of_block == 1) {
-    if (a.want_weight) write_columns(dweight, single_dweight, out);
-    if constexpr (LAYER) {
-      if (want_bias) write_columns(dbias, single_dbias, out + blocks * n);
-    }
-  } else if (a.want_weight || want_bias) {
-    A* const shared = reinterpret_cast<A*>(memory);
-    A* to = shared + group_of_block * n;
-    __syncthreads();  // the stages are done with
-    if (a.want_weight) write_columns(dweight, single_dweight, to), to += groups_of_block * n;
-    if constexpr (LAYER) {
-      if (want_bias) write_columns(dbias, single_dbias, to);
-    }
-    constexpr int C = kVectorBytes / sizeof(A);
-    const int arrays = (a.want_weight ? 1 : 0) + (want_bias ? 1 : 0);
-    if (n % C == 0) add_groups<C>(shared, first_out, blocks * n, arrays, groups_of_block, n);
-    else add_groups<1>(shared, first_out, blocks * n, arrays, groups_of_block, n);
-  }
+  write_sums<LAYER, RAGGED, V, K, CLUSTER>(a, columns, of_columns, memory);
 }
 
 constexpr int kSumWarps = 16;

@@ -109,91 +109,105 @@ constexpr int blocks_resident(int words) {
   return words > 2 ? 4 : 6;
 }
 
-// R: the residual's type, or void. MIXED: weight, bias and result may be float32 where x has 16 bits. WHOLE: every thread has K
-// words of its row, and there are no single elements. Otherwise up to K.
-template <typename X, typename R, bool LAYER, bool MIXED, bool WHOLE, int K, bool CLUSTER>
-__global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>(K), blocks_resident<X, R, MIXED, WHOLE>(K))
-    layer_norm_forward_rows(const ForwardArgs<compute_t<X>> a) {
-  using A = compute_t<X>;
-  using S = sum_t<X, R>;
-  constexpr int V = kVectorBytes / sizeof(X);
-  constexpr bool ADD = !std::is_void_v<R>;
-  constexpr int kSlots = CLUSTER ? kRowThreads / 32 * kMaxCluster : most_threads<R, WHOLE>(K) / 32;
-  __shared__ Moments<A> slots[kSlots];
-  if constexpr (CLUSTER) this_cluster().barrier_arrive();
+// The words of a row that a thread has, and its single element. WHOLE: every thread has K words, and there are no single elements.
+template <int V, bool WHOLE, int K, bool CLUSTER>
+struct Words {
+  Place at;
+  bool has_single;
+  int64_t first, single;  // elements of the tensor
+  int step, column;       // elements from a word to the next; the first element within the row
 
-  Place at = Place::find<V, !WHOLE, CLUSTER ? K : 0>(a);
-  if constexpr (WHOLE) {  // threads past the last row repeat that
-    if (at.row >= a.rows) at.row = a.rows - 1, at.start = at.row * a.n;
+  template <typename A>
+  __device__ __forceinline__ explicit Words(const ForwardArgs<A>& a) : at(Place::find<V, !WHOLE, CLUSTER ? K : 0>(a)) {
+    if constexpr (WHOLE) {  // threads past the last row repeat that
+      if (at.row >= a.rows) at.row = a.rows - 1, at.start = at.row * a.n;
+    }
+    has_single = !WHOLE && at.single >= 0;
+    first = at.start + static_cast<int64_t>(at.first) * V, single = at.row * a.n + at.single;
+    step = at.stride * V, column = static_cast<int>(first - at.row * a.n);
   }
-  const auto has = [&](int i) { return WHOLE || at.word(i) < at.words; };
-  const bool has_single = !WHOLE && at.single >= 0;
-  const int64_t first_word = at.start + static_cast<int64_t>(at.first) * V, single = at.row * a.n + at.single;
-  const int step = at.stride * V, column = static_cast<int>(first_word - at.row * a.n);
+  __device__ __forceinline__ bool has(int i) const { return WHOLE || at.word(i) < at.words; }
+  __device__ __forceinline__ int count() const {
+    int count = WHOLE ? K * V : 0;
+    if constexpr (!WHOLE) {
+      unroll<K>([&](int i) { count += has(i) ? V : 0; });
+      count += has_single ? 1 : 0;
+    }
+    return count;
+  }
+};
 
-  // All loads before anything that waits for one of them.
-  Vec<S, V> held[K];
-  S held_single = convert<S>(0.f);
-  if constexpr (ADD) {
+// What a thread holds of a row.
+template <typename S, int V, int K>
+struct Held {
+  Vec<S, V> words[K];
+  S single;
+};
+
+// Loads x, or writes x + residual. All loads before anything that waits for one of them.
+template <typename X, typename R, int V, int K, typename A, typename W, typename S>
+__device__ __forceinline__ void load_row(const ForwardArgs<A>& a, const W& words, Held<S, V, K>& held) {
+  const X* x = static_cast<const X*>(a.x) + words.first;
+  held.single = convert<S>(0.f);
+  if constexpr (!std::is_void_v<R>) {
     Vec<X, V> loaded[K];
     Vec<R, V> added[K];
-    const X* x = static_cast<const X*>(a.x) + first_word;
-    const R* residual = static_cast<const R*>(a.residual) + first_word;
+    const R* residual = static_cast<const R*>(a.residual) + words.first;
     unroll<K>([&](int i) {
-      if (has(i)) loaded[i] = load_vec<X, V>(x + i * step), added[i] = load_vec<R, V>(residual + i * step);
+      if (words.has(i)) loaded[i] = load_vec<X, V>(x + i * words.step), added[i] = load_vec<R, V>(residual + i * words.step);
     });
-    if (has_single)
-      held_single = convert<S>(convert<A>(static_cast<const X*>(a.x)[single]) + convert<A>(static_cast<const R*>(a.residual)[single]));
-    S* sum = static_cast<S*>(a.sum) + first_word;
+    if (words.has_single)
+      held.single = convert<S>(convert<A>(static_cast<const X*>(a.x)[words.single]) + convert<A>(static_cast<const R*>(a.residual)[words.single]));
+    S* sum = static_cast<S*>(a.sum) + words.first;
     unroll<K>([&](int i) {
-      if (!has(i)) return;
+      if (!words.has(i)) return;
       Vec<A, V> s = unpack<A>(loaded[i]);
       const Vec<A, V> r = unpack<A>(added[i]);
       unroll<V>([&](int j) { s.v[j] += r.v[j]; });
-      held[i] = pack<S>(s);
-      store_vec<S, V>(sum + i * step, held[i]);
+      held.words[i] = pack<S>(s);
+      store_vec<S, V>(sum + i * words.step, held.words[i]);
     });
-    if (has_single) static_cast<S*>(a.sum)[single] = held_single;
+    if (words.has_single) static_cast<S*>(a.sum)[words.single] = held.single;
   } else {
-    const X* x = static_cast<const X*>(a.x) + first_word;
-    unroll<K>([&](int i) { if (has(i)) held[i] = load_vec<X, V>(x + i * step); });
-    if (has_single) held_single = static_cast<const X*>(a.x)[single];
+    unroll<K>([&](int i) { if (words.has(i)) held.words[i] = load_vec<X, V>(x + i * words.step); });
+    if (words.has_single) held.single = static_cast<const X*>(a.x)[words.single];
   }
+}
 
-  int count = WHOLE ? K * V : 0;
-  if constexpr (!WHOLE) {
-    unroll<K>([&](int i) { count += has(i) ? V : 0; });
-    count += has_single ? 1 : 0;
-  }
-  const auto inverse = [](int elements) { return WHOLE ? A(1) / static_cast<A>(elements) : reciprocal(static_cast<A>(elements)); };
-  // The sums of what this thread holds, as deviations from an origin, and of their squares.
-  const auto add_up = [&](A origin) {
-    A sum[2] = {}, squares[2] = {};
-    unroll<K>([&](int i) {
-      if (!has(i)) return;
-      const Vec<A, V> v = unpack<A>(held[i]);
-      unroll<V>([&](int j) {
-        const A d = LAYER ? v.v[j] - origin : v.v[j];
-        if constexpr (LAYER) sum[j & 1] += d;
-        squares[j & 1] += d * d;
-      });
+// The sums of what a thread holds, as deviations from an origin (second), and of their squares (first).
+template <bool LAYER, int V, int K, typename A, typename W, typename S>
+__device__ __forceinline__ RowSums<A> add_up(const W& words, Held<S, V, K>& held, A origin) {
+  A sum[2] = {}, squares[2] = {};
+  unroll<K>([&](int i) {
+    if (!words.has(i)) return;
+    const Vec<A, V> v = unpack<A>(held.words[i]);
+    unroll<V>([&](int j) {
+      const A d = LAYER ? v.v[j] - origin : v.v[j];
+      if constexpr (LAYER) sum[j & 1] += d;
+      squares[j & 1] += d * d;
     });
-    if (has_single) {
-      const A d = convert<A>(held_single) - origin;
-      sum[0] += d;
-      squares[0] += d * d;
-    }
-    unroll<K>([&](int i) { forget(held[i]); });
-    return RowSums<A>{squares[0] + squares[1], sum[0] + sum[1]};
-  };
-  const A n = static_cast<A>(a.n);
-  const int lanes = a.lanes < 32 ? a.lanes : 32;
-  Moments<A> part;
-  {
-    const A origin = !LAYER ? A(0) : has(0) ? convert<A>(held[0].v[0]) : convert<A>(held_single);
-    const RowSums<A> sums = add_up(origin);
-    part = LAYER ? from_deviations(origin, sums.second, sums.first, static_cast<A>(count), inverse(count)) : Moments<A>{A(0), A(0), sums.first};
+  });
+  if (words.has_single) {
+    const A d = convert<A>(held.single) - origin;
+    sum[0] += d;
+    squares[0] += d * d;
   }
+  unroll<K>([&](int i) { forget(held.words[i]); });
+  return {squares[0] + squares[1], sum[0] + sum[1]};
+}
+
+// The moments of a row. EXACT: a result of more than 16 bits would show the digits that the origins of warps cost, so once more, from
+// the mean.
+template <bool LAYER, bool WHOLE, bool EXACT, int V, int K, bool CLUSTER, int SLOTS, typename A, typename W, typename S>
+__device__ __forceinline__ Moments<A> row_moments(const ForwardArgs<A>& a, const W& words, Held<S, V, K>& held) {
+  __shared__ Moments<A> slots[SLOTS];
+  const int count = words.count(), lanes = a.lanes < 32 ? a.lanes : 32;
+  const A n = static_cast<A>(a.n);
+  const auto inverse = [](int elements) { return WHOLE ? A(1) / static_cast<A>(elements) : reciprocal(static_cast<A>(elements)); };
+  const A origin = !LAYER ? A(0) : words.has(0) ? convert<A>(held.words[0].v[0]) : convert<A>(held.single);
+  const RowSums<A> own = add_up<LAYER>(words, held, origin);
+  Moments<A> part = LAYER ? from_deviations(origin, own.second, own.first, static_cast<A>(count), inverse(count))
+                          : Moments<A>{A(0), A(0), own.first};
   if (!CLUSTER && a.lanes <= 32) {
     part = merge_lanes<LAYER>(part, lanes, n, a.inverse_n);
   } else {
@@ -201,83 +215,103 @@ __global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>
     part = merge_lanes<LAYER>(part, 32, static_cast<A>(of_warp), inverse(of_warp));
     part = merge_warps<LAYER, CLUSTER>(part, slots, n, a.inverse_n);
   }
-  // A result of more than 16 bits would show the digits that these origins cost: once more, from the mean.
-  if constexpr (LAYER && (MIXED || sizeof(X) > 2)) {
-    __shared__ RowSums<A> more_slots[kSlots];
-    RowSums<A> sums = add_up(part.mean);
+  if constexpr (LAYER && EXACT) {
+    __shared__ RowSums<A> more_slots[SLOTS];
+    RowSums<A> sums = add_up<LAYER>(words, held, part.mean);
     add_lanes<true>(sums, lanes);
     if (CLUSTER || a.lanes > 32) add_warps<true, CLUSTER>(sums, more_slots, a.lanes, 0);
     part = from_deviations(part.mean, sums.second, sums.first, n, a.inverse_n);
   }
-  const A mean = part.mean, rstd = rsqrt(part.m2 * a.inverse_n + a.eps);
-  if (a.stats != nullptr && at.first == 0 && at.row < a.rows) {
-    a.stats[at.row] = LAYER ? mean : rstd;
-    if (LAYER) a.stats[a.rows + at.row] = rstd;
-  }
+  return part;
+}
 
+// Writes the normalised row, scaled and shifted. P: the type of weight and bias.
+template <typename P, typename Out, bool LAYER, bool WHOLE, int V, int K, typename A, typename W, typename S>
+__device__ __forceinline__ void write_row(const ForwardArgs<A>& a, const W& words, const Held<S, V, K>& held, A mean, A rstd) {
+  const P* weight = static_cast<const P*>(a.weight);
+  const P* bias = static_cast<const P*>(a.bias);
+  const int kind = weight == nullptr ? kRms : a.kind;
   const auto normal = [&](A v) {
     if constexpr (!LAYER) return v * rstd;
     else return (v - mean) * rstd;
   };
-  const auto finish = [&](auto weight_type, auto out_type) {
-    using W = decltype(weight_type);
-    using Out = decltype(out_type);
-    const W* weight = static_cast<const W*>(a.weight);
-    const W* bias = static_cast<const W*>(a.bias);
-    const int kind = weight == nullptr ? kRms : a.kind;
-    const auto scale = [&](auto r, auto w, const auto& b) {
-      constexpr int N = sizeof(r) / sizeof(A);
-      if constexpr (!LAYER) {
-        if (kind == kGemma) {
-          unroll<N>([&](int j) { w.v[j] += A(1); });
-        }
-        if (kind == kLlama) r = unpack<A>(pack<S>(r));
+  const auto scale = [&](auto r, auto w, const auto& b) {
+    constexpr int N = sizeof(r) / sizeof(A);
+    if constexpr (!LAYER) {
+      if (kind == kGemma) {
+        unroll<N>([&](int j) { w.v[j] += A(1); });
       }
-      unroll<N>([&](int j) { r.v[j] = LAYER ? fma(r.v[j], w.v[j], b.v[j]) : r.v[j] * w.v[j]; });
-      // Llama's product has the dtype that its factors promote to.
-      if (!LAYER && !std::is_same_v<Out, S> && std::is_same_v<W, S> && kind == kLlama) r = unpack<A>(pack<S>(r));
-      return r;
-    };
-    Out* y = static_cast<Out*>(a.y) + first_word;
-    constexpr int kTogether = K > 4 ? 4 : K;  // words whose weights are requested before the first is used
+      if (kind == kLlama) r = unpack<A>(pack<S>(r));
+    }
+    unroll<N>([&](int j) { r.v[j] = LAYER ? fma(r.v[j], w.v[j], b.v[j]) : r.v[j] * w.v[j]; });
+    // Llama's product has the dtype that its factors promote to.
+    if (!LAYER && !std::is_same_v<Out, S> && std::is_same_v<P, S> && kind == kLlama) r = unpack<A>(pack<S>(r));
+    return r;
+  };
+  Out* y = static_cast<Out*>(a.y) + words.first;
+  constexpr int kTogether = K > 4 ? 4 : K;  // words whose weights are requested before the first is used
 #pragma unroll
-    for (int from = 0; from < K; from += kTogether) {
-      Weights<W, V> w[kTogether], b[kTogether];
+  for (int from = 0; from < K; from += kTogether) {
+    Weights<P, V> w[kTogether], b[kTogether];
+    unroll<kTogether>([&](int i) {
+      w[i] = same_weights<P, V>(1.f);
+      if (weight != nullptr && words.has(from + i)) w[i] = load_weights<WHOLE, P, V>(weight, words.column + (from + i) * words.step);
+    });
+    if constexpr (LAYER) {
       unroll<kTogether>([&](int i) {
-        w[i] = same_weights<W, V>(1.f);
-        if (weight != nullptr && has(from + i)) w[i] = load_weights<WHOLE, W, V>(weight, column + (from + i) * step);
-      });
-      if constexpr (LAYER) {
-        unroll<kTogether>([&](int i) {
-          b[i] = same_weights<W, V>(0.f);
-          if (bias != nullptr && has(from + i)) b[i] = load_weights<WHOLE, W, V>(bias, column + (from + i) * step);
-        });
-      }
-      unroll<kTogether>([&](int i) {
-        if (!has(from + i)) return;
-        Vec<A, V> r = unpack<A>(held[from + i]);
-        unroll<V>([&](int j) { r.v[j] = normal(r.v[j]); });
-        r = scale(r, w[i].template values<A>(), b[i].template values<A>());
-        store_vec<Out, V>(y + (from + i) * step, pack<Out>(r));
+        b[i] = same_weights<P, V>(0.f);
+        if (bias != nullptr && words.has(from + i)) b[i] = load_weights<WHOLE, P, V>(bias, words.column + (from + i) * words.step);
       });
     }
-    if (has_single) {
-      const Vec<A, 1> w{{weight == nullptr ? A(1) : convert<A>(weight[at.single])}}, b{{bias == nullptr ? A(0) : convert<A>(bias[at.single])}};
-      static_cast<Out*>(a.y)[single] = convert<Out>(scale(Vec<A, 1>{{normal(convert<A>(held_single))}}, w, b).v[0]);
-    }
+    unroll<kTogether>([&](int i) {
+      if (!words.has(from + i)) return;
+      Vec<A, V> r = unpack<A>(held.words[from + i]);
+      unroll<V>([&](int j) { r.v[j] = normal(r.v[j]); });
+      r = scale(r, w[i].template values<A>(), b[i].template values<A>());
+      store_vec<Out, V>(y + (from + i) * words.step, pack<Out>(r));
+    });
+  }
+  if (words.has_single) {
+    const int column = words.at.single;
+    const Vec<A, 1> w{{weight == nullptr ? A(1) : convert<A>(weight[column])}}, b{{bias == nullptr ? A(0) : convert<A>(bias[column])}};
+    static_cast<Out*>(a.y)[words.single] = convert<Out>(scale(Vec<A, 1>{{normal(convert<A>(held.single))}}, w, b).v[0]);
+  }
+}
+
+// R: the residual's type, or void. MIXED: weight, bias and result may be float32 where x has 16 bits. WHOLE: every thread has K
+// words of its row, and there are no single elements. Otherwise up to K.
+template <typename X, typename R, bool LAYER, bool MIXED, bool WHOLE, int K, bool CLUSTER>
+__global__ void __launch_bounds__(CLUSTER ? kRowThreads : most_threads<R, WHOLE>(K), blocks_resident<X, R, MIXED, WHOLE>(K))
+    layer_norm_forward_rows(const ForwardArgs<compute_t<X>> a) {
+  using A = compute_t<X>;
+  constexpr int V = kVectorBytes / sizeof(X);
+  constexpr int kSlots = CLUSTER ? kRowThreads / 32 * kMaxCluster : most_threads<R, WHOLE>(K) / 32;
+  if constexpr (CLUSTER) this_cluster().barrier_arrive();
+
+  const Words<V, WHOLE, K, CLUSTER> words(a);
+  Held<sum_t<X, R>, V, K> held;
+  load_row<X, R>(a, words, held);
+  const auto moments = row_moments<LAYER, WHOLE, MIXED || (sizeof(X) > 2), V, K, CLUSTER, kSlots>(a, words, held);
+  const A mean = moments.mean, rstd = rsqrt(moments.m2 * a.inverse_n + a.eps);
+  if (a.stats != nullptr && words.at.first == 0 && words.at.row < a.rows) {
+    a.stats[words.at.row] = LAYER ? mean : rstd;
+    if (LAYER) a.stats[a.rows + words.at.row] = rstd;
+  }
+  const auto write = [&](auto weight_type, auto out_type) {
+    write_row<decltype(weight_type), decltype(out_type), LAYER, WHOLE>(a, words, held, mean, rstd);
   };
   if constexpr (MIXED) {
-    if (a.wide_weight && a.wide_out) finish(A{}, A{});
-    else if (a.wide_weight) finish(A{}, X{});
-    else if (a.wide_out) finish(X{}, A{});
-    else finish(X{}, X{});
+    if (a.wide_weight && a.wide_out) write(A{}, A{});
+    else if (a.wide_weight) write(A{}, X{});
+    else if (a.wide_out) write(X{}, A{});
+    else write(X{}, X{});
   } else if constexpr (sizeof(X) == 4) {
     // By the kernel that writes float32: the 16 bits are those that rounding its result afterwards would give.
-    if (a.small_out == Type::bfloat16) finish(X{}, __nv_bfloat16{});
-    else if (a.small_out == Type::half) finish(X{}, __half{});
-    else finish(X{}, X{});
+    if (a.small_out == Type::bfloat16) write(X{}, __nv_bfloat16{});
+    else if (a.small_out == Type::half) write(X{}, __half{});
+    else write(X{}, X{});
   } else {
-    finish(X{}, X{});
+    write(X{}, X{});
   }
 }
 

@@ -733,13 +733,13 @@ struct ColumnArgs {
 };
 
 // The V columns of a thread: their first element in the tensor, and the first row.
-struct ColumnPlace {
+struct Columns {
   int64_t base;
   int first;
   bool active;
 
   template <int V>
-  __device__ __forceinline__ static ColumnPlace find(const ColumnArgs& a) {
+  __device__ __forceinline__ static Columns find(const ColumnArgs& a) {
     const int64_t tiles = (a.inner + static_cast<int64_t>(a.across) * V - 1) / (static_cast<int64_t>(a.across) * V);
     const int64_t column = ((blockIdx.x % tiles) * a.across + threadIdx.x % a.across) * V;
     return {blockIdx.x / tiles * a.n * a.inner + column, static_cast<int>(threadIdx.x / a.across), column < a.inner};
@@ -761,7 +761,7 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_forward_columns(const 
   using A = compute_t<In>;
   constexpr bool FAST = sizeof(Out) == 2;
   extern __shared__ char memory[];
-  const ColumnPlace at = ColumnPlace::find<V>(a);
+  const Columns at = Columns::find<V>(a);
   const In* __restrict__ x = static_cast<const In*>(a.x) + at.base;
   const A scale = static_cast<A>(a.scale);
 
@@ -774,7 +774,7 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_forward_columns(const 
       unroll<V>([&](int j) { p[j] = extend<FAST>(p[j], Vec<A, 1>{{convert<A>(w.v[j]) * scale}}); });
     }
   }
-  merge_down(p, reinterpret_cast<Pair<A>*>(memory), a, [](Pair<A> u, Pair<A> v) { return merge<FAST>(u, v); });
+  combine_down(p, reinterpret_cast<Pair<A>*>(memory), a, [](Pair<A> u, Pair<A> v) { return merge<FAST>(u, v); });
   if (!at.active) return;
   Out* __restrict__ y = static_cast<Out*>(a.out) + at.base;
   A last[V];
@@ -794,7 +794,7 @@ template <typename In, typename Out, int V, bool LOG>
 __global__ void __launch_bounds__(kColumnThreads) softmax_backward_columns(const ColumnArgs a) {
   using A = compute_t<In>;
   extern __shared__ char memory[];
-  const ColumnPlace at = ColumnPlace::find<V>(a);
+  const Columns at = Columns::find<V>(a);
   const Out* __restrict__ dy = static_cast<const Out*>(a.x) + at.base;
   const Out* __restrict__ y = static_cast<const Out*>(a.y) + at.base;
 
@@ -808,7 +808,7 @@ __global__ void __launch_bounds__(kColumnThreads) softmax_backward_columns(const
       unroll<V>([&](int j) { s[j] += terms.v[j]; });
     }
   }
-  merge_down(s, reinterpret_cast<A*>(memory), a, [](A u, A v) { return u + v; });
+  combine_down(s, reinterpret_cast<A*>(memory), a, [](A u, A v) { return u + v; });
   if (!at.active) return;
   In* __restrict__ dx = static_cast<In*>(a.out) + at.base;
   const A scale = static_cast<A>(a.scale);
@@ -961,7 +961,7 @@ void forward_rows(ForwardArgs<compute_t<In>>& args, const Launch& launch, const 
   constexpr int V = kVector<In>, kMost = MASKED && sizeof(In) == 2 ? 4 : 8;  // a masked row is held in float32
   const auto kernel_of = [](auto k) { return &softmax_forward_rows<In, Out, k.value, LOG, MASKED>; };
   if (launch_in_registers<kMost>(args, V, !MASKED, MASKED, launch, kernel_of)) return;
-  const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
+  const int64_t words = words_covered(args.n, args.ragged, V);
   if (launch_held<softmax_forward_held<In, Out, LOG, MASKED>>(args, words, kVectorBytes, launch)) return;
   launch_pieces<MASKED, Pair<compute_t<In>>>(softmax_forward_pieces<In, Out, LOG, MASKED>, args, words, 2.0, launch, like);
 }
@@ -971,7 +971,7 @@ void backward_rows(BackwardArgs<compute_t<In>>& args, const Launch& launch, cons
   constexpr int V = kVector<Out>, kMost = (sizeof(In) == sizeof(Out) ? 8 : 4) / (MASKED ? 2 : 1);
   const auto kernel_of = [](auto k) { return &softmax_backward_rows<In, Out, k.value, LOG, MASKED>; };
   if (launch_in_registers<kMost>(args, kVector<In>, false, false, launch, kernel_of)) return;
-  const int64_t words = ceil_div(args.n + (args.ragged ? V - 1 : 0), V);
+  const int64_t words = words_covered(args.n, args.ragged, V);
   if (launch_held<softmax_backward_held<In, Out, LOG, MASKED>>(args, words, 2 * kVectorBytes, launch)) return;
   using Partial = typename BackwardPartial<compute_t<In>>::Type;
   launch_pieces<MASKED, Partial>(softmax_backward_pieces<In, Out, LOG, MASKED>, args, words, 1.0, launch, like);

@@ -101,8 +101,8 @@ struct Share {
 };
 
 __device__ __forceinline__ void await_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  commit_copies();
+  wait_copies<0>();
 }
 
 // Launches a kernel that holds rows of `words` words, each `bytes` in all operands, in the shared memory of clusters, if they fit.
@@ -124,7 +124,7 @@ constexpr int kColumnThreads = 256;
 
 // Merges the values of the threads of one column group with `combine`. Every thread of the group gets the result.
 template <typename T, int V, typename Args, typename Combine>
-__device__ __forceinline__ void merge_down(T (&value)[V], T* shared, const Args& a, Combine&& combine) {
+__device__ __forceinline__ void combine_down(T (&value)[V], T* shared, const Args& a, Combine&& combine) {
   if (a.down == 1) return;
   const int x = threadIdx.x % a.across, y = threadIdx.x / a.across;
   unroll<V>([&](int j) { shared[(y * V + j) * a.across + x] = value[j]; });

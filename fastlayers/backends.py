@@ -27,7 +27,20 @@ import torch
 
 from fastlayers.build import BuildInfo
 
-__all__ = ["BACKENDS", "BackendError", "available", "backend", "get_backend", "set_backend"]
+__all__ = [
+    "BACKENDS",
+    "BackendError",
+    "available",
+    "backend",
+    "changed",
+    "choose",
+    "generates_kernels",
+    "get_backend",
+    "on_change",
+    "problem",
+    "refuse",
+    "set_backend",
+]
 
 BACKENDS = ("eager", "compile", "triton", "cuda", "cpu")
 LIBRARY = Path(__file__).with_name("_C.so")

@@ -27,7 +27,7 @@ from fastlayers.graphs import module as graphs_module
 from fastlayers.graphs import pool as graphs_pool
 from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
-from fastlayers.graphs.watch import Counter, Generators, State
+from fastlayers.graphs.state import Counter, Generators, State
 from fastlayers.patching.reasons import PatchError, Reason
 from fastlayers.patching.rewrite.regions import no_regions
 from fastlayers.patching.rewrite.results import Taken, put_together, take_apart
@@ -793,6 +793,44 @@ class Aliases(Net):
     def forward(self, x):
         y = super().forward(x)
         return y[0], y
+
+
+class Fills(Net):
+    def forward(self, x, found):
+        x = super().forward(x)
+        found.append(x.detach())
+        return x
+
+
+class GivesBack(Net):
+    def forward(self, x, found):
+        return super().forward(x + found[0]), found
+
+
+@gpu
+@pytest.mark.parametrize("make", [Fills, GivesBack])
+def test_a_list_of_the_caller(make):
+    """A replay would fill a list of its own, or return one."""
+    stock, graphed = pair(make)
+    for x in inputs(8):
+        for model in (stock, graphed):
+            found = [] if make is Fills else [x]
+            out = model(x, found)
+            assert len(found) == 1
+            assert make is Fills or out[1] is found
+        assert_equal(graphed(x, found), stock(x, found))
+    assert any("a list or a dict that it is given" in reason for reason in reasons(graphed))
+
+
+@gpu
+def test_a_global_function_that_is_replaced_is_seen(monkeypatch):
+    stock, graphed = pair()
+    for x in inputs(6):
+        graphed(x)
+    assert replays(graphed)
+    monkeypatch.setattr(F, "gelu", lambda x, approximate="none": x * 2)
+    x = inputs(1)[0]
+    assert_equal(graphed(x), stock(x))
 
 
 class Hooked(Net):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import linecache
+import logging
 import sys
 import types
 from collections import defaultdict
@@ -17,12 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastlayers
-from fastlayers.graphs.watch import State
+from fastlayers.graphs.state import State
 from fastlayers.patching.rewrite import executors, regions
 from fastlayers.patching.rewrite.regions import Region, no_regions
 from fastlayers.patching.runtime.checks import original_class, rewritten_everywhere
 
-SCALE = 2.0
+logger = logging.getLogger(__name__)
 
 
 class Settings:
@@ -422,3 +423,10 @@ def test_a_function_of_main_that_is_not_followed():
     x = torch.randn(4, 16)
     with patch.object(sys.modules[__name__].checked, "__module__", "__main__"), rewritten_everywhere():
         torch.testing.assert_close(patched(x), stock(x))
+
+
+def test_a_logger_is_no_state_of_a_graph():
+    stock = made("F.gelu(x) if logger.isEnabledFor(30) else x")
+    state = State(stock, torch.device("cpu"))
+    logger.isEnabledFor(31)
+    assert state.holds()

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import linear_cross_entropy as ops
-from fastlayers.patching.libraries.transformers.losses import DeferredLogits
+from fastlayers.patching.libraries.transformers.loss_functions import DeferredLogits
 
 REDUCTIONS = ("mean", "sum", "none")
 reference = LINEAR_CROSS_ENTROPY.reference

@@ -462,7 +462,7 @@ def test_classifiers(options, labels):
 
 
 def test_the_loss_of_a_classifier_goes_through_the_fused_one(monkeypatch):
-    from fastlayers.patching.libraries.transformers import losses as language_models
+    from fastlayers.patching.libraries.transformers import loss_functions as language_models
 
     model = patch_model(classifier("ViTForImageClassification", num_labels=5))
     inputs = torch.randn(3, 3, 8, 8), torch.tensor([1, 4, 0])
@@ -692,7 +692,7 @@ def refusals(body):
     import ast
     import textwrap
 
-    from fastlayers.patching.libraries.transformers.losses import find_pair
+    from fastlayers.patching.libraries.transformers.loss_functions import find_pair
     from fastlayers.patching.reasons import Refusal
 
     source = "def forward(self, x, labels=None, **kwargs):\n" + textwrap.indent(textwrap.dedent(body), "    ")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastlayers.ops import batch_norm, elementwise
 from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, excluding
 from fastlayers.patching.rewrite.regions import agree
-from fastlayers.patching.rewrite.residuals import with_residuals
+from fastlayers.patching.rewrite.sums_after_norms import with_residuals
 from fastlayers.patching.rewrite.tape import Operation, Program, Tape, Value, plain_name
 
 ops = torch.ops.fastlayers

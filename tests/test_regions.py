@@ -1287,7 +1287,7 @@ def test_a_second_derivative_without_the_module():
         out = region(x)
     del region
     gc.collect()
-    with pytest.raises(RuntimeError, match="its module is needed, which is deleted"):
+    with pytest.raises(RuntimeError, match="takes its module, which was deleted"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
 

@@ -14,8 +14,6 @@ FILES = sorted((ROOT / "fastlayers").rglob("*.py"))
 #: Model libraries. Those of training, of quantisation and of checkpoints are known elsewhere too.
 LIBRARIES = re.compile(r"\b(transformers|timm|torchvision|diffusers|huggingface_hub)\b")
 ADAPTERS = ROOT / "fastlayers" / "patching" / "libraries"
-#: What the reference lists of them is for users; other files of fastlayers may take more.
-REFERENCES = ("fastlayers.backends",)
 
 
 def name_of(path: Path) -> str:
@@ -54,7 +52,7 @@ def test_files_take_from_others_what_these_export(name):
         names = exported(TREES[module])
         is_special = wanted.startswith("__")
         assert is_special or not wanted.startswith("_"), f"{name} takes {wanted} from {module}, where it is private"
-        is_exported = names is None or wanted in names or is_special or module in REFERENCES
+        is_exported = names is None or wanted in names or is_special
         assert is_exported, f"{wanted}, which {name} takes, is not in __all__ of {module}"
 
 

@@ -63,6 +63,8 @@ inline const DeviceTraits& device_traits(int device) {
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Words of V elements that a row may cover: a ragged one need not begin with one.
+inline int64_t words_covered(int64_t n, bool ragged, int V) { return ceil_div(n + (ragged ? V - 1 : 0), V); }
 
 inline int log2_of(int power) {
   int bits = 0;

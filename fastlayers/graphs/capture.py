@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
-from fastlayers.graphs.watch import State, UncapturedError
+from fastlayers.graphs.state import State, UncapturedError
 from fastlayers.ops.dispatch import PLAIN
 from fastlayers.patching.rewrite.regions import Flat, drawing, random_state, unflatten
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
@@ -270,7 +270,7 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     given, wanted = tensors[: ctx.count], tensors[ctx.count :]
     module = call.module()
     if module is None:
-        raise RuntimeError("to repeat the forward of a graphed module the module is needed, which is deleted")
+        raise RuntimeError("to repeat the forward of a graphed module takes the module, which was deleted")
     buffers = list(module.buffers())  # Their values are those after the forward.
     with torch.enable_grad(), no_graphs(), substituted(module, buffers, [t.clone() for t in buffers]):
         aliases = [t.view_as(t) for t in given]  # An argument may itself depend on another one.

@@ -114,7 +114,7 @@ def call_reference(function: Callable[..., R], *args: Any) -> R:
 
 def expected_tensor(value: object) -> TypeError:
     """The error of an argument that should be a tensor."""
-    return TypeError(f"expected an argument that must be Tensor, not {type(value).__name__}")
+    return TypeError(f"argument must be Tensor, not {type(value).__name__}")
 
 
 def not_tensors(error: AttributeError, *args: object) -> Exception:

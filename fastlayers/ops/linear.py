@@ -83,7 +83,7 @@ def _unsupported(x: Tensor, weight: Tensor, bias: Tensor, features: int) -> str 
     return None
 
 
-def _serving(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Any:
+def _kernels_for(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Any:
     """The kernels for the bias of a linear layer, None (usually, and quickly) where torch sums it."""
     if bias is None or not torch.is_grad_enabled() or not bias.requires_grad or torch.compiler.is_compiling():
         return None
@@ -172,7 +172,7 @@ class _OddProduct(torch.autograd.Function):
 
 def _odd_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear by :class:`_OddProduct`, with a kernel for the gradient of the bias where there is one."""
-    kernels = _serving(x, weight, bias, weight.shape[0])
+    kernels = _kernels_for(x, weight, bias, weight.shape[0])
     low = autocast.dtype_of(x)
     y: Tensor = _OddProduct.apply(x.reshape(-1, x.shape[-1]).to(low), weight.to(low), bias, kernels)
     return y.view(*x.shape[:-1], y.shape[1])
@@ -188,7 +188,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = autocast.linear(x, weight, bias)
         if y is not None:
             return y
-        kernels = _serving(x, weight, bias, weight.shape[0])
+        kernels = _kernels_for(x, weight, bias, weight.shape[0])
     except AttributeError as error:
         raise dispatch.not_tensors(error, x, weight, bias) from None
     if kernels is None:
@@ -209,7 +209,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """torch.addmm(bias, x, weight): a linear layer by a weight that is transposed, (in, out)."""
-    kernels = _serving(x, weight, bias, weight.shape[-1])
+    kernels = _kernels_for(x, weight, bias, weight.shape[-1])
     if kernels is None:
         return torch.addmm(bias, x, weight)
     bias = dispatch.unwrap(bias)

@@ -36,18 +36,18 @@ CPU_LEAST = 2**26
 #: Chunks of a call. Nine of equal size keep the peak within an eighth of the logits, small tensors included. More would
 #: cost accuracy: a dweight in half precision is rounded once a chunk.
 CHUNKS = 9
-#: Rows that a chunk has at least, where the call has them: the products read the weight, and read and write dweight,
+#: Rows that a chunk has at least, where the call has them: the products read linear_weight, and read and write dweight,
 #: once a chunk; with fewer rows the arithmetic would not hide that traffic.
 LEAST_ROWS = 896
 #: Chunks start at multiples of this many rows, so that the products have whole tiles.
 ROW_TILE = 64
 #: Row length of a chunk, in elements: an odd vocabulary is padded to it. Every row then is aligned as the tensor cores
-#: and the kernel's vectors want it; the weight is not copied.
+#: and the kernel's vectors want it; the linear_weight is not copied.
 COLUMN_TILE = 64
 
-#: A vocabulary that is no multiple of this has rows of the weight that begin where tensor cores read no words, and
+#: A vocabulary that is no multiple of this has rows of linear_weight that begin where tensor cores read no words, and
 #: cuBLAS then has products at an eighth of the speed (50257 classes by 4096, 960 rows, H100: 4238 us and not 510). The
-#: columns after the last whole tile of such a vocabulary are multiplied by a padded copy of their rows of the weight.
+#: columns after the last whole tile of such a vocabulary are multiplied by a padded copy of the rows of these.
 ALIGNED = 8
 
 #: In float16 dlogits are multiplied by the first, since the softmax of a large vocabulary is below the least normal
@@ -139,11 +139,11 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 class Gradients(NamedTuple):
-    """The gradients of hidden, weight and bias, each None where it is not needed."""
+    """The gradients of input, linear_weight and linear_bias, each None where it is not needed."""
 
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+    input: Tensor | None
+    linear_weight: Tensor | None
+    linear_bias: Tensor | None
 
     def like(self, *leaves: Tensor | None) -> Gradients:
         """In the shapes and dtypes of what they are gradients of."""
@@ -172,17 +172,17 @@ class _Tail(NamedTuple):
     """
 
     logits: Tensor
-    weight: Tensor
+    linear_weight: Tensor
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> _Tail:
-        count = weight.shape[0]
-        padded = weight.new_zeros((COLUMN_TILE, weight.shape[1]))
-        padded[:count] = weight
-        logits = hidden.new_zeros((hidden.shape[0], COLUMN_TILE))
-        if bias is not None:
-            logits[:, :count] = bias[-count:]
-        logits.addmm_(hidden, padded.t(), beta=scale, alpha=scale)
+    def of(cls, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, scale: float) -> _Tail:
+        count = linear_weight.shape[0]
+        padded = linear_weight.new_zeros((COLUMN_TILE, linear_weight.shape[1]))
+        padded[:count] = linear_weight
+        logits = input.new_zeros((input.shape[0], COLUMN_TILE))
+        if linear_bias is not None:
+            logits[:, :count] = linear_bias[-count:]
+        logits.addmm_(input, padded.t(), beta=scale, alpha=scale)
         return cls(logits, padded)
 
 
@@ -193,21 +193,21 @@ def _matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sweep(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, rest: Rest,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None, rest: Rest,
     grad_scale: Tensor | None, alpha: float, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, Gradients]:  # fmt: skip
     """The loss of each row, and the wanted gradients of ``alpha * sum(losses * grad_scale)``."""
     loss, compute = rest.loss, rest.compute
-    columns, features = weight.shape
-    for_hidden, for_weight, for_bias = wanted
-    free = _free_bytes(hidden.device)
+    columns, features = linear_weight.shape
+    for_input, for_weight, for_bias = wanted
+    free = _free_bytes(input.device)
     if free is not None:
-        free -= for_hidden * hidden.nbytes + for_weight * weight.nbytes
-    h, w = _matrix(hidden.reshape(-1, features), compute), _matrix(weight, compute)
-    b = None if bias is None else bias.detach().to(compute)
+        free -= for_input * input.nbytes + for_weight * linear_weight.nbytes
+    h, w = _matrix(input.reshape(-1, features), compute), _matrix(linear_weight, compute)
+    b = None if linear_bias is None else linear_bias.detach().to(compute)
     rows, classes = h.shape[0], target.reshape(-1).contiguous()
     # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
-    summed = features if for_weight and weight.dtype in reference.LOW_PRECISION else 0
+    summed = features if for_weight and linear_weight.dtype in reference.LOW_PRECISION else 0
     chunks = plan(rows, columns, summed, compute.itemsize, rest.chunk_size, free)
     wide = torch.promote_types(compute, torch.float32)
 
@@ -215,8 +215,8 @@ def sweep(
         dtype = leaf.dtype if leaf.dtype is compute and not sum_wide else wide
         return torch.empty(shape, dtype=dtype, device=h.device)
 
-    dh = buffer(hidden, (rows, features), False) if for_hidden else None
-    dw = buffer(weight, (columns, features), chunks.wide) if for_weight else None
+    dh = buffer(input, (rows, features), False) if for_input else None
+    dw = buffer(linear_weight, (columns, features), chunks.wide) if for_weight else None
     db = torch.zeros(columns, dtype=wide, device=h.device) if for_bias else None
     losses = torch.empty(rows, dtype=wide, device=h.device)
     memory = torch.empty((chunks.most, _padded(columns)), dtype=compute, device=h.device)
@@ -237,13 +237,13 @@ def sweep(
         each = grad_scale is not None and grad_scale.numel() > 1
         factor = grad_scale[start:end] if each else grad_scale  # type: ignore[index]
         losses[start:end] = cross_entropy_chunk_(
-            padded, classes[start:end], class_weight, *options, factor, any(wanted), columns
+            padded, classes[start:end], weight, *options, factor, any(wanted), columns
         )
         if tail is not None and any(wanted):
             tail.logits[start:end].copy_(padded[:, main:])
         if dh is not None:
             if tail is not None:  # first, for the sum is rounded to what the larger part is rounded to
-                _multiply(tail.logits[start:end], tail.weight, dh[start:end], False, alpha * scale)
+                _multiply(tail.logits[start:end], tail.linear_weight, dh[start:end], False, alpha * scale)
             _multiply(logits, w, dh[start:end], tail is not None, alpha * scale)
         if dw_main is not None:
             _multiply(logits.t(), part, dw_main, start > 0, alpha * scale)
@@ -254,19 +254,19 @@ def sweep(
     if db is not None:
         db *= alpha * scale
     del memory, padded, logits  # before a dweight that was summed in float32 is copied
-    return losses, Gradients(dh, dw, db).like(hidden, weight, bias)
+    return losses, Gradients(dh, dw, db).like(input, linear_weight, linear_bias)
 
 
-def _denominator(target: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def _denominator(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """What the mean divides by, still on its device: the weights of the classes that take part, or their number."""
     kept = target != ignore_index
-    if class_weight is None:
+    if weight is None:
         return kept.sum().to(dtype)
-    return torch.where(kept, class_weight[torch.where(kept, target, 0)].to(dtype), 0.0).sum()
+    return torch.where(kept, weight[torch.where(kept, target, 0)].to(dtype), 0.0).sum()
 
 
 def evaluate(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, rest: Rest,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None, rest: Rest,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor | None, Gradients]:  # fmt: skip
     """The loss, gradients of it, and what is left to multiply these with besides the incoming gradient."""
@@ -274,7 +274,7 @@ def evaluate(
     wide = torch.promote_types(rest.compute, torch.float32)
     denominator, factor = None, None
     if reduction == MEAN:
-        denominator = _denominator(target, class_weight, rest.loss.ignore_index, wide)
+        denominator = _denominator(target, weight, rest.loss.ignore_index, wide)
         # Where all rows are ignored the loss is NaN, and the gradients are 0 as torch's.
         kept = (target != rest.loss.ignore_index).any()
         factor = torch.where(kept, denominator.reciprocal(), 0.0)
@@ -282,11 +282,11 @@ def evaluate(
     if any(wanted) and rest.compute is torch.float16:
         # In float16 neither the softmax nor a quotient by thousands of rows is a normal number. The incoming gradient,
         # which a GradScaler scales, comes too late.
-        largest = torch.ones((), dtype=wide, device=target.device) if class_weight is None else class_weight.abs().max()
+        largest = torch.ones((), dtype=wide, device=target.device) if weight is None else weight.abs().max()
         left = (largest.to(wide) if factor is None else largest * factor) / FLOAT16_GRADIENTS
         factor, alpha = FLOAT16_DLOGITS / largest.to(wide), FLOAT16_GRADIENTS / FLOAT16_DLOGITS
-    tensors = (hidden, weight, bias, target, class_weight)
-    device = hidden.device.type
+    tensors = (input, linear_weight, linear_bias, target, weight)
+    device = input.device.type
     with torch.no_grad(), nullcontext() if rest.low is None else torch.autocast(device, enabled=False):
         losses, gradients = sweep(*tensors, rest, factor, alpha, wanted)
     if reduction == NONE:
@@ -317,11 +317,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-        rest: Rest,
+        ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor,
+        weight: Tensor | None, rest: Rest,
     ) -> Tensor:  # fmt: skip
         wanted = ctx.needs_input_grad[:3] if rest.loss.reduction != NONE else (False, False, False)
-        tensors = (hidden, weight, bias, target, class_weight)
+        tensors = (input, linear_weight, linear_bias, target, weight)
         loss, left, gradients = evaluate(*tensors, rest, wanted)
         ctx.save_for_backward(*tensors, left, *gradients)
         ctx.rest, ctx.returned = rest, False
@@ -329,8 +329,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target, class_weight, left, *ready = ctx.saved_tensors
-        tensors, rest, wanted = (hidden, weight, bias, target, class_weight), ctx.rest, ctx.needs_input_grad[:3]
+        input, linear_weight, linear_bias, target, weight, left, *ready = ctx.saved_tensors
+        tensors, rest, wanted = (input, linear_weight, linear_bias, target, weight), ctx.rest, ctx.needs_input_grad[:3]
         if dispatch.needs_double_backward(dy):
             found = _decomposed_backward(dy, *tensors, rest, wanted)
         elif rest.loss.reduction == NONE:
@@ -348,59 +348,68 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _gradients_of_rows(
-    dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    dy: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     rest: Rest, wanted: tuple[bool, ...],
 ) -> Gradients:  # fmt: skip
     """The backward without a reduction: once more through the chunks."""
     scale = dy.detach().reshape(-1).to(torch.promote_types(rest.compute, torch.float32)).contiguous()
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        return sweep(hidden, weight, bias, target, class_weight, rest, scale, 1.0, wanted)[1]
+    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+        return sweep(input, linear_weight, linear_bias, target, weight, rest, scale, 1.0, wanted)[1]
 
 
 def _decomposed_backward(
-    dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    dy: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     rest: Rest, wanted: tuple[bool, ...],
 ) -> Gradients:  # fmt: skip
     """The backward in torch ops, with whole logits, for second derivatives."""
 
-    def compose(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return reference.linear_cross_entropy(hidden, weight, bias, target, class_weight, *rest.loss)
+    def compose(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> Tensor:
+        return reference.linear_cross_entropy(input, linear_weight, linear_bias, target, weight, *rest.loss)
 
-    with torch.autocast(hidden.device.type, rest.low, enabled=rest.low is not None):
-        return Gradients(*dispatch.differentiate(compose, (hidden, weight, bias), wanted, dy))
+    with torch.autocast(input.device.type, rest.low, enabled=rest.low is not None):
+        return Gradients(*dispatch.differentiate(compose, (input, linear_weight, linear_bias), wanted, dy))
 
 
 # ---- which calls -----------------------------------------------------------------------------------------------------
 
 
 def unsupported(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, rest: Rest
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None, rest: Rest
 ) -> str | None:
     """Why a call cannot be chunked, None where it can."""
-    tensors = {"hidden": hidden, "weight": weight, "bias": bias, "target": target, "class_weight": class_weight}
+    tensors = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "linear_bias": linear_bias,
+        "target": target,
+        "weight": weight,
+    }
     for name, t in tensors.items():
         if t is not None and not dispatch.is_plain(t):
             return f"it takes plain tensors, and {name} is a {type(t).__name__}"
-        if t is not None and t.device != hidden.device:
-            return f"{name} is on {t.device}, and hidden on {hidden.device}"
-    given = [t.dtype for t in (hidden, weight, bias) if t is not None]
+        if t is not None and t.device != input.device:
+            return f"{name} is on {t.device}, and input on {input.device}"
+    given = [t.dtype for t in (input, linear_weight, linear_bias) if t is not None]
     if any(dtype not in dispatch.FLOATING or _cast(dtype, rest.low) is not rest.compute for dtype in given):
-        return f"hidden, weight and bias are {', '.join(map(str, given))}; chunks take one floating dtype"
+        return f"input, linear_weight and linear_bias are {', '.join(map(str, given))}; chunks take one floating dtype"
     if target.dtype is not torch.int64:
         return f"the target is {target.dtype}; chunks take classes as int64"
-    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        return f"hidden is {tuple(hidden.shape)}, and weight {tuple(weight.shape)}; expected (..., H) and (V, H)"
-    if target.shape != hidden.shape[:-1]:
-        return f"the target is {tuple(target.shape)}, and hidden {tuple(hidden.shape)}; expected a class for each row"
-    columns = weight.shape[0]
-    if any(t is not None and t.shape != (columns,) for t in (bias, class_weight)):
-        return f"bias and class_weight have to be of shape ({columns},)"
-    if class_weight is not None and (class_weight.requires_grad or class_weight.dtype not in dispatch.FLOATING):
-        return f"class_weight is {class_weight.dtype}, or wants a gradient"
-    if class_weight is not None and rest.low is None and class_weight.dtype is not rest.compute:
-        return f"class_weight is {class_weight.dtype}, and the logits are {rest.compute}"
-    if hidden.numel() == 0 or weight.numel() == 0:
-        return f"nothing to compute on hidden of shape {tuple(hidden.shape)}, weight of {tuple(weight.shape)}"
+    if input.dim() == 0 or linear_weight.dim() != 2 or input.shape[-1] != linear_weight.shape[1]:
+        shapes = tuple(input.shape), tuple(linear_weight.shape)
+        return f"input is {shapes[0]}, and linear_weight {shapes[1]}; expected (..., H) and (V, H)"
+    if target.shape != input.shape[:-1]:
+        return f"the target is {tuple(target.shape)}, and input {tuple(input.shape)}; expected a class for each row"
+    columns = linear_weight.shape[0]
+    if any(t is not None and t.shape != (columns,) for t in (linear_bias, weight)):
+        return f"linear_bias and weight have to be of shape ({columns},)"
+    if weight is not None and (weight.requires_grad or weight.dtype not in dispatch.FLOATING):
+        return f"weight is {weight.dtype}, or wants a gradient"
+    if weight is not None and rest.low is None and weight.dtype is not rest.compute:
+        return f"weight is {weight.dtype}, and the logits are {rest.compute}"
+    if input.numel() == 0 or linear_weight.numel() == 0:
+        return (
+            f"nothing to compute on input of shape {tuple(input.shape)}, linear_weight of {tuple(linear_weight.shape)}"
+        )
     if not 0.0 <= rest.loss.label_smoothing <= 1.0:
         return f"label_smoothing is {rest.loss.label_smoothing}"
     return None
@@ -411,20 +420,20 @@ def _cast(dtype: torch.dtype, low: torch.dtype | None) -> torch.dtype:
     return dtype if low is None or dtype is torch.float64 else low
 
 
-def _is_sharded(weight: object) -> bool:
-    return type(weight).__name__ == "DTensor"
+def _is_sharded(linear_weight: object) -> bool:
+    return type(linear_weight).__name__ == "DTensor"
 
 
-def is_large(hidden: Tensor, weight: Tensor) -> bool:
-    if hidden.dim() == 0 or weight.dim() == 0:
+def is_large(input: Tensor, linear_weight: Tensor) -> bool:
+    if input.dim() == 0 or linear_weight.dim() == 0:
         return False
-    logits = hidden.numel() // max(hidden.shape[-1], 1) * weight.shape[0]
-    return logits >= (GPU_LEAST if hidden.is_cuda else CPU_LEAST)
+    logits = input.numel() // max(input.shape[-1], 1) * linear_weight.shape[0]
+    return logits >= (GPU_LEAST if input.is_cuda else CPU_LEAST)
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, ignore_index: int,
-    reduction: str, label_smoothing: float, softcap: float | None, z_loss: float, logit_scale: float,
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
+    ignore_index: int, reduction: str, label_smoothing: float, softcap: float | None, z_loss: float, logit_scale: float,
     chunk_size: int | None,
 ) -> Tensor:  # fmt: skip
     if softcap is not None and not softcap > 0:
@@ -437,45 +446,48 @@ def linear_cross_entropy(
         raise TypeError(
             f"linear_cross_entropy(): expected logit_scale to be a number, but got {type(logit_scale).__name__}"
         )
-    for t in (weight, target):
+    for t in (linear_weight, target):
         if not isinstance(t, Tensor):
             raise dispatch.expected_tensor(t)
     code = _reduction.get_enum(reduction)
     loss = Loss(ignore_index, code, label_smoothing, softcap or 0.0, z_loss, logit_scale)
-    if _is_sharded(weight) and not _is_sharded(hidden):
+    if _is_sharded(linear_weight) and not _is_sharded(input):
         raise TypeError(
-            "linear_cross_entropy(): expected weight to be a whole tensor, but got a DTensor. Call it inside of the"
-            " forward of the module that fully_shard wraps, where parameters are whole, or pass weight.full_tensor();"
+            "linear_cross_entropy(): expected linear_weight to be a whole tensor, but got a DTensor. Call it inside of"
+            " the forward of the module that fully_shard wraps, where parameters are whole, or pass"
+            " linear_weight.full_tensor();"
             " logits that are sharded over the vocabulary have vocab_parallel_cross_entropy"
         )
     if torch.compiler.is_compiling():
-        return _linear_cross_entropy_compiling(hidden, weight, bias, target, class_weight, loss, chunk_size)
+        return _linear_cross_entropy_compiling(input, linear_weight, linear_bias, target, weight, loss, chunk_size)
     forced = backends.get_backend()
     if forced not in ("eager", "compile"):
         if dispatch.must_decompose():
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
-        elif not dispatch.is_plain(hidden):
-            backends.refuse(f"it takes plain tensors, and hidden is a {type(hidden).__name__}")
-        elif forced is not None or chunk_size is not None or is_large(hidden, weight):
-            rest = _rest(hidden, loss, _autocast_dtype(hidden), chunk_size)
-            if forced is not None and backends.choose(hidden.device) == "cpu":
+        elif not dispatch.is_plain(input):
+            backends.refuse(f"it takes plain tensors, and input is a {type(input).__name__}")
+        elif forced is not None or chunk_size is not None or is_large(input, linear_weight):
+            rest = _rest(input, loss, _autocast_dtype(input), chunk_size)
+            if forced is not None and backends.choose(input.device) == "cpu":
                 backends.refuse("csrc has no linear_cross_entropy for CPU tensors; torch's own serves them")
-            reason = unsupported(hidden, weight, bias, target, class_weight, rest)
+            reason = unsupported(input, linear_weight, linear_bias, target, weight, rest)
             if reason is None:
-                if dispatch.wants_gradient(hidden, weight, bias):
-                    return _LinearCrossEntropy.apply(hidden, weight, bias, target, class_weight, rest)
-                return evaluate(hidden, weight, bias, target, class_weight, rest, (False, False, False))[0]
+                if dispatch.wants_gradient(input, linear_weight, linear_bias):
+                    return _LinearCrossEntropy.apply(input, linear_weight, linear_bias, target, weight, rest)
+                return evaluate(input, linear_weight, linear_bias, target, weight, rest, (False, False, False))[0]
             backends.refuse(reason)
-    return dispatch.call_reference(reference.linear_cross_entropy, hidden, weight, bias, target, class_weight, *loss)
+    return dispatch.call_reference(
+        reference.linear_cross_entropy, input, linear_weight, linear_bias, target, weight, *loss
+    )
 
 
-def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    device = hidden.device.type
+def _autocast_dtype(input: Tensor) -> torch.dtype | None:
+    device = input.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _rest(hidden: Tensor, loss: Loss, low: torch.dtype | None, chunk_size: int | None) -> Rest:
-    compute = _cast(hidden.dtype, low)
+def _rest(input: Tensor, loss: Loss, low: torch.dtype | None, chunk_size: int | None) -> Rest:
+    compute = _cast(input.dtype, low)
     out = torch.float32 if low is not None and compute in reference.LOW_PRECISION else compute
     return Rest(loss, compute, out, low, chunk_size)
 
@@ -486,52 +498,56 @@ def _rest(hidden: Tensor, loss: Loss, low: torch.dtype | None, chunk_size: int |
 
 
 def _run_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, ignore_index: int,
-    reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float, low: torch.dtype | None,
-    chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
+    ignore_index: int, reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None, for_input: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The loss, what is left to multiply the gradients with, and these; empty where there is none."""
     loss = Loss(ignore_index, reduction, label_smoothing, softcap, z_loss, logit_scale)
-    wanted = (for_hidden, for_weight, for_bias) if reduction != NONE else (False, False, False)
-    rest = _rest(hidden, loss, low, chunk_size)
-    found, left, gradients = evaluate(hidden, weight, bias, target, class_weight, rest, wanted)
-    left, dh, dw, db = (hidden.new_empty(0) if t is None else t for t in (left, *gradients))
+    wanted = (for_input, for_weight, for_bias) if reduction != NONE else (False, False, False)
+    rest = _rest(input, loss, low, chunk_size)
+    found, left, gradients = evaluate(input, linear_weight, linear_bias, target, weight, rest, wanted)
+    left, dh, dw, db = (input.new_empty(0) if t is None else t for t in (left, *gradients))
     return found, left, dh, dw, db
 
 
 def _describe_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, ignore_index: int,
-    reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float, low: torch.dtype | None,
-    chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
+    ignore_index: int, reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None, for_input: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rest = _rest(hidden, Loss(0, reduction, 0.0, 0.0, 0.0, 1.0), low, chunk_size)
-    found = hidden.new_empty(target.shape if reduction == NONE else (), dtype=rest.out)
-    wanted = (for_hidden, for_weight, for_bias)
+    rest = _rest(input, Loss(0, reduction, 0.0, 0.0, 0.0, 1.0), low, chunk_size)
+    found = input.new_empty(target.shape if reduction == NONE else (), dtype=rest.out)
+    wanted = (for_input, for_weight, for_bias)
     made, scaled = reduction != NONE, rest.compute is torch.float16 and any(wanted)
-    left = hidden.new_empty((), dtype=torch.float32) if made and scaled else hidden.new_empty(0)
-    return found, left, *_describe_gradients((hidden, weight, bias), wanted if made else (False, False, False))
+    left = input.new_empty((), dtype=torch.float32) if made and scaled else input.new_empty(0)
+    return (
+        found,
+        left,
+        *_describe_gradients((input, linear_weight, linear_bias), wanted if made else (False, False, False)),
+    )
 
 
 def _run_chunks_again(
-    dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    dy: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
-    low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
+    low: torch.dtype | None, chunk_size: int | None, for_input: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of a loss without a reduction; empty where one is not needed."""
     loss = Loss(ignore_index, NONE, label_smoothing, softcap, z_loss, logit_scale)
-    rest = _rest(hidden, loss, low, chunk_size)
-    wanted = (for_hidden, for_weight, for_bias)
-    gradients = _gradients_of_rows(dy, hidden, weight, bias, target, class_weight, rest, wanted)
-    dh, dw, db = (hidden.new_empty(0) if t is None else t for t in gradients)
+    rest = _rest(input, loss, low, chunk_size)
+    wanted = (for_input, for_weight, for_bias)
+    gradients = _gradients_of_rows(dy, input, linear_weight, linear_bias, target, weight, rest, wanted)
+    dh, dw, db = (input.new_empty(0) if t is None else t for t in gradients)
     return dh, dw, db
 
 
 def _describe_chunks_again(
-    dy: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    dy: Tensor, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
-    low: torch.dtype | None, chunk_size: int | None, for_hidden: bool, for_weight: bool, for_bias: bool,
+    low: torch.dtype | None, chunk_size: int | None, for_input: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _describe_gradients((hidden, weight, bias), (for_hidden, for_weight, for_bias))
+    return _describe_gradients((input, linear_weight, linear_bias), (for_input, for_weight, for_bias))
 
 
 def _describe_gradients(
@@ -553,11 +569,11 @@ class LinearCrossEntropyInGraph(dispatch.Pair, inputs=3):
 
     @staticmethod
     def forward(
-        kernels: None, needs: Needs, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-        class_weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float, softcap: float,
+        kernels: None, needs: Needs, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor,
+        weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float, softcap: float,
         z_loss: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
     ) -> Any:  # fmt: skip
-        tensors = (hidden, weight, bias, target, class_weight)
+        tensors = (input, linear_weight, linear_bias, target, weight)
         loss = Loss(ignore_index, reduction, label_smoothing, softcap, z_loss, logit_scale)
         found, *ready = _forward_op(*tensors, *loss, low, chunk_size, *(needs or (False, False, False)))
         return found, (*tensors, *ready), (loss, low, chunk_size)
@@ -588,16 +604,16 @@ _in_graph = dispatch.graph_op_of(LinearCrossEntropyInGraph, "linear_cross_entrop
 
 
 def _linear_cross_entropy_compiling(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, loss: Loss,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None, loss: Loss,
     chunk_size: int | None,
 ) -> Tensor:  # fmt: skip
-    if hidden.is_cuda:
-        keeps = dispatch.graph_keeps_kernel(hidden)
+    if input.is_cuda:
+        keeps = dispatch.graph_keeps_kernel(input)
     else:
         keeps = not torch.compiler._is_exporting_flag and backends.get_backend() is None
-    if keeps and (chunk_size is not None or is_large(hidden, weight)):
-        low = _autocast_dtype(hidden)
-        rest = _rest(hidden, loss, low, chunk_size)
-        if unsupported(hidden, weight, bias, target, class_weight, rest) is None:
-            return _in_graph(hidden, weight, bias, target, class_weight, *loss, low, chunk_size)
-    return reference.linear_cross_entropy(hidden, weight, bias, target, class_weight, *loss)
+    if keeps and (chunk_size is not None or is_large(input, linear_weight)):
+        low = _autocast_dtype(input)
+        rest = _rest(input, loss, low, chunk_size)
+        if unsupported(input, linear_weight, linear_bias, target, weight, rest) is None:
+            return _in_graph(input, linear_weight, linear_bias, target, weight, *loss, low, chunk_size)
+    return reference.linear_cross_entropy(input, linear_weight, linear_bias, target, weight, *loss)

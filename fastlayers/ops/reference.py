@@ -275,19 +275,19 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, ignore_index: int,
-    reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
+    ignore_index: int, reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
 ) -> Tensor:  # fmt: skip
-    _check_linear_shapes(hidden, weight, bias)
-    positions = weight.shape[1:-1]  # d1, ..., dK of a K-dimensional loss
+    _check_linear_shapes(input, linear_weight, linear_bias)
+    positions = linear_weight.shape[1:-1]  # d1, ..., dK of a K-dimensional loss
     if positions:
-        logits = F.linear(hidden, weight.flatten(0, -2), None if bias is None else bias.flatten())
-        logits = logits.unflatten(-1, weight.shape[:-1])
+        logits = F.linear(input, linear_weight.flatten(0, -2), None if linear_bias is None else linear_bias.flatten())
+        logits = logits.unflatten(-1, linear_weight.shape[:-1])
     else:
-        logits = F.linear(hidden, weight, bias)
+        logits = F.linear(input, linear_weight, linear_bias)
     if logit_scale != 1.0:
         logits = logits * logit_scale
-    options = (class_weight, ignore_index, reduction, label_smoothing, softcap, z_loss)
+    options = (weight, ignore_index, reduction, label_smoothing, softcap, z_loss)
     if positions or logits.dim() <= 2:
         return cross_entropy(logits, target, *options)
     # One row a token, whichever dimensions they come in.
@@ -298,7 +298,7 @@ def linear_cross_entropy(
         loss = cross_entropy(rows, target.reshape(-1), *options)
     else:
         raise RuntimeError(
-            f"expected input with dimensionality 1 or 2, got {hidden.dim()}, or a target of its shape without the last"
+            f"expected input with dimensionality 1 or 2, got {input.dim()}, or a target of its shape without the last"
             f" dimension, {tuple(logits.shape[:-1])}, but got {tuple(target.shape)}"
         )
     return loss if reduction else loss.reshape(logits.shape[:-1])

@@ -167,7 +167,7 @@ class Node(torch.autograd.Function):
         if any(dispatch.needs_double_backward(dy) for dy in active if dy is not None):
             if ctx.given is None:
                 raise RuntimeError(
-                    "Trying to backward through the graph a second time: a patched forward has let go of its inputs. "
+                    "Trying to backward through the graph a second time: the inputs of a patched forward were freed. "
                     "Specify retain_graph=True in the first backward"
                 )
             return *(None,) * 5, *ctx.again.differentiate(ctx.given, active, ctx.needs_input_grad[5:])

@@ -44,8 +44,8 @@ from fastlayers.patching.rewrite.fusable import (
 )
 from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableError, row_length
 from fastlayers.patching.rewrite.lowering import IN_PLACE, lowered
-from fastlayers.patching.rewrite.residuals import with_residuals
 from fastlayers.patching.rewrite.specialised import specialised
+from fastlayers.patching.rewrite.sums_after_norms import with_residuals
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage, with_names
 
 __all__ = ["fused"]

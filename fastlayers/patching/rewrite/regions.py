@@ -262,9 +262,7 @@ class Again(NamedTuple):
         del inputs[len(inputs) - len(self.entry.constants) :]
         module = self.module()
         if module is None:
-            raise RuntimeError(
-                "to differentiate the backward of a patched forward its module is needed, which is deleted"
-            )
+            raise RuntimeError("to differentiate the backward of a patched forward takes its module, which was deleted")
         with torch.enable_grad():
             # Of aliases: an argument may itself depend on another one. What is written is a copy.
             aliases = [t.clone() if i in self.entry.changed else t.view_as(t) for i, t in enumerate(inputs)]

@@ -14,7 +14,7 @@ from torch import nn
 from fastlayers.patching.capture.rebuild import rewrap
 from fastlayers.patching.libraries.adapters import Adapter, RewrittenModel
 from fastlayers.patching.libraries.transformers.attention_masks import RULE, fuse_masks, leave_out_masks
-from fastlayers.patching.libraries.transformers.losses import fuse_losses
+from fastlayers.patching.libraries.transformers.loss_functions import fuse_losses
 
 __all__ = ["TransformersAdapter"]
 

@@ -32,7 +32,7 @@ from fastlayers.ops.dispatch import is_plain, must_decompose
 from fastlayers.patching.capture.rebuild import innermost, rebuild, rewrap
 from fastlayers.patching.capture.syntax import local_names, parse
 from fastlayers.patching.libraries.adapters import RewrittenModel
-from fastlayers.patching.libraries.transformers.losses import is_same, pretrained_model, stored
+from fastlayers.patching.libraries.transformers.loss_functions import is_same, pretrained_model, stored
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.runtime.checks import original_class
 
