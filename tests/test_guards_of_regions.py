@@ -21,6 +21,7 @@ import fastlayers
 from fastlayers.graphs.state import State
 from fastlayers.patching.rewrite import executors, regions
 from fastlayers.patching.rewrite.regions import Region, no_regions
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, reached
 from fastlayers.patching.runtime.checks import original_class, rewritten_everywhere
 
 logger = logging.getLogger(__name__)
@@ -352,6 +353,20 @@ def test_parameters_of_a_result_without_a_gradient_have_none(used, twice, execut
             if a is not None:
                 torch.testing.assert_close(b, a)
     assert ran
+
+
+def test_parameters_of_a_norm_whose_sum_alone_is_used():
+    """``layer_norm_backward`` takes the gradient of the sum, too; those of weight and bias do not depend on it."""
+
+    def layer_norm_backward(dy, dsum, x):
+        return dy, dy, dy
+
+    args = Value("dy"), Value("dsum"), Value("x")
+    makes = ("dx", "dweight", "dbias")
+    backward = [Operation(layer_norm_backward, args, {}, makes, single=False, effect=False)]
+    wanted = ("dx", "dweight", None, "dbias")
+    program = Program(("x",), [], ("y", "sum"), ("x",), ("dy", "dsum"), backward, wanted)
+    assert reached(program) == ((0, 1), (0,), (), (0,))
 
 
 def test_an_iterator_goes_on():

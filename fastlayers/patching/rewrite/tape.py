@@ -66,6 +66,10 @@ FILLING = (
 #: Those that write some of it, whatever was there: what they leave is garbage without a region, too.
 PLACING = ("::index_put_", "::index_copy_", "::scatter_")
 
+#: Results of operations that are computed without one of the arguments, by their places: the gradients of a norm's
+#: weight and bias without that of the sum before it.
+UNREAD = {"layer_norm_backward": {1: 1, 2: 1}}
+
 #: Those that update running statistics.
 STATISTICS = ("batch_norm", "batch_norm_impl_index", "batch_norm_with_update", "instance_norm")
 
@@ -375,9 +379,13 @@ def reached(program: Program) -> tuple[tuple[int, ...], ...]:
     """For each wanted gradient the places of those gradients among the given ones that it is computed from."""
     sources = {name: {i} for i, name in enumerate(program.grads)}
     for operation in program.backward:
-        found = set[int]().union(*(sources.get(name, ()) for name in operation.uses))
-        for name in (*operation.makes, *(operation.uses if operation.effect else ())):
-            sources[name] = found | sources.get(name, set())
+        unread = UNREAD.get(plain_name(operation.function), {})
+        for i, name in enumerate((*operation.makes, *(operation.uses if operation.effect else ()))):
+            uses = operation.uses
+            if i in unread:
+                others = (argument for k, argument in enumerate(operation.args) if k != unread[i])
+                uses = frozenset(argument.name for argument in others if isinstance(argument, Value))
+            sources[name] = sources.get(name, set()).union(*(sources.get(used, ()) for used in uses))
     return tuple(tuple(sorted(sources.get(name or "", ()))) for name in program.wanted)
 
 
