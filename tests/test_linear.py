@@ -470,7 +470,7 @@ def test_an_odd_result_can_be_overwritten(shape, served, monkeypatch):
     """As that of torch can, and the kernel sums the gradient of what was written."""
     monkeypatch.setattr(linear, "_is_odd", lambda *args: True)
     kernels = SimpleNamespace(column_sum=lambda dy, dtype: dy.sum(0).to(dtype))
-    monkeypatch.setattr(linear, "_serving", lambda *args: kernels if served else None)
+    monkeypatch.setattr(linear, "_kernels_for", lambda *args: kernels if served else None)
     torch.manual_seed(0)
     x, weight, bias = (t.requires_grad_() for t in (torch.randn(shape), torch.randn(11, 8), torch.randn(11)))
     answers = []
