@@ -369,6 +369,22 @@ def test_parameters_of_a_norm_whose_sum_alone_is_used():
     assert reached(program) == ((0, 1), (0,), (), (0,))
 
 
+def test_a_write_reaches_the_views_of_its_memory():
+    def view(x):
+        return x
+
+    def write_(x, y):
+        return None
+
+    backward = [
+        Operation(view, (Value("memory"),), {}, ("v",), single=True, effect=False, view=True),
+        Operation(view, (Value("v"),), {}, ("dx",), single=True, effect=False, view=True),
+        Operation(write_, (Value("v"), Value("dy")), {}, (), single=True, effect=True),
+    ]
+    program = Program(("x",), [], ("y", "z"), ("x", "memory"), ("dy", "dz"), backward, ("dx", "memory", "other"))
+    assert reached(program) == ((0,), (0,), ())
+
+
 def test_an_iterator_goes_on():
     stock, patched = (made("F.gelu(x) * next(self.steps)", steps=itertools.count()) for _ in range(2))
     patched = fastlayers.patch_model(patched)

@@ -378,9 +378,15 @@ class Tape(TorchDispatchMode):
 def reached(program: Program) -> tuple[tuple[int, ...], ...]:
     """For each wanted gradient the places of those gradients among the given ones that it is computed from."""
     sources = {name: {i} for i, name in enumerate(program.grads)}
+    views = dict[str, set[str]]()  # for each value those in the same memory
+    for operation in (*program.forward, *program.backward):
+        if operation.view:
+            together = set[str]().union(operation.makes, *(views.get(name, {name}) for name in operation.uses))
+            views.update(dict.fromkeys(together, together))
     for operation in program.backward:
         unread = UNREAD.get(plain_name(operation.function), {})
-        for i, name in enumerate((*operation.makes, *(operation.uses if operation.effect else ()))):
+        written = set[str]().union(*(views.get(name, {name}) for name in operation.uses)) if operation.effect else ()
+        for i, name in enumerate((*operation.makes, *written)):
             uses = operation.uses
             if i in unread:
                 others = (argument for k, argument in enumerate(operation.args) if k != unread[i])
