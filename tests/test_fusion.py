@@ -415,6 +415,20 @@ def test_conditions(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_number_is_compared_in_the_dtype_of_the_tensor(dtype, device):
+    """0.1 is another number in each dtype, and equal to itself."""
+    x = torch.tensor([0.1, 0.3, -0.1, 0.7] * 16, dtype=dtype, device=device)
+
+    def function(x):
+        y = x * 1
+        return torch.stack([torch.where(c, y * 2, y * 3) for c in (y > 0.1, y >= 0.3, y == 0.7, y <= -0.1, y < 0.7)])
+
+    program, other = check(function, x)
+    assert launches(other.forward) == 1 < launches(program.forward)
+
+
+@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_sums_of_conditions(dim, device):
     """The softmax of scaled_dot_product_attention, in its own words: rows of nothing but -inf become 0."""

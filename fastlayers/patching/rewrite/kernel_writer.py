@@ -371,11 +371,13 @@ class KernelWriter:
         common = dtypes[0] if len(dtypes) == 1 else torch.promote_types(*dtypes)
         if not isinstance(b, Value) and isinstance(b, float) and common not in FLOATING:
             common = torch.float32
+        if not isinstance(b, Value) and common in FLOATING:
+            b = torch.tensor(b, dtype=common).item()  # as torch compares: 0.1 is 0.10009765625 in bfloat16
         left = self.operand(a, out, indices, condition, common)
         right = (
             self.operand(b, out, indices, condition, common)
             if isinstance(b, Value)
-            else (number(b) if common in FLOATING else str(int(b)))
+            else (number(b, accumulator_of(common)) if common in FLOATING else str(int(b)))
         )
         return self.code.let(f"({left} {sign} {right})")
 
