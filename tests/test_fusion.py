@@ -415,6 +415,35 @@ def test_conditions(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_what_is_written_is_not_computed_again(device):
+    """A backward that computes a value again would do without what was written into it."""
+
+    def part(x, z):
+        y = x * 2 + 1
+        y[:, :1] = z
+        return y * x + 1
+
+    def over(x, z):
+        y = (x * 0.7).copy_(x)
+        return y / (x * x + 0.5) + z
+
+    for function in (part, over):
+        x, z = (torch.randn(8, n, device=device, requires_grad=True) for n in (256, 1))
+        check(function, x, z)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_view_of_a_value_is_a_result(device):
+    """Its backward takes the value as a view of that result: each is a view of the other one."""
+
+    def attended(q, k, v):
+        q = q.sigmoid() * 2
+        return F.scaled_dot_product_attention(q, k, v) * 2, q.flatten(2)
+
+    check(attended, *(torch.randn(2, 3, 8, 8, device=device, requires_grad=True) for _ in range(3)))
+
+
+@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_number_is_compared_in_the_dtype_of_the_tensor(dtype, device):
     """0.1 is another number in each dtype, and equal to itself."""

@@ -21,6 +21,7 @@ from fastlayers.patching.rewrite.fusable import (
     is_dense,
     is_followed,
     is_fusable,
+    makers_of,
     spelled,
     written_by,
 )
@@ -229,7 +230,7 @@ def repeated(program: Program, place: int, argument: int, result: int, values: d
     wide = values[kernel.makes[0]] if kernel.makes[0] else None
     if wide is None or wide.dtype is not torch.float32 or any(arg is not None for arg in kernel.args[argument:]):
         return program
-    makers = {name: o for o in operations for name in o.makes if name}
+    makers = makers_of(operations)
     for i in range(place + 1, split if place < split else len(operations)):
         cast = operations[i]
         if not is_cast(cast, values) or values[cast.makes[0]].dtype not in LOW_PRECISION:
@@ -262,7 +263,7 @@ def summed(program: Program, place: int, values: Mapping[str, Tensor]) -> Progra
     before it."""
     operations = [*program.forward, *program.backward]
     kernel = operations[place]
-    makers = {name: o for o in operations for name in o.makes if name}
+    makers = makers_of(operations)
     dx = kernel.makes[0]
     if not dx or kernel.args[2] is not None or kernel.args[6]:
         return program

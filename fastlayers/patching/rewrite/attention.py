@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers.patching.rewrite.absorption import needed
 from fastlayers.patching.rewrite.executors import KEYS, excluding
-from fastlayers.patching.rewrite.fusable import base_of, is_dense, spelled, written_by
+from fastlayers.patching.rewrite.fusable import base_of, is_dense, makers_of, spelled, written_by
 from fastlayers.patching.rewrite.specialised import FACTORS
 from fastlayers.patching.rewrite.tape import (
     Operation,
@@ -144,7 +144,7 @@ def with_scale(program: Program, result: str, place: int, values: Mapping[str, T
     """The program with the attention of this result, which multiplies an operand itself; None if the operand is no
     product, or if that or its gradient is used elsewhere."""
     operations = [*program.forward, *program.backward]
-    makers = {name: operation for operation in operations for name in operation.makes if name}
+    makers = makers_of(operations)
     attention = makers[result]
     backward = [o for o in operations if spelled(o) == f"{spelled(attention)}_backward" and result in o.uses]
     product = makers.get(base_of(attention.operands[place], makers, values))

@@ -43,6 +43,7 @@ __all__ = [
     "is_dense",
     "is_followed",
     "is_fusable",
+    "makers_of",
     "reduced_dims",
     "rounded_later",
     "row_dim",
@@ -223,6 +224,16 @@ def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
     if isinstance(dims, int):
         dims = [dims]
     return tuple(sorted({d % x.dim() for d in dims})) if dims else tuple(range(x.dim()))
+
+
+def makers_of(operations: Iterable[Operation]) -> dict[str, Operation]:
+    """For each value the first operation that makes it. A backward may make one again, as a view of a result that is
+    itself a view of it."""
+    found: dict[str, Operation] = {}
+    for operation in operations:
+        for name in filter(None, operation.makes):
+            found.setdefault(name, operation)
+    return found
 
 
 def base_of(name: str, producers: Mapping[str, Operation], values: Mapping[str, Tensor]) -> str:

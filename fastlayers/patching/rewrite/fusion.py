@@ -297,6 +297,8 @@ class Recomputed:
             operation = self.outer.get(name)
             if operation is None or spelled(operation) in WHOLE or not is_fusable(operation, self.values):
                 return None
+            if storage(self.values[name]) in self.written:  # It is not only what this operation made.
+                return None
             found: frozenset[str] = frozenset()
             for operand in operation.operands:
                 base = base_of(operand, self.outer, self.values)

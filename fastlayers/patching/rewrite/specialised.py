@@ -29,6 +29,7 @@ from fastlayers.patching.rewrite.fusable import (
     in_new_memory,
     is_dense,
     is_fusable,
+    makers_of,
     spelled,
     written_by,
 )
@@ -89,7 +90,7 @@ class Part:
     def __init__(self, program: Program, values: dict[str, Tensor], fake: FakeTensorMode) -> None:
         self.values, self.fake = values, fake
         self.operations = operations = (*program.forward, *program.backward)
-        self.makers = {name: operation for operation in operations for name in operation.makes if name}
+        self.makers = makers_of(operations)
         self.written = written_by(operations, values)
         # Others may write to these, which is an error only for what autograd keeps.
         self.given = {storage(values[name]) for name in (*program.inputs, *program.results)}
