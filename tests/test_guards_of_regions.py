@@ -130,7 +130,7 @@ def run(m, x):
 def agree(stock, patched):
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
     for a, b in zip(run(stock, x), run(patched, x), strict=True):
-        torch.testing.assert_close(b, a)
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)  # A change makes a difference of 1 or more.
 
 
 @pytest.fixture
