@@ -256,7 +256,6 @@ struct Region : torch::CustomClassHolder {
   Numbers written;                        // the inputs whose versions the forward raises
   Numbers active;                         // the results that have gradients
   std::vector<Numbers> strides;           // of these gradients, as they were recorded
-  std::vector<Numbers> reached;           // for each wanted gradient those of these that it is computed from
   std::mutex mutex;
   std::map<std::vector<bool>, Program> pruned;
 
@@ -312,9 +311,9 @@ struct Region : torch::CustomClassHolder {
 
   void finish(
       Numbers results_, Numbers kept_, Numbers grads_, Numbers wanted_, int64_t size_, int64_t count_, Numbers written_,
-      Numbers active_, std::vector<Numbers> strides_, std::vector<Numbers> reached_) {
+      Numbers active_, std::vector<Numbers> strides_) {
     results = results_, kept = kept_, grads = grads_, wanted = wanted_, size = size_, count = count_;
-    written = written_, active = active_, strides = strides_, reached = reached_;
+    written = written_, active = active_, strides = strides_;
     auto needed = results;
     needed.insert(needed.end(), kept.begin(), kept.end());
     forward = alive(forward, needed);
@@ -360,10 +359,12 @@ struct RegionBackward final : autograd::Node {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!released, autograd::ERR_BACKWARD_TWICE);
     std::vector<bool> asked(num_outputs());
-    for (size_t i = 0; i < asked.size(); ++i) {
-      asked[i] = task_should_compute_output(i) && region->wanted[i] >= 0 && has_source(grads, region->reached[i]);
+    for (size_t i = 0; i < asked.size(); ++i) asked[i] = task_should_compute_output(i) && region->wanted[i] >= 0;
+    if (must_be_differentiable(grads)) {
+      auto found = differentiate(grads, asked);
+      if (!at::GradMode::is_enabled() && !autograd::get_current_graph_task_keep_graph()) release();
+      return found;
     }
-    if (must_be_differentiable(grads)) return differentiate(grads, asked);
 
     Registers registers(region->size);
     for (size_t i = 0; i < saved.size(); ++i) registers[region->kept[i]] = saved[i].unpack(getptr());
@@ -386,7 +387,7 @@ struct RegionBackward final : autograd::Node {
     released = true;
   }
 
-  // Whether a graph of the backward is wanted, or gradients are of a kind that the recorded operations do not fit.
+  // Whether a graph of the backward is wanted, or gradients are missing or of a kind that the recorded operations do not fit.
   static bool must_be_differentiable(const autograd::variable_list& grads) {
     constexpr c10::DispatchKeySet wrapped(
         {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
@@ -396,22 +397,17 @@ struct RegionBackward final : autograd::Node {
       return true;
     }
     for (const auto& t : grads) {
-      if (t.defined() && (t.key_set().has_any(wrapped) || autograd::isFwGradDefined(t))) return true;
+      if (!t.defined() || t.key_set().has_any(wrapped) || autograd::isFwGradDefined(t)) return true;
     }
     return false;
   }
 
-  // Whether a gradient is there that one of the inputs is computed from. Where none is, autograd gives none: zeros would let weights decay.
-  static bool has_source(const autograd::variable_list& grads, const Numbers& reached) {
-    return reached.empty() || std::any_of(reached.begin(), reached.end(), [&](auto i) { return grads[i].defined(); });
-  }
-
   Tensor as_recorded(Tensor grad, size_t i) const {
     const auto& strides = region->strides[i];
-    if (grad.defined() && grad.strides() == strides) return grad;
+    if (grad.strides() == strides) return grad;
     const auto& metadata = input_metadata(i);
     auto copy = at::empty_strided(C10_AS_INTARRAYREF_SLOW(metadata.shape_as_dim_vector()), strides, metadata.options());
-    return grad.defined() ? copy.copy_(grad) : copy.zero_();
+    return copy.copy_(grad);
   }
 
   autograd::variable_list differentiate(const autograd::variable_list& grads, const std::vector<bool>& asked) const {

@@ -55,7 +55,11 @@ class Again(Protocol):
     """What the derivative of a backward needs to run the forward again."""
 
     def differentiate(self, given: Given, grads: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of the inputs that need one, with a graph of their own."""
+        """The gradients of the inputs that need one, with a graph of their own where that is asked for.
+
+        Of results without a gradient nothing is computed, as autograd does: zeros would let weights decay, and 0 times
+        infinity is NaN.
+        """
 
 
 class Facts(NamedTuple):
@@ -65,18 +69,15 @@ class Facts(NamedTuple):
         wanted: the number of inputs that need a gradient, the first ones.
         written: the numbers of the inputs whose version the operations raise.
         active: the numbers of the results that need a gradient,
-        constant: those of the others.
-        gradients: shape, strides, dtype and device of the gradients of the active results.
-        reached: for each wanted input the places of the active results that its gradient is computed from. If none of
-            these has a gradient, the input gets none, as autograd gives it none: zeros would let weights decay.
+        constant: those of the others,
+        strides: and those of the gradients of the active results.
     """
 
     wanted: int = 0
     written: tuple[int, ...] = ()
     active: tuple[int, ...] = ()
     constant: tuple[int, ...] = ()
-    gradients: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...] = ()
-    reached: tuple[tuple[int, ...], ...] = ()
+    strides: tuple[tuple[int, ...], ...] = ()
 
 
 def executor_class() -> type[Executor]:
@@ -164,30 +165,27 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         facts = ctx.executor.facts
         active = tuple(grads[i] for i in facts.active)
-        if any(dispatch.needs_double_backward(dy) for dy in active if dy is not None):
+        if any(dy is None or dispatch.needs_double_backward(dy) for dy in active):
             if ctx.given is None:
                 raise RuntimeError(
                     "Trying to backward through the graph a second time: the inputs of a patched forward were freed. "
                     "Specify retain_graph=True in the first backward"
                 )
-            return *(None,) * 5, *ctx.again.differentiate(ctx.given, active, ctx.needs_input_grad[5:])
-        dys = tuple(map(as_recorded, active, facts.gradients))
+            found = ctx.again.differentiate(ctx.given, active, ctx.needs_input_grad[5:])
+            if not (torch.is_grad_enabled() or _retains_graph()):
+                ctx.maybe_clear_saved_tensors()
+                ctx.given = None
+            return *(None,) * 5, *found
+        dys = tuple(
+            dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
+            for dy, strides in zip(active, facts.strides, strict=True)
+        )
         kept = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         if not _retains_graph():
             ctx.given = None  # A loss that outlives its backward would hold the inputs of all regions.
         with excluding(KEYS):
-            found = ctx.executor.backward(dys, kept)
-        reaches = (not places or any(active[i] is not None for i in places) for places in facts.reached)
-        return *(None,) * 5, *(t if reached else None for t, reached in zip(found, reaches, strict=True))
-
-
-def as_recorded(dy: Tensor | None, like: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]) -> Tensor:
-    """The gradient of a result as it was when the backward was recorded; zeros for None."""
-    shape, strides, dtype, device = like
-    if dy is None:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
-    return dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
+            return *(None,) * 5, *ctx.executor.backward(dys, kept)
 
 
 _record = dispatch.record_of(Node)
@@ -300,7 +298,7 @@ class NativeExecutor:
         region.finish(
             numbers(program.results), numbers(program.kept), numbers(program.grads), numbers(program.wanted),
             len(registers), facts.wanted, list(facts.written), list(facts.active),
-            [list(strides) for _, strides, *_ in facts.gradients], [list(places) for places in facts.reached],
+            [list(strides) for strides in facts.strides],
         )  # fmt: skip
 
     def forward(self, *inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -49,7 +49,7 @@ from fastlayers.patching.rewrite.executors import (
 from fastlayers.patching.rewrite.generate import signature_source
 from fastlayers.patching.rewrite.readers import Reader
 from fastlayers.patching.rewrite.results import OpaqueError, Place, Taken, put_together, take_apart
-from fastlayers.patching.rewrite.tape import Tape, plain_name, reached, storage
+from fastlayers.patching.rewrite.tape import Tape, plain_name, storage
 from fastlayers.patching.runtime.checks import check_defaults, original_class
 
 __all__ = [
@@ -153,6 +153,8 @@ class Entry:
         constants: further inputs, the same in every call.
         changed: the places of buffers that the code changes.
         draws: whether the code draws random numbers.
+        apart: modules by their id that run op by op, since some result of theirs got no gradient: the recorded backward
+            takes all of them.
     """
 
     tensors: Any
@@ -166,6 +168,7 @@ class Entry:
     constants: tuple[Tensor, ...] = ()
     changed: tuple[int, ...] = ()
     draws: bool = False
+    apart: set[int] = field(default_factory=set)
 
 
 def attentions() -> tuple[bool, ...]:
@@ -263,6 +266,9 @@ class Again(NamedTuple):
         module = self.module()
         if module is None:
             raise RuntimeError("to differentiate the backward of a patched forward takes its module, which was deleted")
+        if any(dy is None for dy in grads):
+            self.entry.apart.add(id(module))
+        wants_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             # Of aliases: an argument may itself depend on another one. What is written is a copy.
             aliases = [t.clone() if i in self.entry.changed else t.view_as(t) for i, t in enumerate(inputs)]
@@ -278,7 +284,8 @@ class Again(NamedTuple):
         ordered = self.entry.order((*aliases, *self.entry.constants))
         wanted = [t for t, needed in zip(ordered, needs, strict=False) if needed]
         dys = [dy for dy in grads if dy is not None]
-        found = iter(torch.autograd.grad(results, wanted, dys, create_graph=True, allow_unused=True))
+        gradients = torch.autograd.grad(results, wanted, dys, create_graph=wants_graph, allow_unused=True)
+        found = iter(gradients)
         return [next(found) if needed else None for needed in needs]
 
 
@@ -362,6 +369,8 @@ class Region:
                         and entry.state.check()
                         and entry.attentions in (None, attentions())
                     ):
+                        if entry.apart and id(module) in entry.apart:
+                            return self.present.forward(module, *args, **kwargs)
                         if entry.refusal is not None:
                             self.failed()
                             return self.present.forward(module, *args, **kwargs)
@@ -587,8 +596,7 @@ class Region:
             written=tuple(k for k, i in enumerate(places) if id(every[i]) in written),
             active=tuple(active),
             constant=tuple(i for i in range(len(results)) if i not in active),
-            gradients=tuple((t.shape, t.stride(), t.dtype, t.device) for t in (results[i] for i in active)),
-            reached=reached(program) if active else (),
+            strides=tuple(results[i].stride() for i in active),
         )
         entry.code = plain = execute(program, entry.facts)
         if generates:

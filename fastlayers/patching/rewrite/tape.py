@@ -34,7 +34,6 @@ __all__ = [
     "map_values",
     "operands_like",
     "plain_name",
-    "reached",
     "renamed",
     "storage",
     "with_names",
@@ -65,10 +64,6 @@ FILLING = (
 )
 #: Those that write some of it, whatever was there: what they leave is garbage without a region, too.
 PLACING = ("::index_put_", "::index_copy_", "::scatter_")
-
-#: Results of operations that are computed without one of the arguments, by their places: the gradients of a norm's
-#: weight and bias without that of the sum before it.
-UNREAD = {"layer_norm_backward": {1: 1, 2: 1}}
 
 #: Those that update running statistics.
 STATISTICS = ("batch_norm", "batch_norm_impl_index", "batch_norm_with_update", "instance_norm")
@@ -373,26 +368,6 @@ class Tape(TorchDispatchMode):
             wanted=tuple(wanted),
             constants=tuple(self.name(t) for t in self.constants),
         )
-
-
-def reached(program: Program) -> tuple[tuple[int, ...], ...]:
-    """For each wanted gradient the places of those gradients among the given ones that it is computed from."""
-    sources = {name: {i} for i, name in enumerate(program.grads)}
-    views = dict[str, set[str]]()  # for each value those in the same memory
-    for operation in (*program.forward, *program.backward):
-        if operation.view:
-            together = set[str]().union(operation.makes, *(views.get(name, {name}) for name in operation.uses))
-            views.update(dict.fromkeys(together, together))
-    for operation in program.backward:
-        unread = UNREAD.get(plain_name(operation.function), {})
-        written = set[str]().union(*(views.get(name, {name}) for name in operation.uses)) if operation.effect else ()
-        for i, name in enumerate((*operation.makes, *written)):
-            uses = operation.uses
-            if i in unread:
-                others = (argument for k, argument in enumerate(operation.args) if k != unread[i])
-                uses = frozenset(argument.name for argument in others if isinstance(argument, Value))
-            sources[name] = sources.get(name, set()).union(*(sources.get(used, ()) for used in uses))
-    return tuple(tuple(sorted(sources.get(name or "", ()))) for name in program.wanted)
 
 
 def map_values(argument: Any, function: Callable[[Value], Any]) -> Any:
