@@ -20,7 +20,7 @@ from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlayers.ops.dispatch import PLAIN
-from fastlayers.patching.capture.lookups import package
+from fastlayers.patching.capture.lookups import package, parts_of
 from fastlayers.patching.rewrite.regions import attentions
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, original_class
 
@@ -140,11 +140,6 @@ def note_containers(value: Any, found: dict[int, Any], depth: int = 4) -> None:
     found[id(inner)] = inner if not isinstance(inner, tuple) else list(inner)
     for item in inner.values() if isinstance(inner, dict) else inner:
         note_containers(item, found, depth - 1)
-
-
-def parts_of(function: types.FunctionType) -> tuple[Any, ...]:
-    """What someone may replace of a function."""
-    return function.__code__, function.__defaults__, function.__kwdefaults__
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import operator
 import re
 import sys
 import types
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "FUNCTIONS",
+    "PARTS",
     "Bind",
     "global_variable",
     "inside_function",
@@ -32,6 +34,7 @@ __all__ = [
     "member",
     "not_shadowed",
     "package",
+    "parts_of",
     "same",
     "same_forward",
     "same_inherited",
@@ -44,6 +47,10 @@ Bind: TypeAlias = Callable[[object, str], str]
 
 #: Types of what is compared by identity.
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type, types.ModuleType)
+#: What someone may replace of a function. A notebook that reloads a file changes the code.
+PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+#: These of a function. A graph asks for them before each replay.
+parts_of: Callable[[types.FunctionType], tuple[Any, ...]] = operator.attrgetter(*PARTS)
 #: Functions of torch that compute nothing.
 QUERIES = frozenset(
     {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic", "handle_torch_function",

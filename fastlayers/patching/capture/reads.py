@@ -269,16 +269,6 @@ class Concrete(Instrument):
                 raise
             return ast.Expr(hook("refuse", ast.Constant(refusal.reason.name), ast.Constant(refusal.detail)))
 
-    def visit_While(self, node: ast.While) -> ast.stmt:
-        self.generic_visit(node)
-        node.test = hook("test", node.test)
-        return node
-
-    def visit_withitem(self, node: ast.withitem) -> ast.withitem:
-        self.generic_visit(node)
-        node.context_expr = hook("context", node.context_expr)
-        return node
-
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
         node.left, node.right = hook("operand", node.left), hook("operand", node.right)

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from fastlayers.patching.capture.lookups import member, same
+from fastlayers.patching.capture.lookups import PARTS, member, parts_of, same
 from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.reasons import Reason, Refusal
 
@@ -189,7 +189,7 @@ def assign(name: str, value: ast.expr) -> ast.stmt:
     return ast.Assign([ast.Name(name, ast.Store())], value)
 
 
-#: The parts of syntax that go through a hook: what is iterated, and what is tested.
+#: The parts of syntax that go through a hook: what is iterated, what is tested, and contexts.
 THROUGH_HOOKS: dict[type[ast.AST], dict[str, str]] = {
     ast.For: {"iter": "container"},
     ast.comprehension: {"iter": "container", "ifs": "test"},
@@ -197,6 +197,8 @@ THROUGH_HOOKS: dict[type[ast.AST], dict[str, str]] = {
     ast.IfExp: {"test": "test"},
     ast.Assert: {"test": "test"},
     ast.BoolOp: {"values": "test"},
+    ast.While: {"test": "test"},
+    ast.withitem: {"context_expr": "context"},
 }
 
 
@@ -386,8 +388,6 @@ class Run:
 
     #: How the source is instrumented.
     instrument: type[Instrument] = Instrument
-    #: What may not have changed of a function that is followed.
-    compared = ("__code__", "__defaults__", "__kwdefaults__")  # A notebook that reloads a file changes the code.
 
     def __init__(self, module: nn.Module, tests: dict[str, None], namespace: dict[str, Any], max_depth: int) -> None:
         self.root = module
@@ -431,10 +431,9 @@ class Run:
         """Run the instrumented source of a Python function."""
         if self.depth >= self.max_depth:
             raise Refusal(Reason.UNKNOWN_CALL, f"{function.__qualname__}: calls are nested too deeply")
-        for part in self.compared:
-            if (held := getattr(function, part)) is not None:
-                name = self.bind(function, re.sub(r"\W+", "_", function.__qualname__))
-                self.test(same(f"{name}.{part}", held, self.bind))
+        for part, held in zip(PARTS, parts_of(function), strict=True):
+            if held is not None:
+                self.test(same(f"{self.named(function)}.{part}", held, self.bind))
         bound = inspect.signature(function).bind(*args, **kwargs)
         given = set(bound.arguments)
         bound.apply_defaults()
@@ -468,8 +467,10 @@ class Run:
     def function_attribute(self, function: types.FunctionType, name: str) -> Any:
         if name not in function.__dict__:
             return getattr(function, name)
-        named = self.bind(function, re.sub(r"\W+", "_", function.__qualname__))
-        return self.read(f"{named}.{name}", function.__dict__[name])
+        return self.read(f"{self.named(function)}.{name}", function.__dict__[name])
+
+    def named(self, function: types.FunctionType) -> str:
+        return self.bind(function, re.sub(r"\W+", "_", function.__qualname__))
 
     def read_property(self, static: property, origin: str, owner: Any, name: str) -> Any:
         self.test(same(f"type({origin}).{name}", static, self.bind))

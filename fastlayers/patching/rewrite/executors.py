@@ -297,8 +297,7 @@ class NativeExecutor:
                     _native.kernel(self._address, bool(of_backward), call, numbers(uses), made, launch)
         region.finish(
             numbers(program.results), numbers(program.kept), numbers(program.grads), numbers(program.wanted),
-            len(registers), facts.wanted, list(facts.written), list(facts.active),
-            [list(strides) for strides in facts.strides],
+            len(registers), facts.wanted, list(facts.written), list(facts.active), [list(s) for s in facts.strides],
         )  # fmt: skip
 
     def forward(self, *inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
