@@ -433,6 +433,28 @@ def test_what_is_written_is_not_computed_again(device):
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_tensors_of_one_element(device):
+    """Their places are numbers, where Triton wants blocks as their conditions are."""
+    x = torch.randn(8, 8, device=device, requires_grad=True)
+    index = torch.tensor([[3]], device=device)
+    check(lambda x, i: x.gather(0, i) * 2 + 1, x, index)
+    check(lambda x: F.pad(x[2:3, 1:2] * 2, (1, 2, 0, 3)) + 1, x)
+    check(lambda x: torch.cat((x[2:3, 1:2], x[:3, :1])) * 2 + 1, x)
+    for shape in ((1, 1), (1,), (1, 1, 1)):
+        one = torch.randn(shape, device=device, requires_grad=True)
+        check(lambda x: F.softmax(x * 2, -1) * x.sigmoid() + 1, one)
+        check(lambda x: F.layer_norm(x * 2, x.shape[-1:]) + (x * 3).sum(-1, keepdim=True), one)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_deviation_of_equal_elements_is_0(dtype, device):
+    """So is its gradient. The sum of 7 times 3.3 divided by 7 is not 3.3."""
+    x = torch.tensor([3.3, 0.1, -1.7, 1e4], dtype=dtype, device=device)[:, None].repeat(1, 7).requires_grad_()
+    check(lambda x, y: (x + y).std(1, correction=0) * 2, x, x.new_zeros(4, 1))
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_a_view_of_a_value_is_a_result(device):
     """Its backward takes the value as a view of that result: each is a view of the other one."""
 
@@ -1315,6 +1337,25 @@ def test_gradients_of_nothing_but_rounding(device):
     assert entry.refusal is None
 
 
+class Largest(nn.Module):
+    def forward(self, x):
+        return (torch.sin(x) * torch.cos(x) + x.tanh()).amax(-1)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_results_and_what_is_kept_are_of_one_run(device):
+    """The largest element of a run with generated kernels may not be one of the run without them."""
+    torch.manual_seed(0)
+    module, stock = Largest(), Largest()
+    module.__class__ = region_class(Largest, {})
+    for _ in range(4):
+        x = torch.randn(64, 16, device=device)
+        for a, b in zip(outcome(module, x), outcome(stock, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    (entry,) = (e for found in type(module).__fastlayers_region__.entries.values() for e in found)
+    assert entry.refusal is None
+
+
 def heads(x, w, scale=1.0):
     y = x @ w if scale == 1 else x @ w * scale
     return y.view(*x.shape[:2], 2, -1).transpose(1, 2).contiguous()
@@ -1427,4 +1468,31 @@ def test_a_kernel_that_cannot_be_compiled(device, monkeypatch):
     for _ in range(3):
         module(*(torch.randn(8, 32, device=device, requires_grad=True) for _ in range(2))).sum().backward()
     (entry,) = (e for found in type(module).__fastlayers_region__.entries.values() for e in found)
+    assert entry.refusal is None
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("device", PLACES)
+def test_what_was_recorded_runs_without_kernels_that_do_not_work(device, wrong, monkeypatch):
+    launches = []
+
+    def call(kernel, *inputs):
+        launches.append(kernel)
+        if not wrong:
+            raise RuntimeError("out of resources")
+        return [result.empty(kernel.device).fill_(7) for result in kernel.results]
+
+    monkeypatch.setattr(Kernel, "__call__", call)
+    monkeypatch.setattr(executors, "run_generated", lambda kernel, launch, *inputs: call(kernel))
+    monkeypatch.setattr("fastlayers.patching.rewrite.regions.executor_class", lambda: PythonExecutor)
+    torch.manual_seed(0)
+    module, stock = Modulated().to(device), Modulated().to(device)
+    module.load_state_dict(stock.state_dict())
+    module.__class__ = region_class(Modulated, {})
+    for _ in range(3):
+        inputs = [torch.randn(8, 32, device=device) for _ in range(2)]
+        for a, b in zip(outcome(module, *inputs), outcome(stock, *inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    (entry,) = (e for found in type(module).__fastlayers_region__.entries.values() for e in found)
+    assert launches
     assert entry.refusal is None

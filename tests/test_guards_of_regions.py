@@ -267,6 +267,30 @@ def test_a_graph_sees_the_change(what):
         assert seen or what in ("an attribute of a parameter", "a flag behind a function")
 
 
+SCALE = 2.0
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return self.scaled(x)
+
+    def scaled(self, x):
+        return x * 2
+
+
+class Overridden(Plain):
+    def scaled(self, x):
+        return x * SCALE
+
+
+def test_a_graph_sees_what_an_override_reads(monkeypatch):
+    """Of two classes with the same forward, the second one calls another method."""
+    state = State(nn.Sequential(Plain(), Overridden()), torch.device("cpu"))
+    assert state.holds()
+    monkeypatch.setitem(globals(), "SCALE", 9.0)
+    assert not state.holds()
+
+
 def test_lists_and_dicts_of_the_caller_are_filled(ran):
     class Block(Body):
         def forward(self, x, skips, cache):

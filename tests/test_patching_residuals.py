@@ -232,7 +232,18 @@ def test_a_few_gradients_that_are_all_or_nothing():
     known = dy * ((normed.bfloat16() + residual.bfloat16()) > 0)
     found = dy * ((normed + residual.bfloat16()) > 0)
     assert 0 < (known != found).sum() < 1000
-    assert not agree([found], [known], 0)
-    assert agree([found], [known], 0, kinks=True)
-    assert not agree([dy], [known], 0, kinks=True)
-    assert not agree([found.masked_fill(known == known.max(), float("nan"))], [known], 0, kinks=True)
+    of_16_bits, of_32_bits = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float32).eps
+    assert not agree([found], [known], of_16_bits)
+    assert agree([found], [known], of_16_bits, kinks=True)
+    assert not agree([found], [known], of_32_bits, kinks=True)
+    assert not agree([dy], [known], of_16_bits, kinks=True)
+    assert not agree([found.masked_fill(known == known.max(), float("nan"))], [known], of_16_bits, kinks=True)
+
+
+def test_gradients_that_cancel():
+    """Nothing but roundings of what they are the sums of, of which the only known ones are the gradients given."""
+    rounding = torch.finfo(torch.float32).eps
+    known, found = torch.tensor([1e-7, -3e-8]), torch.tensor([-1e-7, 0.0])
+    assert not agree([found], [known], rounding)
+    assert agree([found], [known], rounding, [torch.ones(2)])
+    assert not agree([found * 100], [known], rounding, [torch.ones(2)])

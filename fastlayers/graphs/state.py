@@ -94,10 +94,12 @@ class State:
     def note_forward(self, kind: type[nn.Module]) -> None:
         """Add the functions and methods that the forward of a class calls, and the global variables that they read."""
         pending = [inspect.unwrap(kind.forward)]
+        seen = set()  # Of this class: one that inherits a method may have other ones for this to call.
         while pending:
             function = pending.pop()
-            if not isinstance(function, types.FunctionType) or function in self.functions or package(function) in KNOWN:
+            if not isinstance(function, types.FunctionType) or function in seen or package(function) in KNOWN:
                 continue
+            seen.add(function)
             self.functions[function] = parts_of(function)
             scope = function.__globals__
             names, attributes = names_of(function.__code__)

@@ -336,8 +336,10 @@ class Code:
         if mask == "inside_r" and self.in_rows:
             # In the shape of the rows: Triton computes in the layout of what is read, and one row alone has another.
             mask, at = "inside", f"{at} + 0 * x"
+        if condition and not {"x", "r"}.intersection(place.variables):
+            at = f"{at} + 0 * x"  # The place of one element, or one that is read: Triton wants a block, as the mask is.
         loaded = f"tl.load({pointer} + ({at}), mask={mask}, other=0)"
-        if not place.terms:
+        if not place.terms and not condition:
             loaded = f"tl.load({pointer} + {place.constant})"
         if dtype is torch.bool:
             return self.let(f"{loaded} != 0")
@@ -583,7 +585,7 @@ def reduction(
         *(f"    {line}" for line in code.lines),
         *(f"    sum{i} += tl.where(inside, {local}, 0.0)" for i, local in enumerate(summed)),
         *(
-            f"    tl.store(out{i} + ({place}), ({local}).to(out{i}.dtype.element_ty), mask=inside)"
+            f"    tl.store(out{i} + ({in_block(place)}), ({local}).to(out{i}.dtype.element_ty), mask=inside)"
             for i, (place, local, _) in enumerate(stores, len(summed))
         ),
         *(f"total{i} = tl.sum(sum{i}, 1)" for i in places),
@@ -609,6 +611,11 @@ def reduction(
     return first, *reduction(
         second, parts, texts, results, [wide] * len(parts), shares * kept, False, device, shared_out=False
     )
+
+
+def in_block(place: str) -> str:
+    """The source of a place as one of a block, which that of a tensor of one element is not."""
+    return f"{place} + 0 * x" if place.isdigit() else place
 
 
 def balanced(blocks: int, steps: int, multiprocessors: int) -> int:
@@ -644,7 +651,7 @@ def rows(
         *code.lines,
     ]
     for i, place, local, of_row in stores:
-        place, mask = (f"({place}) + 0 * r", "inside & (r == 0)") if of_row else (f"({place})", "inside")
+        place, mask = (f"({place}) + 0 * r", "inside & (r == 0)") if of_row else (f"({in_block(place)})", "inside")
         lines.append(f"tl.store(out{i} + {place}, ({local}).to(out{i}.dtype.element_ty), mask={mask})")
     source = function_source("rows", code.operations, len(results), len(dtypes), "n, end", "INDEX X R", lines)
     constants = index_type(extent, kept * length), width, depth

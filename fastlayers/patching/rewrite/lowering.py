@@ -176,6 +176,9 @@ def var(
     if divisor <= 0:
         raise NotImplementedError
     mean = wide.mean(dims, keepdim=True)
+    # The mean of what is left is added, as a sum over a count may be a rounding beside elements that are all alike. The
+    # gradient of their standard deviation is 0 where that is 0, and not where it is 1e-8.
+    mean = mean + (wide - mean).mean(dims, keepdim=True)
     found = (wide - mean).square().sum(dims, keepdim=keepdim) * (1 / divisor)
     return found.to(x.dtype), mean.to(x.dtype) if keepdim else mean.reshape(found.shape).to(x.dtype)
 

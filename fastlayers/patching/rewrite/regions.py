@@ -85,7 +85,9 @@ FEW_MODULES = 40
 #: and has so many operations at most, forward and backward: the time of the search for kernels grows with their square.
 #: 6 blocks of a Swin-T at once, 873 operations, took 5.6 s where one block took .5 s, and its code serves all of them.
 MOST = 600
-#: Roundings of the largest gradient, up to which two runs may differ in any other one.
+#: The share of the largest element, and of each, that two runs may differ by at most,
+ALIKE = 0.05
+#: and the roundings of the largest gradient.
 NOISE = 4
 #: The norm of what a few elements may differ by, as a share of all: of a batch norm of 16 bits, its residual and a ReLU
 #: one element of some 2000 has the other sign, and its gradient another 3 % in the norm.
@@ -491,17 +493,15 @@ class Region:
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
         try:
-            *recorded, grads, gradients, plain, rounding = self.recorded(
-                entry, module, pattern, real, len(given), folds
-            )
+            recorded, grads, gradients, plain, rounding = self.recorded(entry, module, pattern, real, len(given), folds)
             inputs = (*real, *entry.constants)
             changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
             written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]  # type: ignore[arg-type]
             entry.changed = tuple(i for i, t in enumerate(real) if id(t) in changed or i in written)
             entry.draws = any(not torch.equal(a, b) for a, b in zip(random, random_state(real), strict=True))
-            # Once more, from where it began: a kernel that the tape cannot see would be missing. Generated kernels are
-            # loaded here, which a capture could not do.
-            for code in dict.fromkeys((plain, entry.code)):
+
+            def agrees(code: Executor) -> tuple[Any, ...] | None:
+                """The results and what is kept of this code, run from where it began; None if it gives others."""
                 with torch.no_grad(), excluding(KEYS):
                     for t, old in zip(state, before, strict=True):
                         if id(t) in changed:
@@ -509,12 +509,26 @@ class Region:
                     restore_random_state(random, real)
                     results, kept = code.forward(*entry.order(inputs))
                     found = in_backward(partial(code.backward, grads, list(kept)), grads[0].device) if grads else ()
-                same = agree(found, gradients if grads else (), rounding, kinks=code is not plain)
-                if not agree(results, recorded[0], 0) or not same:
-                    raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
-            # The recorded run may not have computed what is kept. Inputs and results are those of the call.
-            kept = tuple(k if own is None else own for own, k in zip(recorded[1], kept, strict=True))
-            return recorded[0], kept, random if entry.draws else None
+                same = agree(results, recorded, rounding)
+                same &= agree(found, gradients if grads else (), rounding, grads, kinks=code is not plain)
+                return (results, kept) if same else None
+
+            # A kernel that the tape cannot see would be missing. Generated kernels are loaded here, which a capture
+            # could not do; without them, what was recorded runs as well.
+            generated, entry.code = entry.code, plain
+            run = agrees(plain)
+            if run is not None and generated not in (None, plain):
+                run = None
+                with suppress(Exception):
+                    run = agrees(generated)
+                if run is None:
+                    run = agrees(plain)
+                else:
+                    entry.code = generated
+            if run is None:
+                raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
+            # Results and what is kept are of one run: a backward may ask where a result is the largest of these.
+            return *run, random if entry.draws else None
         except Exception as error:
             with torch.no_grad():
                 for t, old in zip(state, before, strict=True):
@@ -530,9 +544,9 @@ class Region:
     def recorded(
         self, entry: Entry, module: nn.Module, pattern: Any, real: tuple[Tensor, ...], count: int, folds: int
     ) -> tuple[Any, ...]:
-        """The results, what is kept of inputs and results, and gradients of results and of inputs, of a run that gives
-        the entry its code. The last items are the code as it was recorded, without generated kernels, and the largest
-        rounding error of a dtype that it computes in."""
+        """The results, and gradients of results and of inputs, of a run that gives the entry its code. The last items
+        are the code as it was recorded, without generated kernels, and the largest rounding error of a dtype that it
+        computes in."""
         records = torch.is_grad_enabled()
         with torch.enable_grad():
             aliases = [t.detach().requires_grad_(t.requires_grad) for t in real[:count]]
@@ -606,12 +620,9 @@ class Region:
                 program = fused(program, tape.values)
                 entry.code = execute(program, entry.facts)
         entry.parts = None if parts == Place(len(inputs)) else parts
-        own = dict(zip(program.results, (t.detach() for t in results), strict=True))
-        own |= dict(zip(tape.inputs, entry.order((*real, *entry.constants)), strict=True))
-        kept = tuple(own.get(name) for name in program.kept)
         dtypes = {t.dtype for t in tape.values.values() if t.is_floating_point()}
         rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        return tuple(own[name] for name in program.results), kept, grads, gradients, plain, rounding
+        return tuple(t.detach() for t in results), grads, gradients, plain, rounding
 
     @staticmethod
     def check_results(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -638,14 +649,22 @@ def some_gradient(t: Tensor) -> Tensor:
     return dispatch.with_strides(values.to(t.dtype).view(t.shape), t.stride())
 
 
-def agree(run: Sequence[Tensor | None], known: Sequence[Tensor | None], rounding: float, kinks: bool = False) -> bool:
+def agree(
+    run: Sequence[Tensor | None],
+    known: Sequence[Tensor | None],
+    rounding: float,
+    grads: Sequence[Tensor] = (),
+    kinks: bool = False,
+) -> bool:
     """Whether two runs gave the same, but for operations that sum in another order each time.
 
-    ``rounding`` is allowed as a share of the largest number of all: gradients that cancel, as those of a key's bias do,
-    are nothing but rounding. ``kinks`` allows a few elements anything: where a sum is within a rounding of 0, the
-    gradient of its ReLU is all or nothing, and generated code does not round what is added first.
+    Half of the digits that a ``rounding`` leaves have to be the same. Gradients may differ by a rounding of the largest
+    number of all, the given ``grads`` among them: those that cancel, as the ones of a key's bias do, are nothing but
+    rounding. ``kinks`` allows a few elements anything: where a sum is within a rounding of 0, the gradient of its ReLU
+    is all or nothing, and generated code does not round what is added first.
     """
-    largest = max((largest_of(t) for t in known if t is not None), default=0.0)
+    largest = max((largest_of(t) for t in (*known, *grads) if t is not None), default=0.0) if grads else 0.0
+    half = rounding**0.5
     for a, b in zip(run, known, strict=True):
         if a is None or b is None:
             if a is not b:
@@ -654,9 +673,11 @@ def agree(run: Sequence[Tensor | None], known: Sequence[Tensor | None], rounding
             if not torch.equal(a, b):
                 return False
         else:
-            allowed = max(0.05 * largest_of(b), NOISE * rounding * largest)
-            close = torch.allclose(a, b, rtol=0.05, atol=allowed, equal_nan=True)
-            if not close and not (kinks and (a.float() - b.float()).norm() <= FEW * b.float().norm()):
+            alike = min(ALIKE, half)
+            allowed = max(alike * largest_of(b), NOISE * rounding * largest)
+            close = torch.allclose(a, b, rtol=alike, atol=allowed, equal_nan=True)
+            few = min(FEW, 2 * half) * b.double().norm()
+            if not close and not (kinks and (a.double() - b.double()).norm() <= few):
                 return False
     return True
 
