@@ -740,8 +740,12 @@ class Watch(Run):
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", repr(function))
-        if function in (isinstance, callable, type) and self.is_parameter(args[0]):
-            raise Refusal(Reason.READS_STATE, "tests the type of a parameter")  # A recording has it as a tensor.
+        # A recording has a parameter as a tensor. T5 asks whether a weight is one, which holds for both.
+        depends = function is type or (
+            function is isinstance and issubclass(nn.Parameter, args[1]) != issubclass(Tensor, args[1])
+        )
+        if depends and self.is_parameter(args[0]):
+            raise Refusal(Reason.READS_STATE, "tests the type of a parameter")
         if function in (isinstance, callable):
             if isinstance(args[0], nn.Module):
                 self.kind(args[0], self.origin(args[0]) or "")

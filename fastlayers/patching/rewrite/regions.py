@@ -13,8 +13,8 @@ import inspect
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -146,6 +146,7 @@ class Entry:
     Attributes:
         tensors: the guard on the given tensors and on those that the forward reads.
         state: the guard on the modes and flags of torch.
+        autocast: what is cast, and to which dtype, by the type of a device.
         attentions: which attentions torch may choose; None if it chooses none.
         refusal: why such calls run op by op; None if there is code for them.
         order: brings the inputs into the order of the code, those that need a gradient first.
@@ -161,6 +162,7 @@ class Entry:
 
     tensors: Any
     state: Any
+    autocast: Mapping[str, tuple[bool, torch.dtype]]
     attentions: tuple[bool, ...] | None = None
     refusal: Refusal | None = None
     order: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple
@@ -171,6 +173,19 @@ class Entry:
     changed: tuple[int, ...] = ()
     draws: bool = False
     apart: set[int] = field(default_factory=set)
+
+
+def autocast_state() -> dict[str, tuple[bool, torch.dtype]]:
+    return {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")}
+
+
+@contextmanager
+def autocast_as(state: Mapping[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
+    """Cast as :func:`autocast_state` found it to be done."""
+    with ExitStack() as stack:
+        for device, (enabled, dtype) in state.items():
+            stack.enter_context(torch.autocast(device, dtype, enabled))
+        yield
 
 
 def attentions() -> tuple[bool, ...]:
@@ -277,7 +292,12 @@ class Again(NamedTuple):
             count = len(inputs) - len(self.reader.places)
             flat = Flat(aliases[:count])
             args, kwargs = (unflatten(part, flat) for part in self.pattern)
-            with drawing(self.random, inputs), self.reader.replaced(module, aliases[count:]), no_regions():
+            with (
+                autocast_as(self.entry.autocast),  # The backward may be outside of it.
+                drawing(self.random, inputs),
+                self.reader.replaced(module, aliases[count:]),
+                no_regions(),
+            ):
                 out = self.region.present.forward(module, *args, **(kwargs or {}))
         tensors = Taken(aliases)
         take_apart(out, tensors)
@@ -464,7 +484,8 @@ class Region:
         if reader not in self.readers:
             self.readers.append(reader)
         inputs = (*given, *tensors)
-        entry = Entry(TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None), GlobalStateGuard())
+        guard = TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        entry = Entry(guard, GlobalStateGuard(), autocast_state())
         entries.append(entry)
         try:
             return entry, reader, inputs, self.record(entry, module, pattern, given, tensors, reader.folds)
