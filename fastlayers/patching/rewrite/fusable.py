@@ -227,12 +227,13 @@ def reduced_dims(operation: Operation, x: Tensor) -> tuple[int, ...]:
 
 
 def makers_of(operations: Iterable[Operation]) -> dict[str, Operation]:
-    """For each value the first operation that makes it. A backward may make one again, as a view of a result that is
-    itself a view of it."""
+    """For each value the last operation that makes it, which may be one in place. A backward may make a value again, as
+    a view of a result that is itself a view of it: that does not count."""
     found: dict[str, Operation] = {}
     for operation in operations:
         for name in filter(None, operation.makes):
-            found.setdefault(name, operation)
+            if not operation.view or name not in found:
+                found[name] = operation
     return found
 
 
