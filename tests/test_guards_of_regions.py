@@ -291,6 +291,18 @@ def test_a_graph_sees_what_an_override_reads(monkeypatch):
     assert not state.holds()
 
 
+class Output:
+    def __init__(self, value):
+        self.value = value
+
+
+def test_a_graph_does_not_mind_a_copy():
+    """The first copy of an object of a class adds an attribute to that class."""
+    state = State(made("Output(F.gelu(x)).value"), torch.device("cpu"))
+    copy.copy(Output(1))
+    assert state.holds()
+
+
 def test_lists_and_dicts_of_the_caller_are_filled(ran):
     class Block(Body):
         def forward(self, x, skips, cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dis
 import functools
 import inspect
@@ -68,6 +69,8 @@ class State:
         classes = dict.fromkeys(cls for kind in (*kinds, *named) for cls in kind.__mro__[:-1])
         for value in (*self.values, *map(vars, self.functions), *map(list, (vars(cls).values() for cls in named))):
             note_containers(value, found)
+        for cls in classes:
+            copyreg._slotnames(cls)  # type: ignore[attr-defined]  # The first copy of an object would add them.
         #: What may be changed: containers, and the members of classes and of torch.nn.functional.
         self.dicts = [*found.values(), *map(vars, classes), vars(F)]
         self.copies = [value.copy() for value in self.dicts]

@@ -535,17 +535,19 @@ class Region:
                 return (results, kept) if same else None
 
             # A kernel that the tape cannot see would be missing. Generated kernels are loaded here, which a capture
-            # could not do; without them, what was recorded runs as well.
+            # could not do.
             generated, entry.code = entry.code, plain
             run = agrees(plain)
             if run is not None and generated not in (None, plain):
                 run = None
                 with suppress(Exception):
                     run = agrees(generated)
-                if run is None:
-                    run = agrees(plain)
-                else:
+                if run is not None:
                     entry.code = generated
+                elif any(True for inner in module.modules() if inner is not module for _ in inner.children()):
+                    raise Refusal(Reason.TRACE_FAILED, "its generated kernels give something else")
+                else:
+                    run = agrees(plain)
             if run is None:
                 raise Refusal(Reason.UNKNOWN_CALL, "a kernel that is no operation of torch")
             # Results and what is kept are of one run: a backward may ask where a result is the largest of these.
