@@ -268,7 +268,7 @@ def test_where_nothing_is_saved_the_row_says_so(x):
             return x + F.dropout(x.exp(), 0.0, self.training)
 
     model = nn.Sequential(nn.GELU("tanh"), Tanh(), Drop(), nn.Linear(32, 32, bias=False))
-    with pytest.warns(PatchWarning, match="nothing"):
+    with pytest.warns(PatchWarning, match="no rule fuses anything"):
         report = patch_report(patch_model(model))
     assert {row.reason for row in report if row.fqn} == {Reason.SAVES_NOTHING}
     assert not report.refused  # strict=True has nothing to complain of

@@ -37,6 +37,7 @@ from fastlayers.patching import (
     unpatch_model,
     verify_patch,
 )
+from fastlayers.patching.rewrite.regions import Region
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
@@ -943,8 +944,7 @@ def test_adapters_of_peft(name, when):
         adapted.append(either.train())
     model, stock = adapted
     if when == "before":
-        with pytest.warns(PatchWarning, match="wrapped in Peft"):
-            patch_model(model)
+        patch_model(model)
     assert list(model.state_dict()) == list(stock.state_dict())
     same_step(model, stock)
     with model.disable_adapter(), stock.disable_adapter(), torch.no_grad():
@@ -956,6 +956,66 @@ def test_adapters_of_peft(name, when):
     types = [type(module) for module in stock.modules()]
     assert [type(module) for module in unpatch_model(model).modules()] == types
     same_step(model, stock)
+
+
+def scale(model, **values):
+    for module in model.modules():
+        if isinstance(vars(module).get("scaling"), dict):
+            module.scaling.update(values)
+
+
+def drop(model, p):
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = p
+
+
+#: What a user changes of adapters between two steps.
+ADAPTER_CHANGES = {
+    "another adapter": lambda model: model.set_adapter("other"),
+    "two adapters": lambda model: model.base_model.set_adapter(["default", "other"]),
+    "none": lambda model: model.base_model.disable_adapter_layers(),
+    "merged": lambda model: model.merge_adapter(),
+    "scaling": lambda model: scale(model, default=9.0),
+    "dropout": lambda model: drop(model, 0.0),
+    "deleted": lambda model: (model.set_adapter("other"), model.delete_adapter("default")),
+    "in evaluation": lambda model: model.eval(),
+    "not trained": lambda model: [p.requires_grad_(False) for n, p in model.named_parameters() if "lora_A" in n],
+}
+
+
+@pytest.mark.parametrize("what", ADAPTER_CHANGES)
+def test_changes_of_adapters_are_honoured(what, monkeypatch):
+    """A layer of peft asks which adapters are active, and whether they are merged, in every forward."""
+    peft = pytest.importorskip("peft")
+    ran, run = [], Region.run
+    monkeypatch.setattr(Region, "run", lambda self, *args: ran.append(self) or run(self, *args))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        model = peft.get_peft_model(llama(), lora(peft, lora_dropout=0.5, target_modules=["q_proj", "down_proj"]))
+        model.add_adapter("other", lora(peft, r=4, target_modules=["q_proj", "down_proj"]))
+        for key, p in model.named_parameters():
+            if "lora_B" in key:
+                nn.init.normal_(p)
+            p.requires_grad_(p.requires_grad or "norm" in key)
+        models.append(model.train())
+    stock, model = models
+    patch_model(model)
+    for change in (lambda model: None, ADAPTER_CHANGES[what]):
+        for either in models:
+            change(either)
+        for _ in range(4):
+            for either in models:
+                torch.manual_seed(7)
+                either.zero_grad()
+                either(tokens(), labels=tokens()).loss.backward()
+            for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), name
+                if p.grad is not None:
+                    limit = 1e-3 * q.grad.abs().max().item()
+                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=limit, msg=name)
+    assert ran
 
 
 def test_patching_adds_no_memory():

@@ -79,7 +79,7 @@ MAX_WHOLE = FEW_MODULES
 #: Why a module must be called as it is, also from inside a region.
 CLOSED = frozenset({Reason.SCRIPTED, Reason.GRAPH_MODULE, Reason.QUANTIZED, Reason.WRAPPER, Reason.FORWARD_REPLACED})
 
-WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "peft")
+WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 
 
 class Selection:
@@ -194,12 +194,10 @@ def make_plan(
 
 
 def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) -> None:
-    """Let forwards run as regions: those of the modules that are not too large, if something is fused in the model.
+    """Let forwards run as regions: those of the modules that are not too large.
 
-    Where a rule fuses nothing, a region still saves the host's time, and kernels are generated for what is in it.
+    Where no rule fuses anything, a region still saves the host's time, and kernels are generated for what is in it.
     """
-    if all(step.cls is None for step in steps):
-        return
     by_module = {id(step.module): step for step in steps}
     for step in steps:
         module, original = step.module, original_class(step.module)
@@ -387,7 +385,12 @@ def plan_warnings(report: PatchReport, steps: list[Step], done: str) -> list[str
     if not report.patched:
         reasons = Counter(row.reason.name for row in report.refused if row.reason is not None)
         why = "".join(f"; {count} modules refused: {reason}" for reason, count in reasons.items())
-        messages.append(f"nothing in {report.model} was {done}{why}. The report says more")
+        found = f"nothing in {report.model} was {done}{why}. The report says more"
+        if any(step.cls is not None for step in steps):
+            found = (
+                f"no rule fuses anything in {report.model}{why}; a GPU may run generated kernels for it all the same"
+            )
+        messages.append(found)
     return messages
 
 
