@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import linecache
 import logging
@@ -265,6 +266,32 @@ def test_a_graph_sees_the_change(what):
         with changed if hasattr(changed, "__enter__") else nullcontext():
             seen = not state.holds()
         assert seen or what in ("an attribute of a parameter", "a flag behind a function")
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args, inner=None, **kwargs):
+        return function(*args, **kwargs) * (Settings.scale if inner else 1) if "scale" in kwargs else args[0] * 5
+
+    return wrapper
+
+
+@decorated
+def wrapped(x, scale=2.0):
+    return x * scale
+
+
+@pytest.mark.parametrize("given", ["", ", scale=3.0", ", inner=True, scale=3.0"])
+def test_a_wrapper_gets_what_it_is_given(given, ran):
+    """Not the defaults of what it wraps, nor only the arguments of that."""
+    stock = made(f"wrapped(F.gelu(x){given})")
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    for _ in range(4):
+        agree(stock, patched)
+    assert ran
+    with patch.object(Settings, "scale", 9.0):
+        for _ in range(4):
+            agree(stock, patched)
 
 
 SCALE = 2.0

@@ -434,7 +434,7 @@ class Run:
         for part, held in zip(PARTS, parts_of(function), strict=True):
             if held is not None:
                 self.test(same(f"{self.named(function)}.{part}", held, self.bind))
-        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound = inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
         given = set(bound.arguments)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
