@@ -294,6 +294,27 @@ def test_a_wrapper_gets_what_it_is_given(given, ran):
             agree(stock, patched)
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * Settings.scale
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * Settings.scale
+
+
+def test_what_an_autograd_function_reads_is_not_known(ran):
+    """Its apply is made a method of the class each time, by Python or by C++."""
+    stock = made("Twice.apply(F.gelu(x))")
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    for _ in range(3):
+        agree(stock, patched)
+    (refusal,) = {str(r) for r in type(patched).__fastlayers_region__.refused.values()}
+    assert refusal.endswith("Twice.apply")
+    assert not ran
+
+
 SCALE = 2.0
 
 

@@ -627,6 +627,9 @@ class Watch(Run):
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+            raise Refusal(Reason.UNKNOWN_CALL, f"{owner.__qualname__}.{function.__name__}")
         if isinstance(function, nn.Module):
             return self.call_module(function, args, kwargs)
         if isinstance(function, types.MethodType):
@@ -691,8 +694,6 @@ class Watch(Run):
 
     def method(self, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner, function = method.__self__, method.__func__
-        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-            raise Refusal(Reason.UNKNOWN_CALL, method.__qualname__)
         if isinstance(owner, nn.Module) and function in MEMBERS:
             self.children(owner)
             return method(*args, **kwargs)

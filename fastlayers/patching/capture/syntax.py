@@ -457,8 +457,8 @@ class Run:
 
     def class_attribute(self, owner: type, name: str) -> Any:
         value = getattr(owner, name)
-        if isinstance(value, types.MethodType) and value.__self__ is owner:  # A function is made a method each time.
-            self.test(same(f"{member(owner, name, self.bind)}.__func__", value.__func__, self.bind))
+        if getattr(value, "__self__", None) is owner:  # A function is made a method each time.
+            self.test(f"{member(owner, name, self.bind)} == {self.bind(value, name)}")
             return value
         if isinstance(value, types.FunctionType) or owner.__module__.split(".")[0] not in ("builtins", *TRUSTED):
             return self.read(member(owner, name, self.bind), value)
