@@ -1243,6 +1243,10 @@ class Modulated(nn.Module):
         return x + (y * torch.sigmoid(t) + y.tanh()) * self.gate * (1 + t).exp().clamp(max=3)
 
 
+def entries_of(module):
+    return [entry for found in type(module).__fastlayers_region__.entries.values() for entry in found]
+
+
 def outcome(module, *inputs):
     given = [t.detach().requires_grad_() for t in inputs]
     out = module(*given)
@@ -1261,8 +1265,8 @@ def test_regions(device):
         for a, b in zip(outcome(module, *inputs), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         module.__class__ = Modulated
-    entries = [e for found in cls.__fastlayers_region__.entries.values() for e in found]
-    assert [entry.refusal for entry in entries] == [None, None]
+    module.__class__ = cls
+    assert [entry.refusal for entry in entries_of(module)] == [None, None]
 
 
 @needs_gpu
@@ -1333,7 +1337,7 @@ def test_gradients_of_nothing_but_rounding(device):
     module.__class__ = region_class(Shifted, {})
     for _ in range(3):
         module(torch.randn(280, 32, device=device, requires_grad=True)).sum().backward()
-    (entry,) = (e for found in type(module).__fastlayers_region__.entries.values() for e in found)
+    (entry,) = entries_of(module)
     assert entry.refusal is None
 
 
@@ -1352,7 +1356,7 @@ def test_results_and_what_is_kept_are_of_one_run(device):
         x = torch.randn(64, 16, device=device)
         for a, b in zip(outcome(module, x), outcome(stock, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    (entry,) = (e for found in type(module).__fastlayers_region__.entries.values() for e in found)
+    (entry,) = entries_of(module)
     assert entry.refusal is None
 
 
@@ -1437,7 +1441,7 @@ def test_tokens_of_an_image_come_in_rows(device, monkeypatch):
         grads = [torch.autograd.grad(m(images).square().sum(), [*m.parameters()]) for m in (model, stock)]
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    entries = [e for m in model for found in type(m).__fastlayers_region__.entries.values() for e in found]
+    entries = [entry for m in model for entry in entries_of(m)]
     assert all(entry.refusal is None for entry in entries)
     # Where torch has nothing to choose, all stays as it is.
     alone = Patches(sums=False).to(device)
@@ -1467,7 +1471,7 @@ def test_a_kernel_that_cannot_be_compiled(device, monkeypatch):
     module.__class__ = region_class(Modulated, {})
     for _ in range(3):
         module(*(torch.randn(8, 32, device=device, requires_grad=True) for _ in range(2))).sum().backward()
-    (entry,) = (e for found in type(module).__fastlayers_region__.entries.values() for e in found)
+    (entry,) = entries_of(module)
     assert entry.refusal is None
 
 
@@ -1496,13 +1500,13 @@ def test_what_was_recorded_runs_without_kernels_that_do_not_work(device, outer, 
     monkeypatch.setattr(executors, "run_generated", lambda kernel, launch, *inputs: call(kernel))
     monkeypatch.setattr("fastlayers.patching.rewrite.regions.executor_class", lambda: PythonExecutor)
     torch.manual_seed(0)
-    module, stock = (Outer() if outer else Modulated()).to(device), (Outer() if outer else Modulated()).to(device)
+    module, stock = ((Outer if outer else Modulated)().to(device) for _ in range(2))
     module.load_state_dict(stock.state_dict())
     module.__class__ = region_class(type(stock), {})
     for _ in range(3):
         inputs = [torch.randn(8, 32, device=device) for _ in range(2)]
         for a, b in zip(outcome(module, *inputs), outcome(stock, *inputs), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    (entry,) = (e for found in type(module).__fastlayers_region__.entries.values() for e in found)
+    (entry,) = entries_of(module)
     assert launches
     assert (entry.refusal is not None) == outer  # A region of an inner module may have kernels.

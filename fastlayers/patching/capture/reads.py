@@ -627,11 +627,11 @@ class Watch(Run):
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(function, nn.Module):
+            return self.call_module(function, args, kwargs)
         owner = getattr(function, "__self__", None)
         if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
             raise Refusal(Reason.UNKNOWN_CALL, f"{owner.__qualname__}.{function.__name__}")
-        if isinstance(function, nn.Module):
-            return self.call_module(function, args, kwargs)
         if isinstance(function, types.MethodType):
             return self.method(function, args, kwargs)
         if isinstance(function, types.FunctionType):
@@ -742,11 +742,10 @@ class Watch(Run):
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", repr(function))
         # A recording has a parameter as a tensor. T5 asks whether a weight is one, which holds for both.
-        depends = function is type or (
-            function is isinstance and issubclass(nn.Parameter, args[1]) != issubclass(Tensor, args[1])
-        )
-        if depends and self.is_parameter(args[0]):
-            raise Refusal(Reason.READS_STATE, "tests the type of a parameter")
+        if function in (isinstance, type) and self.is_parameter(args[0]):
+            alike = function is isinstance and issubclass(nn.Parameter, args[1]) == issubclass(Tensor, args[1])
+            if not alike:
+                raise Refusal(Reason.READS_STATE, "tests the type of a parameter")
         if function in (isinstance, callable):
             if isinstance(args[0], nn.Module):
                 self.kind(args[0], self.origin(args[0]) or "")

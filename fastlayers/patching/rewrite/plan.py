@@ -385,11 +385,12 @@ def plan_warnings(report: PatchReport, steps: list[Step], done: str) -> list[str
     if not report.patched:
         reasons = Counter(row.reason.name for row in report.refused if row.reason is not None)
         why = "".join(f"; {count} modules refused: {reason}" for reason, count in reasons.items())
-        found = f"nothing in {report.model} was {done}{why}. The report says more"
         if any(step.cls is not None for step in steps):
             found = (
                 f"no rule fuses anything in {report.model}{why}; a GPU may run generated kernels for it all the same"
             )
+        else:
+            found = f"nothing in {report.model} was {done}{why}. The report says more"
         messages.append(found)
     return messages
 

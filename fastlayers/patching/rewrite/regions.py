@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -162,7 +162,7 @@ class Entry:
 
     tensors: Any
     state: Any
-    autocast: Mapping[str, tuple[bool, torch.dtype]]
+    autocast: Autocast
     attentions: tuple[bool, ...] | None = None
     refusal: Refusal | None = None
     order: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple
@@ -175,13 +175,18 @@ class Entry:
     apart: set[int] = field(default_factory=set)
 
 
-def autocast_state() -> dict[str, tuple[bool, torch.dtype]]:
-    return {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")}
+#: For each type of device whether operations cast, and to which dtype.
+Autocast: TypeAlias = Mapping[str, tuple[bool, torch.dtype | None]]
+NO_AUTOCAST: Autocast = {"cpu": (False, None), "cuda": (False, None)}
+
+
+def autocast_state() -> Autocast:
+    return {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in NO_AUTOCAST}
 
 
 @contextmanager
-def autocast_as(state: Mapping[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
-    """Cast as :func:`autocast_state` found it to be done."""
+def autocast_as(state: Autocast) -> Iterator[None]:
+    """Cast as this state says, whatever is cast outside."""
     with ExitStack() as stack:
         for device, (enabled, dtype) in state.items():
             stack.enter_context(torch.autocast(device, dtype, enabled))
@@ -514,7 +519,9 @@ class Region:
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # A cast that was made before would be a tensor from outside.
         try:
-            recorded, grads, gradients, plain, rounding = self.recorded(entry, module, pattern, real, len(given), folds)
+            recorded, grads, gradients, (plain, *generated), rounding = self.recorded(
+                entry, module, pattern, real, len(given), folds
+            )
             inputs = (*real, *entry.constants)
             changed = {id(t) for t, old in zip(state, before, strict=True) if not torch.equal(t, old)}
             written = [entry.order(range(len(inputs)))[i] for i in entry.facts.written]  # type: ignore[arg-type]
@@ -536,15 +543,14 @@ class Region:
 
             # A kernel that the tape cannot see would be missing. Generated kernels are loaded here, which a capture
             # could not do.
-            generated, entry.code = entry.code, plain
-            run = agrees(plain)
-            if run is not None and generated not in (None, plain):
+            entry.code, run = plain, agrees(plain)
+            if run is not None and generated:
                 run = None
                 with suppress(Exception):
-                    run = agrees(generated)
+                    run = agrees(*generated)
                 if run is not None:
-                    entry.code = generated
-                elif any(True for inner in module.modules() if inner is not module for _ in inner.children()):
+                    (entry.code,) = generated
+                elif any([*child.children()] for child in module.children()):
                     raise Refusal(Reason.TRACE_FAILED, "its generated kernels give something else")
                 else:
                     run = agrees(plain)
@@ -567,9 +573,9 @@ class Region:
     def recorded(
         self, entry: Entry, module: nn.Module, pattern: Any, real: tuple[Tensor, ...], count: int, folds: int
     ) -> tuple[Any, ...]:
-        """The results, and gradients of results and of inputs, of a run that gives the entry its code. The last items
-        are the code as it was recorded, without generated kernels, and the largest rounding error of a dtype that it
-        computes in."""
+        """The results, and gradients of results and of inputs, of a run that gives the entry its facts. The last items
+        are the code as it was recorded and, if there are any, with generated kernels, and the largest rounding error of
+        a dtype that it computes in."""
         records = torch.is_grad_enabled()
         with torch.enable_grad():
             aliases = [t.detach().requires_grad_(t.requires_grad) for t in real[:count]]
@@ -610,7 +616,8 @@ class Region:
                 with _disable_current_modes():
                     grads = tuple(some_gradient(results[i]) for i in active)
                 dys = [tape.protect(dy, f"g{i}") for i, dy in zip(active, grads, strict=True)]
-                with without_autocast():  # A backward has the dtypes of its forward; it runs outside of the context.
+                # A backward has the dtypes of its forward; it runs outside of the context.
+                with autocast_as(NO_AUTOCAST):
                     gradients = torch.autograd.grad(
                         [results[i] for i in active], [inputs[i] for i in wanted], grads, allow_unused=True
                     )
@@ -635,17 +642,16 @@ class Region:
             constant=tuple(i for i in range(len(results)) if i not in active),
             strides=tuple(results[i].stride() for i in active),
         )
-        entry.code = plain = execute(program, entry.facts)
+        codes = [execute(program, entry.facts)]
         if generates:
             from fastlayers.patching.rewrite.fusion import fused  # needs Triton
 
             with suppress(Exception):  # What was recorded runs as well if Triton cannot compile a kernel.
-                program = fused(program, tape.values)
-                entry.code = execute(program, entry.facts)
+                codes.append(execute(fused(program, tape.values), entry.facts))
         entry.parts = None if parts == Place(len(inputs)) else parts
         dtypes = {t.dtype for t in tape.values.values() if t.is_floating_point()}
         rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        return tuple(t.detach() for t in results), grads, gradients, plain, rounding
+        return tuple(t.detach() for t in results), grads, gradients, codes, rounding
 
     @staticmethod
     def check_results(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -688,6 +694,7 @@ def agree(
     """
     largest = max((largest_of(t) for t in (*known, *grads) if t is not None), default=0.0) if grads else 0.0
     half = rounding**0.5
+    alike, few = min(ALIKE, half), min(FEW, 2 * half)
     for a, b in zip(run, known, strict=True):
         if a is None or b is None:
             if a is not b:
@@ -696,11 +703,9 @@ def agree(
             if not torch.equal(a, b):
                 return False
         else:
-            alike = min(ALIKE, half)
             allowed = max(alike * largest_of(b), NOISE * rounding * largest)
             close = torch.allclose(a, b, rtol=alike, atol=allowed, equal_nan=True)
-            few = min(FEW, 2 * half) * b.double().norm()
-            if not close and not (kinks and (a.double() - b.double()).norm() <= few):
+            if not close and not (kinks and (a.double() - b.double()).norm() <= few * b.double().norm()):
                 return False
     return True
 
@@ -739,12 +744,6 @@ def in_backward(function: Callable[[], Sequence[Tensor | None]], device: torch.d
         start = torch.zeros((), device=device, requires_grad=True)
         torch.autograd.grad(Backward.apply(start, call), start, allow_unused=True)
     return found[0]
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-        yield
 
 
 def random_state(inputs: Sequence[Tensor]) -> list[Tensor]:
