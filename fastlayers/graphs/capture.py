@@ -17,7 +17,7 @@ from fastlayers.graphs.gradients import Gradients
 from fastlayers.graphs.pool import Call, Pool, in_one_segment
 from fastlayers.graphs.state import State, UncapturedError
 from fastlayers.ops.dispatch import PLAIN
-from fastlayers.patching.rewrite.regions import Flat, drawing, random_state, unflatten
+from fastlayers.patching.rewrite.regions import Flat, autocast_as, autocast_state, drawing, random_state, unflatten
 from fastlayers.patching.rewrite.results import OpaqueError, Taken, put_together, take_apart, tensors_in
 
 __all__ = ["Capture", "capturing"]
@@ -85,6 +85,7 @@ class Capture:
         #: The results that received a gradient for which there is no backward.
         self.missed: set[int] = set()
         self._draws, self.lends = draws, lends
+        self.autocast = autocast_state()
         self._number = pool.number()
         self._pending: ReferenceType[Call] | None = None
         self.inputs = [like(t) for t in given]
@@ -276,7 +277,7 @@ def again(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         aliases = [t.view_as(t) for t in given]  # An argument may itself depend on another one.
         flat = Flat(aliases)
         args, kwargs = (unflatten(part, flat) for part in call.pattern)
-        with drawing(call.random, given):
+        with autocast_as(capture.autocast), drawing(call.random, given):  # The backward may be outside of it.
             out = capture.present(module, *args, **(kwargs or {}))
     results = tensors_in(out)
     chosen = [i for i, dy in enumerate(dys) if dy is not None]

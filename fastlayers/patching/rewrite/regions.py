@@ -58,6 +58,8 @@ __all__ = [
     "Flat",
     "Region",
     "attentions",
+    "autocast_as",
+    "autocast_state",
     "drawing",
     "flatten",
     "no_regions",
