@@ -424,7 +424,7 @@ def ratio_lines(results: dict[str, Any]) -> list[Line]:
     """One line for each network that torch has run, if only in turn: numbers as shares of torch's."""
     found = []
     for rows in by_model(results).values():
-        ms = STEP.of(rows, "eager") or STEP.of_rival(rows, "fastlayers", "eager")
+        ms = STEP.of_rival(rows, "fastlayers", "eager")
         if ms is not None:
             first = next(iter(rows.values()))
             cells = {column.title: ratio_cell(rows, column) for column in COLUMNS}
@@ -517,8 +517,9 @@ def main_rows(results: dict[str, Any], modes: tuple[str, ...]) -> dict[str, Any]
 def steps(results: dict[str, Any]) -> str:
     """For the README: one row for each of its networks, with time and peak memory of its training step."""
     content = []
-    for rows in by_model(main_rows(results, ("eager", "compile", "fastlayers", "fastlayers_compile"))).values():
-        pairs = {mode: (STEP.of(rows, mode), STEP_PEAK.of(rows, mode)) for mode in rows}
+    modes = "eager", "compile", "reduce_overhead", "fastlayers", "fastlayers_graph"
+    for rows in by_model(main_rows(results, modes)).values():
+        pairs = {mode: (STEP.of_rival(rows, "fastlayers", mode), STEP_PEAK.of(rows, mode)) for mode in rows}
         cells = {
             mode: f"{cell(rows[mode], ms)} ms, {cell(rows[mode], peak)} GiB" for mode, (ms, peak) in pairs.items() if ms
         }

@@ -228,7 +228,7 @@ def bar_ticks(axes: Axes, rows: list[Row], cases: list[str], direction: str) -> 
 
 
 #: The modes in the plots of the README's networks.
-MAIN_MODES = ("eager", "compile", "liger", "fastlayers", "fastlayers_compile")
+MAIN_MODES = ("eager", "compile", "reduce_overhead", "liger", "fastlayers", "fastlayers_graph")
 
 
 def draw_models(results: dict[str, Any], out: Path, name: str) -> list[Path]:
@@ -293,6 +293,16 @@ def shares(results: dict[str, Any]) -> list[model_report.Metric]:
     return [metric for metric in metrics if any(metric.of(rows, "eager") for rows in models)]
 
 
+def shares_of(metric: model_report.Metric, rows: model_report.Rows) -> list[tuple[str, float, float]]:
+    """The modes with a number, their shares of eager torch's number, and the numbers."""
+    known = []
+    for mode in MODES:
+        ratio, value = metric.ratio(rows, mode, "eager"), metric.of_rival(rows, "fastlayers", mode)
+        if ratio and value:
+            known.append((mode, 1.0 if mode == "eager" else ratio[0], value))
+    return known
+
+
 def time_and_memory(results: dict[str, Any], metrics: list[model_report.Metric]) -> Figure:
     """One group of bars for each model, as shares of eager torch's, with the numbers beside them."""
     models = model_report.by_model(results)
@@ -305,8 +315,7 @@ def time_and_memory(results: dict[str, Any], metrics: list[model_report.Metric])
     height = 0.82 / len(present)
     for axes, metric in zip(grid[0], metrics, strict=True):
         for group, rows in enumerate(models.values()):
-            found = {mode: (metric.ratio(rows, mode, "eager"), metric.of(rows, mode)) for mode in present}
-            known = [(mode, ratio[0], value) for mode, (ratio, value) in found.items() if ratio and value]
+            known = shares_of(metric, rows)
             for place, (mode, length, value) in enumerate(known):
                 at = group + (place - (len(known) - 1) / 2) * height
                 axes.barh(at, length, height * 0.9, color=COLOURS[mode])
