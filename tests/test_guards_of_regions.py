@@ -7,6 +7,7 @@ import functools
 import itertools
 import linecache
 import logging
+import re
 import sys
 import types
 from collections import defaultdict
@@ -17,6 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.amp import custom_bwd, custom_fwd
+from torch.autograd.function import once_differentiable
 
 import fastlayers
 from fastlayers.graphs.state import State
@@ -300,21 +303,146 @@ def test_a_wrapper_gets_what_it_is_given(given, ran):
             agree(stock, patched)
 
 
-class Twice(torch.autograd.Function):
+class Swish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return x * Settings.scale
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(x)
+        return dy * (gate * (1 + x * (1 - gate)))
+
+
+swish = Swish.apply
+
+
+class Scaled(torch.autograd.Function):
+    """With a context of its own, and arguments that are no tensors."""
+
+    @staticmethod
+    def forward(x, scale, bias=None):
+        return x * Settings.scale * scale, (x > 0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scale, ctx.needed = Settings.scale * inputs[1], ctx.needs_input_grad
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def vjp(ctx, dy, _):
+        return (dy * ctx.scale if ctx.needed[0] else None), None, None
+
+
+class UnderAutocast(torch.autograd.Function):
+    @staticmethod
+    @custom_fwd(device_type="cpu")
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy @ weight.mT, x.mT @ dy
+
+
+class ReadsLate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
 
     @staticmethod
     def backward(ctx, dy):
         return dy * Settings.scale
 
 
-def test_what_an_autograd_function_reads_is_not_known(ran):
-    """Its apply is made a method of the class each time, by Python or by C++."""
-    patched = patched_as(made("Twice.apply(F.gelu(x))"))
+class Prints(ReadsLate):
+    @staticmethod
+    def backward(ctx, dy):
+        print("backward")
+        return dy * 2
+
+
+class OwnApply(ReadsLate):
+    @classmethod
+    def apply(cls, x):
+        return super().apply(x) + 1
+
+
+FUNCTIONS_OF_AUTOGRAD = {
+    "Swish.apply(F.gelu(x))": [(Swish, "forward"), (Swish, "backward"), (Swish, "apply")],
+    "swish(F.gelu(x))": [(Swish, "forward"), (Swish, "backward")],
+    "Scaled.apply(F.gelu(x), 2.0)[0]": [(Scaled, "forward"), (Scaled, "setup_context"), (Scaled, "vjp")],
+    "UnderAutocast.apply(F.gelu(x), x.detach().mT)": [(UnderAutocast, "forward"), (UnderAutocast, "backward")],
+}
+
+
+@pytest.mark.parametrize("result", FUNCTIONS_OF_AUTOGRAD)
+def test_an_autograd_function_is_followed_forward_and_backward(result, ran):
+    stock = made(result)
+    patched = patched_as(stock)
+    assert ran
+    agree(stock, patched)
+    for cls, name in FUNCTIONS_OF_AUTOGRAD[result]:
+        with patch.object(cls, name, staticmethod(tripled(getattr(cls, name)))):
+            for _ in range(4):
+                agree(stock, patched)
+    with patch.object(Settings, "scale", 9.0):
+        for _ in range(4):
+            agree(stock, patched)
+    agree(stock, patched)
+
+
+def tripled(method):
+    @functools.wraps(method)
+    def replaced(*args):
+        result = method(*args)
+        if isinstance(result, tuple):
+            return result[0] * 3, *result[1:]
+        return result if result is None else result * 3
+
+    return replaced
+
+
+def test_an_autograd_function_knows_what_needs_a_gradient(ran):
+    stock = made("Scaled.apply(F.gelu(x), 2.0)[0] if x.requires_grad else x")
+    patched = patched_as(stock)
+    for p in (*stock.parameters(), *patched.parameters()):
+        p.requires_grad_(False)
+    for _ in range(4):
+        with torch.no_grad():
+            agree(stock, patched)
+        agree(stock, patched)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_autograd_function_under_autocast(autocast, ran):
+    stock = made("UnderAutocast.apply(F.gelu(x), x.detach().mT).float()")
+    patched = patched_as(stock)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(4):
+            agree(stock, patched)
+    assert ran
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        ("ReadsLate.apply(F.gelu(x))", "a backward reads .*Settings.scale, which may have changed by then"),
+        ("OwnApply.apply(F.gelu(x))", "a backward reads .*Settings.scale, which may have changed by then"),
+        ("Prints.apply(F.gelu(x))", "print"),
+    ],
+)
+def test_what_a_backward_does_that_a_region_cannot(result, reason, ran):
+    patched = patched_as(made(result))
     (refusal,) = {str(r) for r in type(patched).__fastlayers_region__.refused.values()}
-    assert refusal.endswith("Twice.apply")
+    assert re.search(reason, refusal)
     assert not ran
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.amp.autocast_mode import autocast_decorator
+from torch.autograd.function import FunctionCtx
 from torch.utils._contextlib import context_decorator
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -87,6 +88,8 @@ MISSING = object()
 MAX_ITEMS = 64
 #: Packages with the classes of context managers that change nothing but how torch computes.
 OF_TORCH = ("torch.autograd.", "torch.amp.", "torch.cuda.amp.", "torch.cpu.amp.", "torch.nn.attention")
+#: Modules whose numbers a backward may read, which runs after a guard has looked.
+CONSTANT = ("torch", "math")
 #: Attributes of tensors that depend on more than their geometry.
 REFUSED_ATTRIBUTES = frozenset({"grad", "grad_fn", "is_leaf", "_version", "_base", "name", "_backward_hooks"})
 
@@ -151,6 +154,16 @@ def in_context(function: types.FunctionType) -> tuple[Callable[[], AbstractConte
         return (lambda: held["autocast_instance"]), held["func"]
     known = isinstance(getattr(held["ctx_factory"], "__self__", None), TRUSTED_CLASSES)
     return (held["ctx_factory"], held["func"]) if known else None
+
+
+def is_apply(function: Any) -> bool:
+    """Whether a function is ``apply`` of a ``torch.autograd.Function``, as torch has it."""
+    owner, torchs = getattr(function, "__self__", None), torch.autograd.Function.apply
+    if not (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
+        return False
+    if isinstance(torchs, types.MethodType):
+        return getattr(function, "__func__", None) is torchs.__func__
+    return isinstance(function, types.BuiltinFunctionType) and function.__name__ == torchs.__name__
 
 
 def only_holds(cls: Any) -> bool:
@@ -352,6 +365,8 @@ class Watch(Run):
         self.origins: dict[int, tuple[str, Any]] = {id(module): ("self", module)}
         #: Objects that the forward made.
         self.made: list[Any] = []
+        #: Whether a backward is followed, which will run later.
+        self.late = False
 
     def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = in_context(function)
@@ -375,6 +390,8 @@ class Watch(Run):
 
     def read(self, expression: str, value: Any) -> Any:
         """Write a read down, and return what the forward gets."""
+        if self.late and not isinstance(value, FUNCTIONS) and not self.is_constant(expression):
+            raise Refusal(Reason.READS_STATE, f"a backward reads {expression}, which may have changed by then")
         if isinstance(value, Tensor):
             self.reads.tensors[expression] = value
             return self.fake(value)
@@ -397,6 +414,11 @@ class Watch(Run):
         self.reads.values[f"type({expression})"] = type(value)
         self.origins.setdefault(id(value), (expression, value))
         return value
+
+    def is_constant(self, expression: str) -> bool:
+        """Whether nobody changes what is read: a constant of torch's or of math, or a variable of torch's own code."""
+        scope = self.frames[-1][0].__globals__  # A wrapper of functools.wraps has the __module__ of what it wraps.
+        return expression.partition(".")[0] in CONSTANT or scope.get("__name__", "").partition(".")[0] == "torch"
 
     def lend(self, expression: str, value: Any) -> Any:
         """A copy of a list or dict, which must not be changed."""
@@ -629,9 +651,8 @@ class Watch(Run):
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, nn.Module):
             return self.call_module(function, args, kwargs)
-        owner = getattr(function, "__self__", None)
-        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-            raise Refusal(Reason.UNKNOWN_CALL, f"{owner.__qualname__}.{function.__name__}")
+        if is_apply(function):
+            return self.differentiable(function, args, kwargs)
         if isinstance(function, types.MethodType):
             return self.method(function, args, kwargs)
         if isinstance(function, types.FunctionType):
@@ -654,6 +675,44 @@ class Watch(Run):
             self.test(same(f"type({origin}).__call__", called, self.bind))
             return self.follow(called, (function, *args), kwargs)
         return self.builtin(function, args, kwargs)
+
+    def differentiable(self, apply: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a ``torch.autograd.Function``.
+
+        Its methods are followed in a subclass, so that torch makes the context. The backward is followed at once: where
+        it runs nobody asks what it reads.
+        """
+        cls, stock = apply.__self__, torch.autograd.Function
+        if (origin := self.origin(apply)) is not None:
+            self.test(same(origin, apply, self.bind))
+
+        def followed(function: Any, late: bool) -> Any:
+            @functools.wraps(function)  # torch binds arguments by its signature.
+            def method(ctx: Any, *given: Any) -> Any:
+                if isinstance(ctx, FunctionCtx):  # A forward with a setup_context has none.
+                    self.made.append(ctx)
+                before, self.late = self.late, late
+                try:
+                    return self.follow(function, (ctx, *given), {})
+                finally:
+                    self.late = before
+
+            return staticmethod(method)
+
+        methods = {name: getattr(cls, name) for name in ("forward", "setup_context", "backward", "vjp")}
+        for name, function in methods.items():
+            self.test(same(member(cls, name, self.bind), function, self.bind))
+        own = {name: function for name, function in methods.items() if function is not getattr(stock, name)}
+        if not all(isinstance(function, types.FunctionType) for function in own.values()):
+            raise Refusal(Reason.UNKNOWN_CALL, f"{cls.__qualname__}, whose methods are no functions")
+        late = "backward", "vjp"
+        namespace = {name: followed(function, name in late) for name, function in own.items()}
+        result = type(cls)(cls.__name__, (cls,), namespace).apply(*args, **kwargs)
+        differentiated = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+        wanted = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.requires_grad]
+        if differentiated and wanted:
+            torch.autograd.grad(differentiated, wanted, [*map(torch.empty_like, differentiated)], allow_unused=True)
+        return result
 
     def cached(self, function: Any, origin: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function with a cache. That of values is the same each time."""
