@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.amp import custom_bwd, custom_fwd
+from torch.ao.nn.quantized import FloatFunctional
 from torch.autograd.function import once_differentiable
 
 import fastlayers
@@ -446,6 +447,83 @@ def test_what_a_backward_does_that_a_region_cannot(result, reason, ran):
     assert not ran
 
 
+class Called(nn.Module):
+    """With a ``__call__`` of its own, as an aggregation of torch_geometric has."""
+
+    def __call__(self, x):
+        return super().__call__(x) * Settings.scale
+
+    def forward(self, x):
+        return x + 1
+
+
+class Tool:
+    @staticmethod
+    def scaled(x):
+        return x * 2
+
+
+class Holding(Body):
+    """With parameters in several places, and children and objects of unusual kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.called, self.tool, self.sums = Called(), Tool(), FloatFunctional()
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.up.weight
+        self.biases = [self.up.bias, self.down.bias]
+
+
+HELD = {
+    "self.called(x)": [
+        lambda m: patch.object(Settings, "scale", 9.0),
+        lambda m: patch.object(Called, "__call__", nn.Module.__call__),
+        lambda m: patch.object(Called, "forward", lambda self, x: x - 1),
+    ],
+    "self.tool.scaled(x)": [
+        lambda m: patch.object(Tool, "scaled", staticmethod(lambda x: x * 9)),
+        lambda m: patch.dict(vars(m.tool), scaled=lambda x: x * 9),
+    ],
+    "self.sums.add(x, self.sums.mul_scalar(x, 2.0))": [
+        lambda m: patch.object(FloatFunctional, "add", lambda self, x, y: x - y),
+        lambda m: patch.dict(m.sums._modules, activation_post_process=nn.ReLU()),
+    ],
+    "self.tied(x)": [lambda m: patch.dict(m.tied._parameters, weight=nn.Parameter(torch.ones(16, 16)))],
+    "x * torch.stack(self.biases).sum()": [
+        lambda m: patch.object(m, "biases", [nn.Parameter(torch.ones(16)), m.down.bias]),
+        lambda m: patch.dict(m.up._parameters, bias=nn.Parameter(torch.ones(16))),
+    ],
+    "x * torch.sqrt(torch.FloatTensor([0.5]).to(x.device))": [
+        lambda m: patch.object(torch, "FloatTensor", lambda values: torch.tensor(values) * 9)
+    ],
+    "x * 2 if type(self.up.weight) is nn.Parameter else x": [],
+    "x * 2 if isinstance(self.up.weight, nn.Parameter) else x": [],
+    "x * Settings.scale if type(F.gelu(x)) is torch.Tensor else x": [lambda m: patch.object(Settings, "scale", 9.0)],
+}
+
+
+@pytest.mark.parametrize("result", HELD)
+def test_what_a_module_holds_in_unusual_ways(result, ran):
+    torch.manual_seed(0)
+    stock = made(result, base=Holding)
+    patched = patched_as(stock)
+    assert ran
+    for change in HELD[result]:
+        torch.manual_seed(1)
+        with change(stock), change(patched):
+            for _ in range(4):
+                agree(stock, patched)
+        agree(stock, patched)
+    x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    for of in (lambda m: x, lambda m: m.up.weight) * 2:  # A region is recorded in the second call.
+        seconds = []
+        for m in (stock.double(), patched.double()):
+            (dx,) = torch.autograd.grad(m(x).square().sum(), of(m), create_graph=True)
+            seconds.append(torch.autograd.grad(dx.square().sum(), [x, *m.parameters()], allow_unused=True))
+        for a, b in zip(*seconds, strict=True):
+            torch.testing.assert_close(b, a)
+
+
 SCALE = 2.0
 
 
@@ -527,9 +605,14 @@ def test_a_list_that_is_only_read(ran):
 
 
 @pytest.mark.parametrize("kind", ["torch.Tensor", "(int, torch.Tensor)", "nn.Parameter"])
-def test_the_type_of_a_parameter(kind, ran):
-    patched_as(made(f"F.gelu(x) if isinstance(self.up.weight, {kind}) else x"))
-    assert bool(ran) == (kind != "nn.Parameter")
+@pytest.mark.parametrize("given", [nn.Parameter(torch.ones(16)), torch.ones(16)])
+def test_the_type_of_an_argument(given, kind, ran):
+    """A recording has a parameter that it is given as a tensor."""
+    stock = made(f"F.gelu(x) if isinstance(rest[0], {kind}) else x")
+    patched = fastlayers.patch_model(copy.deepcopy(stock))
+    for _ in range(4):
+        torch.testing.assert_close(patched(torch.ones(4, 16), given), stock(torch.ones(4, 16), given))
+    assert bool(ran) == (kind != "nn.Parameter" or type(given) is torch.Tensor)
 
 
 class Two(nn.Module):

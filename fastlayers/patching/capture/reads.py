@@ -474,8 +474,8 @@ class Watch(Run):
         static = inspect.getattr_static(type(owner), name, None)
         if isinstance(static, property):
             return self.read_property(static, origin, owner, name)
-        if isinstance(static, types.FunctionType) and name not in getattr(owner, "__dict__", ()):
-            self.test(same(f"type({origin}).{name}", static, self.bind))
+        if isinstance(static, types.FunctionType | staticmethod) and name not in getattr(owner, "__dict__", ()):
+            self.test(same(f"type({origin}).{name}", getattr(type(owner), name), self.bind))
             if hasattr(owner, "__dict__"):
                 self.test(f"{name!r} not in {origin}.__dict__")
             return getattr(owner, name)
@@ -725,7 +725,10 @@ class Watch(Run):
             raise Refusal(Reason.UNKNOWN_CALL, f"{function.__name__}, whose cache has a {type(found).__name__}")
         return found
 
-    def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_module(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inherited: bool = False
+    ) -> Any:
+        """The result of a module. ``inherited`` says that a ``__call__`` of its own calls ``super().__call__``."""
         if self.is_made(module):
             return self.follow(self.forward(module), (module, *args), kwargs)
         origin = self.origin(module)
@@ -733,10 +736,13 @@ class Watch(Run):
             raise Refusal(Reason.UNKNOWN_CALL, f"a {type(module).__name__} that is not one of its submodules")
         if module is self.root:
             raise Refusal(Reason.UNKNOWN_CALL, "calls itself")
-        if type(module).__call__ is not nn.Module.__call__:
-            raise Refusal(Reason.UNKNOWN_CALL, f"{type(module).__name__}.__call__")
         self.kind(module, origin)
-        self.test(same(member(type(module), "__call__", self.bind), nn.Module.__call__, self.bind))
+        called: Any = type(module).__call__
+        self.test(same(member(type(module), "__call__", self.bind), called, self.bind))
+        if called is not nn.Module.__call__ and not inherited:
+            if not isinstance(called, types.FunctionType):
+                raise Refusal(Reason.UNKNOWN_CALL, f"{type(module).__name__}.__call__")
+            return self.follow(called, (module, *args), kwargs)
         self.reads.called[origin] = None
         forward = self.forward(module)
         if "forward" in module.__dict__ or not isinstance(forward, types.FunctionType):
@@ -756,6 +762,8 @@ class Watch(Run):
         if isinstance(owner, nn.Module) and function in MEMBERS:
             self.children(owner)
             return method(*args, **kwargs)
+        if isinstance(owner, nn.Module) and function is nn.Module.__call__:
+            return self.call_module(owner, args, kwargs, inherited=True)
         if isinstance(owner, nn.Module) and function in REGISTRIES and not args and not kwargs:
             return self.tensors_of(owner, REGISTRIES[function], set())
         if isinstance(owner, Tensor):
@@ -784,7 +792,7 @@ class Watch(Run):
                     raise Refusal(Reason.UNKNOWN_CALL, function.__qualname__)
                 return self.read(f"{self.bind(function, function.__name__)}()", function())
             self.test(*inside_function(function, self.bind))
-            return function(*args, **kwargs)
+            return function(*map(self.items, args), **{key: self.items(value) for key, value in kwargs.items()})
         return self.follow(function, args, kwargs)
 
     def default(self, value: Any, what: str) -> Any:
@@ -798,13 +806,15 @@ class Watch(Run):
             raise Refusal(Reason.SYNTAX, f"a yield in {function.__qualname__}")
         return tree
 
+    def items(self, value: Any) -> Any:
+        """An argument of what is called as it is: a list or a tuple that was read has its items read, too."""
+        return self.hook_container(value) if isinstance(value, list | tuple) and self.origin(value) else value
+
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", repr(function))
-        # A recording has a parameter as a tensor. T5 asks whether a weight is one, which holds for both.
-        if function in (isinstance, type) and self.is_parameter(args[0]):
-            alike = function is isinstance and issubclass(nn.Parameter, args[1]) == issubclass(Tensor, args[1])
-            if not alike:
-                raise Refusal(Reason.READS_STATE, "tests the type of a parameter")
+        args, kwargs = tuple(map(self.items, args)), {key: self.items(value) for key, value in kwargs.items()}
+        if function in (isinstance, type) and len(args) == 2 - (function is type) and isinstance(args[0], Tensor):
+            return self.type_of(function, *args)
         if function in (isinstance, callable):
             if isinstance(args[0], nn.Module):
                 self.kind(args[0], self.origin(args[0]) or "")
@@ -850,13 +860,21 @@ class Watch(Run):
         if only_holds(function) or is_named_tuple(function) or is_stateless_layer(function, (*args, *kwargs.values())):
             self.made.append(function(*args, **kwargs))
             return self.made[-1]
+        if type(function) is type(torch.FloatTensor) and list in map(type, args) and all(map(are_values, args)):
+            return self.fake_mode.from_tensor(function(*args))  # of numbers, as torch.tensor makes it
         if function in TRUSTED_CLASSES or isinstance(function, torch._ops.OpOverloadPacket | torch._ops.OpOverload):
             return function(*args, **kwargs)
         raise Refusal(Reason.UNKNOWN_CALL, name)
 
-    def is_parameter(self, value: Any) -> bool:
-        """Whether a value stands for a parameter of torch or of the caller."""
-        return any(fake is value and type(t) is not Tensor for t, fake in self.fakes.values())
+    def type_of(self, function: Any, t: Tensor, *classes: Any) -> Any:
+        """What ``type`` or ``isinstance`` gives for the tensor that this fake one stands for."""
+        kind: type = next((type(real) for real, fake in self.fakes.values() if fake is t), Tensor)
+        # An argument is a plain tensor in a recording, while a second forward has parameters for parameters.
+        if kind is not Tensor and not any(self.fakes[id(real)][1] is t for real in self.reads.tensors.values()):
+            plain = function is isinstance and issubclass(kind, *classes) == issubclass(Tensor, *classes)
+            if not plain:
+                raise Refusal(Reason.READS_STATE, "tests the type of a parameter")
+        return kind if function is type else isinstance(t, *classes)
 
     def has(self, owner: Any, name: str) -> bool:
         if isinstance(owner, Tensor) and not hasattr(Tensor, name):  # Its fake tensor lacks what someone gave it.

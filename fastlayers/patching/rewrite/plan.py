@@ -358,7 +358,7 @@ def refuse_kind(module: nn.Module) -> None:
         raise Refusal(Reason.SCRIPTED)
     if isinstance(module, fx.GraphModule):
         raise Refusal(Reason.GRAPH_MODULE)
-    if package.startswith(QUANTIZED):
+    if package.startswith(QUANTIZED) and type(module).__name__ != "FloatFunctional":  # It adds, until it is converted.
         raise Refusal(Reason.QUANTIZED)
     if package.startswith(WRAPPERS) or any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
         raise Refusal(Reason.WRAPPER, type(module).__name__)

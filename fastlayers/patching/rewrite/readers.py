@@ -30,7 +30,11 @@ class Reader:
         called: dict[Any, str] = {eval(origin, {**reads.namespace, "self": module}): origin for origin in reads.called}
         pairs = folded_pairs(called)
         folded = set() if torch.is_grad_enabled() else {id(t) for pair in pairs for t in sources(*pair)[:-1]}
-        used = [expression for expression, t in reads.tensors.items() if id(t) not in folded]
+        held: dict[int, list[str]] = {}
+        for expression, t in reads.tensors.items():
+            if id(t) not in folded:
+                held.setdefault(id(t), []).append(expression)
+        used = [expression for expression, *_ in held.values()]
         names = {origin: f"m{i}" for i, origin in enumerate(module_origins(reads))}
         short = {origin: shortened(origin, {o: n for o, n in names.items() if o != origin}) for origin in names}
         lines = ["def read(self):"]
@@ -41,8 +45,9 @@ class Reader:
             tests.append(f"'forward' in {shortened(origin, names)}.__dict__")
         lines.append(f"    if {' or '.join(tests)}:")
         lines.append("        return None")
-        if reads.tests:
-            lines.append(f"    if not ({' and '.join(shortened(test, names) for test in reads.tests)}):")
+        also = [f"{other} is {expression}" for expression, *others in held.values() for other in others]
+        if reads.tests or also:
+            lines.append(f"    if not ({' and '.join(shortened(test, names) for test in (*reads.tests, *also))}):")
             lines.append("        raise KeyError")
         if pairs:
             layers = ", ".join(shortened(called[layer], names) for pair in pairs for layer in pair)
@@ -55,19 +60,31 @@ class Reader:
         scope = {**reads.namespace, "global_hooks": GLOBAL_HOOKS, "folded_tensors": folded_tensors}
         exec(compile(self.source, "<fastlayers guard>", "exec"), scope)
         self.read: Callable[[nn.Module], tuple[tuple[Any, ...], tuple[Tensor, ...]] | None] = scope["read"]
-        #: The expressions of the owners of the tensors, and the names there; None for a folded weight.
-        self.places = [*map(place, used), *(None for _ in (*pairs, *pairs))]
+        #: For each tensor the expressions of its owners, and the names there; none for a folded weight.
+        self.places = [*map(places, held.values()), *([] for _ in (*pairs, *pairs))]
+        self._namespace = reads.namespace
+        for owner, name in (found for every in self.places for found in every):
+            if not isinstance(self._owner(owner, module), dict | list):
+                raise Refusal(Reason.READS_STATE, f"the tensor {name!r} of {owner}")
         #: How many norms are folded.
         self.folds = len(pairs)
+
+    def _owner(self, expression: str, module: nn.Module) -> Any:
+        """What holds a tensor; None if that has no place for others."""
+        try:
+            return eval(expression, {**self._namespace, "self": module})
+        except AttributeError:  # a closure
+            return None
 
     @contextmanager
     def replaced(self, module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Let the forward of a module read other tensors."""
-        chosen = [(*found, t) for found, t in zip(self.places, tensors, strict=True) if found is not None]
-        changes = [(eval(owner, {"self": module}), name, t) for owner, name, t in chosen]
+        chosen = [(*found, t) for every, t in zip(self.places, tensors, strict=True) for found in every]
+        changes = [(self._owner(owner, module), name, t) for owner, name, t in chosen]
         before = [(owner, name, owner[name]) for owner, name, _ in changes]
         try:
             for owner, name, t in changes:
+                t.__class__ = type(owner[name])  # type: ignore[assignment]  # A forward may ask.
                 owner[name] = t
             yield
         finally:
@@ -102,12 +119,17 @@ def longest(origin: str, names: dict[str, str]) -> str:
     return names[start] + origin[len(start) :]
 
 
-def place(expression: str) -> tuple[str, str]:
-    """The expression of the dict that holds a tensor, and its key there."""
-    match = re.fullmatch(r"(.*\._(?:parameters|buffers))\['([^'\\]*)'\]", expression)
-    if match:
-        return match.group(1), match.group(2)
-    owner, _, name = expression.rpartition(".")
-    if not name.isidentifier():
-        raise Refusal(Reason.READS_STATE, f"the tensor {expression}")
-    return f"{owner}.__dict__", name
+def places(expressions: Sequence[str]) -> list[tuple[str, Any]]:
+    """For each way to a tensor the expression of the dict or list that holds it, and its key there."""
+    found: list[tuple[str, Any]] = []
+    for expression in expressions:
+        owner, _, name = expression.rpartition(".")
+        if match := re.fullmatch(r"(.*\._(?:parameters|buffers))\['([^'\\]*)'\]", expression):
+            found.append((match.group(1), match.group(2)))
+        elif match := re.fullmatch(r"(self.*)\[(\d+)\]", expression):
+            found.append((match.group(1), int(match.group(2))))
+        elif name.isidentifier():
+            found.append((f"{owner}.__dict__", name))
+        else:
+            raise Refusal(Reason.READS_STATE, f"the tensor {expression}")
+    return found

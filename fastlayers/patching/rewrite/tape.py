@@ -195,8 +195,9 @@ class Tape(TorchDispatchMode):
         name = self._names.get(key(t))
         if name is not None:
             return name
-        # The tensors that Python reads are inputs, so torch made this one of a number: in x[0] = 3, or in TorchScript.
-        if t.dim() == 0 and t.device.type == "cpu" and not t.requires_grad:
+        # The tensors that Python reads are inputs, so torch made this one of a number: in x[0] = 3, in TorchScript, in
+        # torch.FloatTensor([3]).
+        if t.numel() == 1 and t.device.type == "cpu" and not t.requires_grad:
             return self.add_constant(t)
         raise Refusal(Reason.READS_STATE, f"a tensor of shape {tuple(t.shape)} from outside")
 
@@ -297,7 +298,7 @@ class Tape(TorchDispatchMode):
             return Value(self.name(value))
         if isinstance(value, tuple | list):
             return (list if type(value) is list else tuple)(map(self._argument, value))
-        if isinstance(value, torch.Generator | torch.SymInt | torch.SymFloat):
+        if isinstance(value, torch.Generator | torch.UntypedStorage | torch.SymInt | torch.SymFloat):
             raise Refusal(Reason.UNKNOWN_CALL, f"an argument of type {type(value).__name__}")
         return value
 
