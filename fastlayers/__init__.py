@@ -15,6 +15,7 @@ from fastlayers.patching import (
     profile_patch,
     unfold_batch_norm,
     unpatch_model,
+    unpatched,
     verify_patch,
 )
 from fastlayers.version import __version__ as __version__
@@ -37,6 +38,7 @@ __all__ = [
     "unfold_batch_norm",
     "ungraph_model",
     "unpatch_model",
+    "unpatched",
     "verify_patch",
 ]
 __all__ += modules.__all__

@@ -7,6 +7,7 @@ import cProfile
 import gc
 import io
 import json
+import linecache
 import pickle
 import random
 import re
@@ -32,9 +33,11 @@ from fastlayers.patching import (
     patched,
     plan_patch,
     unpatch_model,
+    unpatched,
     verify_patch,
 )
 from fastlayers.patching.measure import verify as verification
+from fastlayers.patching.rewrite import plan
 
 
 class Block(nn.Module):
@@ -155,6 +158,73 @@ def test_patching_twice_changes_nothing(net):
     assert types_of(net) == before
     unpatch_model(net)
     assert "Fused" not in repr(net)
+
+
+def test_an_error_while_classes_change_leaves_the_model_as_it_was(net, monkeypatch):
+    before, become = types_of(net), plan.become
+
+    def fails(module, cls):
+        if type(module) is nn.Softmax:
+            raise KeyboardInterrupt
+        return become(module, cls)
+
+    monkeypatch.setattr(plan, "become", fails)
+    with pytest.raises(KeyboardInterrupt):
+        patch_model(net)
+    assert types_of(net) == before
+
+
+def test_a_setattr_of_the_user_does_not_see_the_swap(x):
+    class Frozen(Block):
+        closed = False
+
+        def __setattr__(self, name, value):
+            if self.closed:
+                raise AttributeError(f"{name} of a frozen block")
+            super().__setattr__(name, value)
+
+    block = Frozen()
+    expected = block.eval()(x)
+    Frozen.closed = True
+    torch.testing.assert_close(patch_model(block)(x), expected)
+    assert type(block) is not Frozen
+    assert type(unpatch_model(block)) is Frozen
+
+
+def test_generated_sources_go_with_their_code(net):
+    def sources():
+        gc.collect()
+        return {name for name in linecache.cache if name.startswith("<fastlayers ")}
+
+    with patched(net):
+        known = sources()  # Some are kept: layers have one class for all models.
+    left = sources()
+    assert len(left) < len(known)
+    for _ in range(5):
+        with patched(net):
+            assert len(sources()) == len(known)
+            assert all(linecache.getline(name, 1) for name in sources())
+        assert sources() == left
+
+
+def test_a_context_in_which_a_model_is_unpatched(net, x):
+    net.eval()
+    own = types_of(net)
+    patch_model(net)
+    before = types_of(net)
+    with unpatched(net) as same:
+        assert same is net
+        assert types_of(net) == own
+        net.layer1[0].relu = nn.SiLU()  # What a tool does stays.
+        net.log.__class__ = Plain
+        expected = net(x)
+    assert types_of(net) == before | {"layer1.0.relu": nn.SiLU, "log": Plain}
+    torch.testing.assert_close(net(x), expected)
+    with pytest.raises(KeyError), unpatched(net):
+        raise KeyError
+    assert type(net.head) is before["head"]
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got int"), unpatched(3):
+        pass
 
 
 def test_patching_in_two_parts(net):

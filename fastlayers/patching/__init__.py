@@ -17,7 +17,7 @@ from fastlayers.patching.measure.profile import Measurement, ProfileReport, prof
 from fastlayers.patching.measure.verify import Comparison, VerifyReport, verify_patch
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import PatchReport, Row
-from fastlayers.patching.rewrite.plan import patched
+from fastlayers.patching.rewrite.plan import patched, unpatched
 from fastlayers.patching.rules import register_rule
 from fastlayers.patching.rules.base import GraphRule, Match, ModuleRule
 
@@ -51,5 +51,6 @@ __all__ = [
     "register_rule",
     "unfold_batch_norm",
     "unpatch_model",
+    "unpatched",
     "verify_patch",
 ]

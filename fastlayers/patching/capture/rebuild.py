@@ -13,13 +13,14 @@ import itertools
 import linecache
 import textwrap
 import types
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fastlayers.patching.capture.syntax import strip_signature
 from fastlayers.patching.reasons import Reason, Refusal
 
-__all__ = ["arguments_source", "innermost", "rebuild", "refuse_private_names", "rewrap", "show_source"]
+__all__ = ["arguments_source", "execute_shown", "innermost", "rebuild", "refuse_private_names", "rewrap"]
 
 FACTORY = "_fastlayers_bind"
 
@@ -58,7 +59,7 @@ def rebuild(function: types.FunctionType, tree: ast.FunctionDef, bound: dict[str
     ast.fix_missing_locations(tree)
     lines = [f"def {FACTORY}({', '.join(bound)}):", textwrap.indent(ast.unparse(tree), "    ")]
     source, made = "\n".join([*lines, f"    return {tree.name}"]), dict[str, Any]()
-    exec(compile(source, show_source(function.__qualname__, source), "exec"), function.__globals__, made)
+    execute_shown(function.__qualname__, source, function.__globals__, made)
     rebuilt: types.FunctionType = made[FACTORY](*bound.values())
     rebuilt.__defaults__, rebuilt.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     rebuilt.__annotations__ = dict(inspect.get_annotations(function))
@@ -99,8 +100,37 @@ def rewrap(function: types.FunctionType, rebuilt: types.FunctionType) -> types.F
     return copied
 
 
-def show_source(name: str, source: str) -> str:
-    """A file name for generated source, under which tracebacks, inspect.getsource and torch.compile find it."""
+def execute_shown(name: str, source: str, scope: dict[str, Any], made: dict[str, Any] | None = None) -> None:
+    """Execute generated source under a file name by which tracebacks, inspect.getsource and torch.compile find it.
+
+    Its lines go with the last function that it has made.
+
+    Args:
+        name: what it is the source of.
+        source: Python code.
+        scope: its globals.
+        made: where its names go, if not into ``scope``.
+    """
     filename = f"<fastlayers {name} {next(_serial)}>"
+    code = compile(source, filename, "exec")
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    return filename
+    functions = [*functions_in(code)]
+    left = len(functions)
+
+    def forget() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            linecache.cache.pop(filename, None)
+
+    for function in functions:
+        weakref.finalize(function, forget).atexit = False
+    exec(code, scope, scope if made is None else made)
+
+
+def functions_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of functions inside of code, at any depth."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from functions_in(constant)

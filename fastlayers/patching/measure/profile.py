@@ -24,9 +24,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastlayers.patching.measure.runs import buffers_aside, loss_or_outputs, rng_state, trains, unpatched, unwrap
+from fastlayers.patching.measure.runs import buffers_aside, loss_or_outputs, rng_state, trains, unwrap
 from fastlayers.patching.report import Report, markdown_table, plain_table, readable
 from fastlayers.patching.rewrite.classes import working
+from fastlayers.patching.rewrite.plan import unpatched
 from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["Measurement", "ProfileReport", "profile_patch"]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fastlayers.patching.rewrite.classes import become, is_patched
+from fastlayers.patching.rewrite.classes import is_patched
 from fastlayers.patching.rewrite.plan import patched
-from fastlayers.patching.runtime.checks import original_class
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, AbstractContextManager[Any]]:
@@ -28,19 +27,6 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, AbstractContextManager[Any]]:
         if inner is None:
             return model, nullcontext() if any(map(is_patched, model.modules())) else patched(model)
         model = inner
-
-
-@contextmanager
-def unpatched(model: nn.Module) -> Iterator[None]:
-    """Gives every patched module its own class for the time of a block."""
-    classes = [(module, type(module)) for module in model.modules() if is_patched(module)]
-    for module, _ in classes:
-        become(module, original_class(module))
-    try:
-        yield
-    finally:
-        for module, cls in classes:
-            become(module, cls)
 
 
 @contextmanager

@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_iter
 
 from fastlayers import functional
 from fastlayers.ops import layer_norm as ops
-from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains, unpatched
+from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.rewrite.classes import is_fused
+from fastlayers.patching.rewrite.plan import unpatched
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 __all__ = ["bytes_saved"]

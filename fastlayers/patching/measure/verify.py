@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlayers.ops.residual import masks_of_torch
-from fastlayers.patching.measure.runs import rng_state, seed_everything, standing_in, unpatched, unwrap
+from fastlayers.patching.measure.runs import rng_state, seed_everything, standing_in, unwrap
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.report import Report, markdown_table
 from fastlayers.patching.rewrite.classes import working
+from fastlayers.patching.rewrite.plan import unpatched
 from fastlayers.patching.rewrite.regions import no_regions
 from fastlayers.patching.runtime.checks import rewritten_everywhere
 

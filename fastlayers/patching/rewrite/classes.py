@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fastlayers.patching.capture.lookups import inside_layer
-from fastlayers.patching.capture.rebuild import arguments_source, rebuild, show_source
+from fastlayers.patching.capture.rebuild import arguments_source, execute_shown, rebuild
 from fastlayers.patching.capture.recording import binder
 from fastlayers.patching.capture.syntax import parse
 from fastlayers.patching.libraries.adapters import adapters
@@ -109,7 +109,7 @@ def become(module: nn.Module, cls: type[nn.Module]) -> bool:
         return False
     for name in bound:
         vars(module)[name] = types.MethodType(cls.forward, module)
-    module.__class__ = cls
+    object.__setattr__(module, "__class__", cls)  # Not by a __setattr__ of the user's.
     return True
 
 
@@ -166,7 +166,7 @@ def swapped_forward(fused: Any, layer: Any, idle: Callable[[object], bool] | Non
     except Refusal:  # The class of a user's rule may call super().
         scope = {**bound, "_fused": fused}
         source = f"def forward(*args, **kwargs):\n    return (_fused if {unchanged} else {stock})(*args, **kwargs)\n"
-        exec(compile(source, show_source(fused.__qualname__, source), "exec"), scope)
+        execute_shown(fused.__qualname__, source, scope)
         return functools.update_wrapper(scope["forward"], fused)
 
 

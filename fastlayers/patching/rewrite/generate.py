@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from fastlayers.patching.capture.lookups import member, same
-from fastlayers.patching.capture.rebuild import arguments_source, show_source
+from fastlayers.patching.capture.rebuild import arguments_source, execute_shown
 from fastlayers.patching.capture.recording import Name, Recording, add_names, bind, binder
 from fastlayers.patching.libraries.adapters import decorated, takes_former_names
 from fastlayers.patching.reasons import Reason, Refusal
@@ -241,7 +241,7 @@ def generate_class(
     if key in known:
         return known[key]  # type: ignore[no-any-return]
     scope = namespace | {DECORATED: partial(decorated, original)}
-    exec(compile(source, show_source(original.__qualname__, source), "exec"), scope)
+    execute_shown(original.__qualname__, source, scope)
     generated = scope[name]
     names = inspect.unwrap(generated.__dict__["forward"]).__code__.co_varnames
     if clash := set(names) & (set(namespace) | GUARD_BUILTINS):

@@ -55,6 +55,7 @@ __all__ = [
     "restore",
     "stays_patched",
     "swap",
+    "unpatched",
     "warn_of_stuck",
 ]
 
@@ -409,10 +410,14 @@ def carry_out(plan: Plan, strict: bool, stacklevel: int = 3) -> list[tuple[nn.Mo
 def swap(plan: Plan) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Give the modules of a plan their classes, and return those that changed, with the classes that they had."""
     changed = []
-    for step in plan.steps:
-        if step.cls is not None:
-            changed.append((step.module, type(step.module)))
-            become(step.module, step.cls)
+    try:
+        for step in plan.steps:
+            if step.cls is not None:
+                changed.append((step.module, type(step.module)))
+                become(step.module, step.cls)
+    except BaseException:  # an interrupt, too
+        restore(changed)
+        raise
     return changed
 
 
@@ -456,3 +461,30 @@ def patched(
         yield model
     finally:
         warn_of_stuck(model, restore(changed), stacklevel=3)
+
+
+@contextmanager
+def unpatched(model: nn.Module) -> Iterator[nn.Module]:
+    """``with unpatched(model): ...`` gives patched modules their own classes, and on leaving those that they had.
+
+    For a tool that asks for the types of modules or replaces functions of torch, such as one that counts operations,
+    explains or quantises. What the tool does to the model stays: modules that it has put in the place of others, hooks,
+    parametrizations.
+
+    Args:
+        model: any module, patched or not, with graphs or without.
+
+    Warns:
+        PatchWarning: a module stays patched, since its class was changed again or its forward wrapped since.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    changed = [(module, type(module)) for module in model.modules() if is_patched(module)]
+    stuck = [module for module, _ in changed if not become(module, original_class(module))]
+    warn_of_stuck(model, stuck, stacklevel=3)
+    try:
+        yield model
+    finally:
+        for module, cls in changed:
+            if type(module) is cls.__fastlayers_original__:  # type: ignore[attr-defined]  # A tool may have given it another one.
+                become(module, cls)

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from fastlayers.patching.capture.rebuild import arguments_source, rebuild, refuse_private_names, show_source
+from fastlayers.patching.capture.rebuild import arguments_source, execute_shown, rebuild, refuse_private_names
 from fastlayers.patching.capture.syntax import Instrument, local_names, names_in, parse, tested_by_identity
 from fastlayers.patching.capture.trace import Segment, record_segment
 from fastlayers.patching.ir.known_functions import fused_rotary, is_rotary
@@ -396,7 +396,7 @@ class Cutter:
                 f"def {fused}({', '.join(given)}):\n{textwrap.indent(piece.body, ' ' * 4)}\n"
             )
             made = dict(piece.namespace)
-            exec(compile(source, show_source(self.function.__qualname__, source), "exec"), made)
+            execute_shown(self.function.__qualname__, source, made)
             if set(made[fused].__code__.co_varnames) & (set(piece.namespace) | GUARD_BUILTINS):
                 continue
             call = f"{fused}({', '.join(piece.reads)})"
