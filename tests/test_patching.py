@@ -197,14 +197,13 @@ def test_generated_sources_go_with_their_code(net):
         return {name for name in linecache.cache if name.startswith("<fastlayers ")}
 
     with patched(net):
-        known = sources()  # Some are kept: layers have one class for all models.
-    left = sources()
-    assert len(left) < len(known)
-    for _ in range(5):
+        pass
+    left = sources()  # Some are kept: layers have one class for all models.
+    for _ in range(3):
         with patched(net):
-            assert len(sources()) == len(known)
+            assert sources() - left
             assert all(linecache.getline(name, 1) for name in sources())
-        assert sources() == left
+        assert sources() <= left
 
 
 def test_a_context_in_which_a_model_is_unpatched(net, x):
