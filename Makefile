@@ -18,11 +18,13 @@ ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum |
 LIBRARIES := tests/corpus/requirements.txt
 PACKAGES := tests/corpus/packages.txt
 CORPUS := .venv-corpus
+# The tools that are run on patched models.
+TOOLS := .venv-tools
 CORPUS_ENV := $(CORPUS)/made-for-$(shell cat $(LIBRARIES) $(PACKAGES) pyproject.toml | cksum | cut -d' ' -f1)
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
-.PHONY: help demo test env build lint types pytest docs format test-libraries test-corpus test-gpu bench bench-models wheel test-wheel clean
+.PHONY: help demo test env build lint types pytest docs format test-libraries test-corpus test-tools test-gpu bench bench-models wheel test-wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -81,6 +83,16 @@ $(CORPUS_ENV):
 	@rm -f $(CORPUS)/made-for-*
 	@touch $@
 
+test-tools: $(TOOLS)/made-for-$(shell cat tests/tools.txt pyproject.toml | cksum | cut -d' ' -f1)  ## environment in .venv-tools, then 70 tools of other people on a patched model
+	PYTHONPATH=. $(TOOLS)/bin/python -m pytest tests/test_tools.py $(ARGS)
+
+$(TOOLS)/made-for-%:
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet -r tests/tools.txt
+	FASTLAYERS_BUILD_EXT=0 $(TOOLS)/bin/python -m pip install --quiet --editable .
+	@rm -f $(TOOLS)/made-for-*
+	@touch $@
+
 docs: $(ENV)  ## the API reference, into build/site; nothing is fetched but the environment
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
@@ -115,6 +127,6 @@ wheel: $(ENV)  ## dist/fastlayers-*-py3-none-linux_x86_64.whl, for every GPU fro
 test-wheel: wheel  ## that wheel, imported and run on the CPU by each of PYTHONS
 	$(PY) tests/check_wheel.py dist/*.whl $(PYTHONS)
 
-clean:  ## remove what was built; .venv and .venv-corpus stay
+clean:  ## remove what was built; .venv, .venv-corpus and .venv-tools stay
 	rm -rf build dist fastlayers/_C.so fastlayers/_C.json fastlayers/_regions_*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find fastlayers tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

@@ -160,6 +160,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {
             "Guides": [
                 {"Patching a model": "patching.md"},
+                {"Using other tools": "tools.md"},
                 {"CUDA graphs": "graphs.md"},
                 {"Backends": "backends.md"},
                 {"Building": "build.md"},

@@ -472,6 +472,8 @@ class Holding(Body):
         self.tied = nn.Linear(16, 16)
         self.tied.weight = self.up.weight
         self.biases = [self.up.bias, self.down.bias]
+        self.gammas = nn.ParameterList([nn.Parameter(torch.full((16,), 2.0)), nn.Parameter(torch.ones(16))])
+        self.backends = [torch.nn.attention.SDPBackend.MATH]
 
 
 HELD = {
@@ -492,6 +494,17 @@ HELD = {
     "x * torch.stack(self.biases).sum()": [
         lambda m: patch.object(m, "biases", [nn.Parameter(torch.ones(16)), m.down.bias]),
         lambda m: patch.dict(m.up._parameters, bias=nn.Parameter(torch.ones(16))),
+    ],
+    "sum(gamma * x for gamma in self.gammas)": [
+        lambda m: patch.dict(m.gammas._parameters, {"1": nn.Parameter(torch.full((16,), 9.0))}),
+        lambda m: patch.object(m, "gammas", nn.ParameterList([nn.Parameter(torch.ones(16))])),
+    ],
+    "x * self.gammas[0] + sum(gamma * i * x for i, gamma in enumerate(self.gammas)) * len(self.gammas)": [
+        lambda m: patch.dict(m.gammas._parameters, {"0": nn.Parameter(torch.full((16,), 9.0))})
+    ],
+    "x * torch.cat([*self.gammas]).sum()": [],
+    "x * (2 if self.backends[0] == torch.nn.attention.SDPBackend.MATH else 3)": [
+        lambda m: patch.object(m, "backends", [torch.nn.attention.SDPBackend.FLASH_ATTENTION])
     ],
     "x * torch.sqrt(torch.FloatTensor([0.5]).to(x.device))": [
         lambda m: patch.object(torch, "FloatTensor", lambda values: torch.tensor(values) * 9)

@@ -531,6 +531,59 @@ def test_tracing_and_exporting(make, x):
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
 
 
+class Scores(nn.Module):
+    """A scale that is computed from a size, which is a tensor in a trace."""
+
+    def __init__(self, by_power):
+        super().__init__()
+        self.norm, self.by_power = nn.LayerNorm(8), by_power
+
+    def forward(self, x):
+        x = self.norm(x)
+        _, D = x.shape
+        scores = (x @ x.mT) * D**-0.5 if self.by_power else x @ x.mT / x.size(-1) ** 0.5
+        return F.softmax(scores, -1) @ x
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 12)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).split(4, -1)
+        return q + k * v
+
+
+class GPTBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.attn, self.proj, self.fc, self.out = (nn.Linear(*shape) for shape in ((8, 24), (8, 8), (8, 32), (32, 8)))
+
+    def forward(self, x):
+        T, C = x.size()
+        q, k, v = (t.view(T, 2, C // 2).transpose(0, 1) for t in self.attn(self.ln_1(x)).split(C, dim=1))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).reshape(T, C))
+        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("make", [partial(Scores, True), partial(Scores, False), Packed, GPTBlock])
+def test_a_trace_is_that_of_the_stock_model(make, trains, recorded):
+    """With torch's own check, which traces a second time."""
+    stock = make().train(trains)
+    model = patch_model(copy.deepcopy(stock))
+    for _ in range(3 * recorded):
+        model(rows())
+    expected, found = (torch.jit.trace(m, (rows(),)) for m in (stock, model))
+    kinds = [[node.kind() for node in traced.inlined_graph.nodes()] for traced in (expected, found)]
+    assert kinds[1] == kinds[0]
+    torch.testing.assert_close(found(rows()), stock(rows()))
+
+
 @pytest.mark.parametrize(("make", "x"), [(mlp, rows()), (cells, images())])
 def test_symbolic_trace_gives_the_graph_of_the_unpatched_model(make, x):
     model = patch_model(make())

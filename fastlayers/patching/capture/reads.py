@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.amp.autocast_mode import autocast_decorator
 from torch.autograd.function import FunctionCtx
+from torch.nn.attention import SDPBackend
 from torch.utils._contextlib import context_decorator
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -132,7 +133,7 @@ def is_value(value: Any) -> bool:
     if type(value) is range:
         return True
     return value is None or isinstance(
-        value, (*PRIMITIVES, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+        value, (*PRIMITIVES, SDPBackend, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
     )
 
 
@@ -520,8 +521,10 @@ class Watch(Run):
         return origin
 
     def hook_container(self, value: Any) -> Any:
-        if isinstance(value, nn.ParameterList | nn.ParameterDict):
-            raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
+        if isinstance(value, nn.ParameterList):
+            return self.parameters_in(value)
+        if isinstance(value, nn.ParameterDict):
+            raise Refusal(Reason.READS_STATE, "goes through a ParameterDict")
         if isinstance(value, CONTAINERS):
             if self.origin(value) is not None or any(self.origin(child) is None for child in value.children()):
                 self.children(value)  # Otherwise it is a slice of one that was read.
@@ -543,6 +546,15 @@ class Watch(Run):
         if isinstance(value, collections) or is_value(value):
             return value
         raise Refusal(Reason.READS_STATE, f"goes through a {type(value).__name__}")
+
+    def parameters_in(self, value: nn.ParameterList) -> list[Any]:
+        origin, held = self.module_origin(value), value._parameters
+        self.reads.values[f"{origin}._size"] = len(value)
+        names = [str(i) for i in range(len(value))]
+        if names != [*held]:  # It may hold other values, too.
+            raise Refusal(Reason.READS_STATE, f"goes through {origin}, which holds more than parameters")
+        items = [self.read(f"{origin}._parameters[{name!r}]", held[name]) for name in names]
+        return self.keep(origin, items)  # type: ignore[no-any-return]
 
     def items_of(self, origin: str, value: Any) -> Any:
         """A copy of a dict or a set that was read, whose items count as read, in their order."""
@@ -808,7 +820,8 @@ class Watch(Run):
 
     def items(self, value: Any) -> Any:
         """An argument of what is called as it is: a list or a tuple that was read has its items read, too."""
-        return self.hook_container(value) if isinstance(value, list | tuple) and self.origin(value) else value
+        held = isinstance(value, list | tuple | nn.ParameterList) and self.origin(value) is not None
+        return self.hook_container(value) if held else value
 
     def builtin(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", repr(function))

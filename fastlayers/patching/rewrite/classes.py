@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastlayers.patching.capture.lookups import inside_layer
@@ -149,11 +150,11 @@ def swap_class(rule: ModuleRule) -> type[nn.Module]:
 
 @functools.lru_cache(maxsize=128)
 def swapped_forward(fused: Any, layer: Any, idle: Callable[[object], bool] | None) -> Any:
-    """The forward of a fused class, but that of the layer if it is replaced, or something that it calls, and for calls
-    that are ``idle``."""
+    """The forward of a fused class, but that of the layer if it is replaced, or something that it calls, for calls that
+    are ``idle``, and in a trace."""
     bound: dict[str, Any] = {}
     bind = binder(bound)
-    unchanged = " and ".join(inside_layer(layer, "self", bind))
+    unchanged = " and ".join([f"not {bind(torch.jit.is_tracing, 'is_tracing')}()", *inside_layer(layer, "self", bind)])
     if idle is not None:
         first = list(inspect.signature(fused).parameters)[1]
         unchanged = f"not {bind(idle, idle.__name__)}({first}) and {unchanged}"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastlayers.patching.capture.lookups import member, same
@@ -200,10 +201,13 @@ def class_source(
     lines.append(f"    def forward{declared}:")
     depth = 8
     first = first_parameter(present.forward)
+    namespace["_fastlayers_is_tracing"] = torch.jit.is_tracing  # What is exported is the original forward.
+    steps_aside = "_fastlayers_is_tracing()"
     if idle is not None and first is not None:
         namespace[f"_fastlayers_{idle.__name__}"] = idle
-        lines.append(f"        if not _fastlayers_{idle.__name__}({first}):")
-        depth += 4
+        steps_aside = f"({steps_aside} or _fastlayers_{idle.__name__}({first}))"
+    lines.append(f"        if not {steps_aside}:")
+    depth += 4
     for recording, body in variants:
         variant = (guards_source(recording, f"{HOLDS} ="), f"if {HOLDS}:", textwrap.indent(body, " " * 4))
         lines += [textwrap.indent(part, " " * depth) for part in variant]

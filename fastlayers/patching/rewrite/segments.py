@@ -26,6 +26,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastlayers.patching.capture.rebuild import arguments_source, execute_shown, rebuild, refuse_private_names
@@ -47,7 +48,7 @@ RESULT = "_fastlayers_result"
 #: The variables for the original class, for the forward that it had, and for what compares that with another one.
 ORIGINAL, STOCK, CHECK = "_fastlayers_original", "_fastlayers_stock", "_fastlayers_check_defaults"
 #: The variable for the test whether no kernel runs.
-IDLE = "_fastlayers_idle"
+IDLE, TRACES = "_fastlayers_idle", "_fastlayers_is_tracing"
 #: The variable for one side of a sum.
 PART = "_fastlayers_part"
 #: What a statement that is recorded must not have in it.
@@ -130,18 +131,19 @@ def fuse_segments(
 
 
 def defer_to_stock(rewritten: Rewritten, forward: types.FunctionType, original: type[nn.Module]) -> None:
-    """Let a rewritten forward begin with a call of the forward of the original class: if that is replaced, and where
-    the rewritten one gains nothing."""
+    """Let a rewritten forward begin with a call of the forward of the original class: if that is replaced, in a trace,
+    and where the rewritten one gains nothing."""
     arguments = ", ".join(arguments_source(inspect.signature(forward).parameters.values()))
     idle = idle_test(rewritten.rules)
     first = first_parameter(forward) if idle is not None else None
     source = (
-        f"if {ORIGINAL}.forward is not {STOCK}{f' or {IDLE}({first})' if first else ''}:\n"
+        f"if {TRACES}() or {ORIGINAL}.forward is not {STOCK}{f' or {IDLE}({first})' if first else ''}:\n"
         f"    {CHECK}({STOCK}, {ORIGINAL}.forward)\n"
         f"    return {ORIGINAL}.forward({arguments})"
     )
     rewritten.tree.body[:0] = ast.parse(source).body
     rewritten.bound |= {ORIGINAL: original, STOCK: original.forward, CHECK: check_defaults, IDLE: idle}
+    rewritten.bound[TRACES] = torch.jit.is_tracing
 
 
 def rebuildable(function: Any) -> bool:
