@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
     Inputs: TypeAlias = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 
-console = Console()
+#: What goes to a pipe or a file is not wrapped: a line there is a row.
+console = Console(width=None if sys.stdout.isatty() else 100_000)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -224,7 +226,9 @@ def _load(target: str, tiny: bool, weights: bool = True) -> nn.Module:
 
 
 def _print(report: Report, form: str) -> None:
-    if form == "table":
+    if form == "table" and not console.is_terminal:
+        click.echo(str(report))
+    elif form == "table":
         console.print(report)
     else:
         click.echo(report.to_markdown() if form == "markdown" else report.to_json())
@@ -286,7 +290,8 @@ def _try_out(model: nn.Module, inputs: Inputs) -> None:
 @INPUT
 @TINY
 @FORMAT
-def scan(target: str, shapes: Shapes, tiny: bool, form: str) -> None:
+@click.option("--details", is_flag=True, help="A line for each module; else equal ones share a line.")
+def scan(target: str, shapes: Shapes, tiny: bool, form: str, details: bool) -> None:
     """Show what patch_model would do to a model.
 
     The report has a row for what would be fused, and for what would be left alone and why; where the inputs of the
@@ -306,7 +311,7 @@ def scan(target: str, shapes: Shapes, tiny: bool, form: str) -> None:
             if shapes:
                 raise
             click.echo(f"No estimate of what is saved: {error.message}", err=True)
-    _print(plan_patch(model, example_inputs=examples), form)
+    _print(plan_patch(model, example_inputs=examples, details=details), form)
 
 
 @main.command(epilog=TARGET)

@@ -452,11 +452,45 @@ def test_report(net):
     assert report.counts() == {"batch_norm_add_act": 3, "softmax": 1, "Linear": 1, "LogSoftmax": 1}
     assert report.summary() == "Net: 6 of 20 modules patched: 3 batch_norm_add_act, 1 softmax, 1 Linear, 1 LogSoftmax"
     text = str(report)
-    assert "layer1.0  Block       FusedBlock" in text
+    assert "layer1.*  2 x Block   FusedBlock" in text
+    assert "layer2.0  Block       FusedBlock" in text
+    assert "details=True gives each its own" in text
     assert "layer1.0.conv" not in text
     assert "no rule looks for this layer" in text
     with pytest.raises(KeyError, match="nowhere"):
         report["nowhere"]
+    for each in (plan_patch(net, details=True), patch_report(patch_model(net), details=True)):
+        assert "layer1.0  Block       FusedBlock" in str(each)
+        assert "details" not in str(each)
+
+
+def test_equal_rows_share_a_line():
+    """Patched ones in places that differ in numbers, and those of one class that were left alone for one reason."""
+
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    block = nn.ModuleDict({"first": Branches(), "second": Branches(), "soft": nn.Softmax(-1)})
+    model = nn.ModuleDict({"blocks": nn.ModuleList(copy.deepcopy(block) for _ in range(3)), "soft": nn.Softmax(-1)})
+    report = plan_patch(model)
+    assert [line.split()[:5] for line in str(report).splitlines()[2:5]] == [
+        ["blocks.0.first,", "...", "6", "x", "Branches"],
+        ["blocks.*.soft", "3", "x", "Softmax", "FusedSoftmax"],
+        ["soft", "Softmax", "FusedSoftmax", "Softmax"],
+    ]
+    assert report.rows == plan_patch(model, details=True).rows
+
+
+def test_a_reason_names_the_line():
+    class Tests(nn.Module):
+        def forward(self, x):
+            if (x > 0).all():  # Here.
+                return torch.softmax(x, -1)
+            return x
+
+    detail = plan_patch(Tests())[""].detail
+    assert re.fullmatch(r"tests a computed value at test_patching\.py:\d+: if \(x > 0\)\.all\(\):  # Here\.", detail)
 
 
 def test_report_of_a_patched_model_is_that_of_the_plan(net):
@@ -505,13 +539,13 @@ def test_report_in_other_forms(net):
     assert rows["layer1.0"]["fused"] == {"batch_norm_add_act": 1}
     assert rows["layer2.0"]["reason"] == "NOT_SELECTED"
     markdown = report.to_markdown()
-    assert "| layer1.0 | Block | FusedBlock | batch_norm_add_act |" in markdown
+    assert "| layer1.* | 2 x Block | FusedBlock | batch_norm_add_act |" in markdown
     assert "pattern 'nowhere' matched nothing" in markdown
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=200)
     console.print(report)
-    assert re.search(r"layer1\.1\s+│ Block\s+│ FusedBlock\s+│ batch_norm_add_act", console.file.getvalue())
+    assert re.search(r"layer1\.\*\s+│ 2 x Block\s+│ FusedBlock\s+│ batch_norm_add_act", console.file.getvalue())
 
 
 def test_rich_is_imported_for_printing_only():

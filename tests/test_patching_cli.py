@@ -98,6 +98,10 @@ def test_verify_fails_where_they_differ(run, monkeypatch):
         ("no.such.module:build", "cannot import no.such.module"),
         (f"{__name__}:Nothing", "has no Nothing"),
         (f"{__name__}:not_a_model", "gives a int; expected a torch.nn.Module"),
+        (
+            "torch.nn:Linear",
+            r"torch.nn:Linear cannot be called without arguments \(missing .*'in_features'\): name a function",
+        ),
         (":x", "is not the name of a model"),
     ],
 )

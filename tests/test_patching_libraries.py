@@ -163,7 +163,7 @@ TRANSFORMERS = {
     "Olmo2": (SMALL, "ForCausalLM", {"rms_norm (olmo)": 9}),
     "Cohere": (SMALL, "ForCausalLM", {"forked_layer_norm": 2, "layer_norm (cohere)": 1}),
     "T5": (T5, "EncoderModel", {"rms_norm (t5)": 3}),
-    "Bert": ({k: v for k, v in SMALL.items() if "key" not in k}, "Model", {"add_layer_norm": 5, "LayerNorm": 1}),
+    "Bert": ({k: v for k, v in SMALL.items() if "key" not in k}, "Model", {"add_layer_norm": 5}),
 }
 
 

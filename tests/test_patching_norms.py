@@ -959,6 +959,7 @@ class InAMethod(LlamaRMSNorm):
 def test_unknown_bodies_are_left_alone_and_said_so(cls):
     row = plan_patch(cls(8))[""]
     assert (row.became, row.reason) == (None, Reason.UNKNOWN_NORM)
+    assert "torch.rsqrt(" in row.detail
 
 
 @pytest.mark.parametrize("cls", WRITTEN)

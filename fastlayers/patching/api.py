@@ -47,6 +47,7 @@ def plan_patch(
     exclude: Pattern | None = None,
     filter_fn: FilterFn | None = None,
     example_inputs: Any = None,
+    details: bool = False,
 ) -> PatchReport:
     """Report what :func:`patch_model` would do with the same arguments. Changes nothing.
 
@@ -56,6 +57,7 @@ def plan_patch(
             step: a tensor, a sequence of positional or a mapping of keyword arguments. The model runs twice, forward
             only; :mod:`fastlayers.patching.measure.traffic` explains the estimate. A model and inputs on the "meta"
             device need no memory.
+        details: print a line for each module; else equal ones share a line.
 
     Returns:
         A report with a row for every module. Print it, or see :class:`PatchReport`.
@@ -64,11 +66,12 @@ def plan_patch(
         TypeError: as :func:`patch_model`, or ``example_inputs`` has another type.
     """
     plan = make_plan(model, include, exclude, filter_fn)
+    report = replace(plan.report, details=details)
     if example_inputs is None:
-        return plan.report
+        return report
     changed = swap(plan)
     try:
-        return with_bytes(plan.report, model, example_inputs)
+        return with_bytes(report, model, example_inputs)
     finally:
         restore(changed)
 
@@ -122,12 +125,13 @@ def patch_model(
     return model
 
 
-def patch_report(model: nn.Module, *, example_inputs: Any = None) -> PatchReport:
+def patch_report(model: nn.Module, *, example_inputs: Any = None, details: bool = False) -> PatchReport:
     """Report the present state of a model: what is patched, and why the rest is not.
 
     Args:
         model: any module.
         example_inputs: as for :func:`plan_patch`, for an estimate of the bytes that each row saves a step.
+        details: print a line for each module; else equal ones share a line.
 
     Returns:
         A report in which only patched modules have a ``became``. A module that :func:`patch_model` could still patch is
@@ -138,7 +142,7 @@ def patch_report(model: nn.Module, *, example_inputs: Any = None) -> PatchReport
     for step in plan.steps:
         pending = step.row.became is not None and not stays_patched(step.module)
         rows.append(left_alone(step.row, Refusal(Reason.NOT_SELECTED)) if pending else step.row)
-    report = PatchReport(tuple(rows), original_class(model).__name__)
+    report = PatchReport(tuple(rows), original_class(model).__name__, details=details)
     return report if example_inputs is None else with_bytes(report, model, example_inputs)
 
 

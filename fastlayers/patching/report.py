@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +57,8 @@ class Row:
         return ", ".join(f"{rule} x{count}" if count > 1 else rule for rule, count in self.fused)
 
     def notes(self) -> list[str]:
-        return [f"{reason.value} ({detail})" if detail else reason.value for reason, detail in self.left]
+        notes = Counter(f"{reason.value} ({detail})" if detail else reason.value for reason, detail in self.left)
+        return [f"{note} x{count}" if count > 1 else note for note, count in notes.items()]
 
 
 class Report(abc.ABC):
@@ -77,6 +79,20 @@ class Report(abc.ABC):
     def to_json(self, indent: int | None = 2) -> str:
         """:meth:`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
+
+
+def numberless(fqn: str) -> str:
+    """A name with ``*`` for the numbers in it: that of all blocks of a list."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", fqn)
+
+
+def shared_name(rows: Sequence[Row]) -> str:
+    """The name of some modules: their own, or one with ``*`` for numbers that differ, or the first one and dots."""
+    first, *others = (row.fqn or "(model)" for row in rows)
+    if any(numberless(name) != numberless(first) for name in others):
+        return f"{first}, ..."
+    parts = zip(*(name.split(".") for name in (first, *others)), strict=True)
+    return ".".join(part[0] if len({*part}) == 1 else "*" for part in parts)
 
 
 def plain_table(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
@@ -109,11 +125,19 @@ class PatchReport(Report):
     """The result of :func:`plan_patch` and :func:`patch_report`; iterates over its rows.
 
     Printing it gives a table of what was patched and of what was refused; modules with nothing to fuse are counted.
+    Equal blocks share a line, ``layers.*.mlp``, and so do all layers of a class that were left alone for one reason.
+
+    Attributes:
+        rows: all of them, one for each module.
+        model: the name of the model's class.
+        unmatched: patterns that matched no module.
+        details: print a line for each module instead.
     """
 
     rows: tuple[Row, ...]
     model: str = ""
     unmatched: tuple[str, ...] = field(default=())
+    details: bool = False
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -170,14 +194,26 @@ class PatchReport(Report):
         saved = () if self.bytes_saved is None else ("saved a step",)
         return ("module", "was", "became", *saved, "fused, or why not")
 
+    def _groups(self) -> list[list[Row]]:
+        """The rows to print, those that share a line in one list."""
+        groups: dict[Any, list[Row]] = {}
+        for i, row in enumerate(self.rows):
+            if row.absorbed_by is not None or (row.reason in QUIET and not row.left):
+                continue
+            place = numberless(row.fqn) if row.became is not None else ""
+            key = i if self.details else (row.was, row.became, place, row.outcome(), *row.left)
+            groups.setdefault(key, []).append(row)
+        return list(groups.values())
+
     def _table(self) -> list[tuple[str, ...]]:
         lines = []
         between = len(self._header()) - 4
-        for row in self.rows:
-            if row.absorbed_by is not None or (row.reason in QUIET and not row.left):
-                continue
-            saved = ("" if row.bytes_saved is None else readable(row.bytes_saved),) * between
-            lines.append((row.fqn or "(model)", row.was, row.became or "-", *saved, row.outcome()))
+        for rows in self._groups():
+            row = rows[0]
+            count = f"{len(rows)} x " if len(rows) > 1 else ""
+            known = [each.bytes_saved for each in rows if each.bytes_saved is not None]
+            saved = (readable(sum(known)) if known else "",) * between
+            lines.append((shared_name(rows), f"{count}{row.was}", row.became or "-", *saved, row.outcome()))
             lines.extend(("", "", "", *("",) * between, f"left: {note}") for note in row.notes())
         return lines
 
@@ -185,6 +221,8 @@ class PatchReport(Report):
         quiet = [f"{count} modules: {reason.value}" for reason, count in self.reasons().items() if reason in QUIET]
         if self.absorbed:
             quiet.insert(0, f"{len(self.absorbed)} modules: the forward of a patched parent does their work")
+        if any(len(rows) > 1 for rows in self._groups()):
+            quiet.append("a line with a count stands for several modules; details=True gives each its own")
         return [*quiet, *(f"pattern {pattern!r} matched nothing" for pattern in self.unmatched)]
 
     def __str__(self) -> str:
@@ -202,8 +240,10 @@ class PatchReport(Report):
         if not lines:
             return Group(Text(self.summary()), *footer)
         table = Table(title=Text(self.summary()), title_justify="left")
-        for column in self._header():
-            table.add_column(column, overflow="fold", justify="right" if column == "saved a step" else "left")
+        *names, outcome = self._header()
+        for column in names:  # A name that is broken cannot be copied.
+            table.add_column(column, no_wrap=True, justify="right" if column == "saved a step" else "left")
+        table.add_column(outcome, overflow="fold")
         for line in lines:
             fqn, _, became, *_ = line
             style = "green" if became not in ("-", "") else ("dim" if fqn == "" else "yellow")

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import linecache
 import operator
+import os
 import re
 import sys
 import textwrap
@@ -40,6 +41,7 @@ __all__ = [
     "optional_parameters",
     "parse",
     "same_items",
+    "statement_at_fault",
     "strip_signature",
     "tested_by_identity",
 ]
@@ -340,13 +342,28 @@ class Instrument(ast.NodeTransformer):
         return hook("string", *parts)
 
 
-def compiled_with_hooks(tree: ast.FunctionDef, kind: type[Instrument]) -> tuple[types.CodeType, str]:
+def compiled_with_hooks(
+    tree: ast.FunctionDef, kind: type[Instrument], original: types.CodeType
+) -> tuple[types.CodeType, str]:
     """The code that defines the instrumented function, and its name there."""
     instrument = kind(local_names(tree))
     strip_signature(tree)
     instrument.visit_body(tree)
     code = ast.fix_missing_locations(ast.Module([tree], []))
-    return compile(code, f"<traced {tree.name}>", "exec"), tree.name
+    filename = f"<traced {original.co_firstlineno} {original.co_filename}>"
+    return compile(code, filename, "exec"), tree.name
+
+
+def statement_at_fault() -> str:
+    """The file, the line and the source of the statement of instrumented code that runs, after " at "; else nothing."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if match := re.fullmatch(r"<traced (\d+) (.*)>", frame.f_code.co_filename):
+            line, file = int(match.group(1)) + frame.f_lineno - 1, match.group(2)
+            source = linecache.getline(file, line).strip()
+            return f" at {os.path.basename(file)}:{line}{source and f': {source}'}"
+        frame = frame.f_back
+    return ""
 
 
 def unchanged(value: Any) -> Any:
@@ -424,7 +441,7 @@ class Run:
         known = _instrumented.setdefault(function, {})
         key = self.instrument, function.__code__
         if key not in known:
-            known[key] = compiled_with_hooks(self.parsed(function), self.instrument)
+            known[key] = compiled_with_hooks(self.parsed(function), self.instrument, function.__code__)
         return known[key]
 
     def follow(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -43,7 +43,7 @@ from fastlayers.patching.capture.lookups import (
     same_method,
 )
 from fastlayers.patching.capture.recording import Recording, equality, module_expression
-from fastlayers.patching.capture.syntax import CALL_BACK, INPLACE, Run
+from fastlayers.patching.capture.syntax import CALL_BACK, INPLACE, Run, statement_at_fault
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import original_class
@@ -141,7 +141,7 @@ class StrictProxy(Proxy):
         return StrictAttribute(self, name)
 
     def _refuse(self, *args: object) -> Any:
-        raise Refusal(Reason.DATA_DEPENDENT, f"needs the value of {self.node}")
+        raise Refusal(Reason.DATA_DEPENDENT, f"needs a computed value{statement_at_fault()}")
 
     __hash__ = __str__ = __format__ = __iter__ = __index__ = __contains__ = _refuse
 
@@ -356,7 +356,7 @@ class Trace(Run):
 
     def hook_test(self, value: Any) -> Any:
         if isinstance(value, Proxy):
-            raise Refusal(Reason.DATA_DEPENDENT, f"tests the value of {value.node}")
+            raise Refusal(Reason.DATA_DEPENDENT, f"tests a computed value{statement_at_fault()}")
         if isinstance(value, Opaque):
             raise Refusal(Reason.READS_STATE, f"tests {value.origin}")
         if isinstance(value, CONTAINERS):

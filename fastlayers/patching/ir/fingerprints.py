@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import types
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -30,7 +31,7 @@ __all__ = [
     "UnreadableError",
     "expression_of",
     "fingerprint",
-    "looks_like_a_norm",
+    "norm_by_hand",
     "operation",
 ]
 
@@ -143,21 +144,29 @@ def compute(
     return None
 
 
-def looks_like_a_norm(cls: type[nn.Module]) -> bool:
-    """Whether a forward seems to normalise by hand. The report mentions one whose body is not known."""
+def norm_by_hand(cls: type[nn.Module]) -> str:
+    """The statement in which a forward seems to normalise by hand, for a report of one that is not known; else ""."""
     try:
-        nodes = list(ast.walk(parse(cls.forward)))  # type: ignore[arg-type]
+        trees: list[ast.AST] = [parse(cls.forward)]  # type: ignore[arg-type]
     except (Refusal, AttributeError):
-        return False
-    methods = [getattr(cls, node.attr, None) for node in nodes if isinstance(node, ast.Attribute)]
-    for method in methods:
+        return ""
+    for node in ast.walk(trees[0]):
+        method = getattr(cls, node.attr, None) if isinstance(node, ast.Attribute) else None
         if isinstance(method, types.FunctionType) and not (method.__module__ or "").startswith("torch."):
-            try:
-                nodes += ast.walk(parse(method))
-            except Refusal:
-                continue
-    names = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in nodes}
-    return "rsqrt" in names and bool({"mean", "var"} & names)
+            with suppress(Refusal):
+                trees.append(parse(method))
+    names = set().union(*map(names_called, trees))
+    if "rsqrt" not in names or not {"mean", "var"} & names:
+        return ""
+    inner = (
+        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.Return | ast.AugAssign)
+    )
+    return next((ast.unparse(node) for node in inner if "rsqrt" in names_called(node)), "")
+
+
+def names_called(tree: ast.AST) -> set[str]:
+    """The names and attributes in a tree."""
+    return {n.attr if isinstance(n, ast.Attribute) else getattr(n, "id", "") for n in ast.walk(tree)}
 
 
 def unify(known: Any, found: Any, names: dict[str, str]) -> bool:

@@ -107,6 +107,13 @@ def from_callable(package: str, name: str) -> nn.Module:
             raise TargetError(f"{package} has no {name}; {EXPECTED}")
         found = getattr(found, attribute)
     if not isinstance(found, nn.Module) and callable(found):
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise TargetError(
+                f"{package}:{name} cannot be called without arguments ({error}): name a function that takes none and "
+                f"returns the model"
+            ) from None
         found = found()
     if not isinstance(found, nn.Module):
         raise TargetError(f"{package}:{name} gives a {type(found).__name__}; expected a torch.nn.Module")

@@ -16,7 +16,7 @@ from fastlayers.patching.capture.lookups import inside_layer
 from fastlayers.patching.capture.recording import Recording, bind, binder
 from fastlayers.patching.capture.syntax import optional_parameters
 from fastlayers.patching.capture.trace import Given, record
-from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, looks_like_a_norm
+from fastlayers.patching.ir.fingerprints import Fingerprint, fingerprint, norm_by_hand
 from fastlayers.patching.libraries.adapters import RewrittenModel, adapters, plain_forward
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import below_region, check_subclassing, seal
@@ -32,6 +32,8 @@ __all__ = ["fuse"]
 
 #: With more optional tensors than this, a forward is recorded with none, with each alone, and with all of them.
 ALL_COMBINATIONS = 2
+#: Why a forward cannot be recorded that takes None for a tensor.
+LACKS = "it needs an argument or an attribute that is None"
 
 
 def fuse(
@@ -84,8 +86,8 @@ def fuse(
             variants.append((recording, body_source(recording, module)))
         absorbed.append(applied.absorbed)
     if not variants:
-        if needed is None and not outcome.left and looks_like_a_norm(original):
-            raise Refusal(Reason.UNKNOWN_NORM)
+        if needed is None and not outcome.left and (statement := norm_by_hand(original)):
+            raise Refusal(Reason.UNKNOWN_NORM, statement)
         if not recordings:
             raise refusals[0]
         return outcome
@@ -156,6 +158,8 @@ def record_all(module: nn.Module, forward: Any, bare: bool) -> tuple[list[Record
         recordings += found
         if asked:  # Most forwards refuse what is no tensor.
             recordings += record_given(module, forward, replace(given, others=asked), [])
+    if recordings:  # A call without an argument that it needs does not occur.
+        refusals = [refusal for refusal in refusals if refusal.detail != LACKS]
     return recordings, refusals
 
 
@@ -166,6 +170,8 @@ def record_given(module: nn.Module, forward: Any, given: Given, refusals: list[R
     except Refusal as refusal:
         if refusal.reason is Reason.DATA_DEPENDENT or refusal.reason is Reason.IDENTITY_TEST:
             return list(record_modes(module, forward, given, refusals))
+        if refusal.reason is Reason.TRACE_FAILED and "'NoneType' object" in refusal.detail:
+            refusal = Refusal(Reason.TRACE_FAILED, LACKS)
         refusals.append(refusal)
         return []
 
