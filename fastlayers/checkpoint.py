@@ -171,9 +171,16 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tied = json.loads((file.metadata() or {}).get(TIED, "{}"))
+            if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
+                raise ValueError(f"its table of tied names is {shortened(tied)}; expected names by names")
             return {key: file.get_tensor(key) for key in file.keys()}, tied  # noqa: SIM118
-    except (SafetensorError, ValueError, OSError) as error:
+    except (SafetensorError, ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file; truncated or damaged? ({error})") from error
+
+
+def shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:60]}..."
 
 
 def mismatches(state: dict[str, Any], values: dict[str, Tensor]) -> Iterator[str]:

@@ -9,8 +9,10 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import nn
 
 import fastlayers
@@ -265,6 +267,78 @@ def test_a_damaged_file(path, damage):
     with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} is not a whole safetensors file"):
         load_model(model, path)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=6,
+)
+DTYPES = st.sampled_from(["F64", "F32", "F16", "BF16", "I64", "I8", "BOOL", "U8", "F8_E4M3", "F32 ", "", "X"])
+PLACES = st.integers(-3, 700) | st.sampled_from([2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 2**64])
+
+
+@st.composite
+def hostile_files(draw):
+    """Files beside a whole one: with another header, another length of it, other bytes, or fewer or more of them."""
+    data = WHOLE
+    length = int.from_bytes(data[:8], "little")
+    header, rest = data[8 : 8 + length], data[8 + length :]
+    what = draw(st.sampled_from(["entry", "entries", "metadata", "length", "bytes", "cut", "more", "twice"]))
+    if what in ("entry", "entries", "metadata"):
+        table = json.loads(header)
+        key = draw(st.sampled_from([*table]))
+        if what == "entries":
+            table[draw(st.text(max_size=30))] = table.pop(key)
+        elif what == "metadata":
+            table["__metadata__"] = draw(JSON | st.builds(lambda tied: {"tied": json.dumps(tied)}, JSON))
+        else:
+            entry = table[key]
+            part = draw(st.sampled_from(["dtype", "shape", "data_offsets"]))
+            values = DTYPES if part == "dtype" else st.lists(PLACES, max_size=4)
+            entry[part] = draw(values | JSON)
+        header = json.dumps(table).encode()
+    elif what == "twice":
+        header = header.rstrip()[:-1] + b', "bn.bias": ' + json.dumps(json.loads(header)["bn.weight"]).encode() + b"}"
+    elif what == "bytes":
+        place, new = draw(st.integers(0, len(header) - 1)), draw(st.binary(min_size=1, max_size=9))
+        header = header[:place] + new + header[place + len(new) :]
+    whole = len(header).to_bytes(8, "little") + header + rest
+    if what == "length":
+        whole = (draw(PLACES) % 2**64).to_bytes(8, "little") + whole[8:]
+    elif what == "cut":
+        whole = whole[: draw(st.integers(0, len(whole) - 1))]
+    elif what == "more":
+        whole += draw(st.binary(min_size=1, max_size=99))
+    return whole
+
+
+WHOLE = save({key: value.contiguous() for key, value in Block().state_dict().items()}, {"tied": "{}"})
+
+
+@settings(
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=hostile_files())
+def test_a_hostile_file_is_refused_or_fits_and_changes_nothing_else(path, data):
+    path.write_bytes(data)
+    model = seeded(Block, 3)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    try:
+        load_model(model, path)
+    except CheckpointError:
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    else:
+        assert {key: (t.shape, t.dtype) for key, t in model.state_dict().items()} == {
+            key: (t.shape, t.dtype) for key, t in before.items()
+        }
+
+
+@pytest.mark.parametrize("tied", ["[1]", "3", "null", '{"bn.bias": ["bn.weight"]}', "[" * 5000 + "]" * 5000])
+def test_a_table_of_tied_names_that_is_none(path, tied):
+    save_file(dict(Block().state_dict()), path, {"tied": tied})
+    with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+        load_model(Block(), path)
 
 
 def test_no_file(path):

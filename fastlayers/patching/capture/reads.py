@@ -51,6 +51,7 @@ from fastlayers.patching.capture.syntax import (
     contents,
     hook,
     parse,
+    require_a_name,
     same_items,
 )
 from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, PURE_BUILTINS, STRUCTURAL
@@ -450,6 +451,7 @@ class Watch(Run):
         return any(value is made for made in self.made)
 
     def hook_attribute(self, owner: Any, name: str) -> Any:
+        require_a_name(owner, name)
         if isinstance(owner, Tensor):
             if name in REFUSED_ATTRIBUTES or not hasattr(Tensor, name):
                 raise Refusal(Reason.READS_STATE, f"a tensor's {name}")

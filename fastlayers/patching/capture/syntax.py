@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import keyword
 import linecache
 import operator
 import os
@@ -40,6 +41,7 @@ __all__ = [
     "names_in",
     "optional_parameters",
     "parse",
+    "require_a_name",
     "same_items",
     "statement_at_fault",
     "strip_signature",
@@ -352,6 +354,18 @@ def compiled_with_hooks(
     code = ast.fix_missing_locations(ast.Module([tree], []))
     filename = f"<traced {original.co_firstlineno} {original.co_filename}>"
     return compile(code, filename, "exec"), tree.name
+
+
+def require_a_name(owner: Any, name: str) -> None:
+    """Refuse an attribute that source cannot spell, but for what a module has registered, which is looked up by key.
+
+    ``getattr(self, config.name)`` may ask for anything, and generated source must not have it as code.
+    """
+    if name.isidentifier() and not keyword.iskeyword(name):
+        return
+    registries = ("_parameters", "_buffers", "_modules") if isinstance(owner, nn.Module) else ()
+    if all(vars(owner)[registry].get(name) is None for registry in registries):
+        raise Refusal(Reason.READS_STATE, f"an attribute called {name!r}")
 
 
 def statement_at_fault() -> str:

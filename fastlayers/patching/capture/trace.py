@@ -20,6 +20,7 @@ import enum
 import functools
 import inspect
 import itertools
+import keyword
 import math
 import sys
 import types
@@ -43,10 +44,13 @@ from fastlayers.patching.capture.lookups import (
     same_method,
 )
 from fastlayers.patching.capture.recording import Recording, equality, module_expression
-from fastlayers.patching.capture.syntax import CALL_BACK, INPLACE, Run, statement_at_fault
+from fastlayers.patching.capture.syntax import CALL_BACK, INPLACE, Run, require_a_name, statement_at_fault
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import original_class
+
+#: What ends a string in source, or its line, or changes what follows.
+QUOTING = "\"'\\\n\r{}\0"
 
 __all__ = [
     "CONTAINERS",
@@ -195,6 +199,11 @@ class Trace(Run):
     # -- what the recording consists of ----------------------------------------------------------------------
 
     def record(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+        # torch.fx writes a path into source as it is.
+        if kind in ("call_module", "get_attr") and (
+            not set(QUOTING).isdisjoint(target) or any(map(keyword.iskeyword, target.split(".")))
+        ):
+            raise Refusal(Reason.READS_STATE, f"a child or a tensor called {target!r}")
         try:
             return self.recorder.create_proxy(kind, target, args, kwargs)
         except NotImplementedError as error:
@@ -247,6 +256,7 @@ class Trace(Run):
         return self.constant(function.__globals__[name], origin, f"the global {name}")
 
     def hook_attribute(self, owner: Any, name: str) -> Any:
+        require_a_name(owner, name)
         if isinstance(owner, Proxy):
             return getattr(owner, name)
         if isinstance(owner, nn.Module):
