@@ -1041,6 +1041,24 @@ class ALambdaWithADefault(Base):
 
 
 @forwards(None)
+class AnActivationThatIsMadeEachTime(Base):
+    """As the heads of ultralytics' RT-DETR do."""
+
+    def __init__(self):
+        super().__init__()
+        self.kind = nn.ReLU
+
+    def forward(self, x, y):
+        return getattr(self, "kind", nn.ReLU)()(x) + y if self.scale > 1 else self.kind(True)(x + 0) + y
+
+
+@forwards(Reason.UNKNOWN_CALL)
+class ALayerWithParametersThatIsMadeEachTime(Base):
+    def forward(self, x, y):
+        return F.relu(nn.Linear(4, 4)(x)) + y
+
+
+@forwards(None)
 class AMappedLambda(Base):
     def forward(self, x, y):
         a, b = map(lambda t: t * 2, x.chunk(2, -1))  # noqa: C417
@@ -1320,6 +1338,13 @@ def test_a_call_with_other_arguments_is_answered_as_before(cls, capsys):
     module = patch_model(cls())
     for args, kwargs in calls:
         check(module, *args, **kwargs)
+
+
+def test_the_forward_of_an_activation_that_is_made_each_time(monkeypatch):
+    module = patch_model(AnActivationThatIsMadeEachTime())
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: x * 3)
+    x, y = arguments()
+    torch.testing.assert_close(module(x, y), x * 3 + y)
 
 
 def test_globals_that_change_are_followed(monkeypatch):

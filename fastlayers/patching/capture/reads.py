@@ -54,7 +54,14 @@ from fastlayers.patching.capture.syntax import (
     require_a_name,
     same_items,
 )
-from fastlayers.patching.capture.trace import CONTAINERS, MEMBERS, PRIMITIVES, PURE_BUILTINS, STRUCTURAL
+from fastlayers.patching.capture.trace import (
+    CONTAINERS,
+    MEMBERS,
+    PRIMITIVES,
+    PURE_BUILTINS,
+    STRUCTURAL,
+    is_stateless_layer,
+)
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime.checks import original_class
 
@@ -82,8 +89,6 @@ CONVERSIONS: dict[str, Any] = {"r": repr, "s": str, "a": ascii, "": lambda value
 TRUSTED_CLASSES = (torch.Size, torch.device, torch.finfo, torch.iinfo, torch.autocast, torch.no_grad, torch.enable_grad)
 #: Methods that give the tensors of a module, and where it holds them.
 REGISTRIES: dict[Any, str] = {nn.Module.parameters: "_parameters", nn.Module.buffers: "_buffers"}
-#: The files of torch.nn.modules whose layers have no parameters, but for PReLU and MultiheadAttention.
-STATELESS = frozenset({"activation", "dropout", "flatten", "padding", "pixelshuffle", "pooling", "upsampling"})
 #: What a class does not have.
 MISSING = object()
 #: Dicts of objects with more items are not read one by one.
@@ -182,15 +187,6 @@ def is_named_tuple(cls: Any) -> bool:
     if not (isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")):
         return False
     return cls.__init__ is object.__init__ and cls.__new__.__module__ == f"namedtuple_{cls.__name__}"
-
-
-def is_stateless_layer(cls: Any, arguments: Iterable[Any]) -> bool:
-    """Whether a class is a layer of torch without parameters, such as ``nn.ReLU`` or ``nn.ZeroPad2d``, which a forward
-    may make each time."""
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__.startswith("torch.nn.modules.")):
-        return False
-    stateless = cls is nn.Identity or cls.__module__.rpartition(".")[2] in STATELESS
-    return stateless and cls not in (nn.PReLU, nn.MultiheadAttention) and all(map(are_values, arguments))
 
 
 def objects_in(value: Any) -> Iterator[Any]:
@@ -872,7 +868,8 @@ class Watch(Run):
             found = function(*args, **kwargs)
             if is_value(found):
                 return found
-        if only_holds(function) or is_named_tuple(function) or is_stateless_layer(function, (*args, *kwargs.values())):
+        layer = is_stateless_layer(function) and all(map(are_values, (*args, *kwargs.values())))
+        if layer or only_holds(function) or is_named_tuple(function):
             self.made.append(function(*args, **kwargs))
             return self.made[-1]
         if type(function) is type(torch.FloatTensor) and list in map(type, args) and all(map(are_values, args)):

@@ -40,6 +40,7 @@ from fastlayers.patching.capture.lookups import (
     member,
     not_shadowed,
     same,
+    same_forward,
     same_inherited,
     same_method,
 )
@@ -49,6 +50,8 @@ from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import original_class
 
+#: The files of torch.nn.modules whose layers have no parameters, but for PReLU and MultiheadAttention.
+STATELESS = frozenset({"activation", "dropout", "flatten", "padding", "pixelshuffle", "pooling", "upsampling"})
 #: What ends a string in source, or its line, or changes what follows.
 QUOTING = "\"'\\\n\r{}\0"
 
@@ -60,6 +63,7 @@ __all__ = [
     "STRUCTURAL",
     "Given",
     "Segment",
+    "is_stateless_layer",
     "noting_numbers",
     "record",
     "record_child",
@@ -171,6 +175,15 @@ class Recorder(GraphAppendingTracer):
         return super().create_arg(a)
 
 
+def is_stateless_layer(cls: Any) -> bool:
+    """Whether a class is a layer of torch without parameters, such as ``nn.ReLU`` or ``nn.ZeroPad2d``, which a forward
+    may make each time."""
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__.startswith("torch.nn.modules.")):
+        return False
+    stateless = cls is nn.Identity or cls.__module__.rpartition(".")[2] in STATELESS
+    return stateless and cls not in (nn.PReLU, nn.MultiheadAttention)
+
+
 def is_primitive(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(is_primitive(item) for item in value)
@@ -191,6 +204,8 @@ class Trace(Run):
         self.training = training
         self.closed: frozenset[Any] = frozenset()
         self.others: frozenset[str] = frozenset()
+        #: Layers that the forward itself has made, such as ``nn.ReLU()``.
+        self.made: list[nn.Module] = []
         self.statement = 0
         self.paths: dict[int, str] = {}
         for path, child in module.named_modules():
@@ -260,7 +275,7 @@ class Trace(Run):
         if isinstance(owner, Proxy):
             return getattr(owner, name)
         if isinstance(owner, nn.Module):
-            return self.module_attribute(owner, name)
+            return getattr(owner, name) if self.is_made(owner) else self.module_attribute(owner, name)
         if isinstance(owner, super):
             inherited = getattr(owner, name)
             if not isinstance(inherited, types.MethodType):
@@ -430,6 +445,9 @@ class Trace(Run):
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, Proxy):
             return function(*args, **kwargs)
+        if self.is_made(function):
+            self.test(same_forward(type(function), self.bind))
+            return self.follow(type(function).forward, (function, *args), kwargs)
         if isinstance(function, nn.Module):
             if function is self.root or isinstance(function, torch.jit.ScriptModule):
                 raise Refusal(Reason.UNKNOWN_CALL, type(function).__name__)
@@ -528,7 +546,14 @@ class Trace(Run):
             return self.record("call_function", function, args, kwargs)
         if function in (torch.finfo, torch.iinfo, torch.Size, torch.device):
             return self.record("call_function", function, args, kwargs) if traced else function(*args, **kwargs)
+        if is_stateless_layer(function) and all(map(is_primitive, arguments)):
+            self.made.append(function(*args, **kwargs))
+            return self.made[-1]
         raise Refusal(Reason.UNKNOWN_CALL, name)
+
+    def is_made(self, value: Any) -> bool:
+        """Whether the forward itself has made this layer."""
+        return any(value is layer for layer in self.made)
 
     def has_attribute(self, module: nn.Module, name: str) -> bool:
         if isinstance(inspect.getattr_static(type(module), name, None), property):
