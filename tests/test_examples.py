@@ -87,7 +87,7 @@ def test_digits_resnet(example, tmp_path):
     printed = example("digits_resnet.py", tmp_path, "--epochs", "1")
     stock, patched = re.search(r"test accuracy: stock ([\d.]+)%, patched ([\d.]+)%", printed).groups()
     assert stock == patched
-    assert "blocks.0" in printed  # the report names what was patched
+    assert re.search(r"blocks\.[*\d]", printed)  # the report names what was patched
     count, modules = re.search(
         r"with (\d+) of its (\d+) modules patched", (ROOT / "examples/README.md").read_text()
     ).groups()
