@@ -18,9 +18,10 @@ ENV := $(VENV)/made-for-$(shell echo '$(TORCH)' | cat - pyproject.toml | cksum |
 LIBRARIES := tests/corpus/requirements.txt
 PACKAGES := tests/corpus/packages.txt
 CORPUS := .venv-corpus
-# The tools that are run on patched models.
-TOOLS := .venv-tools
 CORPUS_ENV := $(CORPUS)/made-for-$(shell cat $(LIBRARIES) $(PACKAGES) pyproject.toml | cksum | cut -d' ' -f1)
+# The tools that are run on a patched model, in an environment of their own.
+TOOLS := .venv-tools
+TOOLS_ENV := $(TOOLS)/made-for-$(shell cat tests/tools.txt pyproject.toml | cksum | cut -d' ' -f1)
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
@@ -83,10 +84,10 @@ $(CORPUS_ENV):
 	@rm -f $(CORPUS)/made-for-*
 	@touch $@
 
-test-tools: $(TOOLS)/made-for-$(shell cat tests/tools.txt pyproject.toml | cksum | cut -d' ' -f1)  ## environment in .venv-tools, then 70 tools of other people on a patched model
+test-tools: $(TOOLS_ENV)  ## environment in .venv-tools, then 70 tools of other people on a patched model
 	PYTHONPATH=. $(TOOLS)/bin/python -m pytest tests/test_tools.py $(ARGS)
 
-$(TOOLS)/made-for-%:
+$(TOOLS_ENV):
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --quiet -r tests/tools.txt
 	FASTLAYERS_BUILD_EXT=0 $(TOOLS)/bin/python -m pip install --quiet --editable .

@@ -361,8 +361,6 @@ class Watch(Run):
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
         #: Expressions of modules and other objects, by identity; the objects themselves keep it unique.
         self.origins: dict[int, tuple[str, Any]] = {id(module): ("self", module)}
-        #: Objects that the forward made.
-        self.made: list[Any] = []
         #: Whether a backward is followed, which will run later.
         self.late = False
 
@@ -442,9 +440,6 @@ class Watch(Run):
         if isinstance(value, types.ModuleType) and package(function) == "torch":
             return value
         return self.read(global_variable(function.__globals__, name, self.bind), value)
-
-    def is_made(self, value: Any) -> bool:
-        return any(value is made for made in self.made)
 
     def hook_attribute(self, owner: Any, name: str) -> Any:
         require_a_name(owner, name)

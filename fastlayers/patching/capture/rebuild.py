@@ -14,10 +14,10 @@ import linecache
 import textwrap
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from fastlayers.patching.capture.syntax import strip_signature
+from fastlayers.patching.capture.syntax import functions_in, strip_signature
 from fastlayers.patching.reasons import Reason, Refusal
 
 __all__ = ["arguments_source", "execute_shown", "innermost", "rebuild", "refuse_private_names", "rewrap"]
@@ -126,11 +126,3 @@ def execute_shown(name: str, source: str, scope: dict[str, Any], made: dict[str,
     for function in functions:
         weakref.finalize(function, forget).atexit = False
     exec(code, scope, scope if made is None else made)
-
-
-def functions_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of functions inside of code, at any depth."""
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from functions_in(constant)

@@ -35,6 +35,7 @@ __all__ = [
     "Run",
     "containers_in",
     "contents",
+    "functions_in",
     "hook",
     "lines_of",
     "local_names",
@@ -145,12 +146,15 @@ def is_compiled_from_file(function: types.FunctionType) -> bool:
 @functools.lru_cache(maxsize=16)
 def compiled(source: str) -> frozenset[types.CodeType]:
     """The code of every function in a file."""
-    pending, found = [compile(source, "", "exec", dont_inherit=True)], set[types.CodeType]()
-    while pending:
-        inner = [const for const in pending.pop().co_consts if isinstance(const, types.CodeType)]
-        found.update(inner)
-        pending += inner
-    return frozenset(found)
+    return frozenset(functions_in(compile(source, "", "exec", dont_inherit=True)))
+
+
+def functions_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of the functions and classes inside of code, at any depth."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from functions_in(constant)
 
 
 REFUSED_SYNTAX: dict[type[ast.AST], tuple[Reason, str]] = {
@@ -429,10 +433,15 @@ class Run:
         self.frames: list[tuple[types.FunctionType, Any]] = []
         #: The lambdas and nested functions of the source, which are instrumented with it and are called as they are.
         self.lambdas: list[Callable[..., Any]] = []
+        #: Objects that the source has made, such as ``nn.ReLU()``.
+        self.made: list[Any] = []
         #: What was read and could be changed: how to call it, the value, and the copy that the source got.
         self.lent: list[tuple[str, Any, Any]] = []
         hooks = [name for name in dir(self) if name.startswith("hook_")]
         self.scope: dict[str, Any] = {f"__trace_{name.removeprefix('hook_')}": getattr(self, name) for name in hooks}
+
+    def is_made(self, value: Any) -> bool:
+        return any(value is made for made in self.made)
 
     def test(self, *tests: str) -> None:
         self.tests.update(dict.fromkeys(tests))

@@ -204,8 +204,6 @@ class Trace(Run):
         self.training = training
         self.closed: frozenset[Any] = frozenset()
         self.others: frozenset[str] = frozenset()
-        #: Layers that the forward itself has made, such as ``nn.ReLU()``.
-        self.made: list[nn.Module] = []
         self.statement = 0
         self.paths: dict[int, str] = {}
         for path, child in module.named_modules():
@@ -550,10 +548,6 @@ class Trace(Run):
             self.made.append(function(*args, **kwargs))
             return self.made[-1]
         raise Refusal(Reason.UNKNOWN_CALL, name)
-
-    def is_made(self, value: Any) -> bool:
-        """Whether the forward itself has made this layer."""
-        return any(value is layer for layer in self.made)
 
     def has_attribute(self, module: nn.Module, name: str) -> bool:
         if isinstance(inspect.getattr_static(type(module), name, None), property):
