@@ -118,7 +118,7 @@ def is_view(t: Tensor, of: Tensor) -> bool:
         return False
     first = t.storage_offset() - of.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return first >= 0 and last < of.numel()
+    return bool(first >= 0 and last < of.numel())  # torch 2.14 declares sizes that may be symbols.
 
 
 def put_together(parts: Any, tensors: Sequence[Tensor], made: dict[int, Any] | None = None) -> Any:
