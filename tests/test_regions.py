@@ -167,9 +167,9 @@ def runs(monkeypatch):
     seen = []
     original = Region.run
 
-    def run(self, entry, module, reader, pattern, inputs, first):
-        seen.append(first is not None)
-        return original(self, entry, module, reader, pattern, inputs, first)
+    def run(self, *args):
+        seen.append(args[-1] is not None)
+        return original(self, *args)
 
     monkeypatch.setattr(Region, "run", run)
     return seen
@@ -997,6 +997,68 @@ def test_an_assignment_of_what_is_there(runs, monkeypatch):
     region.double()
     assert region(tokens(3, 8).double()).dtype is torch.float64
     assert region.rows.dtype is torch.float64
+
+
+class Remembers(nn.Module):
+    """Keeps something for a method of its own, and forgets it, as attention layers of torch_geometric do."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.kept, self.calls = nn.LayerNorm(8), None, 0
+
+    def forward(self, x, keeps=False, counts=False):
+        self.kept = x.exp()
+        x = self.added(self.norm(x))
+        self.kept = self.kept if keeps else None
+        self.calls += counts
+        return x.tanh()
+
+    def added(self, x):
+        return x * 2 + self.kept
+
+
+def test_an_assignment_that_is_taken_back(runs):
+    torch.manual_seed(0)
+    module = Remembers()
+    region = in_regions(module)
+    for _ in range(2):
+        same(module, region, tokens(2, 8))
+    assert runs == [True, False]
+    assert region.kept is None
+    region(tokens(2, 8), keeps=True)
+    assert region.kept is not None
+    same(module, region, tokens(2, 8))  # what was kept is forgotten again, op by op
+    assert region.kept is None
+    region(tokens(2, 8), counts=True)
+    region(tokens(2, 8), counts=True)
+    assert region.calls == 2
+    assert not any(runs[2:])
+
+
+class Collects(nn.Module):
+    """Returns a list that it was given, beside what it made of it, as the heads of ultralytics do."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, levels, more):
+        total = self.norm(levels[0] + levels[1]).tanh() * more["scale"]
+        return total, {"features": levels, "more": [more, total]}
+
+
+def test_a_result_that_holds_an_argument(runs):
+    torch.manual_seed(0)
+    module = Collects()
+    region = in_regions(module)
+    for _ in range(2):
+        levels, more = [tokens(2, 8), tokens(2, 8)], {"scale": tokens(2, 8)}
+        total, rest = region(levels, more)
+        assert torch.equal(total, module(levels, more)[0])
+        assert rest["features"] is levels
+        assert rest["more"][0] is more
+        assert rest["more"][1] is total
+    assert runs == [True, False]
 
 
 class Makes(nn.Module):
@@ -1912,6 +1974,21 @@ class Listed(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x
+
+
+def test_a_whole_model_that_is_a_region_in_inference_alone(runs, monkeypatch):
+    """Its gradients would all come at the end of its backward."""
+    torch.manual_seed(0)
+    stock = Listed([Waves() for _ in range(4)])
+    monkeypatch.setattr(plan, "MAX_WHOLE", len([*stock.modules()]) - 1)
+    model = fastlayers.patch_model(copy.deepcopy(stock))
+    root, x = type(model).__fastlayers_region__, tokens(2, 3, 8)
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), stock(x))
+        same(stock, model, x)
+    assert [entry.facts.wanted for entries in root.entries.values() for entry in entries] == [0]
+    assert runs.count(False) > 2  # Its layers are regions in training.
 
 
 def test_a_region_of_too_many_operations_is_left_to_smaller_ones(monkeypatch):

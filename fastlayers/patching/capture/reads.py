@@ -89,6 +89,8 @@ CONVERSIONS: dict[str, Any] = {"r": repr, "s": str, "a": ascii, "": lambda value
 TRUSTED_CLASSES = (torch.Size, torch.device, torch.finfo, torch.iinfo, torch.autocast, torch.no_grad, torch.enable_grad)
 #: Methods that give the tensors of a module, and where it holds them.
 REGISTRIES: dict[Any, str] = {nn.Module.parameters: "_parameters", nn.Module.buffers: "_buffers"}
+#: What a list or dict is called that was given.
+ARGUMENT = "an argument"
 #: What a class does not have.
 MISSING = object()
 #: Dicts of objects with more items are not read one by one.
@@ -236,9 +238,10 @@ def read_by(
         with watch.fake_mode, without_a_log_of_errors():
             args, kwargs = tree_map_only(Tensor, watch.fake, (args, kwargs))
             for given in containers_in((*args, *kwargs.values())):
-                watch.keep("an argument", given)
+                watch.keep(ARGUMENT, given)
             result = watch.follow(undecorated(forward, kwargs), (module, *args), kwargs)
         watch.check_lent()
+        watch.check_assigned()
         watch.check_result(result)
         for value in objects_in(result):
             if not watch.is_made(value):
@@ -328,22 +331,19 @@ class Subscripted:
         return self.read(key)
 
 
-class Unchanged:
-    """What an assignment sees of a module: it may assign what is there, as ``self.table = self.table.to(x.device)``."""
+class Assigned:
+    """What an assignment sees of a module: the last one is written down for :meth:`Watch.check_assigned`."""
 
-    def __init__(self, module: nn.Module, read: Callable[[nn.Module, str], Any]) -> None:
-        vars(self).update(module=module, read=read)
+    def __init__(self, module: nn.Module, watch: Watch) -> None:
+        vars(self).update(module=module, watch=watch)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        module = vars(self)["module"]
-        known = name in vars(module) or any(name in vars(module)[r] for r in ("_parameters", "_buffers", "_modules"))
-        known = known and not isinstance(inspect.getattr_static(type(module), name, None), property)
-        present = vars(self)["read"](module, name) if known else MISSING
-        if value is not present and not (is_value(value) and type(value) is type(present) and value == present):
-            raise Refusal(Reason.CHANGES_STATE, f"assigns {name} of a {type(module).__name__}")
+        module, watch = vars(self)["module"], vars(self)["watch"]
+        watch.module_origin(module)
+        watch.assigned[id(module), name] = module, value
 
     def __getattr__(self, name: str) -> Any:  # of self.count += 1
-        raise Refusal(Reason.CHANGES_STATE, f"assigns {name} of a {type(vars(self)['module']).__name__}")
+        return vars(self)["watch"].module_attribute(vars(self)["module"], name)
 
 
 class Watch(Run):
@@ -361,6 +361,8 @@ class Watch(Run):
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
         #: Expressions of modules and other objects, by identity; the objects themselves keep it unique.
         self.origins: dict[int, tuple[str, Any]] = {id(module): ("self", module)}
+        #: What was assigned to attributes of modules, last, by identity and name.
+        self.assigned: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         #: Whether a backward is followed, which will run later.
         self.late = False
 
@@ -430,6 +432,21 @@ class Watch(Run):
             if not same_items(contents(container), before):
                 raise Refusal(Reason.CHANGES_STATE, f"changes {what}")
 
+    def check_result(self, result: Any) -> None:
+        """A list that was read would be another one in each call; one that was given is that of the call."""
+        if any(value is lent for value in containers_in(result) for what, _, lent in self.lent if what != ARGUMENT):
+            raise Refusal(Reason.READS_STATE, "it returns a list or a dict that it has not made")
+
+    def check_assigned(self) -> None:
+        """What was assigned must be back at what it was, which is read here: nothing assigns it in a later call."""
+        for (_, name), (module, value) in self.assigned.items():
+            state = vars(module)
+            known = name in state or any(name in state[r] for r in ("_parameters", "_buffers", "_modules"))
+            known = known and not isinstance(inspect.getattr_static(type(module), name, None), property)
+            present = self.present_attribute(module, name) if known else MISSING
+            if value is not present and not (is_value(value) and type(value) is type(present) and value == present):
+                raise Refusal(Reason.CHANGES_STATE, f"assigns {name} of a {type(module).__name__}")
+
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def closure_variable(self, cell: types.CellType, name: str) -> Any:
@@ -479,6 +496,12 @@ class Watch(Run):
         raise Refusal(Reason.READS_STATE, f"{origin}.{name}")
 
     def module_attribute(self, module: nn.Module, name: str) -> Any:
+        if (id(module), name) in self.assigned:
+            return self.assigned[id(module), name][1]
+        return self.present_attribute(module, name)
+
+    def present_attribute(self, module: nn.Module, name: str) -> Any:
+        """An attribute as it was before the call."""
         origin = self.module_origin(module)
         static = inspect.getattr_static(type(module), name, MISSING)
         state = module.__dict__
@@ -645,7 +668,7 @@ class Watch(Run):
         if self.is_made(value):
             return value
         if isinstance(value, nn.Module) and type(value).__setattr__ is nn.Module.__setattr__:
-            return Unchanged(value, self.module_attribute)
+            return Assigned(value, self)
         raise Refusal(Reason.CHANGES_STATE, f"assigns an attribute of a {type(value).__name__}")
 
     def hook_refuse(self, reason: str, detail: str) -> None:

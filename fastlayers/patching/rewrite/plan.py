@@ -74,8 +74,8 @@ QUANTIZED = (
 
 #: Modules in a region at most. Modules that are alike share its code, and blocks are alike where models are not.
 MAX_MODULES = 80
-#: The same for a whole model, whose gradients all come at the end of its backward: DDP sends the first ones before. And
-#: for a Sequential, which computes nothing itself.
+#: The same for a whole model in training, whose gradients all come at the end of its backward: DDP sends the first ones
+#: before. And for a Sequential, which computes nothing itself.
 MAX_WHOLE = FEW_MODULES
 #: Why a module must be called as it is, also from inside a region.
 CLOSED = frozenset({Reason.SCRIPTED, Reason.GRAPH_MODULE, Reason.QUANTIZED, Reason.WRAPPER, Reason.FORWARD_REPLACED})
@@ -204,9 +204,9 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
         module, original = step.module, original_class(step.module)
         inside = [by_module[id(child)] for child in module.modules()]
         contains = isinstance(module, nn.Sequential) and original.forward is nn.Sequential.forward
-        whole = contains or not step.row.fqn
+        infers_only = not step.row.fqn and len(inside) > MAX_WHOLE
         if (
-            not 2 <= len(inside) <= (MAX_WHOLE if whole else MAX_MODULES)
+            not 2 <= len(inside) <= (MAX_WHOLE if contains else MAX_MODULES)
             or any(other.row.reason in CLOSED or id(other.module) in banned for other in inside)
             or step.row.reason is Reason.NOT_SELECTED
             or "__fastlayers_region__" in vars(type(module))
@@ -218,7 +218,7 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
             refuse_kind(module)
             check_subclassing(original)
             kind = tuple(map(original_class, module.modules())) if contains else None
-            cls = region_class(step.cls or type(module), classes, kind)
+            cls = region_class(step.cls or type(module), classes, kind, infers_only)
         except Refusal:
             continue
         if step.row.became is None:

@@ -115,12 +115,12 @@ _lock = threading.RLock()
 _regions: WeakSet[Region] = WeakSet()
 
 
-def _forget_all() -> None:
+def forget_all() -> None:
     for region in list(_regions):
         region.forget()
 
 
-backends.on_change(_forget_all)  # The recorded kernels are those of the backend.
+backends.on_change(forget_all)  # The recorded kernels are those of the backend.
 
 
 BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
@@ -336,10 +336,12 @@ class Region:
 
     Args:
         present: the class whose forward runs where no region does.
+        infers_only: whether only calls without grad mode run as regions.
     """
 
-    def __init__(self, present: type[nn.Module]) -> None:
+    def __init__(self, present: type[nn.Module], infers_only: bool = False) -> None:
         self.present: Any = present
+        self.infers_only = infers_only
         self.readers: list[Reader] = []
         self.entries: dict[Any, list[Entry]] = {}
         #: Calls that no region can be made for, by their pattern.
@@ -351,7 +353,7 @@ class Region:
         #: How many recordings a module has asked for.
         self.asked: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         #: Whether calls without and with grad mode run op by op, since no region could be made for the first ones.
-        self.off = [False, False]
+        self.off = [False, infers_only]
         self._failures = [0, 0]
         _regions.add(self)
 
@@ -361,7 +363,7 @@ class Region:
         self.refused.clear()
         self.seen.clear()
         self.asked.clear()
-        self.off[:] = False, False
+        self.off[:] = False, self.infers_only
         self._failures[:] = 0, 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -403,7 +405,7 @@ class Region:
                         if entry.refusal is not None:
                             self.failed()
                             return self.present.forward(module, *args, **kwargs)
-                        return self.run(entry, module, reader, pattern, (*given, *tensors), None)
+                        return self.run(entry, module, reader, (args, kwargs), pattern, (*given, *tensors), None)
         except TypeError:  # what was read cannot be compared any more
             return self.present.forward(module, *args, **kwargs)
         if not self.comes_again(module, (pattern, shape)):
@@ -421,7 +423,14 @@ class Region:
         return enough and self.asked.get(module, 0) < MAX_RECORDINGS
 
     def run(
-        self, entry: Entry, module: nn.Module, reader: Reader, pattern: Any, inputs: tuple[Tensor, ...], first: Any
+        self,
+        entry: Entry,
+        module: nn.Module,
+        reader: Reader,
+        arguments: tuple[Any, ...],
+        pattern: Any,
+        inputs: tuple[Tensor, ...],
+        first: Any,
     ) -> Any:
         """The result of a call. ``first`` are the results and what is kept of a call that was just recorded."""
         ordered, code = entry.order((*inputs, *entry.constants)), entry.code
@@ -433,14 +442,14 @@ class Region:
             results = code.record(Again(entry, self, ref(module), reader, pattern, random), ordered, first)
         else:
             results = code.call(ordered) if first is None else first[0]
-        return results[0] if entry.parts is None else put_together(entry.parts, (*inputs, *results))
+        return results[0] if entry.parts is None else put_together(entry.parts, (*inputs, *results), arguments)
 
     def failed(self) -> None:
         """Note that no region could be made for a call."""
         grads = torch.is_grad_enabled()
         self._failures[grads] += 1
         made = any(entry.refusal is None for entries in self.entries.values() for entry in entries)
-        self.off[grads] = self._failures[grads] >= MAX_REFUSALS and not made
+        self.off[grads] = (self._failures[grads] >= MAX_REFUSALS and not made) or (grads and self.infers_only)
 
     # -- the first call of a signature -----------------------------------------------------------------------------
 
@@ -463,7 +472,7 @@ class Region:
             self.failed()
             return self.present.forward(module, *args, **kwargs)
         entry, reader, inputs, first = found
-        return self.run(entry, module, reader, pattern, inputs, first)
+        return self.run(entry, module, reader, (args, kwargs), pattern, inputs, first)
 
     def prepared(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], pattern: Any
@@ -599,7 +608,7 @@ class Region:
         dys: list[str] = []
         with dispatch.observed(kernel_call), tape:
             out = self.present.forward(module, *args, **(kwargs or {}))
-            taken = Taken(inputs)
+            taken = Taken(inputs, (args, kwargs))
             try:
                 parts = take_apart(out, taken)
             except OpaqueError as error:
@@ -773,7 +782,9 @@ def drawing(states: Sequence[Tensor] | None, inputs: Sequence[Tensor]) -> Iterat
         yield
 
 
-def region_class(present: type[nn.Module], known: dict[Any, Any], kind: Any = None) -> type[nn.Module]:
+def region_class(
+    present: type[nn.Module], known: dict[Any, Any], kind: Any = None, infers_only: bool = False
+) -> type[nn.Module]:
     """A subclass whose forward runs as a region where it can.
 
     Args:
@@ -781,11 +792,12 @@ def region_class(present: type[nn.Module], known: dict[Any, Any], kind: Any = No
         known: the classes generated so far.
         kind: tells modules of this class apart that have nothing in common but their forward. A class of which no
             region can be made is not tried any more.
+        infers_only: whether only calls without grad mode run as regions.
 
     Raises:
         Refusal: the forward has parameters that a generated one could not have.
     """
-    key = ("region", present, kind)
+    key = ("region", present, kind, infers_only)
     if key in known:
         return known[key]  # type: ignore[no-any-return]
     _, *parameters = inspect.signature(present.forward).parameters.values()
@@ -795,7 +807,7 @@ def region_class(present: type[nn.Module], known: dict[Any, Any], kind: Any = No
     if backends.problem("triton") is None:
         import_module("fastlayers.patching.rewrite.fusion")  # In a call its imports would keep tensors as well.
     original = present.__dict__.get("__fastlayers_original__", present)
-    name, region = getattr(present, "__fastlayers_name__", f"Fused{original.__name__}"), Region(present)
+    name, region = getattr(present, "__fastlayers_name__", f"Fused{original.__name__}"), Region(present, infers_only)
     namespace: dict[str, Any] = {
         "_present": present,
         "_region": region,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +38,19 @@ class View(NamedTuple):
 
 class Taken(list[Tensor]):
     """Tensors that are known, and after them those of a result, each once. ``views`` are further ones, with the number
-    of what each is a view of."""
+    of what each is a view of. ``arguments`` are those of the call, whose lists and dicts a result may hold."""
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(self, known: Iterable[Tensor] = (), arguments: Any = ()) -> None:
         super().__init__(known)
+        self.arguments = dict(containers_of(arguments))
         self.made: dict[int, Made] = {}
         self.views: list[tuple[int, Tensor]] = []
+
+
+class Argument(NamedTuple):
+    """A list or dict of the arguments, by the keys that lead to it."""
+
+    keys: tuple[Any, ...]
 
 
 class Nested(NamedTuple):
@@ -70,7 +79,9 @@ def take_apart(value: Any, tensors: Taken, inside: bool = False) -> Any:
         return place(value, tensors)
     if is_value(value):
         return value
-    leaves, spec = pytree.tree_flatten(value)
+    if id(value) in tensors.arguments:
+        return tensors.arguments[id(value)]
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) in tensors.arguments)
     if not (len(leaves) == 1 and leaves[0] is value):
         return Nested(spec, [take_apart(leaf, tensors, inside) for leaf in leaves])
     if id(value) in tensors.made:
@@ -121,8 +132,18 @@ def is_view(t: Tensor, of: Tensor) -> bool:
     return bool(first >= 0 and last < of.numel())  # torch 2.14 declares sizes that may be symbols.
 
 
-def put_together(parts: Any, tensors: Sequence[Tensor], made: dict[int, Any] | None = None) -> Any:
-    """The value that :func:`take_apart` took apart, with these tensors. ``made`` are the objects made for it so far."""
+def containers_of(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[int, Argument]]:
+    """The lists and dicts in nested arguments, by identity."""
+    if isinstance(value, list | dict):
+        yield id(value), Argument(keys)
+    if isinstance(value, tuple | list | dict):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from containers_of(item, (*keys, key))
+
+
+def put_together(parts: Any, tensors: Sequence[Tensor], arguments: Any = (), made: dict[int, Any] | None = None) -> Any:
+    """The value that :func:`take_apart` took apart, with these tensors and the arguments of this call. ``made`` are the
+    objects made for it so far."""
     if isinstance(parts, Place):
         return tensors[parts.number]
     if isinstance(parts, View):
@@ -130,12 +151,16 @@ def put_together(parts: Any, tensors: Sequence[Tensor], made: dict[int, Any] | N
         return base.as_strided(parts.shape, parts.strides, base.storage_offset() + parts.offset)
     if isinstance(parts, Nested):
         made = {} if made is None else made
-        return pytree.tree_unflatten([put_together(leaf, tensors, made) for leaf in parts.leaves], parts.spec)
+        leaves = [put_together(leaf, tensors, arguments, made) for leaf in parts.leaves]
+        return pytree.tree_unflatten(leaves, parts.spec)
+    if isinstance(parts, Argument):
+        return functools.reduce(operator.getitem, parts.keys, arguments)
     if isinstance(parts, Made):
         made = {} if made is None else made
         if id(parts) not in made:
             value = made[id(parts)] = copy.copy(parts.value)
-            vars(value).update({name: put_together(part, tensors, made) for name, part in parts.attributes.items()})
+            attributes = parts.attributes.items()
+            vars(value).update({name: put_together(part, tensors, arguments, made) for name, part in attributes})
         return made[id(parts)]
     return parts
 
