@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,11 +20,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 from fastlayers.ops.residual import masks_of_torch
 from fastlayers.patching.measure.runs import rng_state, seed_everything, standing_in, unwrap
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
+from fastlayers.patching.reasons import PatchWarning
 from fastlayers.patching.report import Report, markdown_table
 from fastlayers.patching.rewrite.classes import working
 from fastlayers.patching.rewrite.plan import unpatched
 from fastlayers.patching.rewrite.regions import no_regions
 from fastlayers.patching.runtime.checks import rewritten_everywhere
+from fastlayers.patching.runtime.lazy import LATE, LazyTensor
 
 __all__ = ["Comparison", "VerifyReport", "verify_patch"]
 
@@ -299,6 +302,9 @@ def run(
         if omitted & keys:
             result = {key: value for key, value in result.items() if key not in omitted}
         outputs, _ = tree_flatten(result)
+        with warnings.catch_warnings():  # Nobody asked for these.
+            warnings.filterwarnings("ignore", LATE, PatchWarning)
+            outputs = [output.computed() if isinstance(output, LazyTensor) else output for output in outputs]
         wanted = {f"grad of {name}": p for name, p in parameters.items() if p.requires_grad}
         wanted |= {f"grad of input {i}": value for i, value in enumerate(given) if value.requires_grad}
         gradients = backward(outputs, wanted)

@@ -613,6 +613,8 @@ class Region:
                 parts = take_apart(out, taken)
             except OpaqueError as error:
                 raise Refusal(Reason.READS_STATE, str(error)) from None
+            if taken.lazy and records:  # Their source would be a result without a gradient.
+                raise Refusal(Reason.LOGITS_USED, "computed when somebody uses them")
             results = taken[len(inputs) :]
             if generates:
                 from fastlayers.patching.rewrite.layouts import in_rows  # needs Triton

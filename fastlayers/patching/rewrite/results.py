@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fastlayers.patching.capture.reads import is_value
+from fastlayers.patching.runtime.lazy import LazyTensor, Recipe, lazy
 
 __all__ = ["OpaqueError", "Place", "Taken", "put_together", "take_apart", "tensors_in"]
 
@@ -37,14 +38,27 @@ class View(NamedTuple):
 
 
 class Taken(list[Tensor]):
-    """Tensors that are known, and after them those of a result, each once. ``views`` are further ones, with the number
-    of what each is a view of. ``arguments`` are those of the call, whose lists and dicts a result may hold."""
+    """Tensors that are known, and after them those of a result, each once.
+
+    Attributes:
+        arguments: the lists and dicts of the arguments of the call, which a result may hold.
+        views: further tensors of the result, with the number of what each is a view of.
+        lazy: whether something in the result is computed when it is used.
+    """
 
     def __init__(self, known: Iterable[Tensor] = (), arguments: Any = ()) -> None:
         super().__init__(known)
         self.arguments = dict(containers_of(arguments))
         self.made: dict[int, Made] = {}
         self.views: list[tuple[int, Tensor]] = []
+        self.lazy = False
+
+
+class Lazy(NamedTuple):
+    """Logits that are computed when somebody uses them, and the tensor that they are computed from."""
+
+    recipe: Recipe
+    source: Place | View
 
 
 class Argument(NamedTuple):
@@ -75,6 +89,9 @@ def take_apart(value: Any, tensors: Taken, inside: bool = False) -> Any:
     Raises:
         OpaqueError: something there might be different in each call.
     """
+    if isinstance(value, LazyTensor) and value.recipe is not None:
+        tensors.lazy = True
+        return Lazy(value.recipe, place(value.source, tensors))
     if isinstance(value, Tensor):
         return place(value, tensors)
     if is_value(value):
@@ -102,7 +119,7 @@ def holds_tensors(parts: Any) -> bool:
     """Whether parts of a value, which was taken apart, have tensors."""
     if isinstance(parts, Nested):
         return any(map(holds_tensors, parts.leaves))
-    return isinstance(parts, Place | View | Made)
+    return isinstance(parts, Place | View | Made | Lazy)
 
 
 def place(t: Tensor, tensors: Taken) -> Place | View:
@@ -153,6 +170,8 @@ def put_together(parts: Any, tensors: Sequence[Tensor], arguments: Any = (), mad
         made = {} if made is None else made
         leaves = [put_together(leaf, tensors, arguments, made) for leaf in parts.leaves]
         return pytree.tree_unflatten(leaves, parts.spec)
+    if isinstance(parts, Lazy):
+        return lazy(parts.recipe, put_together(parts.source, tensors))
     if isinstance(parts, Argument):
         return functools.reduce(operator.getitem, parts.keys, arguments)
     if isinstance(parts, Made):

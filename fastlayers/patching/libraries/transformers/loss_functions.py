@@ -9,10 +9,11 @@ decorators around it. If it computes logits by a linear layer and passes them to
         loss = self.loss_function(logits, labels, ...)
     return CausalLMOutputWithPast(loss=loss, logits=logits, ...)
 
-a training step with labels uses :class:`DeferredLogits` instead of the logits. The loss is computed from them chunk by
-chunk, and the output has None for the logits. Every other call computes the logits as before. The same applies if a
-masked language model uses ``loss_fct = CrossEntropyLoss()``, if the layer is the last one of a head like BERT's, and if
-a flag of the model chooses the head: the forward is changed for calls that find the flag as it is now.
+a call with labels uses :class:`DeferredLogits` instead of the logits. The loss is computed from them chunk by chunk,
+and the output has logits that are computed when somebody uses them (:mod:`fastlayers.patching.runtime.lazy`), or None
+in a training step that is compiled. Every other call computes the logits as before. The same applies if a masked
+language model uses ``loss_fct = CrossEntropyLoss()``, if the layer is the last one of a head like BERT's, and if a flag
+of the model chooses the head: the forward is changed for calls that find the flag as it is now.
 
 ``model.loss_function`` is a property of the generated class: nothing is set on the model, and nothing of transformers
 changes. The function is compiled again too, with a fused ``fixed_cross_entropy``. If the user sets another one, that is
@@ -47,6 +48,7 @@ from fastlayers.patching.libraries.adapters import RewrittenModel
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import checks
 from fastlayers.patching.runtime.checks import hooked, original_class
+from fastlayers.patching.runtime.lazy import Recipe, can_be_lazy, lazy
 
 __all__ = ["fuse_losses", "is_same", "pretrained_model", "stored"]
 
@@ -64,7 +66,7 @@ DEVICES = ("cuda", "cpu")
 
 
 class DeferredLogits(NamedTuple):
-    """The logits of a linear layer, not computed yet: softcap·tanh(scale·head(hidden)/softcap)."""
+    """The logits of a linear layer, not computed for the loss: softcap·tanh(scale·head(hidden)/softcap)."""
 
     hidden: Tensor
     head: nn.Linear
@@ -120,12 +122,13 @@ def defer(
     scale: Any,
     softcap: Any,
 ) -> DeferredLogits | None:
-    """The deferred logits of ``head`` if a training step needs only their loss; None if they must be computed.
+    """The deferred logits of ``head`` if their loss can be computed without them; None if they must be computed.
 
     ``known`` is the loss function that takes them, besides torch's, and the heads that end with a child.
     """
     ours, splits = known
-    if not ((loss is ours or loss is nn.CrossEntropyLoss) and model.training and torch.is_grad_enabled()):
+    trains = model.training and torch.is_grad_enabled()
+    if not ((loss is ours or loss is nn.CrossEntropyLoss) and (trains or can_be_lazy())):
         return None
     arguments = []
     while (split := splits.get(original_class(head))) is not None:
@@ -148,6 +151,15 @@ def defer(
     for argument, outer in arguments:
         hidden = argument(outer, hidden)
     return DeferredLogits(hidden, head, float(scale), softcap)
+
+
+def later(logits: DeferredLogits, finish: Callable[[Tensor], Tensor], name: str) -> Tensor | None:
+    """The logits of an output whose loss was computed from deferred ones; ``name`` is that of the head."""
+    if not can_be_lazy():
+        return None
+    kind = logits.hidden.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return lazy(Recipe(logits.head, name, finish, autocast), logits.hidden)
 
 
 def float32_result(x: Tensor) -> Any:
@@ -277,8 +289,9 @@ def fused_property(original: type[nn.Module], theirs: Any, ours: Any) -> propert
 
 # -- reading a forward ------------------------------------------------------------------------------------------------
 
-HIDDEN, DEFER, DEFERRED, KNOWN, LOSS = (
-    f"_fastlayers_{name}" for name in ("hidden", "defer", "DeferredLogits", "known", "fused_loss")
+HIDDEN, PRODUCT, DEFER, DEFERRED, FINISH, LATER, KNOWN, LOSS = (
+    f"_fastlayers_{name}"
+    for name in ("hidden", "product", "defer", "DeferredLogits", "finish", "later", "known", "fused_loss")
 )
 
 
@@ -542,22 +555,37 @@ def take_branches(tree: ast.FunctionDef, module: nn.Module) -> str:
 def defer_logits(tree: ast.FunctionDef, pair: Pair) -> None:
     """Change a forward so that it defers its logits if it computes a loss."""
     computing, hidden = tree.body[pair.start : pair.end], ast.unparse(pair.call.args[0])
-    pair.call.args = [ast.Name(HIDDEN, ast.Load())]
     parts = (pair.call.func, pair.scale, pair.softcap)
     head, scale, softcap = map(ast.unparse, parts)
     operands = f"self, {pair.function}, {head}, {KNOWN}, {HIDDEN}, {scale}, {softcap}"
     before = f"""
+def {FINISH}({PRODUCT}):
+    return {pair.logits}
 {HIDDEN} = {hidden}
 {pair.logits} = {DEFER}({operands}) if {pair.condition} else None
 if {pair.logits} is None:
-    pass
+    {pair.logits} = {FINISH}({head}({HIDDEN}))
 """
-    first, second, third = ast.parse(before).body
-    assert isinstance(third, ast.If)
-    third.body = computing
-    after = ast.parse(f"if isinstance({pair.logits}, {DEFERRED}):\n    {pair.logits} = None").body
-    tree.body[pair.loss + 1 : pair.loss + 1] = after
-    tree.body[pair.start : pair.end] = [first, second, third]
+    after = f"""
+if isinstance({pair.logits}, {DEFERRED}):
+    {pair.logits} = {LATER}({pair.logits}, {FINISH}, {pair.head!r})
+"""
+    finish, *rest = ast.parse(before).body
+    assert isinstance(finish, ast.FunctionDef)
+    product = Replaced(pair.call, ast.Name(PRODUCT, ast.Load()))
+    finish.body[:0] = [product.visit(statement) for statement in computing]
+    tree.body[pair.loss + 1 : pair.loss + 1] = ast.parse(after).body
+    tree.body[pair.start : pair.end] = [finish, *rest]
+
+
+class Replaced(ast.NodeTransformer):
+    """Puts another node in the place of one."""
+
+    def __init__(self, node: ast.AST, other: ast.AST) -> None:
+        self.node, self.other = node, other
+
+    def visit(self, node: ast.AST) -> Any:
+        return self.other if node is self.node else super().visit(node)
 
 
 class Losses(ast.NodeTransformer):
@@ -649,10 +677,9 @@ def rewrite(
     else:
         whole = copy.deepcopy(whole) if condition else []
         defer_logits(tree, pair)
-        found.omits = frozenset({"logits"})
         if condition:
             tree.body = [ast.If(ast.parse(condition, mode="eval").body, tree.body, []), *whole]
-    bound = {DEFER: defer, DEFERRED: DeferredLogits, KNOWN: (ours, splits), LOSS: fused_loss}
+    bound = {DEFER: defer, DEFERRED: DeferredLogits, LATER: later, KNOWN: (ours, splits), LOSS: fused_loss}
     rebuilt, found.source = rebuild(inner, tree, bound)
     wrapped = rewrap(forward, rebuilt)
     found.members["forward"] = with_logits_in_tuples(forward, wrapped) if pair is not None else wrapped
