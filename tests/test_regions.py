@@ -868,6 +868,26 @@ def test_a_thread_does_not_wait_for_a_recording(runs):
     assert runs == [True]
 
 
+def test_a_thread_does_not_run_what_is_being_recorded(monkeypatch, runs):
+    """It found the entry of the recording, which had no code yet."""
+    module, x, found = Block(), tokens(), []
+    region = in_regions(module)
+    record = regions.Region.record
+
+    def meanwhile(self, *arguments):
+        outcome = record(self, *arguments)
+        other = threading.Thread(target=lambda: found.append(region(x)))
+        other.start()
+        other.join(timeout=60)
+        return outcome
+
+    monkeypatch.setattr(regions.Region, "record", meanwhile)
+    out = region(x)
+    assert torch.equal(found[0], module(x))
+    assert torch.equal(out, found[0])
+    assert runs == [True]
+
+
 def test_twice_backward():
     region, x = recorded(Block(), tokens()), tokens()
     out = region(x).square().sum()

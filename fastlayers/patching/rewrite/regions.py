@@ -501,13 +501,13 @@ class Region:
             self.readers.append(reader)
         inputs = (*given, *tensors)
         guard = TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        entry = Entry(guard, GlobalStateGuard(), autocast_state())
-        entries.append(entry)
+        entry, outcome = Entry(guard, GlobalStateGuard(), autocast_state()), None
         try:
-            return entry, reader, inputs, self.record(entry, module, pattern, given, tensors, reader.folds)
+            outcome = self.record(entry, module, pattern, given, tensors, reader.folds)
         except Refusal as refusal:
             entry.refusal = remembered(refusal)
-            return None
+        entries.append(entry)  # Complete: another thread may run it from now on.
+        return None if outcome is None else (entry, reader, inputs, outcome)
 
     def record(
         self,
