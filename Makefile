@@ -1,7 +1,7 @@
 # `make` lists the targets. The variables that a user may set:
 #   TORCH    the torch to install in .venv, as pip takes it: make test TORCH=torch==2.13.0
 #   PYTHON   the Python that makes .venv, and that the GPU targets use as it is
-#   ARGS     more arguments for demo, pytest, test-corpus, test-gpu and bench: make test ARGS='-k softmax',
+#   ARGS     more arguments for demo, pytest, test-corpus, bench and the tests on a GPU: make test ARGS='-k softmax',
 #            make test-corpus ARGS='timm:*'
 # FASTLAYERS_CUDA_ARCHS, CUDA_HOME, CXX and MAX_JOBS reach the build: fastlayers/build.py explains them.
 
@@ -25,7 +25,7 @@ TOOLS_ENV := $(TOOLS)/made-for-$(shell cat tests/tools.txt pyproject.toml | cksu
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
-.PHONY: help demo test env build lint types pytest docs format test-libraries test-corpus test-tools test-gpu bench bench-models wheel test-wheel clean
+.PHONY: help demo test env build lint types pytest docs format test-libraries test-corpus test-tools test-gpu test-random test-sanitizer bench bench-models wheel test-wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -112,6 +112,14 @@ regions:
 
 test-gpu: fastlayers/_C.so regions  ## the tests on a GPU, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
+
+# FASTLAYERS_RANDOM_SEED chooses other calls. Those that fail are kept in build/random_failures.jsonl.
+test-random: fastlayers/_C.so regions  ## 10,000 random calls against float64 on a GPU: ARGS='-n 12' shares them among processes
+	FASTLAYERS_RANDOM_CASES=$${FASTLAYERS_RANDOM_CASES:-10000} PYTHONPATH=. \
+	    $(PYTHON) -m pytest -m gpu tests/test_random_cases.py $(ARGS)
+
+test-sanitizer: fastlayers/_C.so regions  ## compute-sanitizer over every kernel on a GPU: ARGS='--tools memcheck --ops softmax,mul'
+	PYTHONPATH=.:tests $(PYTHON) -m sanitizer $(ARGS)
 
 bench: fastlayers/_C.so regions  ## the benchmarks on a GPU, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m benchmarks run $(ARGS)

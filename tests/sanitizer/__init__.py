@@ -1,0 +1,1 @@
+"""compute-sanitizer over calls that launch every kernel of fastlayers: ``python -m sanitizer``."""
