@@ -14,7 +14,7 @@ from fastlayers.patching.reasons import Reason
 
 __all__ = ["QUIET", "PatchReport", "Report", "Row", "markdown_table", "plain_table", "readable"]
 
-#: A table only counts rows with these reasons: there was nothing to do.
+#: With these reasons there was nothing to do. A table only counts such rows, but for those with a detail.
 QUIET = frozenset({Reason.NO_RULE, Reason.NOTHING_TO_FUSE, Reason.NOT_SELECTED, Reason.SAVES_NOTHING})
 
 
@@ -59,6 +59,11 @@ class Row:
     def notes(self) -> list[str]:
         notes = Counter(f"{reason.value} ({detail})" if detail else reason.value for reason, detail in self.left)
         return [f"{note} x{count}" if count > 1 else note for note, count in notes.items()]
+
+
+def is_counted(row: Row) -> bool:
+    """Whether a table has no line for a row: there was nothing to do, and there is no more to say."""
+    return row.reason in QUIET and not (row.left or row.detail)
 
 
 class Report(abc.ABC):
@@ -124,7 +129,8 @@ def readable(count: int) -> str:
 class PatchReport(Report):
     """The result of :func:`plan_patch` and :func:`patch_report`; iterates over its rows.
 
-    Printing it gives a table of what was patched and of what was refused; modules with nothing to fuse are counted.
+    Printing it gives a table of what was patched and of what was refused. Modules with nothing to fuse are counted, but
+    for those with an operation that a rule fuses with others than those beside it.
     Equal blocks share a line, ``layers.*.mlp``, and so do all layers of a class that were left alone for one reason.
 
     Attributes:
@@ -198,7 +204,7 @@ class PatchReport(Report):
         """The rows to print, those that share a line in one list."""
         groups: dict[Any, list[Row]] = {}
         for i, row in enumerate(self.rows):
-            if row.absorbed_by is not None or (row.reason in QUIET and not row.left):
+            if row.absorbed_by is not None or is_counted(row):
                 continue
             place = numberless(row.fqn) if row.became is not None else ""
             key = i if self.details else (row.was, row.became, place, row.outcome(), *row.left)
@@ -218,7 +224,8 @@ class PatchReport(Report):
         return lines
 
     def _footer(self) -> list[str]:
-        quiet = [f"{count} modules: {reason.value}" for reason, count in self.reasons().items() if reason in QUIET]
+        counts = Counter(row.reason.value for row in self.rows if row.reason is not None and is_counted(row))
+        quiet = [f"{count} modules: {reason}" for reason, count in counts.items()]
         if self.absorbed:
             quiet.insert(0, f"{len(self.absorbed)} modules: the forward of a patched parent does their work")
         if any(len(rows) > 1 for rows in self._groups()):

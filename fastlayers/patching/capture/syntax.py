@@ -42,8 +42,10 @@ __all__ = [
     "names_in",
     "optional_parameters",
     "parse",
+    "present_statement",
     "require_a_name",
     "same_items",
+    "shown_statement",
     "statement_at_fault",
     "strip_signature",
     "tested_by_identity",
@@ -372,16 +374,29 @@ def require_a_name(owner: Any, name: str) -> None:
         raise Refusal(Reason.READS_STATE, f"an attribute called {name!r}")
 
 
-def statement_at_fault() -> str:
-    """The file, the line and the source of the statement of instrumented code that runs, after " at "; else nothing."""
+def present_statement() -> tuple[str, int] | None:
+    """The statement of instrumented code that runs, for :func:`shown_statement`."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if match := re.fullmatch(r"<traced (\d+) (.*)>", frame.f_code.co_filename):
-            line, file = int(match.group(1)) + frame.f_lineno - 1, match.group(2)
-            source = linecache.getline(file, line).strip()
-            return f" at {os.path.basename(file)}:{line}{source and f': {source}'}"
+        if frame.f_code.co_filename.startswith("<traced "):
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return ""
+    return None
+
+
+def shown_statement(statement: tuple[str, int] | None) -> str:
+    """The file, the line and the source of a statement, after " at "; nothing if they are not known."""
+    match = re.fullmatch(r"<traced (\d+) (.*)>", statement[0]) if statement is not None else None
+    if statement is None or match is None:
+        return ""
+    line, file = int(match.group(1)) + statement[1] - 1, match.group(2)
+    source = linecache.getline(file, line).strip()
+    return f" at {os.path.basename(file)}:{line}{source and f': {source}'}"
+
+
+def statement_at_fault() -> str:
+    """The file, the line and the source of the statement of instrumented code that runs, after " at "; else nothing."""
+    return shown_statement(present_statement())
 
 
 def unchanged(value: Any) -> Any:

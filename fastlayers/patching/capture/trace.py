@@ -45,7 +45,14 @@ from fastlayers.patching.capture.lookups import (
     same_method,
 )
 from fastlayers.patching.capture.recording import Recording, equality, module_expression
-from fastlayers.patching.capture.syntax import CALL_BACK, INPLACE, Run, require_a_name, statement_at_fault
+from fastlayers.patching.capture.syntax import (
+    CALL_BACK,
+    INPLACE,
+    Run,
+    present_statement,
+    require_a_name,
+    statement_at_fault,
+)
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.runtime import python
 from fastlayers.patching.runtime.checks import original_class
@@ -60,6 +67,7 @@ __all__ = [
     "MEMBERS",
     "PRIMITIVES",
     "PURE_BUILTINS",
+    "STATEMENT",
     "STRUCTURAL",
     "Given",
     "Segment",
@@ -135,6 +143,8 @@ class Mapped:
 
 #: Marks an argument of which a guard says that it is a tensor.
 IS_TENSOR = "fastlayers_is_tensor"
+#: Marks a node with the statement that it is of, as :func:`shown_statement` takes it.
+STATEMENT = "fastlayers_statement"
 
 
 class StrictProxy(Proxy):
@@ -165,6 +175,7 @@ class Recorder(GraphAppendingTracer):
     """Takes values into the graph like torch.fx, except for dataclasses, which torch.fx would take apart."""
 
     def proxy(self, node: fx.Node) -> Proxy:
+        node.meta[STATEMENT] = present_statement()
         return StrictProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:

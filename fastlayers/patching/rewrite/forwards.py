@@ -22,6 +22,7 @@ from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rewrite.classes import below_region, check_subclassing, seal
 from fastlayers.patching.rewrite.engine import Fused, apply_rules
 from fastlayers.patching.rewrite.generate import body_source, generate_class
+from fastlayers.patching.rewrite.misses import nearest_miss
 from fastlayers.patching.rewrite.safety import scale_guards
 from fastlayers.patching.rules import graph_rules, idle_test
 from fastlayers.patching.rules.base import GraphRule
@@ -90,6 +91,9 @@ def fuse(
             raise Refusal(Reason.UNKNOWN_NORM, statement)
         if not recordings:
             raise refusals[0]
+        if needed is None and not outcome.left:
+            misses = (nearest_miss(recording, module, rules) for recording in recordings)
+            outcome.left.append(Refusal(Reason.NOTHING_TO_FUSE, next(filter(None, misses), "")))
         return outcome
     if not refusals:
         outcome.absorbed = frozenset.intersection(*absorbed)

@@ -223,14 +223,20 @@ def add_regions(steps: list[Step], banned: set[int], classes: dict[Any, Any]) ->
             continue
         if step.row.became is None:
             cls.__fastlayers_left__ = step.row.left  # type: ignore[attr-defined]
-            cls.__fastlayers_reason__ = step.row.reason, step.row.detail  # type: ignore[attr-defined]
+            cls.__fastlayers_reason__ = step.row.reason, shared_detail(cls, step.row)  # type: ignore[attr-defined]
         if is_folded(module):
             cls.__fastlayers_unfolded__ = type(module).__fastlayers_unfolded__  # type: ignore[attr-defined]
         step.cls = cls
 
 
+def shared_detail(cls: type[nn.Module], row: Row) -> str:
+    """The detail of a row for all modules of a class; empty if their nearest misses differ."""
+    _, known = vars(cls).get("__fastlayers_reason__", (None, row.detail))
+    return "" if row.reason is Reason.NOTHING_TO_FUSE and known != row.detail else row.detail
+
+
 def mark_absorbed(steps: list[Step]) -> None:
-    """Say in the rows of children that the forward of their parent does their work."""
+    """Say in the rows of children that the forward of their parent does their work. Then they miss nothing."""
     classes = {step.module: step.cls or type(step.module) for step in steps}
     names = {step.module: step.row.fqn for step in steps}
     owners = absorbed_by(classes)
@@ -238,6 +244,8 @@ def mark_absorbed(steps: list[Step]) -> None:
         owner = owners.get(step.module)
         if owner is not None and step.row.became is not None:
             step.row = replace(step.row, absorbed_by=names[owner])
+        elif owner is not None and step.row.reason is Reason.NOTHING_TO_FUSE:
+            step.row = replace(step.row, detail="")
 
 
 def takes_any_keyword(cls: type[nn.Module]) -> bool:
@@ -316,8 +324,13 @@ def plan_folding(module: nn.Module, row: Row, excluded: frozenset[str], classes:
 def step_of(module: nn.Module, row: Row, outcome: Fused) -> Step:
     left = tuple((refusal.reason, refusal.detail) for refusal in outcome.left if refusal.reason not in QUIET)
     if outcome.cls is None:
-        nothing = next((refusal.reason for refusal in outcome.left), Reason.NOTHING_TO_FUSE)
-        reason, detail = left[0] if left else (Reason.SUBCLASS if is_subclass(module) else nothing, "")
+        if left:
+            reason, detail = left[0]
+        elif is_subclass(module):
+            reason, detail = Reason.SUBCLASS, ""
+        else:
+            nothing = next(iter(outcome.left), Refusal(Reason.NOTHING_TO_FUSE))
+            reason, detail = nothing.reason, nothing.detail if nothing.reason is Reason.NOTHING_TO_FUSE else ""
         return Step(module, Row(row.fqn, row.was, reason=reason, detail=detail, left=left[1:], aliases=row.aliases))
     fused = tuple(outcome.rules.items())
     outcome.cls.__fastlayers_rules__ = fused  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 
-__all__ = ["Deferred", "GraphRule", "Match", "ModuleRule", "always"]
+__all__ = ["Deferred", "GraphRule", "Kind", "Match", "ModuleRule", "always"]
 
 
 def always(layer: Any) -> bool:
@@ -62,6 +62,18 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """A kind of operation that a rule looks for, by which a report says what a forward lacks."""
+
+    #: What it is called. Several names are alternatives.
+    words: tuple[str, ...]
+    #: Whether a node of a graph is one.
+    fits: Callable[[View, Any], bool]
+    #: How much one on its own makes a reader expect a fusion. With 0 it is no reason to: a linear layer is not.
+    weight: int = 0
+
+
+@dataclass(frozen=True)
 class GraphRule:
     """Recognises one fusion in the graph of a forward.
 
@@ -72,6 +84,9 @@ class GraphRule:
     name: str
     doc: str
     find: Callable[[View, Node], Iterator[Match | Refusal]]
+    #: Two kinds of operations that every match has, the first as an operand of the second. Where nothing is fused, a
+    #: report names what is missing beside one of them.
+    pair: tuple[Kind, Kind] | None = None
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,25 @@ from torch.fx import Node
 
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.matchers import activation, dropout, linear_parameters, skip_identities
+from fastlayers.patching.rules.base import GraphRule, Kind, Match
+from fastlayers.patching.rules.matchers import (
+    HANDWRITTEN_ACTIVATION,
+    activation,
+    dropout,
+    linear_parameters,
+    skip_identities,
+)
 from fastlayers.patching.runtime import calls
 
 __all__ = ["LINEAR_ACT", "MLP"]
+
+
+def has_bias(view: View, node: Any) -> bool:
+    linear = view.op(node, "linear")
+    return linear is not None and linear.recording is None and linear_parameters(view, linear)[1][1] is not None
+
+
+BIASED = Kind(("linear layer with a bias",), has_bias)
 
 
 def find_linear_act(view: View, node: Node) -> Iterator[Match | Refusal]:
@@ -52,4 +66,9 @@ def find_mlp(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 MLP = GraphRule("mlp", "linear(dropout(act(linear(x)))), under autocast one node of autograd", find_mlp)
-LINEAR_ACT = GraphRule("linear_act", "act(linear(x)), the bias added by the activation's kernel", find_linear_act)
+LINEAR_ACT = GraphRule(
+    "linear_act",
+    "act(linear(x)), the bias added by the activation's kernel",
+    find_linear_act,
+    (BIASED, HANDWRITTEN_ACTIVATION),
+)

@@ -15,11 +15,14 @@ from fastlayers.patching.capture.trace import record_child
 from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.view import View, is_fresh
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rules.base import GraphRule, Match
+from fastlayers.patching.rules.base import GraphRule, Kind, Match
 from fastlayers.patching.rules.matchers import (
+    ACTIVATION,
+    NORM_WEIGHT,
     Find,
     activation,
     batch_norm_and_more,
+    called,
     find_norm_act,
     find_squeeze_excite,
     may_be_written,
@@ -64,13 +67,20 @@ def with_bias(find: Find) -> Find:
     return find_biased
 
 
+def has_bias(view: View, node: Any) -> bool:
+    conv = view.op(node, "convolution")
+    return conv is not None and view.child(node).bias is not None
+
+
 #: They share a name: one kernel adds the bias and computes what follows.
-CONV_BIAS = tuple(
-    GraphRule("conv_bias", doc, with_bias(find))
-    for doc, find in (
-        ("act(conv(x))", find_norm_act("convolution", and_act)),
-        ("the bias of a convolution, in eval", find_alone),
-    )
+CONV_BIAS = (
+    GraphRule(
+        "conv_bias",
+        "act(conv(x))",
+        with_bias(find_norm_act("convolution", and_act)),
+        (Kind(("convolution with a bias",), has_bias), ACTIVATION),
+    ),
+    GraphRule("conv_bias", "the bias of a convolution, in eval", with_bias(find_alone)),
 )
 
 # -- with a BatchNorm -------------------------------------------------------------------------------------------------
@@ -148,6 +158,11 @@ def are_convolution_and_norm(view: View, conv: Op, norm: Op) -> bool:
     )
 
 
+def lacks_bias(view: View, node: Any) -> bool:
+    conv = view.op(node, "convolution")
+    return conv is not None and original_class(view.child(node)) is nn.Conv2d and view.child(node).bias is None
+
+
 def with_operands(*wanted: str) -> Find:
     """A rule's ``find`` for those with exactly these of "residual" and "act"."""
 
@@ -163,7 +178,12 @@ CONV_BATCH_NORM = (
     GraphRule("conv_batch_norm_add_act", "act(batch_norm(conv(x)) + residual)", with_operands("residual", "act")),
     GraphRule("conv_batch_norm_add", "batch_norm(conv(x)) + residual", with_operands("residual")),
     GraphRule("conv_batch_norm_act", "act(batch_norm(conv(x)))", with_operands("act")),
-    GraphRule("conv_batch_norm", "batch_norm(conv(x)), under autocast one node of autograd", with_operands()),
+    GraphRule(
+        "conv_batch_norm",
+        "batch_norm(conv(x)), under autocast one node of autograd",
+        with_operands(),
+        (Kind(("Conv2d without a bias",), lacks_bias), called("batch_norm", weight=NORM_WEIGHT)),
+    ),
 )
 
 # -- of a product -----------------------------------------------------------------------------------------------------

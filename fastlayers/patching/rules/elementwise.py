@@ -10,7 +10,16 @@ from fastlayers import functional
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.matchers import addition, find_excite, find_squeeze_excite, mean_over_space
+from fastlayers.patching.rules.matchers import (
+    GATE,
+    PRODUCT,
+    RELU,
+    SUM,
+    addition,
+    find_excite,
+    find_squeeze_excite,
+    mean_over_space,
+)
 from fastlayers.patching.runtime import calls
 
 __all__ = ["ADD_RELU", "EXCITE", "RELU_ADD", "RELU_ADD_BIAS", "SQUEEZE", "SQUEEZE_EXCITE"]
@@ -76,9 +85,11 @@ def find_squeeze(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 RELU_ADD_BIAS = GraphRule("relu_add_bias", "relu(x) + y + bias", find_relu_add_bias)
-ADD_RELU = GraphRule("add_relu", "relu(x + y)", find_add_relu)
-RELU_ADD = GraphRule("relu_add", "relu(x) + y", find_relu_add)
-EXCITE = GraphRule("mul", "x * sigmoid(gate), the gate broadcast over space (squeeze-and-excite)", find_excite)
+ADD_RELU = GraphRule("add_relu", "relu(x + y)", find_add_relu, (SUM, RELU))
+RELU_ADD = GraphRule("relu_add", "relu(x) + y", find_relu_add, (RELU, SUM))
+EXCITE = GraphRule(
+    "mul", "x * sigmoid(gate), the gate broadcast over space (squeeze-and-excite)", find_excite, (GATE, PRODUCT)
+)
 SQUEEZE_EXCITE = GraphRule(
     "squeeze_excite", "x * sigmoid(gate), where the mean of x over space is used too", find_squeeze_excite
 )

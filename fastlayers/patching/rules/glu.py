@@ -12,8 +12,15 @@ from fastlayers import functional
 from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
-from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.matchers import Find, activation, linear_parameters, skip_identities
+from fastlayers.patching.rules.base import GraphRule, Kind, Match
+from fastlayers.patching.rules.matchers import (
+    ACT_WEIGHT,
+    PRODUCT,
+    Find,
+    activation,
+    linear_parameters,
+    skip_identities,
+)
 from fastlayers.patching.runtime import calls
 
 __all__ = ["GATED_LINEAR", "GATES"]
@@ -78,10 +85,16 @@ def find_gated_linear(view: View, node: Node) -> Iterator[Match | Refusal]:
         yield Match((gate.act, gate.mul, *passed, linear), calls.gated_linear, args, options, gate.operands)
 
 
+def is_gated(view: View, node: Any) -> bool:
+    found = activation(view, node, handwritten=True)
+    return found is not None and found[1] in ("silu", "relu", *GELUS)
+
+
+GATED = Kind(("silu", "gelu", "relu"), is_gated, ACT_WEIGHT)
 #: The public functions, with the activations and options of each.
 GATES = (
-    GraphRule("swiglu", "silu(gate) * up", find_gated(functional.swiglu, {"silu": {}})),
-    GraphRule("geglu", "gelu(gate) * up", find_gated(functional.geglu, GELUS)),
-    GraphRule("reglu", "relu(gate) * up", find_gated(functional.reglu, {"relu": {}})),
+    GraphRule("swiglu", "silu(gate) * up", find_gated(functional.swiglu, {"silu": {}}), (GATED, PRODUCT)),
+    GraphRule("geglu", "gelu(gate) * up", find_gated(functional.geglu, GELUS), (GATED, PRODUCT)),
+    GraphRule("reglu", "relu(gate) * up", find_gated(functional.reglu, {"relu": {}}), (GATED, PRODUCT)),
 )
 GATED_LINEAR = GraphRule("gated_linear", "linear(act(gate) * up), as a gated MLP ends", find_gated_linear)

@@ -13,7 +13,7 @@ from fastlayers.patching.ir.operations import Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Reason, Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
-from fastlayers.patching.rules.matchers import linear_parameters
+from fastlayers.patching.rules.matchers import ACT_WEIGHT, called, linear_parameters
 from fastlayers.patching.runtime import calls, python
 
 __all__ = ["CROSS_ENTROPY", "LINEAR_CROSS_ENTROPY", "NLL_LOSS"]
@@ -137,4 +137,9 @@ LINEAR_CROSS_ENTROPY = GraphRule(
     find_linear_cross_entropy,
 )
 CROSS_ENTROPY = GraphRule("cross_entropy", "F.cross_entropy", find_cross_entropy)
-NLL_LOSS = GraphRule("nll_loss", "F.nll_loss(F.log_softmax(x, dim=1), target)", find_nll_loss)
+NLL_LOSS = GraphRule(
+    "nll_loss",
+    "F.nll_loss(F.log_softmax(x, dim=1), target)",
+    find_nll_loss,
+    (called("log_softmax"), called("nll_loss", weight=ACT_WEIGHT)),
+)

@@ -15,15 +15,25 @@ from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.spellings import NORM_ATTRIBUTES
 from fastlayers.patching.ir.view import JOINED_NORMS, View, counts_batch, forked, is_about_rank
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rules.base import Match
+from fastlayers.patching.rules.base import Kind, Match
 from fastlayers.patching.runtime import calls
 
 __all__ = [
+    "ACTIVATION",
+    "ACT_WEIGHT",
+    "GATE",
+    "HANDWRITTEN_ACTIVATION",
+    "NORM_WEIGHT",
+    "PRODUCT",
+    "RELU",
+    "SUM",
     "Find",
     "activation",
     "addition",
     "batch_norm_and_more",
+    "called",
     "dropout",
+    "ending",
     "ending_norm",
     "find_excite",
     "find_norm_act",
@@ -31,6 +41,7 @@ __all__ = [
     "find_norm_add_act",
     "find_squeeze_excite",
     "is_function",
+    "is_parameter",
     "linear_parameters",
     "may_be_written",
     "mean_over_space",
@@ -96,6 +107,17 @@ def dropout(drop: Op) -> tuple[Any, Any]:
     if drop.child is not None:
         return Attribute(f"{drop.child}.p"), Attribute(f"{drop.child}.training")
     return drop.operands.get("p", 0.5), drop.operands.get("training", True)
+
+
+#: Methods that give a parameter another shape.
+VIEWS = ("view", "reshape", "unsqueeze")
+
+
+def is_parameter(view: View, value: Any) -> bool:
+    """Whether an operand is a parameter or a buffer of the module, in some shape."""
+    if isinstance(value, Node) and value.op == "call_method" and value.target in VIEWS:
+        return is_parameter(view, value.args[0])
+    return view.is_parameter(value)
 
 
 def linear_parameters(
@@ -246,6 +268,52 @@ def batch_norm_and_more(view: View, node: Node, training: bool = False) -> tuple
     return Op("batch_norm", node, operands, child=path, recording=recording), inner, tuple(reversed(after))
 
 
+# -- kinds of operations, as a report calls them ----------------------------------------------------------------------
+
+
+#: How much operations make a reader expect a fusion: a norm more than an activation, this more than a sum or a product,
+#: which most forwards have.
+NORM_WEIGHT, ACT_WEIGHT, SUM_WEIGHT = 3, 2, 1
+
+
+def called(*names: str, weight: int = 0) -> Kind:
+    """The operations of these names."""
+    return Kind(names, lambda view, node: any(view.op(node, name) for name in names), weight)
+
+
+def ending(name: str) -> Kind:
+    """A norm of this name, or a Sequential that ends with one."""
+    return Kind((name,), lambda view, node: ending_norm(view, node, name) is not None, NORM_WEIGHT)
+
+
+def is_data(view: View, value: Any) -> bool:
+    """Whether a value is a tensor, and not a parameter: adding a bias and scaling are part of a layer."""
+    return view.is_tensor(value) and not is_parameter(view, value)
+
+
+def is_product(view: View, node: Any) -> bool:
+    mul = view.op(node, "mul")
+    return mul is not None and is_data(view, mul["input"]) and is_data(view, mul["other"])
+
+
+def is_sum(view: View, node: Any) -> bool:
+    add = addition(view, node)
+    return isinstance(add, Op) and is_data(view, add["input"]) and is_data(view, add["other"])
+
+
+ACTIVATION = Kind(
+    ("relu", "silu", "gelu", "hardswish", "relu6", "quick_gelu", "leaky_relu of slope 0.01"),
+    lambda view, node: activation(view, node) is not None,
+    ACT_WEIGHT,
+)
+HANDWRITTEN_ACTIVATION = Kind(
+    ACTIVATION.words, lambda view, node: activation(view, node, handwritten=True) is not None, ACT_WEIGHT
+)
+RELU = called("relu", weight=ACT_WEIGHT)
+SUM = Kind(("sum of two tensors",), is_sum, SUM_WEIGHT)
+PRODUCT = Kind(("product of two tensors",), is_product, SUM_WEIGHT)
+
+
 # -- squeeze-and-excite -----------------------------------------------------------------------------------------------
 
 
@@ -261,6 +329,9 @@ def is_gate(view: View, node: Any) -> bool:
     if node.op == "call_module":
         return type(view.child(node)).__name__.lower() in SQUEEZING_LAYERS
     return node.target in SQUEEZING
+
+
+GATE = Kind(("sigmoid", "hardsigmoid"), is_gate)
 
 
 def find_excite(view: View, node: Node) -> Iterator[Match | Refusal]:

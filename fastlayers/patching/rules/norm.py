@@ -16,8 +16,13 @@ from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Refusal
 from fastlayers.patching.rules.base import GraphRule, Match
 from fastlayers.patching.rules.matchers import (
+    ACTIVATION,
+    NORM_WEIGHT,
+    SUM,
     Find,
     addition,
+    called,
+    ending,
     find_norm_act,
     find_norm_add,
     find_norm_add_act,
@@ -163,13 +168,23 @@ def find_norm_function(name: str) -> Find:
 BATCH_NORM_ADD_ACT = GraphRule(
     "batch_norm_add_act", "act(batch_norm(x) + residual)", find_norm_add_act("batch_norm", batch_norm_add)
 )
-BATCH_NORM_ADD = GraphRule("batch_norm_add", "batch_norm(x) + residual", find_norm_add("batch_norm", batch_norm_add))
+BATCH_NORM_ADD = GraphRule(
+    "batch_norm_add",
+    "batch_norm(x) + residual",
+    find_norm_add("batch_norm", batch_norm_add),
+    (ending("batch_norm"), SUM),
+)
 NORM_ACTS = tuple(
-    GraphRule(f"{name}_act", f"act({name}(x))", find_norm_act(name, norm_act))
+    GraphRule(f"{name}_act", f"act({name}(x))", find_norm_act(name, norm_act), (ending(name), ACTIVATION))
     for name in ("batch_norm", "group_norm", "instance_norm")
 )
 ADD_NORMS = tuple(
-    GraphRule(f"add_{name}", f"s = x + residual and {name}(s)", find_add_norm(name))
+    GraphRule(
+        f"add_{name}",
+        f"s = x + residual and {name}(s)",
+        find_add_norm(name),
+        (SUM, called(name, weight=NORM_WEIGHT)),
+    )
     for name in ("layer_norm", "rms_norm")
 )
 FORKED_NORMS = tuple(

@@ -16,13 +16,11 @@ from fastlayers.patching.ir.decompositions import permutation
 from fastlayers.patching.ir.operations import Attribute, Op
 from fastlayers.patching.ir.view import View
 from fastlayers.patching.reasons import Reason, Refusal
-from fastlayers.patching.rules.base import Deferred, GraphRule, Match
-from fastlayers.patching.rules.matchers import addition, dropout, ending_norm, skip_identities
+from fastlayers.patching.rules.base import Deferred, GraphRule, Kind, Match
+from fastlayers.patching.rules.matchers import SUM, addition, dropout, ending_norm, is_parameter, skip_identities
 from fastlayers.patching.runtime import calls
 
 __all__ = ["DROPOUT_ADD", "SCALE_ADD"]
-
-VIEWS = ("view", "reshape", "unsqueeze")
 
 
 def sides(add: Op) -> Iterator[tuple[Any, Any, str]]:
@@ -62,13 +60,6 @@ def find_dropout_add(view: View, node: Node) -> Iterator[Match | Refusal]:
 
 
 # -- x + drop_path(gamma * f(x)) ---------------------------------------------------------------------------------------
-
-
-def is_parameter(view: View, value: Any) -> bool:
-    """Whether an operand is a parameter or a buffer of the module, in some shape."""
-    if isinstance(value, Node) and value.op == "call_method" and value.target in VIEWS:
-        return is_parameter(view, value.args[0])
-    return view.is_parameter(value)
 
 
 def scaled(view: View, node: Any) -> tuple[Op, Any] | None:
@@ -158,5 +149,12 @@ def find_scale_add(view: View, node: Node) -> Iterator[Match | Refusal]:
             yield Match((*ops, add), functional.scale_add, args, {}, (x, residual))
 
 
-DROPOUT_ADD = GraphRule("dropout_add", "residual + dropout(x)", find_dropout_add)
-SCALE_ADD = GraphRule("scale_add", "residual + drop_path(gamma * x), either of the two or both", find_scale_add)
+DROPOUT = Kind(("dropout",), lambda view, node: ending_norm(view, node, "dropout") is not None)
+SCALED = Kind(
+    ("drop_path", "product with a parameter"),
+    lambda view, node: view.op(node, "drop_path") is not None or scaled(view, node) is not None,
+)
+DROPOUT_ADD = GraphRule("dropout_add", "residual + dropout(x)", find_dropout_add, (DROPOUT, SUM))
+SCALE_ADD = GraphRule(
+    "scale_add", "residual + drop_path(gamma * x), either of the two or both", find_scale_add, (SCALED, SUM)
+)
