@@ -241,8 +241,9 @@ __device__ __forceinline__ Both<A> row_sum(Both<A> s, Exchange<Both<A>, CLUSTER>
 }
 
 // One element of the mixture m = beta·p + (1 - beta)·q: both probabilities, and log q - log m and log p - log m in units. For the larger
-// probability h that is -log(a + b·e), which is near 0 and keeps its digits; for the smaller one l = h·e it is less by log h - log l,
-// which is limited, so that its product with l vanishes if l does.
+// probability h that is -log(m / h), which is near 0 and keeps its digits; for the smaller one l = h·e it is less by log h - log l, which
+// is limited, so that its product with l vanishes if l does. m / h is written with beta alone: beta and 1 - beta, each rounded, do not add
+// up to 1, which would show in every row.
 template <typename In>
 struct Mixture {
   using A = compute_t<In>;
@@ -255,8 +256,8 @@ struct Mixture {
     const bool q_larger = difference >= A(0);
     const A apart = fmin(difference < A(0) ? -difference : difference, kMost);
     const A e = U::exponential(-apart), high = U::exponential(maximum_or_nan(log_q, log_p)), low = high * e;
-    const A of_high = q_larger ? A(1) - beta : beta;
-    const A over_high = -U::logarithm(of_high + (A(1) - of_high) * e), over_low = over_high - apart;
+    const A m_over_high = fma(q_larger ? -beta : beta, A(1) - e, q_larger ? A(1) : e);
+    const A over_high = -U::logarithm(m_over_high), over_low = over_high - apart;
     q = q_larger ? high : low;
     p = q_larger ? low : high;
     over_q = q_larger ? over_high : over_low;

@@ -67,13 +67,14 @@ def _where_positive(p, difference):
 def _over_mixture(log_q, log_p, beta):
     """log q - log m and log p - log m for m = beta * p + (1 - beta) * q.
 
-    Of the larger probability h and the smaller l = h·e these are -log(a + b·e), which is near 0 and keeps its digits,
-    and that less log h - log l. The latter ends at a number: its product with l vanishes where l does.
+    Of the larger probability h and the smaller l = h·e these are -log(m / h), which is near 0 and keeps its digits, and
+    that less log h - log l. The latter ends at a number: its product with l vanishes where l does. m / h is written
+    with beta alone: beta and 1 - beta, each rounded, do not add up to 1.
     """
     difference = log_q - log_p
     apart = tl.where(tl.abs(difference) < 1000.0, tl.abs(difference), 1000.0)  # also where both vanish: NaN
-    of_high = tl.where(difference >= 0, 1.0 - beta, beta)
-    over_high = -tl.log(of_high + (1.0 - of_high) * tl.exp(-apart))
+    e = tl.exp(-apart)
+    over_high = -tl.log(tl.where(difference >= 0, 1.0 - beta * (1.0 - e), e + beta * (1.0 - e)))
     over_low = over_high - apart
     return tl.where(difference >= 0, over_high, over_low), tl.where(difference >= 0, over_low, over_high)
 

@@ -6,6 +6,8 @@ A row of ``CLAIMED`` says which kernels of csrc its calls launch. tests/test_san
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +51,11 @@ OF_TRITON = ("length 262145", "length 1048579", "one long row", "long dim 0", "m
 LAYOUTS = (one_value, transposed, strided, misaligned)
 #: The row of calls that the table of ops does not have.
 MORE = "more"
+#: The row of norms that leave no threads of layer_norm_backward_rows without a row.
+WHOLE_BLOCKS = "whole blocks"
+
+#: Rows, and cases of that one, whose kernels read products of matrices.
+WITH_PRODUCTS = ("linear", "gated_linear", "linear_cross_entropy", "a patched block", "autocast", "pointwise")
 
 #: For each row, the kernels of csrc that its calls launch.
 CLAIMED: dict[str, tuple[str, ...]] = {
@@ -113,6 +120,12 @@ class Case:
     dtype: torch.dtype
     backend: str | None
     run: Callable[[str], None]  # on a device
+
+    @property
+    def has_16_bit_product(self) -> bool:
+        """Whether a kernel reads what cuBLAS made of 16-bit matrices."""
+        low = self.dtype is not torch.float32 or self.name == "autocast"
+        return low and (self.row in WITH_PRODUCTS or self.name in WITH_PRODUCTS)
 
     def __str__(self) -> str:
         return f"{self.row}: {self.name}, {str(self.dtype)[6:]}, {self.backend or 'chosen'}"
@@ -274,13 +287,34 @@ def more() -> Iterator[Case]:
     yield Case(MORE, "pointwise", bf16, "triton", lambda device: run_pointwise(bf16, device))
 
 
+def whole_blocks() -> Iterator[Case]:
+    """Norms of as many rows as the groups of threads of any block divide, in lengths for which a group has several
+    warps: of whole and of ragged words, and with all that the kernel of the backward adds or writes besides."""
+
+    def run(op: Callable[..., Any], length: int, residual: bool, dtype: torch.dtype, device: str) -> None:
+        x, more, weight = (randn(*shape, length, dtype=dtype, device=device) for shape in ((120,), (120,), ()))
+        given = [x, more] if residual else [x]
+        leaves = [t.requires_grad_() for t in (*given, weight)]
+        outs = outputs(op(*given, (length,), weight))
+        torch.autograd.grad(outs, leaves, [torch.ones_like(out) for out in outs])
+
+    norms = [
+        (getattr(functional, f"{add}{name}"), bool(add)) for name in ("layer_norm", "rms_norm") for add in ("", "add_")
+    ]
+    for (op, residual), length, dtype in itertools.product(norms, (640, 2048, 2049, 4096, 4097, 8190), DTYPES):
+        yield Case(
+            WHOLE_BLOCKS, f"{op.__name__} of {length}", dtype, "cuda",
+            functools.partial(run, op, length, residual, dtype),
+        )  # fmt: skip
+
+
 def cases(rows: Iterable[str] = ()) -> list[Case]:
     """Every case of these rows, or of all.
 
     Raises:
         ValueError: there is no such row.
     """
-    known = {**{op.name: lambda op=op: of_op(op) for op in OPS}, MORE: more}
+    known = {**{op.name: lambda op=op: of_op(op) for op in OPS}, MORE: more, WHOLE_BLOCKS: whole_blocks}
     chosen = list(rows) or list(known)
     if unknown := [row for row in chosen if row not in known]:
         raise ValueError(f"no op is called {', '.join(unknown)}; expected some of {', '.join(known)}")

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fastlayers.ops import linear_cross_entropy
 from sanitizer.kernels import cuda_kernel_of
 from sanitizer.selection import Case, cases
 
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--ops", default="", help="rows of the selection, with commas; default: all")
     parser.add_argument("--part", default="1/1", help="of the cases: 2/4 is the second of four parts")
     parser.add_argument("--allocator", help="the library that gives each tensor an allocation of its own")
+    parser.add_argument("--no-16-bit-products", action="store_true", help="without cases that read a 16-bit product")
     parser.add_argument("--record", type=Path, help="where to write the kernels that each row launches")
     options = parser.parse_args()
     which, parts = map(int, options.part.split("/"))
@@ -39,7 +41,11 @@ def main() -> int:
             torch.cuda.memory.CUDAPluggableAllocator(options.allocator, "sanitizer_allocate", "sanitizer_free")
         )
         library = ctypes.CDLL(options.allocator)
+        # torch counts no memory of such an allocator.
+        linear_cross_entropy._free_bytes = lambda device: None
     chosen = cases(filter(None, options.ops.split(",")))[which - 1 :: parts]
+    if options.no_16_bit_products:
+        chosen = [case for case in chosen if not case.has_16_bit_product]
     if options.record:
         launched, failures = recorded(chosen)
         options.record.write_text(json.dumps({row: sorted(names) for row, names in launched.items()}))
