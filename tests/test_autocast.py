@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from harness import DRAWS, excess, greatest_error, needs_gpu, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from fastlayers import backends, functional, patch_model, patch_report, verify_patch
 from fastlayers.ops import autocast, batch_norm, bias_act, linear
@@ -135,6 +136,35 @@ def leaves(*shapes: tuple[int, ...], device: str = "cpu", draw: int = 0) -> list
     generator = torch.Generator().manual_seed(draw)
     drawn = [torch.randn(shape, generator=generator) * (0.3 if place else 1.0) for place, shape in enumerate(shapes)]
     return [t.to(device).requires_grad_() for t in drawn]
+
+
+def flops_of(model: nn.Module, x: Tensor) -> int:
+    with FlopCounterMode(display=False) as counter, torch.autocast(x.device.type, torch.bfloat16):
+        model(x).sum().backward()
+    return int(counter.get_total_flops())
+
+
+def layers_with_products() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+
+
+def test_a_counter_of_flops_sees_the_products(kernels):
+    """The kernels have them inside."""
+    stock = layers_with_products()
+    model, x = patch_model(copy.deepcopy(stock)), torch.randn(512, 64, requires_grad=True)
+    assert flops_of(model, x) == flops_of(stock, x) > 0
+    assert not any("autocast" in name for name in kernels.called)
+
+
+@needs_gpu
+def test_a_counter_of_flops_sees_the_products_of_a_gpu():
+    stock = layers_with_products().cuda()
+    model, x = patch_model(copy.deepcopy(stock)), torch.randn(4096, 64, device="cuda", requires_grad=True)
+    for _ in range(3):  # so that there is a region
+        with torch.autocast("cuda", torch.bfloat16):
+            model(x).sum().backward()
+    assert flops_of(model, x) == flops_of(stock, x) > 0
 
 
 def twice(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:

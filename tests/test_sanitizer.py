@@ -117,6 +117,7 @@ def test_reports():
     assert none == ""
     race = "Error: Race reported between Write access", "_whole_forward"
     assert read["racecheck"].ours == read["racecheck"].others == {race: 1}  # Threads that write the same are no race.
+    assert not sanitizer.read_reports(REPORTS["racecheck"], misjudged="_whole_forward").ours
     assert list(read["initcheck"].ours) == [
         ("Uninitialized __global__ memory read of size 4 bytes", "fastlayers_pointwise_tanh_mul")
     ]

@@ -99,7 +99,7 @@ def dtype_of(t: Tensor) -> torch.dtype:
 
 def kernels_for(x: Tensor, *parameters: Tensor | None) -> Any:
     """The kernels, if autocast casts the float32 parameters, and x where it is float32 too; otherwise None."""
-    if torch.compiler.is_compiling() or not _is_any_autocast_enabled():
+    if torch.compiler.is_compiling() or not _is_any_autocast_enabled() or dispatch.is_watched():
         return None
     device = x.device
     if device.type not in ("cuda", "cpu") or not torch.is_autocast_enabled(device.type):

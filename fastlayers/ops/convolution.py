@@ -36,6 +36,7 @@ class _PointwiseFork(torch.autograd.Function):
             and dx is not None
             and not dispatch.needs_double_backward(dy)
             and not dispatch.needs_double_backward(dx)
+            and not dispatch.is_watched()
         )
         product, dweight, _ = torch.ops.aten.convolution_backward(
             dy, x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [for_x and not both, for_weight, False]

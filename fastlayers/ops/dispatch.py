@@ -297,6 +297,7 @@ class Family(Generic[K]):
 
 
 #: Who is to see the calls of kernels that are no operations of torch; None where nobody is.
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _observer: Callable[..., Any] | None = None
 
 
@@ -316,6 +317,12 @@ def observed(observer: Callable[..., Any]) -> Iterator[None]:
 def is_observed() -> bool:
     """Whether a call is recorded."""
     return _observer is not None
+
+
+def is_watched() -> bool:
+    """Whether a mode of somebody else sees what torch's dispatcher does: a counter of FLOPs, or the policy of a
+    selective checkpoint. They know the products of torch, and no kernel that has one inside."""
+    return bool(_dispatch_modes()) and _observer is None
 
 
 def observable(kernel: Callable[..., R]) -> Callable[..., R]:
