@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastlayers.ops.dispatch import PLAIN
+from fastlayers.ops.dispatch import PLAIN, Mode
 from fastlayers.patching.capture.lookups import package, parts_of
 from fastlayers.patching.rewrite.regions import attentions
 from fastlayers.patching.runtime.checks import GLOBAL_HOOKS, HOOKS, original_class
@@ -162,7 +161,7 @@ def names_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(own), frozenset(attributes)
 
 
-class Counter(TorchDispatchMode):
+class Counter(Mode):
     """Looks at the operations of torch in a call.
 
     Attributes:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._library.utils import get_layout_constraint_tag
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fastlayers import backends
 from fastlayers.ops import reference
@@ -319,10 +320,14 @@ def is_observed() -> bool:
     return _observer is not None
 
 
+class Mode(TorchDispatchMode):
+    """A mode of fastlayers, which knows the kernels."""
+
+
 def is_watched() -> bool:
     """Whether a mode of somebody else sees what torch's dispatcher does: a counter of FLOPs, or the policy of a
     selective checkpoint. They know the products of torch, and no kernel that has one inside."""
-    return bool(_dispatch_modes()) and _observer is None
+    return bool(_dispatch_modes()) and not all(isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack())
 
 
 def observable(kernel: Callable[..., R]) -> Callable[..., R]:

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fastlayers import functional
 from fastlayers.ops import layer_norm as ops
+from fastlayers.ops.dispatch import Mode
 from fastlayers.patching.measure.runs import buffers_aside, rng_state, trains
 from fastlayers.patching.measure.watch import MODULE_CALL, watching
 from fastlayers.patching.rewrite.classes import is_fused
@@ -61,7 +61,7 @@ def nbytes(value: Any) -> int:
     return total
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(Mode):
     """Counts the bytes that the forward of each chosen module moves, including the modules inside of it.
 
     Inside of several nested chosen modules, bytes count for the innermost one.

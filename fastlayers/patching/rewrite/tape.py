@@ -18,8 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
+from fastlayers.ops.dispatch import Mode
 from fastlayers.patching.reasons import Reason, Refusal
 
 __all__ = [
@@ -139,7 +140,7 @@ class Program:
     constants: tuple[str, ...] = ()
 
 
-class Tape(TorchDispatchMode):
+class Tape(Mode):
     """Records operations while it is active.
 
     Args:
