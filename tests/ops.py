@@ -1030,7 +1030,7 @@ LAYER_NORM = Op(
     "layer_norm",
     functional.layer_norm,
     layer_norm,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(*LAYER_NORM_SAMPLES, image_rows(refused=())),
     saved_bytes=row_norm_saved(2),
     mistakes=ROW_MISTAKES,
@@ -1046,7 +1046,7 @@ RMS_NORM = Op(
     "rms_norm",
     functional.rms_norm,
     rms_norm,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(
         *RMS_NORM_SAMPLES,
         image_rows(refused=KERNELS),  # torch's result is channels_last
@@ -1070,7 +1070,7 @@ ADD_LAYER_NORM = Op(
     "add_layer_norm",
     functional.add_layer_norm,
     add_layer_norm,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=row_norms(add=True, bias=True),
     saved_bytes=row_norm_saved(2, at=2),
     mistakes=ADD_MISTAKES,
@@ -1081,7 +1081,7 @@ ADD_RMS_NORM = Op(
     "add_rms_norm",
     functional.add_rms_norm,
     add_rms_norm,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(
         *row_norms(add=True, bias=False),
         *(

@@ -1,0 +1,132 @@
+// Vectors for CPU kernels: the vector extensions of GCC and Clang, which each clone of a function lowers to what its machine has. Values of
+// 16 bits are float32 in a vector.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "tensor.h"
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+// One wheel serves every x86-64, and the loader picks the clone for the machine: AVX-512, AVX2 with FMA, or what all have.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FASTLAYERS_VECTOR_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FASTLAYERS_VECTOR_CLONES
+#endif
+// Into the clone that calls it, so that its vectors are those of the clone.
+#define FASTLAYERS_INLINE inline __attribute__((always_inline))
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi"  // No vector is passed: the functions are inlined.
+#endif
+
+namespace fastlayers {
+
+template <typename T>
+using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+constexpr int kVectorWidth = 64;  // bytes: a register of AVX-512, two of AVX2, four of SSE or NEON
+template <typename A>
+constexpr int kLanes = kVectorWidth / sizeof(A);
+
+namespace vectors {
+typedef float Floats __attribute__((vector_size(kVectorWidth)));
+typedef double Doubles __attribute__((vector_size(kVectorWidth)));
+typedef uint32_t Words __attribute__((vector_size(kVectorWidth)));
+typedef uint16_t Halves __attribute__((vector_size(kVectorWidth / 2)));
+}  // namespace vectors
+
+template <typename A>
+using Vector = std::conditional_t<std::is_same_v<A, double>, vectors::Doubles, vectors::Floats>;
+
+template <typename To, typename From>
+FASTLAYERS_INLINE To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <typename A>
+FASTLAYERS_INLINE Vector<A> broadcast(A value) { return Vector<A>{} + value; }
+
+template <typename T, typename A = compute_t<T>>
+FASTLAYERS_INLINE Vector<A> load(const T* from) {
+  if constexpr (std::is_same_v<T, A>) {
+    Vector<A> v;
+    std::memcpy(&v, from, sizeof(v));
+    return v;
+  } else {
+    using namespace vectors;
+    Halves halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    const Words high = __builtin_convertvector(halves, Words) << 16;
+    if constexpr (std::is_same_v<T, c10::BFloat16>) {
+      return bits_as<Floats>(high);
+    } else {  // as c10 does, which explains it
+      const Words doubled = high + high;
+      const Floats normal = bits_as<Floats>((doubled >> 4) + (0xe0u << 23)) * 0x1.0p-112f;
+      const Floats denormal = bits_as<Floats>((doubled >> 17) | (126u << 23)) - 0.5f;
+      const Words small = bits_as<Words>(doubled < (1u << 27));
+      return bits_as<Floats>((high & 0x80000000u) | (bits_as<Words>(denormal) & small) | (bits_as<Words>(normal) & ~small));
+    }
+  }
+}
+
+template <typename T, typename A = compute_t<T>>
+FASTLAYERS_INLINE void store(T* to, const Vector<A>& v) {
+  if constexpr (std::is_same_v<T, A>) {
+    std::memcpy(to, &v, sizeof(v));
+  } else {
+    using namespace vectors;
+    const Words bits = bits_as<Words>(v);
+    Words rounded;
+    if constexpr (std::is_same_v<T, c10::BFloat16>) {  // to the nearest, ties to even
+      const Words nan = bits_as<Words>(v != v);
+      rounded = ((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~nan) | (nan & 0x7fc00000u);
+      rounded >>= 16;
+    } else {  // as c10 does
+      const Words doubled = bits + bits;
+      Words bias = doubled & 0xff000000u;
+      const Words low = bits_as<Words>(bias < 0x71000000u);
+      bias = (bias & ~low) | (low & 0x71000000u);
+      Floats base = bits_as<Floats>(bits & 0x7fffffffu) * 0x1.0p+112f * 0x1.0p-110f;
+      base += bits_as<Floats>((bias >> 1) + 0x07800000u);
+      const Words of_base = bits_as<Words>(base), nan = bits_as<Words>(doubled > 0xff000000u);
+      const Words number = ((of_base >> 13) & 0x7c00u) + (of_base & 0x0fffu);
+      rounded = ((bits & 0x80000000u) >> 16) | (number & ~nan) | (nan & 0x7e00u);
+    }
+    const Halves halves = __builtin_convertvector(rounded, Halves);
+    std::memcpy(to, &halves, sizeof(halves));
+  }
+}
+
+// The first `count` elements; the others are `rest`.
+template <typename T, typename A = compute_t<T>>
+FASTLAYERS_INLINE Vector<A> load_some(const T* from, int64_t count, A rest = A(0)) {
+  T some[kLanes<A>];
+  for (int i = 0; i < kLanes<A>; ++i) some[i] = static_cast<T>(rest);
+  std::memcpy(some, from, count * sizeof(T));
+  return load<T, A>(some);
+}
+
+template <typename T, typename A = compute_t<T>>
+FASTLAYERS_INLINE void store_some(T* to, const Vector<A>& v, int64_t count) {
+  T some[kLanes<A>];
+  store<T, A>(some, v);
+  std::memcpy(to, some, count * sizeof(T));
+}
+
+template <typename A>
+FASTLAYERS_INLINE A sum_of(const Vector<A>& v) {
+  A parts[kLanes<A>];
+  std::memcpy(parts, &v, sizeof(v));
+  for (int half = kLanes<A> / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  return parts[0];
+}
+
+}  // namespace fastlayers

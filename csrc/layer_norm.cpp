@@ -1,0 +1,436 @@
+// layer_norm and rms_norm for CPU tensors, with or without the sum of a residual before them: one pass over memory where the stock
+// composition makes several. A row is read again while it is in the cache. The kinds, what is rounded and what is kept are those of the
+// CUDA kernels (layer_norm.cuh).
+#include <cmath>
+
+#include "common/vector.h"
+
+namespace fastlayers {
+namespace {
+
+enum Kind : int { kLayer, kRms, kLlama, kGemma };
+
+constexpr int64_t kGrain = 1 << 15;  // elements a task: torch's own grain for elementwise loops
+
+// ---- loops over a row ---------------------------------------------------------------------------------------------------
+
+template <typename T>
+FASTLAYERS_VECTOR_CLONES void widen(compute_t<T>* to, const T* from, int64_t n) {
+  using A = compute_t<T>;
+  int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) store<A>(to + i, load<T>(from + i));
+  if (i < n) store_some<A>(to + i, load_some<T>(from + i, n - i), n - i);
+}
+
+template <typename T>
+FASTLAYERS_VECTOR_CLONES void narrow(T* to, const compute_t<T>* from, int64_t n) {
+  using A = compute_t<T>;
+  int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) store<T>(to + i, load<A>(from + i));
+  if (i < n) store_some<T>(to + i, load_some<A>(from + i, n - i), n - i);
+}
+
+// out = x + y, or x·y.
+template <typename A, bool PRODUCT>
+FASTLAYERS_VECTOR_CLONES void combine(A* out, const A* x, const A* y, int64_t n) {
+  const auto of = [](const Vector<A>& u, const Vector<A>& v) __attribute__((always_inline)) { return PRODUCT ? u * v : u + v; };
+  int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) store<A>(out + i, of(load<A>(x + i), load<A>(y + i)));
+  if (i < n) store_some<A>(out + i, of(load_some<A>(x + i, n - i), load_some<A>(y + i, n - i)), n - i);
+}
+
+template <typename A>
+struct Sums {
+  A first, squares;
+};
+
+// The sums of the deviations of x from an origin, and of their squares.
+template <typename A>
+FASTLAYERS_VECTOR_CLONES Sums<A> deviations(const A* x, int64_t n, A origin) {
+  constexpr int K = 4;  // sums that do not wait for each other
+  Vector<A> sums[K] = {}, squares[K] = {};
+  int64_t i = 0;
+  const auto add = [&](int k, const Vector<A>& v) __attribute__((always_inline)) {
+    const Vector<A> d = v - origin;
+    sums[k] += d;
+    squares[k] += d * d;
+  };
+  for (; i + K * kLanes<A> <= n; i += K * kLanes<A>)
+    for (int k = 0; k < K; ++k) add(k, load<A>(x + i + k * kLanes<A>));
+  for (; i + kLanes<A> <= n; i += kLanes<A>) add(0, load<A>(x + i));
+  if (i < n) add(1, load_some<A>(x + i, n - i, origin));
+  return {sum_of<A>((sums[0] + sums[1]) + (sums[2] + sums[3])), sum_of<A>((squares[0] + squares[1]) + (squares[2] + squares[3]))};
+}
+
+// y = (x - mean)·rstd·weight + bias. weight and bias may be null.
+template <typename A>
+FASTLAYERS_VECTOR_CLONES void normalise(A* y, const A* x, const A* weight, const A* bias, int64_t n, A mean, A rstd) {
+  int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) {
+    Vector<A> v = (load<A>(x + i) - mean) * rstd;
+    if (weight != nullptr) v *= load<A>(weight + i);
+    if (bias != nullptr) v += load<A>(bias + i);
+    store<A>(y + i, v);
+  }
+  if (i < n) {
+    Vector<A> v = (load_some<A>(x + i, n - i) - mean) * rstd;
+    if (weight != nullptr) v *= load_some<A>(weight + i, n - i);
+    if (bias != nullptr) v += load_some<A>(bias + i, n - i);
+    store_some<A>(y + i, v, n - i);
+  }
+}
+
+// What a row of the backward needs. weight and dsum may be null; dweight and dbias, which are added to, too.
+template <typename A>
+struct BackwardRow {
+  const A *dy, *x, *weight, *dsum;
+  A *dx, *dweight, *dbias;
+  A mean, rstd;
+  A along, level;  // dx = rstd·g + (x - mean)·along + level, for g = dy·weight
+};
+
+template <typename A>
+FASTLAYERS_VECTOR_CLONES void average(BackwardRow<A>& row, int64_t n, bool layer) {
+  constexpr int K = 4;  // sums that do not wait for each other
+  Vector<A> along[K] = {}, level[K] = {};
+  const auto add = [&](int k, const Vector<A>& dy, const Vector<A>& x, const Vector<A>& w) __attribute__((always_inline)) {
+    const Vector<A> g = dy * w;
+    along[k] += g * ((x - row.mean) * row.rstd);
+    level[k] += g;
+  };
+  const Vector<A> one = broadcast<A>(1);
+  int64_t i = 0;
+  for (; i + K * kLanes<A> <= n; i += K * kLanes<A>) {
+    for (int k = 0; k < K; ++k) {
+      const int64_t at = i + k * kLanes<A>;
+      add(k, load<A>(row.dy + at), load<A>(row.x + at), row.weight != nullptr ? load<A>(row.weight + at) : one);
+    }
+  }
+  for (; i < n; i += kLanes<A>) {
+    const int64_t left = std::min<int64_t>(n - i, kLanes<A>);
+    const Vector<A> w = row.weight != nullptr ? load_some<A>(row.weight + i, left) : one;
+    add(0, load_some<A>(row.dy + i, left), load_some<A>(row.x + i, left), w);
+  }
+  const auto mean_of = [&](const Vector<A>* parts) { return sum_of<A>((parts[0] + parts[1]) + (parts[2] + parts[3])) / static_cast<A>(n); };
+  row.along = -mean_of(along) * row.rstd * row.rstd;
+  row.level = layer ? -mean_of(level) * row.rstd : A(0);
+}
+
+// dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) + dsum for R rows. The sums dweight += dy·x̂ and dbias += dy are read and written once for all.
+template <typename A, int R>
+FASTLAYERS_VECTOR_CLONES void gradients(const BackwardRow<A>* rows, int64_t n) {
+  const BackwardRow<A>& any = rows[0];
+  const auto columns = [&](int64_t i, auto take, auto put) __attribute__((always_inline)) {
+    Vector<A> dweight{}, dbias{};
+    const Vector<A> w = any.weight != nullptr ? take(any.weight + i) : broadcast<A>(1);
+    for (int r = 0; r < R; ++r) {
+      const BackwardRow<A>& row = rows[r];
+      const Vector<A> dy = take(row.dy + i), d = take(row.x + i) - row.mean;
+      Vector<A> dx = dy * w * row.rstd + (d * row.along + row.level);
+      if (row.dsum != nullptr) dx += take(row.dsum + i);
+      put(row.dx + i, dx);
+      dweight += dy * (d * row.rstd);
+      dbias += dy;
+    }
+    if (any.dweight != nullptr) put(any.dweight + i, take(any.dweight + i) + dweight);
+    if (any.dbias != nullptr) put(any.dbias + i, take(any.dbias + i) + dbias);
+  };
+  int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) {
+    columns(
+        i, [](const A* from) __attribute__((always_inline)) { return load<A>(from); },
+        [](A* to, const Vector<A>& v) __attribute__((always_inline)) { store<A>(to, v); });
+  }
+  if (i < n) {
+    columns(
+        i, [&](const A* from) __attribute__((always_inline)) { return load_some<A>(from, n - i); },
+        [&](A* to, const Vector<A>& v) __attribute__((always_inline)) { store_some<A>(to, v, n - i); });
+  }
+}
+
+// ---- rows of any dtype --------------------------------------------------------------------------------------------------
+
+template <typename F>
+void with_type(ScalarType dtype, const char* op, F&& f) {
+  switch (dtype) {
+    case ScalarType::Half: return f(c10::Half{});
+    case ScalarType::BFloat16: return f(c10::BFloat16{});
+    case ScalarType::Float: return f(float{});
+    case ScalarType::Double: return f(double{});
+    default: FASTLAYERS_CHECK(false, op, "expected float16, bfloat16, float32 or float64, but got ", toString(dtype));
+  }
+}
+
+// A tensor of rows, each read or written in the type of the arithmetic: in place where it has that, else by way of a thread's memory.
+template <typename A>
+struct Rows {
+  void* data = nullptr;
+  ScalarType dtype = ScalarType::Undefined;
+  int64_t n = 0;
+
+  Rows() = default;
+  Rows(const Tensor& t, int64_t columns) : data(const_cast<void*>(t.const_data_ptr())), dtype(t.scalar_type()), n(columns) {}
+  Rows(const MaybeTensor& t, int64_t columns) {
+    if (t) *this = Rows(*t, columns);
+  }
+  explicit operator bool() const { return data != nullptr; }
+  bool direct() const { return dtype == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float); }
+
+  const A* read(int64_t row, A* memory) const {
+    if (data == nullptr) return nullptr;
+    if (direct()) return static_cast<A*>(data) + row * n;
+    with_narrow([&](auto tag) {
+      using T = decltype(tag);
+      widen<T>(memory, static_cast<const T*>(data) + row * n, n);
+    });
+    return memory;
+  }
+  // Where to write a row, before `written` says that it is there.
+  A* place(int64_t row, A* memory) const { return direct() ? static_cast<A*>(data) + row * n : memory; }
+  void written(int64_t row, const A* memory) const {
+    if (direct()) return;
+    with_narrow([&](auto tag) {
+      using T = decltype(tag);
+      narrow<T>(static_cast<T*>(data) + row * n, memory, n);
+    });
+  }
+
+ private:
+  template <typename F>
+  void with_narrow(F&& f) const {
+    if constexpr (sizeof(A) == 4) {
+      if (dtype == ScalarType::Half) f(c10::Half{});
+      else f(c10::BFloat16{});
+    }
+  }
+};
+
+// Rounds values of the arithmetic to a dtype.
+template <typename A>
+void round_to(ScalarType dtype, A* values, int64_t n) {
+  if constexpr (sizeof(A) == 4) {
+    if (!is_low_precision(dtype)) return;
+    with_type(dtype, "round", [&](auto tag) {
+      using T = decltype(tag);
+      if constexpr (sizeof(T) == 2) {
+        constexpr int64_t kSome = 256;
+        T some[kSome];
+        for (int64_t i = 0; i < n; i += kSome) {
+          const int64_t count = std::min(kSome, n - i);
+          narrow<T>(some, values + i, count);
+          widen<T>(values + i, some, count);
+        }
+      }
+    });
+  }
+}
+
+struct Shape {
+  int64_t rows = 1, n = 1;
+  int64_t grain() const { return std::max<int64_t>(1, kGrain / n); }
+};
+
+Shape shape_of(const Tensor& x, int64_t dims, const char* op) {
+  const int64_t all = x.dim();
+  FASTLAYERS_CHECK(dims >= 1 && dims <= all, op, "cannot normalise ", dims, " trailing dimensions of ", all);
+  Shape s;
+  for (int64_t d = 0; d < all; ++d) (d < all - dims ? s.rows : s.n) *= x.size(d);
+  return s;
+}
+
+Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+MaybeTensor dense(const MaybeTensor& t) { return t ? MaybeTensor(dense(*t)) : std::nullopt; }
+
+Tensor empty_result(const Tensor& t, ScalarType dtype) {
+  const Dims sizes = dims_of(t.sizes());
+  return empty_strided(sizes, contiguous_strides(sizes), dtype, t);
+}
+
+// The weight of a row in the arithmetic, with what gemma adds to it; null where there is none.
+template <typename A>
+const A* weight_row(const MaybeTensor& weight, int64_t n, int64_t kind, std::vector<A>& memory) {
+  if (!weight) return nullptr;
+  memory.resize(n);
+  const A* from = Rows<A>(weight, n).read(0, memory.data());
+  if (kind != kGemma) return from;
+  for (int64_t i = 0; i < n; ++i) memory[i] = from[i] + A(1);
+  return memory.data();
+}
+
+void check_parameter(const MaybeTensor& t, const Tensor& x, int64_t n, const char* op, const char* name) {
+  if (!t) return;
+  check_device(x, *t, op, name);
+  FASTLAYERS_CHECK(t->numel() == n, op, "expected ", name, " of ", n, " elements, but got ", t->numel());
+}
+
+// ---- ops ----------------------------------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in, const MaybeTensor& residual_in,
+                                              const MaybeTensor& weight_in, const MaybeTensor& bias_in, int64_t dims, double eps,
+                                              int64_t kind, ScalarType dtype, bool keep) {
+  const Shape s = shape_of(x_in, dims, op);
+  FASTLAYERS_CHECK(kind >= kLayer && kind <= kGemma, op, "expected a kind of 0 to 3, but got ", kind);
+  FASTLAYERS_CHECK(kind == kLayer || !bias_in, op, "rms_norm has no bias");
+  check_parameter(weight_in, x_in, s.n, op, "weight");
+  check_parameter(bias_in, x_in, s.n, op, "bias");
+  if (residual_in) check_same_sizes(x_in, *residual_in, op, "residual");
+  const Tensor x = dense(x_in);
+  const MaybeTensor residual = dense(residual_in), weight = dense(weight_in), bias = dense(bias_in);
+  const bool layer = kind == kLayer;
+  const ScalarType summed = residual ? residual->scalar_type() : x.scalar_type();
+  Tensor y = empty_result(x, dtype);
+  Tensor stats = keep ? empty_contiguous({layer ? 2 : 1, s.rows}, compute_dtype(x), x) : empty_contiguous({0}, compute_dtype(x), x);
+  const Tensor sum = residual ? empty_result(x, summed) : x;
+  if (s.rows == 0 || s.n == 0) return {y, sum, stats};
+  const auto run = [&](auto zero) {
+    using A = decltype(zero);
+    std::vector<A> of_weight, of_bias;
+    const A* w = weight_row(weight, s.n, kind, of_weight);
+    const A* b = weight_row(bias, s.n, kLayer, of_bias);
+    // Llama rounds before the product with the weight, and the product to the dtype that its factors promote to.
+    const bool rounds = kind == kLlama && weight && is_low_precision(summed);
+    const bool rounds_product = rounds && dtype != summed && weight->scalar_type() == summed;
+    const Rows<A> in(x, s.n), more(residual, s.n), total_rows(sum, s.n), out(y, s.n);
+    A* kept = keep ? pointer<A>(stats) : nullptr;
+    torch::stable::parallel_for(0, s.rows, s.grain(), [&](int64_t first, int64_t last) {
+      std::vector<A> memory(3 * s.n);
+      A *const one = memory.data(), *const two = one + s.n, *const three = two + s.n;
+      for (int64_t row = first; row < last; ++row) {
+        const A* v = in.read(row, one);
+        if (more) {
+          A* to = total_rows.place(row, two);
+          combine<A, false>(to, v, more.read(row, three), s.n);
+          total_rows.written(row, to);
+          v = total_rows.read(row, to);  // as it was rounded
+        }
+        const A n = static_cast<A>(s.n);
+        // From the first element and then from the mean: a mean far from zero costs no digits, and equal elements are the mean.
+        A mean = layer ? v[0] + deviations<A>(v, s.n, v[0]).first / n : A(0);
+        const Sums<A> sums = deviations<A>(v, s.n, mean);
+        A square = sums.squares;
+        if (layer) square -= sums.first * sums.first / n, mean += sums.first / n;
+        const A rstd = A(1) / std::sqrt(std::max(square, A(0)) / n + static_cast<A>(eps));
+        A* to = out.place(row, one);
+        normalise<A>(to, v, rounds ? nullptr : w, b, s.n, mean, rstd);
+        if (rounds) {
+          round_to(summed, to, s.n);
+          combine<A, true>(to, to, w, s.n);
+          if (rounds_product) round_to(summed, to, s.n);
+        }
+        out.written(row, to);
+        if (kept == nullptr) continue;
+        if (layer) kept[row] = mean;
+        kept[(layer ? s.rows : 0) + row] = rstd;
+      }
+    });
+  };
+  if (x.scalar_type() == ScalarType::Double) run(double{});
+  else run(float{});
+  return {y, sum, stats};
+}
+
+std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& x, int64_t dims, const MaybeTensor& weight, const MaybeTensor& bias, double eps,
+                                              int64_t kind, ScalarType dtype, bool keep) {
+  auto [y, sum, stats] = forward_op("layer_norm_forward", x, std::nullopt, weight, bias, dims, eps, kind, dtype, keep);
+  return {y, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x, const Tensor& residual, int64_t dims, const MaybeTensor& weight,
+                                                          const MaybeTensor& bias, double eps, int64_t kind, ScalarType dtype, bool keep) {
+  return forward_op("add_layer_norm_forward", x, residual, weight, bias, dims, eps, kind, dtype, keep);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_in, const MaybeTensor& dsum_in, const Tensor& x_in,
+                                                               int64_t dims, const MaybeTensor& weight_in, const Tensor& stats_in,
+                                                               int64_t kind, bool want_weight, bool want_bias,
+                                                               std::optional<ScalarType> narrow_dtype) {
+  const char* op = "layer_norm_backward";
+  const Shape s = shape_of(x_in, dims, op);
+  check_same_sizes(x_in, dy_in, op, "dy");
+  if (dsum_in) check_same_sizes(x_in, *dsum_in, op, "dsum");
+  check_parameter(weight_in, x_in, s.n, op, "weight");
+  const bool layer = kind == kLayer;
+  FASTLAYERS_CHECK(stats_in.scalar_type() == compute_dtype(x_in) && stats_in.numel() == (layer ? 2 : 1) * s.rows, op,
+                   "expected the stats that the forward keeps");
+  FASTLAYERS_CHECK(!narrow_dtype, op, "a narrow gradient is for a GPU");
+  const Tensor x = dense(x_in), dy = dense(dy_in), stats = dense(stats_in);
+  const MaybeTensor dsum = dense(dsum_in), weight = dense(weight_in);
+  const ScalarType weight_dtype = weight ? weight->scalar_type() : x.scalar_type();
+  want_weight = want_weight && weight.has_value();
+  const auto gradient = [&](bool wanted) {
+    if (!wanted) return empty_contiguous({0}, weight_dtype, x);
+    return weight ? empty_result(*weight, weight_dtype) : empty_contiguous({s.n}, weight_dtype, x);
+  };
+  Tensor dx = empty_result(x, x.scalar_type()), dweight = gradient(want_weight), dbias = gradient(want_bias);
+  const Tensor none = empty_contiguous({0}, x.scalar_type(), x);
+  if (s.rows == 0 || s.n == 0) {
+    torch::stable::zero_(dweight);
+    torch::stable::zero_(dbias);
+    return {dx, dweight, dbias, none};
+  }
+  const auto run = [&](auto zero) {
+    using A = decltype(zero);
+    std::vector<A> of_weight;
+    const A* w = weight_row(weight, s.n, kind, of_weight);
+    const A* kept = pointer<const A>(stats);
+    const Rows<A> of_dy(dy, s.n), of_x(x, s.n), of_dsum(dsum, s.n), of_dx(dx, s.n);
+    // Each task has rows and sums of its own, which are added up in the order of the tasks: the same for as many threads.
+    const int64_t most = std::max<int64_t>(1, s.rows / s.grain());
+    const int64_t tasks = std::min<int64_t>(torch::stable::get_num_threads(), most), each = (s.rows + tasks - 1) / tasks;
+    const int arrays = int{want_weight} + int{want_bias};
+    std::vector<A> sums(tasks * arrays * s.n);
+    const auto sums_of = [&](int64_t task, bool bias) { return sums.data() + (task * arrays + int{bias && want_weight}) * s.n; };
+    torch::stable::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
+      constexpr int R = 4, kAtOnce = 64;  // rows at a time, and rows whose sums are added to those of the task
+      std::vector<A> memory((R * 4 + arrays) * s.n);
+      A* const some = memory.data() + R * 4 * s.n;
+      for (int64_t task = first; task < last; ++task) {
+        const int64_t end = std::min(s.rows, (task + 1) * each);
+        for (int64_t start = task * each; start < end; start += R) {
+          BackwardRow<A> rows[R];
+          if ((start - task * each) % kAtOnce == 0) std::fill(some, some + arrays * s.n, A(0));
+          const int count = static_cast<int>(std::min<int64_t>(R, end - start));
+          for (int i = 0; i < count; ++i) {
+            BackwardRow<A>& r = rows[i];
+            A* const own = memory.data() + i * 4 * s.n;
+            const int64_t row = start + i;
+            r.dy = of_dy.read(row, own), r.x = of_x.read(row, own + s.n), r.dsum = of_dsum.read(row, own + 2 * s.n);
+            r.dx = of_dx.place(row, own + 3 * s.n), r.weight = w;
+            r.dweight = want_weight ? some : nullptr, r.dbias = want_bias ? some + (arrays - 1) * s.n : nullptr;
+            r.mean = layer ? kept[row] : A(0);
+            r.rstd = layer && s.n == 1 ? A(0) : kept[(layer ? s.rows : 0) + row];  // one element is its mean: exactly no gradient
+            average(r, s.n, layer);
+          }
+          if (count == R) gradients<A, R>(rows, s.n);
+          else
+            for (int i = 0; i < count; ++i) gradients<A, 1>(rows + i, s.n);
+          for (int i = 0; i < count; ++i) of_dx.written(start + i, rows[i].dx);
+          const bool last_of_some = (start + R - task * each) % kAtOnce == 0 || start + R >= end;
+          A* const all = sums_of(task, false);
+          if (last_of_some && arrays > 0) combine<A, false>(all, all, some, arrays * s.n);
+        }
+      }
+    });
+    const auto add_up = [&](const Tensor& to, bool bias) {
+      A* all = sums_of(0, bias);
+      for (int64_t task = 1; task < tasks; ++task) combine<A, false>(all, all, sums_of(task, bias), s.n);
+      const Rows<A> out(to, s.n);
+      if (out.direct()) std::memcpy(pointer<A>(to), all, s.n * sizeof(A));
+      else out.written(0, all);
+    };
+    if (want_weight) add_up(dweight, false);
+    if (want_bias) add_up(dbias, true);
+  };
+  if (x.scalar_type() == ScalarType::Double) run(double{});
+  else run(float{});
+  return {dx, dweight, dbias, none};
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+  m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm_forward));
+  m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::add_layer_norm_forward));
+  m.impl("layer_norm_backward", TORCH_BOX(&fastlayers::layer_norm_backward));
+}
