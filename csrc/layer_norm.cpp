@@ -174,7 +174,7 @@ struct Rows {
     if (t) *this = Rows(*t, columns);
   }
   explicit operator bool() const { return data != nullptr; }
-  bool direct() const { return dtype == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float); }
+  bool direct() const { return data == nullptr || dtype == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float); }
 
   const A* read(int64_t row, A* memory) const {
     if (data == nullptr) return nullptr;
@@ -293,8 +293,9 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const char* op, const Tensor& x_in
     const Rows<A> in(x, s.n), more(residual, s.n), total_rows(sum, s.n), out(y, s.n);
     A* kept = keep ? pointer<A>(stats) : nullptr;
     torch::stable::parallel_for(0, s.rows, s.grain(), [&](int64_t first, int64_t last) {
-      std::vector<A> memory(3 * s.n);
-      A *const one = memory.data(), *const two = one + s.n, *const three = two + s.n;
+      const bool converts = !(in.direct() && out.direct() && more.direct() && total_rows.direct());
+      std::vector<A> memory(converts ? 3 * s.n : 0);
+      A *const one = memory.data(), *const two = one + (converts ? s.n : 0), *const three = two + (converts ? s.n : 0);
       for (int64_t row = first; row < last; ++row) {
         const A* v = in.read(row, one);
         if (more) {
@@ -382,8 +383,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_
     const auto sums_of = [&](int64_t task, bool bias) { return sums.data() + (task * arrays + int{bias && want_weight}) * s.n; };
     torch::stable::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
       constexpr int R = 4, kAtOnce = 64;  // rows at a time, and rows whose sums are added to those of the task
-      std::vector<A> memory((R * 4 + arrays) * s.n);
-      A* const some = memory.data() + R * 4 * s.n;
+      const bool converts = !(of_dy.direct() && of_x.direct() && of_dsum.direct() && of_dx.direct());
+      const int64_t own_size = converts ? s.n : 0;  // of each row that a thread has in memory of its own
+      std::vector<A> memory(R * 4 * own_size + arrays * s.n);
+      A* const some = memory.data() + R * 4 * own_size;
       for (int64_t task = first; task < last; ++task) {
         const int64_t end = std::min(s.rows, (task + 1) * each);
         for (int64_t start = task * each; start < end; start += R) {
@@ -392,10 +395,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_
           const int count = static_cast<int>(std::min<int64_t>(R, end - start));
           for (int i = 0; i < count; ++i) {
             BackwardRow<A>& r = rows[i];
-            A* const own = memory.data() + i * 4 * s.n;
+            A* const own = memory.data() + i * 4 * own_size;
             const int64_t row = start + i;
-            r.dy = of_dy.read(row, own), r.x = of_x.read(row, own + s.n), r.dsum = of_dsum.read(row, own + 2 * s.n);
-            r.dx = of_dx.place(row, own + 3 * s.n), r.weight = w;
+            r.dy = of_dy.read(row, own), r.x = of_x.read(row, own + own_size), r.dsum = of_dsum.read(row, own + 2 * own_size);
+            r.dx = of_dx.place(row, own + 3 * own_size), r.weight = w;
             r.dweight = want_weight ? some : nullptr, r.dbias = want_bias ? some + (arrays - 1) * s.n : nullptr;
             r.mean = layer ? kept[row] : A(0);
             r.rstd = layer && s.n == 1 ? A(0) : kept[(layer ? s.rows : 0) + row];  // one element is its mean: exactly no gradient
