@@ -68,11 +68,6 @@ FAMILY = dispatch.Family(
     "layer_norm", Kernels, cpu=True, triton_only=("ada_layer_norm_forward", "ada_layer_norm_backward")
 )
 
-#: Elements from which a CPU's layer_norm is faster than torch's, which is one pass as well. On two cores of a Xeon with
-#: AVX-512 forward and backward of float32 took .7 to .9 of torch's speed with 2^10 to 2^17 elements, .9 to 1.1 with
-#: 196,608, and 1.0 to 1.3 from 2^20 on. An rms_norm, which torch composes, took 1.5 of it with 768 elements already.
-CPU_LEAST = 1 << 18
-
 #: Elements of a row up to which the kernel of a modulated norm holds it in registers, and of float64.
 LONGEST, LONGEST_DOUBLE = 8192, 2048
 
@@ -263,15 +258,10 @@ def _trains_in_graph(x: Tensor, *others: Tensor | None) -> bool:
     return torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x) and dispatch.wants_gradient(x, *others)
 
 
-def _is_small(kernels: Any, x: Tensor, kind: int) -> bool:
-    """Whether torch's own layer_norm is faster on a CPU."""
-    return (
-        kernels is not None
-        and kernels.backend == "cpu"
-        and kind == LAYER
-        and x.numel() < CPU_LEAST
-        and backends.get_backend() is None
-    )
+def _only_if_forced(kernels: Any) -> bool:
+    """Whether these kernels serve none but those who force them: on a CPU torch's own layer_norm is one pass as well,
+    and float16 is slower; an rms_norm gains 3x to 13x, but patched models have not been compared with it yet."""
+    return kernels is not None and kernels.backend == "cpu" and backends.get_backend() is None
 
 
 def _norm(
@@ -280,7 +270,7 @@ def _norm(
 ) -> Tensor | None:  # fmt: skip
     """The norm by a kernel, None where the reference has to be called."""
     kernels = FAMILY.kernels_for(x)
-    if (kernels is None and not _trains_in_graph(x, weight, bias)) or _is_small(kernels, x, kind):
+    if (kernels is None and not _trains_in_graph(x, weight, bias)) or _only_if_forced(kernels):
         return None
     shape = tuple(shape)
     dims = len(shape)
@@ -317,7 +307,7 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """(norm(s), s), s = x + residual, by one kernel; None where the sum is torch's, and the norm a call of its own."""
     kernels = FAMILY.kernels_for(x)
-    if (kernels is None and not _trains_in_graph(x, residual, weight, bias)) or _is_small(kernels, x, kind):
+    if (kernels is None and not _trains_in_graph(x, residual, weight, bias)) or _only_if_forced(kernels):
         return None
     if residual is None:  # a norm like any other, unless there are two gradients to add; in a graph Inductor does
         if kernels is None or not (torch.is_grad_enabled() and x.requires_grad and x.is_contiguous()):
