@@ -150,17 +150,6 @@ FASTLAYERS_VECTOR_CLONES void gradients(const BackwardRow<A>* rows, int64_t n) {
 
 // ---- rows of any dtype --------------------------------------------------------------------------------------------------
 
-template <typename F>
-void with_type(ScalarType dtype, const char* op, F&& f) {
-  switch (dtype) {
-    case ScalarType::Half: return f(c10::Half{});
-    case ScalarType::BFloat16: return f(c10::BFloat16{});
-    case ScalarType::Float: return f(float{});
-    case ScalarType::Double: return f(double{});
-    default: FASTLAYERS_CHECK(false, op, "expected float16, bfloat16, float32 or float64, but got ", toString(dtype));
-  }
-}
-
 // A tensor of rows, each read or written in the type of the arithmetic: in place where it has that, else by way of a thread's memory.
 template <typename A>
 struct Rows {
@@ -205,23 +194,23 @@ struct Rows {
   }
 };
 
+template <typename T>
+void round_as(float* values, int64_t n) {
+  constexpr int64_t kSome = 256;
+  T some[kSome];
+  for (int64_t i = 0; i < n; i += kSome) {
+    const int64_t count = std::min(kSome, n - i);
+    narrow<T>(some, values + i, count);
+    widen<T>(values + i, some, count);
+  }
+}
+
 // Rounds values of the arithmetic to a dtype.
 template <typename A>
 void round_to(ScalarType dtype, A* values, int64_t n) {
   if constexpr (sizeof(A) == 4) {
-    if (!is_low_precision(dtype)) return;
-    with_type(dtype, "round", [&](auto tag) {
-      using T = decltype(tag);
-      if constexpr (sizeof(T) == 2) {
-        constexpr int64_t kSome = 256;
-        T some[kSome];
-        for (int64_t i = 0; i < n; i += kSome) {
-          const int64_t count = std::min(kSome, n - i);
-          narrow<T>(some, values + i, count);
-          widen<T>(values + i, some, count);
-        }
-      }
-    });
+    if (dtype == ScalarType::Half) round_as<c10::Half>(values, n);
+    if (dtype == ScalarType::BFloat16) round_as<c10::BFloat16>(values, n);
   }
 }
 
