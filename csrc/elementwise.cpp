@@ -2,42 +2,16 @@
 // strides of the results and the bits for backward are those of the CUDA kernels (elementwise.cu).
 #include "elementwise.h"
 
-#include <cstring>
-
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
+#include "common/vector.h"
 
 #ifdef __SSE2__  // every x86-64
 #include <emmintrin.h>
 #endif
 
-// One wheel serves every x86-64, and the loader picks the clone for the machine. With AVX2, bfloat16 takes half the time.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FASTLAYERS_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define FASTLAYERS_CLONES
-#endif
-
 namespace fastlayers {
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // elements a task: torch's own grain for elementwise loops
 constexpr int64_t kStretch = 512;    // elements at a time where a loop has two parts
-
-template <typename T>
-using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-template <typename F>
-void dispatch_floating(ScalarType dtype, const char* op, F&& f) {
-  switch (dtype) {
-    case ScalarType::Half: return f(c10::Half{});
-    case ScalarType::BFloat16: return f(c10::BFloat16{});
-    case ScalarType::Float: return f(float{});
-    case ScalarType::Double: return f(double{});
-    default:
-      FASTLAYERS_CHECK(false, op, "expected float16, bfloat16, float32 or float64, but got ", toString(dtype));
-  }
-}
 
 // Tasks start at multiples of 8 elements, so that no two write to one byte of bits.
 template <typename F>
@@ -48,7 +22,7 @@ void for_bytes(int64_t n, F&& f) {
 
 // out = relu(x) + (y + alpha), or relu(x + y) without alpha.
 template <bool SUM_FIRST, typename T>
-FASTLAYERS_CLONES void add_rectified(T* out, const T* x, const T* y, compute_t<T> alpha, int64_t n) {
+FASTLAYERS_VECTOR_CLONES void add_rectified(T* out, const T* x, const T* y, compute_t<T> alpha, int64_t n) {
   using A = compute_t<T>;
   for (int64_t i = 0; i < n; ++i) {
     const A xi = static_cast<A>(x[i]), yi = static_cast<A>(y[i]);
@@ -59,16 +33,16 @@ FASTLAYERS_CLONES void add_rectified(T* out, const T* x, const T* y, compute_t<T
 }
 
 #ifdef __SSE2__
-constexpr int kLanes = 16;  // elements to a register of byte masks
+constexpr int kBytes = 16;  // to a register of byte masks
 
-inline __m128i load(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline __m128i load_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 
 // All ones in the lanes of the elements that a ReLU keeps.
 inline __m128i kept_lanes(const float* t) { return _mm_castps_si128(_mm_cmpnle_ps(_mm_loadu_ps(t), _mm_setzero_ps())); }
 inline __m128i kept_lanes(const double* t) { return _mm_castpd_si128(_mm_cmpnle_pd(_mm_loadu_pd(t), _mm_setzero_pd())); }
 // As integers, 16-bit floats above 0 are positive, and negative NaNs are the negative ones past minus infinity.
 inline __m128i kept_lanes(const void* t, short minus_infinity) {
-  const __m128i v = load(t), zero = _mm_setzero_si128();
+  const __m128i v = load_bytes(t), zero = _mm_setzero_si128();
   const __m128i negative_nan = _mm_and_si128(_mm_cmplt_epi16(v, zero), _mm_cmpgt_epi16(v, _mm_set1_epi16(minus_infinity)));
   return _mm_or_si128(_mm_cmpgt_epi16(v, zero), negative_nan);
 }
@@ -81,9 +55,9 @@ template <typename T>
 void store_bits(uint8_t* bits, const T* t, int64_t n) {
   int64_t i = 0;
 #ifdef __SSE2__
-  for (; i + kLanes <= n; i += kLanes) {
+  for (; i + kBytes <= n; i += kBytes) {
     __m128i masks[sizeof(T)];
-    for (size_t k = 0; k < sizeof(T); ++k) masks[k] = kept_lanes(t + i + k * (kLanes / sizeof(T)));
+    for (size_t k = 0; k < sizeof(T); ++k) masks[k] = kept_lanes(t + i + k * (kBytes / sizeof(T)));
     for (size_t half = sizeof(T) / 2; half > 0; half /= 2)  // saturation halves the width of all ones and of zero
       for (size_t k = 0; k < half; ++k) masks[k] = _mm_packs_epi16(masks[2 * k], masks[2 * k + 1]);
     const auto two = static_cast<uint16_t>(_mm_movemask_epi8(masks[0]));
@@ -108,7 +82,7 @@ void gate(Word* out, const Word* grad, const uint8_t* bits, int64_t n) {
   int64_t i = 0;
 #ifdef __SSE2__
   const __m128i own_bit = _mm_set1_epi64x(static_cast<int64_t>(0x8040201008040201ull));
-  for (; i + kLanes <= n; i += kLanes) {
+  for (; i + kBytes <= n; i += kBytes) {
     uint16_t two;
     std::memcpy(&two, bits + i / kBits, sizeof(two));
     __m128i masks[sizeof(Word)];
@@ -124,8 +98,8 @@ void gate(Word* out, const Word* grad, const uint8_t* bits, int64_t n) {
         masks[2 * k + 1] = _mm_unpackhi_epi8(mask, mask);
       }
     for (size_t k = 0; k < sizeof(Word); ++k) {
-      const int64_t at = i + k * (kLanes / sizeof(Word));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + at), _mm_and_si128(load(grad + at), masks[k]));
+      const int64_t at = i + k * (kBytes / sizeof(Word));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + at), _mm_and_si128(load_bytes(grad + at), masks[k]));
     }
   }
 #endif

@@ -10,8 +10,6 @@ namespace {
 
 enum Kind : int { kLayer, kRms, kLlama, kGemma };
 
-constexpr int64_t kGrain = 1 << 15;  // elements a task: torch's own grain for elementwise loops
-
 // ---- loops over a row ---------------------------------------------------------------------------------------------------
 
 template <typename T>

@@ -350,10 +350,22 @@ def _code_flags(archs: tuple[str, ...], nvcc_version: str) -> list[str]:
     return [*flags, "--compress-mode=size" if small else "-Xfatbin=-compress-all"]
 
 
+def included(source: Path) -> list[Path]:
+    """The headers of csrc that ``source`` includes, and those that these include."""
+    found: list[Path] = []
+    waiting = [source]
+    while waiting:
+        file = waiting.pop()
+        names = re.findall(r'^#include "(.+)"$', file.read_text(), re.MULTILINE)
+        new = {path for name in names if (path := (file.parent / name).resolve()).is_file()}.difference(found)
+        found += new
+        waiting += new
+    return sorted(found)
+
+
 def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: str | None) -> list[Step]:
     """The commands that make ``library``: one for each source, and the link, which comes last."""
     csrc = csrc_folder()
-    headers = tuple(sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cuh")]))
     sources = sorted(csrc.glob("*.cpp"))
     cuda_sources = sorted(csrc.glob("*.cu")) if nvcc else []
     cxx = find_compiler()
@@ -363,7 +375,7 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     def compile_step(source: Path, *command: str) -> Step:
         output = objects / f"{source.name}.o"
         stamp = output.with_suffix(".stamp")
-        return Step((*command, *common, "-c", str(source)), (source, *headers), output, stamp, tools)
+        return Step((*command, *common, "-c", str(source)), (source, *included(source)), output, stamp, tools)
 
     steps = [compile_step(source, *cxx, "-O3", "-fPIC", "-fvisibility=hidden") for source in sources]
     if nvcc is not None:

@@ -25,8 +25,23 @@
 
 namespace fastlayers {
 
+constexpr int64_t kGrain = 1 << 15;  // elements a task: torch's own grain for elementwise loops
+
 template <typename T>
 using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// Calls f with a value of the type that dtype names.
+template <typename F>
+void dispatch_floating(ScalarType dtype, const char* op, F&& f) {
+  switch (dtype) {
+    case ScalarType::Half: return f(c10::Half{});
+    case ScalarType::BFloat16: return f(c10::BFloat16{});
+    case ScalarType::Float: return f(float{});
+    case ScalarType::Double: return f(double{});
+    default:
+      FASTLAYERS_CHECK(false, op, "expected float16, bfloat16, float32 or float64, but got ", toString(dtype));
+  }
+}
 
 constexpr int kVectorWidth = 64;  // bytes: a register of AVX-512, two of AVX2, four of SSE or NEON
 template <typename A>
@@ -120,13 +135,52 @@ FASTLAYERS_INLINE void store_some(T* to, const Vector<A>& v, int64_t count) {
   std::memcpy(to, some, count * sizeof(T));
 }
 
+// What a loop over vectors is handed: all lanes, or the first `count` of them. Others are read as `rest` and not written.
 template <typename A>
-FASTLAYERS_INLINE A sum_of(const Vector<A>& v) {
+struct All {
+  template <typename T>
+  FASTLAYERS_INLINE Vector<A> load(const T* from, A = A(0)) const { return fastlayers::load<T, A>(from); }
+  template <typename T>
+  FASTLAYERS_INLINE void store(T* to, const Vector<A>& v) const { fastlayers::store<T, A>(to, v); }
+};
+template <typename A>
+struct Some {
+  int64_t count;
+  template <typename T>
+  FASTLAYERS_INLINE Vector<A> load(const T* from, A rest = A(0)) const { return load_some<T, A>(from, count, rest); }
+  template <typename T>
+  FASTLAYERS_INLINE void store(T* to, const Vector<A>& v) const { store_some<T, A>(to, v, count); }
+};
+
+// f(i, lanes) for the vectors of n elements. f is FASTLAYERS_LANES, so that its vectors are those of the clone it stands in.
+#define FASTLAYERS_LANES __attribute__((always_inline))
+template <typename A, typename F>
+FASTLAYERS_INLINE void for_vectors(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) f(i, All<A>{});
+  if (i < n) f(i, Some<A>{n - i});
+}
+
+// One value of all lanes by a function of two that may be called in any order.
+template <typename A, typename F>
+FASTLAYERS_INLINE A fold(const Vector<A>& v, F&& f) {
   A parts[kLanes<A>];
   std::memcpy(parts, &v, sizeof(v));
   for (int half = kLanes<A> / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+    for (int i = 0; i < half; ++i) parts[i] = f(parts[i], parts[i + half]);
   return parts[0];
+}
+template <typename A>
+FASTLAYERS_INLINE A sum_of(const Vector<A>& v) {
+  return fold<A>(v, [](A a, A b) FASTLAYERS_LANES { return a + b; });
+}
+
+// The larger one, NaN where either is NaN.
+template <typename A>
+FASTLAYERS_INLINE Vector<A> larger(const Vector<A>& a, const Vector<A>& b) { return a > b || a != a ? a : b; }
+template <typename A>
+FASTLAYERS_INLINE A largest_of(const Vector<A>& v) {
+  return fold<A>(v, [](A a, A b) FASTLAYERS_LANES { return a > b || a != a ? a : b; });
 }
 
 }  // namespace fastlayers
