@@ -156,9 +156,12 @@ class Kernels:
 
     Attributes:
         backend: which implementation this is: "cuda", "triton" or "cpu".
+        unasked: whether these are kernels for CPU tensors that nobody has asked for by name. An op then calls them
+            only where they are measured faster than torch's.
     """
 
     backend: str
+    unasked: bool
 
 
 K = TypeVar("K", bound=Kernels)
@@ -251,14 +254,16 @@ class Family(Generic[K]):
         backend = backends.choose(device)
         kernels: Any = None
         if backend == "triton":
-            kernels = SimpleNamespace(backend=backend, **self._of_triton(set(self.ops).difference(self.csrc_only)))
+            found = self._of_triton(set(self.ops).difference(self.csrc_only))
+            kernels = SimpleNamespace(backend=backend, unasked=False, **found)
         elif backend == "cuda" or (backend == "cpu" and self._cpu):
             # What an OpOverload calls, without the Python call around it: 0.3 us.
             in_csrc = set(self.ops).difference(self.triton_only)
             packets = {op: getattr(torch.ops.fastlayers, op).default._op for op in in_csrc}
             if self.triton_only and backends.problem("triton", device) is None:
                 packets |= self._of_triton(self.triton_only)
-            kernels = SimpleNamespace(backend=backend, **packets)
+            unasked = backend == "cpu" and backends.get_backend() is None
+            kernels = SimpleNamespace(backend=backend, unasked=unasked, **packets)
         elif backend == "cpu":
             backends.refuse(f"csrc has no {self.name} for CPU tensors; torch's own serves them")
         self._by_device[device] = kernels
@@ -272,7 +277,7 @@ class Family(Generic[K]):
         """The raw ops as graphs of torch.compile hold them: those of ``csrc``, or opaque ops of Triton kernels."""
         csrc = graph_holds_csrc()
         if csrc not in self._in_graphs:
-            found: Any = SimpleNamespace(backend="cuda" if csrc else "triton")
+            found: Any = SimpleNamespace(backend="cuda" if csrc else "triton", unasked=False)
             for op, fake in self.ops.items():
                 if op in self.triton_only:  # Graphs hold their references.
                     continue

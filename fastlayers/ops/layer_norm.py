@@ -258,10 +258,10 @@ def _trains_in_graph(x: Tensor, *others: Tensor | None) -> bool:
     return torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x) and dispatch.wants_gradient(x, *others)
 
 
-def _only_if_forced(kernels: Any) -> bool:
-    """Whether these kernels serve none but those who force them: on a CPU torch's own layer_norm is one pass as well,
-    and float16 is slower; an rms_norm gains 3x to 13x, but patched models have not been compared with it yet."""
-    return kernels is not None and kernels.backend == "cpu" and backends.get_backend() is None
+def _only_if_forced(kernels: Any, kind: int) -> bool:
+    """Whether a CPU has to be asked for these kernels: torch's own layer_norm is one pass over memory there as well,
+    while an rms_norm gains 3x to 13x."""
+    return kernels is not None and kernels.unasked and kind == LAYER
 
 
 def _norm(
@@ -270,7 +270,7 @@ def _norm(
 ) -> Tensor | None:  # fmt: skip
     """The norm by a kernel, None where the reference has to be called."""
     kernels = FAMILY.kernels_for(x)
-    if (kernels is None and not _trains_in_graph(x, weight, bias)) or _only_if_forced(kernels):
+    if (kernels is None and not _trains_in_graph(x, weight, bias)) or _only_if_forced(kernels, kind):
         return None
     shape = tuple(shape)
     dims = len(shape)
@@ -307,7 +307,7 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """(norm(s), s), s = x + residual, by one kernel; None where the sum is torch's, and the norm a call of its own."""
     kernels = FAMILY.kernels_for(x)
-    if (kernels is None and not _trains_in_graph(x, residual, weight, bias)) or _only_if_forced(kernels):
+    if (kernels is None and not _trains_in_graph(x, residual, weight, bias)) or _only_if_forced(kernels, kind):
         return None
     if residual is None:  # a norm like any other, unless there are two gradients to add; in a graph Inductor does
         if kernels is None or not (torch.is_grad_enabled() and x.requires_grad and x.is_contiguous()):

@@ -1,0 +1,144 @@
+// The activations, and their gradients, on vectors in the compute type A. NaN and infinities as torch's own have them. The formulas are
+// those of activations.cuh.
+#pragma once
+
+#include "act.h"
+#include "vector_math.h"
+
+namespace fastlayers {
+
+// mish is z·tanh(softplus(z)), and the tanh is n / (n + 2) for n = e·(e + 2), e = exp(z). From 20 on it is 1.
+template <typename A>
+FASTLAYERS_INLINE Vector<A> mish_exp(const Vector<A>& z) { return exp<A>(z < A(20) ? z : broadcast<A>(20)); }
+
+// tanh's form of gelu is z·sigmoid(2u), u = sqrt(2/pi)·(z + 0.044715·z³).
+template <typename A>
+FASTLAYERS_INLINE Vector<A> gelu_tanh_2u(const Vector<A>& z) { return (z + z * z * z * A(0.044715)) * A(1.59576912160573071176); }
+
+// act(z)
+template <Act ACT, typename A>
+FASTLAYERS_INLINE Vector<A> act_value(const Vector<A>& z, [[maybe_unused]] const ActParameters<A>& p) {
+  using V = Vector<A>;
+  const V zero{};
+  if constexpr (ACT == Act::relu) {
+    return z <= A(0) ? zero : z;
+  } else if constexpr (ACT == Act::silu) {
+    return z / (exp<A>(-z) + A(1));
+  } else if constexpr (ACT == Act::gelu) {
+    return z * gaussian_cdf<A>(z, gaussian_bell<A>(z));
+  } else if constexpr (ACT == Act::gelu_tanh) {
+    return z * sigmoid<A>(gelu_tanh_2u<A>(z));
+  } else if constexpr (ACT == Act::hardswish) {
+    const V raised = z + A(3);
+    return z * (raised <= A(0) ? zero : raised >= A(6) ? broadcast<A>(6) : raised) * A(1.0 / 6.0);
+  } else if constexpr (ACT == Act::relu6) {
+    return z <= A(0) ? zero : z >= A(6) ? broadcast<A>(6) : z;
+  } else if constexpr (ACT == Act::leaky_relu) {
+    return z > A(0) ? z : z * p.first;
+  } else if constexpr (ACT == Act::quick_gelu) {
+    return z * sigmoid<A>(z * A(1.702));
+  } else if constexpr (ACT == Act::relu2) {
+    return z <= A(0) ? zero : z * z;
+  } else if constexpr (ACT == Act::mish) {
+    const V e = mish_exp<A>(z), n = e * (e + A(2));
+    return z * (n / (n + A(2)));
+  } else if constexpr (ACT == Act::sigmoid) {
+    return sigmoid<A>(z);
+  } else if constexpr (ACT == Act::tanh) {
+    return tanh<A>(z);
+  } else if constexpr (ACT == Act::elu) {
+    return z > A(0) ? z : expm1<A>(z) * p.first;
+  } else if constexpr (ACT == Act::softplus) {
+    const V scaled = z * p.first;
+    return scaled > p.second ? z : log1p<A>(exp<A>(scaled)) / p.first;
+  } else {
+    static_assert(ACT == Act::none);
+    return z;
+  }
+}
+
+// g·act'(z). Where the derivative is 0 or 1 by cases, g is chosen and not multiplied: 0 for an infinite g, as by torch.
+template <Act ACT, typename A>
+FASTLAYERS_INLINE Vector<A> act_gradient(const Vector<A>& g, const Vector<A>& z, [[maybe_unused]] const ActParameters<A>& p) {
+  using V = Vector<A>;
+  const V zero{};
+  if constexpr (ACT == Act::relu) {
+    return z <= A(0) ? zero : g;
+  } else if constexpr (ACT == Act::silu) {
+    const V s = sigmoid<A>(z);
+    return g * s * (A(1) + z * (A(1) - s));
+  } else if constexpr (ACT == Act::gelu) {
+    const V bell = gaussian_bell<A>(z);
+    return g * (gaussian_cdf<A>(z, bell) + z * (bell * A(0.39894228040143267794)));
+  } else if constexpr (ACT == Act::gelu_tanh) {
+    const V e = exp<A>(-gelu_tanh_2u<A>(z)), s = A(1) / (e + A(1));
+    const V rest = z > A(0) ? e * s : A(1) - s;  // 1 - s without its cancellation
+    return g * (s + z * s * rest * ((z * z * A(3 * 0.044715) + A(1)) * A(1.59576912160573071176)));
+  } else if constexpr (ACT == Act::hardswish) {
+    return z <= A(-3) ? zero : z < A(3) ? g * (z / A(3) + A(0.5)) : g;
+  } else if constexpr (ACT == Act::relu6) {
+    return z <= A(0) || z >= A(6) ? zero : g;
+  } else if constexpr (ACT == Act::leaky_relu) {
+    return z > A(0) ? g : g * p.first;
+  } else if constexpr (ACT == Act::quick_gelu) {
+    const V scaled = z * A(1.702), s = sigmoid<A>(scaled);
+    return g * s * (A(1) + scaled * (A(1) - s));
+  } else if constexpr (ACT == Act::relu2) {
+    return z <= A(0) ? zero : g * z * A(2);
+  } else if constexpr (ACT == Act::mish) {
+    const V e = mish_exp<A>(z), n = e * (e + A(2)), r = A(1) / (n + A(2));
+    const V slope = z < A(20) ? e * (e + A(1)) * r * r * A(4) : zero;
+    return g * (n * r + z * slope);
+  } else if constexpr (ACT == Act::sigmoid) {
+    const V s = sigmoid<A>(z);
+    return g * (A(1) - s) * s;
+  } else if constexpr (ACT == Act::tanh) {
+    const V t = tanh<A>(z);
+    return g * (A(1) - t * t);
+  } else if constexpr (ACT == Act::elu) {
+    return z <= A(0) ? g * p.first * exp<A>(z) : g;
+  } else if constexpr (ACT == Act::softplus) {
+    const V scaled = z * p.first, e = exp<A>(scaled);
+    return scaled > p.second ? g : g * e / (e + A(1));
+  } else {
+    static_assert(ACT == Act::none);
+    return g;
+  }
+}
+
+// The parameters that torch has where none are given.
+template <typename A>
+ActParameters<A> default_parameters(Act act) {
+  if (act == Act::leaky_relu) return {A(0.01), A(0)};
+  if (act == Act::softplus) return {A(1), A(20)};
+  return {A(1), A(0)};
+}
+
+// Calls f(std::integral_constant<Act, ...>{}) with the activation. ALL: of all of them, not of the norms' only.
+template <bool ALL, typename F>
+void with_act(Act act, F&& f) {
+  if constexpr (ALL) {
+    switch (act) {
+      case Act::quick_gelu: return f(std::integral_constant<Act, Act::quick_gelu>{});
+      case Act::relu2: return f(std::integral_constant<Act, Act::relu2>{});
+      case Act::mish: return f(std::integral_constant<Act, Act::mish>{});
+      case Act::sigmoid: return f(std::integral_constant<Act, Act::sigmoid>{});
+      case Act::tanh: return f(std::integral_constant<Act, Act::tanh>{});
+      case Act::elu: return f(std::integral_constant<Act, Act::elu>{});
+      case Act::softplus: return f(std::integral_constant<Act, Act::softplus>{});
+      default: break;
+    }
+  }
+  switch (act) {
+    case Act::relu: return f(std::integral_constant<Act, Act::relu>{});
+    case Act::silu: return f(std::integral_constant<Act, Act::silu>{});
+    case Act::gelu: return f(std::integral_constant<Act, Act::gelu>{});
+    case Act::gelu_tanh: return f(std::integral_constant<Act, Act::gelu_tanh>{});
+    case Act::hardswish: return f(std::integral_constant<Act, Act::hardswish>{});
+    case Act::relu6: return f(std::integral_constant<Act, Act::relu6>{});
+    case Act::leaky_relu: return f(std::integral_constant<Act, Act::leaky_relu>{});
+    default: return f(std::integral_constant<Act, Act::none>{});
+  }
+}
+
+}  // namespace fastlayers
