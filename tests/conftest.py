@@ -126,6 +126,27 @@ def _depends_on_no_other_test() -> Iterator[None]:
     assert not changed, f"this test changes process-wide state: {changed}"
 
 
+@pytest.fixture(autouse=True)
+def _torch_answers_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of patching compare with stock torch to the bit, so that no kernel for CPUs serves there unasked.
+
+    What patched models answer with these kernels is tested where a file or a test is marked ``cpu_kernels``.
+    """
+    if not request.path.name.startswith("test_patching") or request.node.get_closest_marker("cpu_kernels"):
+        yield
+        return
+
+    def choose(device: torch.device) -> str:
+        return "eager" if device.type == "cpu" and backends.get_backend() is None else chosen(device)
+
+    chosen = backends.choose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "choose", choose)
+        backends.changed()
+        yield
+    backends.changed()
+
+
 @pytest.fixture
 def op_by_op() -> Iterator[None]:
     """Forwards run op by op, for stand-ins of kernels that count their calls: a region would record them."""

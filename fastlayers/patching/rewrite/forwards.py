@@ -27,7 +27,7 @@ from fastlayers.patching.rewrite.safety import scale_guards
 from fastlayers.patching.rules import graph_rules, idle_test
 from fastlayers.patching.rules.base import GraphRule
 from fastlayers.patching.runtime import calls
-from fastlayers.patching.runtime.checks import original_class, without_kernels
+from fastlayers.patching.runtime.checks import original_class
 
 __all__ = ["fuse"]
 
@@ -121,7 +121,7 @@ def fuse_handwritten_norm(module: nn.Module, found: Fingerprint, known: dict[Any
     recording.guards = dict.fromkeys(guards)
     name = f"Fused{type(module).__name__}"
     variants = [(recording, body_source(recording, module))]
-    generated = generate_class(type(module), name, variants, known, without_kernels)
+    generated = generate_class(type(module), name, variants, known)
     return Fused(generated, Counter({f"{body.op} ({body.name})": 1}))
 
 

@@ -32,7 +32,12 @@ from fastlayers.patching.rules import (
     softmax,
 )
 from fastlayers.patching.rules.base import Deferred, GraphRule, Match, ModuleRule, always
-from fastlayers.patching.runtime.checks import with_little, without_gradients, without_kernels
+from fastlayers.patching.runtime.checks import (
+    with_little,
+    with_little_on_a_gpu,
+    without_gradients,
+    without_kernels,
+)
 
 __all__ = [
     "FOLDING_RULES",
@@ -98,10 +103,20 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
     linear.SPLIT,
 )
 
-#: The names of those that gain on a CPU as well: by a kernel there, or in memory.
-ANYWHERE = frozenset({"relu_add_bias", "add_relu", "relu_add", "linear_cross_entropy", "LinearCrossEntropyLoss"})
-#: The names of the others. Where no kernel of ours runs, a forward with only these runs as it was.
-GPU_ONLY = frozenset({rule.name for rule in GRAPH_RULES} | {rule.name for rule in MODULE_RULES}) - ANYWHERE
+#: The names of those that gain on a GPU alone. Where no kernel of ours runs, a forward with only these runs as it was.
+GPU_ONLY = frozenset(
+    {
+        *("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "batch_norm", "batch_norm_act", "batch_norm_add"),
+        *("batch_norm_add_act", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d", "group_norm"),
+        *("group_norm_act", "instance_norm", "instance_norm_act", "LayerNorm", "layer_norm", "add_layer_norm"),
+        *("cast_layer_norm", "channel_layer_norm", "forked_layer_norm", "forked_rms_norm", "forked_convolution"),
+        *("Linear", "linear", "odd_linear", "split", "MultiheadAttention", "MaxPool2d", "KLDivLoss"),
+        *("CrossEntropyLoss", "cross_entropy", "nll_loss", "Softmax", "LogSoftmax", "softmax"),
+        *("ELU", "GELU", "Mish", "Softplus", "gelu", "gelu_tanh", "quick_gelu", "mish"),
+        *("GLU", "glu", "swiglu", "geglu", "reglu", "gated_linear", "rotary", "mul", "dropout_add", "scale_add"),
+        *("conv_of_product", "squeeze", "squeeze_excite"),
+    }
+)
 
 #: The names of those that gain in a backward alone, but under autocast.
 TRAINING_ONLY = frozenset(
@@ -126,7 +141,7 @@ def idle_test(names: Collection[str]) -> Callable[[object], bool] | None:
     if set(names) <= TRAINING_ONLY:
         return without_gradients
     if set(names) <= MEMORY_ONLY:
-        return with_little
+        return with_little_on_a_gpu if set(names) <= GPU_ONLY else with_little
     return without_kernels if set(names) <= GPU_ONLY else None
 
 

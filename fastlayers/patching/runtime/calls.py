@@ -20,7 +20,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from fastlayers import functional
 from fastlayers.modules.batch_norm import normalize
 from fastlayers.modules.group_norm import apply_instance_norm
-from fastlayers.ops import autocast, bias_act, glu, reference, squeeze_excite
+from fastlayers.ops import autocast, bias_act, glu, post_ops, reference, squeeze_excite
 from fastlayers.ops import layer_norm as norms
 from fastlayers.ops import linear as _linear
 from fastlayers.ops.activations import activation
@@ -253,10 +253,13 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tens
     Autocast casts the bias of a linear layer. This does too, and autograd records the cast, so that the gradient has
     the dtype of the bias.
     """
-    if bias_in_act(x, weight, bias):
-        assert bias is not None
-        name = kernel_name(act, autocast.dtype_of(x), x.device.type)
-        if name is not None:
+    name = kernel_name(act, autocast.dtype_of(x), x.device.type)
+    if name is not None:
+        y = post_ops.linear(x, weight, bias, name)
+        if y is not None:
+            return y
+        if bias_in_act(x, weight, bias):
+            assert bias is not None
             product = _linear.product(x, weight)
             return functional.bias_act(product, bias.to(product.dtype), name)
     return applied(act, F.linear(x, weight, bias))

@@ -37,6 +37,7 @@ __all__ = [
     "rewritten_everywhere",
     "untouched",
     "with_little",
+    "with_little_on_a_gpu",
     "without_gradients",
     "without_kernels",
 ]
@@ -46,6 +47,8 @@ GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backwa
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Elements that a kernel reads and writes in some 2 us, while the host takes 20 us to call it.
 LITTLE = 2**18
+#: Elements that a CPU reads and writes in the few us that a call costs.
+LITTLE_ON_A_CPU = 2**12
 
 _rewritten_everywhere = False
 
@@ -71,14 +74,21 @@ def without_gradients(x: object) -> bool:
 
 
 def with_little(x: object) -> bool:
-    """Whether a call on ``x`` is one that the host takes longer for than the GPU. Calls that are recorded for a region
-    are not: there a kernel may become a part of a larger one."""
-    return without_kernels(x) or (
+    """Whether a call on ``x`` is one that the host takes longer for than the GPU or the kernels of a CPU. Calls that
+    are recorded for a region are not: there a kernel may become a part of a larger one."""
+    return (
         type(x) in PLAIN
-        and x.numel() <= LITTLE  # type: ignore[attr-defined]
-        and without_gradients(x)
+        and x.numel() <= (LITTLE if x.is_cuda else LITTLE_ON_A_CPU)  # type: ignore[attr-defined]
+        and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"))
+        and not _rewritten_everywhere
+        and backends.get_backend() is None
         and not torch._C._len_torch_dispatch_stack()
     )
+
+
+def with_little_on_a_gpu(x: object) -> bool:
+    """:func:`with_little` for what has no kernels for a CPU."""
+    return without_kernels(x) or with_little(x)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from fastlayers import functional
-from fastlayers.ops import autocast, convolution, dispatch
+from fastlayers.ops import autocast, convolution, dispatch, post_ops
 from fastlayers.ops.activations import NORM_CODES, activation
 from fastlayers.ops.batch_norm import FAMILY
 from fastlayers.ops.convolution_norm import convolution_norm
@@ -55,6 +55,11 @@ def layer_and_more(
     An in-place sum overwrote the ``overwritten`` operand: "norm", which is the layer's result, or "residual".
     """
     if not adds_bias(layer, x, weight, bias) or dispatch.wants_gradient(residual):
+        fused = (
+            None if residual is None and act is None else post_ops.convolution(layer, x, weight, bias, residual, act)
+        )
+        if fused is not None:
+            return fused
         y = convolve(layer, x, weight, bias)
         if residual is not None or act is None:
             return join(y, residual, act, overwritten)
@@ -115,6 +120,8 @@ def convolution_batch_norm(
     if of_product:
         return convolution_of_product(lambda x: convolution_batch_norm(layer, x, norm, residual, act, overwritten), x)
     y = convolution_norm(layer, x, norm, residual, act)
+    if y is None:
+        y = post_ops.convolution_norm(layer, x, norm, residual, act)
     return batch_norm_layer(norm, layer(x), residual, act, overwritten) if y is None else y
 
 
@@ -123,6 +130,8 @@ def convolution_and_norm(layer: Any, x: Any, norm: Any, act: str | None = None, 
     if of_product:
         return convolution_of_product(lambda x: convolution_and_norm(layer, x, norm, act), x)
     y = convolution_norm(layer, x, norm, None, act)
+    if y is None:
+        y = post_ops.convolution_norm(layer, x, norm, None, act)
     return norm(layer(x)) if y is None else y  # type: ignore[no-any-return]
 
 
