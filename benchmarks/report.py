@@ -152,7 +152,7 @@ def bar_verdicts(ours: Row, metric: Metric, mine: float, eager: float | None) ->
     ratio_bar = bars.get(named.get(metric.limits, ""))
     if ratio_bar is not None and eager:
         met = mine / eager <= ratio_bar
-        text = f"bar {ratio_bar:.1f}x torch, is {mine / eager:.2f}x"
+        text = f"bar {ratio_bar:.2f}x torch, is {mine / eager:.2f}x"
         yield f"{text} met" if met else f"{text} MISSED", "good" if met else "bad"
 
 
@@ -162,7 +162,7 @@ def rival_verdicts(ours: Row, metric: Metric, mine: float, contestants: dict[str
     for name, (bar, theirs) in limits.items():
         if bar is not None and theirs:
             met = mine / theirs <= bar
-            text = f"bar {bar:.1f}x {TITLES[name]}, is {mine / theirs:.2f}x"
+            text = f"bar {bar:.2f}x {TITLES[name]}, is {mine / theirs:.2f}x"
             yield f"{text} met" if met else f"{text} MISSED", "good" if met else "bad"
     if metric.limits == "value" and metric.bar in ours["bars"]:
         bar = ours["bars"][metric.bar]

@@ -314,7 +314,7 @@ def test_bars_may_name_a_rival():
     lines = report.lines(rows, (report.STEP, *report.HOST_METRICS))
     assert [[text for text, _ in line.verdicts] for line in lines] == [
         ["bar 0.8x Liger, is 0.70x met"],
-        ["bar 1.0x Liger, is 1.50x MISSED", "bar 2.0 MiB met"],
+        ["bar 1.00x Liger, is 1.50x MISSED", "bar 2.0 MiB met"],
     ]
 
 

@@ -6,6 +6,7 @@ from benchmarks.case import Case
 from benchmarks.cases import (
     batch_norm,
     bias_act,
+    cpu,
     cross_entropy,
     elementwise,
     glu,
@@ -37,6 +38,7 @@ FAMILIES = (
     cross_entropy,
     linear_cross_entropy,
     kl_div,
+    cpu,
 )
 
 

@@ -40,13 +40,6 @@ def pair(op: Op, backward_bytes: str, *shape: int, dtype: torch.dtype = torch.bf
     return Case(op, inputs, dtype, "3b", backward_bytes, label="NHWC" if nhwc else "", **fields)
 
 
-def on_cpu(op: Op, *shape: int, **fields) -> Case:
-    [backward_bytes] = [backward_bytes for known, backward_bytes, _ in OPS if known is op]
-    return pair(
-        op, backward_bytes, *shape, suite="cpu", contestants=("eager", "compile", "fastlayers", "cpu"), **fields
-    )
-
-
 def broadcast_mul(*shape: int, by: tuple[int, ...], nhwc: bool = False) -> Case:
     """x and dy are read, and dx is written. The small factor and its gradient are not counted."""
     inputs = (Input(shape, channels_last=nhwc), Input(by))
@@ -88,9 +81,4 @@ CASES = [
     broadcast_mul(65536, 768, by=(65536, 1)),
     bias_row(65536, 768),
     *(pair(op, backward_bytes, 2**power, host=power == 12) for op, backward_bytes, _ in OPS for power in (12, 16, 20)),
-    *(on_cpu(op, 2**24, dtype=torch.float32, bars={"forward_ratio": 0.7}) for op in (RELU_ADD, ADD_RELU)),
-    *(on_cpu(op, 2**24, dtype=torch.bfloat16) for op in (RELU_ADD, ADD_RELU)),
-    # torch's kernels compute these two; the second one only in training.
-    on_cpu(MUL, 2**24, dtype=torch.float32),
-    on_cpu(ADD_RELU, 2**18, dtype=torch.float32),
 ]
