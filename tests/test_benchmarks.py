@@ -313,7 +313,7 @@ def test_bars_may_name_a_rival():
     ]
     lines = report.lines(rows, (report.STEP, *report.HOST_METRICS))
     assert [[text for text, _ in line.verdicts] for line in lines] == [
-        ["bar 0.8x Liger, is 0.70x met"],
+        ["bar 0.80x Liger, is 0.70x met"],
         ["bar 1.00x Liger, is 1.50x MISSED", "bar 2.0 MiB met"],
     ]
 
@@ -434,11 +434,11 @@ def test_the_verdict_names_the_rival_that_is_faster():
 def test_bars_are_judged():
     bars = {"forward": 0.97, "forward_ratio": 0.7}
     met = verdicts(entry("eager", 10.0), entry("fastlayers", 6.0, 0.97, bars=bars))
-    assert met == ["bar 0.97 met", "bar 0.7x torch, is 0.60x met"]
+    assert met == ["bar 0.97 met", "bar 0.70x torch, is 0.60x met"]
     # A bar is not reached by rounding.
     assert verdicts(entry("fastlayers", 6.0, 0.9696, bars=bars)) == ["bar 0.97 MISSED at 0.970"]
     missed = verdicts(entry("eager", 10.0), entry("fastlayers", 8.0, 0.9, bars=bars))
-    assert missed == ["bar 0.97 MISSED at 0.900", "bar 0.7x torch, is 0.80x MISSED"]
+    assert missed == ["bar 0.97 MISSED at 0.900", "bar 0.70x torch, is 0.80x MISSED"]
 
 
 def test_host_bars_are_ratios_to_eager():
@@ -447,7 +447,7 @@ def test_host_bars_are_ratios_to_eager():
         entry("fastlayers", 1.0, host_forward_us=16.0, bars={"host_forward": 1.5}),
     )
     [line] = report.lines(rows, report.HOST_METRICS)
-    assert line.verdicts[0] == ("bar 1.5x torch, is 2.00x MISSED", "bad")
+    assert line.verdicts[0] == ("bar 1.50x torch, is 2.00x MISSED", "bad")
 
 
 def test_the_verdict_names_calls_of_torchs_kernels():
