@@ -1783,7 +1783,7 @@ SWIGLU = Op(
     "swiglu",
     functional.swiglu,
     gated("silu"),
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(*pairs(), *broadcasts(refused=KERNELS)),
     saved_bytes=both,
     mistakes=GATE_MISTAKES,
@@ -1897,7 +1897,7 @@ GATED_LINEAR = Op(
     "gated_linear",
     functional.gated_linear,
     gated_linear,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(
         of_gate("matrix", (6, 37), smooth=True),
         of_gate("matrix and bias", (6, 16), None, Input((5,)), smooth=True),
@@ -1953,7 +1953,7 @@ GLU = Op(
     "glu",
     functional.glu,
     glu,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(
         replace(A_GLU, smooth=True),
         *(halved(f"{act}", Input((5, 48)), act) for act in STOCK_ACTS),

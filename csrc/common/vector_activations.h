@@ -23,7 +23,7 @@ FASTLAYERS_INLINE Vector<A> act_value(const Vector<A>& z, [[maybe_unused]] const
   if constexpr (ACT == Act::relu) {
     return z <= A(0) ? zero : z;
   } else if constexpr (ACT == Act::silu) {
-    return z / (exp<A>(-z) + A(1));
+    return z / (exp_beside_1<A>(-z) + A(1));
   } else if constexpr (ACT == Act::gelu) {
     return z * gaussian_cdf<A>(z, gaussian_bell<A>(z));
   } else if constexpr (ACT == Act::gelu_tanh) {
@@ -71,7 +71,7 @@ FASTLAYERS_INLINE Vector<A> act_gradient(const Vector<A>& g, const Vector<A>& z,
     const V bell = gaussian_bell<A>(z);
     return g * (gaussian_cdf<A>(z, bell) + z * (bell * A(0.39894228040143267794)));
   } else if constexpr (ACT == Act::gelu_tanh) {
-    const V e = exp<A>(-gelu_tanh_2u<A>(z)), s = A(1) / (e + A(1));
+    const V e = exp_beside_1<A>(-gelu_tanh_2u<A>(z)), s = A(1) / (e + A(1));
     const V rest = z > A(0) ? e * s : A(1) - s;  // 1 - s without its cancellation
     return g * (s + z * s * rest * ((z * z * A(3 * 0.044715) + A(1)) * A(1.59576912160573071176)));
   } else if constexpr (ACT == Act::hardswish) {

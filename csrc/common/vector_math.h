@@ -66,6 +66,23 @@ FASTLAYERS_INLINE Vector<A> exp_below_0(const Vector<A>& v) {
   }
 }
 
+// exp(v) where it is added to 1 or more: it need not fall below 2^-126, and from 88.38 on it is inf
+template <typename A>
+FASTLAYERS_INLINE Vector<A> exp_beside_1(const Vector<A>& of) {
+  using namespace vectors;
+  if constexpr (std::is_same_v<A, double>) {
+    return exp<A>(of);
+  } else {
+    const Floats below = of > 88.5f ? broadcast<float>(88.5f) : of;
+    const Floats v = below < -87.f ? broadcast<float>(-87.f) : below;
+    constexpr float kRound = 12582912.f;
+    const Floats shifted = v * 1.44269504f + kRound, n = shifted - kRound;  // whose last bits are n
+    const Floats r = (v - n * 0.693359375f) + n * 2.12194440e-4f;
+    const Floats power = bits_as<Floats>((bits_as<Ints>(shifted) << 23) + 0x3f800000);  // of 2; inf for n = 128
+    return (exp_rest(r) * (r * r) + r + 1.f) * power;
+  }
+}
+
 // exp(v) - 1, within 2e-7
 template <typename A>
 FASTLAYERS_INLINE Vector<A> expm1(const Vector<A>& v) {
@@ -138,11 +155,11 @@ FASTLAYERS_INLINE Vector<A> tanh(const Vector<A>& v) {
 
 // 1 / (1 + exp(-v))
 template <typename A>
-FASTLAYERS_INLINE Vector<A> sigmoid(const Vector<A>& v) { return A(1) / (exp<A>(-v) + A(1)); }
+FASTLAYERS_INLINE Vector<A> sigmoid(const Vector<A>& v) { return A(1) / (exp_beside_1<A>(-v) + A(1)); }
 
 // exp(-z²/2)
 template <typename A>
-FASTLAYERS_INLINE Vector<A> gaussian_bell(const Vector<A>& z) { return exp<A>(z * z * A(-0.5)); }
+FASTLAYERS_INLINE Vector<A> gaussian_bell(const Vector<A>& z) { return exp_below_0<A>(z * z * A(-0.5)); }
 
 // The probability that a normal variable is below z; bell is gaussian_bell(z). In float32 bell·t·P(t), with t = 1/(1 + 0.36·|z|), is the
 // tail beyond |z|: P is a fit within 6.4e-8. It keeps the tail, where 1 + erf(z/√2) would cancel. Up to 1, where erf keeps more, the odd
