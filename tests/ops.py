@@ -2147,7 +2147,7 @@ ROTARY = Op(
     "rotary",
     functional.rotary,
     rotary,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=ROTATIONS,
     saved_bytes=lambda call, out: nbytes(call.args[2]) + nbytes(call.args[3]),
     mistakes=ROTARY_MISTAKES,
@@ -2204,7 +2204,7 @@ QK_NORM_ROTARY = Op(
     "qk_norm_rotary",
     functional.qk_norm_rotary,
     qk_norm_rotary,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=NORMED_ROTATIONS,
     saved_bytes=lambda call, out: (
         sum(map(nbytes, call.tensors())) + sum(row_statistics(call, x.shape, 1, 1) for x in call.args[:2])
