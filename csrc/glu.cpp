@@ -24,8 +24,8 @@ FASTLAYERS_VECTOR_CLONES void gate_parts(const T* gate, const T* up, T* out, con
   const ActParameters<A> p = default_parameters<A>(ACT);
   for_parts(first, last, l.columns, [&](int64_t i, int64_t row, int64_t n) FASTLAYERS_LANES {
     const T *g = gate + i + row * l.skips[0], *u = up + i + row * l.skips[1];
-    map<T, 2, 1>(n, {g, u}, {out + i}, [&](const auto& v, auto& result) FASTLAYERS_LANES {
-      result[0] = act_value<ACT, A>(v[0], p) * v[1];
+    map<T, 2, 1>(n, {g, u}, {out + i}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
+      result[0] = act_value<ACT, A, sizeof(T) == 2>(v[0], p) * v[1];
     });
   });
 }
@@ -43,10 +43,10 @@ FASTLAYERS_VECTOR_CLONES void gradient_parts(const Gradients<T>& of, const Layou
   for_parts(first, last, l.columns, [&](int64_t i, int64_t row, int64_t n) FASTLAYERS_LANES {
     const T *d = of.dy + i, *g = of.gate + i + row * l.skips[0], *u = of.up + i + row * l.skips[1];
     T *dg = of.dgate + i + row * l.skips[2], *du = of.dup + i + row * l.skips[3];
-    map<T, 3, 2>(n, {d, g, u}, {dg, du}, [&](const auto& v, auto& results) FASTLAYERS_LANES {
+    map<T, 3, 2>(n, {d, g, u}, {dg, du}, [&](int64_t, const auto& v, auto& results) FASTLAYERS_LANES {
       const Vector<A>&dy = v[0], &z = v[1], &by = v[2];
-      results[0] = act_gradient<ACT, A>(dy * by, z, p);
-      results[1] = dy * act_value<ACT, A>(z, p);
+      results[0] = act_gradient<ACT, A, sizeof(T) == 2>(dy * by, z, p);
+      results[1] = dy * act_value<ACT, A, sizeof(T) == 2>(z, p);
     });
   });
 }

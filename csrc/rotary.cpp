@@ -73,7 +73,7 @@ FASTLAYERS_INLINE void rotate_halves(const In* in, const Table* cos, const Table
   const int64_t n = a.pairs, other = a.half_tables ? 0 : n;
   const Table *sin1 = sin + (a.backward ? other : 0), *sin2 = sin + (a.backward ? 0 : other), *cos2 = cos + other;
   const A sign = a.backward ? A(-1) : A(1);
-  const auto rotate = [&](const auto& v, auto& r) FASTLAYERS_LANES {
+  const auto rotate = [&](int64_t, const auto& v, auto& r) FASTLAYERS_LANES {
     r[0] = v[0] * v[2] - v[1] * (v[4] * sign);
     r[1] = v[1] * v[3] + v[0] * (v[5] * sign);
   };
@@ -84,7 +84,7 @@ FASTLAYERS_INLINE void rotate_halves(const In* in, const Table* cos, const Table
       const Vector<A> v[] = {lanes.load(in + i),   lanes.load(in + n + i), lanes.load(cos + i),
                              lanes.load(cos2 + i), lanes.load(sin1 + i),   lanes.load(sin2 + i)};
       Vector<A> r[2];
-      rotate(v, r);
+      rotate(i, v, r);
       lanes.store(out + i, r[0]);
       lanes.store(out + n + i, r[1]);
     });

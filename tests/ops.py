@@ -1717,7 +1717,7 @@ BIAS_ACT = Op(
     "bias_act",
     functional.bias_act,
     bias_act,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=BIAS_ACT_SAMPLES,
     saved_bytes=bias_act_saved,
     mistakes=(
@@ -1743,7 +1743,7 @@ def bare(
         fused.__name__,
         fused,
         stock,
-        kernels=GPU_KERNELS,
+        kernels=KERNELS,
         samples=(
             call("bare matrix", (5, 37), smooth=smooth),
             call("bare empty", (0, 7), refused=KERNELS),

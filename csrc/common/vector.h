@@ -165,8 +165,9 @@ FASTLAYERS_INLINE void for_vectors(int64_t n, F&& f) {
   if (i < n) f(i, Some<A>{n - i});
 }
 
-// f(v, results) for the vectors v of n elements of each of `in`, whose results are written to `out`. The elements of a vector need not be
-// neighbours: those of bfloat16 at even and at odd places are vectors of their own, which a word of two is by a shift or a mask.
+// f(at, v, results) for the vectors v of n elements of each of `in`, whose results are written to `out`. The elements of a vector need not
+// be neighbours: those of bfloat16 at even and at odd places are vectors of their own, which a word of two is by a shift or a mask. The
+// vectors follow each other in the order of `at`, where map_place finds an element. Lanes beyond the last element are of zeros.
 template <typename T, size_t IN, size_t OUT, typename F>
 FASTLAYERS_INLINE void map(int64_t n, const std::array<const T*, IN>& in, const std::array<T*, OUT>& out, F&& f) {
   using A = compute_t<T>;
@@ -181,8 +182,8 @@ FASTLAYERS_INLINE void map(int64_t n, const std::array<const T*, IN>& in, const 
         even[k] = bits_as<Floats>(both << 16);
         odd[k] = bits_as<Floats>(both & 0xffff0000u);
       }
-      f(even, of_even);
-      f(odd, of_odd);
+      f(first, even, of_even);
+      f(first + kLanes<A>, odd, of_odd);
       for (size_t k = 0; k < OUT; ++k) {
         const Words both = bfloat16_bits(of_even[k]) >> 16 | (bfloat16_bits(of_odd[k]) & 0xffff0000u);
         std::memcpy(out[k] + first, &both, sizeof(both));
@@ -192,9 +193,16 @@ FASTLAYERS_INLINE void map(int64_t n, const std::array<const T*, IN>& in, const 
   for_vectors<A>(n - first, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     Vector<A> v[IN], results[OUT];
     for (size_t k = 0; k < IN; ++k) v[k] = lanes.load(in[k] + first + i);
-    f(v, results);
+    f(first + i, v, results);
     for (size_t k = 0; k < OUT; ++k) lanes.store(out[k] + first + i, results[k]);
   });
+}
+
+template <typename T>
+inline int64_t map_place(int64_t i, int64_t n) {
+  constexpr int64_t both = 2 * kLanes<compute_t<T>>;
+  if (!std::is_same_v<T, c10::BFloat16> || i >= n / both * both) return i;
+  return i / both * both + i % 2 * (both / 2) + i % both / 2;
 }
 
 // One value of all lanes by a function of two that may be called in any order.
