@@ -3,6 +3,7 @@
 // The stock composition writes x + bias and reads it again, and its backward reads the gradient a second time to sum it for the bias.
 // Here the forward is one pass. The backward is one pass over dy and x: it recomputes x + bias, writes dx and adds the sums up in
 // registers. relu keeps its result instead of x. The gradient passes where the result is not 0, so the same kernel can take it for x.
+#include "bias_act.h"
 #include "common/activations.cuh"
 #include "common/columns.cuh"
 #include "common/ops.h"
@@ -147,42 +148,9 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks<T>)
   me.store(c, sum, partial, sums);
 }
 
-// ---- host ---------------------------------------------------------------------------------------------------------------
-
-// x in a dense memory order in which the bias, if there is one, lies along the rows of the last dimension.
-struct Operand {
-  Tensor x;
-  Dims sizes, strides;        // of x, and of what the kernel writes
-  Dims torch_strides;         // of torch's result, which differ where they would scatter the rows
-  int64_t rows = 1, columns = 1;
-
-  Operand(const Tensor& x_in, const MaybeTensor& bias, const char* op) : x(x_in), sizes(dims_of(x_in.sizes())) {
-    if (bias) {
-      check_same(x_in, *bias, op, "bias");
-      FASTLAYERS_CHECK(!sizes.empty() && bias->dim() == 1 && bias->size(0) == sizes.back(), op,
-                       "expected a bias for each of x's last dimension");
-      columns = sizes.back();
-      rows = columns == 0 ? 0 : x.numel() / columns;
-    }
-    if (x_in.is_contiguous()) {
-      strides = torch_strides = contiguous_strides(sizes);
-      return;
-    }
-    const Dims own = dims_of(x_in.strides());
-    if (bias) {
-      Dims of_bias(sizes.size(), 0);
-      of_bias.back() = bias->stride(0);
-      strides = torch_strides = dense_strides(sizes, memory_order(sizes, {&own, &of_bias}));
-      if (columns > 1 && strides.back() != 1) strides = contiguous_strides(sizes);
-    } else {
-      strides = torch_strides = result_strides(sizes, {&own});
-    }
-    x = with_strides(x_in, sizes, strides);
-  }
-  Tensor empty() const { return empty_strided(sizes, strides, x.scalar_type(), x); }
-};
-
 }  // namespace
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
 
 Tensor bias_act_forward_op(const Tensor& x_in, const MaybeTensor& bias_in, int64_t act_in, double first, double second) {
   const char* op = "bias_act_forward";

@@ -7,6 +7,7 @@
 // Elements rotate in pairs. The sides of a pair are half of the rotated part apart, or neighbours (INTERLEAVED). The gradient rotates
 // back: it is the same computation with the sines of a pair exchanged and negated, which is right for any tables.
 #include "common/device.cuh"
+#include "rotary.h"
 
 namespace fastlayers {
 namespace {
@@ -183,25 +184,6 @@ void dispatch_types(ScalarType in, ScalarType table, ScalarType out, F&& f) {
   else of(__nv_bfloat16{});
 }
 
-// The strides of a table for the dimensions of an operand before the last: 0 where it repeats.
-Dims table_strides(const Tensor& table, const Dims& sizes, const char* name) {
-  Dims strides(sizes.size() - 1, 0);
-  const int64_t shift = static_cast<int64_t>(sizes.size()) - table.dim();
-  FASTLAYERS_CHECK(shift >= 0, "rotary", name, " has more dimensions than q");
-  for (int64_t d = 0; d + 1 < table.dim(); ++d) {
-    if (table.size(d) == 1) continue;
-    FASTLAYERS_CHECK(table.size(d) == sizes[d + shift], "rotary", name, " has size ", table.size(d), " where q has ",
-                     sizes[d + shift]);
-    strides[d + shift] = table.stride(d);
-  }
-  return strides;
-}
-
-// A step of an operand and of the tables along one of its dimensions.
-struct Axis {
-  int64_t size = 1, in = 0, out = 0, cos = 0, sin = 0;
-};
-
 Operand arrange(const Tensor& in, const Tensor& out, const Dims& cos, const Dims& sin, int64_t head, int units, int each) {
   Axis heads, positions[2];
   int found = 0;
@@ -248,8 +230,6 @@ bool starts_words(const Tensor& t, int64_t elements) {
   return true;
 }
 
-Tensor with_rows(const Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : torch::stable::contiguous(t); }
-
 // q, k and the tables of a call, with the results. Where there is no k, it is the empty k_out.
 struct Call {
   Tensor q, k, q_out, k_out, cos, sin;
@@ -285,23 +265,6 @@ struct Call {
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
-
-void check_operands(const Tensor& q, const MaybeTensor& k, const Tensor& cos, const Tensor& sin, int64_t rotary_dim, int64_t head) {
-  const int64_t dims = q.dim(), dim = dims > 0 ? q.size(-1) : 0, width = cos.dim() > 0 ? cos.size(-1) : 0;
-  FASTLAYERS_CHECK(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= dim && dim <= INT32_MAX, "rotary",
-                   "expected an even rotary_dim of at most ", dim, ", but got ", rotary_dim);
-  FASTLAYERS_CHECK((width == rotary_dim || 2 * width == rotary_dim) && sin.dim() > 0 && sin.size(-1) == width, "rotary",
-                   "expected tables with ", rotary_dim, " or ", rotary_dim / 2, " columns, but got ", width);
-  FASTLAYERS_CHECK(head < dims - 1, "rotary", "expected the dimension of the heads before the last one");
-  FASTLAYERS_CHECK(cos.scalar_type() == sin.scalar_type(), "rotary", "expected cos and sin of one dtype");
-  check_device(q, cos, "rotary", "cos");
-  check_device(q, sin, "rotary", "sin");
-  if (!k) return;
-  check_same(q, *k, "rotary", "k");
-  FASTLAYERS_CHECK(k->dim() == dims, "rotary", "expected q and k with the same number of dimensions");
-  for (int64_t d = 0; d < dims; ++d)
-    FASTLAYERS_CHECK(d == head || q.size(d) == k->size(d), "rotary", "q and k differ in dimension ", d);
-}
 
 // q and k may differ along the dimension `head`, and the tables repeat along it; -1: there is none. The strides are those of the
 // results. Without k the second result is empty.

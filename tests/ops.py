@@ -1717,7 +1717,7 @@ BIAS_ACT = Op(
     "bias_act",
     functional.bias_act,
     bias_act,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=BIAS_ACT_SAMPLES,
     saved_bytes=bias_act_saved,
     mistakes=(
@@ -1743,7 +1743,7 @@ def bare(
         fused.__name__,
         fused,
         stock,
-        kernels=GPU_KERNELS,
+        kernels=KERNELS,
         samples=(
             call("bare matrix", (5, 37), smooth=smooth),
             call("bare empty", (0, 7), refused=KERNELS),
@@ -1783,7 +1783,7 @@ SWIGLU = Op(
     "swiglu",
     functional.swiglu,
     gated("silu"),
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(*pairs(), *broadcasts(refused=KERNELS)),
     saved_bytes=both,
     mistakes=GATE_MISTAKES,
@@ -1897,7 +1897,7 @@ GATED_LINEAR = Op(
     "gated_linear",
     functional.gated_linear,
     gated_linear,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(
         of_gate("matrix", (6, 37), smooth=True),
         of_gate("matrix and bias", (6, 16), None, Input((5,)), smooth=True),
@@ -1953,7 +1953,7 @@ GLU = Op(
     "glu",
     functional.glu,
     glu,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(
         replace(A_GLU, smooth=True),
         *(halved(f"{act}", Input((5, 48)), act) for act in STOCK_ACTS),
@@ -2147,7 +2147,7 @@ ROTARY = Op(
     "rotary",
     functional.rotary,
     rotary,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=ROTATIONS,
     saved_bytes=lambda call, out: nbytes(call.args[2]) + nbytes(call.args[3]),
     mistakes=ROTARY_MISTAKES,
@@ -2204,7 +2204,7 @@ QK_NORM_ROTARY = Op(
     "qk_norm_rotary",
     functional.qk_norm_rotary,
     qk_norm_rotary,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=NORMED_ROTATIONS,
     saved_bytes=lambda call, out: (
         sum(map(nbytes, call.tensors())) + sum(row_statistics(call, x.shape, 1, 1) for x in call.args[:2])

@@ -91,20 +91,24 @@ FASTLAYERS_INLINE Vector<A> load(const T* from) {
   }
 }
 
+// The bits of v rounded to bfloat16, to the nearest and ties to even: the upper half of each word.
+FASTLAYERS_INLINE vectors::Words bfloat16_bits(const vectors::Floats& v) {
+  using namespace vectors;
+  const Words bits = bits_as<Words>(v), rounded = bits + ((bits >> 16 & 1u) + 0x7fffu);
+  return v != v ? Words{} + 0x7fc00000u : rounded;
+}
+
 template <typename T, typename A = compute_t<T>>
 FASTLAYERS_INLINE void store(T* to, const Vector<A>& v) {
   if constexpr (std::is_same_v<T, A>) {
     std::memcpy(to, &v, sizeof(v));
   } else {
     using namespace vectors;
-    const Words bits = bits_as<Words>(v);
     Words rounded;
-    if constexpr (std::is_same_v<T, c10::BFloat16>) {  // to the nearest, ties to even
-      const Words nan = bits_as<Words>(v != v);
-      rounded = ((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~nan) | (nan & 0x7fc00000u);
-      rounded >>= 16;
+    if constexpr (std::is_same_v<T, c10::BFloat16>) {
+      rounded = bfloat16_bits(v) >> 16;
     } else {  // as c10 does
-      const Words doubled = bits + bits;
+      const Words bits = bits_as<Words>(v), doubled = bits + bits;
       Words bias = doubled & 0xff000000u;
       const Words low = bits_as<Words>(bias < 0x71000000u);
       bias = (bias & ~low) | (low & 0x71000000u);
@@ -159,6 +163,46 @@ FASTLAYERS_INLINE void for_vectors(int64_t n, F&& f) {
   int64_t i = 0;
   for (; i + kLanes<A> <= n; i += kLanes<A>) f(i, All<A>{});
   if (i < n) f(i, Some<A>{n - i});
+}
+
+// f(at, v, results) for the vectors v of n elements of each of `in`, whose results are written to `out`. The elements of a vector need not
+// be neighbours: those of bfloat16 at even and at odd places are vectors of their own, which a word of two is by a shift or a mask. The
+// vectors follow each other in the order of `at`, where map_place finds an element. Lanes beyond the last element are of zeros.
+template <typename T, size_t IN, size_t OUT, typename F>
+FASTLAYERS_INLINE void map(int64_t n, const std::array<const T*, IN>& in, const std::array<T*, OUT>& out, F&& f) {
+  using A = compute_t<T>;
+  int64_t first = 0;
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    using namespace vectors;
+    for (; first + 2 * kLanes<A> <= n; first += 2 * kLanes<A>) {
+      Floats even[IN], odd[IN], of_even[OUT], of_odd[OUT];
+      for (size_t k = 0; k < IN; ++k) {
+        Words both;
+        std::memcpy(&both, in[k] + first, sizeof(both));
+        even[k] = bits_as<Floats>(both << 16);
+        odd[k] = bits_as<Floats>(both & 0xffff0000u);
+      }
+      f(first, even, of_even);
+      f(first + kLanes<A>, odd, of_odd);
+      for (size_t k = 0; k < OUT; ++k) {
+        const Words both = bfloat16_bits(of_even[k]) >> 16 | (bfloat16_bits(of_odd[k]) & 0xffff0000u);
+        std::memcpy(out[k] + first, &both, sizeof(both));
+      }
+    }
+  }
+  for_vectors<A>(n - first, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
+    Vector<A> v[IN], results[OUT];
+    for (size_t k = 0; k < IN; ++k) v[k] = lanes.load(in[k] + first + i);
+    f(first + i, v, results);
+    for (size_t k = 0; k < OUT; ++k) lanes.store(out[k] + first + i, results[k]);
+  });
+}
+
+template <typename T>
+inline int64_t map_place(int64_t i, int64_t n) {
+  constexpr int64_t both = 2 * kLanes<compute_t<T>>;
+  if (!std::is_same_v<T, c10::BFloat16> || i >= n / both * both) return i;
+  return i / both * both + i % 2 * (both / 2) + i % both / 2;
 }
 
 // One value of all lanes by a function of two that may be called in any order.

@@ -15,17 +15,17 @@ FASTLAYERS_INLINE Vector<A> mish_exp(const Vector<A>& z) { return exp<A>(z < A(2
 template <typename A>
 FASTLAYERS_INLINE Vector<A> gelu_tanh_2u(const Vector<A>& z) { return (z + z * z * z * A(0.044715)) * A(1.59576912160573071176); }
 
-// act(z)
-template <Act ACT, typename A>
+// act(z). FAST: as precise as a result of 16 bits needs.
+template <Act ACT, typename A, bool FAST = false>
 FASTLAYERS_INLINE Vector<A> act_value(const Vector<A>& z, [[maybe_unused]] const ActParameters<A>& p) {
   using V = Vector<A>;
   const V zero{};
   if constexpr (ACT == Act::relu) {
     return z <= A(0) ? zero : z;
   } else if constexpr (ACT == Act::silu) {
-    return z / (exp<A>(-z) + A(1));
+    return z / (exp_beside_1<A>(-z) + A(1));
   } else if constexpr (ACT == Act::gelu) {
-    return z * gaussian_cdf<A>(z, gaussian_bell<A>(z));
+    return z * gaussian_cdf<A, FAST>(z, gaussian_bell<A, FAST>(z));
   } else if constexpr (ACT == Act::gelu_tanh) {
     return z * sigmoid<A>(gelu_tanh_2u<A>(z));
   } else if constexpr (ACT == Act::hardswish) {
@@ -58,7 +58,7 @@ FASTLAYERS_INLINE Vector<A> act_value(const Vector<A>& z, [[maybe_unused]] const
 }
 
 // g·act'(z). Where the derivative is 0 or 1 by cases, g is chosen and not multiplied: 0 for an infinite g, as by torch.
-template <Act ACT, typename A>
+template <Act ACT, typename A, bool FAST = false>
 FASTLAYERS_INLINE Vector<A> act_gradient(const Vector<A>& g, const Vector<A>& z, [[maybe_unused]] const ActParameters<A>& p) {
   using V = Vector<A>;
   const V zero{};
@@ -68,10 +68,10 @@ FASTLAYERS_INLINE Vector<A> act_gradient(const Vector<A>& g, const Vector<A>& z,
     const V s = sigmoid<A>(z);
     return g * s * (A(1) + z * (A(1) - s));
   } else if constexpr (ACT == Act::gelu) {
-    const V bell = gaussian_bell<A>(z);
-    return g * (gaussian_cdf<A>(z, bell) + z * (bell * A(0.39894228040143267794)));
+    const V bell = gaussian_bell<A, FAST>(z);
+    return g * (gaussian_cdf<A, FAST>(z, bell) + z * (bell * A(0.39894228040143267794)));
   } else if constexpr (ACT == Act::gelu_tanh) {
-    const V e = exp<A>(-gelu_tanh_2u<A>(z)), s = A(1) / (e + A(1));
+    const V e = exp_beside_1<A>(-gelu_tanh_2u<A>(z)), s = A(1) / (e + A(1));
     const V rest = z > A(0) ? e * s : A(1) - s;  // 1 - s without its cancellation
     return g * (s + z * s * rest * ((z * z * A(3 * 0.044715) + A(1)) * A(1.59576912160573071176)));
   } else if constexpr (ACT == Act::hardswish) {

@@ -28,7 +28,7 @@ class Kernels(dispatch.Kernels):
         return torch.empty_like(x), x.new_empty(x.shape[-1] if dbias else 0, dtype=dtype or x.dtype)
 
 
-FAMILY = dispatch.Family("bias_act", Kernels)
+FAMILY = dispatch.Family("bias_act", Kernels, cpu=True)
 
 #: The activations that an unforced call runs in a kernel even without a bias: torch has no kernel for quick_gelu and
 #: relu2, and its kernels for gelu, mish, elu and softplus are limited by arithmetic (.91, .70, .81 and .67 of the copy

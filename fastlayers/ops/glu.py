@@ -37,7 +37,7 @@ class Kernels(dispatch.Kernels):
         return torch.empty_like(x)
 
 
-FAMILY = dispatch.Family("glu", Kernels)
+FAMILY = dispatch.Family("glu", Kernels, cpu=True)
 
 
 def _decomposed_backward(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ class Kernels(dispatch.Kernels):
         )
 
 
-FAMILY = dispatch.Family("rotary", Kernels)
+FAMILY = dispatch.Family("rotary", Kernels, cpu=True)
 
 #: Dimensions that the kernels walk: two positions, the heads, and that which rotates.
 MOST_DIMS = 4

@@ -1,0 +1,94 @@
+// act(gate)·up for CPU tensors, forward and backward, on torch's threads: one pass over memory each. What is kept and recomputed is that
+// of the CUDA kernels (glu.cu).
+#include "glu.h"
+
+#include "common/vector_activations.h"
+
+namespace fastlayers {
+namespace {
+
+// Calls f(i, row, n) for the parts of rows between two elements: n elements from i on.
+template <typename F>
+FASTLAYERS_INLINE void for_parts(int64_t first, int64_t last, int64_t columns, F&& f) {
+  for (int64_t i = first; i < last;) {
+    const int64_t row = i / columns, n = std::min(last, (row + 1) * columns) - i;
+    f(i, row, n);
+    i += n;
+  }
+}
+
+// out = act(gate)·up, from the element `first` of out to `last`.
+template <typename T, Act ACT>
+FASTLAYERS_VECTOR_CLONES void gate_parts(const T* gate, const T* up, T* out, const Layout& l, int64_t first, int64_t last) {
+  using A = compute_t<T>;
+  const ActParameters<A> p = default_parameters<A>(ACT);
+  for_parts(first, last, l.columns, [&](int64_t i, int64_t row, int64_t n) FASTLAYERS_LANES {
+    const T *g = gate + i + row * l.skips[0], *u = up + i + row * l.skips[1];
+    map<T, 2, 1>(n, {g, u}, {out + i}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
+      result[0] = act_value<ACT, A, sizeof(T) == 2>(v[0], p) * v[1];
+    });
+  });
+}
+
+template <typename T>
+struct Gradients {
+  const T *dy, *gate, *up;
+  T *dgate, *dup;  // dgate may be dy
+};
+
+template <typename T, Act ACT>
+FASTLAYERS_VECTOR_CLONES void gradient_parts(const Gradients<T>& of, const Layout& l, int64_t first, int64_t last) {
+  using A = compute_t<T>;
+  const ActParameters<A> p = default_parameters<A>(ACT);
+  for_parts(first, last, l.columns, [&](int64_t i, int64_t row, int64_t n) FASTLAYERS_LANES {
+    const T *d = of.dy + i, *g = of.gate + i + row * l.skips[0], *u = of.up + i + row * l.skips[1];
+    T *dg = of.dgate + i + row * l.skips[2], *du = of.dup + i + row * l.skips[3];
+    map<T, 3, 2>(n, {d, g, u}, {dg, du}, [&](int64_t, const auto& v, auto& results) FASTLAYERS_LANES {
+      const Vector<A>&dy = v[0], &z = v[1], &by = v[2];
+      results[0] = act_gradient<ACT, A, sizeof(T) == 2>(dy * by, z, p);
+      results[1] = dy * act_value<ACT, A, sizeof(T) == 2>(z, p);
+    });
+  });
+}
+
+// What the loops need besides: nothing.
+struct Threads {
+  explicit Threads(const Tensor&) {}
+};
+
+void run_forward(const std::array<View, 2>& operands, Tensor& out, const Layout& l, Act act, const Threads&) {
+  dispatch_floating(out.scalar_type(), "gated_forward", [&](auto zero) {
+    using T = decltype(zero);
+    const T *gate = reinterpret_cast<const T*>(operands[0].data), *up = reinterpret_cast<const T*>(operands[1].data);
+    T* to = pointer<T>(out);
+    with_act<true>(act, [&](auto chosen) {
+      torch::stable::parallel_for(0, l.rows * l.columns, kGrain, [&](int64_t first, int64_t last) {
+        gate_parts<T, decltype(chosen)::value>(gate, up, to, l, first, last);
+      });
+    });
+  });
+}
+
+void run_backward(const Tensor& dy, const std::array<View, 4>& operands, const Layout& l, Act act, const Threads&) {
+  dispatch_floating(dy.scalar_type(), "gated_backward", [&](auto zero) {
+    using T = decltype(zero);
+    const auto at = [&](int k) { return reinterpret_cast<T*>(operands[k].data); };
+    const Gradients<T> of{pointer<const T>(dy), at(0), at(1), at(2), at(3)};
+    with_act<true>(act, [&](auto chosen) {
+      torch::stable::parallel_for(0, l.rows * l.columns, kGrain, [&](int64_t first, int64_t last) {
+        gradient_parts<T, decltype(chosen)::value>(of, l, first, last);
+      });
+    });
+  });
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+  m.impl("gated_forward", TORCH_BOX(&fastlayers::gated_forward_op<fastlayers::Threads>));
+  m.impl("gated_backward", TORCH_BOX(&fastlayers::gated_backward_op<fastlayers::Threads>));
+  m.impl("gated_backward_", TORCH_BOX(&fastlayers::gated_backward_in_place_op<fastlayers::Threads>));
+  m.impl("glu_forward", TORCH_BOX(&fastlayers::glu_forward_op<fastlayers::Threads>));
+  m.impl("glu_backward", TORCH_BOX(&fastlayers::glu_backward_op<fastlayers::Threads>));
+}
