@@ -27,31 +27,54 @@ void dispatch_pair(ScalarType in, ScalarType out, const char* op, F&& f) {
 // ---- dropout ------------------------------------------------------------------------------------------------------------
 
 constexpr int kRounds = 10;
-constexpr int kCounters = 16;
 constexpr int64_t kStretch = 512;  // elements whose words are drawn before they are used, in the first-level cache
 
-// The words of Philox4x32 at neighbouring counters. The halves of the products are written so that compilers find instructions for them.
+// The words of Philox4x32 at kCounters neighbouring counters. Each has a lane of 64 bits, which its products fill.
+typedef uint64_t Longs __attribute__((vector_size(kVectorWidth)));
+constexpr int kGroups = 4;  // vectors whose products do not wait for each other
+constexpr int kCounters = kGroups * kVectorWidth / sizeof(uint64_t);
+
 FASTLAYERS_INLINE void philox(uint32_t* words, uint64_t key, uint64_t counter) {
-  uint32_t a[kCounters], b[kCounters], c[kCounters] = {}, d[kCounters] = {};
-  for (int j = 0; j < kCounters; ++j) {
-    a[j] = static_cast<uint32_t>(counter + j);
-    b[j] = static_cast<uint32_t>((counter + j) >> 32);
+  constexpr uint64_t kLow = 0xffffffff;
+  Longs a[kGroups], b[kGroups], c[kGroups] = {}, d[kGroups] = {};
+  for (int g = 0; g < kGroups; ++g) {
+    const Longs own = Longs{0, 1, 2, 3, 4, 5, 6, 7} + (counter + g * (kCounters / kGroups));
+    a[g] = own & kLow;
+    b[g] = own >> 32;
   }
   uint32_t first = static_cast<uint32_t>(key), second = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < kRounds; ++round) {
-    for (int j = 0; j < kCounters; ++j) {
-      const uint32_t low_a = 0xD2511F53u * a[j], low_c = 0xCD9E8D57u * c[j];
-      const auto high_a = static_cast<uint32_t>(static_cast<uint64_t>(0xD2511F53u) * a[j] >> 32);
-      const auto high_c = static_cast<uint32_t>(static_cast<uint64_t>(0xCD9E8D57u) * c[j] >> 32);
-      a[j] = high_c ^ b[j] ^ first;
-      c[j] = high_a ^ d[j] ^ second;
-      b[j] = low_c;
-      d[j] = low_a;
+    for (int g = 0; g < kGroups; ++g) {
+      const Longs of_a = a[g] * uint64_t{0xD2511F53}, of_c = c[g] * uint64_t{0xCD9E8D57};
+      a[g] = (of_c >> 32) ^ b[g] ^ uint64_t{first};
+      c[g] = (of_a >> 32) ^ d[g] ^ uint64_t{second};
+      b[g] = of_c & kLow;
+      d[g] = of_a & kLow;
     }
     first += 0x9E3779B9u;
     second += 0xBB67AE85u;
   }
-  for (int j = 0; j < kCounters; ++j) words[4 * j] = a[j], words[4 * j + 1] = b[j], words[4 * j + 2] = c[j], words[4 * j + 3] = d[j];
+  for (int g = 0; g < kGroups; ++g) {
+    const Longs one = a[g] | b[g] << 32, two = c[g] | d[g] << 32;
+    const Longs low = __builtin_shuffle(one, two, Longs{0, 8, 1, 9, 2, 10, 3, 11});
+    const Longs high = __builtin_shuffle(one, two, Longs{4, 12, 5, 13, 6, 14, 7, 15});
+    std::memcpy(words + g * 2 * kLanes<float>, &low, sizeof(low));
+    std::memcpy(words + (g * 2 + 1) * kLanes<float>, &high, sizeof(high));
+  }
+}
+
+typedef uint32_t HalfWords __attribute__((vector_size(kVectorWidth / 2)));
+
+// scale in the lanes whose words are not below the threshold, 0 in the others.
+template <typename A>
+FASTLAYERS_INLINE Vector<A> kept(const uint32_t* words, uint32_t threshold, A scale) {
+  std::conditional_t<std::is_same_v<A, double>, HalfWords, vectors::Words> some;
+  std::memcpy(&some, words, sizeof(some));
+  if constexpr (std::is_same_v<A, double>) {
+    return __builtin_convertvector(some, Longs) >= uint64_t{threshold} ? broadcast<A>(scale) : Vector<A>{};
+  } else {
+    return some >= threshold ? broadcast<A>(scale) : Vector<A>{};
+  }
 }
 
 template <typename I, typename O>
@@ -69,21 +92,19 @@ template <typename I, typename O>
 FASTLAYERS_VECTOR_CLONES void dropout_flat(const Dropout<I, O>& of, int64_t first, int64_t last) {
   using A = compute_t<O>;
   uint32_t words[kStretch] = {};
-  A factors[kStretch];
   for (int64_t start = first; start < last; start += kStretch) {
     const int64_t n = std::min(last - start, kStretch);
     for (int64_t i = 0; i < n; i += 4 * kCounters) philox(words + i, of.seed, static_cast<uint64_t>(start + i) / 4);
-    for (int64_t i = 0; i < kStretch; ++i) factors[i] = words[i] >= of.threshold ? of.scale : A(0);
     const I* x = of.x + start;
     O* out = of.out + start;
     if (of.residual != nullptr) {
       const O* residual = of.residual + start;
       for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
-        lanes.store(out + i, lanes.load(x + i) * load<A>(factors + i) + lanes.load(residual + i));
+        lanes.store(out + i, lanes.load(x + i) * kept<A>(words + i, of.threshold, of.scale) + lanes.load(residual + i));
       });
     } else {
       for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
-        lanes.store(out + i, lanes.load(x + i) * load<A>(factors + i));
+        lanes.store(out + i, lanes.load(x + i) * kept<A>(words + i, of.threshold, of.scale));
       });
     }
   }
