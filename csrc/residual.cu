@@ -4,6 +4,7 @@
 // Philox4x32-10(key seed, counter i / 4) says, i counted in memory order, and the backward draws the same words again. They
 // depend on no load but that of the seed, so a thread computes them while its words are on their way.
 #include "common/columns.cuh"
+#include "residual.h"
 
 namespace fastlayers {
 namespace {
@@ -316,13 +317,6 @@ __global__ void __launch_bounds__(kThreads) scale_backward_rows(const G* __restr
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-void check_residual(const Tensor& x, const Tensor& residual, ScalarType out, const char* op) {
-  FASTLAYERS_CHECK(residual.scalar_type() == out, op, "expected a residual of the result's dtype ", toString(out), ", but got ",
-                   toString(residual.scalar_type()));
-  check_device(x, residual, op, "residual");
-  check_same_sizes(x, residual, op, "residual");
-}
-
 // Calls f(std::bool_constant<whether a residual is added>{}) for the cases that kernels are built for: a sum may be wider than x, a
 // gradient narrower than what comes in.
 template <typename I, typename O, typename F>
@@ -333,25 +327,6 @@ void with_residual(bool adds, const char* op, F&& f) {
   else if constexpr (sizeof(I) > sizeof(O)) f(std::false_type{});
   else adds ? f(std::true_type{}) : f(std::false_type{});
 }
-
-// x and the residual, where there is one, in the memory order of torch's result.
-struct Operands {
-  Tensor x;
-  MaybeTensor residual;
-  Dims sizes, strides;
-
-  // `product`: the layout of what is added to the residual.
-  Operands(const Tensor& x_in, const MaybeTensor& residual_in, const Dims& product)
-      : x(x_in), residual(residual_in), sizes(dims_of(x_in.sizes())), strides(product) {
-    if (residual) {
-      const Dims own = dims_of(residual->strides());
-      strides = result_strides(sizes, {&own, &product});
-      residual = with_strides(*residual, sizes, strides);
-    }
-    x = with_strides(x, sizes, strides);
-  }
-  bool whole_words() const { return aligned(x.const_data_ptr()) && aligned(pointer<const void>(residual)); }
-};
 
 Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, double p, const Tensor& seed, ScalarType dtype) {
   const char* op = "dropout_add";
@@ -377,26 +352,6 @@ Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, double p, const
     });
   });
   return out;
-}
-
-// The dimension of x along which gamma varies, -1 where it is one value.
-int64_t gamma_dim(const Tensor& gamma, const Tensor& x, const char* op) {
-  broadcast_strides(gamma, dims_of(x.sizes()), op, "gamma");  // or says why not
-  FASTLAYERS_CHECK(gamma.is_contiguous(), op, "expected a contiguous gamma");
-  check_device(x, gamma, op, "gamma");
-  int64_t dim = -1;
-  for (int64_t d = 0; d < gamma.dim(); ++d) {
-    if (gamma.size(d) == 1) continue;
-    FASTLAYERS_CHECK(dim < 0, op, "gamma varies along more than one dimension");
-    dim = d + x.dim() - gamma.dim();
-  }
-  return dim;
-}
-
-void check_keep(const Tensor& keep, const Tensor& x, const char* op) {
-  check_device(x, keep, op, "keep");
-  FASTLAYERS_CHECK(keep.scalar_type() == compute_dtype(x) && keep.is_contiguous() && x.dim() > 0 && keep.numel() == x.size(0), op,
-                   "expected keep to have one ", toString(compute_dtype(x)), " for each index of dimension 0");
 }
 
 // A vector along dimension `dim` of a dense tensor of n elements; -1: one value.
@@ -425,17 +380,10 @@ Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& r
                  ScalarType dtype) {
   const char* op = "scale_add";
   if (residual) check_residual(x, *residual, dtype, op);
-  const Dims sizes = dims_of(x.sizes()), own = dims_of(x.strides());
+  const Dims sizes = dims_of(x.sizes());
   const int64_t dim = gamma ? gamma_dim(*gamma, x, op) : -1;
   if (keep) check_keep(*keep, x, op);
-  Dims product = own;
-  if (gamma || keep) {
-    const Dims of_gamma = gamma ? broadcast_strides(*gamma, sizes, op, "gamma") : Dims(sizes.size(), 0);
-    product = dense_strides(sizes, memory_order(sizes, {&own, &of_gamma}));
-  } else if (!residual) {
-    product = result_strides(sizes, {&own});
-  }
-  const Operands operands(x, residual, product);
+  const Operands operands(x, residual, product_strides(x, gamma, residual, keep, op));
   const Launch launch(x);
   Tensor out = empty_strided(operands.sizes, operands.strides, dtype, x);
   const int64_t n = out.numel();

@@ -733,7 +733,7 @@ def scale_saved(call: Call, out: Tensor) -> int:
     return 0 if gamma is None else nbytes(x) + nbytes(gamma)
 
 
-RESIDUAL_KERNELS = ("triton", "cuda")
+RESIDUAL_KERNELS = KERNELS
 FLOAT32_RESIDUAL = Input((5, 37), dtype=torch.float32)
 DROPOUT_ADD = Op(
     "dropout_add",

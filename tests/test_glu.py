@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import DEVICES, PLACES, answer, assert_close, needs_gpu, same_bits
-from ops import GATED_LINEAR, Call
+from ops import GATED_LINEAR, GLU, Call
 from torch import Tensor, nn
 
 import fastlayers
@@ -21,7 +21,7 @@ from fastlayers.ops import glu
 from fastlayers.ops.activations import BY_CODE
 
 KERNELS = [
-    pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda")
+    pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in GLU.kernels
 ]
 
 

@@ -32,12 +32,12 @@ from fastlayers import backends, functional
 from fastlayers.ops import residual as ops
 
 KERNELS = [
-    pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda")
+    pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda", "cpu")
 ]
 EVERYWHERE = [
     pytest.param(place, marks=place.marks(), id=str(place))
     for place in PLACES
-    if place.backend in ("eager", "triton", "cuda")
+    if place.backend in ("eager", "triton", "cuda", "cpu")
 ]
 FLOAT64 = [torch.float64]
 

@@ -35,7 +35,7 @@ class Kernels(dispatch.Kernels):
         return torch.empty_like(x), torch.empty_like(gamma)
 
 
-FAMILY = dispatch.Family("residual", Kernels)
+FAMILY = dispatch.Family("residual", Kernels, cpu=True)
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
 # A dropout stores only a seed, one int64 drawn on the device from torch's own generator. So its masks follow
