@@ -2359,7 +2359,7 @@ CROSS_ENTROPY = Op(
     "cross_entropy",
     functional.cross_entropy,
     cross_entropy,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=CROSS_ENTROPY_SAMPLES,
     saved_bytes=cross_entropy_saved,
     mistakes=(
@@ -2405,9 +2405,9 @@ def linear_cross_entropy(
 def of_linear(
     name: str, shape: tuple[int, ...] = (6, 8), columns: int = 13, *, bias: bool = False, class_weight: bool = False,
     target: Any = classes, layout: Any = contiguous, values: Any = normal, hidden: Any = None, weight: Any = None,
-    chunk_size: int | None = 4, refused: tuple[str, ...] = ("cpu",), **options: Any,
+    chunk_size: int | None = 4, refused: tuple[str, ...] = (), **options: Any,
 ) -> Sample:  # fmt: skip
-    """A call in chunks. csrc has no code for it on CPUs."""
+    """A call in chunks."""
     names = ("smooth", "gpu_only", "dtypes")
     about = {key: options.pop(key) for key in names if key in options}
     if not isinstance(target, Input):

@@ -16,6 +16,7 @@ derivatives and for the CPU.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,12 @@ from fastlayers.ops import dispatch, reference
 from fastlayers.ops.dispatch import Gradients, Needs
 from fastlayers.ops.softmax import GPU_LEAST, result_dtype
 
+#: Elements from which an unforced call on a CPU gets the kernel, if it has a dtype and a number of classes of which the
+#: kernel is the faster one: it converts float16 slowly, has exponentials of float64 one by one, and gains nothing where
+#: a row takes few vectors and is yet too long to be transposed.
+CPU_LEAST = 2**17
+_CPU_DTYPES = (torch.float32, torch.bfloat16)
+_CPU_TRANSPOSED, _CPU_LONG = 24, 100
 _MOST_CLASSES = 2**30
 #: The codes that torch and the kernels have for ``reduction``.
 NONE, MEAN, SUM = 0, 1, 2
@@ -65,7 +72,7 @@ class Kernels(dispatch.Kernels):
         return logits.new_empty(target.shape, dtype=dispatch.accumulator(logits))
 
 
-FAMILY = dispatch.Family("cross_entropy", Kernels)
+FAMILY = dispatch.Family("cross_entropy", Kernels, cpu=True)
 
 
 class Options(NamedTuple):
@@ -184,6 +191,22 @@ def unsupported(x: Tensor, target: object, weight: Tensor | None, options: Optio
     return None if weight.dtype in dispatch.FLOATING else f"no kernel for a weight of {weight.dtype}"
 
 
+def _gains(kernels: Kernels, x: Tensor, options: Options) -> bool:
+    """Whether a call that nobody forced gains by the kernel."""
+    if not kernels.unasked:
+        return bool(options.softcap or options.z_loss) or x.numel() >= GPU_LEAST
+    if x.dim() == 0 or x.dtype not in _CPU_DTYPES or x.numel() < CPU_LEAST:
+        return False
+    classes = x.shape[_class_dim(x)]
+    return classes <= _CPU_TRANSPOSED or classes >= _CPU_LONG
+
+
+def _as_torch_raises(error: RuntimeError) -> Exception:
+    """The error of a class out of bounds as torch has it on a CPU; another one as it is."""
+    wrong = re.search(r"Target -?\d+ is out of bounds\.", str(error))
+    return error if wrong is None else IndexError(wrong[0])
+
+
 def _wide(weight: Tensor | None, x: Tensor) -> Tensor | None:
     """The weight as the kernels take it: contiguous, in the dtype of the computation."""
     if weight is None:
@@ -260,16 +283,19 @@ def cross_entropy(
     options = Options(ignore_index, code, label_smoothing, softcap or 0.0, z_loss)
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
-        if softcap is None and not z_loss and x.numel() < GPU_LEAST and backends.get_backend() is None:
+        if backends.get_backend() is None and not _gains(kernels, x, options):
             return reference.cross_entropy(x, target, weight, *options)
         out = result_dtype(x, None, None)
         reason = unsupported(x, target, weight, options, out)
         if reason is None:
             weight = _wide(weight, x)
             target = dispatch.unwrap(target)
-            if inplace and dispatch.wants_gradient(x):
-                return _record_overwriting(dispatch.unwrap(x), (kernels, target, weight, *options, out))
-            return CrossEntropy.run(kernels, x, target, weight, *options, out)
+            try:
+                if inplace and dispatch.wants_gradient(x):
+                    return _record_overwriting(dispatch.unwrap(x), (kernels, target, weight, *options, out))
+                return CrossEntropy.run(kernels, x, target, weight, *options, out)
+            except RuntimeError as error:
+                raise _as_torch_raises(error) from None
         backends.refuse(reason)
     elif torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x):
         # Inductor reaches half of the memory limit, so a graph keeps the kernel. It never writes the logits, even where
@@ -307,7 +333,10 @@ def cross_entropy_chunk_(
         if reason is None:
             weight = _wide(weight, logits)
             rest = (grad_scale, want_grad, columns)
-            return kernels.cross_entropy_chunk_(logits, target, weight, ignore_index, *options[2:], *rest)
+            try:
+                return kernels.cross_entropy_chunk_(logits, target, weight, ignore_index, *options[2:], *rest)
+            except RuntimeError as error:
+                raise _as_torch_raises(error) from None
         backends.refuse(reason)
     return _compose_chunk_(logits, target, weight, options, grad_scale, want_grad, columns)
 

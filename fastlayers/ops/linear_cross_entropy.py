@@ -192,7 +192,7 @@ def _matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if 1 in t.stride() else t.contiguous()
 
 
-def sweep(
+def _sweep_rows(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None, rest: Rest,
     grad_scale: Tensor | None, alpha: float, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, Gradients]:  # fmt: skip
@@ -255,6 +255,35 @@ def sweep(
         db *= alpha * scale
     del memory, padded, logits  # before a dweight that was summed in float32 is copied
     return losses, Gradients(dh, dw, db).like(input, linear_weight, linear_bias)
+
+
+def _labelled(target: Tensor, ignore_index: int) -> Tensor | None:
+    """The rows with a label, None where all have one. On a CPU only: a GPU would have to be waited for."""
+    if target.is_cuda:
+        return None
+    found = (target.reshape(-1) != ignore_index).nonzero().squeeze(1)
+    if found.numel() == target.numel():
+        return None
+    return found if found.numel() else found.new_zeros(1)  # a row that counts nothing, for the kernel
+
+
+def sweep(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None, rest: Rest,
+    grad_scale: Tensor | None, alpha: float, wanted: tuple[bool, ...],
+) -> tuple[Tensor, Gradients]:  # fmt: skip
+    """The loss of each row, and the wanted gradients of ``alpha * sum(losses * grad_scale)``."""
+    labelled = _labelled(target, rest.loss.ignore_index)
+    if labelled is None:
+        return _sweep_rows(input, linear_weight, linear_bias, target, weight, rest, grad_scale, alpha, wanted)
+    if grad_scale is not None and grad_scale.numel() > 1:
+        grad_scale = grad_scale[labelled]
+    rows = input.detach().reshape(-1, input.shape[-1])
+    some = (rows[labelled], linear_weight, linear_bias, target.reshape(-1)[labelled], weight)
+    losses, found = _sweep_rows(*some, rest, grad_scale, alpha, wanted)
+    dh = found.input
+    if dh is not None:
+        dh = torch.zeros_like(rows).index_copy_(0, labelled, dh).view(input.shape)
+    return losses.new_zeros(target.numel()).index_copy_(0, labelled, losses), found._replace(input=dh)
 
 
 def _denominator(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -468,8 +497,6 @@ def linear_cross_entropy(
             backends.refuse(f"it takes plain tensors, and input is a {type(input).__name__}")
         elif forced is not None or chunk_size is not None or is_large(input, linear_weight):
             rest = _rest(input, loss, _autocast_dtype(input), chunk_size)
-            if forced is not None and backends.choose(input.device) == "cpu":
-                backends.refuse("csrc has no linear_cross_entropy for CPU tensors; torch's own serves them")
             reason = unsupported(input, linear_weight, linear_bias, target, weight, rest)
             if reason is None:
                 if dispatch.wants_gradient(input, linear_weight, linear_bias):
