@@ -20,9 +20,7 @@ from fastlayers import backends, functional
 from fastlayers.ops import glu
 from fastlayers.ops.activations import BY_CODE
 
-KERNELS = [
-    pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in GLU.kernels
-]
+KERNELS = [pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in GLU.kernels]
 
 
 class StandIns(SimpleNamespace):
