@@ -21,7 +21,7 @@ RANGE = torch.cat(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("act", [name for name in ACTIVATIONS if name is not None])
 def test_error_over_the_range(act: str, dtype: torch.dtype) -> None:
-    """Within three roundings, or 1e-7 of float32 where values cancel. A gradient has 1 - sigmoid as torch's: 16 of them.
+    """Within three roundings, or 1e-7 of float32 where values cancel. A gradient has torch's 1 - sigmoid: 16 of them.
 
     The polynomials for 16 bits are within 4e-5, which is less than a rounding but where gelu's gradient is 0.
     """
