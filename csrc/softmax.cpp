@@ -14,19 +14,23 @@ constexpr int64_t kTile = 512;  // columns at a time
 
 struct NoMask {};
 
-// Which elements of a vector a boolean mask keeps.
+typedef uint8_t SixteenBytes __attribute__((vector_size(16)));
+typedef uint8_t EightBytes __attribute__((vector_size(8)));
+
+// Which elements of a vector a boolean mask keeps: 0 for the others.
 template <typename A>
-FASTLAYERS_INLINE WholeVector<A> load_flags(const bool* mask, int64_t count = kLanes<A>) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes<A>)));
-  Bytes bytes{};
+FASTLAYERS_INLINE WholeVector<A> load_flags(const bool* mask, int64_t count) {
+  using namespace vectors;
+  std::conditional_t<std::is_same_v<A, double>, EightBytes, SixteenBytes> bytes{};
   if (count == kLanes<A>) std::memcpy(&bytes, mask, sizeof(bytes));
   else std::memcpy(&bytes, mask, count);
-  return __builtin_convertvector(bytes, WholeVector<A>);
+  if constexpr (std::is_same_v<A, double>) return __builtin_convertvector(bytes, Longs);
+  else return __builtin_convertvector(__builtin_convertvector(bytes, Halves), Ints);  // in one step GCC 12 takes element by element
 }
 template <typename A>
-int64_t count_of(const All<A>&) { return kLanes<A>; }
+FASTLAYERS_INLINE int64_t count_of(const All<A>&) { return kLanes<A>; }
 template <typename A>
-int64_t count_of(const Some<A>& lanes) { return lanes.count; }
+FASTLAYERS_INLINE int64_t count_of(const Some<A>& lanes) { return lanes.count; }
 
 // Writes a row of scores and returns the largest. M: bool, an additive mask's type, or NoMask. `step`: 0 for a mask that has one element
 // for the row, else 1.
@@ -34,10 +38,7 @@ template <typename T, typename M, typename A = compute_t<T>>
 FASTLAYERS_VECTOR_CLONES A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* mask,
                                         [[maybe_unused]] int64_t step) {
   const A nothing = -std::numeric_limits<A>::infinity();
-  constexpr int K = 4;
-  Vector<A> most[K];
-  for (int k = 0; k < K; ++k) most[k] = broadcast<A>(std::numeric_limits<A>::lowest());
-  int64_t turn = 0;
+  Vector<A> most = broadcast<A>(std::numeric_limits<A>::lowest());
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     Vector<A> v = lanes.load(x + i) * scale;
     if constexpr (std::is_same_v<M, bool>) {
@@ -48,24 +49,21 @@ FASTLAYERS_VECTOR_CLONES A write_scores(A* to, const T* x, int64_t n, A scale, [
     }
     if constexpr (std::is_same_v<decltype(lanes), Some<A>>) v = only_lanes<A>(v, 0, lanes.count, nothing);
     lanes.store(to + i, v);
-    Vector<A>& m = most[turn++ & (K - 1)];
-    m = v > m ? v : m;
+    most = v > most ? v : most;
   });
-  for (int k = 1; k < K; ++k) most[0] = most[k] > most[0] ? most[k] : most[0];
-  return fold<A>(most[0], [](A a, A b) FASTLAYERS_LANES { return a > b ? a : b; });
+  return fold<A>(most, [](A a, A b) FASTLAYERS_LANES { return a > b ? a : b; });
 }
 
 // The sum of the exponentials of a row of scores, relative to the largest; WRITE: in the scores' place.
 template <typename A, bool WRITE>
 FASTLAYERS_VECTOR_CLONES A sum_exponentials(A* scores, int64_t n, A most) {
-  Vector<A> sums[2] = {};
-  int64_t turn = 0;
+  Vector<A> sum{};
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> e = exp_below_0<A>(lanes.load(scores + i, -std::numeric_limits<A>::infinity()) - most);
     if constexpr (WRITE) lanes.store(scores + i, e);
-    sums[turn++ & 1] += e;
+    sum += e;
   });
-  return sum_of<A>(sums[0] + sums[1]);
+  return sum_of<A>(sum);
 }
 
 // y = values / sum of the exponentials, or (values - most) - log(sum) of the scores.
@@ -81,13 +79,12 @@ FASTLAYERS_VECTOR_CLONES void write_results(T* y, const A* values, int64_t n, A 
 // dx = scale·y·(dy - sum(y·dy)), for log_softmax scale·(dy - exp(y)·sum(dy)), and 0 where a boolean mask is False.
 template <typename In, typename Out, bool LOG, typename A = compute_t<In>>
 FASTLAYERS_VECTOR_CLONES void backward_row(In* dx, const Out* dy, const Out* y, int64_t n, A scale, const bool* mask, int64_t step) {
-  Vector<A> sums[4] = {};
-  int64_t turn = 0;
+  Vector<A> sums{};
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> g = lanes.load(dy + i);
-    sums[turn++ & 3] += LOG ? g : g * lanes.load(y + i);
+    sums += LOG ? g : g * lanes.load(y + i);
   });
-  const A sum = sum_of<A>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  const A sum = sum_of<A>(sums);
   const bool all = mask == nullptr || (step == 0 && *mask), none = mask != nullptr && step == 0 && !*mask;
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> g = lanes.load(dy + i), p = lanes.load(y + i), zero{};
