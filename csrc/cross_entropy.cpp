@@ -342,10 +342,9 @@ struct Transposed {
 
 template <typename A>
 FASTLAYERS_VECTOR_CLONES A sum_stretch(const A* values, int64_t n) {
-  Vector<A> sums[2] = {};
-  int64_t k = 0;
-  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES { sums[k++ & 1] += lanes.load(values + i); });
-  return sum_of<A>(sums[0] + sums[1]);
+  Vector<A> sum{};
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES { sum += lanes.load(values + i); });
+  return sum_of<A>(sum);
 }
 
 // Of stretches of a fixed size, so that it does not depend on the threads.

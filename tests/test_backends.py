@@ -15,6 +15,7 @@ from ops import ADD_RELU, OPS, SOFTMAX
 from fastlayers import backends, functional
 from fastlayers.backends import BackendError
 from fastlayers.build import BuildInfo
+from fastlayers.ops import softmax
 
 ROOT = Path(__file__).parents[1]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -42,7 +43,8 @@ def test_forced_backend_that_cannot_serve(op, sample, place):
 
 
 @has_cpu_kernels
-def test_forced_cpu_has_no_softmax():
+def test_forced_cpu_lacks_a_family(monkeypatch):
+    monkeypatch.setattr(softmax.FAMILY, "_cpu", False)
     with backends.backend("cpu"), pytest.raises(BackendError, match="csrc has no softmax for CPU tensors"):
         functional.softmax(torch.randn(3))
 

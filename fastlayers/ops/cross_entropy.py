@@ -26,7 +26,7 @@ from torch.nn import _reduction
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 from fastlayers.ops.dispatch import Gradients, Needs
-from fastlayers.ops.softmax import GPU_LEAST, result_dtype
+from fastlayers.ops.softmax import GPU_LEAST
 
 #: Elements from which an unforced call on a CPU gets the kernel, if it has a dtype and a number of classes of which the
 #: kernel is the faster one: it converts float16 slowly, has exponentials of float64 one by one, and gains nothing where
@@ -285,7 +285,7 @@ def cross_entropy(
     if kernels is not None:
         if backends.get_backend() is None and not _gains(kernels, x, options):
             return reference.cross_entropy(x, target, weight, *options)
-        out = result_dtype(x, None, None)
+        out = reference.loss_dtype(x)
         reason = unsupported(x, target, weight, options, out)
         if reason is None:
             weight = _wide(weight, x)
@@ -300,7 +300,7 @@ def cross_entropy(
     elif torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(x):
         # Inductor reaches half of the memory limit, so a graph keeps the kernel. It never writes the logits, even where
         # ``inplace`` allows it.
-        out = result_dtype(x, None, None)
+        out = reference.loss_dtype(x)
         if unsupported(x, target, weight, options, out) is None:
             return _in_graph(x, target, _wide(weight, x), *options, out)
     return dispatch.call_reference(reference.cross_entropy, x, target, weight, *options)
@@ -329,7 +329,7 @@ def cross_entropy_chunk_(
     options = Options(ignore_index, NONE, label_smoothing, softcap or 0.0, z_loss)
     kernels = FAMILY.kernels_for(logits)
     if kernels is not None:
-        reason = unsupported(logits[:, :columns], target, weight, options, result_dtype(logits, None, None))
+        reason = unsupported(logits[:, :columns], target, weight, options, reference.loss_dtype(logits))
         if reason is None:
             weight = _wide(weight, logits)
             rest = (grad_scale, want_grad, columns)

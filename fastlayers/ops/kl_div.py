@@ -29,11 +29,6 @@ _MEAN_WARNING = (
 )
 
 
-def _loss_dtype(x: Tensor) -> torch.dtype:
-    """dtype of a loss: autocast runs torch's kl_div in float32."""
-    return torch.float32 if x.dtype in reference.LOW_PRECISION and torch.is_autocast_enabled(x.device.type) else x.dtype
-
-
 class Kernels(dispatch.Kernels):
     @staticmethod
     def kl_div_sum(input: Tensor, target: Tensor, log_target: bool) -> Tensor:
@@ -127,7 +122,7 @@ def kl_div(
 def _kl_div(input: Tensor, target: Tensor, reduction: str, log_target: bool, kernels: Any) -> Tensor:
     if reduction == "mean":
         warnings.warn(_MEAN_WARNING, stacklevel=4)
-    dtype = _loss_dtype(input)
+    dtype = reference.loss_dtype(input)
     out: Tensor = KLDiv.run(kernels, input, target, log_target, dtype if reduction == "none" else None)
     if reduction == "none":
         return out
@@ -222,5 +217,5 @@ def divergence(
     losses = _in_graph(*matrices, flat, *numbers) if in_graph else Divergence.run(kernels, *matrices, flat, *numbers)
     if reduction == "none":
         losses = losses.view(student.shape[:-1])
-    dtype = _loss_dtype(student)
+    dtype = reference.loss_dtype(student)
     return reference.reduced_rows(losses, labels, ignore_index, classes, temperature, square, reduction, dtype)

@@ -247,6 +247,11 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
+def loss_dtype(x: Tensor) -> torch.dtype:
+    """dtype of a loss: autocast runs torch's in float32."""
+    return torch.float32 if x.dtype in LOW_PRECISION and torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
 def cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float,
     softcap: float, z_loss: float,

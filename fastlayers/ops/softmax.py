@@ -27,23 +27,29 @@ class Kernels(dispatch.Kernels):
         return y.new_empty(y.shape, dtype=dtype)
 
 
-FAMILY = dispatch.Family("softmax", Kernels)
+FAMILY = dispatch.Family("softmax", Kernels, cpu=True)
 
 #: Elements from which an unforced softmax without scale and mask gets the kernel. Below, torch's own is one kernel too,
 #: and what counts is the host: forward and backward through a Python Function took 1.4 to 1.5 times torch's 90 us on an
 #: H100. What that gives away is GPU time in its shade: at 8x64 bfloat16 1.8 us for 1.9 forward, 1.6 for 2.8 backward.
 GPU_LEAST = 2**16
+#: Elements from which an unforced softmax with a scale or a mask gets the kernel of a CPU, over the last dimension.
+#: Without both torch's own is one pass over memory there as well; rows of fewer elements than two vectors lose, and so
+#: do float16, which the kernels convert slowly, and float64, whose exponentials they compute one by one.
+CPU_LEAST = 2**17
+_CPU_ROW = 32
+_CPU_DTYPES = (torch.float32, torch.bfloat16)
 # Kernels scale the minus infinities with which they fill up a row: in float32 that factor may become neither 0 nor
 # infinite.
 _SMALLEST_SCALE = 1e-36
 
 
 def result_dtype(x: Tensor, mask: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
-    """dtype of softmax(x·scale + mask, dtype=dtype), autocast included: it runs torch's softmax in float32."""
+    """dtype of softmax(x·scale + mask, dtype=dtype), autocast included: on a GPU it runs torch's softmax in float32."""
     if dtype is not None:
         return dtype
     scores = x.dtype if mask is None or mask.dtype == torch.bool else torch.result_type(x, mask)
-    return torch.float32 if scores in reference.LOW_PRECISION and torch.is_autocast_enabled(x.device.type) else scores
+    return torch.float32 if scores in reference.LOW_PRECISION and x.is_cuda and torch.is_autocast_enabled() else scores
 
 
 def unsupported(
@@ -72,6 +78,15 @@ def unsupported(
     if dim not in (-1, dims - 1) and not masks_any_dim:
         return f"a mask over dim {dim}; the kernel takes one over the last dimension"
     return None
+
+
+def _gains(kernels: Kernels, x: Tensor, dim: int, bare: bool) -> bool:
+    """Whether a call that nobody forced gains by the kernel. ``bare``: it has neither a scale nor a mask."""
+    if not kernels.unasked:
+        return not bare or x.numel() >= GPU_LEAST
+    if bare or x.dtype not in _CPU_DTYPES or x.numel() < CPU_LEAST or dim not in (-1, x.dim() - 1):
+        return False
+    return x.shape[-1] >= _CPU_ROW
 
 
 class Softmax(dispatch.Pair, inputs=2):
@@ -124,8 +139,8 @@ def softmax(
     reference_op = reference.log_softmax if log else reference.softmax
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
-        if scale is None and mask is None and x.numel() < GPU_LEAST and backends.get_backend() is None:
-            return reference_op(x, dim, None, None, dtype)
+        if backends.get_backend() is None and not _gains(kernels, x, dim, scale is None and mask is None):
+            return reference_op(x, dim, scale, mask, dtype)
         out = x.dtype
         if mask is not None or dtype is not None or out in reference.LOW_PRECISION:
             out = result_dtype(x, mask, dtype)

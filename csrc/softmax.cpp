@@ -1,0 +1,307 @@
+// softmax and log_softmax of x·scale + mask for CPU tensors, forward and backward. The stock composition writes the scores once for the
+// scale and once for the mask, and softmax reads them; here a row of scores stays in a thread's memory, in the cache.
+//
+//   rows     the dimension is contiguous.
+//   columns  it is strided: vectors go across the rows, some hundred of them at a time. Without a mask.
+#include "vector_softmax.h"
+
+namespace fastlayers {
+namespace {
+
+constexpr int64_t kTile = 512;  // columns at a time
+
+// ---- rows ---------------------------------------------------------------------------------------------------------------
+
+struct NoMask {};
+
+typedef uint8_t SixteenBytes __attribute__((vector_size(16)));
+typedef uint8_t EightBytes __attribute__((vector_size(8)));
+
+// Which elements of a vector a boolean mask keeps: 0 for the others.
+template <typename A>
+FASTLAYERS_INLINE WholeVector<A> load_flags(const bool* mask, int64_t count) {
+  using namespace vectors;
+  std::conditional_t<std::is_same_v<A, double>, EightBytes, SixteenBytes> bytes{};
+  if (count == kLanes<A>) std::memcpy(&bytes, mask, sizeof(bytes));
+  else std::memcpy(&bytes, mask, count);
+  if constexpr (std::is_same_v<A, double>) return __builtin_convertvector(bytes, Longs);
+  else return __builtin_convertvector(__builtin_convertvector(bytes, Halves), Ints);  // in one step GCC 12 takes element by element
+}
+template <typename A>
+FASTLAYERS_INLINE int64_t count_of(const All<A>&) { return kLanes<A>; }
+template <typename A>
+FASTLAYERS_INLINE int64_t count_of(const Some<A>& lanes) { return lanes.count; }
+
+// Writes a row of scores and returns the largest. M: bool, an additive mask's type, or NoMask. `step`: 0 for a mask that has one element
+// for the row, else 1.
+template <typename T, typename M, typename A = compute_t<T>>
+FASTLAYERS_VECTOR_CLONES A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* mask,
+                                        [[maybe_unused]] int64_t step) {
+  const A nothing = -std::numeric_limits<A>::infinity();
+  Vector<A> most = broadcast<A>(std::numeric_limits<A>::lowest());
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
+    Vector<A> v = lanes.load(x + i) * scale;
+    if constexpr (std::is_same_v<M, bool>) {
+      if (step != 0) v = load_flags<A>(mask + i, count_of(lanes)) != 0 ? v : broadcast<A>(nothing);
+      else if (!*mask) v = broadcast<A>(nothing);
+    } else if constexpr (!std::is_same_v<M, NoMask>) {
+      v += step != 0 ? lanes.load(mask + i) : broadcast<A>(static_cast<A>(*mask));
+    }
+    if constexpr (std::is_same_v<decltype(lanes), Some<A>>) v = only_lanes<A>(v, 0, lanes.count, nothing);
+    lanes.store(to + i, v);
+    most = v > most ? v : most;
+  });
+  return fold<A>(most, [](A a, A b) FASTLAYERS_LANES { return a > b ? a : b; });
+}
+
+// The sum of the exponentials of a row of scores, relative to the largest; WRITE: in the scores' place.
+template <typename A, bool WRITE>
+FASTLAYERS_VECTOR_CLONES A sum_exponentials(A* scores, int64_t n, A most) {
+  Vector<A> sum{};
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
+    const Vector<A> e = exp_below_0<A>(lanes.load(scores + i, -std::numeric_limits<A>::infinity()) - most);
+    if constexpr (WRITE) lanes.store(scores + i, e);
+    sum += e;
+  });
+  return sum_of<A>(sum);
+}
+
+// y = values / sum of the exponentials, or (values - most) - log(sum) of the scores.
+template <typename T, bool LOG, typename A = compute_t<T>>
+FASTLAYERS_VECTOR_CLONES void write_results(T* y, const A* values, int64_t n, A most, A sum) {
+  const A level = LOG ? std::log(sum) : A(0);
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
+    const Vector<A> v = lanes.load(values + i);
+    lanes.store(y + i, LOG ? (v - most) - level : v / sum);
+  });
+}
+
+// dx = scale·y·(dy - sum(y·dy)), for log_softmax scale·(dy - exp(y)·sum(dy)), and 0 where a boolean mask is False.
+template <typename In, typename Out, bool LOG, typename A = compute_t<In>>
+FASTLAYERS_VECTOR_CLONES void backward_row(In* dx, const Out* dy, const Out* y, int64_t n, A scale, const bool* mask, int64_t step) {
+  Vector<A> sums{};
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
+    const Vector<A> g = lanes.load(dy + i);
+    sums += LOG ? g : g * lanes.load(y + i);
+  });
+  const A sum = sum_of<A>(sums);
+  const bool all = mask == nullptr || (step == 0 && *mask), none = mask != nullptr && step == 0 && !*mask;
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
+    const Vector<A> g = lanes.load(dy + i), p = lanes.load(y + i), zero{};
+    Vector<A> d = (LOG ? g - exp<A>(p) * sum : p * (g - sum)) * scale;
+    if (none) d = zero;
+    else if (!all) d = load_flags<A>(mask + i, count_of(lanes)) != 0 ? d : zero;
+    lanes.store(dx + i, d);
+  });
+}
+
+// ---- columns ------------------------------------------------------------------------------------------------------------
+
+template <typename In, typename Out, bool LOG, typename A = compute_t<In>>
+FASTLAYERS_VECTOR_CLONES void forward_columns(Out* y, const In* x, int64_t n, int64_t inner, int64_t width, A scale) {
+  A most[kTile], sum[kTile];
+  const auto add = [&](int64_t c, auto count) FASTLAYERS_LANES {
+    constexpr int K = decltype(count)::value;
+    for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
+      Vector<A> v[K];
+      for (int k = 0; k < K; ++k) v[k] = lanes.load(x + (c + k) * inner + j) * scale;
+      LanesOfExponentials<A> sums;
+      if (c > 0) sums.m = load<A>(most + j), sums.s = load<A>(sum + j);
+      sums.add(v);
+      store<A>(most + j, sums.m);
+      store<A>(sum + j, sums.s);
+    });
+  };
+  int64_t c = 0;
+  for (; c + 4 <= n; c += 4) add(c, std::integral_constant<int, 4>{});
+  for (; c < n; ++c) add(c, std::integral_constant<int, 1>{});
+  if constexpr (LOG)
+    for (int64_t j = 0; j < width; ++j) sum[j] = std::log(sum[j]);
+  for (c = 0; c < n; ++c) {
+    for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
+      const Vector<A> v = lanes.load(x + c * inner + j) * scale - load<A>(most + j), s = load<A>(sum + j);
+      lanes.store(y + c * inner + j, LOG ? v - s : exp_below_0<A>(v) / s);
+    });
+  }
+}
+
+template <typename In, typename Out, bool LOG, typename A = compute_t<In>>
+FASTLAYERS_VECTOR_CLONES void backward_columns(In* dx, const Out* dy, const Out* y, int64_t n, int64_t inner, int64_t width, A scale) {
+  A sum[kTile] = {};
+  for (int64_t c = 0; c < n; ++c) {
+    for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
+      const Vector<A> g = lanes.load(dy + c * inner + j);
+      store<A>(sum + j, load<A>(sum + j) + (LOG ? g : g * lanes.load(y + c * inner + j)));
+    });
+  }
+  for (int64_t c = 0; c < n; ++c) {
+    for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
+      const Vector<A> g = lanes.load(dy + c * inner + j), p = lanes.load(y + c * inner + j), s = load<A>(sum + j);
+      lanes.store(dx + c * inner + j, (LOG ? g - exp<A>(p) * s : p * (g - s)) * scale);
+    });
+  }
+}
+
+// ---- host ---------------------------------------------------------------------------------------------------------------
+
+struct Shape {
+  int64_t outer = 1, n = 1, inner = 1;
+
+  Shape(const Tensor& x, int64_t dim, const char* op) {
+    FASTLAYERS_CHECK(dim >= 0 && dim < x.dim(), op, "dim ", dim, " is out of range for a tensor of ", x.dim(), " dimensions");
+    for (int64_t d = 0; d < x.dim(); ++d) (d < dim ? outer : d == dim ? n : inner) *= x.size(d);
+  }
+
+  // f(the place of its first element, width) for a tile of columns.
+  template <typename F>
+  void for_tiles(F&& f) const {
+    const int64_t tiles = (inner + kTile - 1) / kTile;
+    const int64_t grain = std::max<int64_t>(1, kGrain / (n * std::min(inner, kTile)));
+    torch::stable::parallel_for(0, outer * tiles, grain, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t at = i % tiles * kTile;
+        f(i / tiles * n * inner + at, std::min(kTile, inner - at));
+      }
+    });
+  }
+};
+
+Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+// The dtypes of scores and results: one, or float32 results of 16-bit scores.
+template <typename F>
+void dispatch_pair(ScalarType in, ScalarType out, const char* op, F&& f) {
+  dispatch_floating(in, op, [&](auto x) {
+    if (in == out) return f(x, x);
+    if constexpr (sizeof(x) == 2) {
+      if (out == ScalarType::Float) return f(x, float{});
+    }
+    FASTLAYERS_CHECK(false, op, "no results of ", toString(out), " from ", toString(in));
+  });
+}
+
+// A mask that broadcasts to the rows of x.
+struct Mask {
+  Tensor data;
+  Dims sizes, strides;  // without the last dimension
+  int64_t step;         // along a row: 0 or 1
+
+  Mask(const Tensor& mask, const Dims& of_x, const char* op) : data(mask), sizes(of_x), strides(broadcast_strides(mask, of_x, op, "mask")) {
+    step = strides.back();
+    if (step > 1) {
+      data = torch::stable::contiguous(mask);
+      strides = broadcast_strides(data, of_x, op, "mask");
+      step = strides.back();
+    }
+    sizes.pop_back();
+    strides.pop_back();
+  }
+
+  int64_t offset(int64_t row) const {
+    int64_t at = 0;
+    for (size_t d = sizes.size(); d-- > 0 && row > 0;) {
+      at += row % sizes[d] * strides[d];
+      row /= sizes[d];
+    }
+    return at;
+  }
+};
+
+template <typename In, typename Out, bool LOG, typename M>
+void forward_rows(Tensor& y, const Tensor& x, const Shape& s, double scale, const Mask* mask) {
+  using A = compute_t<In>;
+  const In* from = pointer<const In>(x);
+  Out* to = pointer<Out>(y);
+  const M* m = mask == nullptr ? nullptr : static_cast<const M*>(mask->data.const_data_ptr());
+  torch::stable::parallel_for(0, s.outer, std::max<int64_t>(1, kGrain / s.n), [&](int64_t first, int64_t last) {
+    std::vector<A> scores(s.n);
+    for (int64_t row = first; row < last; ++row) {
+      const M* own = mask == nullptr ? nullptr : m + mask->offset(row);
+      const A most = write_scores<In, M>(scores.data(), from + row * s.n, s.n, static_cast<A>(scale), own, mask == nullptr ? 0 : mask->step);
+      const A sum = sum_exponentials<A, !LOG>(scores.data(), s.n, most);
+      write_results<Out, LOG>(to + row * s.n, scores.data(), s.n, most, sum);
+    }
+  });
+}
+
+template <bool LOG>
+Tensor forward_op(const Tensor& x_in, const MaybeTensor& mask_in, int64_t dim, double scale, ScalarType dtype) {
+  const char* op = LOG ? "log_softmax" : "softmax";
+  const Shape s(x_in, dim, op);
+  const Dims sizes = dims_of(x_in.sizes());
+  Tensor y = empty_contiguous(sizes, dtype, x_in);
+  if (s.outer * s.n * s.inner == 0) return y;
+  const bool rows = dim + 1 == x_in.dim();
+  FASTLAYERS_CHECK(rows || !mask_in, op, "a mask is supported over the last dimension only, but dim is ", dim, " of ", x_in.dim());
+  const Tensor x = dense(x_in);
+  dispatch_pair(x.scalar_type(), dtype, op, [&](auto in, auto out) {
+    using In = decltype(in);
+    using Out = decltype(out);
+    if (!rows) {
+      const In* from = pointer<const In>(x);
+      Out* to = pointer<Out>(y);
+      return s.for_tiles([&](int64_t at, int64_t width) {
+        forward_columns<In, Out, LOG>(to + at, from + at, s.n, s.inner, width, static_cast<compute_t<In>>(scale));
+      });
+    }
+    if (!mask_in) return forward_rows<In, Out, LOG, NoMask>(y, x, s, scale, nullptr);
+    const Mask mask(*mask_in, sizes, op);
+    const ScalarType kind = mask.data.scalar_type();
+    if (kind == ScalarType::Bool) return forward_rows<In, Out, LOG, bool>(y, x, s, scale, &mask);
+    if (kind == x.scalar_type()) return forward_rows<In, Out, LOG, In>(y, x, s, scale, &mask);
+    FASTLAYERS_CHECK(kind == ScalarType::Float && sizeof(In) == 2, op, "expected a mask of bool, float32 or x's dtype, but got ",
+                     toString(kind));
+    if constexpr (sizeof(In) == 2) forward_rows<In, Out, LOG, float>(y, x, s, scale, &mask);
+  });
+  return y;
+}
+
+template <bool LOG>
+Tensor backward_op(const Tensor& dy_in, const Tensor& y_in, const MaybeTensor& mask_in, int64_t dim, double scale, ScalarType dtype) {
+  const char* op = LOG ? "log_softmax_backward" : "softmax_backward";
+  check_same_shape(y_in, dy_in, op, "dy");
+  const Shape s(y_in, dim, op);
+  const Dims sizes = dims_of(y_in.sizes());
+  Tensor dx = empty_contiguous(sizes, dtype, y_in);
+  if (s.outer * s.n * s.inner == 0) return dx;
+  const bool rows = dim + 1 == y_in.dim();
+  FASTLAYERS_CHECK(!mask_in || (rows && mask_in->scalar_type() == ScalarType::Bool), op, "expected a boolean mask over the last dimension");
+  const Tensor dy = dense(dy_in), y = dense(y_in);
+  dispatch_pair(dtype, y.scalar_type(), op, [&](auto in, auto out) {
+    using In = decltype(in);
+    using Out = decltype(out);
+    const auto factor = static_cast<compute_t<In>>(scale);
+    const Out *const g = pointer<const Out>(dy), *const p = pointer<const Out>(y);
+    In* to = pointer<In>(dx);
+    if (!rows)
+      return s.for_tiles([&](int64_t at, int64_t width) {
+        backward_columns<In, Out, LOG>(to + at, g + at, p + at, s.n, s.inner, width, factor);
+      });
+    std::optional<Mask> mask;
+    if (mask_in) mask.emplace(*mask_in, sizes, op);
+    const bool* m = mask ? pointer<const bool>(mask->data) : nullptr;
+    torch::stable::parallel_for(0, s.outer, std::max<int64_t>(1, kGrain / s.n), [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        const int64_t at = row * s.n;
+        backward_row<In, Out, LOG>(to + at, g + at, p + at, s.n, factor, mask ? m + mask->offset(row) : nullptr, mask ? mask->step : 0);
+      }
+    });
+  });
+  return dx;
+}
+
+Tensor softmax_forward(const Tensor& x, int64_t dim, double scale, const MaybeTensor& mask, ScalarType dtype, bool log) {
+  return log ? forward_op<true>(x, mask, dim, scale, dtype) : forward_op<false>(x, mask, dim, scale, dtype);
+}
+
+Tensor softmax_backward(const Tensor& dy, const Tensor& y, int64_t dim, double scale, const MaybeTensor& mask, ScalarType dtype, bool log) {
+  return log ? backward_op<true>(dy, y, mask, dim, scale, dtype) : backward_op<false>(dy, y, mask, dim, scale, dtype);
+}
+
+}  // namespace
+}  // namespace fastlayers
+
+STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+  m.impl("softmax_forward", TORCH_BOX(&fastlayers::softmax_forward));
+  m.impl("softmax_backward", TORCH_BOX(&fastlayers::softmax_backward));
+}
