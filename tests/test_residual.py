@@ -32,7 +32,9 @@ from fastlayers import backends, functional
 from fastlayers.ops import residual as ops
 
 KERNELS = [
-    pytest.param(place, marks=place.marks(), id=str(place)) for place in PLACES if place.backend in ("triton", "cuda", "cpu")
+    pytest.param(place, marks=place.marks(), id=str(place))
+    for place in PLACES
+    if place.backend in ("triton", "cuda", "cpu")
 ]
 EVERYWHERE = [
     pytest.param(place, marks=place.marks(), id=str(place))
