@@ -7,7 +7,7 @@ import torch
 from harness import assert_close
 
 from fastlayers import backends, functional
-from fastlayers.ops import elementwise
+from fastlayers.ops import bias_act, elementwise, glu, residual
 
 pytestmark = pytest.mark.skipif(backends.problem("cpu") is not None, reason="csrc was not built")
 
@@ -99,3 +99,81 @@ def test_mul_is_left_to_torch():
         assert kernels_called(functional.mul, *args) == set()
     with backends.backend("cpu"):
         assert kernels_called(functional.mul, *args) == {"mul"}
+
+
+def normals(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def swiglu(n: int, dtype: torch.dtype = torch.float32) -> tuple:
+    return (functional.swiglu, *normals((n,), (n,), dtype=dtype))
+
+
+def biased(n: int, act: str, dtype: torch.dtype = torch.float32) -> tuple:
+    return (functional.bias_act, *normals((n // 64, 64), (64,), dtype=dtype), act)
+
+
+def bare(act: str) -> tuple:
+    return functional.bias_act, *normals((bias_act.CPU_LEAST,)), None, act
+
+
+def rotary(dtype: torch.dtype) -> tuple:
+    return (functional.rotary, *normals((2, 4, 8), (2, 4, 8), (4, 8), (4, 8), dtype=dtype))
+
+
+def dropout_add(n: int) -> tuple:
+    return (functional.dropout_add, *normals((n,), (n,)), 0.5)
+
+
+def scale_add(n: int) -> tuple:
+    return (functional.scale_add, *normals((n // 64, 64), (64,), (n // 64, 64)))
+
+
+#: Calls, and the kernels behind them where nobody has asked for any.
+CHOICES = {
+    "swiglu": (swiglu(glu.CPU_LEAST), {"gated_forward"}),
+    "small swiglu": (swiglu(glu.CPU_LEAST - 1), set()),
+    "swiglu of float16": (swiglu(glu.CPU_LEAST, torch.float16), set()),
+    "glu": ((functional.glu, *normals((2 * glu.CPU_LEAST,))), {"glu_forward"}),
+    "small glu": ((functional.glu, *normals((2 * glu.CPU_LEAST - 2,))), set()),
+    "gated_linear": ((functional.gated_linear, *normals((9, 64), (9, 64), (3, 64))), set()),
+    "silu": (biased(bias_act.CPU_LEAST, "silu"), {"bias_act_forward"}),
+    "small silu": (biased(bias_act.CPU_LEAST - 64, "silu"), set()),
+    "silu of float64": (biased(bias_act.CPU_LEAST, "silu", torch.float64), set()),
+    "gelu": (biased(bias_act.CPU_LEAST, "gelu"), set()),
+    "gelu of bfloat16": (biased(bias_act.CPU_LEAST, "gelu", torch.bfloat16), {"bias_act_forward"}),
+    "large gelu": (biased(bias_act.CPU_LEAST_GELU, "gelu"), {"bias_act_forward"}),
+    "bare mish": (bare("mish"), {"bias_act_forward"}),
+    "bare silu": (bare("silu"), set()),
+    "rotary": (rotary(torch.float32), {"rotary"}),
+    "rotary of float16": (rotary(torch.float16), set()),
+    "dropout_add": (dropout_add(residual.CPU_LEAST_DROPOUT), {"dropout_add"}),
+    "small dropout_add": (dropout_add(residual.CPU_LEAST_DROPOUT - 1), set()),
+    "scale_add": (scale_add(residual.CPU_LEAST), {"scale_add"}),
+    "small scale_add": (scale_add(residual.CPU_LEAST - 64), set()),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_unforced_choice_of_one_pass(name):
+    (function, *args), kernels = CHOICES[name]
+    with backends.backend(None):
+        assert kernels_called(function, *args) == kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_gradient_of_a_bias_by_columns_and_by_rows(rows, dtype):
+    """Few long rows are divided into columns, others into rows; each time with sums of their own for each thread."""
+    dy, x, bias = normals((rows, 100003), (rows, 100003), (100003,), dtype=dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        dx, dbias = torch.ops.fastlayers.bias_act_backward(dy, x, bias, 2, 0.0, 0.0, True)
+    finally:
+        torch.set_num_threads(threads)
+    z = (x.double() + bias.double()).requires_grad_()
+    (expected,) = torch.autograd.grad(torch.nn.functional.silu(z), z, dy.double())
+    assert_close(dx, expected.to(dtype))
+    assert_close(dbias, expected.sum(0).to(dtype))

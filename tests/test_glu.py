@@ -27,7 +27,7 @@ class StandIns(SimpleNamespace):
     """The kernels that gated_linear calls, in torch operations, and how often each was called."""
 
     def __init__(self) -> None:
-        super().__init__(backend="triton", forwards=0, backwards=0)
+        super().__init__(backend="triton", unasked=False, forwards=0, backwards=0)
 
     def gated_forward(self, gate: Tensor, up: Tensor, act: int) -> Tensor:
         self.forwards += 1

@@ -77,7 +77,8 @@ FASTLAYERS_INLINE Vector<A> act_gradient(const Vector<A>& g, const Vector<A>& z,
   } else if constexpr (ACT == Act::hardswish) {
     return z <= A(-3) ? zero : z < A(3) ? g * (z / A(3) + A(0.5)) : g;
   } else if constexpr (ACT == Act::relu6) {
-    return z <= A(0) || z >= A(6) ? zero : g;
+    const V below = z >= A(6) ? zero : z;  // two conditions of one result GCC takes lane by lane
+    return below <= A(0) ? zero : g;
   } else if constexpr (ACT == Act::leaky_relu) {
     return z > A(0) ? g : g * p.first;
   } else if constexpr (ACT == Act::quick_gelu) {

@@ -32,6 +32,9 @@ FASTLAYERS_INLINE Floats exp_rest(const Floats& r) {
 }
 }  // namespace vectors
 
+template <typename A>
+FASTLAYERS_INLINE Vector<A> absolute(const Vector<A>& v) { return v < A(0) ? -v : v; }
+
 // exp(v), within 1.1e-7
 template <typename A>
 FASTLAYERS_INLINE Vector<A> exp(const Vector<A>& of) {
@@ -98,7 +101,7 @@ FASTLAYERS_INLINE Vector<A> expm1(const Vector<A>& v) {
     return lane_by_lane(v, [](double d) { return std::expm1(d); });
   } else {
     const Floats near = exp_rest(v) * (v * v) + v, far = exp<float>(v) - 1.f;
-    return v > -0.34f && v < 0.34f ? near : far;
+    return absolute<float>(v) < 0.34f ? near : far;
   }
 }
 
@@ -140,9 +143,6 @@ FASTLAYERS_INLINE Vector<A> log1p(const Vector<A>& v) {
   }
 }
 
-template <typename A>
-FASTLAYERS_INLINE Vector<A> absolute(const Vector<A>& v) { return v < A(0) ? -v : v; }
-
 // (exp(2v) - 1) / (exp(2v) + 1), and near 0 a polynomial (Cephes, tanhf)
 template <typename A>
 FASTLAYERS_INLINE Vector<A> tanh(const Vector<A>& v) {
@@ -151,7 +151,7 @@ FASTLAYERS_INLINE Vector<A> tanh(const Vector<A>& v) {
     return lane_by_lane(v, [](double d) { return std::tanh(d); });
   } else {
     const Floats x = absolute<float>(v), z = v * v;
-    const Floats far = 1.f - 2.f / (exp<float>(x + x) + 1.f);
+    const Floats far = 1.f - 2.f / (exp_beside_1<float>(x + x) + 1.f);
     Floats p = z * -5.70498872745e-3f + 2.06390887954e-2f;
     p = p * z - 5.37397155531e-2f;
     p = p * z + 1.33314422036e-1f;

@@ -37,6 +37,23 @@ class Kernels(dispatch.Kernels):
 
 FAMILY = dispatch.Family("residual", Kernels, cpu=True)
 
+#: Where an unforced call on a CPU gets the kernels. The figures are eager's time over that of C++ with two threads, on
+#: a Xeon with AVX-512, forward, and forward with backward:
+#:
+#: - elements: dropout_add of 2^10 float32 1.4 and 0.8, 2^14 4.7 and 1.7
+#: - elements: scale_add of 2^14 float32 0.6 and 0.8, 2^17 1.6 and 1.6
+#: - float16 is converted without F16C
+CPU_DTYPES = frozenset({torch.bfloat16, torch.float32, torch.float64})
+CPU_LEAST_DROPOUT = 2**14
+CPU_LEAST = 2**17
+
+
+def _eager_is_faster(kernels: Kernels, x: Tensor, cpu_least: int) -> bool:
+    if kernels.unasked:
+        return x.numel() < cpu_least or x.dtype not in CPU_DTYPES
+    return backends.get_backend() is None and x.numel() < GPU_LEAST
+
+
 # ---- random numbers --------------------------------------------------------------------------------------------------
 # A dropout stores only a seed, one int64 drawn on the device from torch's own generator. So its masks follow
 # torch.manual_seed, checkpointing (it restores the generator) and CUDA graphs (a replay draws a new seed). Element i,
@@ -224,7 +241,7 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool) -> Tensor
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         random = training and 0.0 < p < 1.0
-        if backends.get_backend() is None and (not random or x.numel() < GPU_LEAST):
+        if (backends.get_backend() is None and not random) or _eager_is_faster(kernels, x, CPU_LEAST_DROPOUT):
             return reference.dropout_add(x, residual, p, training)
         reason = unsupported(x, residual)
         if reason is None and 0.0 <= p <= 1.0:
@@ -242,7 +259,8 @@ def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, drop_path: floa
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
         drops = training and drop_path > 0.0
-        if backends.get_backend() is None and (x.numel() < GPU_LEAST or (gamma is None and not drops)):
+        unscaled = gamma is None and not drops
+        if (backends.get_backend() is None and unscaled) or _eager_is_faster(kernels, x, CPU_LEAST):
             return reference.scale_add(x, gamma, residual, drop_path, training)
         reason = unsupported(x, residual) or _unsupported_gamma(x, gamma, residual)
         if reason is None and drops and x.dim() == 0:
