@@ -412,7 +412,11 @@ def stand_in() -> SimpleNamespace:
         return layer_norm.decomposed_backward(dy, ds, x, weight, dims, float(stats), kind, for_weight, for_bias)
 
     return SimpleNamespace(
-        backend="cuda", layer_norm_forward=forward, add_layer_norm_forward=add_forward, layer_norm_backward=backward
+        unasked=False,
+        backend="cuda",
+        layer_norm_forward=forward,
+        add_layer_norm_forward=add_forward,
+        layer_norm_backward=backward,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -686,8 +687,9 @@ def test_activation_functions(build, body, rule):
 
 def test_what_bias_act_serves(monkeypatch):
     (weight, bias), x = nn.Linear(256, 256).parameters(), torch.randn(512, 256)
-    assert not calls.bias_in_act(x, weight, bias)  # a CPU has no kernel
-    monkeypatch.setattr(calls.bias_act, "FAMILY", type("Family", (), {"kernels_for": staticmethod(lambda x: object())}))
+    assert not calls.bias_in_act(x, weight, bias)  # a CPU adds the bias in the product
+    kernels = SimpleNamespace(unasked=False)
+    monkeypatch.setattr(calls.bias_act, "FAMILY", SimpleNamespace(kernels_for=lambda x: kernels))
     assert calls.bias_in_act(x, weight, bias)
     assert not calls.bias_in_act(x[:2], weight, bias)
     assert not calls.bias_in_act(x.bfloat16(), weight, bias)

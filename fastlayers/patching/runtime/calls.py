@@ -239,7 +239,8 @@ addmm = fresh(_linear.addmm)
 
 def bias_in_act(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether bias_act has a kernel for act(linear(x)) that is faster than torch."""
-    if bias is None or torch.compiler.is_compiling() or bias_act.FAMILY.kernels_for(x) is None:
+    kernels = None if bias is None or torch.compiler.is_compiling() else bias_act.FAMILY.kernels_for(x)
+    if bias is None or kernels is None or kernels.unasked:  # a CPU adds the bias in the product
         return False
     if autocast.dtype_of(bias) is not autocast.dtype_of(x):
         return False
