@@ -515,7 +515,7 @@ def test_rows_in_the_order_of_memory(place):
 
 
 def test_residual_and_relu_after_torchs_batch_norm():
-    """On CPU, where the batch_norm of small planes is torch's, the sum and the ReLU are add_relu: its kernel if built."""
+    """Where the batch_norm of small planes is torch's, the sum and the ReLU are add_relu: its kernel if built."""
     x, residual = (torch.randn(24, 256, 14, 14, requires_grad=True) for _ in range(2))
     ours = functional.batch_norm(x, None, None, training=True, residual=residual, act="relu")
     z = F.batch_norm(x, None, None, training=True)
