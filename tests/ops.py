@@ -607,7 +607,7 @@ SQUEEZE_EXCITE = Op(
     "squeeze_excite",
     fused_squeeze_excite,
     squeeze_excite,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(
         excited("image", (2, 3, 4, 5), smooth=True),
         excited("channels_last", (2, 8, 3, 4), channels_last, smooth=True),
@@ -622,9 +622,9 @@ SQUEEZE_EXCITE = Op(
         excited("mean far from 0", (2, 8, 9, 9), channels_last, values=positive),
         excited("NaN", (2, 8, 4, 4), values=with_nan),
         excited("infinities", (2, 8, 4, 4), values=with_infinities),
-        excited("transposed", (2, 8, 4, 5), transposed, refused=GPU_KERNELS),
-        excited("expanded", (3, 8, 4, 4), expanded(0), refused=GPU_KERNELS),
-        excited("empty", (0, 8, 4, 4), refused=GPU_KERNELS),
+        excited("transposed", (2, 8, 4, 5), transposed, refused=KERNELS),
+        excited("expanded", (3, 8, 4, 4), expanded(0), refused=KERNELS),
+        excited("empty", (0, 8, 4, 4), refused=KERNELS),
         excited("weight without gradient", (2, 8, 4, 4), channels_last, gate=Input((8, 1, 1), grad=False), smooth=True),
     ),
     saved_bytes=excite_saved,
@@ -1347,8 +1347,15 @@ def images(build: Callable[..., Sample]) -> tuple[Sample, ...]:
         build("odd channels_last", (3, 5, 7, 3), channels_last),
         build("channels_last of 64", (4, 64, 9, 8), channels_last),
         build("channels_last, one row", (4, 6, 1, 5), channels_last),
-        build("many pixels", (2, 4, 67, 61)),
-        build("many pixels, channels_last", (2, 4, 67, 61), channels_last),
+        *(
+            build(f"many pixels{name}", (2, 4, 67, 61), layout, **options)
+            for layout, of_layout in ((contiguous, ""), (channels_last, ", channels_last"))
+            # On CPU torch adds float64 one by one, and float32 in float64: its error in float32 does not judge float64.
+            for name, options in (
+                (of_layout, {"dtypes": (*HALF, torch.float32)}),
+                (f"{of_layout}, float64", {"dtypes": (torch.float64,), "gpu_only": True}),
+            )
+        ),
         build("many channels", (3, 1032, 2, 3)),
         build("many channels, channels_last", (3, 1032, 2, 3), channels_last),
         build("many images", (301, 4, 3)),
@@ -1391,7 +1398,7 @@ GROUP_NORM = Op(
     "group_norm",
     functional.group_norm,
     group_norm,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(
         *images(grouped),
         grouped("matrix", (6, 40), groups=5),
@@ -1450,7 +1457,7 @@ INSTANCE_NORM = Op(
     "instance_norm",
     functional.instance_norm,
     instance_norm,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(
         *(sample for sample in images(instances) if sample.name != "empty"),  # torch fails
         instances("transposed", (2, 6, 24), transposed),
@@ -1558,7 +1565,7 @@ BATCH_NORM = Op(
     "batch_norm",
     functional.batch_norm,
     batch_norm,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=batch_norm_samples(batches(training=True)),
     saved_bytes=batch_norm_saved,
     mistakes=BATCH_NORM_MISTAKES,

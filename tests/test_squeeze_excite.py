@@ -20,6 +20,7 @@ class StandIns:
     """The raw ops in torch, on a machine without kernels, with a count of their calls."""
 
     backend = "cuda"
+    unasked = False
 
     def __init__(self) -> None:
         self.called: list[str] = []

@@ -75,7 +75,7 @@ FASTLAYERS_INLINE Vector<A> act_gradient(const Vector<A>& g, const Vector<A>& z,
     const V rest = z > A(0) ? e * s : A(1) - s;  // 1 - s without its cancellation
     return g * (s + z * s * rest * ((z * z * A(3 * 0.044715) + A(1)) * A(1.59576912160573071176)));
   } else if constexpr (ACT == Act::hardswish) {
-    return z <= A(-3) ? zero : z < A(3) ? g * (z / A(3) + A(0.5)) : g;
+    return z <= A(-3) ? zero : z < A(3) ? g * (z * A(1.0 / 3.0) + A(0.5)) : g;
   } else if constexpr (ACT == Act::relu6) {
     const V below = z >= A(6) ? zero : z;  // two conditions of one result GCC takes lane by lane
     return below <= A(0) ? zero : g;
