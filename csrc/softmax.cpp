@@ -168,18 +168,6 @@ struct Shape {
 
 Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
-// The dtypes of scores and results: one, or float32 results of 16-bit scores.
-template <typename F>
-void dispatch_pair(ScalarType in, ScalarType out, const char* op, F&& f) {
-  dispatch_floating(in, op, [&](auto x) {
-    if (in == out) return f(x, x);
-    if constexpr (sizeof(x) == 2) {
-      if (out == ScalarType::Float) return f(x, float{});
-    }
-    FASTLAYERS_CHECK(false, op, "no results of ", toString(out), " from ", toString(in));
-  });
-}
-
 // A mask that broadcasts to the rows of x.
 struct Mask {
   Tensor data;

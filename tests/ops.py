@@ -2558,7 +2558,7 @@ KL_DIV = Op(
     "kl_div",
     functional.kl_div,
     F.kl_div,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=kl_div_samples(),
     saved_bytes=both,
     mistakes=(
@@ -2673,7 +2673,7 @@ KL_DIV_LOGITS = Op(
     "kl_div_logits",
     by_row(functional.kl_div_logits),
     kl_div_logits,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=divergence_samples(),
     saved_bytes=divergence_saved,
     mistakes=DIVERGENCE_MISTAKES,

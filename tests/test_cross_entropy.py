@@ -313,6 +313,23 @@ def test_every_alignment(backend, offset, length):
     assert_close(ours, expected)
 
 
+@pytest.mark.skipif(backends.problem("cpu") is not None, reason="csrc was not built")
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.2}], ids=["plain", "all"])
+@pytest.mark.parametrize("shape", [(2, 21, 700), (3, 40, 130), (2, 5, 3), (300, 24), (2, 70, 4)], ids=str)
+def test_tiles_of_rows_on_a_cpu(shape, options):
+    """Several tiles, one that is not whole, and tiles that are transposed since the classes are few."""
+    x, target, _ = made(shape, dtype=torch.float32)
+    exact = x.detach().double().requires_grad_()
+    expected = CROSS_ENTROPY.reference(exact, target, **options)
+    with backends.backend("cpu"):
+        loss = functional.cross_entropy(x, target, **options)
+        found = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found[0].double(), torch.autograd.grad(expected, exact)[0], rtol=1e-5, atol=1e-7
+    )  # p - 1
+
+
 def test_small_problems_are_torchs(monkeypatch):
     """Where one launch less is what counts, and no kernel has anything else to offer."""
     kernels = type("Kernels", (), {"backend": "cuda", "unasked": False})()

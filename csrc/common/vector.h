@@ -43,6 +43,18 @@ void dispatch_floating(ScalarType dtype, const char* op, F&& f) {
   }
 }
 
+// The same with two values, where the second dtype is the first, or float32 beside 16-bit values.
+template <typename F>
+void dispatch_pair(ScalarType dtype, ScalarType second, const char* op, F&& f) {
+  dispatch_floating(dtype, op, [&](auto x) {
+    if (dtype == second) return f(x, x);
+    if constexpr (sizeof(x) == 2) {
+      if (second == ScalarType::Float) return f(x, float{});
+    }
+    FASTLAYERS_CHECK(false, op, "expected ", toString(dtype), ", or float32 beside 16-bit values, but got ", toString(second));
+  });
+}
+
 constexpr int kVectorWidth = 64;  // bytes: a register of AVX-512, two of AVX2, four of SSE or NEON
 template <typename A>
 constexpr int kLanes = kVectorWidth / sizeof(A);

@@ -20,6 +20,12 @@ from fastlayers.ops.dispatch import Gradients, Needs
 #: What the kernels keep of a row: two maxima, two logarithms of sums of exponentials, two sums of products.
 NUMBERS = 6
 
+#: Elements from which unforced calls on a CPU get the kernels, in float32 and bfloat16: exponentials of float64 are
+#: computed one by one there, and 2**17 elements of float16 are not known to gain. A target in log space takes torch no
+#: logarithm, which is most of what the kernel saves.
+CPU_LEAST, CPU_LEAST_LOG = 2**17, 2**20
+_CPU_DTYPES = (torch.float32, torch.bfloat16)
+
 REDUCTIONS = ("none", "mean", "batchmean", "sum")
 # The warning of torch.nn.functional.kl_div; the kernels do not call that.
 _MEAN_WARNING = (
@@ -63,7 +69,12 @@ class Kernels(dispatch.Kernels):
         return to_student, to_teacher
 
 
-FAMILY = dispatch.Family("kl_div", Kernels)
+FAMILY = dispatch.Family("kl_div", Kernels, cpu=True)
+
+
+def _gains(kernels: Kernels, x: Tensor, least: int) -> bool:
+    """Whether a call that nobody forced gains by the kernels."""
+    return not kernels.unasked or (x.numel() >= least and x.dtype in _CPU_DTYPES)
 
 
 # ---- kl_div of log-probabilities -------------------------------------------------------------------------------------
@@ -109,7 +120,7 @@ def kl_div(
     if size_average is not None or reduce is not None:
         reduction = legacy.legacy_get_string(size_average, reduce)
     kernels = FAMILY.kernels_for(input)
-    if kernels is not None:
+    if kernels is not None and _gains(kernels, input, CPU_LEAST_LOG if log_target else CPU_LEAST):
         reason = elementwise.unsupported(input, target, True)
         if reason is None and reduction not in REDUCTIONS:
             reason = f"there is no reduction {reduction!r}"
@@ -203,6 +214,8 @@ def divergence(
             f"but got {tuple(labels.shape)}"
         )
     kernels = FAMILY.kernels_for(student)
+    if kernels is not None and not _gains(kernels, student, CPU_LEAST):
+        kernels = None
     in_graph = torch.compiler.is_compiling() and dispatch.graph_keeps_kernel(student)
     reason = _unsupported(student, teacher, labels) if in_graph or kernels is not None else None
     if reason is not None and not in_graph:
