@@ -25,7 +25,7 @@ from torch.nn import _reduction
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, elementwise, reference
-from fastlayers.ops.cross_entropy import MEAN, NONE, cross_entropy_chunk_
+from fastlayers.ops.cross_entropy import MEAN, NONE, cross_entropy, cross_entropy_chunk_
 from fastlayers.ops.dispatch import Needs
 
 #: Elements of the logits from which a call that is left alone is chunked. Below, memory is no concern, and of three
@@ -504,8 +504,19 @@ def linear_cross_entropy(
                     return _LinearCrossEntropy.apply(input, linear_weight, linear_bias, target, weight, rest)
                 return evaluate(input, linear_weight, linear_bias, target, weight, rest, (False, False, False))[0]
             backends.refuse(reason)
-    return dispatch.call_reference(
-        reference.linear_cross_entropy, input, linear_weight, linear_bias, target, weight, *loss
+    given = (input, linear_weight, linear_bias, target, weight, *loss)
+    if forced is None:  # the loss of logits may still have a kernel
+        return dispatch.call_reference(reference.linear_cross_entropy, *given, _loss_of_logits)
+    return dispatch.call_reference(reference.linear_cross_entropy, *given)
+
+
+def _loss_of_logits(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: int, label_smoothing: float,
+    softcap: float, z_loss: float,
+) -> Tensor:  # fmt: skip
+    named = reference.REDUCTIONS[reduction]
+    return cross_entropy(
+        logits, target, weight, ignore_index, named, label_smoothing, softcap or None, z_loss, inplace=False
     )
 
 

@@ -239,7 +239,7 @@ def scale_add(x: Tensor, gamma: Tensor | None, residual: Tensor, p: float, train
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
-_REDUCTIONS = ("none", "mean", "sum")  # by torch's codes
+REDUCTIONS = ("none", "mean", "sum")  # by torch's codes
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:
@@ -258,7 +258,7 @@ def cross_entropy(
 ) -> Tensor:  # fmt: skip
     x = capped(x, softcap)
     loss = F.cross_entropy(
-        x, target, weight, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction], label_smoothing=label_smoothing
+        x, target, weight, ignore_index=ignore_index, reduction=REDUCTIONS[reduction], label_smoothing=label_smoothing
     )
     if not z_loss:
         return loss
@@ -282,6 +282,7 @@ def cross_entropy(
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    loss_of: Callable[..., Tensor] = cross_entropy,
 ) -> Tensor:  # fmt: skip
     _check_linear_shapes(input, linear_weight, linear_bias)
     positions = linear_weight.shape[1:-1]  # d1, ..., dK of a K-dimensional loss
@@ -294,13 +295,13 @@ def linear_cross_entropy(
         logits = logits * logit_scale
     options = (weight, ignore_index, reduction, label_smoothing, softcap, z_loss)
     if positions or logits.dim() <= 2:
-        return cross_entropy(logits, target, *options)
+        return loss_of(logits, target, *options)
     # One row a token, whichever dimensions they come in.
     rows = logits.reshape(-1, logits.shape[-1])
     if target.shape == logits.shape:
-        loss = cross_entropy(rows, target.reshape(rows.shape), *options)
+        loss = loss_of(rows, target.reshape(rows.shape), *options)
     elif target.shape == logits.shape[:-1]:
-        loss = cross_entropy(rows, target.reshape(-1), *options)
+        loss = loss_of(rows, target.reshape(-1), *options)
     else:
         raise RuntimeError(
             f"expected input with dimensionality 1 or 2, got {input.dim()}, or a target of its shape without the last"
