@@ -34,7 +34,7 @@ class StandIns(SimpleNamespace):
     """The raw ops in torch operations, and which of them were called."""
 
     def __init__(self) -> None:
-        super().__init__(backend="cuda", called=[])
+        super().__init__(backend="cuda", unasked=False, called=[])
 
     def column_sum(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         self.called.append("column_sum")

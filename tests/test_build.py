@@ -368,7 +368,8 @@ def test_the_library_is_small():
     info = builder.BuildInfo.read(builder.LIBRARY)
     if info is None or not info.cuda_archs or not builder.LIBRARY.exists():
         pytest.skip("no CUDA kernels were built in this checkout")
-    assert builder.LIBRARY.stat().st_size <= 15_000_000 * len(info.cuda_archs)
+    for_cpus = 22_000_000  # each loop in four dtypes for three instruction sets
+    assert builder.LIBRARY.stat().st_size <= for_cpus + 15_000_000 * len(info.cuda_archs)
 
 
 # pip -----------------------------------------------------------------------------------------------------------------

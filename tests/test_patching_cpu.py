@@ -125,5 +125,7 @@ def test_answers(case: str, dtype: torch.dtype, training: bool, rows: int) -> No
     for name, value in ours.items():
         assert value.dtype == stock[name].dtype
         assert value.stride() == stock[name].stride(), name
+        # A mean of values around 0 is off by a rounding of these, not of its own.
+        scale = max(exact[name].norm(), 0.1 if name.endswith("running_mean") else 0.0)
         errors = [(t[name].double() - exact[name]).norm() for t in (ours, stock)]
-        assert errors[0] <= 1.5 * errors[1] + torch.finfo(dtype).eps * exact[name].norm(), (name, errors)
+        assert errors[0] <= 1.5 * errors[1] + torch.finfo(dtype).eps * scale, (name, errors)
