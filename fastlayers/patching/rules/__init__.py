@@ -109,6 +109,7 @@ GPU_ONLY = frozenset(
         *("LayerNorm", "layer_norm", "add_layer_norm", "cast_layer_norm", "channel_layer_norm", "forked_layer_norm"),
         *("Linear", "linear", "odd_linear", "split", "MultiheadAttention", "forked_rms_norm", "forked_convolution"),
         *("ELU", "GELU", "Mish", "Softplus", "gelu", "gelu_tanh", "mish", "conv_of_product", "mul"),
+        *("Softmax", "LogSoftmax", "MaxPool2d"),
     }
 )
 
