@@ -1118,7 +1118,8 @@ def test_a_bias_that_is_taken_away_or_of_another_dtype(kernel):
     plain = unpatch_model(copy.deepcopy(model))
     for other in (model, plain):
         other[0].bias = None
-    torch.testing.assert_close(infer(model, features()), infer(plain, features()))  # oneDNN's SiLU
+    with torch.backends.mkldnn.flags(enabled=False):  # its SiLU rounds otherwise
+        assert torch.equal(infer(model, features()), infer(plain, features()))
     torch.testing.assert_close(infer(model, features()[0]), infer(plain, features()[0]))  # without a batch
     assert not kernel
 
