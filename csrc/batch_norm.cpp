@@ -379,7 +379,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& dy_
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(batch_norm, m) {
   m.impl("batch_norm_train", TORCH_BOX(&fastlayers::batch_norm_train));
   m.impl("batch_norm_eval", TORCH_BOX(&fastlayers::batch_norm_eval));
   m.impl("channel_bias_act_", TORCH_BOX(&fastlayers::channel_bias_act_));

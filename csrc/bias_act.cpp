@@ -9,7 +9,7 @@ namespace {
 
 // out = act(x)
 template <typename T, Act ACT>
-FASTLAYERS_VECTOR_CLONES void act_flat(const T* x, T* out, int64_t n, const ActParameters<compute_t<T>>& p) {
+void act_flat(const T* x, T* out, int64_t n, const ActParameters<compute_t<T>>& p) {
   map<T, 1, 1>(n, {x}, {out}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
     result[0] = act_value<ACT, compute_t<T>, sizeof(T) == 2>(v[0], p);
   });
@@ -17,7 +17,7 @@ FASTLAYERS_VECTOR_CLONES void act_flat(const T* x, T* out, int64_t n, const ActP
 
 // out = act(x + bias), from the element `first` of rows of these columns to `last`.
 template <typename T, Act ACT>
-FASTLAYERS_VECTOR_CLONES void bias_act_rows(const T* x, const T* bias, T* out, int64_t columns, int64_t first, int64_t last,
+void bias_act_rows(const T* x, const T* bias, T* out, int64_t columns, int64_t first, int64_t last,
                                             const ActParameters<compute_t<T>>& p) {
   for (int64_t i = first; i < last;) {
     const int64_t column = i % columns, n = std::min(last - i, columns - column);
@@ -30,7 +30,7 @@ FASTLAYERS_VECTOR_CLONES void bias_act_rows(const T* x, const T* bias, T* out, i
 
 // dx = dy·act'(x)
 template <typename T, Act ACT>
-FASTLAYERS_VECTOR_CLONES void gradient_flat(const T* dy, const T* x, T* dx, int64_t n, const ActParameters<compute_t<T>>& p) {
+void gradient_flat(const T* dy, const T* x, T* dx, int64_t n, const ActParameters<compute_t<T>>& p) {
   map<T, 2, 1>(n, {dy, x}, {dx}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
     result[0] = act_gradient<ACT, compute_t<T>, sizeof(T) == 2>(v[0], v[1], p);
   });
@@ -47,7 +47,7 @@ struct Block {
 // dx = dy·act'(x + bias), and its sums over the rows, as map has their places. Those of kAtOnce rows are added up before they are added to
 // the others, which costs fewer digits.
 template <typename T, Act ACT>
-FASTLAYERS_VECTOR_CLONES void gradient_rows(const Block<T>& b, compute_t<T>* sums, compute_t<T>* some, int64_t padded,
+void gradient_rows(const Block<T>& b, compute_t<T>* sums, compute_t<T>* some, int64_t padded,
                                             const ActParameters<compute_t<T>>& p) {
   using A = compute_t<T>;
   constexpr int64_t kAtOnce = 64;
@@ -177,7 +177,7 @@ std::tuple<Tensor, Tensor> bias_act_backward(const Tensor& dy_in, const Tensor& 
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(bias_act, m) {
   m.impl("bias_act_forward", TORCH_BOX(&fastlayers::bias_act_forward));
   m.impl("bias_act_backward", TORCH_BOX(&fastlayers::bias_act_backward));
 }

@@ -201,7 +201,7 @@ FASTLAYERS_INLINE void finish(Tile<A>& tile, int64_t row, int64_t width, const L
 }
 
 template <typename T, bool PLAIN, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES void forward_rows(const T* x, int64_t stride, const Losses<A>& losses, const Terms<A>& terms, int64_t first,
+void forward_rows(const T* x, int64_t stride, const Losses<A>& losses, const Terms<A>& terms, int64_t first,
                                            int64_t last) {
   Tile<A> tile;
   for (; first < last; first += kTile) {
@@ -221,7 +221,7 @@ FASTLAYERS_VECTOR_CLONES void forward_rows(const T* x, int64_t stride, const Los
 }
 
 template <typename T, bool PLAIN, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES void backward_rows(T* dx, int64_t dx_stride, const T* x, int64_t stride, const A* stats, int64_t rows,
+void backward_rows(T* dx, int64_t dx_stride, const T* x, int64_t stride, const A* stats, int64_t rows,
                                             const Scale<A>& scale, const Terms<A>& terms, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     const int64_t t = terms.target_of(row);
@@ -233,7 +233,7 @@ FASTLAYERS_VECTOR_CLONES void backward_rows(T* dx, int64_t dx_stride, const T* x
 
 // Losses and, over the logits, their gradient; over what pads a row, zeros.
 template <typename T, bool PLAIN, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES void chunk_rows(T* x, int64_t padded, const Losses<A>& losses, const Scale<A>& scale, const Terms<A>& terms,
+void chunk_rows(T* x, int64_t padded, const Losses<A>& losses, const Scale<A>& scale, const Terms<A>& terms,
                                          int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     const int64_t t = terms.target_of(row);
@@ -257,7 +257,7 @@ FASTLAYERS_VECTOR_CLONES void chunk_rows(T* x, int64_t padded, const Losses<A>& 
 
 // Losses of `width` rows from `row` on, whose first logits are at x and whose classes are `inner` apart.
 template <typename T, bool PLAIN, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES void forward_columns(const T* x, int64_t inner, int64_t row, int64_t width, const Losses<A>& losses,
+void forward_columns(const T* x, int64_t inner, int64_t row, int64_t width, const Losses<A>& losses,
                                               const Terms<A>& terms) {
   Tile<A> tile;
   const auto add = [&](int64_t c, auto count) FASTLAYERS_LANES {
@@ -287,7 +287,7 @@ FASTLAYERS_VECTOR_CLONES void forward_columns(const T* x, int64_t inner, int64_t
 }
 
 template <typename T, bool PLAIN, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES void backward_columns(T* dx, const T* x, int64_t inner, int64_t row, int64_t width, const A* stats, int64_t rows,
+void backward_columns(T* dx, const T* x, int64_t inner, int64_t row, int64_t width, const A* stats, int64_t rows,
                                                const Scale<A>& scale, const Terms<A>& terms) {
   A base[kTile], rest[kTile], factor[kTile], hit[kTile], uniform[kTile];
   whole_t<A> classes[kTile];
@@ -341,7 +341,7 @@ struct Transposed {
 // ---- the sum of all losses ----------------------------------------------------------------------------------------------
 
 template <typename A>
-FASTLAYERS_VECTOR_CLONES A sum_stretch(const A* values, int64_t n) {
+A sum_stretch(const A* values, int64_t n) {
   Vector<A> sum{};
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES { sum += lanes.load(values + i); });
   return sum_of<A>(sum);
@@ -360,13 +360,13 @@ double sum_in_stretches(int64_t n, F&& sum) {
   return total;
 }
 
-FASTLAYERS_VECTOR_CLONES int64_t count_kept(const int64_t* target, int64_t n, int64_t ignore_index) {
+int64_t count_kept(const int64_t* target, int64_t n, int64_t ignore_index) {
   int64_t kept = 0;
   for (int64_t i = 0; i < n; ++i) kept += target[i] != ignore_index;
   return kept;
 }
 
-FASTLAYERS_VECTOR_CLONES int64_t count_wrong(const int64_t* target, int64_t n, int64_t ignore_index, int64_t classes) {
+int64_t count_wrong(const int64_t* target, int64_t n, int64_t ignore_index, int64_t classes) {
   int64_t wrong = 0;
   for (int64_t i = 0; i < n; ++i) wrong += (target[i] != ignore_index) & (static_cast<uint64_t>(target[i]) >= static_cast<uint64_t>(classes));
   return wrong;
@@ -639,7 +639,7 @@ Tensor cross_entropy_chunk_(Tensor logits, const Tensor& target, const MaybeTens
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(cross_entropy, m) {
   m.impl("cross_entropy_forward", TORCH_BOX(&fastlayers::cross_entropy_forward));
   m.impl("cross_entropy_backward", TORCH_BOX(&fastlayers::cross_entropy_backward));
   m.impl("cross_entropy_backward_", TORCH_BOX(&fastlayers::cross_entropy_backward_));

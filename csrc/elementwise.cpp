@@ -18,7 +18,7 @@ void for_bytes(int64_t n, F&& f) {
 
 // out = relu(x) + (y + alpha), or relu(x + y) without alpha.
 template <bool SUM_FIRST, typename T>
-FASTLAYERS_VECTOR_CLONES void add_rectified(T* out, const T* x, const T* y, compute_t<T> alpha, int64_t n) {
+void add_rectified(T* out, const T* x, const T* y, compute_t<T> alpha, int64_t n) {
   using A = compute_t<T>;
   for (int64_t i = 0; i < n; ++i) {
     const A xi = static_cast<A>(x[i]), yi = static_cast<A>(y[i]);
@@ -130,7 +130,7 @@ Tensor mul(const Tensor& x_in, const Tensor& y_in) {
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(elementwise, m) {
   m.impl("relu_add", TORCH_BOX(&fastlayers::relu_add));
   m.impl("relu_add_train", TORCH_BOX(&fastlayers::relu_add_train));
   m.impl("add_relu", TORCH_BOX(&fastlayers::add_relu));

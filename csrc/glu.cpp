@@ -19,7 +19,7 @@ FASTLAYERS_INLINE void for_parts(int64_t first, int64_t last, int64_t columns, F
 
 // out = act(gate)·up, from the element `first` of out to `last`.
 template <typename T, Act ACT>
-FASTLAYERS_VECTOR_CLONES void gate_parts(const T* gate, const T* up, T* out, const Layout& l, int64_t first, int64_t last) {
+void gate_parts(const T* gate, const T* up, T* out, const Layout& l, int64_t first, int64_t last) {
   using A = compute_t<T>;
   const ActParameters<A> p = default_parameters<A>(ACT);
   for_parts(first, last, l.columns, [&](int64_t i, int64_t row, int64_t n) FASTLAYERS_LANES {
@@ -37,7 +37,7 @@ struct Gradients {
 };
 
 template <typename T, Act ACT>
-FASTLAYERS_VECTOR_CLONES void gradient_parts(const Gradients<T>& of, const Layout& l, int64_t first, int64_t last) {
+void gradient_parts(const Gradients<T>& of, const Layout& l, int64_t first, int64_t last) {
   using A = compute_t<T>;
   const ActParameters<A> p = default_parameters<A>(ACT);
   for_parts(first, last, l.columns, [&](int64_t i, int64_t row, int64_t n) FASTLAYERS_LANES {
@@ -85,7 +85,7 @@ void run_backward(const Tensor& dy, const std::array<View, 4>& operands, const L
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(glu, m) {
   m.impl("gated_forward", TORCH_BOX(&fastlayers::gated_forward_op<fastlayers::Threads>));
   m.impl("gated_backward", TORCH_BOX(&fastlayers::gated_backward_op<fastlayers::Threads>));
   m.impl("gated_backward_", TORCH_BOX(&fastlayers::gated_backward_in_place_op<fastlayers::Threads>));

@@ -328,7 +328,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& dy_in, cons
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(group_norm, m) {
   m.impl("group_norm_forward", TORCH_BOX(&fastlayers::group_norm_forward));
   m.impl("group_norm_backward", TORCH_BOX(&fastlayers::group_norm_backward));
 }

@@ -63,7 +63,7 @@ FASTLAYERS_INLINE Mixture<A> mixture_of(const Vector<A>& log_q, const Vector<A>&
 }
 
 template <typename T, Divergence KIND, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES void divergence_rows(const Rows<T>& a, A* losses, Numbers<A>* kept, int64_t first, int64_t last) {
+void divergence_rows(const Rows<T>& a, A* losses, Numbers<A>* kept, int64_t first, int64_t last) {
   const A nothing = -std::numeric_limits<A>::infinity();
   for (int64_t row = first; row < last; ++row) {
     losses[row] = A(0);
@@ -99,7 +99,7 @@ FASTLAYERS_VECTOR_CLONES void divergence_rows(const Rows<T>& a, A* losses, Numbe
 
 // dx or dy may be null.
 template <typename T, Divergence KIND, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES void divergence_backward_rows(const Rows<T>& a, const Numbers<A>* stats, const A* dlosses, int64_t dlosses_stride,
+void divergence_backward_rows(const Rows<T>& a, const Numbers<A>* stats, const A* dlosses, int64_t dlosses_stride,
                                                        T* dx, T* dy, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     const int64_t at = row * a.n;
@@ -154,7 +154,7 @@ FASTLAYERS_INLINE Vector<A> pointwise(const Vector<A>& input, const Vector<A>& t
 }
 
 template <typename T, bool LOG, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES A sum_stretch(const T* input, const T* target, int64_t n) {
+A sum_stretch(const T* input, const T* target, int64_t n) {
   constexpr int64_t kSome = 32 * kLanes<A>;  // a sum of sums errs less
   Vector<A> all{};
   for (int64_t start = 0; start < n; start += kSome) {
@@ -169,7 +169,7 @@ FASTLAYERS_VECTOR_CLONES A sum_stretch(const T* input, const T* target, int64_t 
 }
 
 template <typename T, typename Out, bool LOG, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES void write_stretch(Out* out, const T* input, const T* target, int64_t n) {
+void write_stretch(Out* out, const T* input, const T* target, int64_t n) {
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     lanes.store(out + i, pointwise<LOG, A>(lanes.load(input + i), lanes.load(target + i)));
   });
@@ -178,7 +178,7 @@ FASTLAYERS_VECTOR_CLONES void write_stretch(Out* out, const T* input, const T* t
 // dinput = -dy·p   dtarget = dy·(log p + 1 - input), and NaN where p is 0; or of a target in log space dy·p·(target - input + 1)
 // dinput or dtarget may be null, and input is null if dtarget is. dy is null where it is one number.
 template <typename T, typename G, bool LOG, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES void backward_stretch(T* dinput, T* dtarget, const G* dy, A one, const T* input, const T* target, int64_t n) {
+void backward_stretch(T* dinput, T* dtarget, const G* dy, A one, const T* input, const T* target, int64_t n) {
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> t = lanes.load(target + i), g = dy == nullptr ? broadcast<A>(one) : lanes.load(dy + i);
     const Vector<A> p = LOG ? exp<A>(t) : t;
@@ -354,7 +354,7 @@ std::tuple<Tensor, Tensor> kl_div_backward(const Tensor& dy_in, const MaybeTenso
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(kl_div, m) {
   m.impl("divergence_forward", TORCH_BOX(&fastlayers::divergence_forward));
   m.impl("divergence_backward", TORCH_BOX(&fastlayers::divergence_backward));
   m.impl("kl_div_sum", TORCH_BOX(&fastlayers::kl_div_sum));

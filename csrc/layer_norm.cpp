@@ -13,7 +13,7 @@ enum Kind : int { kLayer, kRms, kLlama, kGemma };
 // ---- loops over a row ---------------------------------------------------------------------------------------------------
 
 template <typename T>
-FASTLAYERS_VECTOR_CLONES void widen(compute_t<T>* to, const T* from, int64_t n) {
+void widen(compute_t<T>* to, const T* from, int64_t n) {
   using A = compute_t<T>;
   int64_t i = 0;
   for (; i + kLanes<A> <= n; i += kLanes<A>) store<A>(to + i, load<T>(from + i));
@@ -21,7 +21,7 @@ FASTLAYERS_VECTOR_CLONES void widen(compute_t<T>* to, const T* from, int64_t n) 
 }
 
 template <typename T>
-FASTLAYERS_VECTOR_CLONES void narrow(T* to, const compute_t<T>* from, int64_t n) {
+void narrow(T* to, const compute_t<T>* from, int64_t n) {
   using A = compute_t<T>;
   int64_t i = 0;
   for (; i + kLanes<A> <= n; i += kLanes<A>) store<T>(to + i, load<A>(from + i));
@@ -30,7 +30,7 @@ FASTLAYERS_VECTOR_CLONES void narrow(T* to, const compute_t<T>* from, int64_t n)
 
 // out = x + y, or x·y.
 template <typename A, bool PRODUCT>
-FASTLAYERS_VECTOR_CLONES void combine(A* out, const A* x, const A* y, int64_t n) {
+void combine(A* out, const A* x, const A* y, int64_t n) {
   const auto of = [](const Vector<A>& u, const Vector<A>& v) __attribute__((always_inline)) { return PRODUCT ? u * v : u + v; };
   int64_t i = 0;
   for (; i + kLanes<A> <= n; i += kLanes<A>) store<A>(out + i, of(load<A>(x + i), load<A>(y + i)));
@@ -44,7 +44,7 @@ struct Sums {
 
 // The sums of the deviations of x from an origin, and of their squares.
 template <typename A>
-FASTLAYERS_VECTOR_CLONES Sums<A> deviations(const A* x, int64_t n, A origin) {
+Sums<A> deviations(const A* x, int64_t n, A origin) {
   constexpr int K = 4;  // sums that do not wait for each other
   Vector<A> sums[K] = {}, squares[K] = {};
   int64_t i = 0;
@@ -62,7 +62,7 @@ FASTLAYERS_VECTOR_CLONES Sums<A> deviations(const A* x, int64_t n, A origin) {
 
 // y = (x - mean)·rstd·weight + bias. weight and bias may be null.
 template <typename A>
-FASTLAYERS_VECTOR_CLONES void normalise(A* y, const A* x, const A* weight, const A* bias, int64_t n, A mean, A rstd) {
+void normalise(A* y, const A* x, const A* weight, const A* bias, int64_t n, A mean, A rstd) {
   int64_t i = 0;
   for (; i + kLanes<A> <= n; i += kLanes<A>) {
     Vector<A> v = (load<A>(x + i) - mean) * rstd;
@@ -88,7 +88,7 @@ struct BackwardRow {
 };
 
 template <typename A>
-FASTLAYERS_VECTOR_CLONES void average(BackwardRow<A>& row, int64_t n, bool layer) {
+void average(BackwardRow<A>& row, int64_t n, bool layer) {
   constexpr int K = 4;  // sums that do not wait for each other
   Vector<A> along[K] = {}, level[K] = {};
   const auto add = [&](int k, const Vector<A>& dy, const Vector<A>& x, const Vector<A>& w) __attribute__((always_inline)) {
@@ -116,7 +116,7 @@ FASTLAYERS_VECTOR_CLONES void average(BackwardRow<A>& row, int64_t n, bool layer
 
 // dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) + dsum for R rows. The sums dweight += dy·x̂ and dbias += dy are read and written once for all.
 template <typename A, int R>
-FASTLAYERS_VECTOR_CLONES void gradients(const BackwardRow<A>* rows, int64_t n) {
+void gradients(const BackwardRow<A>* rows, int64_t n) {
   const BackwardRow<A>& any = rows[0];
   const auto columns = [&](int64_t i, auto take, auto put) __attribute__((always_inline)) {
     Vector<A> dweight{}, dbias{};
@@ -419,7 +419,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy_
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(layer_norm, m) {
   m.impl("layer_norm_forward", TORCH_BOX(&fastlayers::layer_norm_forward));
   m.impl("add_layer_norm_forward", TORCH_BOX(&fastlayers::add_layer_norm_forward));
   m.impl("layer_norm_backward", TORCH_BOX(&fastlayers::layer_norm_backward));

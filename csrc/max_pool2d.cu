@@ -3,6 +3,7 @@
 // The forward keeps a byte for each output: the row-major offset of its maximum in the window. The backward gathers: an input looks at the
 // windows that contain it, and adds the gradients of those whose maximum it is. It needs no atomics and writes dx once.
 #include "common/flat.cuh"
+#include "max_pool2d.h"
 
 namespace fastlayers {
 namespace {
@@ -14,6 +15,9 @@ constexpr int kBlocks = sizeof(T) == 8 ? 2 : 4;
 struct Axis {
   int size, out, kernel, padding, dilation;
   Divider stride;
+
+  Axis(const Extent& e)
+      : size(e.size), out(e.out), kernel(e.kernel), padding(e.padding), dilation(e.dilation), stride(static_cast<uint32_t>(e.stride)) {}
 
   // Where the window of an output begins.
   __device__ __forceinline__ int start(int of) const { return of * static_cast<int>(stride.divisor) - padding; }
@@ -29,16 +33,6 @@ struct Axis {
     const int of = static_cast<int>(stride.quotient(static_cast<uint32_t>(from)));
     return of * static_cast<int>(stride.divisor) == from && of < out ? of : -1;
   }
-};
-
-// Images as [outer, height, width, inner] in memory. The channels are the inner dimension of channels_last images, and outer in others.
-struct Images {
-  Axis height, width;
-  int64_t outer;
-  int inner;
-
-  int64_t in() const { return static_cast<int64_t>(height.size) * width.size * inner; }
-  int64_t out() const { return static_cast<int64_t>(height.out) * width.out * inner; }
 };
 
 // Words of one launch, fewer than 2^31, by [image, row, column, word of the inner elements].
@@ -151,7 +145,7 @@ struct Maximum<__half, kVector<__half>> : Pairs<__half> { using Pairs::Pairs; };
 // for any window.
 template <typename T, int V, int K, bool KEEP>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>)
-    pool_forward(const T* __restrict__ x, T* __restrict__ y, uint8_t* __restrict__ offsets, const Words words, const Images images) {
+    pool_forward(const T* __restrict__ x, T* __restrict__ y, uint8_t* __restrict__ offsets, const Words words, const Images<Axis> images) {
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= words.n) return;
   const Place at(words, i);
@@ -197,7 +191,7 @@ __device__ __forceinline__ void gather(Vec<A, V>& sum, const Vec<T, V>& dy, cons
 // A thread has a word of S x S neighbouring inputs, which lie in the same windows: those that end within S of each other.
 template <typename T, int V, int K, int S>
 __global__ void __launch_bounds__(kThreads, S == 1 ? 2 : kBlocks<T>)
-    pool_backward(const T* __restrict__ dy, const uint8_t* __restrict__ offsets, T* __restrict__ dx, const Words words, const Images images) {
+    pool_backward(const T* __restrict__ dy, const uint8_t* __restrict__ offsets, T* __restrict__ dx, const Words words, const Images<Axis> images) {
   using A = compute_t<T>;
   constexpr int kWindows = (K - 1) / S + 1;  // along an axis
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
@@ -243,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, S == 1 ? 2 : kBlocks<T>)
 // Any window: a thread has a word of one input.
 template <typename T, int V>
 __global__ void __launch_bounds__(kThreads) pool_backward_any(const T* __restrict__ dy, const uint8_t* __restrict__ offsets,
-                                                            T* __restrict__ dx, const Words words, const Images images) {
+                                                            T* __restrict__ dx, const Words words, const Images<Axis> images) {
   using A = compute_t<T>;
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= words.n) return;
@@ -266,48 +260,6 @@ __global__ void __launch_bounds__(kThreads) pool_backward_any(const T* __restric
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-using Ints = std::vector<int64_t>;
-
-struct Window {
-  Ints kernel, stride, padding, dilation;  // of height and width each
-};
-
-Axis axis(int d, const Ints& size, const Ints& out, const Window& window, const char* op) {
-  const auto number = [&](const Ints& of, int64_t least) {
-    FASTLAYERS_CHECK(of.size() == 2 && of[d] >= least && of[d] <= INT32_MAX / 2, op, "expected two numbers of at least ", least,
-                     " for height and width");
-    return static_cast<int>(of[d]);
-  };
-  return {number(size, 1), number(out, 1), number(window.kernel, 1), number(window.padding, 0), number(window.dilation, 1),
-          Divider(static_cast<uint32_t>(number(window.stride, 1)))};
-}
-
-// t has the sizes [..., height, width] and is contiguous or channels_last.
-Images images_of(const Tensor& t, bool channels_last, const Ints& size, const Ints& out, const Window& window, const char* op) {
-  const int64_t dims = t.dim();
-  FASTLAYERS_CHECK(dims == 4 || (dims == 3 && !channels_last), op, "expected images with 3 or 4 dimensions");
-  const Dims sizes = dims_of(t.sizes());
-  FASTLAYERS_CHECK(same_layout(sizes, dims_of(t.strides()), channels_last ? dense_strides(sizes, {0, 2, 3, 1}) : contiguous_strides(sizes)),
-                   op, "expected ", channels_last ? "channels_last" : "contiguous", " images");
-  Images images{axis(0, size, out, window, op), axis(1, size, out, window, op), 0, 1};
-  FASTLAYERS_CHECK(images.height.kernel * static_cast<int64_t>(images.width.kernel) < UINT8_MAX, op,
-                   "expected a window of fewer than 255 elements");
-  const int64_t channels = sizes[dims - 3];
-  FASTLAYERS_CHECK(channels <= INT32_MAX / 2, op, channels, " channels are too many");
-  images.outer = dims == 4 ? sizes[0] : 1;
-  if (channels_last) images.inner = static_cast<int>(channels);
-  else images.outer *= channels;
-  return images;
-}
-
-// Images of this size, in the layout and dtype of t.
-Tensor empty_images(const Tensor& t, bool channels_last, int height, int width, ScalarType dtype) {
-  Dims sizes = dims_of(t.sizes());
-  sizes[sizes.size() - 2] = height;
-  sizes[sizes.size() - 1] = width;
-  return empty_strided(sizes, channels_last ? dense_strides(sizes, {0, 2, 3, 1}) : contiguous_strides(sizes), dtype, t);
-}
-
 // Calls f(first image, Words) for all images of [rows, columns, words], in shares of fewer than 2^31 words.
 template <typename F>
 void for_images(int64_t outer, int64_t rows, int64_t columns, int64_t words, F&& f) {
@@ -316,7 +268,7 @@ void for_images(int64_t outer, int64_t rows, int64_t columns, int64_t words, F&&
   for (int64_t first = 0; first < outer; first += most) f(first, Words(std::min(most, outer - first), rows, columns, words));
 }
 
-bool is_square(const Images& images, int kernel, int stride) {
+bool is_square(const Images<Axis>& images, int kernel, int stride) {
   const auto fits = [&](const Axis& a) {
     return a.kernel == kernel && a.dilation == 1 && (stride == 0 || static_cast<int>(a.stride.divisor) == stride);
   };
@@ -326,12 +278,11 @@ bool is_square(const Images& images, int kernel, int stride) {
 template <int N>
 using Number = std::integral_constant<int, N>;
 
-std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints kernel, Ints stride, Ints padding, Ints dilation, Ints out,
+std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Numbers kernel, Numbers stride, Numbers padding, Numbers dilation, Numbers out,
                                               bool channels_last, bool keep) {
   const char* op = "max_pool2d_forward";
-  FASTLAYERS_CHECK(x.dim() >= 2, op, "expected images with 3 or 4 dimensions");
-  const Ints size{x.size(x.dim() - 2), x.size(x.dim() - 1)};
-  const Images images = images_of(x, channels_last, size, out, {kernel, stride, padding, dilation}, op);
+  const Numbers size = image_size(x, op);
+  const Images<Axis> images = images_of<Axis>(x, channels_last, size, out, {kernel, stride, padding, dilation}, op);
   const Launch launch(x);
   Tensor y = empty_images(x, channels_last, images.height.out, images.width.out, x.scalar_type());
   Tensor offsets = keep ? empty_images(x, channels_last, images.height.out, images.width.out, ScalarType::Byte)
@@ -364,14 +315,12 @@ std::tuple<Tensor, Tensor> max_pool2d_forward(const Tensor& x, Ints kernel, Ints
 }
 
 // The caller passes dy and offsets with the strides of the forward's result. dx gets those of its x.
-Tensor max_pool2d_backward(const Tensor& dy, const Tensor& offsets, Ints kernel, Ints stride, Ints padding, Ints dilation, Ints size,
+Tensor max_pool2d_backward(const Tensor& dy, const Tensor& offsets, Numbers kernel, Numbers stride, Numbers padding, Numbers dilation, Numbers size,
                            bool channels_last) {
   const char* op = "max_pool2d_backward";
-  FASTLAYERS_CHECK(dy.dim() >= 2, op, "expected images with 3 or 4 dimensions");
-  const Ints out{dy.size(dy.dim() - 2), dy.size(dy.dim() - 1)};
-  const Images images = images_of(dy, channels_last, size, out, {kernel, stride, padding, dilation}, op);
-  FASTLAYERS_CHECK(offsets.scalar_type() == ScalarType::Byte && offsets.numel() == dy.numel(), op,
-                   "expected a byte for each element of dy");
+  const Numbers out = image_size(dy, op);
+  const Images<Axis> images = images_of<Axis>(dy, channels_last, size, out, {kernel, stride, padding, dilation}, op);
+  check_offsets(dy, offsets, op);
   const Launch launch(dy);
   Tensor dx = empty_images(dy, channels_last, images.height.size, images.width.size, dy.scalar_type());
   if (dx.numel() == 0) return dx;

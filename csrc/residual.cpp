@@ -9,7 +9,7 @@ namespace {
 
 // Calls f(I{}, O{}) for one type, or for float32 on either side of a 16-bit one.
 template <typename F>
-void dispatch_pair(ScalarType in, ScalarType out, const char* op, F&& f) {
+void dispatch_conversion(ScalarType in, ScalarType out, const char* op, F&& f) {
   dispatch_floating(in, op, [&](auto zero) {
     using I = decltype(zero);
     if (in == out) return f(I{}, I{});
@@ -38,7 +38,7 @@ FASTLAYERS_INLINE void philox(uint32_t* words, uint64_t key, uint64_t counter) {
   constexpr uint64_t kLow = 0xffffffff;
   Longs a[kGroups], b[kGroups], c[kGroups] = {}, d[kGroups] = {};
   for (int g = 0; g < kGroups; ++g) {
-    const Longs own = Longs{0, 1, 2, 3, 4, 5, 6, 7} + (counter + g * (kCounters / kGroups));
+    const Longs own = lane_numbers<Longs>() + (counter + g * (kCounters / kGroups));
     a[g] = own & kLow;
     b[g] = own >> 32;
   }
@@ -56,8 +56,10 @@ FASTLAYERS_INLINE void philox(uint32_t* words, uint64_t key, uint64_t counter) {
   }
   for (int g = 0; g < kGroups; ++g) {
     const Longs one = a[g] | b[g] << 32, two = c[g] | d[g] << 32;
-    const Longs low = __builtin_shuffle(one, two, Longs{0, 8, 1, 9, 2, 10, 3, 11});
-    const Longs high = __builtin_shuffle(one, two, Longs{4, 12, 5, 13, 6, 14, 7, 15});
+    // one[0], two[0], one[1], two[1] and so on
+    constexpr int n = kLanes<double>;
+    const Longs place = lane_numbers<Longs>(), mixed = (place >> 1) + (place & 1) * uint64_t{n};
+    const Longs low = __builtin_shuffle(one, two, mixed), high = __builtin_shuffle(one, two, mixed + uint64_t{n / 2});
     std::memcpy(words + g * 2 * kLanes<float>, &low, sizeof(low));
     std::memcpy(words + (g * 2 + 1) * kLanes<float>, &high, sizeof(high));
   }
@@ -89,7 +91,7 @@ struct Dropout {
 
 // out = x·(kept ? scale : 0), plus the residual, from the element `first`, a multiple of kStretch, to `last`.
 template <typename I, typename O>
-FASTLAYERS_VECTOR_CLONES void dropout_flat(const Dropout<I, O>& of, int64_t first, int64_t last) {
+void dropout_flat(const Dropout<I, O>& of, int64_t first, int64_t last) {
   using A = compute_t<O>;
   uint32_t words[kStretch] = {};
   for (int64_t start = first; start < last; start += kStretch) {
@@ -123,7 +125,7 @@ Tensor dropout_add(const Tensor& x, const MaybeTensor& residual, double p, const
   if (n == 0) return out;
   const auto threshold = static_cast<uint32_t>(std::min(p * 4294967296.0 + 0.5, 4294967295.0));
   const auto key = static_cast<uint64_t>(*pointer<const int64_t>(seed));
-  dispatch_pair(x.scalar_type(), dtype, op, [&](auto in, auto result) {
+  dispatch_conversion(x.scalar_type(), dtype, op, [&](auto in, auto result) {
     using I = decltype(in);
     using O = decltype(result);
     const Dropout<I, O> of{pointer<const I>(operands.x), pointer<const O>(operands.residual), pointer<O>(out), key, threshold,
@@ -163,7 +165,7 @@ struct Factor {
 
 // out = x·gamma·keep·scale, plus the residual unless it is null, from the element `first` to `last`.
 template <typename I, typename O>
-FASTLAYERS_VECTOR_CLONES void scale_flat(const I* x_in, const O* residual, O* out_in, const Factor<compute_t<O>>& f, int64_t first,
+void scale_flat(const I* x_in, const O* residual, O* out_in, const Factor<compute_t<O>>& f, int64_t first,
                                          int64_t last) {
   using A = compute_t<O>;
   for (int64_t start = first; start < last;) {
@@ -223,7 +225,7 @@ Tensor scale_add(const Tensor& x, const MaybeTensor& gamma, const MaybeTensor& r
   const int64_t n = out.numel();
   if (n == 0) return out;
   if (gamma) check_gamma(*gamma, x.element_size() <= out.element_size() ? x.scalar_type() : dtype, op);
-  dispatch_pair(x.scalar_type(), dtype, op, [&](auto in, auto result) {
+  dispatch_conversion(x.scalar_type(), dtype, op, [&](auto in, auto result) {
     using I = decltype(in);
     using O = decltype(result);
     using A = compute_t<O>;
@@ -258,7 +260,7 @@ struct Backward {
 
 // Rows where inner is 1. The sums of kAtOnce rows are added up before they are added to the others, which costs fewer digits.
 template <typename G, typename T>
-FASTLAYERS_VECTOR_CLONES void backward_columns(const Backward<G, T>& b, int64_t first, int64_t last, compute_t<T>* sums,
+void backward_columns(const Backward<G, T>& b, int64_t first, int64_t last, compute_t<T>* sums,
                                                compute_t<T>* some) {
   using A = compute_t<T>;
   constexpr int64_t kAtOnce = 64;
@@ -283,7 +285,7 @@ FASTLAYERS_VECTOR_CLONES void backward_columns(const Backward<G, T>& b, int64_t 
 
 // Pieces of rows where inner is longer.
 template <typename G, typename T>
-FASTLAYERS_VECTOR_CLONES void backward_rows(const Backward<G, T>& b, int64_t first, int64_t last, int64_t pieces, compute_t<T>* sums) {
+void backward_rows(const Backward<G, T>& b, int64_t first, int64_t last, int64_t pieces, compute_t<T>* sums) {
   using A = compute_t<T>;
   for (int64_t at = first; at < last; ++at) {
     const int64_t row = at / pieces, from = at % pieces * kGrain, n = std::min(b.inner - from, kGrain), start = row * b.inner + from;
@@ -347,7 +349,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
   check_gamma(gamma, x.scalar_type(), op);
   Tensor dx = empty_strided(sizes, strides, x.scalar_type(), x);
   Tensor dgamma = empty_contiguous(dims_of(gamma.sizes()), gamma.scalar_type(), gamma);
-  dispatch_pair(dy.scalar_type(), x.scalar_type(), op, [&](auto of_dy, auto of_x) {
+  dispatch_conversion(dy.scalar_type(), x.scalar_type(), op, [&](auto of_dy, auto of_x) {
     using G = decltype(of_dy);
     using T = decltype(of_x);
     if constexpr (sizeof(G) < sizeof(T)) {
@@ -366,7 +368,7 @@ std::tuple<Tensor, Tensor> scale_add_backward(const Tensor& dy_in, const Tensor&
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(residual, m) {
   m.impl("dropout_add", TORCH_BOX(&fastlayers::dropout_add));
   m.impl("scale_add", TORCH_BOX(&fastlayers::scale_add));
   m.impl("scale_add_backward", TORCH_BOX(&fastlayers::scale_add_backward));

@@ -92,7 +92,7 @@ FASTLAYERS_INLINE void rotate_halves(const In* in, const Table* cos, const Table
 }
 
 template <typename In, typename Table, typename Out, bool INTERLEAVED>
-FASTLAYERS_VECTOR_CLONES void rotate_rows(const Operand& x, const Args& a, int64_t first, int64_t last) {
+void rotate_rows(const Operand& x, const Args& a, int64_t first, int64_t last) {
   using A = compute_t<Out>;
   int64_t at[kOuter];
   for (int64_t d = kOuter - 1, rest = first; d >= 0; --d) {
@@ -176,4 +176,4 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q_in, const MaybeTensor& k_in, c
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) { m.impl("rotary", TORCH_BOX(&fastlayers::rotary)); }
+FASTLAYERS_CPU_KERNELS(rotary, m) { m.impl("rotary", TORCH_BOX(&fastlayers::rotary)); }

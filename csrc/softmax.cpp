@@ -14,14 +14,14 @@ constexpr int64_t kTile = 512;  // columns at a time
 
 struct NoMask {};
 
-typedef uint8_t SixteenBytes __attribute__((vector_size(16)));
-typedef uint8_t EightBytes __attribute__((vector_size(8)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes<float>)));
+typedef uint8_t FewBytes __attribute__((vector_size(kLanes<double>)));
 
 // Which elements of a vector a boolean mask keeps: 0 for the others.
 template <typename A>
 FASTLAYERS_INLINE WholeVector<A> load_flags(const bool* mask, int64_t count) {
   using namespace vectors;
-  std::conditional_t<std::is_same_v<A, double>, EightBytes, SixteenBytes> bytes{};
+  std::conditional_t<std::is_same_v<A, double>, FewBytes, Bytes> bytes{};
   if (count == kLanes<A>) std::memcpy(&bytes, mask, sizeof(bytes));
   else std::memcpy(&bytes, mask, count);
   if constexpr (std::is_same_v<A, double>) return __builtin_convertvector(bytes, Longs);
@@ -35,7 +35,7 @@ FASTLAYERS_INLINE int64_t count_of(const Some<A>& lanes) { return lanes.count; }
 // Writes a row of scores and returns the largest. M: bool, an additive mask's type, or NoMask. `step`: 0 for a mask that has one element
 // for the row, else 1.
 template <typename T, typename M, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* mask,
+A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* mask,
                                         [[maybe_unused]] int64_t step) {
   const A nothing = -std::numeric_limits<A>::infinity();
   Vector<A> most = broadcast<A>(std::numeric_limits<A>::lowest());
@@ -56,7 +56,7 @@ FASTLAYERS_VECTOR_CLONES A write_scores(A* to, const T* x, int64_t n, A scale, [
 
 // The sum of the exponentials of a row of scores, relative to the largest; WRITE: in the scores' place.
 template <typename A, bool WRITE>
-FASTLAYERS_VECTOR_CLONES A sum_exponentials(A* scores, int64_t n, A most) {
+A sum_exponentials(A* scores, int64_t n, A most) {
   Vector<A> sum{};
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> e = exp_below_0<A>(lanes.load(scores + i, -std::numeric_limits<A>::infinity()) - most);
@@ -68,7 +68,7 @@ FASTLAYERS_VECTOR_CLONES A sum_exponentials(A* scores, int64_t n, A most) {
 
 // y = values / sum of the exponentials, or (values - most) - log(sum) of the scores.
 template <typename T, bool LOG, typename A = compute_t<T>>
-FASTLAYERS_VECTOR_CLONES void write_results(T* y, const A* values, int64_t n, A most, A sum) {
+void write_results(T* y, const A* values, int64_t n, A most, A sum) {
   const A level = LOG ? std::log(sum) : A(0);
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> v = lanes.load(values + i);
@@ -78,7 +78,7 @@ FASTLAYERS_VECTOR_CLONES void write_results(T* y, const A* values, int64_t n, A 
 
 // dx = scale·y·(dy - sum(y·dy)), for log_softmax scale·(dy - exp(y)·sum(dy)), and 0 where a boolean mask is False.
 template <typename In, typename Out, bool LOG, typename A = compute_t<In>>
-FASTLAYERS_VECTOR_CLONES void backward_row(In* dx, const Out* dy, const Out* y, int64_t n, A scale, const bool* mask, int64_t step) {
+void backward_row(In* dx, const Out* dy, const Out* y, int64_t n, A scale, const bool* mask, int64_t step) {
   Vector<A> sums{};
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> g = lanes.load(dy + i);
@@ -98,7 +98,7 @@ FASTLAYERS_VECTOR_CLONES void backward_row(In* dx, const Out* dy, const Out* y, 
 // ---- columns ------------------------------------------------------------------------------------------------------------
 
 template <typename In, typename Out, bool LOG, typename A = compute_t<In>>
-FASTLAYERS_VECTOR_CLONES void forward_columns(Out* y, const In* x, int64_t n, int64_t inner, int64_t width, A scale) {
+void forward_columns(Out* y, const In* x, int64_t n, int64_t inner, int64_t width, A scale) {
   A most[kTile], sum[kTile];
   const auto add = [&](int64_t c, auto count) FASTLAYERS_LANES {
     constexpr int K = decltype(count)::value;
@@ -126,7 +126,7 @@ FASTLAYERS_VECTOR_CLONES void forward_columns(Out* y, const In* x, int64_t n, in
 }
 
 template <typename In, typename Out, bool LOG, typename A = compute_t<In>>
-FASTLAYERS_VECTOR_CLONES void backward_columns(In* dx, const Out* dy, const Out* y, int64_t n, int64_t inner, int64_t width, A scale) {
+void backward_columns(In* dx, const Out* dy, const Out* y, int64_t n, int64_t inner, int64_t width, A scale) {
   A sum[kTile] = {};
   for (int64_t c = 0; c < n; ++c) {
     for_vectors<A>(width, [&](int64_t j, auto lanes) FASTLAYERS_LANES {
@@ -289,7 +289,7 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& y, int64_t dim, double s
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(softmax, m) {
   m.impl("softmax_forward", TORCH_BOX(&fastlayers::softmax_forward));
   m.impl("softmax_backward", TORCH_BOX(&fastlayers::softmax_backward));
 }

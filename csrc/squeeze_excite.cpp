@@ -7,7 +7,7 @@ namespace {
 
 // Adds x, or x·y, to the sums of each column, which have room for whole vectors.
 template <typename T>
-FASTLAYERS_VECTOR_CLONES void add_pixels(const T* x, const T* y, const Block b, compute_t<T>* sums) {
+void add_pixels(const T* x, const T* y, const Block b, compute_t<T>* sums) {
   using A = compute_t<T>;
   for_block<A, 8>(b, [&](int64_t at, int64_t i, const Part<A>& part, int64_t count) FASTLAYERS_LANES {
     Vector<A> sum{};
@@ -21,7 +21,7 @@ FASTLAYERS_VECTOR_CLONES void add_pixels(const T* x, const T* y, const Block b, 
 
 // out = x·scale + shift, of values by column as in Affine.
 template <typename T>
-FASTLAYERS_VECTOR_CLONES void scale_and_shift(T* out, const T* x, const Block b, const Affine<compute_t<T>> p) {
+void scale_and_shift(T* out, const T* x, const Block b, const Affine<compute_t<T>> p) {
   using A = compute_t<T>;
   for_block<A, 1>(b, [&](int64_t at, int64_t i, const Part<A>& part, int64_t) FASTLAYERS_LANES {
     part.store(out + at, part.load(x + at) * load<A>(p.scale + p.of(i)) + load<A>(p.bias + p.of(i)));
@@ -133,7 +133,7 @@ Tensor scale_shift(const Tensor& x, const Tensor& scale_in, const Tensor& shift_
 }  // namespace
 }  // namespace fastlayers
 
-STABLE_TORCH_LIBRARY_IMPL(fastlayers, CPU, m) {
+FASTLAYERS_CPU_KERNELS(squeeze_excite, m) {
   m.impl("spatial_sum", TORCH_BOX(&fastlayers::spatial_sum));
   m.impl("scale_shift", TORCH_BOX(&fastlayers::scale_shift));
 }

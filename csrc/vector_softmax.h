@@ -6,12 +6,11 @@
 #include "common/vector_math.h"
 
 namespace fastlayers {
+namespace {
 
 namespace vectors {
 typedef int64_t Longs __attribute__((vector_size(kVectorWidth)));
 typedef uint64_t LongWords __attribute__((vector_size(kVectorWidth)));
-constexpr Words kIntLanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-constexpr LongWords kLongLanes{0, 1, 2, 3, 4, 5, 6, 7};
 }  // namespace vectors
 
 // Whole numbers of the width of A, and their vector.
@@ -24,9 +23,9 @@ using WholeVector = std::conditional_t<std::is_same_v<A, double>, vectors::Longs
 template <typename A>
 FASTLAYERS_INLINE Vector<A> only_lanes(const Vector<A>& v, int64_t first, int64_t end, A rest) {
   if constexpr (std::is_same_v<A, double>) {
-    return vectors::kLongLanes - static_cast<uint64_t>(first) < static_cast<uint64_t>(end - first) ? v : broadcast<A>(rest);
+    return lane_numbers<vectors::LongWords>() - static_cast<uint64_t>(first) < static_cast<uint64_t>(end - first) ? v : broadcast<A>(rest);
   } else {
-    return vectors::kIntLanes - static_cast<uint32_t>(first) < static_cast<uint32_t>(end - first) ? v : broadcast<A>(rest);
+    return lane_numbers<vectors::Words>() - static_cast<uint32_t>(first) < static_cast<uint32_t>(end - first) ? v : broadcast<A>(rest);
   }
 }
 
@@ -84,11 +83,11 @@ FASTLAYERS_INLINE void last_scores(Vector<A> (&v)[K], int64_t i, int64_t n, Scor
     v[k] = broadcast<A>(nothing);
     if (at + L <= n) {
       v[k] = scores(at, All<A>{});
-    } else if (at < n && n >= L) {
+    } else if (n < L) {
+      if (k == 0) v[k] = only_lanes<A>(scores(0, Some<A>{n}), 0, n, nothing);
+    } else if (at < n) {
       const int64_t seen = at + L - n;
       v[k] = only_lanes<A>(scores(n - L, Last<A>{seen}), seen, L, nothing);
-    } else if (at < n) {
-      v[k] = only_lanes<A>(scores(at, Some<A>{n}), 0, n, nothing);
     }
   }
 }
@@ -113,4 +112,5 @@ FASTLAYERS_INLINE void for_scores(int64_t n, Scores&& scores, F&& f) {
   }
 }
 
+}  // namespace
 }  // namespace fastlayers

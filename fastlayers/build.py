@@ -22,6 +22,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -43,6 +44,12 @@ OLDEST_TORCH = (2, 11)
 TORCH_TARGET_VERSION = "0x020b000000000000"
 OLDEST_ARCH = 80
 PTX = "+PTX"
+#: The variants of a source of CPU kernels beside the one for every machine of the architecture. cpu_library.h in csrc
+#: picks one. The flags are those of torch's own kernels.
+CPU_VARIANTS = {
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+}
 NO_GPU = (
     "no GPU of compute capability 8.0 or later here. To compile CUDA kernels for another machine, name its capability: "
     "FASTLAYERS_CUDA_ARCHS=90 python -m fastlayers build"
@@ -372,12 +379,15 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
     tools = f"torch {torch.version}, {info.compiler}, nvcc {info.nvcc}"
     common = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", "-std=c++17", f"-I{torch.root / 'include'}"]
 
-    def compile_step(source: Path, *command: str) -> Step:
-        output = objects / f"{source.name}.o"
+    def compile_step(source: Path, *command: str, variant: str = "") -> Step:
+        output = objects / f"{source.name}{variant}.o"
         stamp = output.with_suffix(".stamp")
         return Step((*command, *common, "-c", str(source)), (source, *included(source)), output, stamp, tools)
 
-    steps = [compile_step(source, *cxx, "-O3", "-fPIC", "-fvisibility=hidden") for source in sources]
+    host_code = [*cxx, "-O3", "-fPIC", "-fvisibility=hidden"]
+    variants = CPU_VARIANTS if platform.machine() == "x86_64" else {}
+    all_machines = ["-DFASTLAYERS_CPU_VARIANTS"] if variants else []
+    steps = [compile_step(source, *host_code, *all_machines) for source in sources]
     if nvcc is not None:
         assert info.nvcc is not None
         # One source takes far longer than the others, so each may use every core for its architectures.
@@ -393,6 +403,14 @@ def _steps(library: Path, objects: Path, torch: Torch, info: BuildInfo, nvcc: st
         ]
         flags += _code_flags(info.cuda_archs, info.nvcc)
         steps += [compile_step(source, nvcc, *flags) for source in cuda_sources]
+    # Linked last, and AVX-512 after AVX2. Of an inline function that several objects have, such as one of std::vector,
+    # the linker takes the first: so no object calls one with instructions that a machine which runs it may not have.
+    for variant, options in variants.items():
+        steps += [
+            compile_step(source, *host_code, f"-DFASTLAYERS_CPU_VARIANT={variant}", *options, variant=f".{variant}")
+            for source in sources
+            if any(header.name == "cpu_library.h" for header in included(source))
+        ]
     link = [*cxx, "-shared", *(str(step.output) for step in steps), f"-L{torch.root / 'lib'}"]
     # Linking libtorch and not libtorch_cuda lets the same file load on a CPU-only torch. In a CUDA build of torch,
     # libtorch brings libtorch_cuda into scope. cudart is linked statically, so loading needs no CUDA library either.
@@ -432,7 +450,7 @@ def _run(steps: list[Step], report: Report) -> None:
             for future in as_completed(running):
                 warnings = future.result()
                 done += 1
-                report(done, len(steps), "\n".join(filter(None, [running[future].inputs[0].name, warnings.strip()])))
+                report(done, len(steps), "\n".join(filter(None, [running[future].output.stem, warnings.strip()])))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

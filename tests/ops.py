@@ -653,7 +653,7 @@ MAX_POOL2D = Op(
     "max_pool2d",
     functional.max_pool2d,
     F.max_pool2d,
-    kernels=GPU_KERNELS,
+    kernels=KERNELS,
     samples=(
         pooled("stem", 3, kwargs=STEM, smooth=True, shape=(2, 2, 5, 6)),
         *(sample for layout in LAYOUTS_OF_IMAGES for sample in (
@@ -684,8 +684,8 @@ MAX_POOL2D = Op(
         pooled("misaligned", 3, 2, 1, layout=misaligned),
         pooled("transposed", 3, 2, 1, layout=transposed),
         pooled("expanded", 3, 2, 1, layout=expanded(0)),
-        pooled("a large window", 16, 8, 8, shape=(2, 3, 33, 40), refused=GPU_KERNELS),
-        pooled("empty batch", 3, shape=(0, 8, 9, 10), refused=GPU_KERNELS),
+        pooled("a large window", 16, 8, 8, shape=(2, 3, 33, 40), refused=KERNELS),
+        pooled("empty batch", 3, shape=(0, 8, 9, 10), refused=KERNELS),
     ),
     saved_bytes=lambda call, out: out.numel(),
     mistakes=(

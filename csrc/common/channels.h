@@ -47,9 +47,7 @@ struct Part {
   // 0 in the lanes that it does not have
   FASTLAYERS_INLINE Vector<A> only(const Vector<A>& v) const {
     if (count == kLanes<A>) return v;
-    Vector<A> lane;
-    for (int i = 0; i < kLanes<A>; ++i) lane[i] = static_cast<A>(i);
-    return lane < static_cast<A>(count) ? v : Vector<A>{};
+    return lane_numbers<Vector<A>>() < static_cast<A>(count) ? v : Vector<A>{};
   }
 };
 template <typename A, typename F>
@@ -103,7 +101,7 @@ class Merged {
 
 // Those of n neighbouring elements.
 template <typename T>
-FASTLAYERS_VECTOR_CLONES void run_moments(const T* x, int64_t n, Moments<compute_t<T>>& result) {
+void run_moments(const T* x, int64_t n, Moments<compute_t<T>>& result) {
   using A = compute_t<T>;
   using W = wide_t<A>;
   constexpr int K = 4, kStep = K * kLanes<A>;  // sums that do not wait for each other
@@ -137,11 +135,10 @@ FASTLAYERS_VECTOR_CLONES void run_moments(const T* x, int64_t n, Moments<compute
 
 // Those of each column of a block that has a row; `sums` is scratch. All three have room for whole vectors.
 template <typename T>
-FASTLAYERS_VECTOR_CLONES void column_moments(const T* x, const Block b, compute_t<T>* mean, compute_t<T>* m2, compute_t<T>* sums) {
+void column_moments(const T* x, const Block b, compute_t<T>* mean, compute_t<T>* m2, compute_t<T>* sums) {
   using A = compute_t<T>;
   constexpr int R = 8;
-  Vector<A> lane;
-  for (int i = 0; i < kLanes<A>; ++i) lane[i] = static_cast<A>(i);
+  const Vector<A> lane = lane_numbers<Vector<A>>();
   const A rows = static_cast<A>(1) / static_cast<A>(b.rows), more = static_cast<A>(1) / static_cast<A>(b.rows + 1);
   const auto share = [&](int64_t i) FASTLAYERS_LANES {
     return lane + static_cast<A>(i) < static_cast<A>(b.rest) ? broadcast<A>(more) : broadcast<A>(rows);
@@ -180,7 +177,7 @@ FASTLAYERS_VECTOR_CLONES void column_moments(const T* x, const Block b, compute_
 
 // Merges those of n columns, of `count` elements each, into others of `before` elements.
 template <typename A>
-FASTLAYERS_VECTOR_CLONES void merge_columns(A* mean, A* m2, const A* other_mean, const A* other_m2, int64_t n, A before, A count) {
+void merge_columns(A* mean, A* m2, const A* other_mean, const A* other_m2, int64_t n, A before, A count) {
   const A share = count / (before + count), weight = before * share;
   for_parts<A>(n, [&](int64_t i, const Part<A>& part) FASTLAYERS_LANES {
     const Vector<A> delta = part.load(other_mean + i) - part.load(mean + i);
@@ -215,7 +212,7 @@ struct Sums {
 
 // y = act((x - mean)·scale + bias + residual); the residual may be null.
 template <typename T, Act ACT>
-FASTLAYERS_VECTOR_CLONES void normalise(T* y, const T* x, const T* residual, const Block b, const Affine<compute_t<T>> p) {
+void normalise(T* y, const T* x, const T* residual, const Block b, const Affine<compute_t<T>> p) {
   using A = compute_t<T>;
   const ActParameters<A> parameters = {A(0.01), A(0)};  // of leaky_relu
   for_block<A, 1>(b, [&](int64_t at, int64_t i, const Part<A>& part, int64_t) FASTLAYERS_LANES {
@@ -229,19 +226,18 @@ FASTLAYERS_VECTOR_CLONES void normalise(T* y, const T* x, const T* residual, con
 // Adds the lanes of a vector to as many sums in float64.
 template <typename A>
 FASTLAYERS_INLINE void add_wide(double* sums, const Vector<A>& v) {
-  const auto add = [](double* to, const vectors::Doubles& of) FASTLAYERS_LANES { store<double>(to, load<double>(to) + of); };
-  if constexpr (std::is_same_v<A, double>) {
-    add(sums, v);
-  } else {
-    add(sums, __builtin_convertvector(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), vectors::Doubles));
-    add(sums + 8, __builtin_convertvector(__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15), vectors::Doubles));
+  typedef A Part __attribute__((vector_size(kLanes<double> * sizeof(A))));
+  for (int i = 0; i < kLanes<A>; i += kLanes<double>) {
+    Part some;
+    std::memcpy(&some, reinterpret_cast<const A*>(&v) + i, sizeof(some));
+    store<double>(sums + i, load<double>(sums + i) + __builtin_convertvector(some, vectors::Doubles));
   }
 }
 
 // Adds to the sums of each column, which have room for whole vectors: of dz, the gradient of z, and of dz·(x - mean). Writes dz unless it
 // is null. Sums of a few rows are added in float64, as torch adds: the gradients of the parameters are small beside their terms.
 template <typename T, Act ACT>
-FASTLAYERS_VECTOR_CLONES void add_gradients(const T* dy, const T* x, const T* residual, T* dz, const Block b, const Affine<compute_t<T>> p,
+void add_gradients(const T* dy, const T* x, const T* residual, T* dz, const Block b, const Affine<compute_t<T>> p,
                                             double* sums, double* products) {
   using A = compute_t<T>;
   const ActParameters<A> parameters = {A(0.01), A(0)};
@@ -273,7 +269,7 @@ bool keeps_gradient(Act act) {
 
 // dx = dz·scale - level - (x - mean)·slope; without the latter two, of given statistics, where they are null.
 template <typename T, Act ACT>
-FASTLAYERS_VECTOR_CLONES void input_gradient(T* dx, const T* dy, const T* x, const Block b, const Affine<compute_t<T>> p,
+void input_gradient(T* dx, const T* dy, const T* x, const Block b, const Affine<compute_t<T>> p,
                                              const compute_t<T>* level, const compute_t<T>* slope) {
   using A = compute_t<T>;
   const ActParameters<A> parameters = {A(0.01), A(0)};
@@ -365,7 +361,7 @@ void add_channel(Merged<A>& all, const Pieces& p, const A* moments, int64_t chan
 
 // Adds n values.
 template <typename A>
-FASTLAYERS_VECTOR_CLONES void add_columns(A* to, const A* from, int64_t n) {
+void add_columns(A* to, const A* from, int64_t n) {
   for_parts<A>(n, [&](int64_t i, const Part<A>& part) FASTLAYERS_LANES { part.store(to + i, part.load(to + i) + part.load(from + i)); });
 }
 

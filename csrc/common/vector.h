@@ -1,29 +1,28 @@
-// Vectors for CPU kernels: the vector extensions of GCC and Clang, which each clone of a function lowers to what its machine has. Values of
-// 16 bits are float32 in a vector.
+// Vectors for CPU kernels: the vector extensions of GCC and Clang, as wide as a register of the instruction set that the file is compiled
+// for. build.py compiles each source that includes this once per instruction set, and cpu_library.h picks one. Values of 16 bits are
+// float32 in a vector. All of it is in anonymous namespaces: what one instruction set compiles must not stand for another's.
 #pragma once
 
 #include <cstring>
 #include <type_traits>
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+#include "cpu_library.h"
 #include "tensor.h"
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-// One wheel serves every x86-64, and the loader picks the clone for the machine: AVX-512, AVX2 with FMA, or what all have.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FASTLAYERS_VECTOR_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FASTLAYERS_VECTOR_CLONES
-#endif
-// Into the clone that calls it, so that its vectors are those of the clone.
+// Vectors stay in registers from one function to the next.
 #define FASTLAYERS_INLINE inline __attribute__((always_inline))
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // No vector is passed: the functions are inlined.
-#endif
+// The same for a lambda.
+#define FASTLAYERS_LANES __attribute__((always_inline))
 
 namespace fastlayers {
+namespace {
 
 constexpr int64_t kGrain = 1 << 15;  // elements a task: torch's own grain for elementwise loops
 
@@ -55,7 +54,13 @@ void dispatch_pair(ScalarType dtype, ScalarType second, const char* op, F&& f) {
   });
 }
 
-constexpr int kVectorWidth = 64;  // bytes: a register of AVX-512, two of AVX2, four of SSE or NEON
+#if defined(__AVX512F__)
+constexpr int kVectorWidth = 64;  // bytes
+#elif defined(__AVX__)
+constexpr int kVectorWidth = 32;
+#else
+constexpr int kVectorWidth = 16;  // SSE2, NEON
+#endif
 template <typename A>
 constexpr int kLanes = kVectorWidth / sizeof(A);
 
@@ -77,8 +82,35 @@ FASTLAYERS_INLINE To bits_as(const From& from) {
   return to;
 }
 
+// 0, 1, 2 and so on
+template <typename V>
+FASTLAYERS_INLINE V lane_numbers() {
+  V v{};
+  for (size_t i = 0; i < sizeof(v) / sizeof(v[0]); ++i) v[i] = i;
+  return v;
+}
+
 template <typename A>
 FASTLAYERS_INLINE Vector<A> broadcast(A value) { return Vector<A>{} + value; }
+
+#ifdef __F16C__
+namespace vectors {
+FASTLAYERS_INLINE Floats of_halves(const void* from) {
+#ifdef __AVX512F__
+  return bits_as<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
+#else
+  return bits_as<Floats>(_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#endif
+}
+FASTLAYERS_INLINE void to_halves(void* to, const Floats& v) {
+#ifdef __AVX512F__
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtps_ph(bits_as<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
+#else
+  _mm_storeu_si128(static_cast<__m128i*>(to), _mm256_cvtps_ph(bits_as<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+}  // namespace vectors
+#endif
 
 template <typename T, typename A = compute_t<T>>
 FASTLAYERS_INLINE Vector<A> load(const T* from) {
@@ -88,6 +120,9 @@ FASTLAYERS_INLINE Vector<A> load(const T* from) {
     return v;
   } else {
     using namespace vectors;
+#ifdef __F16C__
+    if constexpr (std::is_same_v<T, c10::Half>) return of_halves(from);
+#endif
     Halves halves;
     std::memcpy(&halves, from, sizeof(halves));
     const Words high = __builtin_convertvector(halves, Words) << 16;
@@ -116,6 +151,9 @@ FASTLAYERS_INLINE void store(T* to, const Vector<A>& v) {
     std::memcpy(to, &v, sizeof(v));
   } else {
     using namespace vectors;
+#ifdef __F16C__
+    if constexpr (std::is_same_v<T, c10::Half>) return to_halves(to, v);
+#endif
     Words rounded;
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
       rounded = bfloat16_bits(v) >> 16;
@@ -168,8 +206,7 @@ struct Some {
   FASTLAYERS_INLINE void store(T* to, const Vector<A>& v) const { store_some<T, A>(to, v, count); }
 };
 
-// f(i, lanes) for the vectors of n elements. f is FASTLAYERS_LANES, so that its vectors are those of the clone it stands in.
-#define FASTLAYERS_LANES __attribute__((always_inline))
+// f(i, lanes) for the vectors of n elements.
 template <typename A, typename F>
 FASTLAYERS_INLINE void for_vectors(int64_t n, F&& f) {
   int64_t i = 0;
@@ -242,4 +279,5 @@ FASTLAYERS_INLINE A largest_of(const Vector<A>& v) {
   return fold<A>(v, [](A a, A b) FASTLAYERS_LANES { return a > b || a != a ? a : b; });
 }
 
+}  // namespace
 }  // namespace fastlayers

@@ -6,6 +6,7 @@
 #include "vector_math.h"
 
 namespace fastlayers {
+namespace {
 
 // mish is z·tanh(softplus(z)), and the tanh is n / (n + 2) for n = e·(e + 2), e = exp(z). From 20 on it is 1.
 template <typename A>
@@ -142,4 +143,5 @@ void with_act(Act act, F&& f) {
   }
 }
 
+}  // namespace
 }  // namespace fastlayers

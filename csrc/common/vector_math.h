@@ -8,6 +8,7 @@
 #include "vector.h"
 
 namespace fastlayers {
+namespace {
 
 namespace vectors {
 typedef int32_t Ints __attribute__((vector_size(kVectorWidth)));
@@ -205,4 +206,5 @@ FASTLAYERS_INLINE Vector<A> gaussian_cdf(const Vector<A>& z, [[maybe_unused]] co
   }
 }
 
+}  // namespace
 }  // namespace fastlayers

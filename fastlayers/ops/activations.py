@@ -100,3 +100,12 @@ def parameters_of(name: str | None, given: Mapping[str, float]) -> tuple[float, 
         return tuple(given.get(parameter, default) for parameter, default in known.items())
     expected = ", ".join(known) or "none"
     raise TypeError(f"activation {name!r} got parameters {', '.join(given)}; expected of {expected}")
+
+
+def cpu_gelu_gains() -> bool:
+    """Whether the CPU kernels' gelu is faster than torch's on this machine.
+
+    Its polynomial keeps digits of the tail that 1 + erf loses, and costs as much as torch's. Eager's time over that of
+    C++ for bias + gelu, forward, and forward with backward: AVX-512 1.8 and 1.8, AVX2 0.9 and 1.1, SSE2 0.6 and 0.7.
+    """
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -185,8 +185,6 @@ class Family(Generic[K]):
         name: name of the family, the same in every room.
         declared: the class that declares the raw ops.
         cpu: whether ``csrc`` has the family for CPU tensors.
-        cpu_capability: what torch has to call the CPU for kernels that serve it unasked, None for any CPU. GCC 12 takes
-            comparisons of vectors apart where a register is narrower: a silu takes ten times as long with AVX2.
         csrc_only: names of raw ops without a Triton kernel. Their callers ask for the backend "cuda".
         triton_only: names of raw ops that csrc does not have. Those of Triton serve the backend "cuda" as well.
     """
@@ -197,13 +195,12 @@ class Family(Generic[K]):
         declared: type[K],
         *,
         cpu: bool = False,
-        cpu_capability: str | None = "AVX512",
         csrc_only: tuple[str, ...] = (),
         triton_only: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self.ops: dict[str, Callable[..., Any]] = {}
-        self._cpu, self._cpu_capability = cpu, cpu_capability
+        self._cpu = cpu
         self.csrc_only, self.triton_only = csrc_only, triton_only
         self._by_device: dict[torch.device, K | None] = {}
         self._in_graphs: dict[bool, K] = {}
@@ -256,8 +253,6 @@ class Family(Generic[K]):
     def _find(self, device: torch.device) -> K | None:
         backend = backends.choose(device)
         unasked = backend == "cpu" and backends.get_backend() is None
-        if unasked and self._cpu_capability not in (None, torch.backends.cpu.get_cpu_capability()):
-            backend = "eager"
         kernels: Any = None
         if backend == "triton":
             found = self._of_triton(set(self.ops).difference(self.csrc_only))

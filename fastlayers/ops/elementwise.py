@@ -55,7 +55,7 @@ def _with_bits(out: Tensor) -> tuple[Tensor, Tensor]:
     return out, out.new_empty((out.numel() + 7) // 8, dtype=torch.uint8)
 
 
-FAMILY = dispatch.Family("elementwise", Kernels, cpu=True, cpu_capability=None)
+FAMILY = dispatch.Family("elementwise", Kernels, cpu=True)
 
 #: Where an unforced call gets the kernels; elsewhere torch's own ops are as fast or faster. On CPU, the figures being
 #: C++ time over eager's with one thread and with two, on an EPYC 9004 with AVX2:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import autocast, dispatch, elementwise, reference
-from fastlayers.ops.activations import BY_CODE, activation
+from fastlayers.ops.activations import BY_CODE, activation, cpu_gelu_gains
 from fastlayers.ops.dispatch import Gradients, Needs
 
 
@@ -48,8 +48,10 @@ CPU_DTYPES = frozenset({torch.bfloat16, torch.float32})
 CPU_LEAST = 2**17
 
 
-def _eager_is_faster(kernels: Kernels, gate: Tensor, elements: int) -> bool:
-    return kernels.unasked and (elements < CPU_LEAST or gate.dtype not in CPU_DTYPES)
+def _eager_is_faster(kernels: Kernels, gate: Tensor, elements: int, act: str | None) -> bool:
+    if not kernels.unasked:
+        return False
+    return elements < CPU_LEAST or gate.dtype not in CPU_DTYPES or (act == "gelu" and not cpu_gelu_gains())
 
 
 def _decomposed_backward(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +79,7 @@ def gated(gate: Tensor, up: Tensor, act: str | None) -> Tensor:
     code = activation(act).code
     kernels = FAMILY.kernels_for(gate)
     if kernels is not None:
-        if _eager_is_faster(kernels, gate, gate.numel()):
+        if _eager_is_faster(kernels, gate, gate.numel(), act):
             return reference.gated(gate, up, act)
         reason = elementwise.unsupported(gate, up, True) or dispatch.act_problem(act, gate)
         if reason is None:
@@ -156,7 +158,7 @@ def _unsupported_linear(gate: Tensor, weight: object, bias: object) -> str | Non
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
     code = activation(act).code
     kernels = FAMILY.kernels_for(gate)
-    if kernels is None or _eager_is_faster(kernels, gate, gate.numel()):
+    if kernels is None or _eager_is_faster(kernels, gate, gate.numel(), act):
         return dispatch.call_reference(reference.gated_linear, gate, up, weight, bias, act)
     reason = (
         elementwise.unsupported(gate, up, True)
@@ -204,7 +206,7 @@ def glu(x: Tensor, dim: int, act: str | None, gate_first: bool) -> Tensor:
     code = activation(act).code
     kernels = FAMILY.kernels_for(x)
     if kernels is not None:
-        if _eager_is_faster(kernels, x, x.numel() // 2):
+        if _eager_is_faster(kernels, x, x.numel() // 2, act):
             return reference.glu(x, dim, act, gate_first)
         if act == "sigmoid" and not gate_first and x.numel() < elementwise.GPU_LEAST and backends.get_backend() is None:
             return reference.glu(x, dim, act, gate_first)  # one kernel of torch's too
