@@ -342,9 +342,9 @@ struct Transposed {
 
 template <typename A>
 A sum_stretch(const A* values, int64_t n) {
-  Vector<A> sum{};
-  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES { sum += lanes.load(values + i); });
-  return sum_of<A>(sum);
+  Total<A> total;
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES { total.add(lanes.load(values + i)); });
+  return total.sum();
 }
 
 // Of stretches of a fixed size, so that it does not depend on the threads.

@@ -20,12 +20,25 @@ void for_bytes(int64_t n, F&& f) {
 template <bool SUM_FIRST, typename T>
 void add_rectified(T* out, const T* x, const T* y, compute_t<T> alpha, int64_t n) {
   using A = compute_t<T>;
-  for (int64_t i = 0; i < n; ++i) {
-    const A xi = static_cast<A>(x[i]), yi = static_cast<A>(y[i]);
-    const A v = SUM_FIRST ? xi + yi : xi;
-    const A r = v <= A(0) ? A(0) : v;  // keeps NaN, as torch does
-    out[i] = static_cast<T>(SUM_FIRST ? r : r + (yi + alpha));
-  }
+  map<T, 2, 1>(n, {x, y}, {out}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
+    const Vector<A> z = SUM_FIRST ? v[0] + v[1] : v[0], r = z <= A(0) ? Vector<A>{} : z;  // keeps NaN, as torch does
+    result[0] = SUM_FIRST ? r : r + (v[1] + alpha);
+  });
+}
+
+// out = x·y
+template <typename T>
+void multiply(T* out, const T* x, const T* y, int64_t n) {
+  map<T, 2, 1>(n, {x, y}, {out}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES { result[0] = v[0] * v[1]; });
+}
+
+// The gradients of x and y: dy·y and dy·x
+template <typename T>
+void multiply_both(T* to_x, T* to_y, const T* dy, const T* x, const T* y, int64_t n) {
+  map<T, 3, 2>(n, {dy, x, y}, {to_x, to_y}, [&](int64_t, const auto& v, auto& results) FASTLAYERS_LANES {
+    results[0] = v[0] * v[2];
+    results[1] = v[0] * v[1];
+  });
 }
 
 template <bool SUM_FIRST, bool TRAIN>
@@ -94,18 +107,13 @@ std::tuple<Tensor, Tensor> mul_backward(const Tensor& dy_in, const Tensor& x_in,
   Tensor dx = pair.empty(), dy_ = pair.empty();
   dispatch_floating(x_in.scalar_type(), "mul_backward", [&](auto zero) {
     using T = decltype(zero);
-    using A = compute_t<T>;
     const T* g = pointer<const T>(dy);
     const T* px = pointer<const T>(pair.x);
     const T* py = pointer<const T>(pair.y);
     T* d = pointer<T>(dx);
     T* e = pointer<T>(dy_);
-    for_bytes(dy.numel(), [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const A gi = static_cast<A>(g[i]);
-        d[i] = static_cast<T>(gi * static_cast<A>(py[i]));
-        e[i] = static_cast<T>(gi * static_cast<A>(px[i]));
-      }
+    torch::stable::parallel_for(0, dy.numel(), kGrain, [&](int64_t first, int64_t last) {
+      multiply_both(d + first, e + first, g + first, px + first, py + first, last - first);
     });
   });
   return {dx, dy_};
@@ -116,12 +124,11 @@ Tensor mul(const Tensor& x_in, const Tensor& y_in) {
   Tensor out = pair.empty();
   dispatch_floating(x_in.scalar_type(), "mul", [&](auto zero) {
     using T = decltype(zero);
-    using A = compute_t<T>;
     const T* px = pointer<const T>(pair.x);
     const T* py = pointer<const T>(pair.y);
     T* po = pointer<T>(out);
-    for_bytes(out.numel(), [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) po[i] = static_cast<T>(static_cast<A>(px[i]) * static_cast<A>(py[i]));
+    torch::stable::parallel_for(0, out.numel(), kGrain, [&](int64_t first, int64_t last) {
+      multiply(po + first, px + first, py + first, last - first);
     });
   });
   return out;

@@ -155,17 +155,12 @@ FASTLAYERS_INLINE Vector<A> pointwise(const Vector<A>& input, const Vector<A>& t
 
 template <typename T, bool LOG, typename A = compute_t<T>>
 A sum_stretch(const T* input, const T* target, int64_t n) {
-  constexpr int64_t kSome = 32 * kLanes<A>;  // a sum of sums errs less
-  Vector<A> all{};
-  for (int64_t start = 0; start < n; start += kSome) {
-    Vector<A> sum{};
-    for_vectors<A>(std::min(kSome, n - start), [&](int64_t i, auto lanes) FASTLAYERS_LANES {
-      // What lies past the end counts as 0 and gives 0.
-      sum += pointwise<LOG, A>(lanes.load(input + start + i), lanes.load(target + start + i));
-    });
-    all += sum;
-  }
-  return sum_of<A>(all);
+  Total<A> total;
+  for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
+    // What lies past the end counts as 0 and gives 0.
+    total.add(pointwise<LOG, A>(lanes.load(input + i), lanes.load(target + i)));
+  });
+  return total.sum();
 }
 
 template <typename T, typename Out, bool LOG, typename A = compute_t<T>>

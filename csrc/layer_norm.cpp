@@ -31,7 +31,7 @@ void narrow(T* to, const compute_t<T>* from, int64_t n) {
 // out = x + y, or x·y.
 template <typename A, bool PRODUCT>
 void combine(A* out, const A* x, const A* y, int64_t n) {
-  const auto of = [](const Vector<A>& u, const Vector<A>& v) __attribute__((always_inline)) { return PRODUCT ? u * v : u + v; };
+  const auto of = [](const Vector<A>& u, const Vector<A>& v) FASTLAYERS_LANES { return PRODUCT ? u * v : u + v; };
   int64_t i = 0;
   for (; i + kLanes<A> <= n; i += kLanes<A>) store<A>(out + i, of(load<A>(x + i), load<A>(y + i)));
   if (i < n) store_some<A>(out + i, of(load_some<A>(x + i, n - i), load_some<A>(y + i, n - i)), n - i);
@@ -42,22 +42,25 @@ struct Sums {
   A first, squares;
 };
 
+constexpr int kApart = 4;  // sums that do not wait for each other
+template <typename A>
+A sum_of(const Total<A> (&t)[kApart]) { return sum_of<A>((t[0].lanes() + t[1].lanes()) + (t[2].lanes() + t[3].lanes())); }
+
 // The sums of the deviations of x from an origin, and of their squares.
 template <typename A>
 Sums<A> deviations(const A* x, int64_t n, A origin) {
-  constexpr int K = 4;  // sums that do not wait for each other
-  Vector<A> sums[K] = {}, squares[K] = {};
-  int64_t i = 0;
-  const auto add = [&](int k, const Vector<A>& v) __attribute__((always_inline)) {
+  Total<A> sums[kApart], squares[kApart];
+  const auto add = [&](int k, const Vector<A>& v) FASTLAYERS_LANES {
     const Vector<A> d = v - origin;
-    sums[k] += d;
-    squares[k] += d * d;
+    sums[k].add(d);
+    squares[k].add(d * d);
   };
-  for (; i + K * kLanes<A> <= n; i += K * kLanes<A>)
-    for (int k = 0; k < K; ++k) add(k, load<A>(x + i + k * kLanes<A>));
+  int64_t i = 0;
+  for (; i + kApart * kLanes<A> <= n; i += kApart * kLanes<A>)
+    for (int k = 0; k < kApart; ++k) add(k, load<A>(x + i + k * kLanes<A>));
   for (; i + kLanes<A> <= n; i += kLanes<A>) add(0, load<A>(x + i));
   if (i < n) add(1, load_some<A>(x + i, n - i, origin));
-  return {sum_of<A>((sums[0] + sums[1]) + (sums[2] + sums[3])), sum_of<A>((squares[0] + squares[1]) + (squares[2] + squares[3]))};
+  return {sum_of(sums), sum_of(squares)};
 }
 
 // y = (x - mean)·rstd·weight + bias. weight and bias may be null.
@@ -89,17 +92,16 @@ struct BackwardRow {
 
 template <typename A>
 void average(BackwardRow<A>& row, int64_t n, bool layer) {
-  constexpr int K = 4;  // sums that do not wait for each other
-  Vector<A> along[K] = {}, level[K] = {};
-  const auto add = [&](int k, const Vector<A>& dy, const Vector<A>& x, const Vector<A>& w) __attribute__((always_inline)) {
+  Total<A> along[kApart], level[kApart];
+  const auto add = [&](int k, const Vector<A>& dy, const Vector<A>& x, const Vector<A>& w) FASTLAYERS_LANES {
     const Vector<A> g = dy * w;
-    along[k] += g * ((x - row.mean) * row.rstd);
-    level[k] += g;
+    along[k].add(g * ((x - row.mean) * row.rstd));
+    level[k].add(g);
   };
   const Vector<A> one = broadcast<A>(1);
   int64_t i = 0;
-  for (; i + K * kLanes<A> <= n; i += K * kLanes<A>) {
-    for (int k = 0; k < K; ++k) {
+  for (; i + kApart * kLanes<A> <= n; i += kApart * kLanes<A>) {
+    for (int k = 0; k < kApart; ++k) {
       const int64_t at = i + k * kLanes<A>;
       add(k, load<A>(row.dy + at), load<A>(row.x + at), row.weight != nullptr ? load<A>(row.weight + at) : one);
     }
@@ -109,16 +111,15 @@ void average(BackwardRow<A>& row, int64_t n, bool layer) {
     const Vector<A> w = row.weight != nullptr ? load_some<A>(row.weight + i, left) : one;
     add(0, load_some<A>(row.dy + i, left), load_some<A>(row.x + i, left), w);
   }
-  const auto mean_of = [&](const Vector<A>* parts) { return sum_of<A>((parts[0] + parts[1]) + (parts[2] + parts[3])) / static_cast<A>(n); };
-  row.along = -mean_of(along) * row.rstd * row.rstd;
-  row.level = layer ? -mean_of(level) * row.rstd : A(0);
+  row.along = -sum_of(along) / static_cast<A>(n) * row.rstd * row.rstd;
+  row.level = layer ? -sum_of(level) / static_cast<A>(n) * row.rstd : A(0);
 }
 
 // dx = rstd·(g - mean(g) - x̂·mean(g·x̂)) + dsum for R rows. The sums dweight += dy·x̂ and dbias += dy are read and written once for all.
 template <typename A, int R>
 void gradients(const BackwardRow<A>* rows, int64_t n) {
   const BackwardRow<A>& any = rows[0];
-  const auto columns = [&](int64_t i, auto take, auto put) __attribute__((always_inline)) {
+  const auto columns = [&](int64_t i, auto take, auto put) FASTLAYERS_LANES {
     Vector<A> dweight{}, dbias{};
     const Vector<A> w = any.weight != nullptr ? take(any.weight + i) : broadcast<A>(1);
     for (int r = 0; r < R; ++r) {
@@ -136,13 +137,13 @@ void gradients(const BackwardRow<A>* rows, int64_t n) {
   int64_t i = 0;
   for (; i + kLanes<A> <= n; i += kLanes<A>) {
     columns(
-        i, [](const A* from) __attribute__((always_inline)) { return load<A>(from); },
-        [](A* to, const Vector<A>& v) __attribute__((always_inline)) { store<A>(to, v); });
+        i, [](const A* from) FASTLAYERS_LANES { return load<A>(from); },
+        [](A* to, const Vector<A>& v) FASTLAYERS_LANES { store<A>(to, v); });
   }
   if (i < n) {
     columns(
-        i, [&](const A* from) __attribute__((always_inline)) { return load_some<A>(from, n - i); },
-        [&](A* to, const Vector<A>& v) __attribute__((always_inline)) { store_some<A>(to, v, n - i); });
+        i, [&](const A* from) FASTLAYERS_LANES { return load_some<A>(from, n - i); },
+        [&](A* to, const Vector<A>& v) FASTLAYERS_LANES { store_some<A>(to, v, n - i); });
   }
 }
 

@@ -260,8 +260,7 @@ struct Backward {
 
 // Rows where inner is 1. The sums of kAtOnce rows are added up before they are added to the others, which costs fewer digits.
 template <typename G, typename T>
-void backward_columns(const Backward<G, T>& b, int64_t first, int64_t last, compute_t<T>* sums,
-                                               compute_t<T>* some) {
+void backward_columns(const Backward<G, T>& b, int64_t first, int64_t last, compute_t<T>* sums, compute_t<T>* some) {
   using A = compute_t<T>;
   constexpr int64_t kAtOnce = 64;
   for (int64_t start = first; start < last; start += kAtOnce) {
@@ -290,13 +289,13 @@ void backward_rows(const Backward<G, T>& b, int64_t first, int64_t last, int64_t
   for (int64_t at = first; at < last; ++at) {
     const int64_t row = at / pieces, from = at % pieces * kGrain, n = std::min(b.inner - from, kGrain), start = row * b.inner + from;
     const A factor = b.factor(row), to_x = factor * b.gamma[row % b.columns];
-    Vector<A> sum{};
+    Total<A> total;
     for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
       const Vector<A> g = lanes.load(b.dy + start + i);
-      sum += g * lanes.load(b.x + start + i);
+      total.add(g * lanes.load(b.x + start + i));
       lanes.store(b.dx + start + i, g * to_x);
     });
-    sums[row % b.columns] += sum_of<A>(sum) * factor;
+    sums[row % b.columns] += total.sum() * factor;
   }
 }
 

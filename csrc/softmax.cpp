@@ -57,13 +57,13 @@ A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* 
 // The sum of the exponentials of a row of scores, relative to the largest; WRITE: in the scores' place.
 template <typename A, bool WRITE>
 A sum_exponentials(A* scores, int64_t n, A most) {
-  Vector<A> sum{};
+  Total<A> total;
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     const Vector<A> e = exp_below_0<A>(lanes.load(scores + i, -std::numeric_limits<A>::infinity()) - most);
     if constexpr (WRITE) lanes.store(scores + i, e);
-    sum += e;
+    total.add(e);
   });
-  return sum_of<A>(sum);
+  return total.sum();
 }
 
 // y = values / sum of the exponentials, or (values - most) - log(sum) of the scores.

@@ -268,6 +268,24 @@ FASTLAYERS_INLINE A sum_of(const Vector<A>& v) {
   return fold<A>(v, [](A a, A b) FASTLAYERS_LANES { return a + b; });
 }
 
+// The sum of many vectors. Those of some are added up before they are added to the others: narrow vectors, of which there are more, then
+// err about as little as wide ones.
+template <typename A>
+class Total {
+ public:
+  FASTLAYERS_INLINE void add(const Vector<A>& v) {
+    some_ += v;
+    if (++count_ % kSome == 0) all_ += some_, some_ = Vector<A>{};
+  }
+  FASTLAYERS_INLINE Vector<A> lanes() const { return all_ + some_; }
+  FASTLAYERS_INLINE A sum() const { return sum_of<A>(lanes()); }
+
+ private:
+  static constexpr int kSome = 32;
+  Vector<A> all_{}, some_{};
+  int count_ = 0;
+};
+
 // The larger one, NaN where either is NaN.
 template <typename A>
 FASTLAYERS_INLINE Vector<A> larger(const Vector<A>& a, const Vector<A>& b) {

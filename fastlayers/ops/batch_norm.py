@@ -122,14 +122,14 @@ def unsupported(
 
 def _torch_is_as_fast(x: Tensor, training: bool, residual: Tensor | None, act: int) -> bool:
     """Whether a CPU has to be asked for these kernels. In eval a bare norm is one pass of torch as well."""
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() < 2 or x.numel() < CPU_LEAST:
+    if x.dtype not in dispatch.CPU_DTYPES or x.dim() < 2 or x.numel() < CPU_LEAST:
         return True
     if not training and act == 0 and residual is None:
         return True
     pixels = x.numel() // (x.shape[0] * x.shape[1])
     if pixels == 1 or not x.is_contiguous():
         return False
-    return pixels < CPU_PLANE or (x.dtype == torch.bfloat16 and act != RELU)
+    return pixels < CPU_PLANE or (x.dtype != torch.float32 and act != RELU)
 
 
 class BatchNorm(dispatch.Pair, inputs=4):

@@ -41,10 +41,8 @@ FASTER_BARE = frozenset({"gelu", "mish", "quick_gelu", "relu2", "elu", "softplus
 #: - elements: silu of 2^10 float32 0.4 and 0.7, 2^14 0.9 and 0.8, 2^17 1.3 and 1.1; relu of 2^14 0.6 and 0.7, 2^17 1.5
 #:   and 1.0
 #: - forward of gelu in float32, which torch has in oneDNN: 2^17 0.9, 2^20 1.1, 2^23 1.7 (see cpu_gelu_gains, too)
-#: - float16 is converted without F16C, and the exp of float64 is the C library's
 #: - without a bias, 2^20 float32: gelu_tanh 3.9 and 2.8, quick_gelu 2.7 and 5.0, relu2 1.9 and 3.4, mish 6.8 and 6.1,
 #:   elu 2.4 and 1.8; softplus 1.5 and 1.1, but 2^17 1.1 and 0.8; gelu 0.6, tanh 0.6, silu 1.1 and 0.9
-CPU_DTYPES = frozenset({torch.bfloat16, torch.float32})
 CPU_LEAST = 2**17
 CPU_LEAST_GELU = 2**21
 CPU_FASTER_BARE = frozenset({"gelu_tanh", "mish", "quick_gelu", "relu2", "elu"})
@@ -99,7 +97,7 @@ def _gains_nothing(kernels: Kernels, x: Tensor, bias: object, act: str | None) -
     elements = x.numel()
     if not kernels.unasked:
         return bias is None and (elements < GPU_LEAST or act not in FASTER_BARE)
-    if elements < CPU_LEAST or x.dtype not in CPU_DTYPES or (act == "gelu" and not cpu_gelu_gains()):
+    if elements < CPU_LEAST or x.dtype not in dispatch.CPU_DTYPES or (act == "gelu" and not cpu_gelu_gains()):
         return True
     if bias is None:
         return act not in CPU_FASTER_BARE

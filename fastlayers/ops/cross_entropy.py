@@ -28,11 +28,9 @@ from fastlayers.ops import dispatch, reference
 from fastlayers.ops.dispatch import Gradients, Needs
 from fastlayers.ops.softmax import GPU_LEAST
 
-#: Elements from which an unforced call on a CPU gets the kernel, if it has a dtype and a number of classes of which the
-#: kernel is the faster one: it converts float16 slowly, has exponentials of float64 one by one, and gains nothing where
-#: a row takes few vectors and is yet too long to be transposed.
+#: Elements from which an unforced call on a CPU gets the kernel, and the numbers of classes: it gains nothing where a
+#: row takes few vectors and is yet too long to be transposed.
 CPU_LEAST = 2**17
-_CPU_DTYPES = (torch.float32, torch.bfloat16)
 _CPU_TRANSPOSED, _CPU_LONG = 24, 100
 _MOST_CLASSES = 2**30
 #: The codes that torch and the kernels have for ``reduction``.
@@ -195,7 +193,7 @@ def _gains(kernels: Kernels, x: Tensor, options: Options) -> bool:
     """Whether a call that nobody forced gains by the kernel."""
     if not kernels.unasked:
         return bool(options.softcap or options.z_loss) or x.numel() >= GPU_LEAST
-    if x.dim() == 0 or x.dtype not in _CPU_DTYPES or x.numel() < CPU_LEAST:
+    if x.dim() == 0 or x.dtype not in dispatch.CPU_DTYPES or x.numel() < CPU_LEAST:
         return False
     classes = x.shape[_class_dim(x)]
     return classes <= _CPU_TRANSPOSED or classes >= _CPU_LONG

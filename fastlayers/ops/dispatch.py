@@ -29,6 +29,8 @@ from fastlayers.ops import reference
 
 #: dtypes that the kernels take.
 FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+#: Those that unforced calls of most families take on a CPU, whose kernels have no vectors of float64's exponentials.
+CPU_DTYPES = FLOATING - {torch.float64}
 
 #: Tensor types that a kernel may be handed. Other subclasses (DTensor, FakeTensor, nested) have ways of their own.
 PLAIN = (Tensor, torch.nn.Parameter)

@@ -64,7 +64,6 @@ FAMILY = dispatch.Family("elementwise", Kernels, cpu=True)
 #:   2^16 0.9, 2^18 0.7
 #: - with autograd: a Python Function costs 13 us. Forward and backward of 2^16 float32 1.2, 2^18 0.9 to 1.1, 2^19 0.7
 #:   to 0.9, 2^20 0.5 to 0.9, bfloat16 0.8 to 0.9. More threads share the passes and not the 13 us, hence not 2^18
-#: - float16: every x86-64 has to be served, and conversion without F16C is slow: 12
 #: - other layouts than these two: operands are copied first. Slices of rows 1.3 to 1.5, mixed layouts 0.8 to 1.2
 #: - mul, not in this rule: one pass either way. Forward of 2^19 float32 1.2, bfloat16 2.4, and 2^24 1.0 with backward
 #:
@@ -72,7 +71,6 @@ FAMILY = dispatch.Family("elementwise", Kernels, cpu=True)
 #: and 1.9 backward, of 2^16 0.7 and 1.1; mul of 2^12 2.0 and 1.5, of 2^16 1.4 and 0.7. mul of one shape is at the limit
 #: by torch's own kernel, and gains by the one pass for both gradients.
 GPU_LEAST = 2**16
-CPU_DTYPES = frozenset({torch.bfloat16, torch.float32, torch.float64})
 CPU_LEAST = 2**16
 CPU_LEAST_TRAINING = 2**20
 
@@ -84,7 +82,7 @@ def _eager_is_faster(x: Tensor, y: object) -> bool:
     n = x.numel()
     if x.is_cuda:
         return n < GPU_LEAST
-    if n < CPU_LEAST or x.dtype not in CPU_DTYPES or not isinstance(y, Tensor):
+    if n < CPU_LEAST or x.dtype not in dispatch.FLOATING or not isinstance(y, Tensor):
         return True
     if n < CPU_LEAST_TRAINING and torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
         return True

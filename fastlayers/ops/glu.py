@@ -43,15 +43,14 @@ FAMILY = dispatch.Family("glu", Kernels, cpu=True)
 #: a Xeon with AVX-512, forward, and forward with backward:
 #:
 #: - elements: swiglu of 2^10 float32 0.6 and 0.8, 2^14 1.1 and 0.9, 2^17 1.5 and 1.4
-#: - float16 is converted without F16C, 2^17 0.7 and 0.7; the exp of float64 is the C library's, 2^17 1.0 and 0.4
-CPU_DTYPES = frozenset({torch.bfloat16, torch.float32})
+#: - the exp of float64 is the C library's, 2^17 1.0 and 0.4
 CPU_LEAST = 2**17
 
 
 def _eager_is_faster(kernels: Kernels, gate: Tensor, elements: int, act: str | None) -> bool:
     if not kernels.unasked:
         return False
-    return elements < CPU_LEAST or gate.dtype not in CPU_DTYPES or (act == "gelu" and not cpu_gelu_gains())
+    return elements < CPU_LEAST or gate.dtype not in dispatch.CPU_DTYPES or (act == "gelu" and not cpu_gelu_gains())
 
 
 def _decomposed_backward(dy: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def _torch_is_as_fast(x: Tensor, weight: Tensor | None, bias: Tensor | None, act
     torch's own norm is as fast forward. What gains is the activation in the same pass, where float32 is not converted,
     and the backward of channels_last.
     """
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() < 2 or x.numel() < CPU_LEAST:
+    if x.dtype not in dispatch.CPU_DTYPES or x.dim() < 2 or x.numel() < CPU_LEAST:
         return True
     pixels = x.numel() // (x.shape[0] * x.shape[1])
     fuses = act != 0 and x.dtype == torch.float32

@@ -20,11 +20,9 @@ from fastlayers.ops.dispatch import Gradients, Needs
 #: What the kernels keep of a row: two maxima, two logarithms of sums of exponentials, two sums of products.
 NUMBERS = 6
 
-#: Elements from which unforced calls on a CPU get the kernels, in float32 and bfloat16: exponentials of float64 are
-#: computed one by one there, and 2**17 elements of float16 are not known to gain. A target in log space takes torch no
-#: logarithm, which is most of what the kernel saves.
+#: Elements from which unforced calls on a CPU get the kernels. A target in log space takes torch no logarithm, which is
+#: most of what the kernel saves.
 CPU_LEAST, CPU_LEAST_LOG = 2**17, 2**20
-_CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 REDUCTIONS = ("none", "mean", "batchmean", "sum")
 # The warning of torch.nn.functional.kl_div; the kernels do not call that.
@@ -74,7 +72,7 @@ FAMILY = dispatch.Family("kl_div", Kernels, cpu=True)
 
 def _gains(kernels: Kernels, x: Tensor, least: int) -> bool:
     """Whether a call that nobody forced gains by the kernels."""
-    return not kernels.unasked or (x.numel() >= least and x.dtype in _CPU_DTYPES)
+    return not kernels.unasked or (x.numel() >= least and x.dtype in dispatch.CPU_DTYPES)
 
 
 # ---- kl_div of log-probabilities -------------------------------------------------------------------------------------

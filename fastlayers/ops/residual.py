@@ -42,15 +42,13 @@ FAMILY = dispatch.Family("residual", Kernels, cpu=True)
 #:
 #: - elements: dropout_add of 2^10 float32 1.4 and 0.8, 2^14 4.7 and 1.7
 #: - elements: scale_add of 2^14 float32 0.6 and 0.8, 2^17 1.6 and 1.6
-#: - float16 is converted without F16C
-CPU_DTYPES = frozenset({torch.bfloat16, torch.float32, torch.float64})
 CPU_LEAST_DROPOUT = 2**14
 CPU_LEAST = 2**17
 
 
 def _eager_is_faster(kernels: Kernels, x: Tensor, cpu_least: int) -> bool:
     if kernels.unasked:
-        return x.numel() < cpu_least or x.dtype not in CPU_DTYPES
+        return x.numel() < cpu_least
     return backends.get_backend() is None and x.numel() < GPU_LEAST
 
 

@@ -39,10 +39,6 @@ class Kernels(dispatch.Kernels):
 
 FAMILY = dispatch.Family("rotary", Kernels, cpu=True)
 
-#: What an unforced call on a CPU leaves to torch: float16 is converted without F16C. Eager's time over that of C++ with
-#: two threads, on a Xeon with AVX-512, for 2^17 elements of queries: float16 1.0 to 1.1 by halves, float32 2.7 to 3.4.
-CPU_LEFT = torch.float16
-
 #: Dimensions that the kernels walk: two positions, the heads, and that which rotates.
 MOST_DIMS = 4
 #: Plans that are kept; there is one for each combination of layouts.
@@ -247,7 +243,7 @@ def rotary(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     rotated = _rotary_dim(cos, rotary_dim)
     kernels = FAMILY.kernels_for(q)
-    if kernels is not None and not (kernels.unasked and q.dtype is CPU_LEFT):
+    if kernels is not None:
         reason = _problem(q, k, cos, sin)
         if reason is None:
             of_k = None if k is None else _layout(k)

@@ -34,11 +34,9 @@ FAMILY = dispatch.Family("softmax", Kernels, cpu=True)
 #: H100. What that gives away is GPU time in its shade: at 8x64 bfloat16 1.8 us for 1.9 forward, 1.6 for 2.8 backward.
 GPU_LEAST = 2**16
 #: Elements from which an unforced softmax with a scale or a mask gets the kernel of a CPU, over the last dimension.
-#: Without both torch's own is one pass over memory there as well; rows of fewer elements than two vectors lose, and so
-#: do float16, which the kernels convert slowly, and float64, whose exponentials they compute one by one.
+#: Without both torch's own is one pass over memory there as well; rows of fewer elements than two vectors lose.
 CPU_LEAST = 2**17
 _CPU_ROW = 32
-_CPU_DTYPES = (torch.float32, torch.bfloat16)
 # Kernels scale the minus infinities with which they fill up a row: in float32 that factor may become neither 0 nor
 # infinite.
 _SMALLEST_SCALE = 1e-36
@@ -84,7 +82,7 @@ def _gains(kernels: Kernels, x: Tensor, dim: int, bare: bool) -> bool:
     """Whether a call that nobody forced gains by the kernel. ``bare``: it has neither a scale nor a mask."""
     if not kernels.unasked:
         return not bare or x.numel() >= GPU_LEAST
-    if bare or x.dtype not in _CPU_DTYPES or x.numel() < CPU_LEAST or dim not in (-1, x.dim() - 1):
+    if bare or x.dtype not in dispatch.CPU_DTYPES or x.numel() < CPU_LEAST or dim not in (-1, x.dim() - 1):
         return False
     return x.shape[-1] >= _CPU_ROW
 

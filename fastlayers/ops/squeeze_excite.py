@@ -40,7 +40,7 @@ CPU_PLANE = 1024
 
 def _torch_is_as_fast(x: Tensor) -> bool:
     """Whether a CPU has to be asked for these kernels. They gain in the backward, and forward in bfloat16."""
-    if x.dtype not in (torch.float32, torch.bfloat16) or x.numel() < CPU_LEAST:
+    if x.dtype not in dispatch.CPU_DTYPES or x.numel() < CPU_LEAST:
         return True
     if x.is_contiguous() and x.shape[2] * x.shape[3] < CPU_PLANE:
         return True
