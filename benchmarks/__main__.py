@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import losses, model_report, models, report
+from benchmarks import cpu_models, losses, model_report, models, report
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 from benchmarks.implementations import TITLES
@@ -153,6 +153,23 @@ def run_models(
     show_and_draw(path)
 
 
+@main.command("cpu-models")
+@click.option("--only", multiple=True, type=click.Choice(sorted({job.network.name for job in cpu_models.JOBS})))
+@click.option("--mode", "modes", multiple=True, type=click.Choice(list(cpu_models.MODES)), help="Default: not compile.")
+@click.option("--turns", default=20, show_default=True, type=click.IntRange(min=1), help="Timed calls of each.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
+@click.option("--name", default="cpu_models", show_default=True, help="The result file is NAME.json.")
+def run_cpu_models(only: tuple[str, ...], modes: tuple[str, ...], turns: int, out: Path, name: str) -> None:
+    """Measure whole models on a CPU: stock, patched and, if asked for, compiled ones in turns."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    chosen = tuple(mode for mode in cpu_models.MODES if mode in (modes or ("eager", "fastlayers")))
+    if not {"eager", "fastlayers"} <= set(chosen):
+        raise click.UsageError("the tables compare eager and fastlayers: name both, and compile besides")
+    cpu_models.run(path, chosen, only, turns, lambda line: click.echo(line, err=True))
+    show(load(path))
+
+
 @main.command("losses")
 @click.option("--steps", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
@@ -238,7 +255,7 @@ def show_and_draw(path: Path) -> None:
 
 def renderer(results: dict[str, Any]) -> Any:
     """Return the module that renders these results: ops, whole models, or losses."""
-    return {"models": model_report, "losses": losses}.get(results.get("kind", ""), report)
+    return {"models": model_report, "losses": losses, "cpu_models": cpu_models}.get(results.get("kind", ""), report)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -338,6 +340,39 @@ def test_a_cuda_source_that_does_not_compile(nvcc, h100, csrc, tmp_path):
     (csrc / "kernel.cu").write_text("")
     with pytest.raises(builder.CudaBuildError, match="unsupported GNU version"):
         builder.build(tmp_path / "_C.so", tmp_path / "objects")
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set elsewhere")
+def test_cpu_kernels_are_compiled_for_each_instruction_set(programs, csrc, tmp_path, monkeypatch):
+    """The linker takes the first of several inline functions: those that every machine runs have to come first."""
+    shutil.copy(ROOT / "csrc/common/cpu_library.h", csrc / "common")
+    (csrc / "kernels.cpp").write_text(
+        '#include "common/cpu_library.h"\nFASTLAYERS_CPU_KERNELS(kernels, m) { (void)m; }\n'
+    )
+    variants = ["kernels.cpp.avx2", "kernels.cpp.avx512"]
+    assert sorted(compiled(tmp_path)) == ["_C.so", "answer.cpp", "kernels.cpp", *variants]
+    with monkeypatch.context() as patch:
+        steps: list[builder.Step] = []
+        patch.setattr(builder, "_run", lambda found, report: steps.extend(found))
+        builder.build(tmp_path / "_C.so", tmp_path / "objects")
+    linked = [Path(word).stem for word in steps[-1].command if word.endswith(".o")]
+    assert linked == ["answer.cpp", "kernels.cpp", *variants]
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_nothing_of_an_instruction_set_runs_unless_it_is_chosen():
+    """Initialisers run as the library is loaded, on a machine that may not have the instructions of their object.
+
+    Those of <iostream> are there, which one of torch's headers includes. They have no vectors.
+    """
+    objects = sorted((ROOT / "build/csrc").glob("*.cpp.*avx*.o"))
+    if not objects:
+        pytest.skip("csrc was not built in this checkout")
+    for path in objects:
+        command = ["objdump", "-d", "-j", ".text.startup", str(path)]
+        initialisers = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert not re.search(r"%[xyz]mm", initialisers), path.name
 
 
 @needs_compiler
