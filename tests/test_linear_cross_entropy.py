@@ -111,6 +111,28 @@ def test_the_logits_are_never_whole(reduction, dtype):
     assert 60 * 1000 <= largest.elements <= 60 * 1024
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_rows_without_a_label_are_left_out_of_the_products(reduction, device, monkeypatch):
+    monkeypatch.setattr(ops, "GPU_LEAST_WAITED", 0)
+    rows: list[int] = []
+    plan = ops.plan
+    monkeypatch.setattr(ops, "plan", lambda *args: rows.append(args[0]) or plan(*args))
+    hidden, weight, target = inputs(500, 1000, 8, torch.float64, device)
+    target[torch.rand(500, device=device) < 0.6] = -100
+    kept = int((target != -100).sum())
+    options = {"reduction": reduction, "chunk_size": 60}
+    dy = torch.randn(500 if reduction == "none" else (), dtype=torch.float64, device=device)
+    found = gradients(functional.linear_cross_entropy, hidden, weight, target, dy, **options)
+    assert rows == [kept] * len(rows) != []
+    assert_close(found, gradients(reference_of(reduction), hidden, weight, target, dy))
+    assert not found[0][target == -100].any()
+
+
+def reference_of(reduction: str):
+    return lambda hidden, weight, target: F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction)
+
+
 def test_without_gradient_nothing_but_the_loss_is_computed():
     hidden, weight, target = inputs(500, 1000, 8)
     products = []

@@ -41,9 +41,12 @@ def small(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return torch.randn(shape, dtype=dtype, device=device) * 0.02
 
 
-def row(rows: int, features: int, columns: int, dtype: torch.dtype = torch.bfloat16, **fields) -> Case:
+def row(
+    rows: int, features: int, columns: int, dtype: torch.dtype = torch.bfloat16, unlabelled: float = 0.0, **fields
+) -> Case:
     def classes(shape: tuple[int, ...], _: torch.dtype, device: torch.device) -> Tensor:
-        return torch.randint(columns, shape, device=device)
+        target = torch.randint(columns, shape, device=device)
+        return target.masked_fill_(torch.rand(shape, device=device) < unlabelled, -100)
 
     inputs = (
         Input((rows, features)),
@@ -56,4 +59,8 @@ def row(rows: int, features: int, columns: int, dtype: torch.dtype = torch.bfloa
     return Case(LINEAR_CROSS_ENTROPY, inputs, dtype, "", step=True, **fields)
 
 
-CASES = [row(8192, features, columns) for features in (2048, 4096) for columns in (128256, 50257)]
+CASES = [
+    *(row(8192, features, columns) for features in (2048, 4096) for columns in (128256, 50257)),
+    row(8192, 4096, 131072),
+    row(8192, 4096, 131072, unlabelled=0.5, label="to 131072 classes, half of the rows unlabelled"),
+]

@@ -34,6 +34,10 @@ from fastlayers.ops.dispatch import Needs
 GPU_LEAST = 2**20
 CPU_LEAST = 2**23
 
+#: Elements of the logits from which a GPU is waited for, since only then the rows without a label can be left out of the
+#: products. The wait costs the launches that were ahead, some 100 us.
+GPU_LEAST_WAITED = 2**27
+
 #: Chunks of a call. Nine of equal size keep the peak within an eighth of the logits, small tensors included. More would
 #: cost accuracy: a dweight in half precision is rounded once a chunk.
 CHUNKS = 9
@@ -258,9 +262,9 @@ def _sweep_rows(
     return losses, Gradients(dh, dw, db).like(input, linear_weight, linear_bias)
 
 
-def _labelled(target: Tensor, ignore_index: int) -> Tensor | None:
-    """The rows with a label, None where all have one. On a CPU only: a GPU would have to be waited for."""
-    if target.is_cuda:
+def _labelled(target: Tensor, ignore_index: int, columns: int) -> Tensor | None:
+    """The rows with a label, None where all have one, or where it is not worth to find out."""
+    if target.is_cuda and (target.numel() * columns < GPU_LEAST_WAITED or torch.cuda.is_current_stream_capturing()):
         return None
     found = (target.reshape(-1) != ignore_index).nonzero().squeeze(1)
     if found.numel() == target.numel():
@@ -273,7 +277,7 @@ def sweep(
     grad_scale: Tensor | None, alpha: float, wanted: tuple[bool, ...],
 ) -> tuple[Tensor, Gradients]:  # fmt: skip
     """The loss of each row, and the wanted gradients of ``alpha * sum(losses * grad_scale)``."""
-    labelled = _labelled(target, rest.loss.ignore_index)
+    labelled = _labelled(target, rest.loss.ignore_index, linear_weight.shape[0])
     if labelled is None:
         return _sweep_rows(input, linear_weight, linear_bias, target, weight, rest, grad_scale, alpha, wanted)
     if grad_scale is not None and grad_scale.numel() > 1:
