@@ -34,8 +34,9 @@ from fastlayers.ops.dispatch import Needs
 GPU_LEAST = 2**20
 CPU_LEAST = 2**23
 
-#: Elements of the logits from which a GPU is waited for, since only then the rows without a label can be left out of the
-#: products. The wait costs the launches that were ahead, some 100 us.
+#: Elements of the logits from which a GPU is waited for: only then can the rows without a label be left out of the
+#: products. The wait costs the launches that were ahead, some 100 us. 8192 x 4096 to 131072 classes with half of the
+#: rows unlabelled take .48 of the time of all rows (H100, bfloat16, forward and backward).
 GPU_LEAST_WAITED = 2**27
 
 #: Chunks of a call. Nine of equal size keep the peak within an eighth of the logits, small tensors included. More would
