@@ -25,7 +25,7 @@ TOOLS_ENV := $(TOOLS)/made-for-$(shell cat tests/tools.txt pyproject.toml | cksu
 # Recipes read it from the environment, where the > of torch>=2.11 is no redirection.
 export TORCH
 
-.PHONY: help demo test env build lint types pytest docs format test-libraries test-corpus test-tools test-gpu test-random test-sanitizer bench bench-models wheel test-wheel clean
+.PHONY: help demo test env build lint types pytest docs format test-libraries test-corpus test-tools test-gpu test-random test-sanitizer test-asan bench bench-models wheel test-wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -120,6 +120,12 @@ test-random: fastlayers/_C.so regions  ## 10,000 random calls against float64 on
 
 test-sanitizer: fastlayers/_C.so regions  ## compute-sanitizer over every kernel on a GPU: ARGS='--tools memcheck --ops softmax,mul'
 	PYTHONPATH=.:tests $(PYTHON) -m sanitizer $(ARGS)
+
+test-asan: $(ENV)  ## AddressSanitizer and UBSan over the CPU kernels: minutes
+	FASTLAYERS_CUDA_ARCHS= CXX='g++ -g1 -fsanitize=address,undefined -fno-sanitize=vptr' $(PY) fastlayers/build.py
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 OMP_WAIT_POLICY=passive \
+	    $(PY) -m pytest -n 2 -k cpu tests/contract tests/test_cpu_math.py tests/test_cpu_norms.py tests/test_random_cases.py $(ARGS)
 
 bench: fastlayers/_C.so regions  ## the benchmarks on a GPU, with the python3 that is there
 	PYTHONPATH=. $(PYTHON) -m benchmarks run $(ARGS)

@@ -18,7 +18,7 @@ void act_flat(const T* x, T* out, int64_t n, const ActParameters<compute_t<T>>& 
 // out = act(x + bias), from the element `first` of rows of these columns to `last`.
 template <typename T, Act ACT>
 void bias_act_rows(const T* x, const T* bias, T* out, int64_t columns, int64_t first, int64_t last,
-                                            const ActParameters<compute_t<T>>& p) {
+                   const ActParameters<compute_t<T>>& p) {
   for (int64_t i = first; i < last;) {
     const int64_t column = i % columns, n = std::min(last - i, columns - column);
     map<T, 2, 1>(n, {x + i, bias + column}, {out + i}, [&](int64_t, const auto& v, auto& result) FASTLAYERS_LANES {
@@ -48,7 +48,7 @@ struct Block {
 // the others, which costs fewer digits.
 template <typename T, Act ACT>
 void gradient_rows(const Block<T>& b, compute_t<T>* sums, compute_t<T>* some, int64_t padded,
-                                            const ActParameters<compute_t<T>>& p) {
+                   const ActParameters<compute_t<T>>& p) {
   using A = compute_t<T>;
   constexpr int64_t kAtOnce = 64;
   for (int64_t start = 0; start < b.rows; start += kAtOnce) {

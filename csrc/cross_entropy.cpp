@@ -202,7 +202,7 @@ FASTLAYERS_INLINE void finish(Tile<A>& tile, int64_t row, int64_t width, const L
 
 template <typename T, bool PLAIN, typename A = compute_t<T>>
 void forward_rows(const T* x, int64_t stride, const Losses<A>& losses, const Terms<A>& terms, int64_t first,
-                                           int64_t last) {
+                  int64_t last) {
   Tile<A> tile;
   for (; first < last; first += kTile) {
     const int64_t width = std::min(kTile, last - first);
@@ -222,7 +222,7 @@ void forward_rows(const T* x, int64_t stride, const Losses<A>& losses, const Ter
 
 template <typename T, bool PLAIN, typename A = compute_t<T>>
 void backward_rows(T* dx, int64_t dx_stride, const T* x, int64_t stride, const A* stats, int64_t rows,
-                                            const Scale<A>& scale, const Terms<A>& terms, int64_t first, int64_t last) {
+                   const Scale<A>& scale, const Terms<A>& terms, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     const int64_t t = terms.target_of(row);
     T* to = dx + row * dx_stride;
@@ -234,7 +234,7 @@ void backward_rows(T* dx, int64_t dx_stride, const T* x, int64_t stride, const A
 // Losses and, over the logits, their gradient; over what pads a row, zeros.
 template <typename T, bool PLAIN, typename A = compute_t<T>>
 void chunk_rows(T* x, int64_t padded, const Losses<A>& losses, const Scale<A>& scale, const Terms<A>& terms,
-                                         int64_t first, int64_t last) {
+                int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     const int64_t t = terms.target_of(row);
     T* here = x + row * padded;
@@ -258,7 +258,7 @@ void chunk_rows(T* x, int64_t padded, const Losses<A>& losses, const Scale<A>& s
 // Losses of `width` rows from `row` on, whose first logits are at x and whose classes are `inner` apart.
 template <typename T, bool PLAIN, typename A = compute_t<T>>
 void forward_columns(const T* x, int64_t inner, int64_t row, int64_t width, const Losses<A>& losses,
-                                              const Terms<A>& terms) {
+                     const Terms<A>& terms) {
   Tile<A> tile;
   const auto add = [&](int64_t c, auto count) FASTLAYERS_LANES {
     constexpr int K = decltype(count)::value;
@@ -288,7 +288,7 @@ void forward_columns(const T* x, int64_t inner, int64_t row, int64_t width, cons
 
 template <typename T, bool PLAIN, typename A = compute_t<T>>
 void backward_columns(T* dx, const T* x, int64_t inner, int64_t row, int64_t width, const A* stats, int64_t rows,
-                                               const Scale<A>& scale, const Terms<A>& terms) {
+                      const Scale<A>& scale, const Terms<A>& terms) {
   A base[kTile], rest[kTile], factor[kTile], hit[kTile], uniform[kTile];
   whole_t<A> classes[kTile];
   for (int64_t j = 0; j < width; ++j) {

@@ -100,7 +100,7 @@ void divergence_rows(const Rows<T>& a, A* losses, Numbers<A>* kept, int64_t firs
 // dx or dy may be null.
 template <typename T, Divergence KIND, typename A = compute_t<T>>
 void divergence_backward_rows(const Rows<T>& a, const Numbers<A>* stats, const A* dlosses, int64_t dlosses_stride,
-                                                       T* dx, T* dy, int64_t first, int64_t last) {
+                              T* dx, T* dy, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     const int64_t at = row * a.n;
     if (a.ignores(row)) {

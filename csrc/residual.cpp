@@ -166,7 +166,7 @@ struct Factor {
 // out = x·gamma·keep·scale, plus the residual unless it is null, from the element `first` to `last`.
 template <typename I, typename O>
 void scale_flat(const I* x_in, const O* residual, O* out_in, const Factor<compute_t<O>>& f, int64_t first,
-                                         int64_t last) {
+                int64_t last) {
   using A = compute_t<O>;
   for (int64_t start = first; start < last;) {
     int64_t end = last;

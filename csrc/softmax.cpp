@@ -36,7 +36,7 @@ FASTLAYERS_INLINE int64_t count_of(const Some<A>& lanes) { return lanes.count; }
 // for the row, else 1.
 template <typename T, typename M, typename A = compute_t<T>>
 A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* mask,
-                                        [[maybe_unused]] int64_t step) {
+               [[maybe_unused]] int64_t step) {
   const A nothing = -std::numeric_limits<A>::infinity();
   Vector<A> most = broadcast<A>(std::numeric_limits<A>::lowest());
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {

@@ -87,7 +87,7 @@ def test_special_values(values: float) -> None:
         ours = post_ops.linear(x, layer.weight, layer.bias, act)
         assert ours is not None
         assert torch.equal(ours.isnan(), ACTIVATIONS[act].function(layer(x)).isnan()), act
-    conv, images = nn.Conv2d(8, 8, 1), x.t().reshape(1, 8, 4, 8)
+    conv, images = nn.Conv2d(8, 8, 3, padding=1, groups=2), x.t().reshape(1, 8, 4, 8)
     for act in ACTS:
         ours = post_ops.convolution(conv, images, conv.weight, conv.bias, None, act)
         assert ours is not None
@@ -118,6 +118,15 @@ def test_what_torch_has_to_compute() -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_small_images_are_computed_as_torch_computes_them() -> None:
+    """Not by oneDNN, where torch's own convolution is not."""
+    layer = nn.Conv2d(8, 8, 3, padding=1)
+    for side, served in ((50, False), (51, True)):
+        x = torch.randn(1, 8, side, 51)
+        assert (post_ops.convolution(layer, x, layer.weight, layer.bias, None, "silu") is not None) == served
+
+
 def test_residual_that_is_expanded_or_lies_otherwise() -> None:
     layer, x = nn.Conv2d(4, 4, 1), torch.randn(2, 4, 5, 5)
     for residual in (torch.randn(4, 1, 1), torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)):
@@ -151,7 +160,7 @@ def test_patched_model(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         expected = model(x)
     answers = []
-    for name in ("linear", "convolution"):
+    for name in ("linear", "convolution", "convolution_norm"):
         function = getattr(post_ops, name)
         monkeypatch.setattr(post_ops, name, lambda *args, f=function: answers.append(y := f(*args)) or y)
     fastlayers.patch_model(model)

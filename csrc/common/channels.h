@@ -238,7 +238,7 @@ FASTLAYERS_INLINE void add_wide(double* sums, const Vector<A>& v) {
 // is null. Sums of a few rows are added in float64, as torch adds: the gradients of the parameters are small beside their terms.
 template <typename T, Act ACT>
 void add_gradients(const T* dy, const T* x, const T* residual, T* dz, const Block b, const Affine<compute_t<T>> p,
-                                            double* sums, double* products) {
+                   double* sums, double* products) {
   using A = compute_t<T>;
   const ActParameters<A> parameters = {A(0.01), A(0)};
   for_block<A, 8>(b, [&](int64_t at, int64_t i, const Part<A>& part, int64_t count) FASTLAYERS_LANES {
@@ -270,7 +270,7 @@ bool keeps_gradient(Act act) {
 // dx = dz·scale - level - (x - mean)·slope; without the latter two, of given statistics, where they are null.
 template <typename T, Act ACT>
 void input_gradient(T* dx, const T* dy, const T* x, const Block b, const Affine<compute_t<T>> p,
-                                             const compute_t<T>* level, const compute_t<T>* slope) {
+                    const compute_t<T>* level, const compute_t<T>* slope) {
   using A = compute_t<T>;
   const ActParameters<A> parameters = {A(0.01), A(0)};
   for_block<A, 1>(b, [&](int64_t at, int64_t i, const Part<A>& part, int64_t) FASTLAYERS_LANES {

@@ -40,6 +40,10 @@ IN_PLACE: dict[str | None, Callable[[Tensor], Tensor]] = {
 ROWS = 16
 #: How many elements a convolution gives for each of its weight where a BatchNorm is multiplied into that.
 FOLDS = 2
+#: torch gives oneDNN a convolution of a small image, or by a pixel in a single thread, only where that gains.
+#: MobileNetV3 with one image took 1.10 of stock's time where all went to oneDNN, and takes .99.
+_backend_of: Callable[..., Any] = torch._C._select_conv_backend  # type: ignore[attr-defined]
+_ONEDNN = torch._C._ConvBackend.Mkldnn  # type: ignore[attr-defined]
 
 
 def _serves(*tensors: Tensor | None) -> bool:
@@ -85,20 +89,41 @@ def convolution(
     layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, act: str | None
 ) -> Tensor | None:
     """act(layer(x) + residual) for a Conv2d with these parameters, None where torch has to compute it."""
+    if _takes(layer, x, weight, residual, act) and _serves(x, weight, bias, residual) and _is_onednns(layer, x):
+        return _convolved(layer, x, weight, bias, residual, act)
+    return None
+
+
+def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, act: str | None) -> Tensor | None:
+    """act(norm(layer(x)) + residual) for a Conv2d and a BatchNorm2d in eval, whose scale is multiplied into the weight
+    in every call: that costs a pass over the weight, and saves one or more over the result."""
+    weight, mean, variance = layer.weight, norm.running_mean, norm.running_var
+    if norm.training or mean is None or variance is None or not _takes(layer, x, weight, residual, act):
+        return None
+    if FOLDS * weight.numel() > prod(result_shape(layer, x.shape)) or weight.dtype is not torch.float32:
+        return None
+    given = (layer.bias, norm.weight, norm.bias, mean, variance)
+    if any(t is not None and t.shape != weight.shape[:1] for t in given):
+        return None
+    if not _serves(x, weight, residual, *given) or not _is_onednns(layer, x):
+        return None
+    scale = torch.rsqrt(variance + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    shift = -mean if layer.bias is None else layer.bias - mean
+    shift = shift * scale if norm.bias is None else torch.addcmul(norm.bias, shift, scale)
+    return _convolved(layer, x, weight * scale.view(-1, 1, 1, 1), shift, residual, act)
+
+
+def _convolved(
+    layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, act: str | None
+) -> Tensor:
     after = IN_PLACE.get(act)
-    inside = None if after is not None else act
-    if (
-        (residual is not None and inside is not None)
-        or inside not in ATTRIBUTES
-        or not _takes(layer, x, weight)
-        or not _serves(x, weight, bias, residual)
-    ):
-        return None
     options = (layer.padding, layer.stride, layer.dilation, layer.groups)
+    y: Tensor
     if residual is None:
-        y: Tensor = torch.ops.mkldnn._convolution_pointwise(x, weight, bias, *options, *ATTRIBUTES[inside])
-    elif residual.shape != result_shape(layer, x.shape) or _layout(x) is None or _layout(residual) is not _layout(x):
-        return None
+        attributes = ATTRIBUTES[None if after is not None else act]
+        y = torch.ops.mkldnn._convolution_pointwise(x, weight, bias, *options, *attributes)
     else:
         y = torch.ops.mkldnn._convolution_pointwise.binary(
             x, residual, weight, bias, *options, "add", 1.0, None, [], ""
@@ -106,35 +131,31 @@ def convolution(
     return y if after is None else after(y)
 
 
-def convolution_norm(layer: Any, x: Tensor, norm: Any, residual: Tensor | None, act: str | None) -> Tensor | None:
-    """act(norm(layer(x)) + residual) for a Conv2d and a BatchNorm2d in eval, whose scale is multiplied into the weight
-    in every call: that costs a pass over the weight, and saves one or more over the result."""
-    weight, mean, variance = layer.weight, norm.running_mean, norm.running_var
-    if norm.training or mean is None or variance is None or not _takes(layer, x, weight):
-        return None
-    if FOLDS * weight.numel() > prod(result_shape(layer, x.shape)) or weight.dtype is not torch.float32:
-        return None
-    given = (layer.bias, norm.weight, norm.bias, mean, variance)
-    if not _serves(weight, *given) or any(t is not None and t.shape != weight.shape[:1] for t in given):
-        return None
-    scale = torch.rsqrt(variance + norm.eps)
-    if norm.weight is not None:
-        scale = scale * norm.weight
-    shift = -mean if layer.bias is None else layer.bias - mean
-    shift = shift * scale if norm.bias is None else torch.addcmul(norm.bias, shift, scale)
-    return convolution(layer, x, weight * scale.view(-1, 1, 1, 1), shift, residual, act)
+def _is_onednns(layer: Any, x: Tensor) -> bool:
+    """Whether torch has oneDNN compute the convolution."""
+    options = (layer.stride, layer.padding, layer.dilation, False, (0, 0), layer.groups)
+    return bool(_backend_of(x, layer.weight, layer.bias, *options) == _ONEDNN)
 
 
-def _takes(layer: Any, x: Tensor, weight: Tensor) -> bool:
-    """Whether this is a Conv2d that oneDNN computes with this weight."""
+def _takes(layer: Any, x: Tensor, weight: Tensor, residual: Tensor | None, act: str | None) -> bool:
+    """Whether this is a Conv2d that oneDNN computes with this weight, together with what follows."""
+    if (
+        not isinstance(layer, nn.Conv2d)
+        or layer.padding_mode != "zeros"
+        or isinstance(layer.padding, str)
+        or weight.shape != (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
+        or x.dim() != 4
+        or x.shape[1] != layer.in_channels
+        or x.numel() == 0
+    ):
+        return False
+    if residual is None:
+        return act in IN_PLACE or act in ATTRIBUTES
     return (
-        isinstance(layer, nn.Conv2d)
-        and layer.padding_mode == "zeros"
-        and not isinstance(layer.padding, str)
-        and weight.shape == (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
-        and x.dim() == 4
-        and x.shape[1] == layer.in_channels
-        and x.numel() > 0
+        (act is None or act in IN_PLACE)
+        and residual.shape == result_shape(layer, x.shape)
+        and _layout(x) is not None
+        and _layout(residual) is _layout(x)
     )
 
 
