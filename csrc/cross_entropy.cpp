@@ -347,19 +347,6 @@ A sum_stretch(const A* values, int64_t n) {
   return total.sum();
 }
 
-// Of stretches of a fixed size, so that it does not depend on the threads.
-template <typename F>
-double sum_in_stretches(int64_t n, F&& sum) {
-  const int64_t stretches = (n + kGrain - 1) / kGrain;
-  std::vector<double> sums(stretches);
-  torch::stable::parallel_for(0, stretches, 1, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) sums[i] = sum(i * kGrain, std::min(n, (i + 1) * kGrain));
-  });
-  double total = 0;
-  for (const double part : sums) total += part;
-  return total;
-}
-
 int64_t count_kept(const int64_t* target, int64_t n, int64_t ignore_index) {
   int64_t kept = 0;
   for (int64_t i = 0; i < n; ++i) kept += target[i] != ignore_index;

@@ -1,14 +1,11 @@
 // Divergences between distributions for CPU tensors. The formulas, what is kept of a row and the cases are those of the CUDA kernels
 // (kl_div.cu). A pair of rows is read again while it is in the cache: the second time its sums of exponentials are known.
-#include "elementwise.h"
+#include "kl_div.h"
+
 #include "vector_softmax.h"
 
 namespace fastlayers {
 namespace {
-
-constexpr int kNumbers = 6;  // numbers that are kept for each row; see Numbers
-
-enum class Divergence { kullback_leibler, jensen_shannon };
 
 // ---- rows of logits -----------------------------------------------------------------------------------------------------
 
@@ -192,21 +189,9 @@ void backward_stretch(T* dinput, T* dtarget, const G* dy, A one, const T* input,
 
 // ---- host ---------------------------------------------------------------------------------------------------------------
 
-Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
-// Two matrices of logits, contiguous, and their row numbers.
-struct Rowed {
-  Tensor x, y;
-  int64_t rows, n;
-
+struct Rowed : Matrices {
   Rowed(const Tensor& student, const Tensor& teacher, const MaybeTensor& labels, const char* op)
-      : x(dense(student)), y(dense(teacher)), rows(student.dim() == 2 ? student.size(0) : 0), n(0) {
-    check_same_shape(student, teacher, op, "teacher");
-    FASTLAYERS_CHECK(student.dim() == 2, op, "expected matrices of logits, but got ", student.dim(), " dimensions");
-    n = student.size(1);
-    FASTLAYERS_CHECK(!labels || (labels->scalar_type() == ScalarType::Long && labels->is_contiguous() && labels->numel() == rows), op,
-                     "expected labels as a contiguous int64 tensor with one for each row");
-  }
+      : Matrices(student, teacher, labels, op, [](const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }) {}
 
   template <typename T>
   Rows<T> of(const MaybeTensor& labels, int64_t ignore_index, double beta, double temperature) const {
@@ -225,9 +210,8 @@ std::tuple<Tensor, Tensor> divergence_forward(const Tensor& student, const Tenso
                                               int64_t ignore_index, double beta, double temperature) {
   const char* op = "divergence_forward";
   const Rowed pair(student, teacher, labels, op);
-  const ScalarType compute = compute_dtype(student);
-  Tensor losses = empty_contiguous({pair.rows}, compute, student), stats = empty_contiguous({pair.rows, kNumbers}, compute, student);
-  FASTLAYERS_CHECK(pair.n > 0, op, "rows of no logits");
+  Tensor losses, stats;
+  std::tie(losses, stats) = pair.results(op);
   dispatch_floating(student.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
@@ -247,16 +231,10 @@ std::tuple<Tensor, Tensor> divergence_backward(const Tensor& dlosses, const Tens
                                                const Tensor& stats, bool dstudent, bool dteacher) {
   const char* op = "divergence_backward";
   const Rowed pair(student, teacher, labels, op);
-  FASTLAYERS_CHECK(dlosses.dim() == 1 && dlosses.numel() == pair.rows && dlosses.scalar_type() == stats.scalar_type() &&
-                       stats.scalar_type() == compute_dtype(student) && stats.is_contiguous() && stats.numel() == pair.rows * kNumbers,
-                   op, "expected a gradient for each row, and the numbers that the forward kept of it");
-  const ScalarType dtype = student.scalar_type();
-  const auto gradient = [&](bool wanted) {
-    return wanted ? empty_contiguous({pair.rows, pair.n}, dtype, student) : empty_contiguous({0}, dtype, student);
-  };
-  Tensor dx = gradient(dstudent), dy = gradient(dteacher);
+  Tensor dx, dy;
+  std::tie(dx, dy) = pair.gradients(dlosses, stats, dstudent, dteacher, op);
   if (pair.rows * pair.n == 0) return {dx, dy};
-  dispatch_floating(dtype, op, [&](auto zero) {
+  dispatch_floating(student.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
     const Rows<T> rows = pair.of<T>(labels, ignore_index, beta, temperature);
@@ -272,30 +250,17 @@ std::tuple<Tensor, Tensor> divergence_backward(const Tensor& dlosses, const Tens
   return {dx, dy};
 }
 
-// The layout of xlogy(target, target) - target·input, and of exp(target)·(target - input).
-Dims kl_div_strides(const Dims& sizes, const Dims& input, const Dims& target) {
-  const Dims own = result_strides(sizes, {&target}), both = result_strides(sizes, {&target, &input});
-  return result_strides(sizes, {&own, &both});
-}
-
-// The sum over all elements, in the type of the computation; of stretches of a fixed size, so that it does not depend on the threads.
+// The sum over all elements, in the type of the computation.
 Tensor kl_div_sum(const Tensor& input, const Tensor& target, bool log_target) {
   const FlatPair pair(input, target, "kl_div_sum", kl_div_strides);
-  const int64_t n = pair.x.numel(), stretches = (n + kGrain - 1) / kGrain;
   Tensor sum = empty_contiguous({}, compute_dtype(input), input);
   dispatch_floating(input.scalar_type(), "kl_div_sum", [&](auto zero) {
     using T = decltype(zero);
     using A = compute_t<T>;
     const T *const px = pointer<const T>(pair.x), *const pt = pointer<const T>(pair.y);
-    std::vector<A> sums(stretches);
-    torch::stable::parallel_for(0, stretches, 1, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t at = i * kGrain, length = std::min(kGrain, n - at);
-        sums[i] = log_target ? sum_stretch<T, true>(px + at, pt + at, length) : sum_stretch<T, false>(px + at, pt + at, length);
-      }
+    const double total = sum_in_stretches(pair.x.numel(), [&](int64_t first, int64_t last) -> double {
+      return log_target ? sum_stretch<T, true>(px + first, pt + first, last - first) : sum_stretch<T, false>(px + first, pt + first, last - first);
     });
-    double total = 0;
-    for (const A part : sums) total += part;
     *pointer<A>(sum) = static_cast<A>(total);
   });
   return sum;
@@ -317,33 +282,26 @@ Tensor kl_div_elements(const Tensor& input, const Tensor& target, bool log_targe
   return out;
 }
 
-// dy is one number if the result was the sum, and has the shape of the elements otherwise. Only dtarget needs input.
 std::tuple<Tensor, Tensor> kl_div_backward(const Tensor& dy_in, const MaybeTensor& input, const Tensor& target, bool log_target,
                                            bool dinput, bool dtarget) {
   const char* op = "kl_div_backward";
-  FASTLAYERS_CHECK(input || !dtarget, op, "the target's gradient needs the input");
-  const FlatPair pair(input ? *input : target, target, op, kl_div_strides);
-  const auto gradient = [&](bool wanted) { return wanted ? pair.empty() : empty_contiguous({0}, target.scalar_type(), target); };
-  Tensor dx = gradient(dinput), dt = gradient(dtarget);
-  const bool one = dy_in.dim() == 0;
-  FASTLAYERS_CHECK(one || dims_of(dy_in.sizes()) == pair.sizes, op, "expected dy to be one number or of the target's shape");
-  const Tensor dy = one ? dy_in : with_strides(dy_in, pair.sizes, pair.strides);
-  dispatch_pair(target.scalar_type(), dy.scalar_type(), op, [&](auto in, auto wide) {
+  KlDivGradients of(dy_in, input, target, dinput, dtarget, op);
+  dispatch_pair(target.scalar_type(), of.dy.scalar_type(), op, [&](auto in, auto wide) {
     using T = decltype(in);
     using G = decltype(wide);
     using A = compute_t<T>;
-    const G* pg = pointer<const G>(dy);
-    const A number = one ? static_cast<A>(*pg) : A(0);
-    const T *const px = dtarget ? pointer<const T>(pair.x) : nullptr, *const pt = pointer<const T>(pair.y);
-    T *const to_x = dinput ? pointer<T>(dx) : nullptr, *const to_t = dtarget ? pointer<T>(dt) : nullptr;
+    const G* pg = pointer<const G>(of.dy);
+    const A number = of.one ? static_cast<A>(*pg) : A(0);
+    const T *const px = dtarget ? pointer<const T>(of.pair.x) : nullptr, *const pt = pointer<const T>(of.pair.y);
+    T *const to_x = dinput ? pointer<T>(of.dinput) : nullptr, *const to_t = dtarget ? pointer<T>(of.dtarget) : nullptr;
     torch::stable::parallel_for(0, target.numel(), kGrain, [&](int64_t first, int64_t last) {
       const auto from = [&](auto* p) { return p == nullptr ? nullptr : p + first; };
-      const G* g = one ? nullptr : pg + first;
+      const G* g = of.one ? nullptr : pg + first;
       if (log_target) backward_stretch<T, G, true>(from(to_x), from(to_t), g, number, from(px), pt + first, last - first);
       else backward_stretch<T, G, false>(from(to_x), from(to_t), g, number, from(px), pt + first, last - first);
     });
   });
-  return {dx, dt};
+  return {of.dinput, of.dtarget};
 }
 
 }  // namespace

@@ -17,7 +17,7 @@
 // so element i of each lies at the same place in its word: threads read the words that cover a row and ignore the elements of its
 // neighbours.
 #include "common/columns.cuh"
-#include "elementwise.h"
+#include "kl_div.h"
 #include "common/rows.cuh"
 
 namespace fastlayers {
@@ -26,9 +26,6 @@ namespace {
 constexpr int kSumWords = 4;      // words of each operand that a thread of kl_div_sum has in flight
 constexpr int kSumBlocks = 8;     // blocks of an SM that kl_div_sum has at most
 constexpr int kElementWords = 2;  // words of each operand that a thread of kl_div_elements and kl_div_backward has in flight
-constexpr int kNumbers = 6;       // numbers that are kept for each row; see Numbers
-
-enum class Divergence { kullback_leibler, jensen_shannon };
 
 // Words of each operand that a thread of the row kernels has in flight, and blocks that an SM should hold, which leaves enough registers.
 // A word of 16-bit elements takes twice the registers of another word. double takes more for its exponential.
@@ -575,21 +572,9 @@ int64_t cluster_size(int64_t rows, int64_t words, const Launch& launch) {
   return blocks > 8 ? kMaxCluster : std::max<int64_t>(blocks, 1);
 }
 
-// Two matrices of logits, contiguous and aligned, and their row numbers.
-struct Rowed {
-  Tensor x, y;
-  int64_t rows, n;
-
+struct Rowed : Matrices {
   Rowed(const Tensor& student, const Tensor& teacher, const MaybeTensor& labels, const char* op)
-      : x(dense(student)), y(dense(teacher)), rows(student.dim() == 2 ? student.size(0) : 0), n(0) {
-    check_same_shape(student, teacher, op, "teacher");
-    FASTLAYERS_CHECK(student.dim() == 2, op, "expected matrices of logits, but got ", student.dim(), " dimensions");
-    n = student.size(1);
-    if (!labels) return;
-    FASTLAYERS_CHECK(labels->scalar_type() == ScalarType::Long && labels->is_contiguous() && labels->numel() == rows &&
-                         labels->is_cuda() && labels->get_device_index() == student.get_device_index(), op,
-                     "expected labels as a contiguous int64 tensor with one for each row");
-  }
+      : Matrices(student, teacher, labels, op, [](const Tensor& t) { return dense(t); }) {}
 
   template <typename In>
   RowArgs<compute_t<In>> args(const MaybeTensor& labels, int64_t ignore_index, double beta, double temperature) const {
@@ -627,9 +612,8 @@ std::tuple<Tensor, Tensor> divergence_forward_op(const Tensor& student, const Te
                                                  int64_t ignore_index, double beta, double temperature) {
   const Rowed pair(student, teacher, labels, "divergence_forward");
   const Launch launch(student);
-  const ScalarType compute = compute_dtype(student);
-  Tensor losses = empty_contiguous({pair.rows}, compute, student), stats = empty_contiguous({pair.rows, kNumbers}, compute, student);
-  FASTLAYERS_CHECK(pair.n > 0, "divergence_forward", "rows of no logits");
+  Tensor losses, stats;
+  std::tie(losses, stats) = pair.results("divergence_forward");
   if (pair.rows == 0) return {losses, stats};
   dispatch_floating(student.scalar_type(), "divergence_forward", [&](auto zero) {
     using In = decltype(zero);
@@ -649,16 +633,10 @@ std::tuple<Tensor, Tensor> divergence_backward_op(const Tensor& dlosses, const T
   const char* op = "divergence_backward";
   const Rowed pair(student, teacher, labels, op);
   const Launch launch(student);
-  FASTLAYERS_CHECK(dlosses.dim() == 1 && dlosses.numel() == pair.rows && dlosses.scalar_type() == stats.scalar_type() &&
-                       stats.is_contiguous() && stats.numel() == pair.rows * kNumbers, op,
-                   "expected a gradient for each row, and the numbers that the forward kept of it");
-  const ScalarType dtype = student.scalar_type();
-  const auto gradient = [&](bool wanted) {
-    return wanted ? empty_contiguous({pair.rows, pair.n}, dtype, student) : empty_contiguous({0}, dtype, student);
-  };
-  Tensor dx = gradient(dstudent), dy = gradient(dteacher);
+  Tensor dx, dy;
+  std::tie(dx, dy) = pair.gradients(dlosses, stats, dstudent, dteacher, op);
   if (pair.rows * pair.n == 0) return {dx, dy};
-  dispatch_floating(dtype, op, [&](auto zero) {
+  dispatch_floating(student.scalar_type(), op, [&](auto zero) {
     using In = decltype(zero);
     using A = compute_t<In>;
     RowArgs<A> a = pair.args<In>(labels, ignore_index, beta, temperature);
@@ -673,12 +651,6 @@ std::tuple<Tensor, Tensor> divergence_backward_op(const Tensor& dlosses, const T
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return {dx, dy};
-}
-
-// The layout of xlogy(target, target) - target·input, and of exp(target)·(target - input).
-Dims kl_div_strides(const Dims& sizes, const Dims& input, const Dims& target) {
-  const Dims own = result_strides(sizes, {&target}), both = result_strides(sizes, {&target, &input});
-  return result_strides(sizes, {&own, &both});
 }
 
 // The sum over all elements, in the type of the computation.
@@ -722,34 +694,27 @@ Tensor kl_div_elements_op(const Tensor& input, const Tensor& target, bool log_ta
   return out;
 }
 
-// dy is one number if the result was the sum, and has the shape of the elements otherwise. Only dtarget needs input.
 std::tuple<Tensor, Tensor> kl_div_backward_op(const Tensor& dy_in, const MaybeTensor& input, const Tensor& target, bool log_target,
                                               bool dinput, bool dtarget) {
   const char* op = "kl_div_backward";
-  FASTLAYERS_CHECK(input || !dtarget, op, "the target's gradient needs the input");
-  const FlatPair pair(input ? *input : target, target, op, kl_div_strides);
+  KlDivGradients of(dy_in, input, target, dinput, dtarget, op);
   const Launch launch(target);
-  const auto gradient = [&](bool wanted) { return wanted ? pair.empty() : empty_contiguous({0}, target.scalar_type(), target); };
-  Tensor dx = gradient(dinput), dt = gradient(dtarget);
   const int64_t n = target.numel();
-  if (n == 0) return {dx, dt};
-  const bool one = dy_in.dim() == 0;
-  FASTLAYERS_CHECK(one || dims_of(dy_in.sizes()) == pair.sizes, op, "expected dy to be one number or of the target's shape");
-  const Tensor dy = one ? dy_in : with_strides(dy_in, pair.sizes, pair.strides);
-  dispatch_pair(target.scalar_type(), dy.scalar_type(), op, [&](auto in, auto wide) {
+  if (n == 0) return {of.dinput, of.dtarget};
+  dispatch_pair(target.scalar_type(), of.dy.scalar_type(), op, [&](auto in, auto wide) {
     using T = decltype(in);
     using G = decltype(wide);
-    const auto* pg = pointer<const G>(dy);
-    const auto* px = dtarget ? pointer<const T>(pair.x) : nullptr;
-    const auto* pt = pointer<const T>(pair.y);
-    T* to_x = dinput ? pointer<T>(dx) : nullptr;
-    T* to_t = dtarget ? pointer<T>(dt) : nullptr;
-    const bool whole = (one || aligned(pg)) && aligned(px) && aligned(pt);
+    const auto* pg = pointer<const G>(of.dy);
+    const auto* px = dtarget ? pointer<const T>(of.pair.x) : nullptr;
+    const auto* pt = pointer<const T>(of.pair.y);
+    T* to_x = dinput ? pointer<T>(of.dinput) : nullptr;
+    T* to_t = dtarget ? pointer<T>(of.dtarget) : nullptr;
+    const bool whole = (of.one || aligned(pg)) && aligned(px) && aligned(pt);
     auto kernel = log_target ? &kl_div_backward<T, G, true, false> : &kl_div_backward<T, G, false, false>;
-    if (one) kernel = log_target ? &kl_div_backward<T, G, true, true> : &kl_div_backward<T, G, false, true>;
+    if (of.one) kernel = log_target ? &kl_div_backward<T, G, true, true> : &kl_div_backward<T, G, false, true>;
     launch_flat<T, kElementWords>(kernel, n, launch, pg, px, pt, to_x, to_t, n, whole);
   });
-  return {dx, dt};
+  return {of.dinput, of.dtarget};
 }
 
 }  // namespace

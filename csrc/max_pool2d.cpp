@@ -12,32 +12,27 @@ namespace {
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes<float>)));
 
-template <typename A>
-constexpr int64_t count_of(const All<A>&) { return kLanes<A>; }
-template <typename A>
-int64_t count_of(const Some<A>& lanes) { return lanes.count; }
-
 // Whole numbers below 256 as bytes, and back. Float32 in steps: in one GCC 12 takes it element by element.
 template <typename A, typename Lanes>
 FASTLAYERS_INLINE void store_bytes(uint8_t* to, const Vector<A>& v, const Lanes& lanes) {
   if constexpr (std::is_same_v<A, double>) {
-    for (int64_t i = 0; i < count_of(lanes); ++i) to[i] = static_cast<uint8_t>(v[i]);
+    for (int64_t i = 0; i < lanes.count; ++i) to[i] = static_cast<uint8_t>(v[i]);
   } else {
     using namespace vectors;
     const Bytes bytes = __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(v, Ints), Halves), Bytes);
-    std::memcpy(to, &bytes, count_of(lanes));
+    std::memcpy(to, &bytes, lanes.count);
   }
 }
 template <typename A, typename Lanes>
 FASTLAYERS_INLINE Vector<A> load_bytes(const uint8_t* from, const Lanes& lanes) {
   if constexpr (std::is_same_v<A, double>) {
     Vector<A> v{};
-    for (int64_t i = 0; i < count_of(lanes); ++i) v[i] = from[i];
+    for (int64_t i = 0; i < lanes.count; ++i) v[i] = from[i];
     return v;
   } else {
     using namespace vectors;
     Bytes bytes{};
-    std::memcpy(&bytes, from, count_of(lanes));
+    std::memcpy(&bytes, from, lanes.count);
     return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Halves), Ints), Floats);
   }
 }

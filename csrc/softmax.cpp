@@ -27,10 +27,6 @@ FASTLAYERS_INLINE WholeVector<A> load_flags(const bool* mask, int64_t count) {
   if constexpr (std::is_same_v<A, double>) return __builtin_convertvector(bytes, Longs);
   else return __builtin_convertvector(__builtin_convertvector(bytes, Halves), Ints);  // in one step GCC 12 takes element by element
 }
-template <typename A>
-FASTLAYERS_INLINE int64_t count_of(const All<A>&) { return kLanes<A>; }
-template <typename A>
-FASTLAYERS_INLINE int64_t count_of(const Some<A>& lanes) { return lanes.count; }
 
 // Writes a row of scores and returns the largest. M: bool, an additive mask's type, or NoMask. `step`: 0 for a mask that has one element
 // for the row, else 1.
@@ -42,7 +38,7 @@ A write_scores(A* to, const T* x, int64_t n, A scale, [[maybe_unused]] const M* 
   for_vectors<A>(n, [&](int64_t i, auto lanes) FASTLAYERS_LANES {
     Vector<A> v = lanes.load(x + i) * scale;
     if constexpr (std::is_same_v<M, bool>) {
-      if (step != 0) v = load_flags<A>(mask + i, count_of(lanes)) != 0 ? v : broadcast<A>(nothing);
+      if (step != 0) v = load_flags<A>(mask + i, lanes.count) != 0 ? v : broadcast<A>(nothing);
       else if (!*mask) v = broadcast<A>(nothing);
     } else if constexpr (!std::is_same_v<M, NoMask>) {
       v += step != 0 ? lanes.load(mask + i) : broadcast<A>(static_cast<A>(*mask));
@@ -90,7 +86,7 @@ void backward_row(In* dx, const Out* dy, const Out* y, int64_t n, A scale, const
     const Vector<A> g = lanes.load(dy + i), p = lanes.load(y + i), zero{};
     Vector<A> d = (LOG ? g - exp<A>(p) * sum : p * (g - sum)) * scale;
     if (none) d = zero;
-    else if (!all) d = load_flags<A>(mask + i, count_of(lanes)) != 0 ? d : zero;
+    else if (!all) d = load_flags<A>(mask + i, lanes.count) != 0 ? d : zero;
     lanes.store(dx + i, d);
   });
 }

@@ -192,6 +192,7 @@ FASTLAYERS_INLINE void store_some(T* to, const Vector<A>& v, int64_t count) {
 // What a loop over vectors is handed: all lanes, or the first `count` of them. Others are read as `rest` and not written.
 template <typename A>
 struct All {
+  static constexpr int64_t count = kLanes<A>;
   template <typename T>
   FASTLAYERS_INLINE Vector<A> load(const T* from, A = A(0)) const { return fastlayers::load<T, A>(from); }
   template <typename T>
@@ -285,6 +286,19 @@ class Total {
   Vector<A> all_{}, some_{};
   int count_ = 0;
 };
+
+// The sum of sum(first, last) over stretches of a fixed size, so that it does not depend on the threads.
+template <typename F>
+double sum_in_stretches(int64_t n, F&& sum) {
+  const int64_t stretches = (n + kGrain - 1) / kGrain;
+  std::vector<double> sums(stretches);
+  torch::stable::parallel_for(0, stretches, 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) sums[i] = sum(i * kGrain, std::min(n, (i + 1) * kGrain));
+  });
+  double total = 0;
+  for (const double part : sums) total += part;
+  return total;
+}
 
 // The larger one, NaN where either is NaN.
 template <typename A>
