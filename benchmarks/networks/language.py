@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.networks.network import Batch, Network, Transformer
+from benchmarks.networks.network import Batch, Network, Transformer, used
 
 MASKED = 0.15  # share of the tokens that a masked language model is asked for, as BERT is trained
 
@@ -44,6 +44,19 @@ class LanguageModel(Transformer):
             return model(input_ids=token, past_key_values=present, use_cache=True).logits
 
         return step
+
+
+@dataclass(frozen=True)
+class AdaptedLanguageModel(LanguageModel):
+    """A decoder whose weights are frozen, with peft's LoRA on all of its linear layers but the head."""
+
+    rank: int = 16
+
+    def build(self, device: torch.device) -> nn.Module:
+        import peft
+
+        adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=self.rank, target_modules="all-linear")
+        return used(peft.get_peft_model(super().build(device), adapter))
 
 
 @dataclass(frozen=True)
@@ -131,7 +144,19 @@ BERT = MaskedLanguageModel(
     amp=False,
 )
 
+LLAMA_LORA = AdaptedLanguageModel(
+    "llama_lora",
+    "Llama 1.2B with LoRA",
+    LLAMA.config,
+    LLAMA.batch,
+    LLAMA.size,
+    LLAMA.options,
+    LLAMA.tiny_options,
+    gib=LLAMA.gib,
+)
+
 LANGUAGE: tuple[Network, ...] = (
+    LLAMA_LORA,
     LanguageModel(
         "pythia",
         "Pythia 1.4B, 12 of 24 layers (parallel residual)",
