@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ pytest.importorskip("triton")
 
 from fastlayers import backends
 from fastlayers import functional as FL
-from fastlayers.kernels import generated
+from fastlayers.kernels import generated, low_rank
 from fastlayers.kernels.affine import Index, divide, indices_of, unflatten
 from fastlayers.kernels.generated import FAST, FORMULAS, Kernel, balanced
 from fastlayers.ops import reference
@@ -1510,3 +1511,126 @@ def test_what_was_recorded_runs_without_kernels_that_do_not_work(device, outer, 
     (entry,) = entries_of(module)
     assert launches
     assert (entry.refusal is not None) == outer  # A region of an inner module may have kernels.
+
+
+# -- thin products ----------------------------------------------------------------------------------------------------
+
+LOW = torch.float16 if INTERPRETED else torch.bfloat16
+
+
+def adapted(x, weight, a, b, scale, bias=None):
+    """What a layer of peft computes."""
+    y = F.linear(x, weight, bias)
+    return (y + F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(y.dtype)
+
+
+def adapter(device, dtype, inside, outside, rank):
+    a, b = torch.randn(rank, inside, device=device) * 0.1, torch.randn(outside, rank, device=device) * 0.1
+    return [t.to(dtype).requires_grad_() for t in (a, b)]
+
+
+def names_of(operations):
+    return Counter(plain_name(operation.function) for operation in operations if not operation.view)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize(
+    ("rows", "inside", "outside", "rank"), [(35, 136, 200, 16), (17, 130, 131, 3), (150, 200, 136, 40)]
+)
+def test_an_adapter_beside_a_frozen_weight(device, dtype, rows, inside, outside, rank):
+    """Forward and backward have one sum of products each, and read their large factors as they are."""
+    torch.manual_seed(0)
+    x = torch.randn(2, rows, inside, device=device, dtype=LOW, requires_grad=True)
+    weight = (torch.randn(outside, inside, device=device) * 0.1).to(LOW)
+    bias = torch.randn(outside, device=device).to(LOW)
+    a, b = adapter(device, dtype, inside, outside, rank)
+    _, other = check(lambda *given: adapted(*given, 0.75), x, weight, a, b, tolerance=TOLERANCE[LOW])
+    thin = dtype is torch.float32
+    assert names_of(other.forward) == Counter(sum_of_products=1, **({"thin_product": 1} if thin else {"mm": 1}))
+    found = names_of(other.backward)
+    assert found["sum_of_products"] == 1
+    if thin:
+        assert found == Counter(sum_of_products=1, thin_product=3)
+        assert "x0" in other.kept
+    check(lambda *given: adapted(*given[:4], -2.0, given[4]), x, weight, a, b, bias, tolerance=TOLERANCE[LOW])
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_thin_products_have_the_error_of_float32(device):
+    torch.manual_seed(0)
+    x, dy = (torch.randn(190, 260, device=device).to(LOW) for _ in range(2))
+    t, u = torch.randn(260, 12, device=device), torch.randn(190, 12, device=device)
+    for a, b in ((x, t), (t.t(), x.t()), (dy.t(), u), (u.t(), dy), (x[:, 8:200], t[8:200]), (x[::3], t)):
+        own = low_rank.thin_product(a, b, 1.5)
+        exact = 1.5 * a.double() @ b.double()
+        bound = 1.5 * (a.double().abs() @ b.double().abs())
+        assert (own.dtype, own.is_contiguous()) == (torch.float32, True)
+        assert ((own - exact).abs() / bound).max() < 8 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_adapters_on_one_input(device, dtype):
+    """The gradient of what several layers read is one sum; the layers feed others."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 50, 144, device=device, dtype=LOW, requires_grad=True)
+    weights = [(torch.randn(n, 144, device=device) * 0.1).to(LOW) for n in (160, 160)]
+    down = (torch.randn(144, 160, device=device) * 0.1).to(LOW)
+    parameters = [t for n in (160, 160) for t in adapter(device, dtype, 144, n, 8)]
+    last = adapter(device, dtype, 160, 144, 8)
+
+    def function(x, a1, b1, a2, b2, a3, b3, gate, up, down):
+        h = F.silu(adapted(x, gate, a1, b1, 2.0)) * adapted(x, up, a2, b2, 0.5)
+        return adapted(h, down, a3, b3, 1.0)
+
+    _, other = check(function, x, *parameters, *last, *weights, down, tolerance=TOLERANCE[LOW])
+    assert names_of(other.forward)["sum_of_products"] == 3
+    assert names_of(other.backward)["sum_of_products"] == 2
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_sums_that_others_read_stay(device):
+    """A term that is a result too, one of another shape, and one that is written over."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 136, device=device, dtype=LOW)
+    weight = torch.randn(136, 136, device=device).to(LOW)
+    a, b = (t.detach() for t in adapter(device, LOW, 136, 136, 8))
+
+    def function(x, weight, a, b):
+        seen = F.linear(x, weight)
+        rows = F.linear(x[:1], weight) + F.linear(F.linear(x, a), b)
+        changed = F.linear(x, weight)
+        changed.mul_(2)
+        return seen, seen + F.linear(F.linear(x, a), b), rows, changed + F.linear(F.linear(x, a), b)
+
+    _, other = check(function, x, weight, a, b)
+    assert names_of(other.forward)["sum_of_products"] == 0
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_what_an_adapter_read_is_not_to_be_overwritten(device):
+    """It is kept in place of its cast to float32: torch's error, as for an adapter of its dtype, and no wrong one."""
+    layer = Adapted(device)
+    layer.__class__ = region_class(Adapted, {})
+    for _ in range(3):
+        x = torch.randn(8, 136, device=device, dtype=LOW, requires_grad=True)
+        between = x * 1
+        out = layer(between)
+        out.sum().backward()
+    between = x * 1
+    out = layer(between)
+    between.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+class Adapted(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(144, 136, device=device).to(LOW), requires_grad=False)
+        self.a, self.b = map(nn.Parameter, adapter(device, torch.float32, 136, 144, 8))
+
+    def forward(self, x):
+        return adapted(x, self.weight, self.a, self.b, 2.0)
+

@@ -46,6 +46,7 @@ from fastlayers.patching.rewrite.kernel_writer import KernelWriter, NotFusableEr
 from fastlayers.patching.rewrite.lowering import IN_PLACE, lowered
 from fastlayers.patching.rewrite.specialised import specialised
 from fastlayers.patching.rewrite.sums_after_norms import with_residuals
+from fastlayers.patching.rewrite.sums_of_products import with_sums_of_products
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage, with_names
 
 __all__ = ["fused"]
@@ -71,7 +72,8 @@ def fused(program: Program, values: dict[str, Tensor]) -> Program:
     """
     fake = FakeTensorMode()
     program = without_repetitions(with_numbers(program, values), values)
-    program = with_scales(with_given_layouts(specialised(program, values, fake), values, fake), values)
+    program = with_sums_of_products(specialised(program, values, fake), values)
+    program = with_scales(with_given_layouts(program, values, fake), values)
     program = absorbed(with_residuals(program, values), values, fake)
     unfused: set[int] = set()
     refused: frozenset[str] = frozenset()

@@ -4,6 +4,9 @@
 - A product of two float32 tensors that are casts of 16-bit ones, as scaled_dot_product_attention without a kernel of
   its own computes it, reads those: the product of two 16-bit numbers is exact in float32, and tensor cores add such
   products up in float32.
+- A cast to float32 and back, as between layers of two dtypes, is what was cast.
+- A product of a float32 cast of a 16-bit tensor and a thin float32 one, as an adapter's in a model of 16 bits, reads
+  what was cast, once.
 - A convolution with a bias, which torch adds in a kernel of its own, is one without and a sum, which can be fused with
   what follows.
 - An activation has a kernel of csrc, which sums the gradient of a bias before it as well.
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers import backends
+from fastlayers.kernels.low_rank import LARGEST_RANK, thin_product
 from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.ops.gather import COLUMNS
 from fastlayers.patching.rewrite.absorption import kernel_name
@@ -94,6 +98,7 @@ class Part:
         self.written = written_by(operations, values)
         # Others may write to these, which is an error only for what autograd keeps.
         self.given = {storage(values[name]) for name in (*program.inputs, *program.results)}
+        self.returned = {name for name in (*program.results, *program.wanted) if name}
 
     def specialised(self, operations: Sequence[Operation]) -> list[Operation]:
         found: list[Operation] = []
@@ -105,7 +110,9 @@ class Part:
                 kernel = torch.ops.fastlayers.gather_backward.default
                 found.append(replace(operation, function=kernel, args=(dy, index, columns)))
             elif WIDE.get(name) is not None:
-                found += self.of_narrow(operation) or [operation]
+                found += self.of_narrow(operation) or self.of_thin(operation) or [operation]
+            elif name in CASTS:
+                found += self.round_trip(operation) or [operation]
             else:
                 found += self.without_bias(operation) or [self.activation(operation) or operation]
         return found
@@ -220,18 +227,59 @@ class Part:
             steps.append(replace(operation, function=MUL, args=(Value(product), factor)))
         return steps
 
-    def narrow(self, name: str, new: str) -> Narrow | None:
-        """What a float32 value is a cast of, in its layout, with names that begin with ``new``."""
+    def round_trip(self, operation: Operation) -> list[Operation] | None:
+        """A cast to float32 and back as what was cast; None for another cast."""
+        (out,), (name,) = operation.makes, operation.operands
+        y = self.values[out]
+        if self.values[name].dtype is not torch.float32 or y.dtype not in LOW_PRECISION or out in self.returned:
+            return None
+        found = self.narrow(name, f"{out}_narrow")
+        if found is None or found.factor != 1 or storage(y) in self.written:
+            return None
+        low = self.values[found.name]
+        if (low.dtype, low.stride()) != (y.dtype, y.stride()):
+            return None
+        self.values[out] = low
+        same = Operation(VIEW, (Value(found.name), tuple(y.shape)), {}, (out,), single=True, effect=False, view=True)
+        return [*found.steps, same]
+
+    def of_thin(self, operation: Operation) -> list[Operation] | None:
+        """A product of a cast and a thin tensor as that of what was cast; None for another product."""
+        (out,) = operation.makes
+        like = self.values[out]
+        if spelled(operation) != "mm" or like.dtype is not torch.float32 or not backends.generates_kernels(like.device):
+            return None
+        for side, value in enumerate(operation.args):
+            thin = self.values[operation.args[1 - side].name]
+            # What autograd keeps of an input is its cast. Here it is the input: a write to it before the backward is
+            # the error that it is with an adapter of 16 bits.
+            if thin.dtype is not torch.float32 or like.shape[side - 1] > LARGEST_RANK:
+                continue
+            found = self.narrow(value.name, f"{out}_narrow", inputs=True)
+            if found is None or 1 not in self.values[found.name].stride():
+                continue
+            args = [*operation.args]
+            args[side] = Value(found.name)
+            product = replace(operation, function=thin_product, args=(*args, found.factor), kwargs={})
+            return [*found.steps, product]
+        return None
+
+    def narrow(self, name: str, new: str, inputs: bool = False) -> Narrow | None:
+        """What a float32 value is a cast of, in its layout, with names that begin with ``new``.
+
+        Args:
+            inputs: whether that may be an input or a result of the region.
+        """
         maker, wide = self.makers.get(name), self.values[name]
         if maker is None or len(maker.uses) != 1 or storage(wide) in self.written:
             return None
         kind, (source,) = spelled(maker), maker.uses
         known = self.values[source]
         if kind in CASTS:
-            safe = storage(known) not in self.written and storage(known) not in self.given
+            safe = storage(known) not in self.written and (inputs or storage(known) not in self.given)
             same = known.dtype in LOW_PRECISION and known.stride() == wide.stride()
             return Narrow(source) if safe and same else None
-        inner = self.narrow(source, f"{new}_") if maker.view or kind == "clone" or kind in FACTORS else None
+        inner = self.narrow(source, f"{new}_", inputs) if maker.view or kind == "clone" or kind in FACTORS else None
         if inner is None:
             return None
         if kind in FACTORS:

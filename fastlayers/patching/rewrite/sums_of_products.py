@@ -1,0 +1,135 @@
+"""Sums of matrix products, one of which at least has a thin factor: the layers of adapters such as LoRA, and gradients.
+
+    y = to(x·Wᵀ + to_float32(u·Bᵀ)·s)        the forward of one layer
+    dx = ((dy1·W1 + to(du1·A1)) + dy2·W2) + to(du2·A2)       the gradient of what two layers read
+
+torch writes each product, scales it, casts it and adds it: passes over matrices that are as large as y. Such a sum is
+computed in one memory: the products add to it, and what the thin ones add takes one more pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlayers import backends
+from fastlayers.kernels.low_rank import LARGEST_RANK, sum_of_products
+from fastlayers.patching.rewrite.fusable import CASTS, makers_of, spelled, written_by
+from fastlayers.patching.rewrite.specialised import FACTORS
+from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage
+
+__all__ = ["with_sums_of_products"]
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+VIEW = torch.ops.aten.view.default
+
+
+@dataclass
+class Terms:
+    """What is added up.
+
+    Attributes:
+        products: the operands of those of which one memory holds the sum.
+        thin: a factor u of few columns, what it is multiplied with, and a number.
+    """
+
+    products: list[tuple[Value, ...]] = field(default_factory=list)
+    thin: list[tuple[Value, Value, float]] = field(default_factory=list)
+
+
+def with_sums_of_products(program: Program, values: dict[str, Tensor]) -> Program:
+    """The program with such sums as one operation each."""
+    parts = [Part(program, values).joined(part) for part in (program.forward, program.backward)]
+    backward = alive(parts[1], [name for name in program.wanted if name])
+    program = keeping(replace(program, backward=backward))
+    return replace(program, forward=alive(parts[0], [*program.results, *program.kept]))
+
+
+class Part:
+    def __init__(self, program: Program, values: dict[str, Tensor]) -> None:
+        self.values = values
+        operations = (*program.forward, *program.backward)
+        self.makers = makers_of(operations)
+        self.written = written_by(operations, values)
+        self.uses = Counter(name for operation in operations for name in operation.operands)
+        self.uses.update((*program.results, *filter(None, program.wanted)))
+
+    def joined(self, operations: Sequence[Operation]) -> list[Operation]:
+        """The operations of one direction. Of sums of sums, the last is joined."""
+        found: list[Operation] = []
+        inside: set[str] = set()  # of sums that are joined
+        here = {name for operation in operations for name in operation.makes}
+        for operation in reversed(operations):
+            steps = None if inside.intersection(operation.makes) else self.sum_of(operation, here, inside)
+            found += [operation] if steps is None else steps[::-1]
+        return found[::-1]
+
+    def sum_of(self, operation: Operation, here: set[str], inside: set[str]) -> list[Operation] | None:
+        """A sum of products as one operation, and a view of its result; None for another operation."""
+        if len(operation.makes) != 1 or not operation.makes[0] or operation.effect or operation.view:
+            return None
+        (out,) = operation.makes
+        y = self.values[out]
+        if y.dtype not in LOW_PRECISION or y.dim() < 2 or not y.is_contiguous():
+            return None
+        if not backends.generates_kernels(y.device):
+            return None
+        terms, taken = Terms(), set[str]()
+        if not self.collect(out, out, 1.0, terms, taken, here) or not terms.products or not terms.thin:
+            return None
+        # A bias is part of the product that comes first.
+        terms.products.sort(key=len, reverse=True)
+        if len(terms.products) > 1 and len(terms.products[1]) > 2:
+            return None
+        inside |= taken
+        rows = out if y.dim() == 2 else f"{out}_rows"
+        self.values[rows] = y.view(-1, y.shape[-1])
+        args = (tuple(terms.products), tuple(terms.thin))
+        steps = [Operation(sum_of_products, args, {}, (rows,), single=True, effect=False)]
+        if rows != out:
+            args = (Value(rows), tuple(y.shape))
+            steps.append(Operation(VIEW, args, {}, (out,), single=True, effect=False, view=True))
+        return steps
+
+    def collect(self, name: str, out: str, factor: float, terms: Terms, taken: set[str], here: set[str]) -> bool:
+        """Whether a value is a sum of products, of the elements of ``out`` in their order. Adds to ``terms`` what it
+        is the sum of, and to ``taken`` what nobody else needs then."""
+        maker, t = self.makers.get(name), self.values[name]
+        if name not in here or maker is None or maker.effect or storage(t) in self.written:
+            return False
+        if name != out and self.uses[name] != 1:
+            return False
+        kind, y = spelled(maker), self.values[out]
+        if not t.is_contiguous() or t.shape[-1:] != y.shape[-1:] or t.numel() != y.numel():
+            return False
+        taken.add(name)
+        first = maker.args[0].name if maker.args and isinstance(maker.args[0], Value) else ""
+        if maker.view or (kind in CASTS and maker.kwargs.get("device") in (None, y.device)):
+            return t.dtype in (y.dtype, torch.float32) and self.collect(first, out, factor, terms, taken, here)
+        if kind in FACTORS and len(maker.operands) == 1 and not isinstance(maker.args[1], Value):
+            factor *= FACTORS[kind](maker.args[1])
+            return self.collect(first, out, factor, terms, taken, here)
+        if kind == "add.Tensor" and len(maker.operands) == 2 and not maker.kwargs and factor == 1:
+            return all(self.collect(n, out, factor, terms, taken, here) for n in maker.operands)
+        return self.product(maker, kind, y.dtype, factor, terms)
+
+    def product(self, maker: Operation, kind: str, dtype: torch.dtype, factor: float, terms: Terms) -> bool:
+        """Whether a term is a product."""
+        given: list[Any] = [*maker.args]
+        if kind not in ("mm", "addmm") or maker.kwargs or not all(isinstance(arg, Value) for arg in given):
+            return False
+        tensors = [self.values[arg.name] for arg in given]
+        if any(storage(t) in self.written for t in tensors) or len({t.dtype for t in tensors}) > 1:
+            return False
+        if kind == "mm" and tensors[0].shape[1] <= LARGEST_RANK:
+            terms.thin.append((given[0], given[1], factor))
+            return True
+        if tensors[0].dtype is not dtype or factor != 1:
+            return False
+        terms.products.append(tuple(given))
+        return True
