@@ -1633,4 +1633,3 @@ class Adapted(nn.Module):
 
     def forward(self, x):
         return adapted(x, self.weight, self.a, self.b, 2.0)
-

@@ -77,8 +77,8 @@ def apply_liger(model: nn.Module) -> str:
         from liger_kernel.transformers import monkey_patch
     except ImportError as error:
         raise UnavailableError(f"Liger is not there: {error}") from error
-    if hasattr(model, "get_base_model"):  # the wrapper of peft
-        model = model.get_base_model()
+    of_peft: Any = getattr(model, "get_base_model", None)
+    model = model if of_peft is None else of_peft()
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UnavailableError(f"Liger has nothing for {kind}")

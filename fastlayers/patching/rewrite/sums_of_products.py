@@ -4,7 +4,7 @@
     dx = ((dy1·W1 + to(du1·A1)) + dy2·W2) + to(du2·A2)       the gradient of what two layers read
 
 torch writes each product, scales it, casts it and adds it: passes over matrices that are as large as y. Such a sum is
-computed in one memory: the products add to it, and what the thin ones add takes one more pass.
+computed in one memory, to which each product adds.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Part:
         args = (tuple(terms.products), tuple(terms.thin))
         steps = [Operation(sum_of_products, args, {}, (rows,), single=True, effect=False)]
         if rows != out:
-            args = (Value(rows), tuple(y.shape))
-            steps.append(Operation(VIEW, args, {}, (out,), single=True, effect=False, view=True))
+            whole = (Value(rows), tuple(y.shape))
+            steps.append(Operation(VIEW, whole, {}, (out,), single=True, effect=False, view=True))
         return steps
 
     def collect(self, name: str, out: str, factor: float, terms: Terms, taken: set[str], here: set[str]) -> bool:
@@ -130,6 +130,8 @@ class Part:
             terms.thin.append((given[0], given[1], factor))
             return True
         if tensors[0].dtype is not dtype or factor != 1:
+            return False
+        if kind == "addmm" and not (tensors[0].dim() == 1 and tensors[0].is_contiguous()):
             return False
         terms.products.append(tuple(given))
         return True
