@@ -114,7 +114,7 @@ def _columns(
 @triton.jit
 def _wide(
     y_ptr, u_ptr, b_ptr, bias_ptr, factor: tl.float64, rows, columns, rank, u_row, u_rank, b_rank, b_column,
-    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+    INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0).to(INDEX)
@@ -131,7 +131,13 @@ def _wide(
             b_ptr + j[:, None] * b_rank + column[None, :] * b_column,
             mask=(j < rank)[:, None] & (column < columns)[None, :], other=0.0,
         )  # fmt: skip
-        y = tl.dot(u, b, y, input_precision="tf32x3")
+        if SPLIT:  # As two numbers of 16 bits each: the error is 2**-16, and the result is rounded to 8 bits.
+            u_high, b_high = u.to(tl.bfloat16), b.to(tl.bfloat16)
+            y = tl.dot((u - u_high.to(tl.float32)).to(tl.bfloat16), b_high, y)
+            y = tl.dot(u_high, (b - b_high.to(tl.float32)).to(tl.bfloat16), y)
+            y = tl.dot(u_high, b_high, y)
+        else:
+            y = tl.dot(u, b, y, input_precision="tf32x3")
     y *= factor
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
@@ -140,8 +146,8 @@ def _wide(
 
 
 #: Rows and columns of a tile, and warps of a program.
-BLOCKS: dict[Any, tuple[int, int]] = {_rows: (128, 128), _columns: (64, 128), _wide: (32, 128)}
-WARPS: dict[Any, int] = {_rows: 8, _columns: 4, _wide: 4}
+BLOCKS: dict[Any, tuple[int, int]] = {_rows: (64, 128), _columns: (64, 64), _wide: (32, 128)}
+WARPS: dict[Any, int] = {_rows: 4, _columns: 4, _wide: 4}
 
 # ------------------------------------------------------------------------------------------------------------- launches
 
@@ -184,7 +190,8 @@ def _wide_launch(
         rows * columns, extent((rows, rank), (u_row, u_rank)), extent((rank, columns), (b_rank, b_column))
     )  # fmt: skip
     block_rows, block_columns = BLOCKS[_wide]
-    constants = (index_type(reach), block_rows, block_columns, min(_padded(rank), MOST_AT_ONCE))
+    split = dtypes[0] is torch.bfloat16 and dtypes[1] is torch.float32
+    constants = (index_type(reach), block_rows, block_columns, min(_padded(rank), MOST_AT_ONCE), split)
     programs = cdiv(rows, block_rows) * cdiv(columns, block_columns)
     return Launch(_wide, programs, (factor, *shape, *strides), constants, WARPS[_wide])
 
