@@ -146,7 +146,7 @@ def _wide(
 
 
 #: Rows and columns of a tile, and warps of a program.
-BLOCKS: dict[Any, tuple[int, int]] = {_rows: (64, 128), _columns: (64, 64), _wide: (32, 128)}
+BLOCKS: dict[Any, tuple[int, int]] = {_rows: (64, 128), _columns: (64, 64), _wide: (64, 128)}
 WARPS: dict[Any, int] = {_rows: 4, _columns: 4, _wide: 4}
 
 # ------------------------------------------------------------------------------------------------------------- launches
