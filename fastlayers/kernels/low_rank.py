@@ -33,7 +33,7 @@ LARGEST_RANK = 128
 #: Columns of the smallest tile of tensor cores.
 LEAST_RANK = 16
 #: Ranks that a program of `wide` has in registers at once: several thin products may be one.
-MOST_AT_ONCE = 64
+MOST_AT_ONCE = 16
 #: Programs for each multiprocessor, for which long rows and columns are cut into chunks.
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
