@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastlayers
 from fastlayers import backends, functional
-from fastlayers.ops import linear_cross_entropy as ops
+from fastlayers.ops import head
 from fastlayers.patching.libraries.transformers.loss_functions import DeferredLogits
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -47,40 +47,40 @@ BF16 = 2
 @pytest.mark.parametrize("columns", [128256, 50257, 151936])
 @pytest.mark.parametrize("rows", [8192, 16384, 65536])
 def test_a_chunk_is_less_than_an_eighth_of_the_logits(rows, columns, features):
-    chunks = ops.plan(rows, columns, features, BF16, None, None)
-    padded = -(-columns // ops.COLUMN_TILE) * ops.COLUMN_TILE
+    chunks = head.plan(rows, columns, features, BF16, None, None)
+    padded = -(-columns // head.COLUMN_TILE) * head.COLUMN_TILE
     held = chunks.most * padded * BF16 + chunks.wide * 4 * columns * features
     # Small tensors besides: the losses, the ones that divide, what is ignored.
     assert held + 16 * rows <= rows * columns * BF16 / 8
     assert chunks.edges[0] == 0
     assert chunks.edges[-1] == rows
-    assert all(start < end and start % ops.ROW_TILE == 0 for start, end in pairwise(chunks.edges))
-    assert len(chunks.edges) - 1 == ops.CHUNKS or chunks.wide
-    assert chunks.wide == (4 * features * 8 < rows * BF16 - 2 * 8 * ops.LEAST_ROWS)
+    assert all(start < end and start % head.ROW_TILE == 0 for start, end in pairwise(chunks.edges))
+    assert len(chunks.edges) - 1 == head.CHUNKS or chunks.wide
+    assert chunks.wide == (4 * features * 8 < rows * BF16 - 2 * 8 * head.LEAST_ROWS)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 895, 896, 1791, 1792, 3000, 8191, 8193])
 def test_chunks_cover_the_rows_once(rows):
-    chunks = ops.plan(rows, 50257, 2048, BF16, None, None)
+    chunks = head.plan(rows, 50257, 2048, BF16, None, None)
     assert chunks.edges[0] == 0
     assert chunks.edges[-1] == rows
     assert all(start < end for start, end in pairwise(chunks.edges))
-    assert min(end - start for start, end in pairwise(chunks.edges)) >= min(rows, ops.LEAST_ROWS - ops.ROW_TILE)
+    assert min(end - start for start, end in pairwise(chunks.edges)) >= min(rows, head.LEAST_ROWS - head.ROW_TILE)
 
 
 def test_short_of_memory_chunks_are_smaller():
     free = 50 * 2**20
-    chunks = ops.plan(8192, 128256, 4096, BF16, None, free)
-    assert ops.ROW_TILE <= chunks.most < 300
+    chunks = head.plan(8192, 128256, 4096, BF16, None, free)
+    assert head.ROW_TILE <= chunks.most < 300
     assert not chunks.wide
-    assert ops.plan(8192, 128256, 4096, BF16, None, 0).most == ops.ROW_TILE
+    assert head.plan(8192, 128256, 4096, BF16, None, 0).most == head.ROW_TILE
 
 
 def test_float32_sum_where_it_fits_or_chunks_are_many():
-    assert ops.plan(65536, 128256, 1024, BF16, None, None).wide
-    assert not ops.plan(8192, 128256, 1024, BF16, None, None).wide
-    assert ops.plan(8192, 128256, 1024, BF16, 256, None).wide
-    assert not ops.plan(8192, 128256, 1024, BF16, 1024, None).wide
+    assert head.plan(65536, 128256, 1024, BF16, None, None).wide
+    assert not head.plan(8192, 128256, 1024, BF16, None, None).wide
+    assert head.plan(8192, 128256, 1024, BF16, 256, None).wide
+    assert not head.plan(8192, 128256, 1024, BF16, 1024, None).wide
 
 
 class Largest(TorchDispatchMode):
@@ -114,10 +114,10 @@ def test_the_logits_are_never_whole(reduction, dtype):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_rows_without_a_label_are_left_out_of_the_products(reduction, device, monkeypatch):
-    monkeypatch.setattr(ops, "GPU_LEAST_WAITED", 0)
+    monkeypatch.setattr(head, "GPU_LEAST_WAITED", 0)
     rows: list[int] = []
-    plan = ops.plan
-    monkeypatch.setattr(ops, "plan", lambda *args: rows.append(args[0]) or plan(*args))
+    plan = head.plan
+    monkeypatch.setattr(head, "plan", lambda *args: rows.append(args[0]) or plan(*args))
     hidden, weight, target = inputs(500, 1000, 8, torch.float64, device)
     target[torch.rand(500, device=device) < 0.6] = -100
     kept = int((target != -100).sum())
@@ -158,7 +158,7 @@ def test_without_gradient_nothing_but_the_loss_is_computed():
 
 def test_left_alone_large_calls_are_chunked(monkeypatch):
     hidden, weight, target = inputs(2000, 700, 8)
-    monkeypatch.setattr(ops, "CPU_LEAST", 2000 * 700)
+    monkeypatch.setattr(head, "CPU_LEAST", 2000 * 700)
     with Largest(weight.shape) as largest:
         functional.linear_cross_entropy(hidden, weight, target)
     assert largest.elements < 2000 * 700

@@ -1,0 +1,311 @@
+"""The head of a model: what is computed from the logits of a linear layer, which are never in memory as a whole.
+
+The rows of the input are processed in chunks; only one chunk has its logits in memory. A callback takes what it wants
+of the logits of a chunk, and may put a gradient in their place, of which the chunk's other two products are made:
+
+    logits = scale·(input·linear_weightᵀ + linear_bias)
+    dinput = dlogits·linear_weight
+    dlinear_weight += dlogitsᵀ·input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fastlayers.ops import dispatch, reference
+
+#: Elements of the logits from which a call that is left alone is chunked. Below, memory is no concern, and of three
+#: products in the forward two are in vain where no backward follows. On a CPU 2**21 gain little: 256 x 8192 bfloat16
+#: took as long as torch's own.
+GPU_LEAST = 2**20
+CPU_LEAST = 2**23
+
+#: Elements of the logits from which a GPU is waited for: only then can the rows without a label be left out of the
+#: products. The wait costs the launches that were ahead, some 100 us. 8192 x 4096 to 131072 classes with half of the
+#: rows unlabelled take .48 of the time of all rows (H100, bfloat16, forward and backward).
+GPU_LEAST_WAITED = 2**27
+
+#: Chunks of a call. Nine of equal size keep the peak within an eighth of the logits, small tensors included. More would
+#: cost accuracy: a dweight in half precision is rounded once a chunk.
+CHUNKS = 9
+#: Rows that a chunk has at least, where the call has them: the products read linear_weight, and read and write dweight,
+#: once a chunk; with fewer rows the arithmetic would not hide that traffic.
+LEAST_ROWS = 896
+#: Chunks start at multiples of this many rows, so that the products have whole tiles.
+ROW_TILE = 64
+#: Row length of a chunk, in elements: an odd vocabulary is padded to it. Every row then is aligned as the tensor cores
+#: and the kernel's vectors want it; the linear_weight is not copied.
+COLUMN_TILE = 64
+
+#: A vocabulary that is no multiple of this has rows of linear_weight that begin where tensor cores read no words, and
+#: cuBLAS then has products at an eighth of the speed (50257 classes by 4096, 960 rows, H100: 4238 us and not 510). The
+#: columns after the last whole tile of such a vocabulary are multiplied by a padded copy of the rows of these.
+ALIGNED = 8
+
+
+class Rest(NamedTuple):
+    """The arguments that are not tensors.
+
+    Attributes:
+        compute: dtype of the products.
+        low: dtype of autocast, None where that is off.
+        scale: a number that multiplies the logits.
+        chunk_size: rows of a chunk, as the caller wants it.
+    """
+
+    compute: torch.dtype
+    low: torch.dtype | None
+    scale: float
+    chunk_size: int | None
+
+
+#: What is called with a chunk of the logits, whose rows are padded at their end, and with its first row and the one
+#: after its last. If gradients are wanted, it puts that of the logits in their place, with 0 in the padding.
+Chunk: TypeAlias = Callable[[Tensor, int, int], None]
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+
+
+class Chunks(NamedTuple):
+    """Where chunks begin and end, and whether a low-precision dweight is summed in float32."""
+
+    edges: list[int]
+    wide: bool
+
+    @property
+    def most(self) -> int:
+        return max(end - start for start, end in pairwise(self.edges))
+
+
+def plan(rows: int, columns: int, features: int, itemsize: int, chunk_size: int | None, free: int | None) -> Chunks:
+    """The chunks of a call: from its sizes, so that equal calls give equal bits; smaller ones only short of memory.
+
+    Args:
+        features: columns of the weight, if a low-precision dweight is summed; otherwise 0.
+        itemsize: bytes of a logit.
+        free: bytes that may be allocated, None where that is not known.
+    """
+    if chunk_size is not None:
+        edges = [*range(0, rows, chunk_size), rows]
+        return Chunks(edges, len(edges) - 1 > CHUNKS)
+    row = _padded(columns) * itemsize
+    count = max(1, min(CHUNKS, rows // LEAST_ROWS))
+    # A float32 dweight where that and a chunk keep within the eighth together.
+    left = (rows * columns * itemsize // 8 - 4 * columns * features) // row - ROW_TILE
+    wide = left >= LEAST_ROWS
+    if wide:
+        count = max(count, -(-rows // left))
+    if free is not None and free < -(-rows // count) * row:
+        count, wide = max(count, min(-(-rows * row // max(free, 1)), -(-rows // ROW_TILE))), False
+    tiles = -(-rows // ROW_TILE)
+    return Chunks([min(rows, ROW_TILE * (i * tiles // count)) for i in range(count + 1)], wide)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // COLUMN_TILE) * COLUMN_TILE
+
+
+@cache
+def _total_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """What torch may still allocate, by its own count: asking the driver would wait for it."""
+    return _total_bytes(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+# ---- the sweep through the chunks ------------------------------------------------------------------------------------
+
+
+class Gradients(NamedTuple):
+    """The gradients of input, linear_weight and linear_bias, each None where it is not needed."""
+
+    input: Tensor | None
+    linear_weight: Tensor | None
+    linear_bias: Tensor | None
+
+    def like(self, *leaves: Tensor | None) -> Gradients:
+        """In the shapes and dtypes of what they are gradients of."""
+        return Gradients(
+            *(g if g is None or t is None else g.view(t.shape).to(t.dtype) for g, t in zip(self, leaves, strict=True))
+        )
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool, alpha: float) -> None:
+    """out = alpha·a@b, or out += that, summed in float32, rounded once. ``out`` of 16-bit factors may be float32."""
+    beta = int(add)
+    if out.dtype is a.dtype:
+        out.addmm_(a, b, beta=beta, alpha=alpha)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
+    else:  # torch has products with a wider result on GPUs only
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=alpha)
+
+
+class _Tail(NamedTuple):
+    """The last columns of an odd vocabulary, for all rows at once: they are few.
+
+    Attributes:
+        logits: those of the columns after the last whole tile, padded to one, and in their place the gradient.
+        weight: a copy of their rows of the weight, padded with zeros.
+    """
+
+    logits: Tensor
+    linear_weight: Tensor
+
+    @classmethod
+    def of(cls, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, scale: float) -> _Tail:
+        count = linear_weight.shape[0]
+        padded = linear_weight.new_zeros((COLUMN_TILE, linear_weight.shape[1]))
+        padded[:count] = linear_weight
+        logits = input.new_zeros((input.shape[0], COLUMN_TILE))
+        if linear_bias is not None:
+            logits[:, :count] = linear_bias[-count:]
+        logits.addmm_(input, padded.t(), beta=scale, alpha=scale)
+        return cls(logits, padded)
+
+
+def _matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t`` in a dtype and in a layout that matrix products take as it is."""
+    t = t.detach().to(dtype)
+    return t if 1 in t.stride() else t.contiguous()
+
+
+def sweep(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, rest: Rest, chunk: Chunk, alpha: float,
+    wanted: tuple[bool, ...],
+) -> Gradients:  # fmt: skip
+    """Call ``chunk`` for all logits. Returns the wanted gradients, ``alpha`` times those that it left."""
+    compute, scale = rest.compute, rest.scale
+    columns, features = linear_weight.shape
+    for_input, for_weight, for_bias = wanted
+    free = _free_bytes(input.device)
+    if free is not None:
+        free -= for_input * input.nbytes + for_weight * linear_weight.nbytes
+    h, w = _matrix(input.reshape(-1, features), compute), _matrix(linear_weight, compute)
+    b = None if linear_bias is None else linear_bias.detach().to(compute)
+    rows = h.shape[0]
+    # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
+    summed = features if for_weight and linear_weight.dtype in reference.LOW_PRECISION else 0
+    chunks = plan(rows, columns, summed, compute.itemsize, rest.chunk_size, free)
+    wide = torch.promote_types(compute, torch.float32)
+
+    def buffer(leaf: Tensor, shape: tuple[int, ...], sum_wide: bool) -> Tensor:
+        dtype = leaf.dtype if leaf.dtype is compute and not sum_wide else wide
+        return torch.empty(shape, dtype=dtype, device=h.device)
+
+    dh = buffer(input, (rows, features), False) if for_input else None
+    dw = buffer(linear_weight, (columns, features), chunks.wide) if for_weight else None
+    db = torch.zeros(columns, dtype=wide, device=h.device) if for_bias else None
+    memory = torch.empty((chunks.most, _padded(columns)), dtype=compute, device=h.device)
+    main = columns if columns % ALIGNED == 0 else columns - columns % COLUMN_TILE
+    tail = _Tail.of(h, w[main:], b, scale) if main < columns else None
+    w, dw_main = w[:main], None if dw is None else dw[:main]
+    for start, end in pairwise(chunks.edges):
+        part = h[start:end]
+        padded = memory[: end - start]
+        logits = padded[:, :main]
+        if b is not None:
+            logits.copy_(b[:main])
+        logits.addmm_(part, w.t(), beta=0 if b is None else scale, alpha=scale)
+        if tail is not None:
+            padded[:, main:].copy_(tail.logits[start:end])
+        chunk(padded, start, end)
+        if tail is not None and any(wanted):
+            tail.logits[start:end].copy_(padded[:, main:])
+        if dh is not None:
+            if tail is not None:  # first, for the sum is rounded to what the larger part is rounded to
+                _multiply(tail.logits[start:end], tail.linear_weight, dh[start:end], False, alpha * scale)
+            _multiply(logits, w, dh[start:end], tail is not None, alpha * scale)
+        if dw_main is not None:
+            _multiply(logits.t(), part, dw_main, start > 0, alpha * scale)
+        if db is not None:
+            db += padded[:, :columns].sum(0, dtype=wide)
+    if tail is not None and dw is not None:
+        _multiply(tail.logits[:, : columns - main].t(), h, dw[main:], False, alpha * scale)
+    if db is not None:
+        db *= alpha * scale
+    del memory, padded, logits  # before a dweight that was summed in float32 is copied
+    return Gradients(dh, dw, db).like(input, linear_weight, linear_bias)
+
+
+def labelled(target: Tensor, ignore_index: int, columns: int) -> Tensor | None:
+    """The rows with a label, None where all have one, or where it is not worth to find out."""
+    if target.is_cuda and (target.numel() * columns < GPU_LEAST_WAITED or torch.cuda.is_current_stream_capturing()):
+        return None
+    found = (target.reshape(-1) != ignore_index).nonzero().squeeze(1)
+    if found.numel() == target.numel():
+        return None
+    return found if found.numel() else found.new_zeros(1)  # a row that counts nothing, for the kernel
+
+
+# ---- which calls -----------------------------------------------------------------------------------------------------
+
+
+def unsupported(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None, rest: Rest
+) -> str | None:
+    """Why a call cannot be chunked, None where it can. ``weight`` is one of each class."""
+    tensors = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "linear_bias": linear_bias,
+        "target": target,
+        "weight": weight,
+    }
+    for name, t in tensors.items():
+        if t is not None and not dispatch.is_plain(t):
+            return f"it takes plain tensors, and {name} is a {type(t).__name__}"
+        if t is not None and t.device != input.device:
+            return f"{name} is on {t.device}, and input on {input.device}"
+    given = [t.dtype for t in (input, linear_weight, linear_bias) if t is not None]
+    if any(dtype not in dispatch.FLOATING or cast(dtype, rest.low) is not rest.compute for dtype in given):
+        return f"input, linear_weight and linear_bias are {', '.join(map(str, given))}; chunks take one floating dtype"
+    if target.dtype is not torch.int64:
+        return f"the target is {target.dtype}; chunks take classes as int64"
+    if input.dim() == 0 or linear_weight.dim() != 2 or input.shape[-1] != linear_weight.shape[1]:
+        shapes = tuple(input.shape), tuple(linear_weight.shape)
+        return f"input is {shapes[0]}, and linear_weight {shapes[1]}; expected (..., H) and (V, H)"
+    if target.shape != input.shape[:-1]:
+        return f"the target is {tuple(target.shape)}, and input {tuple(input.shape)}; expected a class for each row"
+    columns = linear_weight.shape[0]
+    if any(t is not None and t.shape != (columns,) for t in (linear_bias, weight)):
+        return f"linear_bias and weight have to be of shape ({columns},)"
+    if weight is not None and (weight.requires_grad or weight.dtype not in dispatch.FLOATING):
+        return f"weight is {weight.dtype}, or wants a gradient"
+    if weight is not None and rest.low is None and weight.dtype is not rest.compute:
+        return f"weight is {weight.dtype}, and the logits are {rest.compute}"
+    if input.numel() == 0 or linear_weight.numel() == 0:
+        return (
+            f"nothing to compute on input of shape {tuple(input.shape)}, linear_weight of {tuple(linear_weight.shape)}"
+        )
+    return None
+
+
+def cast(dtype: torch.dtype, low: torch.dtype | None) -> torch.dtype:
+    """What autocast makes of an operand of a linear layer."""
+    return dtype if low is None or dtype is torch.float64 else low
+
+
+def is_sharded(linear_weight: object) -> bool:
+    return type(linear_weight).__name__ == "DTensor"
+
+
+def is_large(input: Tensor, linear_weight: Tensor) -> bool:
+    if input.dim() == 0 or linear_weight.dim() == 0:
+        return False
+    logits = input.numel() // max(input.shape[-1], 1) * linear_weight.shape[0]
+    return logits >= (GPU_LEAST if input.is_cuda else CPU_LEAST)
+
+
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    device = input.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
