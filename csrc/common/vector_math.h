@@ -113,7 +113,8 @@ FASTLAYERS_INLINE Vector<A> log(const Vector<A>& v) {
   if constexpr (std::is_same_v<A, double>) {
     return lane_by_lane(v, [](double d) { return std::log(d); });
   } else {
-    const Ints bits = bits_as<Ints>(v) - 0x3f3504f3;  // m from sqrt(1/2) to sqrt(2)
+    // m from sqrt(1/2) to sqrt(2). Without a sign: a lane that nobody reads may hold anything.
+    const Ints bits = bits_as<Ints>(bits_as<Words>(v) - 0x3f3504f3u);
     const Floats n = __builtin_convertvector(bits >> 23, Floats);
     const Floats m = bits_as<Floats>((bits & 0x007fffff) + 0x3f3504f3) - 1.f;
     Floats p = m * 7.0376836292e-2f - 1.1514610310e-1f;
