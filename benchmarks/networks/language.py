@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +48,40 @@ class LanguageModel(Transformer):
 
 @dataclass(frozen=True)
 class AdaptedLanguageModel(LanguageModel):
-    """A decoder whose weights are frozen, with peft's LoRA on all of its linear layers but the head."""
+    """A decoder whose weights are frozen, with peft's LoRA on all of its linear layers but the head.
+
+    Args:
+        rank: columns of the adapters.
+        four_bits: whether bitsandbytes keeps the weights of those layers in 4 bits (QLoRA).
+    """
 
     rank: int = 16
+    four_bits: bool = False
 
     def build(self, device: torch.device) -> nn.Module:
         import peft
 
+        model = super().build(device)
+        if self.four_bits:
+            quantise(model)
         adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=self.rank, target_modules="all-linear")
-        return used(peft.get_peft_model(super().build(device), adapter))
+        return used(peft.get_peft_model(model, adapter))
+
+
+def quantise(model: nn.Module) -> None:
+    """Replace the linear layers but the head by bitsandbytes' of 4 bits, as transformers does when it loads a model."""
+    import bitsandbytes as bnb
+
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is not nn.Linear or name == "lm_head":
+                continue
+            low = bnb.nn.Linear4bit(
+                layer.in_features, layer.out_features, bias=False, compute_dtype=layer.weight.dtype, quant_type="nf4"
+            )
+            low.weight = bnb.nn.Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+            setattr(parent, name, low.to(layer.weight.device))
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -154,9 +179,11 @@ LLAMA_LORA = AdaptedLanguageModel(
     LLAMA.tiny_options,
     gib=LLAMA.gib,
 )
+LLAMA_QLORA = replace(LLAMA_LORA, name="llama_qlora", title="Llama 1.2B with QLoRA", four_bits=True)
 
 LANGUAGE: tuple[Network, ...] = (
     LLAMA_LORA,
+    LLAMA_QLORA,
     LanguageModel(
         "pythia",
         "Pythia 1.4B, 12 of 24 layers (parallel residual)",
