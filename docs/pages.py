@@ -45,6 +45,8 @@ FAMILIES = {
     "cross_entropy": "Cross-entropy",
     "linear_cross_entropy": "Cross-entropy of a linear layer",
     "vocab_parallel": "Cross-entropy over ranks",
+    "linear_log_prob": "Log-probabilities of a linear layer",
+    "preference": "Losses of preferences and rewards",
     "kl_div": "Divergences",
 }
 

@@ -2502,6 +2502,63 @@ LINEAR_CROSS_ENTROPY = Op(
 )  # fmt: skip
 
 
+# ---- linear_log_prob -------------------------------------------------------------------------------------------------
+
+
+def linear_log_prob(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    softcap: float | None = None, logit_scale: float = 1.0, entropy: bool = False, chunk_size: int | None = None,
+) -> Any:  # fmt: skip
+    logits = F.linear(input, linear_weight, linear_bias)
+    if target.shape != logits.shape[:-1]:
+        raise RuntimeError("a target of another shape")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = logits.log_softmax(-1)
+    kept = target != -100
+    found = log_p.gather(-1, target.where(kept, 0)[..., None]).squeeze(-1).where(kept, 0)
+    entropies = torch.special.entr(log_p.detach().exp()).sum(-1) if not entropy else -(log_p.exp() * log_p).sum(-1)
+    return (found, entropies.where(kept, 0)) if entropy else found
+
+
+LINEAR_LOG_PROB = Op(
+    "linear_log_prob",
+    functional.linear_log_prob,
+    linear_log_prob,
+    kernels=KERNELS,
+    samples=(
+        of_linear("batch", (3, 6, 8), smooth=True),
+        of_linear("rows"),
+        of_linear("entropies", entropy=True, smooth=True),
+        of_linear("batch of sequences", (2, 5, 8), entropy=True, target=some_ignored, smooth=True),
+        *(of_linear(f"chunks of {n}", (7, 8), chunk_size=n, entropy=True) for n in (1, 3, 7, 100)),
+        of_linear("many rows", (130, 16), 65, chunk_size=40, entropy=True),
+        of_linear("odd vocabulary", (9, 24), 5003, entropy=True),
+        of_linear("one class", (5, 8), 1, entropy=True),
+        of_linear("no batch", (8,), entropy=True),
+        of_linear("bias", bias=True, entropy=True),
+        of_linear("all ignored", (5, 8), target=ignored, entropy=True),
+        of_linear("softcap", softcap=2.0, entropy=True, smooth=True),
+        of_linear("logit scale, bias", logit_scale=3.0, bias=True, entropy=True),
+        of_linear("everything", (9, 8), bias=True, target=some_ignored, softcap=3.0, logit_scale=0.5, entropy=True),
+        of_linear("strided operands", layout=strided, entropy=True),
+        of_linear("weight without gradient", weight=Input((13, 8), grad=False), entropy=True),
+        of_linear("hidden without gradient", hidden=Input((6, 8), grad=False), entropy=True),
+        of_linear("left alone", chunk_size=None, entropy=True),
+        of_linear("empty", (0, 8), refused=KERNELS),
+    ),
+    # References to its tensors, and three numbers for each row; the entropies are a result, too.
+    saved_bytes=lambda call, out: sum(map(nbytes, call.tensors())) + 3 * nbytes(out[0] if type(out) is tuple else out),
+    mistakes=(
+        of_linear("target of another length", target=Input((5,), values=classes(13), grad=False, dtype=torch.int64)),
+        of_linear("weight of another width", weight=Input((13, 9))),
+    ),
+    layers=(),
+    matrix=None,
+)  # fmt: skip
+
+
 # ---- divergences -----------------------------------------------------------------------------------------------------
 
 
@@ -2707,7 +2764,7 @@ OPS = (
     CHANNEL_LAYER_NORM,
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
     BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, LINEAR, GATED_LINEAR, GLU, ROTARY, QK_NORM_ROTARY,
-    CROSS_ENTROPY, LINEAR_CROSS_ENTROPY,
+    CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROB,
     KL_DIV, KL_DIV_LOGITS, JS_DIV_LOGITS,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

@@ -52,7 +52,7 @@ NO_SCALE, ONE_SCALE, LINE_SCALES = tl.constexpr(0), tl.constexpr(1), tl.constexp
 
 
 @triton.jit
-def _capped(x, softcap, CAPPED: tl.constexpr, ACC: tl.constexpr):
+def capped(x, softcap, CAPPED: tl.constexpr, ACC: tl.constexpr):
     """softcap * tanh(x / softcap)."""
     if CAPPED:
         cap = tl.full((), softcap, ACC)
@@ -84,7 +84,7 @@ def _statistics(
         i, k = tile_lanes(line, first + tl.arange(0, BLOCK).to(INDEX), AXIS)
         inside = (i < lines) & (k < n) & tl.expand_dims(kept, AXIS)
         x = tl.load(x_ptr + element_offset(i, k, inner, x_outer, x_n, x_inner), mask=inside, other=0.0).to(ACC)
-        x = _capped(x, softcap, CAPPED, ACC)
+        x = capped(x, softcap, CAPPED, ACC)
         if SMOOTH:
             if weight_ptr is not None:
                 linear += tl.where(inside, x * tl.load(weight_ptr + k, mask=k < n, other=0.0), 0.0)
@@ -124,7 +124,7 @@ def _losses(
     base, total = combine_totals(largest, load_splits(part_ptr + size, line, lines, splits, SPLITS, 1, 0.0), 1)
     rest = tl.log(total)
     score = tl.load(x_ptr + element_offset(line, target, inner, x_outer, x_n, x_inner), mask=read, other=0.0).to(ACC)
-    loss = (base - _capped(score, softcap, CAPPED, ACC)) + rest
+    loss = (base - capped(score, softcap, CAPPED, ACC)) + rest
     if weight_ptr is not None:
         loss *= tl.load(weight_ptr + target, mask=read, other=0.0)
     if SMOOTH:
@@ -209,7 +209,7 @@ def _gradient(
     i, k = tile_lanes(line, (tl.program_id(0) % tiles).to(INDEX) * BLOCK + tl.arange(0, BLOCK), AXIS)
     read = tl.expand_dims(kept, AXIS) & (k < n)
     x = tl.load(x_ptr + element_offset(i, k, inner, x_outer, x_n, x_inner), mask=read, other=0.0).to(ACC)
-    score = _capped(x, softcap, CAPPED, ACC)
+    score = capped(x, softcap, CAPPED, ACC)
     p = tl.exp((score - tl.expand_dims(base, AXIS)) - tl.expand_dims(rest, AXIS))
     d = p * tl.expand_dims(factor, AXIS)
     d -= tl.where(k == tl.expand_dims(target, AXIS), tl.expand_dims(hit, AXIS), 0.0)

@@ -86,7 +86,7 @@ class Options(NamedTuple):
 # ---- the formulas in torch ops ---------------------------------------------------------------------------------------
 
 
-def _scores(logits: Tensor, softcap: float) -> Tensor:
+def scores_of(logits: Tensor, softcap: float) -> Tensor:
     return reference.capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
 
 
@@ -148,7 +148,7 @@ def _class_dim(logits: Tensor) -> int:
 def decomposed_backward(dy: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> Tensor:
     """The gradient of the logits in torch ops."""
     dim = _class_dim(logits)
-    scores = _scores(logits, options.softcap)
+    scores = scores_of(logits, options.softcap)
     rows = _Rows.find(scores, target, weight, options.ignore_index, dim)
     scale = dy.to(scores.dtype)
     if options.reduction != NONE:
@@ -348,7 +348,7 @@ def _compose_chunk_(
         wrong = target[(target != options.ignore_index) & ((target < 0) | (target >= columns))]
         if wrong.numel():
             raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
-    scores = _scores(classes, options.softcap)
+    scores = scores_of(classes, options.softcap)
     lse = torch.logsumexp(scores, 1)
     rows = _Rows.find(scores, target, weight, options.ignore_index, 1)
     losses = _losses(scores, lse, rows, options, 1)

@@ -247,6 +247,17 @@ def labelled(target: Tensor, ignore_index: int, columns: int) -> Tensor | None:
     return found if found.numel() else found.new_zeros(1)  # a row that counts nothing, for the kernel
 
 
+def describe_gradients(
+    leaves: tuple[Tensor, Tensor, Tensor | None], wanted: tuple[bool, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the wanted leaves, and empty tensors for the others, for an op that no trace looks into."""
+    dh, dw, db = (
+        leaves[0].new_empty(0) if t is None or not wants else t.new_empty(t.shape)
+        for t, wants in zip(leaves, wanted, strict=True)
+    )
+    return dh, dw, db
+
+
 # ---- which calls -----------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +308,29 @@ def cast(dtype: torch.dtype, low: torch.dtype | None) -> torch.dtype:
 
 def is_sharded(linear_weight: object) -> bool:
     return type(linear_weight).__name__ == "DTensor"
+
+
+def check(
+    name: str, input: Tensor, linear_weight: Tensor, target: Tensor, softcap: float | None, logit_scale: float,
+    chunk_size: int | None,
+) -> None:  # fmt: skip
+    """Raise if an argument of a function of that name is none that any way serves."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{name}(): expected a softcap above 0 or None, but got {softcap}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{name}(): expected a chunk_size of at least 1 row or None, but got {chunk_size}")
+    if not isinstance(logit_scale, float | int):
+        raise TypeError(f"{name}(): expected logit_scale to be a number, but got {type(logit_scale).__name__}")
+    for t in (input, linear_weight, target):
+        if not isinstance(t, Tensor):
+            raise dispatch.expected_tensor(t)
+    if is_sharded(linear_weight) and not is_sharded(input):
+        raise TypeError(
+            f"{name}(): expected linear_weight to be a whole tensor, but got a DTensor. Call it inside of"
+            " the forward of the module that fully_shard wraps, where parameters are whole, or pass"
+            " linear_weight.full_tensor();"
+            " logits that are sharded over the vocabulary have vocab_parallel_cross_entropy"
+        )
 
 
 def is_large(input: Tensor, linear_weight: Tensor) -> bool:

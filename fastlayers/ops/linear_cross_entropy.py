@@ -218,28 +218,9 @@ def linear_cross_entropy(
     ignore_index: int, reduction: str, label_smoothing: float, softcap: float | None, z_loss: float, logit_scale: float,
     chunk_size: int | None,
 ) -> Tensor:  # fmt: skip
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"linear_cross_entropy(): expected a softcap above 0 or None, but got {softcap}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(
-            f"linear_cross_entropy(): expected a chunk_size of at least 1 row or None, but got {chunk_size}"
-        )
-    if not isinstance(logit_scale, float | int):
-        raise TypeError(
-            f"linear_cross_entropy(): expected logit_scale to be a number, but got {type(logit_scale).__name__}"
-        )
-    for t in (linear_weight, target):
-        if not isinstance(t, Tensor):
-            raise dispatch.expected_tensor(t)
+    head.check("linear_cross_entropy", input, linear_weight, target, softcap, logit_scale, chunk_size)
     code = _reduction.get_enum(reduction)
     loss = Loss(ignore_index, code, label_smoothing, softcap or 0.0, z_loss, logit_scale)
-    if head.is_sharded(linear_weight) and not head.is_sharded(input):
-        raise TypeError(
-            "linear_cross_entropy(): expected linear_weight to be a whole tensor, but got a DTensor. Call it inside of"
-            " the forward of the module that fully_shard wraps, where parameters are whole, or pass"
-            " linear_weight.full_tensor();"
-            " logits that are sharded over the vocabulary have vocab_parallel_cross_entropy"
-        )
     if torch.compiler.is_compiling():
         return _linear_cross_entropy_compiling(input, linear_weight, linear_bias, target, weight, loss, chunk_size)
     forced = backends.get_backend()
@@ -310,7 +291,7 @@ def _describe_chunks(
     return (
         found,
         left,
-        *_describe_gradients((input, linear_weight, linear_bias), wanted if made else (False, False, False)),
+        *head.describe_gradients((input, linear_weight, linear_bias), wanted if made else (False, False, False)),
     )
 
 
@@ -333,17 +314,7 @@ def _describe_chunks_again(
     ignore_index: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
     low: torch.dtype | None, chunk_size: int | None, for_input: bool, for_weight: bool, for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _describe_gradients((input, linear_weight, linear_bias), (for_input, for_weight, for_bias))
-
-
-def _describe_gradients(
-    leaves: tuple[Tensor, Tensor, Tensor | None], wanted: tuple[bool, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    dh, dw, db = (
-        leaves[0].new_empty(0) if t is None or not wants else t.new_empty(t.shape)
-        for t, wants in zip(leaves, wanted, strict=True)
-    )
-    return dh, dw, db
+    return head.describe_gradients((input, linear_weight, linear_bias), (for_input, for_weight, for_bias))
 
 
 _forward_op = dispatch.opaque("fastlayers::linear_cross_entropy_forward", _run_chunks, _describe_chunks)

@@ -310,6 +310,30 @@ def linear_cross_entropy(
     return loss if reduction else loss.reshape(logits.shape[:-1])
 
 
+def linear_log_prob(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int, softcap: float,
+    logit_scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The log-probabilities of the classes and the entropies, 0 where the target is ignored."""
+    if linear_weight.dim() != 2 or target.shape != input.shape[:-1]:
+        raise RuntimeError(
+            f"linear_log_prob(): expected input (..., H), linear_weight (C, H) and target (...), but got"
+            f" {tuple(input.shape)}, {tuple(linear_weight.shape)} and {tuple(target.shape)}"
+        )
+    logits = F.linear(input, linear_weight, linear_bias)
+    logits = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale, softcap)
+    log_p = F.log_softmax(logits, -1)
+    kept = target != ignore_index
+    log_prob = log_p.gather(-1, torch.where(kept, target, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(kept, log_prob, 0.0), torch.where(kept, -times_exp(log_p).sum(-1), 0.0)
+
+
+def times_exp(log_p: Tensor) -> Tensor:
+    """p·log p of a logarithm of p, which is 0 where p is."""
+    p = log_p.exp()
+    return p * torch.where(p > 0, log_p, 0.0)
+
+
 def _check_linear_shapes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise what torch.nn.functional.linear_cross_entropy raises, in its words."""
     if input.dim() == 0:

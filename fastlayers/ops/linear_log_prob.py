@@ -1,0 +1,270 @@
+"""Log-probabilities of classes and entropies by the logits of a head: chunks, autograd, the op of compiled graphs.
+
+For the scores z of a row, softcap·tanh(logits/softcap) or the logits, and its class t
+
+    log_prob = z_t - lse                          dz = (1[j = t] - p)·dlog_prob
+    entropy = -sum(p·log p)                       dz = -p·(log p + entropy)·dentropy
+
+with p = exp(z - lse). The incoming gradient of a row is known only after the forward, so the backward goes through the
+chunks again: four products in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastlayers import backends
+from fastlayers.ops import dispatch, head, reference
+from fastlayers.ops.cross_entropy import scores_of
+from fastlayers.ops.dispatch import Needs
+
+Found = tuple[Tensor, Tensor, Tensor]
+
+
+# ---- a chunk ---------------------------------------------------------------------------------------------------------
+
+
+def _chunk(logits: Tensor, target: Tensor, softcap: float, columns: int) -> Found:
+    """Log-probabilities, entropies, and levels: the largest score of each row, and lse less that."""
+    if backends.generates_kernels(logits.device):
+        from fastlayers.kernels import log_prob
+
+        return log_prob.log_prob_chunk(logits, target, softcap, columns)
+    scores = scores_of(logits[:, :columns], softcap)
+    base = scores.amax(1)
+    below = scores - base[:, None]
+    rest = below.exp().sum(1).log()
+    log_p = below - rest[:, None]
+    entropy = -reference.times_exp(log_p).sum(1)
+    return log_p.gather(1, target[:, None]).squeeze(1), entropy, torch.stack((base, rest))
+
+
+def _chunk_backward_(
+    logits: Tensor, target: Tensor, entropy: Tensor, levels: Tensor, dlog_prob: Tensor | None, dentropy: Tensor | None,
+    softcap: float, columns: int,
+) -> None:  # fmt: skip
+    """Put the gradient in the place of the logits, 0 in the padding."""
+    if backends.generates_kernels(logits.device):
+        from fastlayers.kernels import log_prob
+
+        given = (logits, target, entropy, levels, dlog_prob, dentropy, softcap, columns)
+        return log_prob.log_prob_chunk_backward_(*given)
+    scores = scores_of(logits[:, :columns], softcap)
+    log_p = (scores - levels[0, :, None]) - levels[1, :, None]
+    d = torch.zeros_like(log_p)
+    if dentropy is not None:
+        d -= dentropy[:, None] * (reference.times_exp(log_p) + log_p.exp() * entropy[:, None])
+    if dlog_prob is not None:
+        d -= dlog_prob[:, None] * log_p.exp()
+        d.scatter_add_(1, target[:, None], dlog_prob[:, None].to(d.dtype))
+    if softcap:
+        d *= 1 - (scores / softcap).square()
+    logits[:, :columns] = d
+    logits[:, columns:] = 0
+    return None
+
+
+# ---- all rows --------------------------------------------------------------------------------------------------------
+
+
+def _rest(input: Tensor, logit_scale: float, low: torch.dtype | None, chunk_size: int | None) -> head.Rest:
+    return head.Rest(head.cast(input.dtype, low), low, logit_scale, chunk_size)
+
+
+def _run(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int, softcap: float,
+    logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+) -> Found:  # fmt: skip
+    """Log-probabilities and entropies in the shape of the target, 0 where that is ignored, and levels (2, rows)."""
+    rest, columns = _rest(input, logit_scale, low, chunk_size), linear_weight.shape[0]
+    wide = torch.promote_types(rest.compute, torch.float32)
+    rows, classes = input.detach().reshape(-1, input.shape[-1]), target.reshape(-1)
+    found = torch.zeros((4, classes.numel()), dtype=wide, device=input.device)
+    kept = head.labelled(classes, ignore_index, columns)
+    some = found if kept is None else found.new_zeros((4, kept.numel()))
+    h, t = (rows, classes) if kept is None else (rows[kept], classes[kept])
+    counts = t != ignore_index
+    _check_classes(t, counts, columns)
+    t = torch.where(counts, t, 0)
+
+    def chunk(logits: Tensor, start: int, end: int) -> None:
+        some[0, start:end], some[1, start:end], some[2:, start:end] = _chunk(logits, t[start:end], softcap, columns)
+
+    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+        head.sweep(h, linear_weight, linear_bias, rest, chunk, 1.0, (False, False, False))
+    some[:2].mul_(counts)
+    if kept is not None:
+        found.index_copy_(1, kept, some)
+    log_prob, entropy, levels = found[0], found[1].clone(), found[2:].clone()  # results of an op share no memory
+    return log_prob.view(target.shape), entropy.view(target.shape), levels
+
+
+def _check_classes(classes: Tensor, counts: Tensor, columns: int) -> None:
+    """Torch's error for a class that is none: on a GPU a device-side assert."""
+    right = ~counts | ((classes >= 0) & (classes < columns))
+    if classes.device.type != "cpu":
+        torch._assert_async(right.all())
+    elif not right.all():
+        raise IndexError(f"Target {int(classes[~right][0])} is out of bounds.")
+
+
+def _run_backward(
+    dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    target: Tensor, entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None, needs: Needs,
+) -> head.Gradients:  # fmt: skip
+    rest, columns = _rest(input, logit_scale, low, chunk_size), linear_weight.shape[0]
+    wide = torch.promote_types(rest.compute, torch.float32)
+    rows, classes = input.detach().reshape(-1, input.shape[-1]), target.reshape(-1)
+    counts = classes != ignore_index
+    # A row without a label has no gradient, whatever comes in.
+    dys = [None if dy is None else torch.where(counts, dy.reshape(-1).to(wide), 0.0) for dy in (dlog_prob, dentropy)]
+    given = [rows, torch.where(counts, classes, 0), entropy.reshape(-1), levels[0], levels[1], *dys]
+    kept = head.labelled(classes, ignore_index, columns)
+    if kept is not None:
+        given = [None if t is None else t[kept] for t in given]
+    h, t, e, base, below, dlog, dent = given
+    levels = torch.stack((base, below))  # type: ignore[arg-type]
+
+    def chunk(logits: Tensor, start: int, end: int) -> None:
+        part = slice(start, end)
+        d, de = (None if dy is None else dy[part] for dy in (dlog, dent))
+        _chunk_backward_(logits, t[part], e[part], levels[:, part].contiguous(), d, de, softcap, columns)  # type: ignore[index]
+
+    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+        found = head.sweep(h, linear_weight, linear_bias, rest, chunk, 1.0, needs)  # type: ignore[arg-type]
+    dinput = found.input
+    if dinput is not None:
+        if kept is not None:
+            dinput = torch.zeros_like(rows).index_copy_(0, kept, dinput)
+        found = found._replace(input=dinput.view(input.shape))
+    return found
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+def _describe(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int, softcap: float,
+    logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+) -> Found:  # fmt: skip
+    wide = torch.promote_types(head.cast(input.dtype, low), torch.float32)
+    log_prob, entropy = (input.new_empty(target.shape, dtype=wide) for _ in range(2))
+    return log_prob, entropy, input.new_empty((2, target.numel()), dtype=wide)
+
+
+def _run_backward_op(
+    dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    target: Tensor, entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None, for_input: bool, for_weight: bool, for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients; empty where one is not needed."""
+    found = _run_backward(
+        dlog_prob, dentropy, input, linear_weight, linear_bias, target, entropy, levels, ignore_index, softcap,
+        logit_scale, low, chunk_size, (for_input, for_weight, for_bias),
+    )  # fmt: skip
+    dh, dw, db = (input.new_empty(0) if t is None else t for t in found)
+    return dh, dw, db
+
+
+def _describe_backward(
+    dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+    target: Tensor, entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float,
+    low: torch.dtype | None, chunk_size: int | None, for_input: bool, for_weight: bool, for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return head.describe_gradients((input, linear_weight, linear_bias), (for_input, for_weight, for_bias))
+
+
+class Ways(NamedTuple):
+    """How the chunks are run: as they are, or as ops that no trace looks into."""
+
+    forward: Callable[..., Found]
+    backward: Callable[..., Found]
+
+
+DIRECTLY = Ways(_run, _run_backward_op)
+IN_GRAPH = Ways(
+    dispatch.opaque("fastlayers::linear_log_prob_forward", _run, _describe),
+    dispatch.opaque("fastlayers::linear_log_prob_backward", _run_backward_op, _describe_backward),
+)
+
+
+class LinearLogProb(dispatch.Pair, inputs=3, materialize=False):
+    """Keeps its inputs, and for each row its entropy and two numbers of its normaliser."""
+
+    @staticmethod
+    def forward(
+        kernels: Ways, needs: Needs, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor,
+        ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+    ) -> Any:  # fmt: skip
+        tensors, rest = (
+            (input, linear_weight, linear_bias, target),
+            (ignore_index, softcap, logit_scale, low, chunk_size),
+        )
+        log_prob, entropy, levels = kernels.forward(*tensors, *rest)
+        return (log_prob, entropy), (*tensors, entropy, levels), rest
+
+    @staticmethod
+    def backward(
+        kernels: Ways, needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, *args: Any
+    ) -> tuple[Tensor | None, ...]:
+        return kernels.backward(dlog_prob, dentropy, *args, *needs)
+
+    @staticmethod
+    def differentiable_backward(
+        needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor,
+        linear_bias: Tensor | None, target: Tensor, entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float,
+        logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        def compose(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> Tensor:
+            given = (input, linear_weight, linear_bias, target, ignore_index, softcap, logit_scale)
+            return torch.stack(reference.linear_log_prob(*given))
+
+        dys = [torch.zeros_like(entropy) if dy is None else dy for dy in (dlog_prob, dentropy)]
+        with torch.autocast(input.device.type, low, enabled=low is not None):
+            return dispatch.differentiate(compose, (input, linear_weight, linear_bias), needs, torch.stack(dys))
+
+
+_in_graph = dispatch.graph_op_of(
+    LinearLogProb, "linear_log_prob", returns=tuple[Tensor, Tensor], kernels=lambda: IN_GRAPH
+)
+
+
+# ---- which calls -----------------------------------------------------------------------------------------------------
+
+
+def linear_log_prob(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, ignore_index: int,
+    softcap: float | None, logit_scale: float, chunk_size: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Log-probabilities and entropies."""
+    head.check("linear_log_prob", input, linear_weight, target, softcap, logit_scale, chunk_size)
+    options = (ignore_index, softcap or 0.0, logit_scale)
+    tensors = (input, linear_weight, linear_bias, target)
+    compiling, forced = torch.compiler.is_compiling(), backends.get_backend()
+    if compiling:
+        wanted = (
+            dispatch.graph_keeps_kernel(input)
+            if input.is_cuda
+            else not torch.compiler._is_exporting_flag and forced is None
+        )
+    else:
+        wanted = forced not in ("eager", "compile")
+        if wanted and dispatch.must_decompose():
+            backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
+            wanted = False
+    if wanted and (
+        chunk_size is not None or (forced is not None and not compiling) or head.is_large(input, linear_weight)
+    ):
+        low = head.autocast_dtype(input)
+        reason = head.unsupported(*tensors, None, _rest(input, logit_scale, low, chunk_size))
+        if reason is None:
+            given = (*tensors, *options, low, chunk_size)
+            return _in_graph(*given) if compiling else LinearLogProb.run(DIRECTLY, *given)
+        if not compiling:
+            backends.refuse(reason)
+    return dispatch.call_reference(reference.linear_log_prob, *tensors, *options)

@@ -1,0 +1,103 @@
+"""linear_log_prob beyond the contract: memory, rows without a label, extreme logits, the kernels of a chunk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import DEVICES
+from ops import LINEAR_LOG_PROB
+from test_linear_cross_entropy import Largest, inputs
+
+from fastlayers import functional
+from fastlayers.ops import head, linear_log_prob
+
+reference = LINEAR_LOG_PROB.reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_logits_are_never_whole(dtype):
+    hidden, weight, target = inputs(500, 1000, 8, dtype)
+    with Largest(weight.shape) as largest:
+        found = functional.linear_log_prob(hidden, weight, target, entropy=True, chunk_size=60)
+        torch.autograd.grad(found, (hidden, weight), [torch.ones_like(t) for t in found])
+    assert 60 * 1000 <= largest.elements <= 60 * 1024
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_rows_without_a_label_are_left_out_of_the_products(entropy, device, monkeypatch):
+    monkeypatch.setattr(head, "GPU_LEAST_WAITED", 0)
+    rows: list[int] = []
+    plan = head.plan
+    monkeypatch.setattr(head, "plan", lambda *args: rows.append(args[0]) or plan(*args))
+    hidden, weight, target = inputs(500, 1000, 8, torch.float64, device)
+    target[torch.rand(500, device=device) < 0.6] = -100
+    kept = int((target != -100).sum())
+    answers = []
+    for function, options in ((functional.linear_log_prob, {"chunk_size": 60}), (reference, {})):
+        found = function(hidden, weight, target, entropy=entropy, **options)
+        found = found if entropy else (found,)
+        dys = [torch.linspace(-1, 1, 500, dtype=torch.float64, device=device)] * len(found)
+        answers.append((*found, *torch.autograd.grad(found, (hidden, weight), dys)))
+    assert rows == [kept, kept]
+    torch.testing.assert_close(*answers)
+    assert not answers[0][0][target == -100].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_log_probability_is_never_above_0_and_an_entropy_never_below(dtype, device):
+    """Nor far from float64's: rows of one class that has it all, of equal ones, of large and of infinite logits."""
+    torch.manual_seed(0)
+    logits = torch.randn(7, 3000, device=device)
+    logits[0, 5] = 200
+    logits[1] = 0.5
+    logits[2] += 1e4
+    logits[3] *= 1e3
+    logits[4, 1::2] = -torch.inf
+    logits[5, 7:] = -torch.inf
+    target = torch.tensor([5, 0, 1, 2, 2, 6, 9], device=device)
+    low = logits.to(dtype)
+    padded = torch.nn.functional.pad(low, (0, 72), value=5.0)
+    log_prob, entropy, levels = linear_log_prob._chunk(padded, target, 0.0, 3000)
+    exact = low.double().log_softmax(1)
+    assert (log_prob <= 0).all()
+    assert (entropy >= 0).all()
+    torch.testing.assert_close(log_prob.double(), exact.gather(1, target[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), torch.special.entr(exact.exp()).sum(1), rtol=1e-5, atol=1e-5)
+    dlog, dentropy = torch.randn(2, 7, device=device).unbind()
+    linear_log_prob._chunk_backward_(padded, target, entropy, levels, dlog, dentropy, 0.0, 3000)
+    p = exact.exp()
+    h = torch.special.entr(p).sum(1, keepdim=True)
+    expected = -dlog[:, None] * p - dentropy[:, None] * (p * h - torch.special.entr(p))
+    expected[torch.arange(7), target] += dlog
+    assert not padded[:, 3000:].any()
+    limit = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-5}
+    torch.testing.assert_close(padded[:, :3000].double(), expected, **limit)
+
+
+def test_left_alone_large_calls_are_chunked(monkeypatch):
+    hidden, weight, target = inputs(2000, 700, 8)
+    monkeypatch.setattr(head, "CPU_LEAST", 2000 * 700)
+    with Largest(weight.shape) as largest:
+        functional.linear_log_prob(hidden, weight, target)
+    assert largest.elements < 2000 * 700
+
+
+def test_a_class_that_is_none():
+    hidden, weight, target = inputs(10, 7, 8)
+    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+        functional.linear_log_prob(hidden, weight, target.fill_(7), chunk_size=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"softcap": 0.0}, ValueError, "expected a softcap above 0 or None, but got 0.0"),
+        ({"chunk_size": 0}, ValueError, "expected a chunk_size of at least 1 row or None, but got 0"),
+        ({"logit_scale": "2"}, TypeError, "expected logit_scale to be a number, but got str"),
+    ],
+)
+def test_options_that_are_refused(options, error, message):
+    with pytest.raises(error, match=rf"linear_log_prob\(\): {message}"):
+        functional.linear_log_prob(*inputs(10, 7, 8), **options)
