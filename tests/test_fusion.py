@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import os
@@ -22,11 +23,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
 
+import fastlayers
 from fastlayers import backends
 from fastlayers import functional as FL
 from fastlayers.kernels import generated, low_rank
 from fastlayers.kernels.affine import Index, divide, indices_of, unflatten
 from fastlayers.kernels.generated import FAST, FORMULAS, Kernel, balanced
+from fastlayers.ops import low_rank as ops
 from fastlayers.ops import reference
 from fastlayers.ops.activations import BY_CODE
 from fastlayers.ops.layer_norm import LAYER, RMS
@@ -36,7 +39,7 @@ from fastlayers.patching.rewrite.executors import KEYS, Facts, PythonExecutor, e
 from fastlayers.patching.rewrite.fusable import rounded_later
 from fastlayers.patching.rewrite.fusion import fused
 from fastlayers.patching.rewrite.lowering import DERIVATIVES, LOWERINGS
-from fastlayers.patching.rewrite.regions import region_class
+from fastlayers.patching.rewrite.regions import no_regions, region_class
 from fastlayers.patching.rewrite.tape import Operation, Program, Tape, Value, plain_name
 
 INTERPRETED = backends.triton_interprets()
@@ -1633,3 +1636,131 @@ class Adapted(nn.Module):
 
     def forward(self, x):
         return adapted(x, self.weight, self.a, self.b, 2.0)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_what_an_adapter_adds(device, dtype):
+    """Values and gradients are those of the composition, of the second order too, and x is kept as it is."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 33, 136, device=device, dtype=LOW, requires_grad=True)
+    y = torch.randn(2, 33, 200, device=device, dtype=LOW, requires_grad=True)
+    a, b = adapter(device, dtype, 136, 200, 12)
+    dy = torch.randn(y.shape, device=device, dtype=LOW)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.data_ptr()) or t, lambda t: t):
+        out = ops.add_low_rank(y, x, a, b, 0.75)
+    assert type(out.grad_fn).__name__ == "AddLowRankBackward"
+    assert x.data_ptr() in seen
+    expected = ops.compose(y, x, a, b, 0.75)
+    answers = [(t, *torch.autograd.grad(t, (y, x, a, b), dy, retain_graph=True)) for t in (out, expected)]
+    for own, other in zip(*answers, strict=True):
+        assert (own.dtype, own.shape) == (other.dtype, other.shape)
+        torch.testing.assert_close(own, other, rtol=0, atol=TOLERANCE[LOW] * largest_of(other))
+    second = []
+    for t in (out, expected):
+        (dx,) = torch.autograd.grad(t, x, dy, create_graph=True)
+        second.append(torch.autograd.grad(dx.float().sin().sum(), b)[0])
+    torch.testing.assert_close(*second, rtol=0, atol=TOLERANCE[LOW] * largest_of(second[1]))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes"),
+    [
+        (((5, 136), (5, 200), (0, 136), (200, 0)), (LOW, LOW, torch.float32)),
+        (((0, 136), (0, 200), (8, 136), (200, 8)), (LOW, LOW, torch.float32)),
+        (((5, 136), (5, 200), (130, 136), (200, 130)), (LOW, LOW, torch.float32)),
+        (((136,), (200,), (8, 136), (200, 8)), (LOW, LOW, torch.float32)),
+        (((5, 136), (5, 200), (8, 136), (200, 8)), (torch.float32, torch.float32, torch.float32)),
+        (((5, 136), (5, 200), (8, 136), (200, 8)), (LOW, torch.float32, torch.float32)),
+    ],
+)
+@pytest.mark.parametrize("device", PLACES)
+def test_what_no_kernel_adds_is_composed(device, shapes, dtypes):
+    torch.manual_seed(0)
+    x, y, a, b = (
+        torch.randn(shape, device=device).to(dtype)
+        for shape, dtype in zip(shapes, (dtypes[0], dtypes[1], dtypes[2], dtypes[2]), strict=True)
+    )
+    out = ops.add_low_rank(y, x, a, b.requires_grad_(), 2.0)
+    assert "LowRank" not in type(out.grad_fn).__name__
+    torch.testing.assert_close(out, ops.compose(y, x, a, b, 2.0))
+
+
+def lora_layers(device, **options):
+    """A linear layer with peft's adapter, and a patched copy."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(136, 200)).to(device, LOW)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=8, **options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    patched = fastlayers.patch_model(copy.deepcopy(model))
+    return model, patched
+
+
+def answer_of(model, x):
+    """The result outside of a region, the gradients, and whether a kernel added to it."""
+    with no_regions():
+        out = model(x)
+    names = set()
+    pending = [out.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and type(node).__name__ not in names:
+            names.add(type(node).__name__)
+            pending += [n for n, _ in node.next_functions]
+    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
+    found = torch.autograd.grad(out.float().sin().sum(), leaves, allow_unused=True)
+    return (out, *found), "AddLowRankBackward" in names
+
+
+def changed(model, how):
+    layer = model.base_model.model[0]
+    if how == "hook":
+        layer.lora_A["default"].register_forward_hook(lambda *args: None)
+    elif how == "merged":
+        model.merge_adapter()
+    elif how == "own forward":
+        layer.lora_B["default"].forward = lambda x: x.new_zeros(*x.shape[:-1], 200)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize(
+    ("how", "options", "by_kernel"),
+    [
+        ("plain", {}, True),
+        ("rank-stabilised", {"use_rslora": True}, True),
+        ("dora", {"use_dora": True}, False),
+        ("dropout", {"lora_dropout": 0.5}, False),
+        ("bias", {"lora_bias": True}, False),
+        ("hook", {}, False),
+        ("merged", {}, False),
+        ("own forward", {}, False),
+        ("disabled", {}, False),
+        ("two adapters", {}, True),
+    ],
+)
+def test_layers_of_peft(device, how, options, by_kernel):
+    peft = pytest.importorskip("peft")
+    models = lora_layers(device, **options)
+    x = torch.randn(3, 40, 136, device=device, dtype=LOW, requires_grad=True)
+    answers = []
+    for model in models:
+        changed(model, how)
+        if how == "two adapters":
+            torch.manual_seed(4)
+            model.add_adapter("other", peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights=False))
+            model.base_model.set_adapter(["default", "other"])
+        torch.manual_seed(1)
+        with model.disable_adapter() if how == "disabled" else contextlib.nullcontext():
+            answers.append(answer_of(model, x))
+    (expected, _), (found, fused) = answers
+    assert fused == by_kernel
+    for own, other in zip(found, expected, strict=True):
+        assert (own is None) == (other is None)
+        if own is not None:
+            torch.testing.assert_close(own, other, rtol=0, atol=TOLERANCE[LOW] * largest_of(other))
+    assert type(fastlayers.unpatch_model(models[1]).base_model.model[0]) is type(models[0].base_model.model[0])

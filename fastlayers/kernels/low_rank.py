@@ -10,7 +10,7 @@ all of its digits: the products are exact, as those of float32 are, on tensor co
 rows      factor·x·t for x (R, C) and t (C, r): program = a block of rows of a chunk of the columns.
 columns   factor·xᵀ·t for x (R, C) and t (R, r): program = a block of columns of a chunk of the rows.
           The partial sums of the chunks are added up in a fixed order.
-wide      factor·u·b + bias for u (R, r) and b (r, C): program = a tile of the result.
+wide      factor·u·b + bias + base for u (R, r) and b (r, C): program = a tile of the result.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from fastlayers.kernels.indexing import extent, index_type
 from fastlayers.kernels.launch import KEPT, Launch, cdiv, multiprocessors
 from fastlayers.kernels.reductions import sum_rows
 
-#: Columns of the largest thin factor: as many as an accumulator of a block of rows has registers for.
-LARGEST_RANK = 128
-#: Columns of the smallest tile of tensor cores.
+#: Columns of the smallest tile of tensor cores. The largest one, ops.low_rank.LARGEST_RANK, has as many as an
+#: accumulator of a block of rows has registers for.
 LEAST_RANK = 16
 #: Ranks that a program of `wide` has in registers at once: several thin products may be one.
 MOST_AT_ONCE = 16
@@ -113,7 +112,7 @@ def _columns(
 
 @triton.jit
 def _wide(
-    y_ptr, u_ptr, b_ptr, bias_ptr, factor: tl.float64, rows, columns, rank, u_row, u_rank, b_rank, b_column,
+    y_ptr, u_ptr, b_ptr, bias_ptr, base_ptr, factor: tl.float64, rows, columns, rank, u_row, u_rank, b_rank, b_column,
     INDEX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(columns, COLUMNS)
@@ -142,7 +141,10 @@ def _wide(
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(y_ptr + row[:, None] * columns + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    place = row[:, None] * columns + column[None, :]
+    if base_ptr is not None:
+        y += tl.load(base_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 #: Rows and columns of a tile, and warps of a program.
@@ -183,7 +185,7 @@ def _thin_launch(
 def _wide_launch(
     factor: float, shape: tuple[int, int, int], strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...]
 ) -> Launch:
-    """``dtypes`` are those of y, the factors and the bias."""
+    """``dtypes`` are those of y, the factors, the bias and the base."""
     rows, columns, rank = shape
     u_row, u_rank, b_rank, b_column = strides
     reach = max(
@@ -218,12 +220,18 @@ def thin_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     return out
 
 
-def wide_product(u: Tensor, b: Tensor, factor: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``factor * u @ b + bias`` of two thin matrices of one dtype, rounded to ``dtype``."""
+def wide_product(
+    u: Tensor, b: Tensor, factor: float, dtype: torch.dtype, bias: Tensor | None = None, base: Tensor | None = None
+) -> Tensor:
+    """``factor * u @ b + bias + base`` of two thin matrices of one dtype, rounded once to ``dtype``.
+
+    Args:
+        bias, base: one number for each column, one for each element; contiguous.
+    """
     y = torch.empty((u.shape[0], b.shape[1]), dtype=dtype, device=u.device)
     shape, strides = (*y.shape, u.shape[1]), (*u.stride(), *b.stride())
-    dtypes = (dtype, u.dtype, None if bias is None else bias.dtype)
-    _wide_launch(factor, shape, strides, dtypes)(y, u, b, bias)  # type: ignore[arg-type]
+    dtypes = (dtype, u.dtype, *(None if t is None else t.dtype for t in (bias, base)))
+    _wide_launch(factor, shape, strides, dtypes)(y, u, b, bias, base)  # type: ignore[arg-type]
     return y
 
 
@@ -241,7 +249,7 @@ def sum_of_products(products: Sequence[Sequence[Tensor]], thin: Sequence[tuple[T
     if others:
         u = torch.cat([u if factor == 1 else u * factor for u, _, factor in thin], 1)
         b, factor = torch.cat([b for _, b, _ in thin]), 1.0
-    y = wide_product(u, b, factor, bias[0] if bias else None, a.dtype)
+    y = wide_product(u, b, factor, a.dtype, bias[0] if bias else None)
     for *_, a, b in products:
         y.addmm_(a, b)
     return y

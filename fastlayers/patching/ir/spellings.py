@@ -183,6 +183,8 @@ FRESH_LAYERS: frozenset[type[nn.Module]] = frozenset(
         nn.Upsample,
     }
 )  # fmt: skip
+#: The same of model libraries, which their adapters tell of.
+FRESH_LAYERS_OF_LIBRARIES: set[type[nn.Module]] = set()
 #: Layers with an ``inplace`` option: they return a new tensor, or overwrite the argument.
 OPTIONAL_INPLACE: frozenset[type[nn.Module]] = frozenset(
     {

@@ -27,6 +27,7 @@ from fastlayers.patching.ir.operations import Attribute, Leading, Op
 from fastlayers.patching.ir.spellings import (
     FRESH_FUNCTIONS,
     FRESH_LAYERS,
+    FRESH_LAYERS_OF_LIBRARIES,
     FRESH_METHODS,
     FUSED_FUNCTIONS,
     INPLACE_OPERATORS,
@@ -50,7 +51,7 @@ __all__ = ["JOINED_NORMS", "View", "counts_batch", "forked", "is_about_rank", "i
 
 def is_fresh(layer: type[nn.Module]) -> bool:
     """Whether a layer returns a new tensor, keeps no reference to it, and overwrites none of its arguments."""
-    return layer in FRESH_LAYERS or fingerprint(layer) is not None
+    return layer in FRESH_LAYERS or layer in FRESH_LAYERS_OF_LIBRARIES or fingerprint(layer) is not None
 
 
 def is_fresh_call(node: Node) -> bool:

@@ -10,3 +10,12 @@ def _transformers() -> Adapter:
 
 
 register_adapter("transformers", _transformers)
+
+
+def _peft() -> Adapter:
+    from fastlayers.patching.libraries.peft import PeftAdapter
+
+    return PeftAdapter()
+
+
+register_adapter("peft", _peft)

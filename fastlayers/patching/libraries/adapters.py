@@ -94,6 +94,13 @@ class Adapter:
         """
         return Counter(), {}
 
+    def fused_layers(self) -> dict[type[nn.Module], type[nn.Module]]:
+        """Layers of the library with the subclasses that replace them.
+
+        Such a layer returns a tensor of its own, keeps no reference to it, and writes none of its arguments.
+        """
+        return {}
+
     def lookups(self) -> frozenset[Any]:
         """Functions that only look something up, so that a region may compare what they return for plain arguments."""
         return frozenset()

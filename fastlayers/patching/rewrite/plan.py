@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fastlayers.patching.ir.spellings import FRESH_LAYERS_OF_LIBRARIES
+from fastlayers.patching.libraries.adapters import adapters
 from fastlayers.patching.reasons import PatchError, PatchWarning, Reason, Refusal
 from fastlayers.patching.report import QUIET, PatchReport, Row
 from fastlayers.patching.rewrite.alike import Outcomes
@@ -272,7 +274,7 @@ def plan_module(
 ) -> Step:
     try:
         refuse_kind(module)
-        rules = [rule for rule in module_rules() if type(module) is rule.layer]
+        rules = [rule for rule in layer_rules() if type(module) is rule.layer]
         if rules:
             gaining = next((rule for rule in rules if rule.gains(module)), None)
             if gaining is None:
@@ -284,6 +286,18 @@ def plan_module(
     except Refusal as refusal:
         return Step(module, left_alone(row, refusal))
     return step_of(module, row, outcome)
+
+
+def layer_rules() -> tuple[ModuleRule, ...]:
+    """The module rules, with those for the layers of libraries."""
+    of_libraries = (pair for adapter in adapters() for pair in adapter.fused_layers().items())
+    return (*module_rules(), *(rule_of(layer, fused) for layer, fused in of_libraries))  # type: ignore[arg-type]
+
+
+@cache
+def rule_of(layer: type[nn.Module], fused: type[nn.Module]) -> ModuleRule:
+    FRESH_LAYERS_OF_LIBRARIES.add(layer)
+    return ModuleRule(fused.__name__.removeprefix("Fused"), f"{layer.__name__} -> {fused.__name__}", layer, fused)
 
 
 def fuse_forward(module: nn.Module, excluded: frozenset[str], classes: dict[Any, Any]) -> Fused:
@@ -352,7 +366,7 @@ def plan_swap(module: nn.Module, row: Row, rule: ModuleRule, classes: dict[Any, 
 def is_subclass(module: nn.Module) -> bool:
     """Whether a module is an instance of a user's subclass of a layer that a rule replaces."""
     own = original_class(module)
-    return any(issubclass(own, rule.layer) and own not in (rule.layer, rule.fused) for rule in module_rules())
+    return any(issubclass(own, rule.layer) and own not in (rule.layer, rule.fused) for rule in layer_rules())
 
 
 def has_own_forward(cls: type[nn.Module]) -> bool:

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastlayers import backends
-from fastlayers.kernels.low_rank import LARGEST_RANK, thin_product
+from fastlayers.kernels.low_rank import thin_product
 from fastlayers.ops.activations import ACTIVATIONS
 from fastlayers.ops.gather import COLUMNS
+from fastlayers.ops.low_rank import LARGEST_RANK
 from fastlayers.patching.rewrite.absorption import kernel_name
 from fastlayers.patching.rewrite.fusable import (
     CASTS,

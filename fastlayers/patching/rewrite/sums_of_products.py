@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.kernels.low_rank import LARGEST_RANK, sum_of_products
+from fastlayers.kernels.low_rank import sum_of_products
+from fastlayers.ops.low_rank import LARGEST_RANK
 from fastlayers.patching.rewrite.fusable import CASTS, makers_of, spelled, written_by
 from fastlayers.patching.rewrite.specialised import FACTORS
 from fastlayers.patching.rewrite.tape import Operation, Program, Value, alive, keeping, storage
