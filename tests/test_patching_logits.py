@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastlayers import patch_model, patch_report, unpatch_model, verify_patch
-from fastlayers.ops import linear_cross_entropy
+from fastlayers.ops import head
 from fastlayers.patching import Reason
 
 CLASSES = 1100
@@ -115,7 +115,7 @@ class Largest(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch):
     """In chunks, however few the logits are."""
-    monkeypatch.setattr(linear_cross_entropy, "CPU_LEAST", 0)
+    monkeypatch.setattr(head, "CPU_LEAST", 0)
 
 
 def texts(rows=2, length=16):

@@ -26,6 +26,7 @@ from test_squeeze_excite import SqueezeExcite, StandIns
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -1193,6 +1194,29 @@ def test_checkpointing(reentrant, device):
             found[-1] = x.grad.clone()
     assert torch.equal(found[1], found[0])
     assert torch.equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_checkpoint_frees_what_a_region_is_given(frozen):
+    """Also what only the derivative of the backward reads, which then computes it again."""
+    module = Block().requires_grad_(not frozen)
+    region, x = in_regions(module), tokens()
+    found = []
+    for kind in (module, region, region):
+        memory = []
+
+        def block(x, kind=kind, memory=memory):
+            between = x * 2
+            memory.append(StorageWeakRef(between.untyped_storage()))
+            return kind(between)
+
+        out = checkpoint(block, x, use_reentrant=False)
+        assert memory[0].expired()
+        (dx,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        found.append((dx, torch.autograd.grad(dx.sin().sum(), x)[0]))
+    for own in found[1:]:
+        assert torch.equal(own[0], found[0][0])
+        torch.testing.assert_close(own[1], found[0][1])
 
 
 def kept_by(call):

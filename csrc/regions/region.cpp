@@ -331,10 +331,11 @@ struct Region : torch::CustomClassHolder {
 
 struct RegionBackward final : autograd::Node {
   c10::intrusive_ptr<Region> region;
-  std::vector<autograd::SavedVariable> saved;
-  // For the derivative of the backward. As saved variables the inputs could not be changed before any backward.
+  std::vector<autograd::SavedVariable> saved;  // what the region keeps, and then what `from` adds
+  // For the derivative of the backward: the inputs, undefined where one was computed by another node. Such a one is in `saved`, from[i]
+  // says where: hooks on saved tensors, as those of checkpoints are, decide whether it stays alive. Parameters do anyway.
   Tensors inputs;
-  Numbers versions;
+  Numbers versions, from;
   IValue again;
   bool released = false;
 
@@ -367,7 +368,7 @@ struct RegionBackward final : autograd::Node {
     }
 
     Registers registers(region->size);
-    for (size_t i = 0; i < saved.size(); ++i) registers[region->kept[i]] = saved[i].unpack(getptr());
+    for (size_t i = 0; i < region->kept.size(); ++i) registers[region->kept[i]] = saved[i].unpack(getptr());
     // Saved tensors die at their last use, not when the node has run.
     if (!autograd::get_current_graph_task_keep_graph()) release();
     for (size_t i = 0; i < grads.size(); ++i) registers[region->grads[i]] = as_recorded(std::move(grads[i]), i);
@@ -410,13 +411,20 @@ struct RegionBackward final : autograd::Node {
     return copy.copy_(grad);
   }
 
-  autograd::variable_list differentiate(const autograd::variable_list& grads, const std::vector<bool>& asked) const {
+  autograd::variable_list differentiate(const autograd::variable_list& grads, const std::vector<bool>& asked) {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("fastlayers_regions::differentiate", "");
     Gradients given;
     for (const auto& t : grads) given.push_back(t.defined() ? std::optional<Tensor>(t) : std::nullopt);
     c10::List<bool> needs;
     for (bool needed : asked) needs.push_back(needed);
-    Stack stack{again, inputs, versions, given, needs};
+    auto whole = inputs.copy();
+    auto expected = versions;
+    for (size_t i = 0; i < from.size(); ++i) {
+      if (from[i] < 0) continue;
+      whole.set(i, saved[from[i]].unpack(getptr()));  // which tests whether it was written
+      expected[i] = whole.get(i)._version();
+    }
+    Stack stack{again, whole, expected, given, needs};
     // Below no mode and no transform: these see the operations of the forward that Python runs again.
     op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
     autograd::variable_list found(asked.size());
@@ -451,7 +459,19 @@ void set_history(const c10::intrusive_ptr<Region>& region, IValue again, Tensors
     node->saved.emplace_back(t, /*is_output=*/t.grad_fn().get() == node.get());
   }
   node->versions.reserve(inputs.size());
-  for (const Tensor& t : inputs) node->versions.push_back(t.is_inference() ? -1 : t._version());
+  node->from.assign(inputs.size(), -1);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Tensor t = inputs.get(i);
+    node->versions.push_back(t.is_inference() ? -1 : t._version());
+    if (!t.grad_fn()) continue;
+    const auto known = std::find(region->kept.begin(), region->kept.end(), static_cast<int64_t>(i));
+    node->from[i] = known - region->kept.begin();
+    if (known == region->kept.end()) {
+      node->from[i] = static_cast<int64_t>(node->saved.size());
+      node->saved.emplace_back(t, /*is_output=*/false);
+    }
+    inputs.set(i, Tensor());
+  }
   node->inputs = std::move(inputs);
   node->region = region;
   node->again = std::move(again);

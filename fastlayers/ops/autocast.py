@@ -131,6 +131,17 @@ class Given:
         self.parameters = parameters
         self.versions = [version_of(t) for t in parameters]
 
+    def forget(self, places: Sequence[int]) -> None:
+        """Let go of some, which are kept elsewhere until :meth:`remember`."""
+        if places:
+            self.parameters = tuple(None if i in places else t for i, t in enumerate(self.parameters))
+
+    def remember(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Take back those that were kept elsewhere, which may be equal ones that were computed again."""
+        for i, t in zip(places, tensors, strict=True):
+            self.parameters = (*self.parameters[:i], t, *self.parameters[i + 1 :])
+            self.versions[i] = version_of(t)
+
     def unchanged(self) -> Gradients:
         """The parameters.
 

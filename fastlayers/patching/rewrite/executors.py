@@ -155,7 +155,11 @@ class Node(torch.autograd.Function):
         else:
             results, kept = first
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept)
+        ctx.kept, ctx.made = len(kept), ()
+        if dispatch.hooks_decide_what_is_kept():  # A checkpoint does not keep what it computes again.
+            ctx.made = tuple(i for i, t in enumerate(given.parameters) if t is not None and t.grad_fn is not None)
+        ctx.save_for_backward(*kept, *(given.parameters[i] for i in ctx.made))
+        given.forget(ctx.made)
         ctx.executor, ctx.again, ctx.given = executor, again, given
         if executor.facts.constant:
             ctx.mark_non_differentiable(*(results[i] for i in executor.facts.constant))
@@ -171,7 +175,9 @@ class Node(torch.autograd.Function):
                     "Trying to backward through the graph a second time: the inputs of a patched forward were freed. "
                     "Specify retain_graph=True in the first backward"
                 )
+            ctx.given.remember(ctx.made, ctx.saved_tensors[ctx.kept :])
             found = ctx.again.differentiate(ctx.given, active, ctx.needs_input_grad[5:])
+            ctx.given.forget(ctx.made)
             if not (torch.is_grad_enabled() or _retains_graph()):
                 ctx.maybe_clear_saved_tensors()
                 ctx.given = None
@@ -180,7 +186,7 @@ class Node(torch.autograd.Function):
             dy if dy.stride() == strides else dispatch.with_strides(dy, strides)
             for dy, strides in zip(active, facts.strides, strict=True)
         )
-        kept = list(ctx.saved_tensors)
+        kept = list(ctx.saved_tensors[: ctx.kept])
         ctx.maybe_clear_saved_tensors()
         if not _retains_graph():
             ctx.given = None  # A loss that outlives its backward would hold the inputs of all regions.
