@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import cpu_models, losses, model_report, models, report
+from benchmarks import cpu_models, fine_tuning, losses, model_report, models, report
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 from benchmarks.implementations import TITLES
@@ -170,6 +170,20 @@ def run_cpu_models(only: tuple[str, ...], modes: tuple[str, ...], turns: int, ou
     show(load(path))
 
 
+@main.command("fine-tuning")
+@click.option("--only", multiple=True, type=click.Choice(list(fine_tuning.BARS)), help="Only these; repeatable.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
+@click.option("--name", default="fine_tuning", show_default=True, help="The result file is NAME.json.")
+def run_fine_tuning(only: tuple[str, ...], out: Path, name: str) -> None:
+    """Measure steps of TRL's trainers and of QLoRA, stock and patched."""
+    if not torch.cuda.is_available():
+        raise click.UsageError("models of 1.2B parameters need a GPU, and torch sees none")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    fine_tuning.run(path, only, lambda line: click.echo(line, err=True))
+    show(load(path))
+
+
 @main.command("losses")
 @click.option("--steps", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True)
@@ -255,7 +269,9 @@ def show_and_draw(path: Path) -> None:
 
 def renderer(results: dict[str, Any]) -> Any:
     """Return the module that renders these results: ops, whole models, or losses."""
-    return {"models": model_report, "losses": losses, "cpu_models": cpu_models}.get(results.get("kind", ""), report)
+    return {"models": model_report, "losses": losses, "cpu_models": cpu_models, "fine_tuning": fine_tuning}.get(
+        results.get("kind", ""), report
+    )
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -179,11 +179,11 @@ LLAMA_LORA = AdaptedLanguageModel(
     LLAMA.tiny_options,
     gib=LLAMA.gib,
 )
+#: Not among those below: bitsandbytes makes a CUDA context where it is imported, which models.py cannot have.
 LLAMA_QLORA = replace(LLAMA_LORA, name="llama_qlora", title="Llama 1.2B with QLoRA", four_bits=True)
 
 LANGUAGE: tuple[Network, ...] = (
     LLAMA_LORA,
-    LLAMA_QLORA,
     LanguageModel(
         "pythia",
         "Pythia 1.4B, 12 of 24 layers (parallel residual)",
