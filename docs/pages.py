@@ -162,6 +162,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {
             "Guides": [
                 {"Patching a model": "patching.md"},
+                {"Fine-tuning": "fine-tuning.md"},
                 {"Using other tools": "tools.md"},
                 {"CUDA graphs": "graphs.md"},
                 {"Backends": "backends.md"},
