@@ -92,6 +92,7 @@ setup(
     package_dir={"fastlayers.csrc": "csrc"},
     package_data={
         "fastlayers": ["py.typed"],
+        "fastlayers.integrations.hub_kernels": ["metadata.json"],
         "fastlayers.csrc": ["*.cpp", "*.cu", "*.h", "*.cuh", "common/*", "regions/*"],
     },
     ext_modules=[] if MODE == "0" else [Extension("fastlayers._C", sources=[])],

@@ -1,12 +1,14 @@
 """Layers for the package kernels, which the ``use_kernels`` of transformers takes.
 
-Register them, and load or switch the model as usual::
+Register them, and load the model as usual, or switch one with ``model.set_use_kernels(True)``::
 
-    fastlayers.integrations.hub_kernels.register()
+    from fastlayers.integrations import hub_kernels
+
+    hub_kernels.register()
     model = AutoModelForCausalLM.from_pretrained(name, use_kernels=True)
 
 The folder is a repository as :class:`kernels.LocalLayerRepository` takes it: kernels reads ``metadata.json``, imports
-this file once more under the name that stands there, and looks up the classes in its ``layers``.
+this file once more under the ``id`` that stands there, and looks up the classes in its ``layers``.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ def mapping() -> dict[str, dict[Any, Any]]:
 
 
 def register() -> None:
-    """Use these layers in the models that kernels changes from now on, by ``use_kernels=True`` or ``kernelize``."""
+    """Use these layers in the models that kernels changes from now on, by ``use_kernels=True`` or ``kernelize``.
+
+    kernels gives the layers their own forwards again if it finds no mapping::
+
+        with kernels.use_kernel_mapping({}, inherit_mapping=False):
+            kernels.kernelize(model, mode=kernels.Mode.TRAINING)
+    """
     from kernels import register_kernel_mapping
 
     register_kernel_mapping(mapping())
