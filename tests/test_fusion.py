@@ -1560,6 +1560,15 @@ def test_an_adapter_beside_a_frozen_weight(device, dtype, rows, inside, outside,
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_an_adapter_of_float64_stays(device):
+    torch.manual_seed(0)
+    x = torch.randn(2, 35, 136, device=device, dtype=LOW, requires_grad=True)
+    weight = (torch.randn(200, 136, device=device) * 0.1).to(LOW)
+    _, other = check(lambda *given: adapted(*given, 0.75), x, weight, *adapter(device, torch.float64, 136, 200, 8))
+    assert not {"sum_of_products", "thin_product"} & names_of([*other.forward, *other.backward]).keys()
+
+
+@pytest.mark.parametrize("device", PLACES)
 def test_thin_products_have_the_error_of_float32(device):
     torch.manual_seed(0)
     x, dy = (torch.randn(190, 260, device=device).to(LOW) for _ in range(2))
