@@ -547,6 +547,12 @@ def linear_cross_entropy(draw: Draw, sizes: Sizes) -> Arguments:
     return (x, parameter(draw, (classes, given)), labels_of(draw, before, classes)), kwargs
 
 
+def linear_log_prob(draw: Draw, sizes: Sizes) -> Arguments:
+    (x, weight, labels), given = linear_cross_entropy(draw, sizes)
+    kwargs = {name: given[name] for name in ("softcap", "logit_scale", "linear_bias", "chunk_size") if name in given}
+    return (x, weight, labels), kwargs | {"entropy": chance(draw, 70)}
+
+
 def kl_div(draw: Draw, sizes: Sizes) -> Arguments:
     shape = rows(draw, sizes, dims=(1, 4))
     log = chance(draw, 50)
@@ -607,6 +613,7 @@ BUILDERS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
     "qk_norm_rotary": qk_norm_rotary,
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
+    "linear_log_prob": linear_log_prob,
     "kl_div": kl_div,
     "kl_div_logits": divergence(beta=False),
     "js_div_logits": divergence(beta=True),

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 import fastlayers
 from fastlayers import backends, functional
+from fastlayers.ops.low_rank import add_low_rank
 
 #: Samples that differ from others in their values launch the same kernels.
 SPECIAL_VALUES = (with_nan, with_infinities, large, shifted, few_values)
@@ -268,6 +269,14 @@ def run_patched(dtype: torch.dtype, device: str) -> None:
         model(randn(3, 17, 40, dtype=dtype, device=device).requires_grad_()).sum().backward()
 
 
+def run_adapter(dtype: torch.dtype, device: str) -> None:
+    """Of float32, beside 16 bits: rows, columns and ranks that fill no block."""
+    x, y = (randn(3, 35, n, dtype=dtype, device=device).requires_grad_() for n in (130, 197))
+    a, b = (randn(*shape, dtype=torch.float32, device=device).requires_grad_() for shape in ((5, 130), (197, 5)))
+    out = add_low_rank(y, x, a, b, 0.5)
+    torch.autograd.grad(out, (x, y, a, b), torch.ones_like(out))
+
+
 def more() -> Iterator[Case]:
     bf16, f32 = torch.bfloat16, torch.float32
     for backend, dtype in (("cuda", f32), ("cuda", bf16), ("triton", bf16)):
@@ -285,6 +294,8 @@ def more() -> Iterator[Case]:
         yield Case(MORE, "a patched block", dtype, None, lambda device, dtype=dtype: run_patched(dtype, device))
     yield Case(MORE, "autocast", f32, "cuda", lambda device: run_under_autocast(f32, device))
     yield Case(MORE, "pointwise", bf16, "triton", lambda device: run_pointwise(bf16, device))
+    for dtype in (torch.float16, bf16):
+        yield Case(MORE, "an adapter", dtype, "triton", lambda device, dtype=dtype: run_adapter(dtype, device))
 
 
 def whole_blocks() -> Iterator[Case]:
