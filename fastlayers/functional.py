@@ -27,6 +27,7 @@ from fastlayers.ops import layer_norm as _layer_norm
 from fastlayers.ops import linear as _linear
 from fastlayers.ops import linear_cross_entropy as _linear_cross_entropy
 from fastlayers.ops import linear_log_prob as _linear_log_prob
+from fastlayers.ops import linear_topk as _linear_topk
 from fastlayers.ops import max_pool2d as _max_pool2d
 from fastlayers.ops import preference as _preference
 from fastlayers.ops import residual as _residual
@@ -66,8 +67,11 @@ __all__ = [
     "layer_norm",
     "leaky_relu",
     "linear",
+    "linear_accuracy",
+    "linear_argmax",
     "linear_cross_entropy",
     "linear_log_prob",
+    "linear_topk",
     "log_softmax",
     "max_pool2d",
     "mish",
@@ -1251,6 +1255,119 @@ def linear_log_prob(
         input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, chunk_size
     )
     return found if entropy else found[0]
+
+
+def linear_topk(
+    input: Tensor,
+    linear_weight: Tensor,
+    k: int,
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    log_prob: bool = False,
+    chunk_size: int | None = None,
+) -> torch.return_types.topk:
+    r"""The k largest logits of a linear layer with their classes; the logits are never in memory as a whole.
+
+    Stands for ``torch.topk(F.linear(input, linear_weight, linear_bias) * logit_scale, k)``, for example of the logits
+    of a teacher. Call it under :func:`torch.no_grad`: a call whose values need a gradient has the logits whole.
+
+    Args:
+        input: (..., H).
+        linear_weight: (C, H), as for :func:`linear_cross_entropy`.
+        k: how many, at most C.
+        linear_bias: (C,) or None.
+        softcap: a bound on the logits, as for :func:`linear_cross_entropy`.
+        logit_scale: a number that multiplies the logits. A negative one reverses their order.
+        log_prob: whether to return log-probabilities instead of the logits: those of all C classes, not of the k.
+        chunk_size: as for :func:`linear_cross_entropy`.
+
+    Returns:
+        A ``torch.return_types.topk`` of values and indices, both (..., k), the largest first. The values are in the
+        input's dtype, under autocast in autocast's; log-probabilities are in float32, float64 for float64. The indices
+        are int64. NaN counts as the largest. Which of equal logits are returned is not specified, as in torch.
+
+    For the gradient of the log-probabilities of given classes, one for each row, use :func:`linear_log_prob`. The
+    composition, which has the logits whole, computes calls with few logits, as for :func:`linear_cross_entropy`,
+    transforms of torch.func, exports, and calls whose values need a gradient.
+
+    Keeps: nothing; what the composition keeps if the values need a gradient.
+
+    Raises:
+        RuntimeError: the shapes do not fit, or there are fewer than k classes.
+        ValueError: softcap is not above 0, or chunk_size is not above 0.
+        TypeError: linear_weight alone is a DTensor, or logit_scale is not a number.
+    """
+    return _linear_topk.linear_topk(input, linear_weight, linear_bias, k, softcap, logit_scale, log_prob, chunk_size)
+
+
+def linear_argmax(
+    input: Tensor, linear_weight: Tensor, *, linear_bias: Tensor | None = None, chunk_size: int | None = None
+) -> Tensor:
+    """The class of the largest logit of a linear layer; the logits are never in memory as a whole.
+
+    Stands for ``F.linear(input, linear_weight, linear_bias).argmax(-1)``. Greedy decoding and metrics need no more of
+    the logits.
+
+    Args:
+        input: (..., H).
+        linear_weight: (C, H), as for :func:`linear_cross_entropy`.
+        linear_bias: (C,) or None.
+        chunk_size: as for :func:`linear_cross_entropy`.
+
+    Returns:
+        (...) of int64, without a gradient. Of equal logits the first counts, and NaN as the largest.
+
+    The composition, which has the logits whole, computes calls with few logits, as for :func:`linear_cross_entropy`,
+    transforms of torch.func and exports.
+
+    Keeps: nothing.
+
+    Raises:
+        RuntimeError: the shapes do not fit.
+        ValueError: chunk_size is not above 0.
+        TypeError: linear_weight alone is a DTensor.
+    """
+    return _linear_topk.linear_argmax(input, linear_weight, linear_bias, chunk_size)
+
+
+def linear_accuracy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The share of the labels that have the largest logit of a linear layer, whose logits are never in memory as a
+    whole.
+
+    The token accuracy of a language model: the mean of ``F.linear(input, linear_weight, linear_bias).argmax(-1) ==
+    target`` over the rows whose target is not ``ignore_index``.
+
+    Args:
+        input: (..., H).
+        linear_weight: (C, H), as for :func:`linear_cross_entropy`.
+        target: (...), classes as int64. Rows with ``ignore_index`` take part in no product if there are many logits. A
+            target that is no class is not an error; nothing equals it.
+        linear_bias: (C,) or None.
+        chunk_size: as for :func:`linear_cross_entropy`.
+
+    Returns:
+        A scalar of float32, without a gradient; NaN if no row has a label. Of equal logits the first counts.
+
+    The composition serves the same calls as for :func:`linear_argmax`.
+
+    Keeps: nothing.
+
+    Raises:
+        RuntimeError: the shapes do not fit.
+        ValueError: chunk_size is not above 0.
+        TypeError: linear_weight alone is a DTensor.
+    """
+    return _linear_topk.linear_accuracy(input, linear_weight, target, linear_bias, ignore_index, chunk_size)
 
 
 def vocab_parallel_cross_entropy(

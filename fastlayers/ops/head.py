@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from fastlayers import backends
 from fastlayers.ops import dispatch, reference
 
 #: Elements of the logits from which a call that is left alone is chunked. Below, memory is no concern, and of three
@@ -262,8 +263,9 @@ def describe_gradients(
 
 
 def unsupported(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None, rest: Rest
-) -> str | None:
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor | None, weight: Tensor | None,
+    rest: Rest,
+) -> str | None:  # fmt: skip
     """Why a call cannot be chunked, None where it can. ``weight`` is one of each class."""
     tensors = {
         "input": input,
@@ -280,12 +282,12 @@ def unsupported(
     given = [t.dtype for t in (input, linear_weight, linear_bias) if t is not None]
     if any(dtype not in dispatch.FLOATING or cast(dtype, rest.low) is not rest.compute for dtype in given):
         return f"input, linear_weight and linear_bias are {', '.join(map(str, given))}; chunks take one floating dtype"
-    if target.dtype is not torch.int64:
+    if target is not None and target.dtype is not torch.int64:
         return f"the target is {target.dtype}; chunks take classes as int64"
     if input.dim() == 0 or linear_weight.dim() != 2 or input.shape[-1] != linear_weight.shape[1]:
         shapes = tuple(input.shape), tuple(linear_weight.shape)
         return f"input is {shapes[0]}, and linear_weight {shapes[1]}; expected (..., H) and (V, H)"
-    if target.shape != input.shape[:-1]:
+    if target is not None and target.shape != input.shape[:-1]:
         return f"the target is {tuple(target.shape)}, and input {tuple(input.shape)}; expected a class for each row"
     columns = linear_weight.shape[0]
     if any(t is not None and t.shape != (columns,) for t in (linear_bias, weight)):
@@ -301,6 +303,36 @@ def unsupported(
     return None
 
 
+def is_chunked(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor | None, rest: Rest
+) -> bool:
+    """Whether a call goes through chunks; otherwise the composition serves it.
+
+    Raises:
+        BackendError: a kernel backend is forced and cannot serve.
+    """
+    compiling, forced = torch.compiler.is_compiling(), backends.get_backend()
+    if not compiling:
+        if forced in ("eager", "compile"):
+            return False
+        if dispatch.must_decompose():
+            backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
+            return False
+    elif not (
+        dispatch.graph_keeps_kernel(input)
+        if input.is_cuda
+        else not torch.compiler._is_exporting_flag and forced is None
+    ):
+        return False
+    asked = rest.chunk_size is not None or (forced is not None and not compiling)
+    if not asked and not is_large(input, linear_weight):
+        return False
+    reason = unsupported(input, linear_weight, linear_bias, target, None, rest)
+    if reason is not None and not compiling:
+        backends.refuse(reason)
+    return reason is None
+
+
 def cast(dtype: torch.dtype, low: torch.dtype | None) -> torch.dtype:
     """What autocast makes of an operand of a linear layer."""
     return dtype if low is None or dtype is torch.float64 else low
@@ -311,7 +343,7 @@ def is_sharded(linear_weight: object) -> bool:
 
 
 def check(
-    name: str, input: Tensor, linear_weight: Tensor, target: Tensor, softcap: float | None, logit_scale: float,
+    name: str, input: Tensor, linear_weight: Tensor, target: Tensor | None, softcap: float | None, logit_scale: float,
     chunk_size: int | None,
 ) -> None:  # fmt: skip
     """Raise if an argument of a function of that name is none that any way serves."""
@@ -321,7 +353,7 @@ def check(
         raise ValueError(f"{name}(): expected a chunk_size of at least 1 row or None, but got {chunk_size}")
     if not isinstance(logit_scale, float | int):
         raise TypeError(f"{name}(): expected logit_scale to be a number, but got {type(logit_scale).__name__}")
-    for t in (input, linear_weight, target):
+    for t in (input, linear_weight, input if target is None else target):
         if not isinstance(t, Tensor):
             raise dispatch.expected_tensor(t)
     if is_sharded(linear_weight) and not is_sharded(input):

@@ -328,6 +328,51 @@ def linear_log_prob(
     return torch.where(kept, log_prob, 0.0), torch.where(kept, -times_exp(log_p).sum(-1), 0.0)
 
 
+def linear_topk(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, k: int, softcap: float, logit_scale: float,
+    log_prob: bool,
+) -> torch.return_types.topk:  # fmt: skip
+    _check_matrix("linear_topk", input, linear_weight)
+    logits = F.linear(input, linear_weight, linear_bias)
+    if log_prob:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    logits = capped(logits, softcap)
+    return (F.log_softmax(logits, -1) if log_prob else logits).topk(k)
+
+
+def linear_argmax(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> Tensor:
+    _check_matrix("linear_argmax", input, linear_weight)
+    return F.linear(input, linear_weight, linear_bias).argmax(-1)
+
+
+def linear_accuracy(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int
+) -> Tensor:
+    if target.shape != input.shape[:-1]:
+        raise RuntimeError(
+            f"linear_accuracy(): expected input (..., H) and target (...), but got {tuple(input.shape)} and"
+            f" {tuple(target.shape)}"
+        )
+    _check_matrix("linear_accuracy", input, linear_weight)
+    return accuracy(F.linear(input, linear_weight, linear_bias).argmax(-1), target, ignore_index)
+
+
+def accuracy(found: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """The share of the labels that were found, as float32."""
+    kept = target != ignore_index
+    return ((found == target) & kept).sum().to(torch.float32) / kept.sum()
+
+
+def _check_matrix(name: str, input: Tensor, linear_weight: Tensor) -> None:
+    if input.dim() == 0 or linear_weight.dim() != 2:
+        raise RuntimeError(
+            f"{name}(): expected input (..., H) and linear_weight (C, H), but got {tuple(input.shape)} and"
+            f" {tuple(linear_weight.shape)}"
+        )
+
+
 def times_exp(log_p: Tensor) -> Tensor:
     """p·log p of a logarithm of p, which is 0 where p is."""
     p = log_p.exp()
