@@ -1270,6 +1270,9 @@ def linear_topk(
 ) -> torch.return_types.topk:
     r"""The k largest logits of a linear layer with their classes; the logits are never in memory as a whole.
 
+    .. math:: \text{topk}(\text{logit\_scale} \cdot
+        (\text{input} \cdot \text{linear\_weight}^T + \text{linear\_bias}), k)
+
     Stands for ``torch.topk(F.linear(input, linear_weight, linear_bias) * logit_scale, k)``, for example of the logits
     of a teacher. Call it under :func:`torch.no_grad`: a call whose values need a gradient has the logits whole.
 
@@ -1305,7 +1308,9 @@ def linear_topk(
 def linear_argmax(
     input: Tensor, linear_weight: Tensor, *, linear_bias: Tensor | None = None, chunk_size: int | None = None
 ) -> Tensor:
-    """The class of the largest logit of a linear layer; the logits are never in memory as a whole.
+    r"""The class of the largest logit of a linear layer; the logits are never in memory as a whole.
+
+    .. math:: \text{argmax}(\text{input} \cdot \text{linear\_weight}^T + \text{linear\_bias})
 
     Stands for ``F.linear(input, linear_weight, linear_bias).argmax(-1)``. Greedy decoding and metrics need no more of
     the logits.
@@ -1341,8 +1346,10 @@ def linear_accuracy(
     ignore_index: int = -100,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The share of the labels that have the largest logit of a linear layer, whose logits are never in memory as a
-    whole.
+    r"""The share of labels with the largest logit of a linear layer; the logits are never in memory as a whole.
+
+    .. math:: \frac{1}{n} \sum_{i = 1}^{n} [\text{argmax}(z_i) = t_i], \qquad
+        z = \text{input} \cdot \text{linear\_weight}^T + \text{linear\_bias}
 
     The token accuracy of a language model: the mean of ``F.linear(input, linear_weight, linear_bias).argmax(-1) ==
     target`` over the rows whose target is not ``ignore_index``.

@@ -20,11 +20,13 @@ from fastlayers.kernels.cross_entropy import capped
 from fastlayers.kernels.indexing import index_type
 from fastlayers.kernels.launch import KEPT, Launch
 
-#: Elements that a program holds: 16 a thread.
-BLOCK, WARPS = 4096, 8
+#: Elements that a program holds: 8 a thread, one load of 16 bits each. With 16 some kernels spilled.
+BLOCK, WARPS = 2048, 8
 
-LOWEST, HIGHEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
-LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+#: Keys: of what is no score, which is below that of minus infinity, and of NaN.
+NO_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+#: Packed: of what is no score, the first above all with NO_KEY, which is below any score's, and one above any score's.
+NONE, START, HIGHEST = tl.constexpr(-(2**63)), tl.constexpr((1 - 2**31) * 2**32), tl.constexpr(2**63 - 1)
 
 
 @triton.jit
@@ -42,8 +44,8 @@ def _topk(
     row = tl.program_id(0).to(INDEX)
     x_ptr += row * stride
     lane = tl.arange(0, K)
-    # Lanes past k hold what nothing replaces; the others begin below every score, and each with a number of its own.
-    best = tl.where(lane < k, lane.to(tl.int64) + LOWEST, HIGHEST)
+    # Lanes past k hold what nothing replaces; the others begin below every score, each with a number of its own.
+    best = tl.where(lane < k, lane.to(tl.int64) + START, HIGHEST)
     least = tl.min(best, 0)
     m, s = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
     for begin in range(0, columns, BLOCK):
@@ -56,15 +58,14 @@ def _topk(
             base = tl.where(largest == float("-inf"), 0.0, largest)
             s = tl.exp(m - base) * s + tl.sum(tl.exp(scores - base), 0)
             m = largest
-        key = tl.where(inside, _key(x), LOWEST_KEY)
+        key = tl.where(inside, _key(x), NO_KEY)
         if tl.max(key, 0) > (least >> 32).to(tl.int32):
             packed = (key.to(tl.int64) << 32) | (column ^ HIGHEST_KEY).to(tl.int64)
-            packed = tl.where(inside, packed, LOWEST)
             candidate = tl.max(packed, 0)
             while candidate > least:
                 best = tl.where(best == least, candidate, best)
                 least = tl.min(best, 0)
-                packed = tl.where(packed == candidate, LOWEST, packed)
+                packed = tl.where(packed == candidate, NONE, packed)
                 candidate = tl.max(packed, 0)
     place = tl.sum((best[None, :] > best[:, None]).to(tl.int32), 1) - (K - k)
     bits = (best >> 32).to(tl.int32)

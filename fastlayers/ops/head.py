@@ -343,17 +343,17 @@ def is_sharded(linear_weight: object) -> bool:
 
 
 def check(
-    name: str, input: Tensor, linear_weight: Tensor, target: Tensor | None, softcap: float | None, logit_scale: float,
+    name: str, input: Tensor, linear_weight: Tensor, target: Tensor, softcap: float | None, logit_scale: float,
     chunk_size: int | None,
 ) -> None:  # fmt: skip
-    """Raise if an argument of a function of that name is none that any way serves."""
+    """Raise if an argument of a function of that name is not valid. One without a target passes input in its place."""
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{name}(): expected a softcap above 0 or None, but got {softcap}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{name}(): expected a chunk_size of at least 1 row or None, but got {chunk_size}")
     if not isinstance(logit_scale, float | int):
         raise TypeError(f"{name}(): expected logit_scale to be a number, but got {type(logit_scale).__name__}")
-    for t in (input, linear_weight, input if target is None else target):
+    for t in (input, linear_weight, target):
         if not isinstance(t, Tensor):
             raise dispatch.expected_tensor(t)
     if is_sharded(linear_weight) and not is_sharded(input):

@@ -111,32 +111,33 @@ _accuracy_in_graph = dispatch.opaque("fastlayers::linear_accuracy", _run_accurac
 # ---- which calls -----------------------------------------------------------------------------------------------------
 
 
-def _detached(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _detached(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The tensors as an op without a derivative takes them."""
-    return tuple(None if t is None else t.detach() for t in tensors)
+    return input.detach(), linear_weight.detach(), None if linear_bias is None else linear_bias.detach()
 
 
 def linear_topk(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, k: int, softcap: float | None, logit_scale: float,
     log_prob: bool, chunk_size: int | None,
 ) -> torch.return_types.topk:  # fmt: skip
-    head.check("linear_topk", input, linear_weight, None, softcap, logit_scale, chunk_size)
-    tensors, options = (input, linear_weight, linear_bias), (k, softcap or 0.0, logit_scale, log_prob)
+    head.check("linear_topk", input, linear_weight, input, softcap, logit_scale, chunk_size)
+    tensors, cap = (input, linear_weight, linear_bias), softcap or 0.0
     rest = _rest(input, logit_scale, head.autocast_dtype(input), chunk_size)
-    # Torch has the error of a k that is none.
+    # The composition raises torch's error for any other k.
     if head.is_chunked(*tensors, None, rest) and isinstance(k, int) and 1 <= k <= linear_weight.shape[0]:
         if not dispatch.wants_gradient(*tensors):
             run = _in_graph if torch.compiler.is_compiling() else _run
-            return torch.return_types.topk(run(*_detached(*tensors), *options, rest.low, chunk_size))
+            found = run(*_detached(*tensors), k, cap, logit_scale, log_prob, rest.low, chunk_size)
+            return torch.return_types.topk(found)
         if not torch.compiler.is_compiling():
             backends.refuse("autograd is to record it; its gradient takes the whole logits")
-    return dispatch.call_reference(reference.linear_topk, *tensors, *options)
+    return dispatch.call_reference(reference.linear_topk, *tensors, k, cap, logit_scale, log_prob)
 
 
 def linear_argmax(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, chunk_size: int | None
 ) -> Tensor:  # fmt: skip
-    head.check("linear_argmax", input, linear_weight, None, None, 1.0, chunk_size)
+    head.check("linear_argmax", input, linear_weight, input, None, 1.0, chunk_size)
     tensors = (input, linear_weight, linear_bias)
     rest = _rest(input, 1.0, head.autocast_dtype(input), chunk_size)
     if head.is_chunked(*tensors, None, rest):

@@ -56,7 +56,9 @@ MORE = "more"
 WHOLE_BLOCKS = "whole blocks"
 
 #: Rows, and cases of that one, whose kernels read products of matrices.
-WITH_PRODUCTS = ("linear", "gated_linear", "linear_cross_entropy", "a patched block", "autocast", "pointwise")
+WITH_PRODUCTS = (
+    "linear", "gated_linear", "linear_cross_entropy", "topk", "a patched block", "autocast", "pointwise",
+)  # fmt: skip
 
 #: For each row, the kernels of csrc that its calls launch.
 CLAIMED: dict[str, tuple[str, ...]] = {
@@ -277,6 +279,13 @@ def run_adapter(dtype: torch.dtype, device: str) -> None:
     torch.autograd.grad(out, (x, y, a, b), torch.ones_like(out))
 
 
+def run_topk(dtype: torch.dtype, device: str) -> None:
+    """Rows that fill no block, and k that fills no power of two."""
+    for columns, k, options in ((37, 1, {}), (4099, 5, {"log_prob": True}), (9001, 64, {"softcap": 3.0})):
+        x, weight = randn(19, 16, dtype=dtype, device=device), randn(columns, 16, dtype=dtype, device=device)
+        functional.linear_topk(x, weight, k, chunk_size=8, **options)
+
+
 def more() -> Iterator[Case]:
     bf16, f32 = torch.bfloat16, torch.float32
     for backend, dtype in (("cuda", f32), ("cuda", bf16), ("triton", bf16)):
@@ -294,6 +303,8 @@ def more() -> Iterator[Case]:
         yield Case(MORE, "a patched block", dtype, None, lambda device, dtype=dtype: run_patched(dtype, device))
     yield Case(MORE, "autocast", f32, "cuda", lambda device: run_under_autocast(f32, device))
     yield Case(MORE, "pointwise", bf16, "triton", lambda device: run_pointwise(bf16, device))
+    for dtype in DTYPES:
+        yield Case(MORE, "topk", dtype, "triton", lambda device, dtype=dtype: run_topk(dtype, device))
     for dtype in (torch.float16, bf16):
         yield Case(MORE, "an adapter", dtype, "triton", lambda device, dtype=dtype: run_adapter(dtype, device))
 

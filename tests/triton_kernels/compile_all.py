@@ -41,6 +41,7 @@ from fastlayers.kernels import (
     rotary,
     softmax,
     squeeze_excite,
+    topk,
 )
 from fastlayers.kernels import residual as joints
 
@@ -467,3 +468,11 @@ def test_response_norm(compiled, dtype):
             y, norm = response_norm.response_norm_forward(x, parameter, parameter, 1e-6, last, dtype)
             response_norm.response_norm_backward(y, x, parameter, norm, 1e-6, last)
     assert set(compiled) == {"_spatial_sum", "_factors", "_gradients", "_apply", "_sum_rows"}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_topk(compiled, dtype):
+    for columns, stride in ((131072, 131072), (50257, 50304)):
+        for k, softcap, log_prob in itertools.product((1, 8, 64), (0.0, 30.0), (False, True)):
+            topk.topk_chunk(meta(896, stride, dtype=dtype), k, softcap, log_prob, columns)
+    assert set(compiled) == {"_topk"}
