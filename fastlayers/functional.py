@@ -1122,6 +1122,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     chunk_size: int | None = None,
     hidden: Tensor | None = None,
     bias: Tensor | None = None,
@@ -1154,6 +1155,12 @@ def linear_cross_entropy(
         softcap, z_loss: a bound on the logits, softcap·tanh(logits/softcap), and the factor of the squared log-sum-exp
             of each row that is not ignored, which ``weight`` does not multiply.
         logit_scale: a number that multiplies the logits, as in Cohere's models (Granite's divide by one).
+        low_rank: the factors of an adapter's product, (..., R) and (C, R), which is added to the layer's result before
+            anything else: logits = logit_scale·(input·linear_weightᵀ + linear_bias + low_rank[0]·low_rank[1]ᵀ). For
+            LoRA pass ``scaling * lora_A(dropout(input))`` and ``lora_B.weight``; several adapters are one pair,
+            concatenated along R. Both are in the input's dtype, or both float32 beside a 16-bit input, and then are
+            cast for their products; their gradients come in their own dtype. A linear_weight that needs no gradient
+            has no product for one.
         chunk_size: rows of a chunk. Default: an eighth of the rows or less, but 896 or more; on a GPU short of memory
             less. Up to nine such chunks add to a 16-bit gradient of the weight in its own dtype, rounded once for each.
             They add in float32 if there is room for that in an eighth of the logits, or if there are more chunks.
@@ -1171,7 +1178,7 @@ def linear_cross_entropy(
     Raises:
         RuntimeError: the shapes do not fit, or an ignore_index is given with probabilities.
         ValueError: reduction is not valid, softcap is not above 0, or chunk_size is not above 0.
-        TypeError: linear_weight alone is a DTensor, or logit_scale is not a number.
+        TypeError: linear_weight alone is a DTensor, logit_scale is not a number, or low_rank is not a pair of tensors.
     """
     if hidden is not None:
         input = renamed("linear_cross_entropy", "hidden", "input", hidden, input)
@@ -1189,21 +1196,23 @@ def linear_cross_entropy(
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
     return _linear_cross_entropy.linear_cross_entropy(
         input, linear_weight, target, linear_bias, weight, ignore_index, reduction, label_smoothing, softcap, z_loss,
-        logit_scale, chunk_size,
+        logit_scale, low_rank, chunk_size,
     )  # fmt: skip
 
 
 @overload
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = ..., ignore_index: int = ...,
-    softcap: float | None = ..., logit_scale: float = ..., entropy: Literal[False] = ..., chunk_size: int | None = ...,
+    softcap: float | None = ..., logit_scale: float = ..., low_rank: tuple[Tensor, Tensor] | None = ...,
+    entropy: Literal[False] = ..., chunk_size: int | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = ..., ignore_index: int = ...,
-    softcap: float | None = ..., logit_scale: float = ..., entropy: Literal[True], chunk_size: int | None = ...,
+    softcap: float | None = ..., logit_scale: float = ..., low_rank: tuple[Tensor, Tensor] | None = ...,
+    entropy: Literal[True], chunk_size: int | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -1216,6 +1225,7 @@ def linear_log_prob(
     ignore_index: int = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     entropy: bool = False,
     chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -1233,7 +1243,7 @@ def linear_log_prob(
         linear_weight: (C, H), as for :func:`linear_cross_entropy`.
         target: (...), classes as int64. Rows with ``ignore_index`` take part in no product if there are many logits.
         linear_bias: (C,) or None.
-        softcap, chunk_size: as for :func:`linear_cross_entropy`.
+        softcap, low_rank, chunk_size: as for :func:`linear_cross_entropy`.
         logit_scale: a number that multiplies the logits: one over the temperature.
         entropy: whether to return the entropies :math:`-\sum_j p_j \log p_j` as well, which have a gradient, too.
 
@@ -1249,10 +1259,10 @@ def linear_log_prob(
     Raises:
         RuntimeError: the shapes do not fit.
         ValueError: softcap is not above 0, or chunk_size is not above 0.
-        TypeError: linear_weight alone is a DTensor, or logit_scale is not a number.
+        TypeError: linear_weight alone is a DTensor, logit_scale is not a number, or low_rank is not a pair of tensors.
     """
     found = _linear_log_prob.linear_log_prob(
-        input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, chunk_size
+        input, linear_weight, target, linear_bias, ignore_index, softcap, logit_scale, low_rank, chunk_size
     )
     return found if entropy else found[0]
 

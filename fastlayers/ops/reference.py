@@ -282,15 +282,15 @@ def cross_entropy(
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, weight: Tensor | None,
     ignore_index: int, reduction: int, label_smoothing: float, softcap: float, z_loss: float, logit_scale: float,
-    loss_of: Callable[..., Tensor] = cross_entropy,
+    low_rank: tuple[Tensor, Tensor] | None = None, loss_of: Callable[..., Tensor] = cross_entropy,
 ) -> Tensor:  # fmt: skip
     _check_linear_shapes(input, linear_weight, linear_bias)
     positions = linear_weight.shape[1:-1]  # d1, ..., dK of a K-dimensional loss
-    if positions:
+    if positions and low_rank is None:
         logits = F.linear(input, linear_weight.flatten(0, -2), None if linear_bias is None else linear_bias.flatten())
         logits = logits.unflatten(-1, linear_weight.shape[:-1])
     else:
-        logits = F.linear(input, linear_weight, linear_bias)
+        logits = head_logits(input, linear_weight, linear_bias, low_rank)
     if logit_scale != 1.0:
         logits = logits * logit_scale
     options = (weight, ignore_index, reduction, label_smoothing, softcap, z_loss)
@@ -310,9 +310,35 @@ def linear_cross_entropy(
     return loss if reduction else loss.reshape(logits.shape[:-1])
 
 
+def head_logits(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """input·weightᵀ + bias, and the product of ``low_rank`` added in the wider dtype, in the dtype of the former."""
+    if low_rank is None:
+        return F.linear(input, linear_weight, linear_bias)
+    problem = low_rank_problem(input, linear_weight, low_rank)
+    if problem is not None:
+        raise RuntimeError(problem)
+    logits = F.linear(input, linear_weight, linear_bias)
+    return (logits + F.linear(*low_rank)).to(logits.dtype)
+
+
+def low_rank_problem(input: Tensor, linear_weight: Tensor, low_rank: tuple[Tensor, Tensor]) -> str | None:
+    """What is wrong with the shapes of ``low_rank``, which a sum might broadcast; None if nothing is."""
+    x, weight = low_rank
+    if linear_weight.dim() == weight.dim() == 2 and x.dim() > 0:
+        expected = (*input.shape[:-1], weight.shape[1]), linear_weight.shape[:1] + weight.shape[1:]
+        if (x.shape, weight.shape) == expected:
+            return None
+    return (
+        f"expected low_rank of (..., R) and (C, R) beside input (..., H) and linear_weight (C, H), but got"
+        f" {tuple(x.shape)} and {tuple(weight.shape)} beside {tuple(input.shape)} and {tuple(linear_weight.shape)}"
+    )
+
+
 def linear_log_prob(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int, softcap: float,
-    logit_scale: float,
+    logit_scale: float, low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The log-probabilities of the classes and the entropies, 0 where the target is ignored."""
     if linear_weight.dim() != 2 or target.shape != input.shape[:-1]:
@@ -320,7 +346,7 @@ def linear_log_prob(
             f"linear_log_prob(): expected input (..., H), linear_weight (C, H) and target (...), but got"
             f" {tuple(input.shape)}, {tuple(linear_weight.shape)} and {tuple(target.shape)}"
         )
-    logits = F.linear(input, linear_weight, linear_bias)
+    logits = head_logits(input, linear_weight, linear_bias, low_rank)
     logits = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale, softcap)
     log_p = F.log_softmax(logits, -1)
     kept = target != ignore_index
