@@ -1143,7 +1143,11 @@ def linear_cross_entropy(
         input: (H,) or (N, H), as in torch, or (..., H).
         linear_weight: (C, H) in the input's dtype, under autocast in any. It may be tied, for example to an embedding.
             A sharded one (a DTensor, as FSDP2 has it outside of the forward that it wraps) is refused. For a
-            K-dimensional loss (C, d1, ..., dK, H), with an input of (N, H) and the whole logits in memory.
+            K-dimensional loss (C, d1, ..., dK, H), with an input of (N, H) and the whole logits in memory. A frozen one
+            may be quantised: bitsandbytes' ``Params4bit`` or ``Int8Params``, or any tensor with a ``dequantize()`` like
+            torchao's. The products are those of the dequantised weight, whatever else its library does to an input. An
+            eighth of the classes at a time is dequantised, twice a chunk; all of them at once under torch.compile, in
+            the composition, and of a type that has no slices of rows.
         target: (...), classes as int64; (N, d1, ..., dK) for a K-dimensional loss. One that is out of range raises an
             IndexError on a CPU and is a device-side assert on a GPU, as in torch. Or probabilities, (..., C) or
             (N, C, d1, ..., dK), with the logits in memory as the probabilities are.
@@ -1169,15 +1173,16 @@ def linear_cross_entropy(
         A scalar, or for "none" the losses in the shape of the target. In the input's dtype; float32 under autocast.
 
     The composition, which has the logits whole, computes calls whose logits have fewer than 2^20 elements on a GPU or
-    2^23 on a CPU, unless a chunk_size is given. It also serves transforms of torch.func, exports and second
-    derivatives.
+    2^23 on a CPU, unless a chunk_size is given or the weight is quantised. It also serves transforms of torch.func,
+    exports and second derivatives.
 
     Keeps: references to all tensors; for "mean" and "sum" the gradients. For "none" the backward computes the logits
     again, by four products in all; so does a second backward through a retained graph.
 
     Raises:
         RuntimeError: the shapes do not fit, or an ignore_index is given with probabilities.
-        ValueError: reduction is not valid, softcap is not above 0, or chunk_size is not above 0.
+        ValueError: reduction is not valid, softcap is not above 0, chunk_size is not above 0, or a quantised weight
+            lacks its scales.
         TypeError: linear_weight alone is a DTensor, logit_scale is not a number, or low_rank is not a pair of tensors.
     """
     if hidden is not None:
@@ -1258,7 +1263,7 @@ def linear_log_prob(
 
     Raises:
         RuntimeError: the shapes do not fit.
-        ValueError: softcap is not above 0, or chunk_size is not above 0.
+        ValueError: softcap is not above 0, chunk_size is not above 0, or a quantised weight lacks its scales.
         TypeError: linear_weight alone is a DTensor, logit_scale is not a number, or low_rank is not a pair of tensors.
     """
     found = _linear_log_prob.linear_log_prob(

@@ -366,7 +366,8 @@ def test_float32_adapter_beside_a_16_bit_weight(columns, reduction, low, device)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, *low_rank)]
     true = answers(reference, exact[0], exact[1].detach(), exact[2:])
     for mine, theirs, right in zip(ours, stock, true, strict=True):
-        assert excess(mine.to(theirs.dtype), right, greatest_error(theirs, right)) is None
+        limit = greatest_error(theirs.detach(), right.detach())
+        assert excess(mine.detach().to(theirs.dtype), right.detach(), limit) is None
     composed = answers(functional.linear_cross_entropy, hidden, weight.detach(), low_rank)  # few logits, in torch ops
     assert [t.dtype for t in composed] == [t.dtype for t in ours]
     for mine, right in zip(composed, true, strict=True):

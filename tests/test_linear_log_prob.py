@@ -42,7 +42,8 @@ def test_float32_adapter_beside_a_frozen_weight_of_16_bits(columns, device):
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, *low_rank)]
     true = answers(reference, exact[0], exact[1].detach(), exact[2:])
     for mine, theirs, right in zip(ours, stock, true, strict=True):
-        assert excess(mine.to(theirs.dtype), right, greatest_error(theirs, right)) is None
+        limit = greatest_error(theirs.detach(), right.detach())
+        assert excess(mine.detach().to(theirs.dtype), right.detach(), limit) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

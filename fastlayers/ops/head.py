@@ -13,16 +13,17 @@ is added before the logits are scaled, and has the same two products for its gra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
+from fastlayers.ops.quantized import Quantized, quantized
 
 #: Elements of the logits from which a call that is left alone is chunked. Below, memory is no concern, and of three
 #: products in the forward two are in vain where no backward follows. On a CPU 2**21 gain little: 256 x 8192 bfloat16
@@ -135,19 +136,48 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 class Leaves(NamedTuple):
-    """The tensors of a head that may want a gradient."""
+    """The tensors of a head that may want a gradient. A quantised weight never does."""
 
     input: Tensor
-    linear_weight: Tensor
+    linear_weight: Tensor | Quantized
     linear_bias: Tensor | None
     low_rank_input: Tensor | None = None
     low_rank_weight: Tensor | None = None
 
     @classmethod
     def of(
-        cls, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank: LowRank | None = None
-    ) -> Leaves:
+        cls, input: Tensor, linear_weight: Tensor | Quantized, linear_bias: Tensor | None,
+        low_rank: LowRank | None = None,
+    ) -> Leaves:  # fmt: skip
         return cls(input, linear_weight, linear_bias, *(low_rank or ()))
+
+    @classmethod
+    def kept(cls, quantized: Quantized | None, *tensors: Any) -> Leaves:
+        """Those of :attr:`tensors`, which autograd kept, and of the quantised weight beside them."""
+        leaves = cls(*tensors)
+        return leaves if quantized is None else leaves._replace(linear_weight=quantized)
+
+    @property
+    def quantized(self) -> Quantized | None:
+        return self.linear_weight if isinstance(self.linear_weight, Quantized) else None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that autograd may keep: None in the place of a quantised weight."""
+        return tuple(None if isinstance(t, Quantized) else t for t in self)
+
+    @classmethod
+    def of_call(
+        cls, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank: LowRank | None
+    ) -> Leaves:
+        """Those of a call, with its weight as :class:`Quantized` if it is quantised."""
+        return cls.of(input, quantized(linear_weight) or linear_weight, linear_bias, low_rank)
+
+    def dequantized(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The first three as torch ops take them."""
+        weight = self.linear_weight
+        whole = weight if isinstance(weight, Tensor) else weight.whole(self.input.dtype)
+        return self.input, whole, self.linear_bias
 
     @property
     def low_rank(self) -> LowRank | None:
@@ -165,6 +195,10 @@ class Leaves(NamedTuple):
         return self._replace(input=some(self.input), low_rank_input=None if low is None else some(low))
 
 
+#: How many they are: the first arguments of an op.
+LEAVES = len(Leaves._fields)
+
+
 class Gradients(NamedTuple):
     """The gradients of the :class:`Leaves`, each None where it is not needed."""
 
@@ -177,7 +211,7 @@ class Gradients(NamedTuple):
     def like(self, leaves: Leaves) -> Gradients:
         """In the shapes and dtypes of what they are gradients of."""
         return Gradients(
-            *(g if g is None or t is None else g.view(t.shape).to(t.dtype) for g, t in zip(self, leaves, strict=True))
+            *(None if g is None else g.view(t.shape).to(t.dtype) for g, t in zip(self, leaves, strict=True))  # type: ignore[union-attr]
         )
 
     def of_all_rows(self, index: Tensor, leaves: Leaves) -> Gradients:
@@ -208,9 +242,21 @@ class _Product(NamedTuple):
     """One of the products whose sum the logits are, and the memory of its gradients, None where one is not wanted."""
 
     input: Tensor
-    weight: Tensor
+    weight: Tensor | Quantized
     dinput: Tensor | None
     dweight: Tensor | None
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """The rows of the weight of some classes."""
+        weight = self.weight
+        return weight[start:end] if isinstance(weight, Tensor) else weight.rows(start, end, self.input.dtype)
+
+    def blocks(self, end: int) -> Iterable[tuple[slice, Tensor]]:
+        """The rows of the first classes: at once, or of a quantised weight a block at a time."""
+        weight = self.weight
+        if isinstance(weight, Tensor):
+            return [(slice(end), weight[:end])]
+        return weight.blocks(end, self.input.dtype)
 
     def backward(self, dlogits: Tensor, start: int, end: int, alpha: float, tail: tuple[Tensor, Tensor] | None) -> None:
         """The gradients of a chunk, whose ``dlogits`` are those of the first columns. ``tail``: those of the others,
@@ -218,9 +264,15 @@ class _Product(NamedTuple):
         main = dlogits.shape[1]
         if self.dinput is not None:
             dinput = self.dinput[start:end]
+            # Of a quantised weight it is a sum over blocks of classes, which 16 bits would round once for each.
+            wide = torch.promote_types(dinput.dtype, torch.float32)
+            total = dinput if isinstance(self.weight, Tensor) else dinput.new_empty(dinput.shape, dtype=wide)
             if tail is not None:  # first, for the sum is rounded to what the larger part is rounded to
-                _multiply(*tail, dinput, False, alpha)
-            _multiply(dlogits, self.weight[:main], dinput, tail is not None, alpha)
+                _multiply(*tail, total, False, alpha)
+            for classes, weight in self.blocks(main):
+                _multiply(dlogits[:, classes], weight, total, tail is not None or bool(classes.start), alpha)
+            if total is not dinput:
+                dinput.copy_(total)
         if self.dweight is not None:
             _multiply(dlogits.t(), self.input[start:end], self.dweight[:main], start > 0, alpha)
 
@@ -244,7 +296,7 @@ class _Tail(NamedTuple):
             logits[:, : linear_bias.shape[0] - main] = linear_bias[main:]
         weights, beta = [], scale
         for product in products:
-            rows = product.weight[main:]
+            rows = product.rows(main, product.weight.shape[0])
             padded = rows.new_zeros((COLUMN_TILE, rows.shape[1]))
             padded[: rows.shape[0]] = rows
             logits.addmm_(product.input, padded.t(), beta=beta, alpha=scale)
@@ -260,8 +312,8 @@ def _matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sweep(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, rest: Rest, chunk: Chunk, alpha: float,
-    wanted: tuple[bool, ...], low_rank: LowRank | None = None,
+    input: Tensor, linear_weight: Tensor | Quantized, linear_bias: Tensor | None, rest: Rest, chunk: Chunk,
+    alpha: float, wanted: tuple[bool, ...], low_rank: LowRank | None = None,
 ) -> Gradients:  # fmt: skip
     """Call ``chunk`` for all logits. Returns the wanted gradients, ``alpha`` times those that it left.
 
@@ -273,10 +325,11 @@ def sweep(
     for_input, for_weight, for_bias, *for_low_rank = wanted
     free = _free_bytes(input.device)
     if free is not None:
-        free -= for_input * input.nbytes + for_weight * linear_weight.nbytes
+        free -= sum(wants * t.nbytes for wants, t in zip(wanted, leaves, strict=False) if isinstance(t, Tensor))
     rows = input.numel() // features
     # Where dweight is float32 anyway, or not wanted, its sum takes no memory.
-    summed = features if for_weight and linear_weight.dtype in reference.LOW_PRECISION else 0
+    low_precision = isinstance(linear_weight, Tensor) and linear_weight.dtype in reference.LOW_PRECISION
+    summed = features if for_weight and low_precision else 0
     chunks = plan(rows, columns, summed, compute.itemsize, rest.chunk_size, free)
     wide = torch.promote_types(compute, torch.float32)
 
@@ -284,11 +337,14 @@ def sweep(
         dtype = leaf.dtype if leaf.dtype is compute and not sum_wide else wide
         return torch.empty(shape, dtype=dtype, device=input.device)
 
-    def product(x: Tensor, weight: Tensor, for_x: bool, for_weight: bool, sum_wide: bool) -> _Product:
+    def product(x: Tensor, weight: Tensor | Quantized, for_x: bool, for_weight: bool, sum_wide: bool) -> _Product:
         width = weight.shape[1]
         dx = buffer(x, (rows, width), False) if for_x else None
+        x = _matrix(x.reshape(-1, width), compute)
+        if not isinstance(weight, Tensor):
+            return _Product(x, weight, dx, None)
         dw = buffer(weight, (columns, width), sum_wide) if for_weight else None
-        return _Product(_matrix(x.reshape(-1, width), compute), _matrix(weight, compute), dx, dw)
+        return _Product(x, _matrix(weight, compute), dx, dw)
 
     products = [product(input, linear_weight, for_input, for_weight, chunks.wide)]
     if low_rank is not None:
@@ -308,7 +364,8 @@ def sweep(
             logits.copy_(b[:main])
         beta = 0.0 if b is None else scale
         for each in products:
-            logits.addmm_(each.input[start:end], each.weight[:main].t(), beta=beta, alpha=scale)
+            for classes, w in each.blocks(main):
+                logits[:, classes].addmm_(each.input[start:end], w.t(), beta=beta, alpha=scale)
             beta = 1.0
         if tail is not None:
             padded[:, main:].copy_(tail.logits[start:end])
@@ -345,7 +402,7 @@ def labelled(target: Tensor, ignore_index: int, columns: int) -> Tensor | None:
 def describe_gradients(leaves: Leaves, wanted: tuple[bool, ...]) -> FlatGradients:
     """The gradients of the wanted leaves, and empty tensors for the others, for an op that no trace looks into."""
     dh, dw, db, dlow, dlow_weight = (
-        leaves.input.new_empty(0) if t is None or not wants else t.new_empty(t.shape)
+        t.new_empty(t.shape) if isinstance(t, Tensor) and wants else leaves.input.new_empty(0)
         for t, wants in zip(leaves, wanted, strict=True)
     )
     return dh, dw, db, dlow, dlow_weight
@@ -361,8 +418,8 @@ def flatten_gradients(gradients: Gradients, like: Tensor) -> FlatGradients:
 
 
 def unsupported(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor | None, weight: Tensor | None,
-    rest: Rest, low_rank: LowRank | None = None,
+    input: Tensor, linear_weight: Tensor | Quantized, linear_bias: Tensor | None, target: Tensor | None,
+    weight: Tensor | None, rest: Rest, low_rank: LowRank | None = None,
 ) -> str | None:  # fmt: skip
     """Why a call cannot be chunked, None where it can. ``weight`` is one of each class."""
     low_rank_input, low_rank_weight = low_rank or (None, None)
@@ -376,11 +433,11 @@ def unsupported(
         "the weight of low_rank": low_rank_weight,
     }
     for name, t in tensors.items():
-        if t is not None and not dispatch.is_plain(t):
+        if t is not None and not dispatch.is_plain(t) and not isinstance(t, Quantized):
             return f"it takes plain tensors, and {name} is a {type(t).__name__}"
         if t is not None and t.device != input.device:
             return f"{name} is on {t.device}, and input on {input.device}"
-    given = [t.dtype for t in (input, linear_weight, linear_bias) if t is not None]
+    given = [t.dtype for t in (input, linear_weight, linear_bias) if isinstance(t, Tensor)]
     if any(dtype not in dispatch.FLOATING or cast(dtype, rest.low) is not rest.compute for dtype in given):
         return f"input, linear_weight and linear_bias are {', '.join(map(str, given))}; chunks take one floating dtype"
     if low_rank is not None and not _takes_low_rank(low_rank, rest):
@@ -391,7 +448,7 @@ def unsupported(
         )
     if target is not None and target.dtype is not torch.int64:
         return f"the target is {target.dtype}; chunks take classes as int64"
-    if input.dim() == 0 or linear_weight.dim() != 2 or input.shape[-1] != linear_weight.shape[1]:
+    if input.dim() == 0 or len(linear_weight.shape) != 2 or input.shape[-1] != linear_weight.shape[1]:
         shapes = tuple(input.shape), tuple(linear_weight.shape)
         return f"input is {shapes[0]}, and linear_weight {shapes[1]}; expected (..., H) and (V, H)"
     if target is not None and target.shape != input.shape[:-1]:
@@ -399,13 +456,13 @@ def unsupported(
     columns = linear_weight.shape[0]
     if any(t is not None and t.shape != (columns,) for t in (linear_bias, weight)):
         return f"linear_bias and weight have to be of shape ({columns},)"
-    if low_rank is not None and reference.low_rank_problem(input, linear_weight, low_rank) is not None:
+    if low_rank is not None and reference.low_rank_problem(input.shape, linear_weight.shape, low_rank) is not None:
         return "low_rank has other shapes"
     if weight is not None and (weight.requires_grad or weight.dtype not in dispatch.FLOATING):
         return f"weight is {weight.dtype}, or wants a gradient"
     if weight is not None and rest.low is None and weight.dtype is not rest.compute:
         return f"weight is {weight.dtype}, and the logits are {rest.compute}"
-    if input.numel() == 0 or linear_weight.numel() == 0 or (low_rank is not None and low_rank[1].numel() == 0):
+    if input.numel() == 0 or linear_weight.shape.numel() == 0 or (low_rank is not None and low_rank[1].numel() == 0):
         return (
             f"nothing to compute on input of shape {tuple(input.shape)}, linear_weight of {tuple(linear_weight.shape)}"
         )
@@ -486,7 +543,11 @@ def check(
         )
 
 
-def is_large(input: Tensor, linear_weight: Tensor) -> bool:
+def is_large(input: Tensor, linear_weight: Tensor | Quantized) -> bool:
+    """Whether a call that is left alone is chunked. On a quantised weight it always is, since torch ops would need that
+    as a whole."""
+    if isinstance(linear_weight, Quantized):
+        return True
     if input.dim() == 0 or linear_weight.dim() == 0:
         return False
     logits = input.numel() // max(input.shape[-1], 1) * linear_weight.shape[0]

@@ -20,15 +20,15 @@ from fastlayers import backends
 from fastlayers.ops import dispatch, elementwise, head, reference
 from fastlayers.ops.cross_entropy import MEAN, NONE, cross_entropy, cross_entropy_chunk_
 from fastlayers.ops.dispatch import Needs
-from fastlayers.ops.head import FlatGradients, Gradients, Leaves, LowRank
+from fastlayers.ops.head import LEAVES, FlatGradients, Gradients, Leaves, LowRank
+from fastlayers.ops.quantized import Quantized
 
 #: In float16 dlogits are multiplied by the first, since the softmax of a large vocabulary is below the least normal
 #: number, and the gradients come out multiplied by the second, between underflow and overflow. Powers of two: exact.
 FLOAT16_DLOGITS, FLOAT16_GRADIENTS = 2.0**8, 2.0**-4
 
 
-#: The first arguments of the op, which may want a gradient, and none of them that does.
-LEAVES = len(Leaves._fields)
+#: None of the leaves wants a gradient.
 NOTHING = (False,) * LEAVES
 
 
@@ -48,11 +48,17 @@ Chunked: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 class Rest(NamedTuple):
-    """The arguments that are not tensors, for autograd. ``out`` is the dtype of the loss."""
+    """The arguments that are not tensors, for autograd.
+
+    Attributes:
+        out: dtype of the loss.
+        quantized: a quantised linear_weight, in the place of a tensor.
+    """
 
     loss: Loss
     head: head.Rest
     out: torch.dtype
+    quantized: Quantized | None = None
 
 
 # ---- the sweep through the chunks ------------------------------------------------------------------------------------
@@ -151,21 +157,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
-        low_rank_weight: Tensor | None, target: Tensor, weight: Tensor | None, rest: Rest,
+        ctx: Any, input: Tensor, linear_weight: Tensor | None, linear_bias: Tensor | None,
+        low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, weight: Tensor | None,
+        rest: Rest,
     ) -> Tensor:  # fmt: skip
-        leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
+        tensors = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
         wanted = ctx.needs_input_grad[:LEAVES] if rest.loss.reduction != NONE else NOTHING
-        loss, left, gradients = evaluate(leaves, target, weight, rest, wanted)
-        ctx.save_for_backward(*leaves, target, weight, left, *gradients)
+        loss, left, gradients = evaluate(Leaves.kept(rest.quantized, *tensors), target, weight, rest, wanted)
+        ctx.save_for_backward(*tensors, target, weight, left, *gradients)
         ctx.rest, ctx.returned = rest, False
         return loss
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        leaves, (target, weight, left, *ready) = Leaves(*saved[:LEAVES]), saved[LEAVES:]
         rest, wanted = ctx.rest, ctx.needs_input_grad[:LEAVES]
+        leaves, (target, weight, left, *ready) = Leaves.kept(rest.quantized, *saved[:LEAVES]), saved[LEAVES:]
         if dispatch.needs_double_backward(dy):
             found = _decomposed_backward(dy, leaves, target, weight, rest, wanted)
         elif rest.loss.reduction == NONE:
@@ -197,11 +204,11 @@ def _decomposed_backward(
     """The backward in torch ops, with whole logits, for second derivatives."""
 
     def compose(*tensors: Any) -> Tensor:
-        given = Leaves(*tensors)
-        return reference.linear_cross_entropy(*given[:3], target, weight, *rest.loss, given.low_rank)  # type: ignore[arg-type]
+        given = Leaves.kept(rest.quantized, *tensors)
+        return reference.linear_cross_entropy(*given.dequantized(), target, weight, *rest.loss, given.low_rank)  # type: ignore[arg-type]
 
     with torch.autocast(target.device.type, rest.head.low, enabled=rest.head.low is not None):
-        return Gradients(*dispatch.differentiate(compose, leaves, wanted, dy))
+        return Gradients(*dispatch.differentiate(compose, leaves.tensors, wanted, dy))
 
 
 # ---- which calls -----------------------------------------------------------------------------------------------------
@@ -223,24 +230,27 @@ def linear_cross_entropy(
     head.check("linear_cross_entropy", input, linear_weight, target, softcap, logit_scale, chunk_size, low_rank)
     code = _reduction.get_enum(reduction)
     loss = Loss(ignore_index, code, label_smoothing, softcap or 0.0, z_loss, logit_scale)
-    leaves = Leaves.of(input, linear_weight, linear_bias, low_rank)
+    leaves = Leaves.of_call(input, linear_weight, linear_bias, low_rank)
     if torch.compiler.is_compiling():
-        return _linear_cross_entropy_compiling(leaves, target, weight, loss, chunk_size)
+        return _linear_cross_entropy_compiling(
+            Leaves.of(*leaves.dequantized(), low_rank), target, weight, loss, chunk_size
+        )
     forced = backends.get_backend()
     if forced not in ("eager", "compile"):
         if dispatch.must_decompose():
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
         elif not dispatch.is_plain(input):
             backends.refuse(f"it takes plain tensors, and input is a {type(input).__name__}")
-        elif forced is not None or chunk_size is not None or head.is_large(input, linear_weight):
+        elif forced is not None or chunk_size is not None or head.is_large(input, leaves.linear_weight):
             rest = _rest(input, loss, head.autocast_dtype(input), chunk_size)
             reason = unsupported(leaves, target, weight, rest)
             if reason is None:
-                if dispatch.wants_gradient(*leaves):
-                    return _LinearCrossEntropy.apply(*leaves, target, weight, rest)
+                if dispatch.wants_gradient(*leaves.tensors):
+                    rest = rest._replace(quantized=leaves.quantized)
+                    return _LinearCrossEntropy.apply(*leaves.tensors, target, weight, rest)
                 return evaluate(leaves, target, weight, rest, NOTHING)[0]
             backends.refuse(reason)
-    given = (input, linear_weight, linear_bias, target, weight, *loss, leaves.low_rank)
+    given = (*leaves.dequantized(), target, weight, *loss, leaves.low_rank)
     if forced is None:  # the loss of logits may still have a kernel
         return dispatch.call_reference(reference.linear_cross_entropy, *given, _loss_of_logits)
     return dispatch.call_reference(reference.linear_cross_entropy, *given)
@@ -378,4 +388,4 @@ def _linear_cross_entropy_compiling(
         low = head.autocast_dtype(input)
         if unsupported(leaves, target, weight, _rest(input, loss, low, chunk_size)) is None:
             return _in_graph(*leaves, target, weight, *loss, low, chunk_size)
-    return reference.linear_cross_entropy(*leaves[:3], target, weight, *loss, leaves.low_rank)  # type: ignore[arg-type]
+    return reference.linear_cross_entropy(*leaves.dequantized(), target, weight, *loss, leaves.low_rank)  # type: ignore[arg-type]

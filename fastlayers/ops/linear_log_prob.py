@@ -21,7 +21,8 @@ from fastlayers import backends
 from fastlayers.ops import dispatch, head, reference
 from fastlayers.ops.cross_entropy import scores_of
 from fastlayers.ops.dispatch import Needs
-from fastlayers.ops.head import FlatGradients, Leaves, LowRank
+from fastlayers.ops.head import LEAVES, FlatGradients, Leaves, LowRank
+from fastlayers.ops.quantized import Quantized
 
 Found = tuple[Tensor, Tensor, Tensor]
 
@@ -77,7 +78,7 @@ def _rest(input: Tensor, logit_scale: float, low: torch.dtype | None, chunk_size
 
 
 def _run(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
+    input: Tensor, linear_weight: Tensor | Quantized, linear_bias: Tensor | None, low_rank_input: Tensor | None,
     low_rank_weight: Tensor | None, target: Tensor, ignore_index: int, softcap: float, logit_scale: float,
     low: torch.dtype | None, chunk_size: int | None,
 ) -> Found:  # fmt: skip
@@ -158,10 +159,10 @@ def _describe(
 
 
 def _run_backward_op(
-    dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
-    low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, entropy: Tensor, levels: Tensor,
-    ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
-    wanted: Sequence[bool],
+    dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor | Quantized,
+    linear_bias: Tensor | None, low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor,
+    entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float, low: torch.dtype | None,
+    chunk_size: int | None, wanted: Sequence[bool],
 ) -> FlatGradients:  # fmt: skip
     """The gradients; empty where one is not needed."""
     leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
@@ -181,10 +182,14 @@ def _describe_backward(
 
 
 class Ways(NamedTuple):
-    """How the chunks are run: as they are, or as ops that no trace looks into."""
+    """How the chunks are run: as they are, or as ops that no trace looks into.
+
+    ``quantized`` is a quantised linear_weight, in the place of a tensor.
+    """
 
     forward: Callable[..., Found]
     backward: Callable[..., FlatGradients]
+    quantized: Quantized | None = None
 
 
 DIRECTLY = Ways(_run, _run_backward_op)
@@ -194,37 +199,37 @@ IN_GRAPH = Ways(
 )
 
 
-class LinearLogProb(dispatch.Pair, inputs=len(Leaves._fields), materialize=False):
+class LinearLogProb(dispatch.Pair, inputs=LEAVES, materialize=False):
     """Keeps its inputs, and for each row its entropy and two numbers of its normaliser."""
 
     @staticmethod
     def forward(
-        kernels: Ways, needs: Needs, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None,
+        kernels: Ways, needs: Needs, input: Tensor, linear_weight: Tensor | None, linear_bias: Tensor | None,
         low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor, ignore_index: int,
         softcap: float, logit_scale: float, low: torch.dtype | None, chunk_size: int | None,
     ) -> Any:  # fmt: skip
-        tensors = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight, target)
+        tensors = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
         rest = (ignore_index, softcap, logit_scale, low, chunk_size)
-        log_prob, entropy, levels = kernels.forward(*tensors, *rest)
-        return (log_prob, entropy), (*tensors, entropy, levels), rest
+        log_prob, entropy, levels = kernels.forward(*Leaves.kept(kernels.quantized, *tensors), target, *rest)
+        return (log_prob, entropy), (*tensors, target, entropy, levels), (*rest, kernels.quantized)
 
     @staticmethod
     def backward(
         kernels: Ways, needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, *args: Any
     ) -> tuple[Tensor | None, ...]:
-        return kernels.backward(dlog_prob, dentropy, *args, needs)
+        tensors, (*rest, quantized) = args[:LEAVES], args[LEAVES:]
+        return kernels.backward(dlog_prob, dentropy, *Leaves.kept(quantized, *tensors), *rest, needs)
 
     @staticmethod
     def differentiable_backward(
-        needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor,
+        needs: Needs, dlog_prob: Tensor | None, dentropy: Tensor | None, input: Tensor, linear_weight: Tensor | None,
         linear_bias: Tensor | None, low_rank_input: Tensor | None, low_rank_weight: Tensor | None, target: Tensor,
         entropy: Tensor, levels: Tensor, ignore_index: int, softcap: float, logit_scale: float,
-        low: torch.dtype | None, chunk_size: int | None,
+        low: torch.dtype | None, chunk_size: int | None, quantized: Quantized | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         def compose(*tensors: Any) -> Tensor:
-            given = Leaves(*tensors)
-            options = (ignore_index, softcap, logit_scale)
-            return torch.stack(reference.linear_log_prob(*given[:3], target, *options, given.low_rank))
+            given, options = Leaves.kept(quantized, *tensors), (ignore_index, softcap, logit_scale)
+            return torch.stack(reference.linear_log_prob(*given.dequantized(), target, *options, given.low_rank))
 
         leaves = (input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
         dys = [torch.zeros_like(entropy) if dy is None else dy for dy in (dlog_prob, dentropy)]
@@ -247,9 +252,10 @@ def linear_log_prob(
     """Log-probabilities and entropies."""
     head.check("linear_log_prob", input, linear_weight, target, softcap, logit_scale, chunk_size, low_rank)
     options = (ignore_index, softcap or 0.0, logit_scale)
-    leaves = Leaves.of(input, linear_weight, linear_bias, low_rank)
+    leaves = Leaves.of_call(input, linear_weight, linear_bias, low_rank)
     compiling, forced = torch.compiler.is_compiling(), backends.get_backend()
     if compiling:
+        leaves = Leaves.of(*leaves.dequantized(), low_rank)
         wanted = (
             dispatch.graph_keeps_kernel(input)
             if input.is_cuda
@@ -261,14 +267,17 @@ def linear_log_prob(
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
             wanted = False
     if wanted and (
-        chunk_size is not None or (forced is not None and not compiling) or head.is_large(input, linear_weight)
+        chunk_size is not None or (forced is not None and not compiling) or head.is_large(input, leaves.linear_weight)
     ):
         low = head.autocast_dtype(input)
         rest = _rest(input, logit_scale, low, chunk_size)
         reason = head.unsupported(*leaves[:3], target, None, rest, leaves.low_rank)
         if reason is None:
-            given = (*leaves, target, *options, low, chunk_size)
-            return _in_graph(*given) if compiling else LinearLogProb.run(DIRECTLY, *given)
+            kept = (*leaves.tensors, target, *options, low, chunk_size)
+            ways = DIRECTLY._replace(quantized=leaves.quantized)
+            return _in_graph(*kept) if compiling else LinearLogProb.run(ways, *kept)
         if not compiling:
             backends.refuse(reason)
-    return dispatch.call_reference(reference.linear_log_prob, *leaves[:3], target, *options, leaves.low_rank)
+    return dispatch.call_reference(
+        reference.linear_log_prob, *leaves.dequantized()[:3], target, *options, leaves.low_rank
+    )

@@ -316,23 +316,27 @@ def head_logits(
     """input·weightᵀ + bias, and the product of ``low_rank`` added in the wider dtype, in the dtype of the former."""
     if low_rank is None:
         return F.linear(input, linear_weight, linear_bias)
-    problem = low_rank_problem(input, linear_weight, low_rank)
+    problem = low_rank_problem(input.shape, linear_weight.shape, low_rank)
     if problem is not None:
         raise RuntimeError(problem)
     logits = F.linear(input, linear_weight, linear_bias)
     return (logits + F.linear(*low_rank)).to(logits.dtype)
 
 
-def low_rank_problem(input: Tensor, linear_weight: Tensor, low_rank: tuple[Tensor, Tensor]) -> str | None:
-    """What is wrong with the shapes of ``low_rank``, which a sum might broadcast; None if nothing is."""
+def low_rank_problem(rows: torch.Size, classes: torch.Size, low_rank: tuple[Tensor, Tensor]) -> str | None:
+    """What is wrong with the shapes of ``low_rank``, which a sum might broadcast; None if nothing is.
+
+    ``rows`` and ``classes`` are the shapes of input and linear_weight.
+    """
     x, weight = low_rank
-    if linear_weight.dim() == weight.dim() == 2 and x.dim() > 0:
-        expected = (*input.shape[:-1], weight.shape[1]), linear_weight.shape[:1] + weight.shape[1:]
-        if (x.shape, weight.shape) == expected:
-            return None
+    if len(classes) == weight.dim() == 2 and (x.shape, weight.shape) == (
+        (*rows[:-1], weight.shape[1]),
+        (classes[0], weight.shape[1]),
+    ):
+        return None
     return (
         f"expected low_rank of (..., R) and (C, R) beside input (..., H) and linear_weight (C, H), but got"
-        f" {tuple(x.shape)} and {tuple(weight.shape)} beside {tuple(input.shape)} and {tuple(linear_weight.shape)}"
+        f" {tuple(x.shape)} and {tuple(weight.shape)} beside {tuple(rows)} and {tuple(classes)}"
     )
 
 
