@@ -21,6 +21,7 @@ import fastlayers
 from fastlayers import backends, functional
 from fastlayers.ops import head
 from fastlayers.patching.libraries.transformers.loss_functions import DeferredLogits
+from fastlayers.patching.runtime.lazy import Head
 
 REDUCTIONS = ("mean", "sum", "none")
 reference = LINEAR_CROSS_ENTROPY.reference
@@ -543,10 +544,11 @@ def test_layer_says_what_differs():
 
 def test_deferred_logits_take_probabilities():
     """A patched loss passes its ignore_index, which linear_cross_entropy refuses with probabilities."""
-    head, hidden = nn.Linear(8, 5), torch.randn(6, 8)
+    layer, hidden = nn.Linear(8, 5), torch.randn(6, 8)
+    head = Head(layer.weight, layer.bias, (), None)
     target = torch.rand(6, 5).softmax(1)
     loss = DeferredLogits(hidden, head, 1.0, None).cross_entropy(target, ignore_index=-100)
-    assert_close(loss, F.cross_entropy(head(hidden), target))
+    assert_close(loss, F.cross_entropy(layer(hidden), target))
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------

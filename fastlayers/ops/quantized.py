@@ -84,14 +84,16 @@ def _of_4_bits(weight: Any, functional: Any) -> Quantized:
         )
     _, features = state.shape
     packed = weight.data.reshape(-1).view(torch.uint8)
-    scales, size = state.absmax, state.blocksize
-    if state.nested:
-        scales = (functional.dequantize_blockwise(scales, state.state2) + state.offset).float()
+    size = state.blocksize
+
+    scales: list[Tensor] = [] if state.nested else [state.absmax]
 
     def read(start: int, end: int, dtype: torch.dtype) -> Tensor:
+        if not scales:
+            scales.append((functional.dequantize_blockwise(state.absmax, state.state2) + state.offset).float())
         first, last = start * features, end * features
         part = functional.QuantState(
-            absmax=scales[first // size : -(-last // size)],
+            absmax=scales[0][first // size : -(-last // size)],
             # One long row: bitsandbytes 0.50 takes wrong scales on a CPU where a row is no multiple of a block.
             shape=torch.Size((1, last - first)),
             code=state.code,
