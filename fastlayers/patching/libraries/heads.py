@@ -99,14 +99,17 @@ def lora(layer: Any, hidden: Tensor) -> Found | None:
     found = find(layer.base_layer, hidden)
     if found is None or layer.disable_adapters or layer.merged:
         return None if layer.disable_adapters and layer.merged else found  # which it would unmerge
+    variants = getattr(layer, "lora_variant", None)
+    if variants is None:  # an older peft, with DoRA inside of its layers
+        return None
     adapters, thin = [], []
     for name in layer.active_adapters:
         if name not in layer.lora_A:
             continue
         a, b = layer.lora_A[name], layer.lora_B[name]
-        if name in layer.lora_variant or not untouched((a, nn.Linear), (b, nn.Linear)) or b.bias is not None:
+        if name in variants or not untouched((a, nn.Linear), (b, nn.Linear)) or b.bias is not None:
             return None
-        if not is_plain(b.weight) or b.weight.device != hidden.device or "forward" in layer.lora_dropout.__dict__:
+        if not is_plain(b.weight) or b.weight.device != hidden.device:
             return None
         adapters.append(partial(down, layer, name))
         thin.append(b.weight)
