@@ -102,6 +102,7 @@ QUANTIZERS = {
     "nf4": lambda w: of_4_bits(w, quant_type="nf4"),
     "fp4, scales as they are": lambda w: of_4_bits(w, quant_type="fp4", compress_statistics=False),
     "nf4, blocks of 256": lambda w: of_4_bits(w, quant_type="nf4", blocksize=256),
+    "nf4, blocks of 4096": lambda w: of_4_bits(w, quant_type="nf4", blocksize=4096),
     "nf4 in bfloat16": lambda w: of_4_bits(w, quant_type="nf4", quant_storage=torch.bfloat16),
     "int8": of_8_bits,
     "torchao int8": of_torchao("Int8WeightOnlyConfig"),
