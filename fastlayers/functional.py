@@ -1281,6 +1281,7 @@ def linear_topk(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     log_prob: bool = False,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     chunk_size: int | None = None,
 ) -> torch.return_types.topk:
     r"""The k largest logits of a linear layer with their classes; the logits are never in memory as a whole.
@@ -1299,7 +1300,7 @@ def linear_topk(
         softcap: a bound on the logits, as for :func:`linear_cross_entropy`.
         logit_scale: a number that multiplies the logits. A negative one reverses their order.
         log_prob: whether to return log-probabilities instead of the logits: those of all C classes, not of the k.
-        chunk_size: as for :func:`linear_cross_entropy`.
+        low_rank, chunk_size: as for :func:`linear_cross_entropy`.
 
     Returns:
         A ``torch.return_types.topk`` of values and indices, both (..., k), the largest first. The values are in the
@@ -1314,14 +1315,21 @@ def linear_topk(
 
     Raises:
         RuntimeError: the shapes do not fit, or there are fewer than k classes.
-        ValueError: softcap is not above 0, or chunk_size is not above 0.
-        TypeError: linear_weight alone is a DTensor, or logit_scale is not a number.
+        ValueError: softcap is not above 0, chunk_size is not above 0, or a quantised weight lacks its scales.
+        TypeError: linear_weight alone is a DTensor, logit_scale is not a number, or low_rank is not a pair of tensors.
     """
-    return _linear_topk.linear_topk(input, linear_weight, linear_bias, k, softcap, logit_scale, log_prob, chunk_size)
+    return _linear_topk.linear_topk(
+        input, linear_weight, linear_bias, k, softcap, logit_scale, log_prob, low_rank, chunk_size
+    )
 
 
 def linear_argmax(
-    input: Tensor, linear_weight: Tensor, *, linear_bias: Tensor | None = None, chunk_size: int | None = None
+    input: Tensor,
+    linear_weight: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
     r"""The class of the largest logit of a linear layer; the logits are never in memory as a whole.
 
@@ -1334,7 +1342,7 @@ def linear_argmax(
         input: (..., H).
         linear_weight: (C, H), as for :func:`linear_cross_entropy`.
         linear_bias: (C,) or None.
-        chunk_size: as for :func:`linear_cross_entropy`.
+        low_rank, chunk_size: as for :func:`linear_cross_entropy`.
 
     Returns:
         (...) of int64, without a gradient. Of equal logits the first counts, and NaN as the largest.
@@ -1346,10 +1354,10 @@ def linear_argmax(
 
     Raises:
         RuntimeError: the shapes do not fit.
-        ValueError: chunk_size is not above 0.
-        TypeError: linear_weight alone is a DTensor.
+        ValueError: chunk_size is not above 0, or a quantised weight lacks its scales.
+        TypeError: linear_weight alone is a DTensor, or low_rank is not a pair of tensors.
     """
-    return _linear_topk.linear_argmax(input, linear_weight, linear_bias, chunk_size)
+    return _linear_topk.linear_argmax(input, linear_weight, linear_bias, low_rank, chunk_size)
 
 
 def linear_accuracy(
@@ -1359,6 +1367,7 @@ def linear_accuracy(
     *,
     linear_bias: Tensor | None = None,
     ignore_index: int = -100,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
     r"""The share of labels with the largest logit of a linear layer; the logits are never in memory as a whole.
@@ -1375,7 +1384,7 @@ def linear_accuracy(
         target: (...), classes as int64. Rows with ``ignore_index`` take part in no product if there are many logits. A
             target that is no class is not an error; nothing equals it.
         linear_bias: (C,) or None.
-        chunk_size: as for :func:`linear_cross_entropy`.
+        low_rank, chunk_size: as for :func:`linear_cross_entropy`.
 
     Returns:
         A scalar of float32, without a gradient; NaN if no row has a label. Of equal logits the first counts.
@@ -1386,10 +1395,10 @@ def linear_accuracy(
 
     Raises:
         RuntimeError: the shapes do not fit.
-        ValueError: chunk_size is not above 0.
-        TypeError: linear_weight alone is a DTensor.
+        ValueError: chunk_size is not above 0, or a quantised weight lacks its scales.
+        TypeError: linear_weight alone is a DTensor, or low_rank is not a pair of tensors.
     """
-    return _linear_topk.linear_accuracy(input, linear_weight, target, linear_bias, ignore_index, chunk_size)
+    return _linear_topk.linear_accuracy(input, linear_weight, target, linear_bias, ignore_index, low_rank, chunk_size)
 
 
 def vocab_parallel_cross_entropy(

@@ -58,6 +58,8 @@ def test_a_chunk_is_less_than_an_eighth_of_the_logits(rows, columns, features):
     assert all(start < end and start % head.ROW_TILE == 0 for start, end in pairwise(chunks.edges))
     assert len(chunks.edges) - 1 == head.CHUNKS or chunks.wide
     assert chunks.wide == (4 * features * 8 < rows * BF16 - 2 * 8 * head.LEAST_ROWS)
+    # Another tile of rows would not fit.
+    assert held + head.ROW_TILE * padded * BF16 + 16 * rows > rows * columns * BF16 / 8
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 895, 896, 1791, 1792, 3000, 8191, 8193])
@@ -66,7 +68,7 @@ def test_chunks_cover_the_rows_once(rows):
     assert chunks.edges[0] == 0
     assert chunks.edges[-1] == rows
     assert all(start < end for start, end in pairwise(chunks.edges))
-    assert min(end - start for start, end in pairwise(chunks.edges)) >= min(rows, head.LEAST_ROWS - head.ROW_TILE)
+    assert all(end - start >= min(rows, head.LEAST_ROWS) for start, end in list(pairwise(chunks.edges))[:-1])
 
 
 def test_short_of_memory_chunks_are_smaller():

@@ -281,10 +281,32 @@ def test_compiles_to_one_graph(compiled, device):
 def test_opcheck(op):
     hidden, weight, target = (t.detach() for t in inputs(20, 50, 8))
     args = {
-        "linear_topk": (hidden.view(4, 5, 8), weight, None, 3, 0.0, 1.0, True, torch.bfloat16, 7),
-        "linear_accuracy": (hidden, weight, None, target, -100, None, 7),
+        "linear_topk": (hidden.view(4, 5, 8), weight, None, None, None, 3, 0.0, 1.0, True, torch.bfloat16, 7),
+        "linear_accuracy": (hidden, weight, None, hidden[:, :2], weight[:, :2], target, -100, None, 7),
     }
     torch.library.opcheck(getattr(torch.ops.fastlayers, op).default, args[op])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_an_adapter(device):
+    """Also where a graph keeps the chunks, and of rows with a label alone."""
+    hidden, weight, target = (t.detach() for t in inputs(20, 50, 8, torch.float64, device))
+    low_rank = (hidden[:, :3] * 2, weight[:, 3:6].contiguous())
+    logits = hidden @ weight.t() + low_rank[0] @ low_rank[1].t()
+    options = {"low_rank": low_rank, "chunk_size": 7}
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        found = functional.linear_topk(hidden, weight, 3, log_prob=True, **options)
+        classes = functional.linear_argmax(hidden, weight, **options)
+        return *found, classes, functional.linear_accuracy(hidden, weight, target, **options)
+
+    target = torch.where(target % 3 == 0, -100, logits.argmax(1))
+    target[1] = 0
+    kept = target != -100
+    values, indices = logits.log_softmax(1).topk(3)
+    share = (logits.argmax(1) == target)[kept].float().mean()
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(function(hidden, weight, target), (values, indices, logits.argmax(1), share))
 
 
 def test_exports():

@@ -253,31 +253,10 @@ def linear_log_prob(
     head.check("linear_log_prob", input, linear_weight, target, softcap, logit_scale, chunk_size, low_rank)
     options = (ignore_index, softcap or 0.0, logit_scale)
     leaves = Leaves.of_call(input, linear_weight, linear_bias, low_rank)
-    compiling, forced = torch.compiler.is_compiling(), backends.get_backend()
-    if compiling:
-        leaves = Leaves.of(*leaves.dequantized(), low_rank)
-        wanted = (
-            dispatch.graph_keeps_kernel(input)
-            if input.is_cuda
-            else not torch.compiler._is_exporting_flag and forced is None
-        )
-    else:
-        wanted = forced not in ("eager", "compile")
-        if wanted and dispatch.must_decompose():
-            backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
-            wanted = False
-    if wanted and (
-        chunk_size is not None or (forced is not None and not compiling) or head.is_large(input, leaves.linear_weight)
-    ):
-        low = head.autocast_dtype(input)
-        rest = _rest(input, logit_scale, low, chunk_size)
-        reason = head.unsupported(*leaves[:3], target, None, rest, leaves.low_rank)
-        if reason is None:
-            kept = (*leaves.tensors, target, *options, low, chunk_size)
-            ways = DIRECTLY._replace(quantized=leaves.quantized)
-            return _in_graph(*kept) if compiling else LinearLogProb.run(ways, *kept)
-        if not compiling:
-            backends.refuse(reason)
-    return dispatch.call_reference(
-        reference.linear_log_prob, *leaves.dequantized()[:3], target, *options, leaves.low_rank
-    )
+    rest = _rest(input, logit_scale, head.autocast_dtype(input), chunk_size)
+    if head.is_chunked(leaves, target, rest):
+        kept = (*leaves.tensors, target, *options, rest.low, chunk_size)
+        if torch.compiler.is_compiling():
+            return _in_graph(*kept)
+        return LinearLogProb.run(DIRECTLY._replace(quantized=leaves.quantized), *kept)
+    return dispatch.call_reference(reference.linear_log_prob, *leaves.dequantized(), target, *options, leaves.low_rank)

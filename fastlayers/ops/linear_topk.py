@@ -17,6 +17,7 @@ from torch import Tensor
 from fastlayers import backends
 from fastlayers.ops import dispatch, head, reference
 from fastlayers.ops.cross_entropy import scores_of
+from fastlayers.ops.head import Leaves, LowRank
 
 #: The largest k of the kernel, which replaces up to k scores a tile one by one. 896 rows of 131072 in bfloat16 took it
 #: 162 us for k = 1, 241 for 8 and 857 for 64, and torch.topk 970 to 990. Ascending rows, its worst case, took it 325,
@@ -58,50 +59,60 @@ def _dtype(rest: head.Rest, log_prob: bool) -> torch.dtype:
     return torch.promote_types(rest.compute, torch.float32) if log_prob else rest.compute
 
 
-def _run(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, k: int, softcap: float, logit_scale: float,
-    log_prob: bool, low: torch.dtype | None, chunk_size: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rest, columns = _rest(input, logit_scale, low, chunk_size), linear_weight.shape[0]
-    rows = input.detach().reshape(-1, input.shape[-1])
+def _find(leaves: Leaves, k: int, softcap: float, log_prob: bool, rest: head.Rest) -> tuple[Tensor, Tensor]:
+    columns = leaves.linear_weight.shape[0]
+    rows = leaves.input.detach().reshape(-1, leaves.input.shape[-1])
     values = rows.new_empty((rows.shape[0], k), dtype=_dtype(rest, log_prob))
     indices = torch.empty_like(values, dtype=torch.int64)
 
     def chunk(logits: Tensor, start: int, end: int) -> None:
         values[start:end], indices[start:end] = _chunk(logits, k, softcap, log_prob, columns)
 
-    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
-        head.sweep(rows, linear_weight, linear_bias, rest, chunk, 1.0, (False, False, False))
-    shape = (*input.shape[:-1], k)
+    with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
+        head.sweep(rows, *leaves[1:3], rest, chunk, 1.0, (False, False, False), leaves.low_rank)
+    shape = (*leaves.input.shape[:-1], k)
     return values.view(shape), indices.view(shape)
 
 
-def _run_accuracy(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int,
+def _run(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None, k: int, softcap: float, logit_scale: float, log_prob: bool,
     low: torch.dtype | None, chunk_size: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
+    return _find(leaves, k, softcap, log_prob, _rest(input, logit_scale, low, chunk_size))
+
+
+def _run_accuracy(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None, target: Tensor, ignore_index: int, low: torch.dtype | None,
+    chunk_size: int | None,
 ) -> Tensor:  # fmt: skip
-    rows, classes = input.detach().reshape(-1, input.shape[-1]), target.reshape(-1)
+    leaves = Leaves(input, linear_weight, linear_bias, low_rank_input, low_rank_weight)
+    classes = target.reshape(-1)
     kept = head.labelled(classes, ignore_index, linear_weight.shape[0])
     if kept is not None:
-        rows, classes = rows[kept], classes[kept]
-    _, indices = _run(rows, linear_weight, linear_bias, 1, 0.0, 1.0, False, low, chunk_size)
-    return reference.accuracy(indices.squeeze(-1), classes, ignore_index)
+        leaves, classes = leaves.rows(kept), classes[kept]
+    _, indices = _find(leaves, 1, 0.0, False, _rest(input, 1.0, low, chunk_size))
+    return reference.accuracy(indices.reshape(-1), classes, ignore_index)
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
 def _describe(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, k: int, softcap: float, logit_scale: float,
-    log_prob: bool, low: torch.dtype | None, chunk_size: int | None,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None, k: int, softcap: float, logit_scale: float, log_prob: bool,
+    low: torch.dtype | None, chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape, rest = (*input.shape[:-1], k), _rest(input, logit_scale, low, chunk_size)
     return input.new_empty(shape, dtype=_dtype(rest, log_prob)), input.new_empty(shape, dtype=torch.int64)
 
 
 def _describe_accuracy(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int,
-    low: torch.dtype | None, chunk_size: int | None,
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank_input: Tensor | None,
+    low_rank_weight: Tensor | None, target: Tensor, ignore_index: int, low: torch.dtype | None,
+    chunk_size: int | None,
 ) -> Tensor:  # fmt: skip
     return input.new_empty((), dtype=torch.float32)
 
@@ -113,49 +124,54 @@ _accuracy_in_graph = dispatch.opaque("fastlayers::linear_accuracy", _run_accurac
 # ---- which calls -----------------------------------------------------------------------------------------------------
 
 
-def _detached(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors as an op without a derivative takes them."""
-    return input.detach(), linear_weight.detach(), None if linear_bias is None else linear_bias.detach()
+def _detached(leaves: Leaves) -> Leaves:
+    """As an op without a derivative takes them."""
+    return Leaves(*(t.detach() if isinstance(t, Tensor) else t for t in leaves))  # type: ignore[arg-type]
 
 
 def linear_topk(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, k: int, softcap: float | None, logit_scale: float,
-    log_prob: bool, chunk_size: int | None,
+    log_prob: bool, low_rank: LowRank | None, chunk_size: int | None,
 ) -> torch.return_types.topk:  # fmt: skip
-    head.check("linear_topk", input, linear_weight, input, softcap, logit_scale, chunk_size)
-    tensors, cap = (input, linear_weight, linear_bias), softcap or 0.0
+    head.check("linear_topk", input, linear_weight, input, softcap, logit_scale, chunk_size, low_rank)
+    leaves, cap = Leaves.of_call(input, linear_weight, linear_bias, low_rank), softcap or 0.0
     rest = _rest(input, logit_scale, head.autocast_dtype(input), chunk_size)
     # The composition raises torch's error for any other k.
-    if head.is_chunked(*tensors, None, rest) and isinstance(k, int) and 1 <= k <= linear_weight.shape[0]:
-        if not dispatch.wants_gradient(*tensors):
-            run = _in_graph if torch.compiler.is_compiling() else _run
-            found = run(*_detached(*tensors), k, cap, logit_scale, log_prob, rest.low, chunk_size)
+    if head.is_chunked(leaves, None, rest) and isinstance(k, int) and 1 <= k <= leaves.linear_weight.shape[0]:
+        if not dispatch.wants_gradient(*leaves.tensors):
+            if torch.compiler.is_compiling():
+                found = _in_graph(*_detached(leaves), k, cap, logit_scale, log_prob, rest.low, chunk_size)
+            else:
+                found = _find(leaves, k, cap, log_prob, rest)
             return torch.return_types.topk(found)
         if not torch.compiler.is_compiling():
             backends.refuse("autograd is to record it; its gradient takes the whole logits")
-    return dispatch.call_reference(reference.linear_topk, *tensors, k, cap, logit_scale, log_prob)
+    given = (*leaves.dequantized(), k, cap, logit_scale, log_prob, leaves.low_rank)
+    return dispatch.call_reference(reference.linear_topk, *given)
 
 
 def linear_argmax(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, chunk_size: int | None
-) -> Tensor:  # fmt: skip
-    head.check("linear_argmax", input, linear_weight, input, None, 1.0, chunk_size)
-    tensors = (input, linear_weight, linear_bias)
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank: LowRank | None, chunk_size: int | None
+) -> Tensor:
+    head.check("linear_argmax", input, linear_weight, input, None, 1.0, chunk_size, low_rank)
+    leaves = Leaves.of_call(input, linear_weight, linear_bias, low_rank)
     rest = _rest(input, 1.0, head.autocast_dtype(input), chunk_size)
-    if head.is_chunked(*tensors, None, rest):
-        run = _in_graph if torch.compiler.is_compiling() else _run
-        return run(*_detached(*tensors), 1, 0.0, 1.0, False, rest.low, chunk_size)[1].squeeze(-1)
-    return dispatch.call_reference(reference.linear_argmax, *tensors)
+    if head.is_chunked(leaves, None, rest):
+        if torch.compiler.is_compiling():
+            return _in_graph(*_detached(leaves), 1, 0.0, 1.0, False, rest.low, chunk_size)[1].squeeze(-1)
+        return _find(leaves, 1, 0.0, False, rest)[1].squeeze(-1)
+    return dispatch.call_reference(reference.linear_argmax, *leaves.dequantized(), leaves.low_rank)
 
 
 def linear_accuracy(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, ignore_index: int,
-    chunk_size: int | None,
+    low_rank: LowRank | None, chunk_size: int | None,
 ) -> Tensor:  # fmt: skip
-    head.check("linear_accuracy", input, linear_weight, target, None, 1.0, chunk_size)
-    tensors = (input, linear_weight, linear_bias)
+    head.check("linear_accuracy", input, linear_weight, target, None, 1.0, chunk_size, low_rank)
+    leaves = Leaves.of_call(input, linear_weight, linear_bias, low_rank)
     rest = _rest(input, 1.0, head.autocast_dtype(input), chunk_size)
-    if head.is_chunked(*tensors, target, rest):
+    if head.is_chunked(leaves, target, rest):
         run = _accuracy_in_graph if torch.compiler.is_compiling() else _run_accuracy
-        return run(*_detached(*tensors), target, ignore_index, rest.low, chunk_size)
-    return dispatch.call_reference(reference.linear_accuracy, *tensors, target, ignore_index)
+        return run(*_detached(leaves), target, ignore_index, rest.low, chunk_size)  # type: ignore[arg-type]
+    given = (*leaves.dequantized(), target, ignore_index, leaves.low_rank)
+    return dispatch.call_reference(reference.linear_accuracy, *given)

@@ -360,10 +360,10 @@ def linear_log_prob(
 
 def linear_topk(
     input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, k: int, softcap: float, logit_scale: float,
-    log_prob: bool,
+    log_prob: bool, low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> torch.return_types.topk:  # fmt: skip
     _check_matrix("linear_topk", input, linear_weight)
-    logits = F.linear(input, linear_weight, linear_bias)
+    logits = head_logits(input, linear_weight, linear_bias, low_rank)
     if log_prob:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logit_scale != 1.0:
@@ -372,21 +372,24 @@ def linear_topk(
     return (F.log_softmax(logits, -1) if log_prob else logits).topk(k)
 
 
-def linear_argmax(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> Tensor:
+def linear_argmax(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, low_rank: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     _check_matrix("linear_argmax", input, linear_weight)
-    return F.linear(input, linear_weight, linear_bias).argmax(-1)
+    return head_logits(input, linear_weight, linear_bias, low_rank).argmax(-1)
 
 
 def linear_accuracy(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int
-) -> Tensor:
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target: Tensor, ignore_index: int,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     if target.shape != input.shape[:-1]:
         raise RuntimeError(
             f"linear_accuracy(): expected input (..., H) and target (...), but got {tuple(input.shape)} and"
             f" {tuple(target.shape)}"
         )
     _check_matrix("linear_accuracy", input, linear_weight)
-    return accuracy(F.linear(input, linear_weight, linear_bias).argmax(-1), target, ignore_index)
+    return accuracy(linear_argmax(input, linear_weight, linear_bias, low_rank), target, ignore_index)
 
 
 def accuracy(found: Tensor, target: Tensor, ignore_index: int) -> Tensor:
