@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 import fastlayers
 from fastlayers import backends, functional
+from fastlayers.ops import vocab_parallel
 from fastlayers.ops.low_rank import add_low_rank
 
 #: Samples that differ from others in their values launch the same kernels.
@@ -286,6 +287,15 @@ def run_topk(dtype: torch.dtype, device: str) -> None:
         functional.linear_topk(x, weight, k, chunk_size=8, **options)
 
 
+def run_shard(dtype: torch.dtype, device: str) -> None:
+    """Of a vocabulary that is spread over ranks; rows that fill no block."""
+    for columns, smoothing in ((37, 0.0), (9001, 0.1)):
+        x, target = randn(5, columns, dtype=dtype, device=device), torch.arange(0, 5 * columns, columns, device=device)
+        lse, _, share = vocab_parallel._shard(x, target, columns, 2.0, smoothing > 0)
+        options = vocab_parallel.Options(None, columns, 0, smoothing, 2.0, 1e-3)
+        vocab_parallel._shard_backward(lse, x, target, lse, share, columns, options)
+
+
 def more() -> Iterator[Case]:
     bf16, f32 = torch.bfloat16, torch.float32
     for backend, dtype in (("cuda", f32), ("cuda", bf16), ("triton", bf16)):
@@ -305,6 +315,7 @@ def more() -> Iterator[Case]:
     yield Case(MORE, "pointwise", bf16, "triton", lambda device: run_pointwise(bf16, device))
     for dtype in DTYPES:
         yield Case(MORE, "topk", dtype, "triton", lambda device, dtype=dtype: run_topk(dtype, device))
+        yield Case(MORE, "shard", dtype, "triton", lambda device, dtype=dtype: run_shard(dtype, device))
     for dtype in (torch.float16, bf16):
         yield Case(MORE, "an adapter", dtype, "triton", lambda device, dtype=dtype: run_adapter(dtype, device))
 

@@ -42,6 +42,7 @@ from fastlayers.kernels import (
     softmax,
     squeeze_excite,
     topk,
+    vocab_parallel,
 )
 from fastlayers.kernels import residual as joints
 
@@ -473,6 +474,18 @@ def test_response_norm(compiled, dtype):
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_topk(compiled, dtype):
     for columns, stride in ((131072, 131072), (50257, 50304)):
-        for k, softcap, log_prob in itertools.product((1, 8, 64), (0.0, 30.0), (False, True)):
+        for k, softcap, log_prob in itertools.product((1, 8, 16), (0.0, 30.0), (False, True)):
             topk.topk_chunk(meta(896, stride, dtype=dtype), k, softcap, log_prob, columns)
     assert set(compiled) == {"_topk"}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_vocab_parallel(compiled, dtype):
+    target, lse = meta(8192, dtype=torch.int64), meta(8192, dtype=F32)
+    for columns in (64128, 25129):
+        logits = meta(8192, columns, dtype=dtype)
+        for softcap, smoothing in itertools.product((0.0, 30.0), (0.0, 0.1)):
+            vocab_parallel.shard(logits, target, softcap, columns, smoothing > 0)
+            share = lse if smoothing else None
+            vocab_parallel.shard_backward(lse, logits, target, lse, share, softcap, smoothing, 1e-4, columns, -100)
+    assert set(compiled) == {"_shard", "_gradient"}
