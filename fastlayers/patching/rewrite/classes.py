@@ -118,7 +118,7 @@ def become(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def is_sharded(cls: type[nn.Module]) -> bool:
-    """Whether FSDP2 (``fully_shard`` or ``replicate``) made a class, of which the second base is the one that it found."""
+    """Whether FSDP2 (``fully_shard`` or ``replicate``) made a class. Its second base is the class that FSDP2 found."""
     return len(cls.__bases__) == 2 and any(base.__name__ == "FSDPModule" for base in cls.__bases__[0].__mro__)
 
 
