@@ -1,14 +1,48 @@
 """The halves of a batch_norm whose statistics are of several processes, between which something is communicated.
 
-The kernels are those of ``batch_norm``: what it launches in a row is launched here in two steps each way.
+The kernels are those of ``batch_norm``: what it launches in a row is launched here in two steps each way. One more
+merges what the processes have sent, for which torch needs a dozen launches.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fastlayers.kernels.batch_norm import batch_norm_eval, prepare_backward, prepare_forward
+from fastlayers.kernels.launch import KEPT, Launch, cdiv
+from fastlayers.kernels.reductions import accumulator
+
+# Channels of a program of one warp, which loops over the processes.
+BLOCK = 32
+
+
+@triton.jit
+def _merge(moments_ptr, count_ptr, gathered_ptr, processes, channels, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """moments = (mean, biased variance, unbiased variance), of the rows (means, squared deviations, count)."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    mean = tl.full((BLOCK,), 0.0, ACC)
+    squares = tl.full((BLOCK,), 0.0, ACC)
+    count = tl.full((), 0.0, ACC)
+    for process in range(processes):
+        row = gathered_ptr + process * (2 * channels + 1)
+        own = tl.load(row + 2 * channels)
+        total = count + own
+        share = own / tl.maximum(total, 1.0)  # 0 of an empty batch
+        deviation = tl.load(row + channel, mask=inside, other=0.0) - mean
+        mean += deviation * share
+        squares += tl.load(row + channels + channel, mask=inside, other=0.0) + deviation * deviation * (count * share)
+        count = total
+    tl.store(moments_ptr + channel, mean, mask=inside)
+    tl.store(moments_ptr + channels + channel, squares / tl.maximum(count, 1.0), mask=inside)
+    tl.store(moments_ptr + 2 * channels + channel, squares / tl.maximum(count - 1.0, 1.0), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(count_ptr, count)
 
 
 def sync_batch_norm_statistics(x: Tensor) -> Tensor:
@@ -21,6 +55,23 @@ def sync_batch_norm_statistics(x: Tensor) -> Tensor:
     plan.finish(stats, moments[0], moments[1], part)
     moments[1].mul_(max(x.numel() // x.shape[1] - 1, 1))  # the kernel's variance is unbiased
     return moments
+
+
+@lru_cache(KEPT)
+def _merge_launch(processes: int, channels: int, dtype: torch.dtype) -> Launch:
+    constants = (accumulator(dtype)[0], BLOCK)
+    return Launch(_merge, cdiv(channels, BLOCK), (processes, channels), constants, 1)
+
+
+def sync_batch_norm_merge(gathered: Tensor) -> tuple[Tensor, Tensor]:
+    """(moments, count) of rows with the means, the squared deviations and the count of each process.
+
+    The moments are means, biased and unbiased variances, as (3, C).
+    """
+    processes, channels = gathered.shape[0], gathered.shape[1] // 2
+    moments, count = gathered.new_empty(3, channels), gathered.new_empty(())
+    _merge_launch(processes, channels, gathered.dtype)(moments, count, gathered)
+    return moments, count
 
 
 def sync_batch_norm_normalize(

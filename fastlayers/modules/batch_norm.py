@@ -121,7 +121,8 @@ class FusedSyncBatchNormAct(_BatchNormAct, nn.SyncBatchNorm):
 
     In training, with several processes, the statistics are of the batches of all of them, of any sizes; a batch may be
     empty. The forward has one all-gather of two numbers a channel, the backward one all-reduce. Otherwise the layer is
-    :func:`fastlayers.functional.batch_norm`. Unlike torch's it also works on a CPU, and has no second derivative.
+    :func:`fastlayers.functional.batch_norm`. Unlike torch's it also works on a CPU, where however
+    DistributedDataParallel refuses all SyncBatchNorm layers. It has no second derivative.
 
     It keeps for backward what :func:`fastlayers.functional.batch_norm` keeps.
 

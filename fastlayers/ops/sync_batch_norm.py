@@ -31,6 +31,10 @@ class Kernels(dispatch.Kernels):
         return _empty_stats(x)
 
     @staticmethod
+    def sync_batch_norm_merge(gathered: Tensor) -> tuple[Tensor, Tensor]:
+        return gathered.new_empty(3, gathered.shape[1] // 2), gathered.new_empty(())
+
+    @staticmethod
     def sync_batch_norm_normalize(
         x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
         residual: Tensor | None, act: int, bits: bool,
@@ -66,6 +70,7 @@ FAMILY = dispatch.Family(
     Kernels,
     triton_only=(
         "sync_batch_norm_statistics",
+        "sync_batch_norm_merge",
         "sync_batch_norm_normalize",
         "sync_batch_norm_sums",
         "sync_batch_norm_gradient",
@@ -97,6 +102,18 @@ class InTorch(Kernels):
             return x.new_zeros((2, x.shape[1]), dtype=dispatch.accumulator(x))
         var, mean = torch.var_mean(x.to(dispatch.accumulator(x)), _reduced(x), correction=0)
         return torch.stack((mean, var * (x.numel() // x.shape[1])))
+
+    @staticmethod
+    def sync_batch_norm_merge(gathered: Tensor) -> tuple[Tensor, Tensor]:
+        channels = gathered.shape[1] // 2
+        means, squares, counts = gathered.split((channels, channels, 1), 1)
+        count = counts.sum()
+        divisor = count.clamp(min=1.0)
+        # The mean of all is computed as the difference from one of them: a large one would lose digits.
+        some = means.index_select(0, counts.argmax(0))
+        mean = some[0] + (counts * (means - some)).sum(0) / divisor
+        squares = (squares + counts * (means - mean).square()).sum(0)
+        return torch.stack((mean, squares / divisor, squares / (count - 1.0).clamp(min=1.0))), count
 
     @staticmethod
     def sync_batch_norm_normalize(
@@ -204,27 +221,21 @@ def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, act: int, bits: bool,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, stats, bits, moments, count): the moments are means and unbiased variances as (2, C), and the count is how
-    many values of all processes each of them is of."""
+    """(y, stats, bits, moments, count).
+
+    The moments are means, biased and unbiased variances as (3, C); the count is how many values of all processes each
+    of them is of.
+    """
     x = _dense(x)
     kernels = _kernels_for(x, weight, bias, eps, residual)
-    channels = x.shape[1]
     local = kernels.sync_batch_norm_statistics(x)
-    local = torch.cat((local.view(-1), local.new_full((1,), x.numel() // channels)))
+    local = torch.cat((local.view(-1), local.new_full((1,), x.numel() // x.shape[1])))
     processes = _processes(group)
     gathered = local.new_empty(processes.size() * local.numel())
     _all_gather(gathered, local, processes)
-    means, squares, counts = gathered.view(processes.size(), -1).split((channels, channels, 1), 1)
-    count = counts.sum()
-    divisor = count.clamp(min=1.0)
-    # The mean of all is computed as the difference from one of them: a large one would lose digits.
-    some = means.index_select(0, counts.argmax(0))
-    mean = some[0] + (counts * (means - some)).sum(0) / divisor
-    squares = (squares + counts * (means - mean).square()).sum(0)
-    y, stats, packed = kernels.sync_batch_norm_normalize(
-        x, mean, squares / divisor, weight, bias, eps, residual, act, bits
-    )
-    moments = torch.stack((mean, squares / (count - 1.0).clamp(min=1.0)))
+    moments, count = kernels.sync_batch_norm_merge(gathered.view(processes.size(), -1))
+    mean, var, _ = moments
+    y, stats, packed = kernels.sync_batch_norm_normalize(x, mean, var, weight, bias, eps, residual, act, bits)
     return y, stats, packed, moments, count
 
 
@@ -233,7 +244,7 @@ def _fake_forward(
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x, stats = _dense(x), _empty_stats(x)
-    return torch.empty_like(x), stats, _empty_bits(x, bits), torch.empty_like(stats), stats.new_empty(())
+    return torch.empty_like(x), stats, _empty_bits(x, bits), stats.new_empty(3, x.shape[1]), stats.new_empty(())
 
 
 def _backward(
@@ -351,7 +362,7 @@ def sync_batch_norm(
         with torch.no_grad():
             share = momentum * count.clamp(max=1.0)  # Batches that are all empty say nothing.
             _update(running_mean, moments[0], share)
-            _update(running_var, moments[1], share)
+            _update(running_var, moments[2], share)
     if fused:
         return y
     return bias_act.bias_act(y if fits or residual is None else y + residual, None, act, {})

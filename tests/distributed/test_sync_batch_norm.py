@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 import fastlayers
 from fastlayers import backends
 from fastlayers.ops.activations import ACTIVATIONS
+from fastlayers.patching import PatchWarning
+from fastlayers.patching.runtime.checks import rewritten_everywhere
 
 WORLD = 4
 SHAPES = ((6, 3, 4), (3, 5, 2, 3, 2), (5, 8), (4, 3, 1, 1), (6, 8, 5, 4))
@@ -179,10 +182,10 @@ def check_kernels(rank):
     if not backends.triton_interprets():
         return
     split = (2, 0, 1, 3)
-    for shape, dtype, act, kept, forced in itertools.product(
-        ((6, 3, 4), (6, 8, 1, 1), (6, 8, 3, 5)), (torch.float64, torch.float32), (None, "relu", "gelu"), (False, True),
-        ((0, 1, 2, 3), (0, 3)),
-    ):  # fmt: skip
+    for shape, act, kept, forced in itertools.product(
+        ((6, 3, 4), (6, 40, 1, 1), (6, 8, 3, 5)), ("relu", "gelu"), (False, True), ((0, 1, 2, 3), (0, 3))
+    ):
+        dtype = torch.float64 if kept else torch.float32
         torch.manual_seed(0)
         x, residual = (torch.randn(shape, dtype=dtype) + 3 for _ in range(2))
         if len(shape) == 4 and kept:
@@ -236,19 +239,35 @@ def check_empty_everywhere(rank):
     torch.testing.assert_close(layer.state_dict(), before)
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.norm(self.conv(x)) + x)
+
+
 def check_converted(rank):
+    """A patched block does not go on with the batches of its own process either."""
     split = (1, 2, 2, 1)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), fastlayers.FusedBatchNormAct2d(4, act="silu"), nn.Conv2d(4, 2, 1))
-    model = model.to(torch.float64)
+    act = fastlayers.FusedBatchNormAct2d(4, act="silu")
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), act, Residual(), Residual(), nn.Conv2d(4, 2, 1)).to(torch.float64)
     x = torch.randn(6, 3, 4, 4, dtype=torch.float64)
     expected = copy.deepcopy(model)(x).split(split)[rank]
-    for convert in (nn.SyncBatchNorm.convert_sync_batchnorm, fastlayers.FusedSyncBatchNormAct.convert_sync_batchnorm):
-        synced = convert(copy.deepcopy(model))
-        assert type(synced[1]) is fastlayers.FusedSyncBatchNormAct
-        ours = synced(x.split(split)[rank])
-        torch.testing.assert_close(ours, expected)
-        ours.sum().backward()
+    convert = fastlayers.FusedSyncBatchNormAct.convert_sync_batchnorm
+    patched, late = fastlayers.patch_model(copy.deepcopy(model)), fastlayers.patch_model(convert(copy.deepcopy(model)))
+    for synced in (convert(copy.deepcopy(model)), convert(patched), late):
+        assert type(synced[1]) is type(synced[2].norm) is fastlayers.FusedSyncBatchNormAct
+        for _ in range(3):
+            ours = synced(x.split(split)[rank])
+            torch.testing.assert_close(ours, expected)
+            ours.sum().backward()
+    with pytest.raises(ValueError, match="to be on GPU"):  # of torch's layer
+        nn.SyncBatchNorm.convert_sync_batchnorm(fastlayers.patch_model(Residual().double()))(
+            x[:, :1].expand(-1, 4, 4, 4)
+        )
 
 
 def check_compiled(rank):
@@ -263,6 +282,7 @@ def check_compiled(rank):
 
 
 def check_all(rank):
+    warnings.simplefilter("ignore", PatchWarning)
     check_float64(rank)
     check_activations(rank)
     check_options(rank)
@@ -272,7 +292,8 @@ def check_all(rank):
     check_groups(rank)
     check_refusals(rank)
     check_empty_everywhere(rank)
-    check_converted(rank)
+    with rewritten_everywhere():
+        check_converted(rank)
     check_compiled(rank)
 
 

@@ -264,6 +264,20 @@ class Block(nn.Module):
         return x + self.gamma * y / (1 + y.square().mean(-1, keepdim=True)).sqrt()
 
 
+def run_sync_batch_norm(dtype: torch.dtype, device: str) -> None:
+    """What a process does between the collectives of FusedSyncBatchNormAct: channels that fill no block."""
+    from fastlayers.kernels import sync_batch_norm as kernels
+
+    for channels, processes in ((5, 3), (70, 1)):
+        x, residual, dy = (randn(4, channels, 6, 7, dtype=dtype, device=device) for _ in range(3))
+        weight = randn(channels, dtype=torch.float32, device=device)
+        sent = torch.cat((kernels.sync_batch_norm_statistics(x).view(-1), torch.tensor([168.0], device=device)))
+        (mean, var, _), _ = kernels.sync_batch_norm_merge(sent.expand(processes, -1).contiguous())
+        _, stats, bits = kernels.sync_batch_norm_normalize(x, mean, var, weight, weight, 1e-5, residual, 1, True)
+        means, _, _ = kernels.sync_batch_norm_sums(dy, x, weight, weight, stats, None, bits, 1)
+        kernels.sync_batch_norm_gradient(dy, x, weight, weight, stats, means, None, bits, 1, True)
+
+
 def run_patched(dtype: torch.dtype, device: str) -> None:
     """A patched block; its first call is recorded, and the others run its region."""
     torch.manual_seed(0)
@@ -316,6 +330,9 @@ def more() -> Iterator[Case]:
     for dtype in DTYPES:
         yield Case(MORE, "topk", dtype, "triton", lambda device, dtype=dtype: run_topk(dtype, device))
         yield Case(MORE, "shard", dtype, "triton", lambda device, dtype=dtype: run_shard(dtype, device))
+        yield Case(
+            MORE, "sync_batch_norm", dtype, "triton", lambda device, dtype=dtype: run_sync_batch_norm(dtype, device)
+        )
     for dtype in (torch.float16, bf16):
         yield Case(MORE, "an adapter", dtype, "triton", lambda device, dtype=dtype: run_adapter(dtype, device))
 

@@ -41,6 +41,7 @@ from fastlayers.kernels import (
     rotary,
     softmax,
     squeeze_excite,
+    sync_batch_norm,
     topk,
     vocab_parallel,
 )
@@ -352,6 +353,20 @@ def test_batch_norm(compiled, last, dtype):
                 kept = (None, packed) if bits else (residual, None)
                 batch_norm.batch_norm_backward(y, x, weight, weight, stats, training, *kept, act, residual is not None)
     assert NORMS <= set(compiled) <= NORMS | {"_normalise_flat"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sync_batch_norm(compiled, dtype):
+    x = meta(*IMAGES[0], dtype=dtype)
+    channels, wide = IMAGES[0][1], F64 if dtype == F64 else F32
+    weight = meta(channels, dtype=wide)
+    sync_batch_norm.sync_batch_norm_statistics(x)
+    for processes in (2, 8, 1000):
+        sync_batch_norm.sync_batch_norm_merge(meta(processes, 2 * channels + 1, dtype=wide))
+    y, stats, bits = sync_batch_norm.sync_batch_norm_normalize(x, weight, weight, weight, weight, 1e-5, x, 1, True)
+    means, _, _ = sync_batch_norm.sync_batch_norm_sums(y, x, weight, weight, stats, None, bits, 1)
+    sync_batch_norm.sync_batch_norm_gradient(y, x, weight, weight, stats, means, None, bits, 1, True)
+    assert set(compiled) == NORMS | {"_merge"}
 
 
 #: (shape, groups): in the registers, and not.
