@@ -1577,6 +1577,7 @@ BATCH_NORM = Op(
         Layer(fastlayers.FusedBatchNormAct1d(6), of_batches((4, 6), "relu"), 1),
         Layer(fastlayers.FusedBatchNormAct2d(8, act="silu"), of_batches(IMAGE, "silu"), 1),
         Layer(fastlayers.FusedBatchNormAct3d(6), of_batches((2, 6, 3, 2, 4), "relu"), 1),
+        Layer(fastlayers.FusedSyncBatchNormAct(6), of_batches((4, 6), "relu"), 1),
     ),
     matrix=lambda x: (x, None, None, None, None, True),
     alone=1,
