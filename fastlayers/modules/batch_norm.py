@@ -159,7 +159,7 @@ class FusedSyncBatchNormAct(_BatchNormAct, nn.SyncBatchNorm):
         if not self.training or not dist.is_available() or not dist.is_initialized():
             return None
         group = self.process_group or dist.group.WORLD
-        return None if dist.get_world_size(group) == 1 else group
+        return group if dist.get_world_size(group) > 1 else None  # -1 outside of the group
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:

@@ -79,8 +79,9 @@ def absorbed_by(classes: dict[nn.Module, type[nn.Module]]) -> dict[nn.Module, nn
 
 def working(model: nn.Module) -> list[nn.Module]:
     """The modules in whose forward something is fused, without those that :func:`absorbed_by` finds."""
-    absorbed = absorbed_by({module: type(module) for module in model.modules()})
-    return [module for module in model.modules() if is_fused(module) and module not in absorbed]
+    with without_sharding(model.modules()):
+        absorbed = absorbed_by({module: type(module) for module in model.modules()})
+        return [module for module in model.modules() if is_fused(module) and module not in absorbed]
 
 
 def is_folded(module: nn.Module) -> bool:
