@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+_folder = ""
+PRELOADED = [
+    "fastlayers", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
+]  # fmt: skip
 
-def run_in_processes(function: Callable[[int], None], world: int, tmp_path: Path) -> None:
-    """``function(rank)`` in ``world`` processes, which take longer to start than most checks to run."""
-    torch.multiprocessing.spawn(_enter, (str(tmp_path / "store"), world, function), nprocs=world)
+
+def run_in_processes(
+    function: Callable[[int], None], world: int, tmp_path: Path, start_method: str = "forkserver"
+) -> None:
+    """``function(rank)`` in ``world`` processes, forked from one that has imported what takes longer than most checks.
+
+    What a test changes, such as an environment variable, only processes of their own see: "spawn".
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    given = (str(tmp_path), world, function)
+    torch.multiprocessing.start_processes(_enter, given, nprocs=world, start_method=start_method)
 
 
-def _enter(rank: int, store: str, world: int, function: Callable[[int], None]) -> None:
+def shared_path(name: str) -> str:
+    """A path in the temporary directory of the test, in one of its processes."""
+    return os.path.join(_folder, name)
+
+
+def _enter(rank: int, folder: str, world: int, function: Callable[[int], None]) -> None:
+    global _folder
+    _folder = folder
+    store = shared_path("store")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     function(rank)

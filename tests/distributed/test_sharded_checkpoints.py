@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from processes import run_in_processes
+from processes import run_in_processes, shared_path
 from test_wrappers import WORLD, Block, batch_of, net, of_all, of_data, tensor_parallel, train, two_dimensional
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -39,10 +38,6 @@ def sgd(model):
 
 def whole(model):
     return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.state_dict().items()}
-
-
-def shared_path(name):
-    return os.path.join(os.environ["FASTLAYERS_TEST_DIRECTORY"], name)
 
 
 def check_distributed_checkpoints(rank):
@@ -151,6 +146,5 @@ def check_all(rank):
 
 
 @pytest.mark.slow
-def test_checkpoints_of_sharded_models(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTLAYERS_TEST_DIRECTORY", str(tmp_path))
+def test_checkpoints_of_sharded_models(tmp_path):
     run_in_processes(check_all, WORLD, tmp_path)

@@ -300,4 +300,4 @@ def check_all(rank):
 @pytest.mark.slow
 def test_sync_batch_norm(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    run_in_processes(check_all, WORLD, tmp_path)
+    run_in_processes(check_all, WORLD, tmp_path, "spawn")
