@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastlayers import backends
 from fastlayers.ops import dispatch, reference
-from fastlayers.ops.quantized import Quantized, quantized
+from fastlayers.ops.quantized import Quantized, quantized, without_quantized
 
 #: Elements of the logits from which a call that is left alone is chunked. Below, memory is no concern, and of three
 #: products in the forward two are in vain where no backward follows. On a CPU 2**21 gain little: 256 x 8192 bfloat16
@@ -111,7 +111,7 @@ def plan(rows: int, columns: int, features: int, itemsize: int, chunk_size: int 
     if chunk_size is not None:
         edges = [*range(0, rows, chunk_size), rows]
         return Chunks(edges, len(edges) - 1 > CHUNKS)
-    row = _padded(columns) * itemsize
+    row = row_length(columns) * itemsize
     room = rows * columns * itemsize // PART - 16 * rows  # without the losses and what they are made of
 
     def tiles(memory: int) -> int:
@@ -129,7 +129,8 @@ def plan(rows: int, columns: int, features: int, itemsize: int, chunk_size: int 
     return Chunks([*range(0, rows, size), rows], wide)
 
 
-def _padded(columns: int) -> int:
+def row_length(columns: int) -> int:
+    """Elements of a row of a chunk."""
     return -(-columns // COLUMN_TILE) * COLUMN_TILE
 
 
@@ -174,8 +175,7 @@ class Leaves(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that autograd may keep: None in the place of a quantised weight."""
-        return tuple(None if isinstance(t, Quantized) else t for t in self)
+        return without_quantized(self)
 
     @classmethod
     def of_call(
@@ -319,7 +319,7 @@ class _Tail(NamedTuple):
         return cls(logits, weights)
 
 
-def _matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
+def matrix(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``t`` in a dtype and in a layout that matrix products take as it is."""
     t = t.detach().to(dtype)
     return t if 1 in t.stride() else t.contiguous()
@@ -354,11 +354,11 @@ def sweep(
     def product(x: Tensor, weight: Tensor | Quantized, for_x: bool, for_weight: bool, sum_wide: bool) -> _Product:
         width = weight.shape[1]
         dx = buffer(x, (rows, width), False) if for_x else None
-        x = _matrix(x.reshape(-1, width), compute)
+        x = matrix(x.reshape(-1, width), compute)
         if not isinstance(weight, Tensor):
             return _Product(x, weight, dx, None)
         dw = buffer(weight, (columns, width), sum_wide) if for_weight else None
-        return _Product(x, _matrix(weight, compute), dx, dw)
+        return _Product(x, matrix(weight, compute), dx, dw)
 
     products = [product(input, linear_weight, for_input, for_weight, chunks.wide)]
     if low_rank is not None:
@@ -368,7 +368,7 @@ def sweep(
         products.insert(0, product(*low_rank, for_x, for_thin_weight, True))
     b = None if linear_bias is None else linear_bias.detach().to(compute)
     db = torch.zeros(columns, dtype=wide, device=input.device) if for_bias else None
-    memory = torch.empty((chunks.most, _padded(columns)), dtype=compute, device=input.device)
+    memory = torch.empty((chunks.most, row_length(columns)), dtype=compute, device=input.device)
     main = columns if columns % ALIGNED == 0 else columns - columns % COLUMN_TILE
     tail = _Tail.of(products, main, b, scale) if main < columns else None
     for start, end in pairwise(chunks.edges):
@@ -489,8 +489,8 @@ def _takes_low_rank(low_rank: LowRank, rest: Rest) -> bool:
     return dtypes == {rest.compute} or (dtypes == {torch.float32} and rest.compute in reference.LOW_PRECISION)
 
 
-def is_chunked(leaves: Leaves, target: Tensor | None, rest: Rest) -> bool:
-    """Whether a call goes through chunks; otherwise the composition serves it.
+def is_chunked(leaves: Leaves, target: Tensor | None, rest: Rest, weight: Tensor | None = None) -> bool:
+    """Whether a call goes through chunks; otherwise the composition serves it. ``weight`` is one of each class.
 
     Raises:
         BackendError: a kernel backend is forced and cannot serve.
@@ -509,9 +509,9 @@ def is_chunked(leaves: Leaves, target: Tensor | None, rest: Rest) -> bool:
     ):
         return False
     asked = rest.chunk_size is not None or (forced is not None and not compiling)
-    if not asked and not is_large(input, leaves.linear_weight):
+    if not asked and not (dispatch.is_plain(input) and is_large(input, leaves.linear_weight)):
         return False
-    reason = unsupported(*leaves[:3], target, None, rest, leaves.low_rank)
+    reason = unsupported(*leaves[:3], target, weight, rest, leaves.low_rank)
     if reason is not None and not compiling:
         backends.refuse(reason)
     return reason is None

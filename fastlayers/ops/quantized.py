@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +52,11 @@ class Quantized:
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         return self.rows(0, self.shape[0], dtype)
+
+
+def without_quantized(given: Iterable[Tensor | Quantized | None]) -> tuple[Tensor | None, ...]:
+    """What autograd may keep: None in the place of a quantised weight."""
+    return tuple(None if isinstance(t, Quantized) else t for t in given)
 
 
 def quantized(weight: Tensor) -> Quantized | None:
@@ -131,15 +136,17 @@ def _of_subclass(weight: Any) -> Quantized:
     whole: list[Tensor] = []
 
     def read(start: int, end: int, dtype: torch.dtype) -> Tensor:
-        if not whole and end - start < weight.shape[0]:
-            try:
-                part: Tensor = dequantize(weight[start:end])
-            except (NotImplementedError, RuntimeError, AssertionError, AttributeError, TypeError, ValueError):
-                part = torch.empty(0)
-            if part.shape == (end - start, weight.shape[1]):
-                return part
-        if not whole:
-            whole.append(dequantize(weight))
+        if whole:
+            return whole[0][start:end]
+        if end - start == weight.shape[0]:
+            return dequantize(weight)  # type: ignore[no-any-return]  # not kept: the caller has it
+        try:
+            part: Tensor = dequantize(weight[start:end])
+        except (NotImplementedError, RuntimeError, AssertionError, AttributeError, TypeError, ValueError):
+            part = torch.empty(0)
+        if part.shape == (end - start, weight.shape[1]):
+            return part
+        whole.append(dequantize(weight))
         return whole[0][start:end]
 
     return Quantized(weight.shape, weight.device, BLOCK_TILE, read)
