@@ -45,6 +45,7 @@ FAMILIES = {
     "cross_entropy": "Cross-entropy",
     "linear_cross_entropy": "Cross-entropy of a linear layer",
     "vocab_parallel": "Cross-entropy over ranks",
+    "linear_divergence": "Distillation of a linear layer",
     "linear_log_prob": "Log-probabilities of a linear layer",
     "linear_topk": "Largest logits of a linear layer",
     "preference": "Losses of preferences and rewards",

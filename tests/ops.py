@@ -2782,6 +2782,142 @@ JS_DIV_LOGITS = replace(
     ),
 )  # fmt: skip
 
+
+# ---- linear_divergence -----------------------------------------------------------------------------------------------
+
+
+def linear_divergence(
+    input: Tensor, linear_weight: Tensor, target_input: Tensor, target_weight: Tensor | None = None, *,
+    divergence: str = "kl", linear_bias: Tensor | None = None, target_bias: Tensor | None = None, target: Any = None,
+    ignore_index: int = -100, beta: float = 0.5, temperature: float = 1.0, softcap: float | None = None,
+    target_softcap: float | None = None, logit_scale: float = 1.0, target_logit_scale: float = 1.0,
+    reduction: str = "batchmean", low_rank: Any = None, chunk_size: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The divergence of whole logits."""
+
+    def scores(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    student = logits_of_head(input, linear_weight, linear_bias, low_rank)
+    teacher = target_input if target_weight is None else F.linear(target_input, target_weight, target_bias)
+    if student.shape != teacher.shape:
+        raise RuntimeError("a teacher of other classes")
+    if target is not None and target.shape != student.shape[:-1]:
+        raise ValueError("labels of another shape")
+    dtype = torch.promote_types(student.dtype, teacher.dtype)
+    if dtype in HALF and torch.is_autocast_enabled(student.device.type):
+        dtype = torch.float32
+    q, p = scores(student, logit_scale, softcap), scores(teacher, target_logit_scale, target_softcap)
+    if divergence == "kl":
+        rows = kl_div_logits(q, p, temperature=temperature)
+    elif divergence == "reverse_kl":
+        rows = kl_div_logits(p, q, temperature=temperature)
+    elif divergence == "js":
+        rows = js_div_logits(q, p, beta=beta, temperature=temperature)
+    elif divergence == "tv":
+        rows = 0.5 * (at_temperature(q, temperature).exp() - at_temperature(p, temperature).exp()).abs().sum(-1)
+    elif divergence == "cosine":
+        rows = 1 - F.cosine_similarity(q, p, dim=-1)
+    else:
+        raise ValueError(f"there is no divergence {divergence}")
+    if reduction not in ("none", "sum", "mean", "batchmean"):
+        raise ValueError(f"there is no reduction {reduction}")
+    return reduced(rows, target, ignore_index, reduction, q.shape[-1], dtype)
+
+
+def of_heads(
+    name: str, shape: tuple[int, ...] = (6, 8), columns: int = 13, features: int = 6, *, given: Any = None,
+    bias: bool = False, labels: bool = False, layout: Any = contiguous, values: Any = normal, hidden: Any = None,
+    weight: Any = None, low_rank: int | None = None, chunk_size: int | None = 4, refused: tuple[str, ...] = (),
+    **options: Any,
+) -> Sample:  # fmt: skip
+    """A call in chunks: of two heads, or with ``given`` logits."""
+    about = {key: options.pop(key) for key in ("smooth", "gpu_only", "dtypes") if key in options}
+    args = [hidden or Input(shape, layout, values), weight or Input((columns, shape[-1]), layout)]
+    if given is None:
+        args += [Input((*shape[:-1], features), layout, grad=False), Input((columns, features), layout, grad=False)]
+    else:
+        args.append(given)
+    if bias:
+        options["linear_bias"] = Input((columns,))
+        if given is None:
+            options["target_bias"] = Input((columns,), grad=False)
+    if low_rank is not None:
+        options["low_rank"] = (Input((*shape[:-1], low_rank), layout), Input((columns, low_rank), layout))
+    if labels:
+        options["target"] = Input(shape[:-1], values=rows_ignored, grad=False, dtype=torch.int64)
+    return Sample(name, tuple(args), {**options, "chunk_size": chunk_size}, refused, **about)
+
+
+def of_logits(*shape: int, **options: Any) -> Input:
+    return Input(shape, **{"values": log_probabilities, "grad": False, **options})
+
+
+#: Not of the total variation distance, whose slope jumps where two probabilities meet.
+SMOOTH_DIVERGENCES = ("kl", "reverse_kl", "js", "cosine")
+LINEAR_DIVERGENCE = Op(
+    "linear_divergence",
+    functional.linear_divergence,
+    linear_divergence,
+    kernels=KERNELS,
+    samples=(
+        of_heads("batch", (3, 6, 8), reduction="none", smooth=True),
+        *(of_heads(f"{kind} of rows", divergence=kind, smooth=True) for kind in SMOOTH_DIVERGENCES),
+        *(of_heads(f"{kind} of each row", divergence=kind, reduction="none") for kind in SMOOTH_DIVERGENCES),
+        *(of_heads(f"{kind} of an odd vocabulary", (9, 24), 5003, divergence=kind) for kind in SMOOTH_DIVERGENCES),
+        *(of_heads(f"{kind}, everything", (9, 8), divergence=kind, bias=True, labels=True, softcap=3.0,
+                   target_softcap=2.0, logit_scale=0.5, target_logit_scale=1.5, temperature=2.5, beta=0.3, smooth=True)
+          for kind in SMOOTH_DIVERGENCES),
+        of_heads("tv of rows", divergence="tv", dtypes=(torch.float64, torch.float32)),
+        of_heads("tv, everything", (9, 8), divergence="tv", bias=True, labels=True, softcap=3.0, target_softcap=2.0,
+                 logit_scale=0.5, temperature=2.5, reduction="none", dtypes=(torch.float64, torch.float32)),
+        *(of_heads(f"beta {beta}", divergence="js", beta=beta, temperature=1.5) for beta in (0.0, 0.1, 1.0)),
+        of_heads("summed", labels=True, reduction="sum"),
+        of_heads("mean", labels=True, reduction="mean"),
+        of_heads("each, labels", labels=True, reduction="none", divergence="js"),
+        *(of_heads(f"chunks of {n}", (7, 8), chunk_size=n) for n in (1, 3, 7, 100)),
+        of_heads("many rows", (130, 16), 65, chunk_size=40),
+        of_heads("more chunks than nine", (150, 16), 33, chunk_size=9),
+        of_heads("rows for two blocks of the teacher", (300, 16), 33, chunk_size=290),
+        of_heads("vocabulary of whole tiles", (9, 16), 128),
+        of_heads("no batch", (8,)),
+        of_heads("bias", bias=True),
+        of_heads("low rank", (9, 8), low_rank=3, labels=True, smooth=True),
+        of_heads("low rank, each row", low_rank=2, divergence="js", reduction="none"),
+        of_heads("low rank, odd vocabulary", (9, 24), 1003, low_rank=4, bias=True, logit_scale=0.5),
+        of_heads("low rank, frozen weight", (3, 4, 8), low_rank=4, weight=Input((13, 8), grad=False), softcap=2.0),
+        of_heads("given log-probabilities", given=of_logits(6, 13), smooth=True),
+        of_heads("given logits of an odd vocabulary", (9, 24), 1003, given=of_logits(9, 1003), divergence="reverse_kl"),
+        of_heads("given, labels", (2, 5, 8), given=of_logits(2, 5, 13), labels=True, divergence="js"),
+        *(of_heads(f"given, {layout.__name__}", (2, 5, 8), given=of_logits(2, 5, 13, layout=layout), bias=True)
+          for layout in (transposed, row_slice, strided, misaligned)),
+        of_heads("given in float32", given=of_logits(6, 13, dtype=torch.float32), dtypes=(*HALF, torch.float32)),
+        of_heads("transposed operands", layout=transposed),
+        of_heads("strided operands", layout=strided),
+        of_heads("misaligned operands", layout=misaligned),
+        of_heads("expanded rows", hidden=Input((6, 8), expanded(0))),
+        of_heads("NaN", values=with_nan, reduction="none"),
+        of_heads("weight without gradient", weight=Input((13, 8), grad=False)),
+        of_heads("hidden without gradient", hidden=Input((6, 8), grad=False)),
+        of_heads("left alone", chunk_size=None),
+        of_heads("empty", (0, 8), refused=KERNELS, reduction="sum"),
+        of_heads("teacher with gradient", given=of_logits(6, 13, grad=True), refused=KERNELS, smooth=True),
+    ),
+    saved_bytes=lambda call, out: (
+        sum(map(nbytes, call.tensors())) + (sum(map(nbytes, call.leaves())) if out.dim() == 0 else 0)
+    ),
+    mistakes=(
+        of_heads("labels of another length", target=Input((5,), values=rows_ignored, grad=False, dtype=torch.int64)),
+        of_heads("weight of another width", weight=Input((13, 9))),
+        of_heads("teacher of other classes", given=of_logits(6, 12)),
+        of_heads("no such reduction", reduction="average"),
+        of_heads("no such divergence", divergence="hellinger"),
+    ),
+    layers=(),
+    matrix=None,
+)  # fmt: skip
+
 OPS = (
     SOFTMAX, LOG_SOFTMAX, RELU_ADD, ADD_RELU, MUL, SQUEEZE_EXCITE, MAX_POOL2D, DROPOUT_ADD, SCALE_ADD,
     LAYER_NORM, RMS_NORM, ADD_LAYER_NORM, ADD_RMS_NORM, ADA_LAYER_NORM, GLOBAL_RESPONSE_NORM,
@@ -2789,6 +2925,6 @@ OPS = (
     GROUP_NORM, INSTANCE_NORM, BATCH_NORM, BATCH_NORM_EVAL,
     BIAS_ACT, *BARE, SWIGLU, GEGLU, REGLU, LINEAR, GATED_LINEAR, GLU, ROTARY, QK_NORM_ROTARY,
     CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, LINEAR_LOG_PROB,
-    KL_DIV, KL_DIV_LOGITS, JS_DIV_LOGITS,
+    KL_DIV, KL_DIV_LOGITS, JS_DIV_LOGITS, LINEAR_DIVERGENCE,
 )  # fmt: skip
 LAYERS = [(op, layer) for op in OPS for layer in op.layers]

@@ -559,6 +559,36 @@ def linear_log_prob(draw: Draw, sizes: Sizes) -> Arguments:
     return (x, weight, labels), kwargs | {"entropy": chance(draw, 70)}
 
 
+def linear_divergence(draw: Draw, sizes: Sizes) -> Arguments:
+    given, classes, before = features(draw, sizes)
+    classes += 1
+    # Not the total variation distance, whose slope jumps where two probabilities meet.
+    kwargs: dict[str, Any] = {"divergence": one_of(draw, "kl", "reverse_kl", "js", "cosine")}
+    kwargs["reduction"] = one_of(draw, "none", "sum", "mean", "batchmean")
+    kwargs["chunk_size"] = None if chance(draw, 25) else draw(st.integers(1, 50))
+    if chance(draw, 30):
+        kwargs["linear_bias"] = parameter(draw, (classes,))
+    if chance(draw, 30):
+        rank = draw(st.integers(1, 16))
+        kwargs["low_rank"] = (tensor(draw, (*before, rank)), parameter(draw, (classes, rank)))
+    for name, value in (("temperature", 2.5), ("softcap", 3.0), ("target_softcap", 2.0), ("target_logit_scale", 0.5)):
+        if chance(draw, 20):
+            kwargs[name] = value
+    if chance(draw, 30):
+        of = Values("rows_ignored")
+        kwargs["target"] = Input(before, dense(len(before)), of, grad=False, dtype=torch.int64)
+    student = (tensor(draw, (*before, given), chance(draw, 15), NORMAL), parameter(draw, (classes, given)))
+    if chance(draw, 40):
+        of = Values("log_probabilities")
+        return (*student, Input((*before, classes), dense(len(before) + 1), of, grad=False)), kwargs
+    width = draw(st.integers(1, 20))
+    teacher = (
+        Input((*before, width), dense(len(before) + 1), NORMAL, grad=False),
+        parameter(draw, (classes, width), grad=False),
+    )
+    return (*student, *teacher), kwargs
+
+
 def kl_div(draw: Draw, sizes: Sizes) -> Arguments:
     shape = rows(draw, sizes, dims=(1, 4))
     log = chance(draw, 50)
@@ -619,6 +649,7 @@ BUILDERS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
     "qk_norm_rotary": qk_norm_rotary,
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
+    "linear_divergence": linear_divergence,
     "linear_log_prob": linear_log_prob,
     "kl_div": kl_div,
     "kl_div_logits": divergence(beta=False),
@@ -627,7 +658,7 @@ BUILDERS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
 
 
 #: In float64 the composition judges, and errs more than the kernels do: logsumexp of two numbers near log 2.
-NO_JUDGE = {"js_div_logits": (torch.float64,)}
+NO_JUDGE = {"js_div_logits": (torch.float64,), "linear_divergence": (torch.float64,)}
 
 
 @st.composite

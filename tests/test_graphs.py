@@ -54,7 +54,7 @@ def test_all_ops_of_csrc_are_declared():
     in_python = {
         name for name in in_csrc if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     }
-    heads = ("linear_cross_entropy", "linear_log_prob")
+    heads = ("linear_cross_entropy", "linear_divergence", "linear_log_prob")
     opaque = {f"fastlayers::{head}_{direction}" for head in heads for direction in ("forward", "backward")}
     opaque |= {"fastlayers::linear_topk", "fastlayers::linear_accuracy"}  # without a backward
     assert in_csrc - in_python - opaque == declared

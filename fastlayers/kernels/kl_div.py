@@ -58,13 +58,13 @@ def _counts(labels_ptr, ignore_index, line, rows):
 
 
 @triton.jit
-def _where_positive(p, difference):
+def where_positive(p, difference):
     """The difference of logarithms that p multiplies: 0 where p is."""
     return tl.where(p > 0, difference, 0.0)
 
 
 @triton.jit
-def _over_mixture(log_q, log_p, beta):
+def over_mixture(log_q, log_p, beta):
     """log q - log m and log p - log m for m = beta * p + (1 - beta) * q.
 
     Of the larger probability h and the smaller l = h·e these are -log(m / h), which is near 0 and keeps its digits, and
@@ -112,7 +112,7 @@ def _divergence_forward(
             shift = (max_y - new_y) - (max_x - new_x)
             kept = tl.where(rise_y > 0, smaller_y, 1.0)
             e = tl.where(rise_y > 0, 1.0, smaller_y)
-            w = kept * (w + tl.where(y > 0, y * shift, 0.0)) + e * _where_positive(e, (t - new_y) - (s - new_x))
+            w = kept * (w + tl.where(y > 0, y * shift, 0.0)) + e * where_positive(e, (t - new_y) - (s - new_x))
         y = tl.where(rise_y > 0, y * smaller_y + 1.0, y + smaller_y)
         max_x = tl.where(rise_x > 0, s, max_x)
         max_y = tl.where(rise_y > 0, t, max_y)
@@ -139,7 +139,7 @@ def _divergence_forward(
                 - top_y[:, None]
                 - log_y[:, None]
             )
-            over_q, over_p = _over_mixture(log_q, log_p, beta)
+            over_q, over_p = over_mixture(log_q, log_p, beta)
             of_x += tl.exp(log_q) * over_q
             of_y += tl.exp(log_p) * over_p
         kept_x, kept_y = log_x, log_y
@@ -188,13 +188,13 @@ def _divergence_backward(
     if MIXED:
         log_q, log_p = below_x - kept_x, below_y - kept_y
         q, p = tl.exp(log_q), tl.exp(log_p)
-        over_q, over_p = _over_mixture(log_q, log_p, beta)
+        over_q, over_p = over_mixture(log_q, log_p, beta)
         dstudent = (1.0 - beta) * g * (q * (over_q - _number(stats_ptr, line, counts, 4)))
         dteacher = beta * g * (p * (over_p - cross_y))
     else:
         q, p = tl.exp(below_x) * kept_x, tl.exp(below_y) * kept_y
         dstudent = g * (q - p)
-        dteacher = g * (p * _where_positive(p, below_y - below_x - cross_y))
+        dteacher = g * (p * where_positive(p, below_y - below_x - cross_y))
     inside = (line < rows)[:, None] & (position < n)[None, :]
     offset = line[:, None] * n + position[None, :]
     if dstudent_ptr is not None:

@@ -496,3 +496,50 @@ def reduced_rows(
     if reduction == "mean":
         factor /= classes
     return (out if factor == 1.0 else out * factor).to(dtype)
+
+
+def linear_divergence(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, target_input: Tensor,
+    target_weight: Tensor | None, target_bias: Tensor | None, target: Tensor | None, ignore_index: int, kind: str,
+    reduction: str, softcap: float, logit_scale: float, target_softcap: float, target_logit_scale: float,
+    temperature: float, beta: float, low_rank: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """A divergence of the scores of a head from those of another one, or from given ones; see functional."""
+    student = head_logits(input, linear_weight, linear_bias, low_rank)
+    teacher = target_input if target_weight is None else F.linear(target_input, target_weight, target_bias)
+    if student.shape != teacher.shape:
+        raise RuntimeError(
+            f"linear_divergence(): expected a teacher's logits in the shape of the student's, {tuple(student.shape)},"
+            f" but got {tuple(teacher.shape)}"
+        )
+    dtype = torch.promote_types(student.dtype, teacher.dtype)
+    if dtype in LOW_PRECISION and torch.is_autocast_enabled(student.device.type):
+        dtype = torch.float32
+    wide = torch.promote_types(dtype, torch.float32)
+    student = capped(student.to(wide) * logit_scale, softcap)
+    teacher = capped(teacher.to(wide) * target_logit_scale, target_softcap)
+    if kind in ("tv", "cosine"):
+        return _distance(student, teacher, target, ignore_index, kind, temperature, reduction).to(dtype)
+    if kind == "reverse_kl" or (kind == "js" and beta == 1.0):
+        student, teacher = teacher, student
+    beta = beta if kind == "js" and beta < 1.0 else 0.0
+    return divergence(student, teacher, target, ignore_index, beta, temperature, kind != "js", reduction).to(dtype)
+
+
+def _distance(
+    student: Tensor, teacher: Tensor, labels: Tensor | None, ignore_index: int, kind: str, temperature: float,
+    reduction: str,
+) -> Tensor:  # fmt: skip
+    """Total variation distance, or 1 less the cosine similarity, which no temperature changes."""
+    counts = None if labels is None else labels != ignore_index
+    if counts is not None:
+        student, teacher = (torch.where(counts.unsqueeze(-1), t, 0.0) for t in (student, teacher))
+    if kind == "tv":
+        q, p = (log_softmax_at(t, temperature).exp() for t in (student, teacher))
+        rows = 0.5 * (q - p).abs().sum(-1)
+    else:
+        rows = 1.0 - F.cosine_similarity(student, teacher, dim=-1)
+    if counts is not None:
+        rows = torch.where(counts, rows, 0.0)
+    classes, dtype = student.shape[-1], student.dtype
+    return reduced_rows(rows, labels, ignore_index, classes, temperature, False, reduction, dtype)

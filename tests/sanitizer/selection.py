@@ -58,7 +58,8 @@ WHOLE_BLOCKS = "whole blocks"
 
 #: Rows, and cases of that one, whose kernels read products of matrices.
 WITH_PRODUCTS = (
-    "linear", "gated_linear", "linear_cross_entropy", "topk", "a patched block", "autocast", "pointwise",
+    "linear", "gated_linear", "linear_cross_entropy", "linear_log_prob", "linear_divergence", "topk", "a patched block",
+    "autocast", "pointwise",
 )  # fmt: skip
 
 #: For each row, the kernels of csrc that its calls launch.

@@ -36,6 +36,7 @@ from fastlayers.kernels import (
     kl_div,
     launch,
     layer_norm,
+    linear_divergence,
     max_pool2d,
     response_norm,
     rotary,
@@ -241,6 +242,22 @@ def test_kl_div(compiled, dtype):
             kl_div.kl_div_backward(kl_div.kl_div_sum(x, x, log_target), None, x, log_target, True, False)
     names = {"_divergence_forward", "_divergence_backward", "_kl_div_sum", "_kl_div_elements", "_kl_div_backward"}
     assert set(compiled) == names
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", linear_divergence.CODES)
+def test_linear_divergence(compiled, kind, dtype):
+    labels, dlosses = meta(256, dtype=torch.int64), meta(1, dtype=F64 if dtype == F64 else F32).expand(256)
+    student = meta(256, 50304, dtype=dtype)
+    numbers = (30.0, 0.5, 30.0, 2.0, 0.5)
+    linear_divergence.divergence_chunk_(student, student, labels, dlosses, 50257, -100, kind, *numbers)
+    if dtype == BF16:
+        student, given = meta(256, 128256), meta(256, 128256, dtype=F32)
+        for gradient in (None, dlosses):
+            linear_divergence.divergence_chunk_(
+                student, given, None, gradient, 128256, -100, kind, 0.0, 1.0, 0.0, 1.0, 0.5
+            )
+    assert set(compiled) == {"_divergence"}
 
 
 @pytest.mark.parametrize(("dtype", "to"), [(BF16, BF16), (BF16, F32), (F16, F32), (F32, F32), (F64, F64)])
