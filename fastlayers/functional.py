@@ -32,6 +32,7 @@ from fastlayers.ops import preference as _preference
 from fastlayers.ops import residual as _residual
 from fastlayers.ops import response_norm as _response_norm
 from fastlayers.ops import rotary as _rotary
+from fastlayers.ops import sharding as _sharding  # noqa: F401  (its rules answer calls on DTensors)
 from fastlayers.ops import softmax as _softmax
 from fastlayers.ops import squeeze_excite as _squeeze_excite
 from fastlayers.ops import vocab_parallel as _vocab_parallel

@@ -76,11 +76,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         group, start, ignore_index, smoothing, softcap, z_loss = options
         columns = logits.shape[-1]
         first = _first_class(options, columns)
-        rows, flat = logits.detach().reshape(-1, columns), target.reshape(-1)
+        flat = target.reshape(-1)
+        rows = logits.detach().reshape(flat.shape[0], columns)
         kept = flat != ignore_index
         mine = kept & (flat >= first) & (flat < first + columns)
         classes = torch.where(mine, flat - first, 0)
-        own = rows.gather(1, classes.unsqueeze(1)).squeeze(1)
+        own = rows.gather(1, classes.unsqueeze(1)).squeeze(1) if columns else rows.new_zeros(flat.shape)
         own = capped(own.to(torch.promote_types(own.dtype, torch.float32)), softcap)
         parts = rows.split(_at_once(columns))
         local = torch.cat([torch.logsumexp(capped(part.to(own.dtype), softcap), 1) for part in parts])
@@ -121,6 +122,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first = _first_class(ctx.options, columns)
         flat = target.reshape(-1)
         gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        if gradient.numel() == 0:
+            return gradient, None, None
         of_rows = [t.unsqueeze(1) for t in (lse, dy, lse if share is None else share)]
         parts = [part.split(_at_once(columns)) for part in (logits.reshape(-1, columns), flat, *of_rows)]
         outs = gradient.view(-1, columns).split(_at_once(columns))
@@ -141,6 +144,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient, None, None
 
 
+def losses_of_rows(logits: Tensor, target: Tensor, options: Options) -> Tensor:
+    """The losses of the rows, in float32 or float64; 0 where the target is ignored."""
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, target, options)
+    return losses
+
+
 def vocab_parallel_cross_entropy(
     logits: Tensor, target: Tensor, group: Any, vocab_start: int | None, ignore_index: int, reduction: str,
     label_smoothing: float, softcap: float | None, z_loss: float,
@@ -159,7 +168,7 @@ def vocab_parallel_cross_entropy(
         out = torch.float32
     code = _reduction.get_enum(reduction)
     options = Options(group, vocab_start, ignore_index, label_smoothing, softcap or 0.0, z_loss)
-    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, target, options)
+    losses = losses_of_rows(logits, target, options)
     if code == NONE:
         return losses.view(target.shape).to(out)
     total = losses.sum()

@@ -1,0 +1,875 @@
+"""Rules for DTensors: which shards an op computes as they are, and how its results and gradients are placed.
+
+Where rows do not depend on each other, each rank computes its shard by itself, with the kernels that a plain tensor of
+that size gets. A rule says how the dimensions of the operands correspond to those of the result, and which of these the
+op needs whole. The rest follows, for each dimension of the mesh:
+
+- A dimension of the result may be sharded, unless the op needs it whole. An operand that has this dimension is sharded
+  along it, or replicated and then sliced, which needs no communication.
+- An operand without this dimension, such as a weight where the rows are sharded, is replicated. Each rank computes a
+  part of its gradient, whose placement is Partial, as torch's own is.
+
+Softmax and the norms over a sharded dimension and the losses of sharded classes exchange some numbers for each row. Any
+other call gets torch's composition, as one without a rule does, and :func:`fallbacks` counts it.
+
+What converts tensors is public: ``to_local``, ``from_local`` and ``redistribute`` of DTensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastlayers import backends
+from fastlayers.ops import dispatch, reference, residual, vocab_parallel
+from fastlayers.ops.activations import activation
+from fastlayers.ops.batch_norm import batch_norm
+from fastlayers.ops.bias_act import bias_act
+from fastlayers.ops.cross_entropy import NONE, SUM, cross_entropy
+from fastlayers.ops.elementwise import add_relu, mul, relu_add
+from fastlayers.ops.glu import gated, glu
+from fastlayers.ops.group_norm import group_norm, instance_norm
+from fastlayers.ops.kl_div import divergence, kl_div
+from fastlayers.ops.layer_norm import ada_layer_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fastlayers.ops.max_pool2d import max_pool2d
+from fastlayers.ops.response_norm import global_response_norm
+from fastlayers.ops.rotary import rotary
+from fastlayers.ops.softmax import result_dtype, softmax
+
+#: Plans that are kept; there is one for each combination of shapes and placements.
+KEPT = 4096
+
+#: A DTensor. torch.distributed.tensor is not imported here: without it there are none.
+DTensor: TypeAlias = Any
+Placements: TypeAlias = tuple[Any, ...]
+#: For each dimension of the result that of an operand, None where it has none.
+Dims: TypeAlias = tuple["int | None", ...]
+#: The dimensions of an operand, from their number and from that of the result.
+Alignment: TypeAlias = Callable[[int, int], Dims]
+
+
+class NoRuleError(Exception):
+    """No rule takes this call; the message says what is given and what is expected."""
+
+
+_fallbacks: Counter[tuple[str, str]] = Counter()
+
+
+def fallbacks(reset: bool = False) -> dict[tuple[str, str], int]:
+    """How many calls on DTensors got torch's composition, by the name of the op and the reason."""
+    found = dict(_fallbacks)
+    if reset:
+        _fallbacks.clear()
+    return found
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def broadcast(own: int, dims: int) -> Dims:
+    """As torch broadcasts: the last dimensions are the same."""
+    return (*[None] * (dims - own), *range(own))
+
+
+def channels(own: int, dims: int) -> Dims:
+    """A number for each channel, the second dimension."""
+    return (None, 0, *[None] * (dims - 2))
+
+
+def samples(own: int, dims: int) -> Dims:
+    """A number for each sample, the first dimension."""
+    return (0, *[None] * (dims - 1))
+
+
+def rows(own: int, dims: int) -> Dims:
+    """A number for each row: the same dimensions but for the last one."""
+    return (*range(dims - 1), None)
+
+
+def positions(own: int, dims: int) -> Dims:
+    """The same dimensions but for that of the classes, which is the second one, or the only one."""
+    return (None,) if dims == 1 else (0, None, *range(1, dims - 1))
+
+
+def apart(own: int, dims: int) -> Dims:
+    """None of the dimensions: every rank needs the whole operand."""
+    return (None,) * dims
+
+
+class Plan(NamedTuple):
+    """What becomes of a call.
+
+    Attributes:
+        shape: the shape that the operands broadcast to.
+        placements: how that is sharded, by dimension of the mesh.
+        operands: how each operand is to be placed.
+        gradients: how the gradients of the operands are placed.
+        dims: the dimensions of each operand, by dimension of the result.
+        even: whether all ranks have shards of one size.
+    """
+
+    shape: tuple[int, ...]
+    placements: Placements
+    operands: tuple[Placements, ...]
+    gradients: tuple[Placements, ...]
+    dims: tuple[Dims, ...]
+    even: bool
+
+
+def _correspond(shapes: Sequence[tuple[int, ...]], alignments: Sequence[Alignment]) -> tuple[list[int], list[Dims]]:
+    """The shape that the operands broadcast to, and the dimensions of each.
+
+    Raises:
+        NoRuleError: they do not broadcast. torch's composition then says so.
+    """
+    dims = max(len(s) for i, s in enumerate(shapes) if i == 0 or alignments[i] is broadcast)
+    owns = [align(len(s), dims) for s, align in zip(shapes, alignments, strict=True)]
+    sizes = [1] * dims
+    for s, own, align in zip(shapes, owns, alignments, strict=True):
+        if align is not apart and (len(own) != dims or [k for k in own if k is not None] != [*range(len(s))]):
+            raise NoRuleError(f"an operand of shape {tuple(s)} does not go with {dims} dimensions")
+        for d, k in enumerate(own):
+            if k is not None and s[k] != 1:
+                if sizes[d] not in (1, s[k]):
+                    raise NoRuleError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast")
+                sizes[d] = s[k]
+    return sizes, owns
+
+
+@lru_cache(KEPT)
+def plan(
+    layouts: tuple[tuple[tuple[int, ...], Placements], ...], alignments: tuple[Alignment, ...], whole: frozenset[int],
+    mesh: tuple[int, ...],
+) -> Plan | str:  # fmt: skip
+    """The plan of a call, or why there is none.
+
+    Args:
+        layouts: shape and placements of each operand.
+        alignments: how the dimensions of each correspond to those of the result.
+        whole: dimensions of the result that the op needs whole.
+        mesh: the shape of the mesh.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    try:
+        sizes, owns = _correspond([shape for shape, _ in layouts], alignments)
+    except NoRuleError as error:
+        return str(error)
+    result: list[Any] = []
+    operands, gradients = ([list(placements) for _, placements in layouts] for _ in range(2))
+    left, even = list(sizes), True
+    for i, ranks in enumerate(mesh):
+        sharded = None
+        for (shape, placements), own in zip(layouts, owns, strict=True):
+            placement = placements[i]
+            if type(placement) is Replicate:
+                continue
+            if type(placement) is not Shard:
+                return f"an operand is {placement!r}; expected Shard or Replicate"
+            if placement.dim not in own:
+                return f"an operand of shape {tuple(shape)} is {placement!r}; expected Replicate"
+            d = own.index(placement.dim)
+            if sharded not in (None, d):
+                return (
+                    f"operands are sharded along dimensions {sharded} and {d} of {tuple(sizes)}; expected one of them"
+                )
+            sharded = d
+        if sharded is None:
+            result.append(Replicate())
+            continue
+        if sharded in whole:
+            return f"dimension {sharded} of {tuple(sizes)} is sharded; expected it on each rank as a whole"
+        result.append(Shard(sharded))
+        even &= left[sharded] % ranks == 0
+        left[sharded] //= ranks
+        for t, ((shape, placements), own) in enumerate(zip(layouts, owns, strict=True)):
+            k = own[sharded]
+            if k is None or shape[k] != sizes[sharded]:
+                if type(placements[i]) is Shard:
+                    return f"an operand of shape {tuple(shape)} is sharded along dimension {k}, which is broadcast"
+                gradients[t][i] = Partial()
+            elif type(placements[i]) is Replicate:
+                if Shard(k) in placements[i + 1 :]:
+                    return f"operands are sharded along dimension {sharded} in different orders of the mesh"
+                operands[t][i] = gradients[t][i] = Shard(k)
+    sharded_operands, sharded_gradients = (tuple(map(tuple, every)) for every in (operands, gradients))
+    return Plan(tuple(sizes), tuple(result), sharded_operands, sharded_gradients, tuple(owns), even)
+
+
+# ---- shards of a call ------------------------------------------------------------------------------------------------
+
+
+class _Wait(torch.autograd.Function):
+    """The tensor that an asynchronous collective gives, once it is there."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Any) -> Tensor:
+        found: Tensor = t.wait()
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def _as_if_recorded(gradient: Tensor | None) -> Tensor | None:
+    """A hook that lets a gradient without a derivative look like one that has one, if such are recorded.
+
+    Of uneven shards some may be computed by a kernel and some by torch's composition, and one of these may record where
+    the other does not. Ranks that go through different graphs would wait for each other.
+    """
+    if gradient is None or gradient.requires_grad or not torch.is_grad_enabled():
+        return None
+    return gradient.detach().requires_grad_()
+
+
+def _local(t: DTensor, placements: Placements, gradient: Placements, even: bool) -> Tensor:
+    """The shard of this rank."""
+    if t.placements != placements:
+        t = t.redistribute(placements=placements)
+    local: Tensor = t.to_local(grad_placements=gradient)
+    if type(local) not in dispatch.PLAIN and type(local).__name__ == "AsyncCollectiveTensor":
+        local = _Wait.apply(local)
+    if not even and torch.is_grad_enabled() and local.requires_grad:
+        local.register_hook(_as_if_recorded)
+    return local
+
+
+@cache
+def _placed_as(placements: Placements) -> Callable[[DTensor], DTensor | None]:
+    """A hook that places a gradient as ``from_local`` expects it, if its own derivative is wanted.
+
+    Otherwise from_local does so itself, by operations that autograd does not record.
+    """
+
+    def place(gradient: DTensor | None) -> DTensor | None:
+        if gradient is None or gradient.placements == placements or not torch.is_grad_enabled():
+            return None
+        return gradient.redistribute(placements=placements)
+
+    return place
+
+
+def _dense_strides(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor of this shape, in the order of dimensions that ``local`` has in memory."""
+    order = range(len(shape))
+    if not local.is_contiguous():
+        strides = local.stride()
+        order = sorted(order, key=lambda d: -strides[d])  # type: ignore[assignment]
+    found, step = [1] * len(shape), 1
+    for d in reversed(order):
+        found[d] = step
+        step *= max(shape[d], 1)
+    return tuple(found)
+
+
+def _row(t: Tensor, dim: int) -> Tensor:
+    """One index of ``dim`` for a tensor without any, with values of which no norm or softmax is NaN."""
+    shape = [1 if d == dim else size for d, size in enumerate(t.shape)]
+    if not t.is_floating_point():
+        return t.new_ones(shape) if t.dtype == torch.bool else t.new_zeros(shape)
+    values = (torch.arange(math.prod(shape), device=t.device) % 7 + 1).to(t.dtype).view(shape)
+    return values + t.sum(dim, keepdim=True)  # 0, for autograd
+
+
+class Shards:
+    """What this rank has of the operands of a call, and what makes DTensors of its results.
+
+    Args:
+        tensors: the operands; the first one is a DTensor. None where one is missing.
+        alignments: how their dimensions correspond to those of the result.
+        whole: dimensions of the result that the op needs whole.
+        fill: whether a rank without any rows computes one.
+
+    Raises:
+        NoRuleError: the op cannot be computed shard by shard.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Any], alignments: Sequence[Alignment], whole: Iterable[int] = (), fill: bool = True
+    ) -> None:
+        first = tensors[0]
+        kind, mesh = type(first), first.device_mesh
+        layouts, aligned = [], []
+        for t, alignment in zip(tensors, alignments, strict=True):
+            if t is None:
+                continue
+            if type(t) is not kind:
+                raise NoRuleError(f"an operand is a {type(t).__name__} beside a {kind.__name__}")
+            if t.device_mesh is not mesh and t.device_mesh != mesh:
+                raise NoRuleError(f"operands are on the meshes {mesh} and {t.device_mesh}")
+            layouts.append((t.shape, t.placements))
+            aligned.append(alignment)
+        if mesh.get_coordinate() is None:
+            raise NoRuleError("this rank is not in the mesh")
+        found = plan(tuple(layouts), tuple(aligned), frozenset(whole), tuple(mesh.shape))
+        if isinstance(found, str):
+            raise NoRuleError(found)
+        self.kind, self.mesh, self.plan = kind, mesh, found
+        given = [t for t in tensors if t is not None]
+        own = [_local(*placed, found.even) for placed in zip(given, found.operands, found.gradients, strict=True)]
+        self.filled: list[int] = []
+        if fill and not found.even:
+            own = self._fill(own)
+        remaining = iter(own)
+        self.tensors: list[Any] = [None if t is None else next(remaining) for t in tensors]
+
+    def _fill(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Give a rank without rows, as happens where they are fewer than the ranks, one that nobody sees.
+
+        No kernel takes a tensor without elements. By the composition this rank would have another graph than others.
+        """
+        for tensor, dims in zip(tensors, self.plan.dims, strict=True):
+            self.filled += [
+                d for d, k in enumerate(dims) if k is not None and tensor.shape[k] == 0 != self.plan.shape[d]
+            ]
+        for i, dims in enumerate(self.plan.dims):
+            for d in {*self.filled}:
+                k = dims[d]
+                if k is not None and tensors[i].shape[k] == 0:
+                    tensors[i] = _row(tensors[i], k)
+        return tensors
+
+    def wrap(self, local: Tensor, without: int | None = None) -> DTensor:
+        """The DTensor of which this rank computed ``local``: the result.
+
+        Args:
+            without: a dimension that the result has lost by a reduction. Ranks that shared it have the same values.
+        """
+        for d in {*self.filled}:
+            local = local.narrow(d if without is None or d < without else d - 1, 0, 0)
+        if without is None:
+            return self._from_local(local, self.plan.placements, self.plan.shape)
+        return self._from_local(
+            local,
+            _reduced_placements(self.plan.placements, without),
+            self.plan.shape[:without] + self.plan.shape[without + 1 :],
+        )
+
+    def wrap_part(self, local: Tensor, *dims: int) -> DTensor:
+        """The DTensor of a sum over all dimensions, from that of this rank. Along ``dims`` it has summed all ranks'."""
+        return self._from_local(local, _summed_placements(self.plan.placements, dims), ())
+
+    def _from_local(self, local: Tensor, placements: Placements, sizes: Sequence[int]) -> DTensor:
+        """``sizes`` are those along sharded dimensions."""
+        shape = list(local.shape)
+        for placement in placements:
+            if placement.is_shard():
+                shape[placement.dim] = sizes[placement.dim]
+        if shape:
+            strides = _dense_strides(local, shape)
+            out = self.kind.from_local(local, self.mesh, placements, shape=torch.Size(shape), stride=strides)
+        else:  # from_local takes an empty shape for a missing one
+            out = self.kind.from_local(local, self.mesh, placements)
+        if out.requires_grad:
+            out.register_hook(_placed_as(_of_gradient(placements)))
+        return out
+
+    def mesh_dims(self, *dims: int) -> list[int]:
+        """The dimensions of the mesh along which one of these dimensions of the result is sharded."""
+        return [i for i, p in enumerate(self.plan.placements) if p.is_shard() and p.dim in dims]
+
+    def groups(self, *dims: int) -> list[Any]:
+        """The process groups among which these dimensions of the result are sharded."""
+        return [self.mesh.get_group(i) for i in self.mesh_dims(*dims) if self.mesh.size(i) > 1]
+
+    def start(self, dim: int) -> int:
+        """The first index along ``dim``, which is sharded over one dimension of the mesh with several ranks."""
+        (i,) = [i for i in self.mesh_dims(dim) if self.mesh.size(i) > 1]
+        size = self.plan.shape[dim]
+        return min(size, self.mesh.get_local_rank(i) * -(-size // self.mesh.size(i)))
+
+    def index(self) -> int:
+        """The number of this shard among all of them. Ranks with the same shard have the same one."""
+        found = 0
+        for i, placement in enumerate(self.plan.placements):
+            if placement.is_shard():
+                found = found * self.mesh.size(i) + self.mesh.get_local_rank(i)
+        return found
+
+
+@cache
+def _reduced_placements(placements: Placements, dim: int) -> Placements:
+    from torch.distributed.tensor import Replicate, Shard
+
+    def place(p: Any) -> Any:
+        if not p.is_shard() or p.dim < dim:
+            return p
+        return Replicate() if p.dim == dim else Shard(p.dim - 1)
+
+    return tuple(map(place, placements))
+
+
+@cache
+def _summed_placements(placements: Placements, dims: tuple[int, ...]) -> Placements:
+    from torch.distributed.tensor import Partial, Replicate
+
+    return tuple(Partial() if p.is_shard() and p.dim not in dims else Replicate() for p in placements)
+
+
+@cache
+def _of_gradient(placements: Placements) -> Placements:
+    """How the gradient of a result is placed: each rank needs all of that of a sum."""
+    from torch.distributed.tensor import Replicate
+
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+# ---- sums over ranks -------------------------------------------------------------------------------------------------
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks of groups. Each rank uses it for a shard of its own: so gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, groups: Sequence[Any]) -> Tensor:
+        ctx.groups = groups
+        return reduce(t, groups)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(dy, ctx.groups), None
+
+
+def reduce(t: Tensor, groups: Sequence[Any], op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum, or another reduction, of ``t`` over the ranks of groups. No autograd."""
+    out = t.detach().clone(memory_format=torch.contiguous_format)
+    for group in groups:
+        dist.all_reduce(out, op, group)
+    return out
+
+
+def _softmax_across(shards: Shards, log: bool, dim: int, scale: float | None, dtype: torch.dtype | None) -> Tensor:
+    """Softmax over a sharded dimension: the ranks exchange the maximum and the sum of each row.
+
+    torch's composition would gather the rows. The backward exchanges one number for each row.
+    """
+    x, mask = shards.tensors
+    given = result_dtype(x, mask, dtype)
+    x = reference.scores(x, scale, mask)
+    x = x.to(torch.promote_types(given, torch.float32))
+    groups = shards.groups(dim)
+    least = float("-inf")
+    top = x.detach().amax(dim, keepdim=True) if x.shape[dim] else x.new_full(_reduced(x, dim), least).detach()
+    top = reduce(top, groups, dist.ReduceOp.MAX)
+    z = x - top
+    e = z.exp()
+    total: Tensor = _Sum.apply(e.sum(dim, keepdim=True), groups)
+    return (z - total.log() if log else e / total).to(given)
+
+
+def _reduced(x: Tensor, *dims: int) -> list[int]:
+    return [1 if d in dims else size for d, size in enumerate(x.shape)]
+
+
+def _norm_across(
+    shards: Shards, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, dims: int, eps: float | None,
+    kind: str,
+) -> Tensor:  # fmt: skip
+    """A norm over sharded dimensions: the ranks exchange a sum of squares for each row, and for a layer_norm the sum.
+
+    The mean comes first: a variance from the sum of squares alone would cancel where the mean is large.
+    """
+    own = tuple(range(x.dim() - dims, x.dim()))
+    groups, count = shards.groups(*own), math.prod(shards.plan.shape[x.dim() - dims :])
+    dtype = x.dtype
+    if kind in ("layer_norm", "torch"):
+        dtype = reference.norm_dtype("rms_norm" if kind == "torch" else kind, x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if kind == "layer_norm":
+        wide = wide - _Sum.apply(wide.sum(own, keepdim=True), groups) / count
+    if eps is None:
+        eps = torch.finfo(wide.dtype).eps
+    normalized = wide * torch.rsqrt(_Sum.apply(wide.square().sum(own, keepdim=True), groups) / count + eps)
+    if kind == "llama":
+        normalized = normalized.to(x.dtype)
+        return normalized if weight is None else weight * normalized
+    if kind == "gemma":
+        return (normalized if weight is None else normalized * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+    if weight is not None:
+        normalized = normalized * weight
+    return (normalized if bias is None else normalized + bias).to(dtype)
+
+
+def _add_norm_across(
+    shards: Shards, x: Tensor, y: Tensor | None, weight: Tensor | None, bias: Tensor | None = None, *, dims: int,
+    eps: float | None, kind: str, dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    s = x if y is None else x + y
+    normalized = _norm_across(shards, s, weight, bias, dims=dims, eps=eps, kind=kind)
+    return normalized if dtype is None else normalized.to(dtype), s
+
+
+# ---- the rules -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table.
+
+    Attributes:
+        op: what computes a shard. Its arguments are those of the reference.
+        operands: the arguments that are tensors, by position, and how their dimensions correspond to the result's.
+        whole: the dimensions of the result that the op needs whole, from the arguments.
+        across: what computes a shard where one of these is sharded, from the shards and the arguments; None where
+            nothing does.
+        problem: why a call has no rule, from the arguments; None where it has.
+    """
+
+    op: Callable[..., Any]
+    operands: Mapping[int, Alignment]
+    whole: Callable[..., Iterable[int]] = lambda *args: ()
+    across: Callable[..., Any] | None = None
+    problem: Callable[..., str | None] = lambda *args: None
+
+    def __call__(self, *args: Any) -> Any:
+        """The results of a call, as DTensors.
+
+        Raises:
+            NoRuleError: torch's composition has to be called.
+        """
+        problem = self.problem(*args)
+        if problem is not None:
+            raise NoRuleError(problem)
+        operands = {i: align for i, align in self.operands.items() if not isinstance(args[i], float | int)}
+        tensors, alignments, whole = [args[i] for i in operands], [*operands.values()], frozenset(self.whole(*args))
+        if self.across is not None and any(p.is_shard() and p.dim in whole for p in args[0].placements):
+            shards = Shards(tensors, alignments, fill=False)
+            found = self.across(shards, *args)
+        else:
+            shards = Shards(tensors, alignments, whole)
+            own = list(args)
+            for i, t in zip(operands, shards.tensors, strict=True):
+                own[i] = t
+            found = self.op(*own)
+        return tuple(map(shards.wrap, found)) if isinstance(found, tuple) else shards.wrap(found)
+
+
+def _last(x: Tensor, shape: Sequence[int]) -> range:
+    return range(x.dim() - len(shape), x.dim())
+
+
+def _one(x: Tensor, dim: int) -> tuple[int, ...]:
+    return (dim % x.dim(),) if -x.dim() <= dim < x.dim() else ()
+
+
+def _all_but_samples(x: Tensor, *args: Any) -> range:
+    return range(1, x.dim())
+
+
+def _rotary(q: DTensor, k: DTensor | None, cos: DTensor, sin: DTensor, *options: Any) -> tuple[DTensor, DTensor | None]:
+    """q and k may differ in their number of heads, and so in their shards."""
+    last = q.dim() - 1
+    of_q = Shards((q, cos, sin), (broadcast,) * 3, (last,))
+    if of_q.plan.shape != q.shape:
+        raise NoRuleError("the tables are larger than q")
+    if k is None:
+        return of_q.wrap(_rotated(of_q, options)), None
+    of_k = Shards((k, cos, sin), (broadcast,) * 3, (last,))
+    if of_k.plan.shape != k.shape:
+        raise NoRuleError("the tables are larger than k")
+    if of_q.plan.placements == of_k.plan.placements and of_q.filled == of_k.filled:  # as in most models
+        turned_q, turned_k = rotary(of_q.tensors[0], of_k.tensors[0], *of_q.tensors[1:], *options)
+        assert turned_k is not None
+        return of_q.wrap(turned_q), of_k.wrap(turned_k)
+    return of_q.wrap(_rotated(of_q, options)), of_k.wrap(_rotated(of_k, options))
+
+
+def _rotated(shards: Shards, options: Sequence[Any]) -> Tensor:
+    x, cos, sin = shards.tensors
+    return rotary(x, None, cos, sin, *options)[0]
+
+
+def _dropout_add(x: DTensor, other: DTensor, p: float, training: bool) -> DTensor:
+    """Each shard has a mask of its own, and ranks with the same shard have the same one: all draw one seed from their
+    generators, which DTensors need in the same state, and add the number of the shard."""
+    shards = Shards((x, other), (broadcast, broadcast))
+    own, own_other = shards.tensors
+    if not (training and 0.0 < p < 1.0):
+        return shards.wrap(residual.dropout_add(own, own_other, p, training))
+    kernels = residual.FAMILY.kernels_for(own)
+    if kernels is None or x.shape != other.shape or residual.unsupported(own, own_other):
+        raise NoRuleError("no kernel adds these shards, and torch's dropout has random numbers for DTensors of its own")
+    return shards.wrap(residual.dropout_add_of_shard(kernels, own, own_other, p, shards.index()))
+
+
+def _scale_add(x: DTensor, gamma: DTensor | None, other: DTensor, drop_path: float, training: bool) -> DTensor:
+    """All ranks draw which samples of the whole batch are dropped."""
+    if not (training and drop_path > 0.0 and x.dim() > 0):
+        return _SCALE_ADD(x, gamma, other, drop_path, training)
+    drawn, scale = residual.draw_samples(x.to_local(), drop_path, x.shape[0])
+    keep = type(x).from_local(drawn, x.device_mesh)
+    shards = Shards((x, gamma, other, keep), (broadcast, broadcast, broadcast, samples))
+    own, own_gamma, own_other, kept = shards.tensors
+    return shards.wrap(residual.scale_add_of_kept(own, own_gamma, own_other, kept, scale))
+
+
+def _batch_norm(x: Tensor, *args: Any) -> Tensor:
+    running_mean, running_var, weight, bias, training, momentum, eps, other, act = args
+    return batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps, other, act, None)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def _averaged(shards: Shards, mean: Tensor, share: Tensor | float) -> DTensor:
+    """The mean over all ranks, of which this one has the mean of its part, and the share of that part.
+
+    A sum of 16-bit losses could overflow where their mean does not.
+    """
+    wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
+    nothing = share == 0 if isinstance(share, Tensor) else wide.new_full((), share == 0, dtype=torch.bool)
+    # The mean of nothing is NaN, and does not count. Where all ranks have nothing the share is NaN.
+    wide = torch.where(nothing, 0.0, wide) * share
+    return _summed(shards.wrap_part(wide.to(mean.dtype)))
+
+
+def _summed(t: DTensor) -> DTensor:
+    """What torch makes of a mean: all ranks have it."""
+    return t.redistribute(placements=_of_gradient(t.placements))
+
+
+def _as_dtensor(target: Tensor, x: DTensor, dim: int) -> Tensor:
+    """A target as a DTensor. Of logits that are sharded by class alone a plain one is that of all ranks, as in torch's
+    ``loss_parallel``."""
+    if type(target) not in dispatch.PLAIN or any(p.is_shard() and p.dim != dim for p in x.placements):
+        return target
+    placed: Tensor = type(x).from_local(target, x.device_mesh)
+    return placed
+
+
+def _cross_entropy(
+    x: DTensor, target: Tensor, weight: DTensor | None, ignore_index: int, reduction: int, *options: Any
+) -> DTensor:
+    """Each rank has the loss of its rows. The mean needs their number, or the weight of their classes."""
+    dim = 0 if x.dim() == 1 else 1
+    if any(p.is_shard() and p.dim == dim for p in x.placements):
+        return _cross_entropy_across(x, target, weight, ignore_index, reduction, dim, *options)
+    classes = not target.is_floating_point()
+    shards = Shards(
+        (x, target, weight),
+        (broadcast, positions if classes else broadcast, broadcast if x.dim() == 1 else channels),
+        (dim,),
+        fill=reduction == NONE,
+    )
+    own, own_target, own_weight = shards.tensors
+
+    def loss() -> Tensor:
+        if own.numel() == 0:
+            return reference.cross_entropy(own, own_target, own_weight, ignore_index, reduction, *options)
+        smoothing, softcap, z_loss = options
+        name = reference.REDUCTIONS[reduction]
+        return cross_entropy(
+            own, own_target, own_weight, ignore_index, name, smoothing, softcap or None, z_loss, inplace=False
+        )
+
+    if reduction == NONE:
+        return shards.wrap(loss(), without=dim)
+    groups = shards.groups(*range(x.dim()))
+    if reduction == SUM or not groups:
+        return shards.wrap_part(loss())
+    if not classes:
+        return _averaged(shards, loss(), own.numel() / max(x.numel(), 1))
+    return _averaged(shards, loss(), _share(own_target, own_weight, ignore_index, groups))
+
+
+def _share(target: Tensor, weight: Tensor | None, ignore_index: int, groups: Sequence[Any]) -> Tensor:
+    """The share that the rows of this rank have in a mean over all ranks."""
+    kept = target != ignore_index
+    if weight is None:
+        count = kept.sum().double()
+    else:
+        count = torch.where(kept, weight.detach().double()[torch.where(kept, target, 0)], 0.0).sum()
+    return count / reduce(count, groups)
+
+
+def _cross_entropy_across(
+    x: DTensor, target: Tensor, weight: DTensor | None, ignore_index: int, reduction: int, dim: int, smoothing: float,
+    softcap: float, z_loss: float,
+) -> DTensor:  # fmt: skip
+    """Of logits sharded by class: two all-reduces of some numbers a row, as in :mod:`fastlayers.ops.vocab_parallel`."""
+    if weight is not None or target.dtype != torch.int64 or not 0.0 <= smoothing <= 1.0:
+        raise NoRuleError("the classes are sharded; expected a target of int64 and no weights of classes")
+    shards = Shards((x, _as_dtensor(target, x, dim)), (broadcast, positions), fill=False)
+    groups = shards.groups(dim)
+    if len(groups) != 1:
+        raise NoRuleError(
+            f"classes are sharded over {len(groups)} dimensions of the mesh with several ranks; expected one"
+        )
+    own, own_target = shards.tensors
+    start = shards.start(dim)
+    options = vocab_parallel.Options(groups[0], start, ignore_index, smoothing, softcap, z_loss)
+    losses: Tensor = vocab_parallel.losses_of_rows(own if x.dim() < 3 else own.movedim(1, -1), own_target, options)
+    out = reference.loss_dtype(own)
+    if reduction == NONE:
+        return shards.wrap(losses.view(own_target.shape).to(out), without=dim)
+    total = losses.sum()
+    if reduction == SUM:
+        return shards.wrap_part(total.to(out), dim)
+    count = reduce((own_target != ignore_index).sum(), shards.groups(*(d for d in range(x.dim()) if d != dim)))
+    return _summed(shards.wrap_part((total / count).to(out), dim))
+
+
+def _kl_div(x: DTensor, target: DTensor, reduction: str, log_target: bool) -> DTensor:
+    shards = Shards((x, target), (broadcast, broadcast), fill=reduction == "none")
+    if x.shape != target.shape:
+        raise NoRuleError(f"input and target have shapes {tuple(x.shape)} and {tuple(target.shape)}; expected one")
+    own, own_target = shards.tensors
+    if own.numel() == 0:
+        found = reference.kl_div(own, own_target, reduction, log_target)
+    else:
+        found = kl_div(own, own_target, None, None, reduction, log_target)
+    if reduction == "none":
+        return shards.wrap(found)
+    if reduction == "sum" or not shards.groups(*range(x.dim())):
+        return shards.wrap_part(found)
+    if reduction == "mean":
+        return _averaged(shards, found, own.numel() / max(x.numel(), 1))
+    return _averaged(shards, found, own.shape[0] / max(x.shape[0], 1) if own.numel() else 0.0)
+
+
+def _divergence(
+    student: DTensor, teacher: DTensor, labels: DTensor | None, ignore_index: int, beta: float, temperature: float,
+    square: bool, reduction: str,
+) -> DTensor:  # fmt: skip
+    last = student.dim() - 1
+    shards = Shards((student, teacher, labels), (broadcast, broadcast, rows), (last,), fill=reduction == "none")
+    own, own_teacher, own_labels = shards.tensors
+    function = divergence if own.numel() else reference.divergence
+    found = function(own, own_teacher, own_labels, ignore_index, beta, temperature, square, reduction)
+    if reduction == "none":
+        return shards.wrap(found, without=last)
+    groups = shards.groups(*range(last))
+    if reduction == "sum" or not groups:
+        return shards.wrap_part(found)
+    if labels is None:
+        return _averaged(shards, found, own.numel() / max(student.numel(), 1))
+    return _averaged(shards, found, _share(own_labels, None, ignore_index, groups))
+
+
+_SCALE_ADD = Rule(residual.scale_add, {0: broadcast, 1: broadcast, 2: broadcast})
+
+#: By channels_last.
+_RESPONSE_NORMS = {
+    last: Rule(global_response_norm, {0: broadcast, 1: align, 2: align}, _all_but_samples)
+    for last, align in ((False, channels), (True, broadcast))
+}
+_NORM_OPERANDS = {0: broadcast, 2: broadcast, 3: broadcast}
+
+#: By what an op hands to :func:`dispatch.call_reference`, or by the op itself.
+RULES: dict[Callable[..., Any], Callable[..., Any]] = {
+    reference.softmax: Rule(
+        lambda x, dim, scale, mask, dtype: softmax(x, dim, scale, mask, dtype, False),
+        {0: broadcast, 3: broadcast},
+        lambda x, dim, *options: _one(x, dim),
+        lambda shards, x, dim, scale, mask, dtype: _softmax_across(shards, False, dim % x.dim(), scale, dtype),
+    ),
+    reference.log_softmax: Rule(
+        lambda x, dim, scale, mask, dtype: softmax(x, dim, scale, mask, dtype, True),
+        {0: broadcast, 3: broadcast},
+        lambda x, dim, *options: _one(x, dim),
+        lambda shards, x, dim, scale, mask, dtype: _softmax_across(shards, True, dim % x.dim(), scale, dtype),
+    ),
+    reference.relu_add: Rule(relu_add, {0: broadcast, 1: broadcast, 2: broadcast}),
+    reference.add_relu: Rule(add_relu, {0: broadcast, 1: broadcast}),
+    reference.mul: Rule(mul, {0: broadcast, 1: broadcast}),
+    reference.bias_act: Rule(
+        lambda x, bias, act, given: bias_act(x, bias, act, dict(zip(activation(act).parameters, given, strict=True))),
+        {0: broadcast, 1: broadcast},
+    ),
+    reference.gated: Rule(gated, {0: broadcast, 1: broadcast}),
+    reference.glu: Rule(glu, {0: broadcast}, lambda x, dim, *options: _one(x, dim)),
+    reference.layer_norm: Rule(
+        layer_norm,
+        _NORM_OPERANDS,
+        lambda x, shape, *options: _last(x, shape),
+        lambda shards, x, shape, weight, bias, eps: _norm_across(
+            shards, *shards.tensors, dims=len(shape), eps=eps, kind="layer_norm"
+        ),
+    ),
+    reference.rms_norm: Rule(
+        rms_norm,
+        {0: broadcast, 2: broadcast},
+        lambda x, shape, *options: _last(x, shape),
+        lambda shards, x, shape, weight, eps, casting: _norm_across(
+            shards, *shards.tensors, dims=len(shape), eps=eps, kind=casting
+        ),
+    ),
+    reference.add_layer_norm: Rule(
+        add_layer_norm,
+        {0: broadcast, 1: broadcast, 3: broadcast, 4: broadcast},
+        lambda x, y, shape, *options: _last(x, shape),
+        lambda shards, x, y, shape, weight, bias, eps, dtype: _add_norm_across(
+            shards, *shards.tensors, dims=len(shape), eps=eps, kind="layer_norm", dtype=dtype
+        ),
+    ),
+    reference.add_rms_norm: Rule(
+        add_rms_norm,
+        {0: broadcast, 1: broadcast, 3: broadcast},
+        lambda x, y, shape, *options: _last(x, shape),
+        lambda shards, x, y, shape, weight, eps, casting, dtype: _add_norm_across(
+            shards, *shards.tensors, dims=len(shape), eps=eps, kind=casting, dtype=dtype
+        ),
+    ),
+    reference.ada_layer_norm: Rule(ada_layer_norm, _NORM_OPERANDS, lambda x, shape, *options: _last(x, shape)),
+    reference.global_response_norm: lambda x, weight, bias, eps, channels_last: _RESPONSE_NORMS[channels_last](
+        x, weight, bias, eps, channels_last
+    ),
+    reference.group_norm: Rule(group_norm, {0: broadcast, 2: channels, 3: channels}, _all_but_samples),
+    reference.instance_norm: Rule(
+        instance_norm,
+        {0: broadcast, 3: channels, 4: channels},
+        _all_but_samples,
+        problem=lambda x, mean, var, *options: (
+            None if mean is None and var is None else "running statistics are those of the whole batch"
+        ),
+    ),
+    reference.batch_norm: Rule(
+        _batch_norm,
+        {0: broadcast, 1: channels, 2: channels, 3: channels, 4: channels, 8: broadcast},
+        problem=lambda x, mean, var, weight, bias, training, *options: (
+            "in training, statistics are those of the whole batch" if training or mean is None or x.dim() < 2 else None
+        ),
+    ),
+    reference.max_pool2d: Rule(max_pool2d, {0: broadcast}, lambda x, *options: range(x.dim() - 2, x.dim())),
+    reference.linear: reference.linear,  # torch's own products are sharded
+    reference.rotary: _rotary,
+    reference.dropout_add: _dropout_add,
+    reference.scale_add: _scale_add,
+    reference.cross_entropy: _cross_entropy,
+    reference.kl_div: _kl_div,
+    reference.divergence: _divergence,
+}
+
+
+def answer(function: Callable[..., Any], *args: Any) -> Any:
+    """What a rule makes of a call whose first argument is a DTensor; None where torch's composition has to be called.
+
+    Raises:
+        BackendError: a kernel backend is forced, and no rule takes the call.
+    """
+    if backends.get_backend() in ("eager", "compile"):
+        return None
+    try:
+        rule = RULES.get(function)
+        if rule is None:
+            raise NoRuleError("it has no rule for DTensors")
+        if dispatch.must_decompose():
+            raise NoRuleError("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
+        return rule(*args)
+    except NoRuleError as error:
+        reason = str(error)
+    _fallbacks[function.__name__, reason] += 1
+    backends.refuse(f"{function.__name__} of DTensors: {reason}")
+    return None
+
+
+dispatch.answer_sharded = answer
