@@ -20,6 +20,7 @@ from fastlayers import functional as F
 from fastlayers.ops import sharding
 
 from .cases import CASES, Case
+from .models import check_llama
 
 RANKS = 4
 
@@ -202,6 +203,7 @@ def work(rank: int, folder: str) -> None:
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     check_fallbacks(flat)
     check_dropout(flat)
+    check_llama(flat)
     run_cases([flat, square])
     dist.barrier()  # threads of gloo let go of the last tensors; one that does so when Python ends aborts the process
     dist.destroy_process_group()
