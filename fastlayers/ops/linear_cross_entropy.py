@@ -228,7 +228,8 @@ def linear_cross_entropy(
         if dispatch.must_decompose():
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
         elif not dispatch.is_plain(input):
-            backends.refuse(f"it takes plain tensors, and input is a {type(input).__name__}")
+            if not dispatch.is_dtensor(input):  # the rules for these come with the reference
+                backends.refuse(f"it takes plain tensors, and input is a {type(input).__name__}")
         elif forced is not None or chunk_size is not None or head.is_large(input, linear_weight):
             rest = _rest(input, loss, head.autocast_dtype(input), chunk_size)
             reason = unsupported(input, linear_weight, linear_bias, target, weight, rest)

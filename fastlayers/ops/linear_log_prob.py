@@ -253,7 +253,7 @@ def linear_log_prob(
             else not torch.compiler._is_exporting_flag and forced is None
         )
     else:
-        wanted = forced not in ("eager", "compile")
+        wanted = forced not in ("eager", "compile") and not dispatch.is_dtensor(input)
         if wanted and dispatch.must_decompose():
             backends.refuse("a functorch transform, forward-mode AD or jit trace is active, and needs torch ops")
             wanted = False

@@ -29,16 +29,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, reference, residual, vocab_parallel
+from fastlayers.ops import dispatch, head, reference, residual, vocab_parallel, vocab_parallel_head
 from fastlayers.ops.activations import activation
 from fastlayers.ops.batch_norm import batch_norm
 from fastlayers.ops.bias_act import bias_act
-from fastlayers.ops.cross_entropy import NONE, SUM, cross_entropy
+from fastlayers.ops.cross_entropy import MEAN, NONE, SUM, cross_entropy
 from fastlayers.ops.elementwise import add_relu, mul, relu_add
 from fastlayers.ops.glu import gated, glu
 from fastlayers.ops.group_norm import group_norm, instance_norm
 from fastlayers.ops.kl_div import divergence, kl_div
 from fastlayers.ops.layer_norm import ada_layer_norm, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fastlayers.ops.linear_cross_entropy import linear_cross_entropy
+from fastlayers.ops.linear_log_prob import linear_log_prob
 from fastlayers.ops.max_pool2d import max_pool2d
 from fastlayers.ops.response_norm import global_response_norm
 from fastlayers.ops.rotary import rotary
@@ -90,7 +92,7 @@ def samples(own: int, dims: int) -> Dims:
 
 
 def rows(own: int, dims: int) -> Dims:
-    """A number for each row: the same dimensions but for the last one."""
+    """A number or a vector for each row: the same dimensions but for the last one."""
     return (*range(dims - 1), None)
 
 
@@ -99,9 +101,9 @@ def positions(own: int, dims: int) -> Dims:
     return (None,) if dims == 1 else (0, None, *range(1, dims - 1))
 
 
-def apart(own: int, dims: int) -> Dims:
-    """None of the dimensions: every rank needs the whole operand."""
-    return (None,) * dims
+def by_class(own: int, dims: int) -> Dims:
+    """Rows of a weight, or a vector, for the last dimension of the result."""
+    return (*[None] * (dims - 1), 0)
 
 
 class Plan(NamedTuple):
@@ -134,7 +136,9 @@ def _correspond(shapes: Sequence[tuple[int, ...]], alignments: Sequence[Alignmen
     owns = [align(len(s), dims) for s, align in zip(shapes, alignments, strict=True)]
     sizes = [1] * dims
     for s, own, align in zip(shapes, owns, alignments, strict=True):
-        if align is not apart and (len(own) != dims or [k for k in own if k is not None] != [*range(len(s))]):
+        mapped = [k for k in own if k is not None]
+        inner = align in (rows, by_class)  # they may have dimensions that the result does not have
+        if len(own) != dims or (max(mapped, default=-1) >= len(s) if inner else mapped != [*range(len(s))]):
             raise NoRuleError(f"an operand of shape {tuple(s)} does not go with {dims} dimensions")
         for d, k in enumerate(own):
             if k is not None and s[k] != 1:
@@ -386,6 +390,12 @@ class Shards:
         (i,) = [i for i in self.mesh_dims(dim) if self.mesh.size(i) > 1]
         size = self.plan.shape[dim]
         return min(size, self.mesh.get_local_rank(i) * -(-size // self.mesh.size(i)))
+
+    def least(self, dim: int) -> int:
+        """What the last rank has of ``dim``, which is sharded over one dimension of the mesh with several ranks."""
+        (i,) = [i for i in self.mesh_dims(dim) if self.mesh.size(i) > 1]
+        size, ranks = self.plan.shape[dim], self.mesh.size(i)
+        return max(0, size - (ranks - 1) * -(-size // ranks))
 
     def index(self) -> int:
         """The number of this shard among all of them. Ranks with the same shard have the same one."""
@@ -718,6 +728,88 @@ def _cross_entropy_across(
     return _summed(shards.wrap_part((total / count).to(out), dim))
 
 
+def _linear_cross_entropy(
+    input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target: DTensor, weight: DTensor | None,
+    ignore_index: int, reduction: int, smoothing: float, softcap: float, z_loss: float, logit_scale: float,
+    *loss_of: Any,
+) -> DTensor:  # fmt: skip
+    """Rows may be sharded, and classes: then the gradient of the input is Partial."""
+    if linear_weight.dim() != 2 or input.dim() == 0 or target.shape != input.shape[:-1]:
+        raise NoRuleError("expected an input (..., H), a weight (V, H) and a class for each row")
+    given = (input, linear_weight, linear_bias, target, weight)
+    shards = Shards(given, (rows, by_class, by_class, rows, by_class), fill=False)
+    last = input.dim() - 1
+    own, own_weight, own_bias, own_target, own_classes = shards.tensors
+    if shards.groups(last):
+        return _linear_cross_entropy_across(shards, ignore_index, reduction, smoothing, softcap, z_loss, logit_scale)
+    if own.numel() == 0:
+        options = (ignore_index, reduction, smoothing, softcap, z_loss, logit_scale)
+        loss = reference.linear_cross_entropy(own, own_weight, own_bias, own_target, own_classes, *options)
+    else:
+        loss = linear_cross_entropy(
+            own, own_weight, own_target, own_bias, own_classes, ignore_index, reference.REDUCTIONS[reduction],
+            smoothing, softcap or None, z_loss, logit_scale, None,
+        )  # fmt: skip
+    if reduction == NONE:
+        return shards.wrap(loss, without=last)
+    groups = shards.groups(*range(last))
+    if reduction == SUM or not groups:
+        return shards.wrap_part(loss)
+    return _averaged(shards, loss, _share(own_target, own_classes, ignore_index, groups))
+
+
+def _linear_cross_entropy_across(
+    shards: Shards, ignore_index: int, reduction: int, smoothing: float, softcap: float, z_loss: float,
+    logit_scale: float,
+) -> DTensor:  # fmt: skip
+    """By a weight whose classes are sharded, as ColwiseParallel does it."""
+    own, own_weight, own_bias, own_target, own_classes = shards.tensors
+    last = len(shards.plan.shape) - 1
+    groups, low = shards.groups(last), head.autocast_dtype(own)
+    compute = head.cast(own.dtype, low)
+    problem = head.unsupported(own, own_weight, own_bias, own_target, None, head.Rest(compute, low, logit_scale, None))
+    if len(groups) != 1 or own_classes is not None or not 0.0 <= smoothing <= 1.0:
+        problem = "the classes are sharded; expected one dimension of the mesh for them, and no weights of classes"
+    elif shards.least(last) == 0:
+        problem = f"{shards.plan.shape[last]} classes leave a rank without any"
+    elif compute is torch.float16:
+        problem = "the products are in float16; expected bfloat16 or float32, for gradients of logits that are small"
+    if problem is not None and (own.numel() or len(groups) != 1):
+        raise NoRuleError(problem)
+    rest = vocab_parallel_head.Rest(
+        vocab_parallel.Options(groups[0], shards.start(last), ignore_index, smoothing, softcap, z_loss),
+        head.Rest(compute, low, logit_scale, vocab_parallel_head.chunk_size(own_target.numel())),
+        reduction,
+    )
+    count = None
+    if reduction == MEAN:
+        count = reduce((own_target != ignore_index).sum(), shards.groups(*range(last)))
+    loss: Tensor = vocab_parallel_head.VocabParallelHead.apply(own, own_weight, own_bias, own_target, count, rest)
+    loss = loss.to(torch.float32 if low is not None and compute in reference.LOW_PRECISION else compute)
+    if reduction == NONE:
+        return shards.wrap(loss.view(own_target.shape), without=last)
+    part = shards.wrap_part(loss, last)
+    return part if reduction == SUM else _summed(part)
+
+
+def _linear_log_prob(
+    input: DTensor, linear_weight: DTensor, linear_bias: DTensor | None, target: DTensor, ignore_index: int,
+    softcap: float, logit_scale: float,
+) -> tuple[DTensor, DTensor]:  # fmt: skip
+    last = input.dim() - 1
+    given = (input, linear_weight, linear_bias, target)
+    shards = Shards(given, (rows, by_class, by_class, rows), (last,), fill=False)
+    own, own_weight, own_bias, own_target = shards.tensors
+    if own.numel() == 0:
+        options = (ignore_index, softcap, logit_scale)
+        found = reference.linear_log_prob(own, own_weight, own_bias, own_target, *options)
+    else:
+        options = (ignore_index, softcap or None, logit_scale)  # type: ignore[assignment]
+        found = linear_log_prob(own, own_weight, own_target, own_bias, *options, None)
+    log_prob, entropy = (shards.wrap(t, without=last) for t in found)
+    return log_prob, entropy
+
+
 def _kl_div(x: DTensor, target: DTensor, reduction: str, log_target: bool) -> DTensor:
     shards = Shards((x, target), (broadcast, broadcast), fill=reduction == "none")
     if x.shape != target.shape:
@@ -845,6 +937,8 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     reference.dropout_add: _dropout_add,
     reference.scale_add: _scale_add,
     reference.cross_entropy: _cross_entropy,
+    reference.linear_cross_entropy: _linear_cross_entropy,
+    reference.linear_log_prob: _linear_log_prob,
     reference.kl_div: _kl_div,
     reference.divergence: _divergence,
 }

@@ -65,6 +65,67 @@ def _check_owned(owned: Tensor, target: Tensor) -> None:
         raise IndexError(f"Target {int(target[wrong][0])} is in {int(owned[wrong][0])} of the shards; expected one")
 
 
+def evaluate(rows: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss of each row, its log-sum-exp over all classes, and with label smoothing its share of each class. No
+    autograd."""
+    group, start, ignore_index, smoothing, softcap, z_loss = options
+    columns = rows.shape[1]
+    first = _first_class(options, columns)
+    kept = target != ignore_index
+    mine = kept & (target >= first) & (target < first + columns)
+    classes = torch.where(mine, target - first, 0)
+    own = rows.gather(1, classes.unsqueeze(1)).squeeze(1) if columns else rows.new_zeros(target.shape)
+    own = capped(own.to(torch.promote_types(own.dtype, torch.float32)), softcap)
+    parts = rows.split(_at_once(columns))
+    local = torch.cat([torch.logsumexp(capped(part.to(own.dtype), softcap), 1) for part in parts])
+    greatest = torch.cat((local, own.new_full((1,), columns), own.new_full((1,), -columns)))
+    dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
+    if start is None:
+        _check_widths(greatest[-2], -greatest[-1])
+    greatest = greatest[:-2]
+    terms = [torch.exp(local - greatest), torch.where(mine, own, 0.0), mine.to(own.dtype)]
+    if smoothing:
+        summed = torch.cat([capped(part.to(own.dtype), softcap).sum(1) for part in parts])
+        terms += [summed, torch.full_like(own, columns)]
+    sums = torch.stack(terms)
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    _check_owned(torch.where(kept, sums[2], 1.0), target)
+    lse = greatest + sums[0].log()
+    losses = lse - sums[1]
+    share = None
+    if smoothing:
+        share = smoothing / sums[4]
+        losses = (1.0 - smoothing) * losses + smoothing * lse - share * sums[3]
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+    return torch.where(kept, losses, 0.0), lse, share
+
+
+def gradient_(
+    out: Tensor, rows: Tensor, target: Tensor, lse: Tensor, share: Tensor | None, dy: Tensor, options: Options
+) -> None:
+    """Write the gradient of the logits, which ``out`` may be, for a gradient ``dy`` of each loss. No autograd."""
+    _, _, ignore_index, smoothing, softcap, z_loss = options
+    columns = rows.shape[1]
+    first = _first_class(options, columns)
+    of_rows = [t.unsqueeze(1) for t in (lse, dy, lse if share is None else share)]
+    parts = [part.split(_at_once(columns)) for part in (out, rows, target, *of_rows)]
+    for written, x, classes, total, factor, uniform in zip(*parts, strict=True):
+        scores = capped(x.to(lse.dtype), softcap)
+        d = torch.exp(scores - total)
+        if z_loss:
+            d *= 1.0 + 2.0 * z_loss * total
+        mine = (classes >= first) & (classes < first + columns)
+        hit = torch.where(mine, smoothing - 1.0, 0.0).to(d.dtype)
+        d.scatter_add_(1, torch.where(mine, classes - first, 0).unsqueeze(1), hit.unsqueeze(1))
+        if share is not None:
+            d -= uniform
+        if softcap:
+            d *= 1.0 - (scores / softcap).square()
+        # Not 0·inf, where all rows are ignored.
+        written.copy_(torch.where((classes != ignore_index).unsqueeze(1), d * factor, 0.0))
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """The losses of the rows, in float32 or float64.
 
@@ -73,41 +134,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: Options) -> Tensor:
-        group, start, ignore_index, smoothing, softcap, z_loss = options
-        columns = logits.shape[-1]
-        first = _first_class(options, columns)
         flat = target.reshape(-1)
-        rows = logits.detach().reshape(flat.shape[0], columns)
-        kept = flat != ignore_index
-        mine = kept & (flat >= first) & (flat < first + columns)
-        classes = torch.where(mine, flat - first, 0)
-        own = rows.gather(1, classes.unsqueeze(1)).squeeze(1) if columns else rows.new_zeros(flat.shape)
-        own = capped(own.to(torch.promote_types(own.dtype, torch.float32)), softcap)
-        parts = rows.split(_at_once(columns))
-        local = torch.cat([torch.logsumexp(capped(part.to(own.dtype), softcap), 1) for part in parts])
-        greatest = torch.cat((local, own.new_full((1,), columns), own.new_full((1,), -columns)))
-        dist.all_reduce(greatest, dist.ReduceOp.MAX, group)
-        if start is None:
-            _check_widths(greatest[-2], -greatest[-1])
-        greatest = greatest[:-2]
-        terms = [torch.exp(local - greatest), torch.where(mine, own, 0.0), mine.to(own.dtype)]
-        if smoothing:
-            summed = torch.cat([capped(part.to(own.dtype), softcap).sum(1) for part in parts])
-            terms += [summed, torch.full_like(own, columns)]
-        sums = torch.stack(terms)
-        dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-        _check_owned(torch.where(kept, sums[2], 1.0), flat)
-        lse = greatest + sums[0].log()
-        losses = lse - sums[1]
-        share = None
-        if smoothing:
-            share = smoothing / sums[4]
-            losses = (1.0 - smoothing) * losses + smoothing * lse - share * sums[3]
-        if z_loss:
-            losses = losses + z_loss * lse.square()
+        losses, lse, share = evaluate(logits.detach().reshape(flat.shape[0], logits.shape[-1]), flat, options)
         ctx.save_for_backward(logits, target, lse, share)
         ctx.options = options
-        return torch.where(kept, losses, 0.0)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Gradients:
@@ -117,30 +148,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 " need the logits of the other ranks"
             )
         logits, target, lse, share = ctx.saved_tensors
-        _, _, ignore_index, smoothing, softcap, z_loss = ctx.options
         columns = logits.shape[-1]
-        first = _first_class(ctx.options, columns)
-        flat = target.reshape(-1)
         gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        if gradient.numel() == 0:
-            return gradient, None, None
-        of_rows = [t.unsqueeze(1) for t in (lse, dy, lse if share is None else share)]
-        parts = [part.split(_at_once(columns)) for part in (logits.reshape(-1, columns), flat, *of_rows)]
-        outs = gradient.view(-1, columns).split(_at_once(columns))
-        for out, x, classes, total, factor, uniform in zip(outs, *parts, strict=True):
-            scores = capped(x.to(lse.dtype), softcap)
-            d = torch.exp(scores - total)
-            if z_loss:
-                d *= 1.0 + 2.0 * z_loss * total
-            mine = (classes >= first) & (classes < first + columns)
-            hit = torch.where(mine, smoothing - 1.0, 0.0).to(d.dtype)
-            d.scatter_add_(1, torch.where(mine, classes - first, 0).unsqueeze(1), hit.unsqueeze(1))
-            if share is not None:
-                d -= uniform
-            if softcap:
-                d *= 1.0 - (scores / softcap).square()
-            # Not 0·inf, where all rows are ignored.
-            out.copy_(torch.where((classes != ignore_index).unsqueeze(1), d * factor, 0.0))
+        if gradient.numel():
+            rows = logits.reshape(-1, columns)
+            gradient_(gradient.view(-1, columns), rows, target.reshape(-1), lse, share, dy, ctx.options)
         return gradient, None, None
 
 

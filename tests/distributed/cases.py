@@ -19,7 +19,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from fastlayers import functional as F
 
 #: Over four ranks no size is even, and 3 leaves one rank without any. Over two 2 and 4 are even.
-SIZES = {"b": 3, "s": 5, "n": 4, "c": 6, "h": 5, "o": 1, "C": 6, "H": 8, "S": 4, "W": 4, "K": 7, "G": 12}
+SIZES = {"b": 3, "s": 5, "n": 4, "c": 6, "h": 5, "o": 1, "C": 6, "H": 8, "S": 4, "W": 4, "K": 7, "v": 7}
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Case:
         function: the call; it may name a tensor's argument and give options.
         cpu: whether the C++ kernels take it in float64.
         twice: whether it has a second derivative.
+        also: dimensions of other tensors that may be sharded.
         once: dimensions that may be sharded over one dimension of the mesh only.
         make: what makes tensors that are not random, by position. These get no gradient.
     """
@@ -40,6 +41,7 @@ class Case:
     function: Callable[..., Any]
     cpu: bool = True
     twice: bool = True
+    also: str = ""
     once: str = ""
     make: dict[int, Callable[..., Tensor]] = field(default_factory=dict)
 
@@ -55,7 +57,7 @@ class Case:
 
     def placements(self, mesh_dims: int) -> Iterator[tuple[tuple[Placement, ...], ...]]:
         """How the tensors can be placed: on a mesh of one dimension also with all but the first one replicated."""
-        free = [letter for letter in self.dims[0] if letter.islower() and letter != "o"]
+        free = [letter for letter in self.dims[0] + self.also if letter.islower() and letter != "o"]
         for chosen in itertools.product(free if mesh_dims > 1 else [None, *free], repeat=mesh_dims):
             if any(chosen.count(letter) > 1 for letter in self.once):
                 continue
@@ -102,6 +104,12 @@ def losses(reduction: str) -> list[Case]:
         Case(f"cross_entropy across {reduction}", ("sh", "s"), cross_entropy, **across),
         Case(f"cross_entropy with options across {reduction}", ("bhs", "bs"),
              partial(cross_entropy, **options), **across),
+        Case(f"linear_cross_entropy {reduction}", ("bsH", "KH", "bs", "K"),
+             lambda x, w, t, b: F.linear_cross_entropy(x, w, t, linear_bias=b, reduction=reduction, **options),
+             make={2: labels}),
+        Case(f"linear_cross_entropy across {reduction}", ("bsH", "vH", "bs", "v"),
+             lambda x, w, t, b: F.linear_cross_entropy(x, w, t, linear_bias=b, reduction=reduction, **options),
+             also="v", make={2: labels}, cpu=False, twice=False, once="v"),
         Case(f"kl_div {reduction}", ("bc", "bc"), partial(F.kl_div, reduction=reduction), make={1: angles}),
         Case(f"kl_div_logits {reduction}", ("bsC", "bsC", "bs"),
              lambda x, y, t: F.kl_div_logits(x, y, labels=t, reduction=reduction), make={2: labels}),
@@ -162,5 +170,7 @@ CASES = [
     *itertools.chain(*map(losses, ("none", "mean", "sum"))),
     Case("kl_div batchmean", ("bc", "bc"), partial(F.kl_div, reduction="batchmean"), make={1: angles}),
     Case("js_div_logits", ("bsC", "bsC"), partial(F.js_div_logits, reduction="batchmean")),
+    Case("linear_log_prob", ("bsH", "KH", "bs", "K"),
+         lambda x, w, t, b: F.linear_log_prob(x, w, t, linear_bias=b, entropy=True), make={2: labels}),
     Case("cross_entropy of a row", ("C", ""), F.cross_entropy, make={1: lambda *args: torch.tensor(2)}, cpu=False),
 ]  # fmt: skip

@@ -122,7 +122,7 @@ def llama() -> Llama:
 
 
 def check_llama(mesh: DeviceMesh) -> None:
-    """Patched before and after parallelize_module it has the loss and gradients of one process, and no rule is missed."""
+    """Patched before or after parallelize_module it has the loss and gradients of one process, all by rules."""
     expected = step(llama(), torch_functional.cross_entropy)
     for sequence in (False, True):
         for before in (True, False):

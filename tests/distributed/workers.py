@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from fastlayers import backends
 from fastlayers import functional as F
-from fastlayers.ops import sharding
+from fastlayers.ops import sharding, vocab_parallel_head
 
 from .cases import CASES, Case
 from .models import check_llama
@@ -192,6 +192,46 @@ def check_fallbacks(mesh: DeviceMesh) -> None:
     )
 
 
+def check_head(mesh: DeviceMesh) -> None:
+    """Several chunks, by a weight whose classes are sharded."""
+    torch.manual_seed(0)
+    x, w = torch.randn(1800, 6, dtype=torch.float64), torch.randn(13, 6, dtype=torch.float64)
+    target = torch.randint(13, (1800,))
+    assert vocab_parallel_head.chunk_size(1800) < 1800
+    expected = F.linear_cross_entropy(x.requires_grad_(), w.requires_grad_(), target)
+    dx, dw = torch.autograd.grad(expected, (x, w))
+    own = [on_mesh(mesh, t.detach(), p).requires_grad_() for t, p in ((x, Replicate()), (w, Shard(0)))]
+    sharding.fallbacks(reset=True)
+    loss = F.linear_cross_entropy(*own, on_mesh(mesh, target, Replicate()))
+    found = torch.autograd.grad(loss, own)
+    assert [g.placements for g in found] == [(Partial(),), (Shard(0),)]
+    torch.testing.assert_close([whole(t) for t in (loss, *found)], [expected, dx, dw])
+    assert not sharding.fallbacks()
+
+
+class Net(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        normed, s = F.add_rms_norm(x, y, (12,), w, 1e-6)
+        return F.swiglu(F.softmax(normed, -1), F.silu(s))
+
+
+def check_compile(mesh: DeviceMesh) -> None:
+    """A graph holds torch's composition, which Inductor fuses."""
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(8, 12, dtype=torch.float64),
+        torch.randn(8, 12, dtype=torch.float64),
+        torch.randn(12, dtype=torch.float64),
+    ]
+    placed = [
+        on_mesh(mesh, t, p).requires_grad_() for t, p in zip(tensors, (Shard(0), Shard(0), Replicate()), strict=True)
+    ]
+    expected, found = Net()(*placed), torch.compile(Net(), backend="aot_eager", fullgraph=True)(*placed)
+    torch.testing.assert_close(whole(found), whole(expected))
+    ours, theirs = (torch.autograd.grad(whole(t).square().sum(), placed) for t in (found, expected))
+    torch.testing.assert_close([whole(g) for g in ours], [whole(g) for g in theirs])
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -203,6 +243,8 @@ def work(rank: int, folder: str) -> None:
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     check_fallbacks(flat)
     check_dropout(flat)
+    check_head(flat)
+    check_compile(flat)
     check_llama(flat)
     run_cases([flat, square])
     dist.barrier()  # threads of gloo let go of the last tensors; one that does so when Python ends aborts the process
