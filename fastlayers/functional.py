@@ -1138,8 +1138,8 @@ def linear_cross_entropy(
     Args:
         input: (H,) or (N, H), as in torch, or (..., H).
         linear_weight: (C, H) in the input's dtype, under autocast in any. It may be tied, for example to an embedding.
-            A sharded one (a DTensor, as FSDP2 has it outside of the forward that it wraps) is refused. For a
-            K-dimensional loss (C, d1, ..., dK, H), with an input of (N, H) and the whole logits in memory.
+            A sharded one (a DTensor, as FSDP2 has it outside of the forward that it wraps) is refused beside a plain
+            input. For a K-dimensional loss (C, d1, ..., dK, H), with an input of (N, H) and the whole logits in memory.
         target: (...), classes as int64; (N, d1, ..., dK) for a K-dimensional loss. One that is out of range raises an
             IndexError on a CPU and is a device-side assert on a GPU, as in torch. Or probabilities, (..., C) or
             (N, C, d1, ..., dK), with the logits in memory as the probabilities are.

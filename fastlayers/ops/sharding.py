@@ -12,7 +12,7 @@ op needs whole. The rest follows, for each dimension of the mesh:
 Softmax and the norms over a sharded dimension and the losses of sharded classes exchange some numbers for each row. Any
 other call gets torch's composition, as one without a rule does, and :func:`fallbacks` counts it.
 
-What converts tensors is public: ``to_local``, ``from_local`` and ``redistribute`` of DTensor.
+What the rules are made of is in :mod:`fastlayers.ops.dtensor`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,31 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fastlayers import backends
-from fastlayers.ops import dispatch, head, reference, residual, vocab_parallel, vocab_parallel_head
+from fastlayers.ops import dispatch, dtensor, head, reference, residual, vocab_parallel, vocab_parallel_head
 from fastlayers.ops.activations import activation
 from fastlayers.ops.batch_norm import batch_norm
-from fastlayers.ops.bias_act import bias_act
+from fastlayers.ops.bias_act import FASTER_BARE, bias_act
 from fastlayers.ops.cross_entropy import MEAN, NONE, SUM, cross_entropy
-from fastlayers.ops.elementwise import add_relu, mul, relu_add
+from fastlayers.ops.dtensor import (
+    Alignment,
+    DTensor,
+    NoRuleError,
+    Shards,
+    broadcast,
+    by_class,
+    channels,
+    positions,
+    rows,
+    samples,
+)
+from fastlayers.ops.elementwise import GPU_LEAST, add_relu, mul, relu_add
 from fastlayers.ops.glu import gated, glu
 from fastlayers.ops.group_norm import group_norm, instance_norm
 from fastlayers.ops.kl_div import divergence, kl_div
@@ -45,22 +56,6 @@ from fastlayers.ops.max_pool2d import max_pool2d
 from fastlayers.ops.response_norm import global_response_norm
 from fastlayers.ops.rotary import rotary
 from fastlayers.ops.softmax import result_dtype, softmax
-
-#: Plans that are kept; there is one for each combination of shapes and placements.
-KEPT = 4096
-
-#: A DTensor. torch.distributed.tensor is not imported here: without it there are none.
-DTensor: TypeAlias = Any
-Placements: TypeAlias = tuple[Any, ...]
-#: For each dimension of the result that of an operand, None where it has none.
-Dims: TypeAlias = tuple["int | None", ...]
-#: The dimensions of an operand, from their number and from that of the result.
-Alignment: TypeAlias = Callable[[int, int], Dims]
-
-
-class NoRuleError(Exception):
-    """No rule takes this call; the message says what is given and what is expected."""
-
 
 _fallbacks: Counter[tuple[str, str]] = Counter()
 
@@ -73,388 +68,7 @@ def fallbacks(reset: bool = False) -> dict[tuple[str, str], int]:
     return found
 
 
-# ---- plans -----------------------------------------------------------------------------------------------------------
-
-
-def broadcast(own: int, dims: int) -> Dims:
-    """As torch broadcasts: the last dimensions are the same."""
-    return (*[None] * (dims - own), *range(own))
-
-
-def channels(own: int, dims: int) -> Dims:
-    """A number for each channel, the second dimension."""
-    return (None, 0, *[None] * (dims - 2))
-
-
-def samples(own: int, dims: int) -> Dims:
-    """A number for each sample, the first dimension."""
-    return (0, *[None] * (dims - 1))
-
-
-def rows(own: int, dims: int) -> Dims:
-    """A number or a vector for each row: the same dimensions but for the last one."""
-    return (*range(dims - 1), None)
-
-
-def positions(own: int, dims: int) -> Dims:
-    """The same dimensions but for that of the classes, which is the second one, or the only one."""
-    return (None,) if dims == 1 else (0, None, *range(1, dims - 1))
-
-
-def by_class(own: int, dims: int) -> Dims:
-    """Rows of a weight, or a vector, for the last dimension of the result."""
-    return (*[None] * (dims - 1), 0)
-
-
-class Plan(NamedTuple):
-    """What becomes of a call.
-
-    Attributes:
-        shape: the shape that the operands broadcast to.
-        placements: how that is sharded, by dimension of the mesh.
-        operands: how each operand is to be placed.
-        gradients: how the gradients of the operands are placed.
-        dims: the dimensions of each operand, by dimension of the result.
-        even: whether all ranks have shards of one size.
-    """
-
-    shape: tuple[int, ...]
-    placements: Placements
-    operands: tuple[Placements, ...]
-    gradients: tuple[Placements, ...]
-    dims: tuple[Dims, ...]
-    even: bool
-
-
-def _correspond(shapes: Sequence[tuple[int, ...]], alignments: Sequence[Alignment]) -> tuple[list[int], list[Dims]]:
-    """The shape that the operands broadcast to, and the dimensions of each.
-
-    Raises:
-        NoRuleError: they do not broadcast. torch's composition then says so.
-    """
-    dims = max(len(s) for i, s in enumerate(shapes) if i == 0 or alignments[i] is broadcast)
-    owns = [align(len(s), dims) for s, align in zip(shapes, alignments, strict=True)]
-    sizes = [1] * dims
-    for s, own, align in zip(shapes, owns, alignments, strict=True):
-        mapped = [k for k in own if k is not None]
-        inner = align in (rows, by_class)  # they may have dimensions that the result does not have
-        if len(own) != dims or (max(mapped, default=-1) >= len(s) if inner else mapped != [*range(len(s))]):
-            raise NoRuleError(f"an operand of shape {tuple(s)} does not go with {dims} dimensions")
-        for d, k in enumerate(own):
-            if k is not None and s[k] != 1:
-                if sizes[d] not in (1, s[k]):
-                    raise NoRuleError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast")
-                sizes[d] = s[k]
-    return sizes, owns
-
-
-@lru_cache(KEPT)
-def plan(
-    layouts: tuple[tuple[tuple[int, ...], Placements], ...], alignments: tuple[Alignment, ...], whole: frozenset[int],
-    mesh: tuple[int, ...],
-) -> Plan | str:  # fmt: skip
-    """The plan of a call, or why there is none.
-
-    Args:
-        layouts: shape and placements of each operand.
-        alignments: how the dimensions of each correspond to those of the result.
-        whole: dimensions of the result that the op needs whole.
-        mesh: the shape of the mesh.
-    """
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    try:
-        sizes, owns = _correspond([shape for shape, _ in layouts], alignments)
-    except NoRuleError as error:
-        return str(error)
-    result: list[Any] = []
-    operands, gradients = ([list(placements) for _, placements in layouts] for _ in range(2))
-    left, even = list(sizes), True
-    for i, ranks in enumerate(mesh):
-        sharded = None
-        for (shape, placements), own in zip(layouts, owns, strict=True):
-            placement = placements[i]
-            if type(placement) is Replicate:
-                continue
-            if type(placement) is not Shard:
-                return f"an operand is {placement!r}; expected Shard or Replicate"
-            if placement.dim not in own:
-                return f"an operand of shape {tuple(shape)} is {placement!r}; expected Replicate"
-            d = own.index(placement.dim)
-            if sharded not in (None, d):
-                return (
-                    f"operands are sharded along dimensions {sharded} and {d} of {tuple(sizes)}; expected one of them"
-                )
-            sharded = d
-        if sharded is None:
-            result.append(Replicate())
-            continue
-        if sharded in whole:
-            return f"dimension {sharded} of {tuple(sizes)} is sharded; expected it on each rank as a whole"
-        result.append(Shard(sharded))
-        even &= left[sharded] % ranks == 0
-        left[sharded] //= ranks
-        for t, ((shape, placements), own) in enumerate(zip(layouts, owns, strict=True)):
-            k = own[sharded]
-            if k is None or shape[k] != sizes[sharded]:
-                if type(placements[i]) is Shard:
-                    return f"an operand of shape {tuple(shape)} is sharded along dimension {k}, which is broadcast"
-                gradients[t][i] = Partial()
-            elif type(placements[i]) is Replicate:
-                if Shard(k) in placements[i + 1 :]:
-                    return f"operands are sharded along dimension {sharded} in different orders of the mesh"
-                operands[t][i] = gradients[t][i] = Shard(k)
-    sharded_operands, sharded_gradients = (tuple(map(tuple, every)) for every in (operands, gradients))
-    return Plan(tuple(sizes), tuple(result), sharded_operands, sharded_gradients, tuple(owns), even)
-
-
-# ---- shards of a call ------------------------------------------------------------------------------------------------
-
-
-class _Wait(torch.autograd.Function):
-    """The tensor that an asynchronous collective gives, once it is there."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Any) -> Tensor:
-        found: Tensor = t.wait()
-        return found.view_as(found)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
-
-
-def _as_if_recorded(gradient: Tensor | None) -> Tensor | None:
-    """A hook that lets a gradient without a derivative look like one that has one, if such are recorded.
-
-    Of uneven shards some may be computed by a kernel and some by torch's composition, and one of these may record where
-    the other does not. Ranks that go through different graphs would wait for each other.
-    """
-    if gradient is None or gradient.requires_grad or not torch.is_grad_enabled():
-        return None
-    return gradient.detach().requires_grad_()
-
-
-def _local(t: DTensor, placements: Placements, gradient: Placements, even: bool) -> Tensor:
-    """The shard of this rank."""
-    if t.placements != placements:
-        t = t.redistribute(placements=placements)
-    local: Tensor = t.to_local(grad_placements=gradient)
-    if type(local) not in dispatch.PLAIN and type(local).__name__ == "AsyncCollectiveTensor":
-        local = _Wait.apply(local)
-    if not even and torch.is_grad_enabled() and local.requires_grad:
-        local.register_hook(_as_if_recorded)
-    return local
-
-
-@cache
-def _placed_as(placements: Placements) -> Callable[[DTensor], DTensor | None]:
-    """A hook that places a gradient as ``from_local`` expects it, if its own derivative is wanted.
-
-    Otherwise from_local does so itself, by operations that autograd does not record.
-    """
-
-    def place(gradient: DTensor | None) -> DTensor | None:
-        if gradient is None or gradient.placements == placements or not torch.is_grad_enabled():
-            return None
-        return gradient.redistribute(placements=placements)
-
-    return place
-
-
-def _dense_strides(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor of this shape, in the order of dimensions that ``local`` has in memory."""
-    order = range(len(shape))
-    if not local.is_contiguous():
-        strides = local.stride()
-        order = sorted(order, key=lambda d: -strides[d])  # type: ignore[assignment]
-    found, step = [1] * len(shape), 1
-    for d in reversed(order):
-        found[d] = step
-        step *= max(shape[d], 1)
-    return tuple(found)
-
-
-def _row(t: Tensor, dim: int) -> Tensor:
-    """One index of ``dim`` for a tensor without any, with values of which no norm or softmax is NaN."""
-    shape = [1 if d == dim else size for d, size in enumerate(t.shape)]
-    if not t.is_floating_point():
-        return t.new_ones(shape) if t.dtype == torch.bool else t.new_zeros(shape)
-    values = (torch.arange(math.prod(shape), device=t.device) % 7 + 1).to(t.dtype).view(shape)
-    return values + t.sum(dim, keepdim=True)  # 0, for autograd
-
-
-class Shards:
-    """What this rank has of the operands of a call, and what makes DTensors of its results.
-
-    Args:
-        tensors: the operands; the first one is a DTensor. None where one is missing.
-        alignments: how their dimensions correspond to those of the result.
-        whole: dimensions of the result that the op needs whole.
-        fill: whether a rank without any rows computes one.
-
-    Raises:
-        NoRuleError: the op cannot be computed shard by shard.
-    """
-
-    def __init__(
-        self, tensors: Sequence[Any], alignments: Sequence[Alignment], whole: Iterable[int] = (), fill: bool = True
-    ) -> None:
-        first = tensors[0]
-        kind, mesh = type(first), first.device_mesh
-        layouts, aligned = [], []
-        for t, alignment in zip(tensors, alignments, strict=True):
-            if t is None:
-                continue
-            if type(t) is not kind:
-                raise NoRuleError(f"an operand is a {type(t).__name__} beside a {kind.__name__}")
-            if t.device_mesh is not mesh and t.device_mesh != mesh:
-                raise NoRuleError(f"operands are on the meshes {mesh} and {t.device_mesh}")
-            layouts.append((t.shape, t.placements))
-            aligned.append(alignment)
-        if mesh.get_coordinate() is None:
-            raise NoRuleError("this rank is not in the mesh")
-        found = plan(tuple(layouts), tuple(aligned), frozenset(whole), tuple(mesh.shape))
-        if isinstance(found, str):
-            raise NoRuleError(found)
-        self.kind, self.mesh, self.plan = kind, mesh, found
-        given = [t for t in tensors if t is not None]
-        own = [_local(*placed, found.even) for placed in zip(given, found.operands, found.gradients, strict=True)]
-        self.filled: list[int] = []
-        if fill and not found.even:
-            own = self._fill(own)
-        remaining = iter(own)
-        self.tensors: list[Any] = [None if t is None else next(remaining) for t in tensors]
-
-    def _fill(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Give a rank without rows, as happens where they are fewer than the ranks, one that nobody sees.
-
-        No kernel takes a tensor without elements. By the composition this rank would have another graph than others.
-        """
-        for tensor, dims in zip(tensors, self.plan.dims, strict=True):
-            self.filled += [
-                d for d, k in enumerate(dims) if k is not None and tensor.shape[k] == 0 != self.plan.shape[d]
-            ]
-        for i, dims in enumerate(self.plan.dims):
-            for d in {*self.filled}:
-                k = dims[d]
-                if k is not None and tensors[i].shape[k] == 0:
-                    tensors[i] = _row(tensors[i], k)
-        return tensors
-
-    def wrap(self, local: Tensor, without: int | None = None) -> DTensor:
-        """The DTensor of which this rank computed ``local``: the result.
-
-        Args:
-            without: a dimension that the result has lost by a reduction. Ranks that shared it have the same values.
-        """
-        for d in {*self.filled}:
-            local = local.narrow(d if without is None or d < without else d - 1, 0, 0)
-        if without is None:
-            return self._from_local(local, self.plan.placements, self.plan.shape)
-        return self._from_local(
-            local,
-            _reduced_placements(self.plan.placements, without),
-            self.plan.shape[:without] + self.plan.shape[without + 1 :],
-        )
-
-    def wrap_part(self, local: Tensor, *dims: int) -> DTensor:
-        """The DTensor of a sum over all dimensions, from that of this rank. Along ``dims`` it has summed all ranks'."""
-        return self._from_local(local, _summed_placements(self.plan.placements, dims), ())
-
-    def _from_local(self, local: Tensor, placements: Placements, sizes: Sequence[int]) -> DTensor:
-        """``sizes`` are those along sharded dimensions."""
-        shape = list(local.shape)
-        for placement in placements:
-            if placement.is_shard():
-                shape[placement.dim] = sizes[placement.dim]
-        if shape:
-            strides = _dense_strides(local, shape)
-            out = self.kind.from_local(local, self.mesh, placements, shape=torch.Size(shape), stride=strides)
-        else:  # from_local takes an empty shape for a missing one
-            out = self.kind.from_local(local, self.mesh, placements)
-        if out.requires_grad:
-            out.register_hook(_placed_as(_of_gradient(placements)))
-        return out
-
-    def mesh_dims(self, *dims: int) -> list[int]:
-        """The dimensions of the mesh along which one of these dimensions of the result is sharded."""
-        return [i for i, p in enumerate(self.plan.placements) if p.is_shard() and p.dim in dims]
-
-    def groups(self, *dims: int) -> list[Any]:
-        """The process groups among which these dimensions of the result are sharded."""
-        return [self.mesh.get_group(i) for i in self.mesh_dims(*dims) if self.mesh.size(i) > 1]
-
-    def start(self, dim: int) -> int:
-        """The first index along ``dim``, which is sharded over one dimension of the mesh with several ranks."""
-        (i,) = [i for i in self.mesh_dims(dim) if self.mesh.size(i) > 1]
-        size = self.plan.shape[dim]
-        return min(size, self.mesh.get_local_rank(i) * -(-size // self.mesh.size(i)))
-
-    def least(self, dim: int) -> int:
-        """What the last rank has of ``dim``, which is sharded over one dimension of the mesh with several ranks."""
-        (i,) = [i for i in self.mesh_dims(dim) if self.mesh.size(i) > 1]
-        size, ranks = self.plan.shape[dim], self.mesh.size(i)
-        return max(0, size - (ranks - 1) * -(-size // ranks))
-
-    def index(self) -> int:
-        """The number of this shard among all of them. Ranks with the same shard have the same one."""
-        found = 0
-        for i, placement in enumerate(self.plan.placements):
-            if placement.is_shard():
-                found = found * self.mesh.size(i) + self.mesh.get_local_rank(i)
-        return found
-
-
-@cache
-def _reduced_placements(placements: Placements, dim: int) -> Placements:
-    from torch.distributed.tensor import Replicate, Shard
-
-    def place(p: Any) -> Any:
-        if not p.is_shard() or p.dim < dim:
-            return p
-        return Replicate() if p.dim == dim else Shard(p.dim - 1)
-
-    return tuple(map(place, placements))
-
-
-@cache
-def _summed_placements(placements: Placements, dims: tuple[int, ...]) -> Placements:
-    from torch.distributed.tensor import Partial, Replicate
-
-    return tuple(Partial() if p.is_shard() and p.dim not in dims else Replicate() for p in placements)
-
-
-@cache
-def _of_gradient(placements: Placements) -> Placements:
-    """How the gradient of a result is placed: each rank needs all of that of a sum."""
-    from torch.distributed.tensor import Replicate
-
-    return tuple(Replicate() if p.is_partial() else p for p in placements)
-
-
-# ---- sums over ranks -------------------------------------------------------------------------------------------------
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks of groups. Each rank uses it for a shard of its own: so gradients are summed as well."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, groups: Sequence[Any]) -> Tensor:
-        ctx.groups = groups
-        return reduce(t, groups)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(dy, ctx.groups), None
-
-
-def reduce(t: Tensor, groups: Sequence[Any], op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum, or another reduction, of ``t`` over the ranks of groups. No autograd."""
-    out = t.detach().clone(memory_format=torch.contiguous_format)
-    for group in groups:
-        dist.all_reduce(out, op, group)
-    return out
+# ---- over sharded dimensions -----------------------------------------------------------------------------------------
 
 
 def _softmax_across(shards: Shards, log: bool, dim: int, scale: float | None, dtype: torch.dtype | None) -> Tensor:
@@ -469,10 +83,10 @@ def _softmax_across(shards: Shards, log: bool, dim: int, scale: float | None, dt
     groups = shards.groups(dim)
     least = float("-inf")
     top = x.detach().amax(dim, keepdim=True) if x.shape[dim] else x.new_full(_reduced(x, dim), least).detach()
-    top = reduce(top, groups, dist.ReduceOp.MAX)
+    top = dtensor.reduce(top, groups, dist.ReduceOp.MAX)
     z = x - top
     e = z.exp()
-    total: Tensor = _Sum.apply(e.sum(dim, keepdim=True), groups)
+    total: Tensor = dtensor.Sum.apply(e.sum(dim, keepdim=True), groups)
     return (z - total.log() if log else e / total).to(given)
 
 
@@ -495,10 +109,10 @@ def _norm_across(
         dtype = reference.norm_dtype("rms_norm" if kind == "torch" else kind, x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if kind == "layer_norm":
-        wide = wide - _Sum.apply(wide.sum(own, keepdim=True), groups) / count
+        wide = wide - dtensor.Sum.apply(wide.sum(own, keepdim=True), groups) / count
     if eps is None:
         eps = torch.finfo(wide.dtype).eps
-    normalized = wide * torch.rsqrt(_Sum.apply(wide.square().sum(own, keepdim=True), groups) / count + eps)
+    normalized = wide * torch.rsqrt(dtensor.Sum.apply(wide.square().sum(own, keepdim=True), groups) / count + eps)
     if kind == "llama":
         normalized = normalized.to(x.dtype)
         return normalized if weight is None else weight * normalized
@@ -532,6 +146,8 @@ class Rule:
         across: what computes a shard where one of these is sharded, from the shards and the arguments; None where
             nothing does.
         problem: why a call has no rule, from the arguments; None where it has.
+        torch_suffices: whether no kernel gains, from the arguments. torch's composition is one operation then, which
+            DTensors call in less time than it takes to take shards out and to put results back.
     """
 
     op: Callable[..., Any]
@@ -539,9 +155,10 @@ class Rule:
     whole: Callable[..., Iterable[int]] = lambda *args: ()
     across: Callable[..., Any] | None = None
     problem: Callable[..., str | None] = lambda *args: None
+    torch_suffices: Callable[..., bool] = lambda *args: False
 
     def __call__(self, *args: Any) -> Any:
-        """The results of a call, as DTensors.
+        """The results of a call, as DTensors; None where torch's composition is as good.
 
         Raises:
             NoRuleError: torch's composition has to be called.
@@ -554,6 +171,8 @@ class Rule:
         if self.across is not None and any(p.is_shard() and p.dim in whole for p in args[0].placements):
             shards = Shards(tensors, alignments, fill=False)
             found = self.across(shards, *args)
+        elif backends.get_backend() is None and self.torch_suffices(*args):
+            return None
         else:
             shards = Shards(tensors, alignments, whole)
             own = list(args)
@@ -569,6 +188,20 @@ def _last(x: Tensor, shape: Sequence[int]) -> range:
 
 def _one(x: Tensor, dim: int) -> tuple[int, ...]:
     return (dim % x.dim(),) if -x.dim() <= dim < x.dim() else ()
+
+
+def _is_small(x: DTensor) -> bool:
+    """By what all ranks see."""
+    return bool(x.numel() < GPU_LEAST * x.device_mesh.size())
+
+
+def _is_small_softmax(x: DTensor, dim: int, scale: float | None, mask: DTensor | None, *dtype: Any) -> bool:
+    return scale is None and mask is None and _is_small(x)
+
+
+def _is_small_product(x: DTensor, y: DTensor | float) -> bool:
+    """The kernel gains by the one pass for both gradients."""
+    return _is_small(x) or not (torch.is_grad_enabled() and x.requires_grad and getattr(y, "requires_grad", False))
 
 
 def _all_but_samples(x: Tensor, *args: Any) -> range:
@@ -644,10 +277,10 @@ def _averaged(shards: Shards, mean: Tensor, share: Tensor | float) -> DTensor:
 
 def _summed(t: DTensor) -> DTensor:
     """What torch makes of a mean: all ranks have it."""
-    return t.redistribute(placements=_of_gradient(t.placements))
+    return t.redistribute(placements=dtensor.of_gradient(t.placements))
 
 
-def _as_dtensor(target: Tensor, x: DTensor, dim: int) -> Tensor:
+def _placed_target(target: Tensor, x: DTensor, dim: int) -> Tensor:
     """A target as a DTensor. Of logits that are sharded by class alone a plain one is that of all ranks, as in torch's
     ``loss_parallel``."""
     if type(target) not in dispatch.PLAIN or any(p.is_shard() and p.dim != dim for p in x.placements):
@@ -698,7 +331,7 @@ def _share(target: Tensor, weight: Tensor | None, ignore_index: int, groups: Seq
         count = kept.sum().double()
     else:
         count = torch.where(kept, weight.detach().double()[torch.where(kept, target, 0)], 0.0).sum()
-    return count / reduce(count, groups)
+    return count / dtensor.reduce(count, groups)
 
 
 def _cross_entropy_across(
@@ -708,7 +341,7 @@ def _cross_entropy_across(
     """Of logits sharded by class: two all-reduces of some numbers a row, as in :mod:`fastlayers.ops.vocab_parallel`."""
     if weight is not None or target.dtype != torch.int64 or not 0.0 <= smoothing <= 1.0:
         raise NoRuleError("the classes are sharded; expected a target of int64 and no weights of classes")
-    shards = Shards((x, _as_dtensor(target, x, dim)), (broadcast, positions), fill=False)
+    shards = Shards((x, _placed_target(target, x, dim)), (broadcast, positions), fill=False)
     groups = shards.groups(dim)
     if len(groups) != 1:
         raise NoRuleError(
@@ -724,7 +357,7 @@ def _cross_entropy_across(
     total = losses.sum()
     if reduction == SUM:
         return shards.wrap_part(total.to(out), dim)
-    count = reduce((own_target != ignore_index).sum(), shards.groups(*(d for d in range(x.dim()) if d != dim)))
+    count = dtensor.reduce((own_target != ignore_index).sum(), shards.groups(*(d for d in range(x.dim()) if d != dim)))
     return _summed(shards.wrap_part((total / count).to(out), dim))
 
 
@@ -783,7 +416,7 @@ def _linear_cross_entropy_across(
     )
     count = None
     if reduction == MEAN:
-        count = reduce((own_target != ignore_index).sum(), shards.groups(*range(last)))
+        count = dtensor.reduce((own_target != ignore_index).sum(), shards.groups(*range(last)))
     loss: Tensor = vocab_parallel_head.VocabParallelHead.apply(own, own_weight, own_bias, own_target, count, rest)
     loss = loss.to(torch.float32 if low is not None and compute in reference.LOW_PRECISION else compute)
     if reduction == NONE:
@@ -863,19 +496,22 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {
         {0: broadcast, 3: broadcast},
         lambda x, dim, *options: _one(x, dim),
         lambda shards, x, dim, scale, mask, dtype: _softmax_across(shards, False, dim % x.dim(), scale, dtype),
+        torch_suffices=_is_small_softmax,
     ),
     reference.log_softmax: Rule(
         lambda x, dim, scale, mask, dtype: softmax(x, dim, scale, mask, dtype, True),
         {0: broadcast, 3: broadcast},
         lambda x, dim, *options: _one(x, dim),
         lambda shards, x, dim, scale, mask, dtype: _softmax_across(shards, True, dim % x.dim(), scale, dtype),
+        torch_suffices=_is_small_softmax,
     ),
     reference.relu_add: Rule(relu_add, {0: broadcast, 1: broadcast, 2: broadcast}),
     reference.add_relu: Rule(add_relu, {0: broadcast, 1: broadcast}),
-    reference.mul: Rule(mul, {0: broadcast, 1: broadcast}),
+    reference.mul: Rule(mul, {0: broadcast, 1: broadcast}, torch_suffices=_is_small_product),
     reference.bias_act: Rule(
         lambda x, bias, act, given: bias_act(x, bias, act, dict(zip(activation(act).parameters, given, strict=True))),
         {0: broadcast, 1: broadcast},
+        torch_suffices=lambda x, bias, act, given: bias is None and act not in FASTER_BARE,
     ),
     reference.gated: Rule(gated, {0: broadcast, 1: broadcast}),
     reference.glu: Rule(glu, {0: broadcast}, lambda x, dim, *options: _one(x, dim)),
